@@ -1,0 +1,49 @@
+# One word per job. Everything is installed into .venv, with pip alone.
+#   TORCH=torch==2.11.0 make test      another torch
+#   PYTHON=python3.12 make test        another interpreter (for a new .venv)
+#   GPU_PYTHON=python make gpu         the interpreter that has torch with CUDA
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+GPU_PYTHON ?= python3
+TEST_ARGS ?=
+DEMO_ARGS ?=
+
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+# Follows what was installed: it changes with the dependencies, the pins and the torch.
+STAMP := $(VENV)/.installed-$(shell (cat pyproject.toml constraints.txt; echo '$(TORCH)') | cksum | tr ' ' '-')
+# ninja lives in .venv, and torch looks for it on the path.
+RUN := PATH="$(BIN):$$PATH"
+
+.DEFAULT_GOAL := test
+.PHONY: demo test check bench gpu
+
+demo: $(STAMP)
+	$(RUN) residency demo $(DEMO_ARGS)
+
+test: $(STAMP)
+	$(RUN) python -m pytest --timeout=300 $(TEST_ARGS)
+
+check: $(STAMP)
+	$(RUN) ruff check src tests benchmarks
+	$(RUN) ruff format --check src tests benchmarks
+	$(RUN) mypy --strict src
+	$(RUN) python -m pytest -q tests/test_architecture.py
+
+bench: $(STAMP)
+	$(RUN) python -m benchmarks
+
+# For a machine with an accelerator: the tests on it, then the benchmarks with a dated report each.
+# Uses an interpreter that has torch with CUDA, the package's dependencies, pytest and hypothesis.
+gpu:
+	PYTHONPATH=src RESIDENCY_TEST_DEVICE=cuda $(GPU_PYTHON) -m pytest $(TEST_ARGS)
+	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks
+
+# torch first and alone: a later resolution then finds it installed and fetches no other build.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	rm -f $(VENV)/.installed-*
+	touch $@

@@ -1,0 +1,33 @@
+"""The errors of the package, one tree. Each also is the builtin that a caller would expect.
+
+ResidencyError
+├── InvalidArgumentError (ValueError)   a size, a count or a name that means nothing
+├── RefusedError (RuntimeError)         it cannot be done exactly, so nothing was done
+└── SimulatorError (RuntimeError)       the simulated accelerator
+    ├── BuildError                      it could not be built on this machine
+    └── RaceError                       two operations meet on the same bytes, with no wait
+"""
+
+
+class ResidencyError(Exception):
+    """Is the root of every error that this package raises on its own account."""
+
+
+class InvalidArgumentError(ResidencyError, ValueError):
+    """Says that an argument means nothing: a size that does not parse, an unknown name."""
+
+
+class RefusedError(ResidencyError, RuntimeError):
+    """Says that a request cannot be carried out exactly; whatever it named is as it was before."""
+
+
+class SimulatorError(ResidencyError, RuntimeError):
+    """Is the root of the simulated accelerator's errors."""
+
+
+class BuildError(SimulatorError):
+    """Says that the simulated accelerator could not be built here, and what to install."""
+
+
+class RaceError(SimulatorError):
+    """Says that two operations meet on the same bytes, one of them writing, with no wait."""

@@ -1,0 +1,12 @@
+"""Optimizer state at home on the host, streamed through the optimizer's own step.
+
+Read ``_offload`` first (the two public functions), then ``_offloaded`` (the class that an optimizer
+gets), ``_homes`` (where the state lives), ``_plan`` (what moves together) and ``_stream`` (the step
+itself).
+"""
+
+from residency._optim._offload import offload_optimizer, onload_optimizer
+from residency._optim._offloaded import OffloadedOptimizer
+from residency._optim._statistics import OffloadStatistics
+
+__all__ = ["OffloadStatistics", "OffloadedOptimizer", "offload_optimizer", "onload_optimizer"]

@@ -1,0 +1,314 @@
+"""Where the state of an offloaded optimizer lives: the mappings that users see, and the homes
+behind them.
+
+``optimizer.state`` stays a ``defaultdict`` of dicts. Whatever is assigned to a key is copied to its
+home on the host, and every read first waits for copies home that are still under way. Invariant: a
+tensor that a caller can reach through these mappings has its final bytes.
+
+[Note: who may reach a home] Inside the package, ``dict.get`` and its like bypass the wait on
+purpose: the step only hands tensors on to streams that wait for one another on the device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import ItemsView, Iterator, ValuesView
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from residency._transfer import Gate, Lanes, Region, SlabArena, gate_of, lanes_of
+
+
+@dataclass(slots=True)
+class Home:
+    """Is the place of one state tensor: its tensor, which callers see, and the range under it."""
+
+    tensor: Tensor
+    region: Region
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+
+class Homes:
+    """Makes and fills the homes of one optimizer.
+
+    Attributes:
+        device: The accelerator that the parameters are on.
+        version: Changes whenever a home appears, moves or goes; plans are made for one version.
+        newest: The event after the newest copy home, of whatever parameter.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.arena = SlabArena()
+        self.lanes: Lanes = lanes_of(device)
+        self.gate: Gate = gate_of(device)
+        self.version = 0
+        self.newest: torch.Event | None = None
+
+    def allocate(self, like: Tensor, shape: torch.Size | None = None) -> Home:
+        """Makes an unfilled home for a tensor like this one.
+
+        Args:
+            like: Gives the dtype and, unless ``shape`` is given, the shape and (dense) strides.
+            shape: A contiguous shape instead.
+        """
+        self.version += 1
+        wanted = like.shape if shape is None else shape
+        model = torch.empty(wanted, dtype=like.dtype, device="meta")
+        if shape is None:
+            model = torch.empty_like(like, device="meta", memory_format=torch.preserve_format)
+        num_bytes = model.numel() * model.element_size()
+        region = self.arena.allocate(num_bytes)
+        tensor = self.arena.tensor(region, model.dtype, model.shape, model.stride())
+        return Home(tensor, region)
+
+    def fill(self, home: Home | None, value: Tensor) -> Home:
+        """Copies a value home, blocking the host, into ``home`` where it fits and a new home
+        otherwise.
+        """
+        value = value.detach()
+        if home is None or home.tensor.shape != value.shape or home.tensor.dtype != value.dtype:
+            home = self.allocate(value)
+            # The range may have belonged to a tensor whose last copy home has not landed yet.
+            if self.newest is not None:
+                self.newest.synchronize()
+        if home.tensor.data_ptr() != value.data_ptr() or value.numel() == 0:
+            home.tensor.copy_(value)
+        return home
+
+
+class ParameterState(dict[str, Any]):
+    """Is the state of one parameter: a dict whose device tensors live at home.
+
+    Attributes:
+        homes_by_key: The homes of the values that live on the host between steps.
+        is_resident: Whether the values stay on the device instead.
+        written: The event after the newest copy home, None when nothing is under way.
+    """
+
+    __slots__ = ("_homes", "homes_by_key", "is_resident", "written")
+
+    def __init__(self, homes: Homes, *, is_resident: bool) -> None:
+        super().__init__()
+        self._homes = homes
+        self.homes_by_key: dict[str, Home] = {}
+        self.is_resident = is_resident
+        self.written: torch.Event | None = None
+
+    def fence(self) -> None:
+        """Blocks the host until no copy home is under way."""
+        if self.written is not None:
+            self.written.synchronize()
+            self.written = None
+
+    def place(self, key: str, value: Any, *, on_device: bool | None = None) -> None:
+        """Puts a value where it belongs.
+
+        Args:
+            key: The state's name.
+            value: A tensor is copied to its home; anything else is kept as it is.
+            on_device: Whether steps need the value on the device; None finds out: a device tensor
+                does, a host tensor does what the value before it did, and a fresh host scalar stays
+                on the host, as torch keeps ``step``.
+        """
+        self.fence()
+        if not isinstance(value, Tensor):
+            self.forget(key)
+            dict.__setitem__(self, key, value)
+            return
+        if on_device is None:
+            on_device = self._belongs_on_device(key, value)
+        if not on_device:
+            self.forget(key)
+            dict.__setitem__(self, key, value.cpu())
+        elif self.is_resident:
+            dict.__setitem__(self, key, value.to(self._homes.device))
+        else:
+            home = self._homes.fill(self.homes_by_key.get(key), value)
+            self.settle(key, home)
+
+    def settle(self, key: str, home: Home) -> None:
+        """Makes ``home`` the place of ``key``."""
+        self.homes_by_key[key] = home
+        dict.__setitem__(self, key, home.tensor)
+
+    def forget(self, key: str) -> None:
+        """Removes a key without waiting."""
+        if self.homes_by_key.pop(key, None) is not None:
+            self._homes.version += 1
+        dict.pop(self, key, None)
+
+    def reorder(self, keys: list[str]) -> None:
+        """Puts the keys into the order in which the optimizer makes them; cuts make homes first."""
+        if list(dict.keys(self)) != keys:
+            values = [dict.__getitem__(self, key) for key in keys]
+            dict.clear(self)
+            dict.update(self, zip(keys, values, strict=True))
+
+    def is_on_device(self, key: str) -> bool:
+        """Says whether steps see this key's value on the device."""
+        value = dict.get(self, key)
+        return key in self.homes_by_key or (isinstance(value, Tensor) and not value.is_cpu)
+
+    def _belongs_on_device(self, key: str, value: Tensor) -> bool:
+        if not value.is_cpu:
+            return True
+        if isinstance(dict.get(self, key), Tensor):
+            return self.is_on_device(key)
+        return value.dim() > 0
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.place(key, value)
+
+    def __getitem__(self, key: str) -> Any:
+        self.fence()
+        return dict.__getitem__(self, key)
+
+    def __delitem__(self, key: str) -> None:
+        if key not in self:
+            raise KeyError(key)
+        self.pop(key)
+
+    # Overriding this also takes `dict(state)` and `{**state}` off CPython's path around
+    # `__getitem__`.
+    def __iter__(self) -> Iterator[str]:
+        self.fence()
+        return dict.__iter__(self)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.fence()
+        return dict.get(self, key, default)
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]  # dict_items is not nameable
+        self.fence()
+        return dict.items(self)
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]  # dict_values is not nameable
+        self.fence()
+        return dict.values(self)
+
+    def pop(self, key: str, *default: Any) -> Any:
+        self.fence()
+        value = dict.pop(self, key, *default)
+        self.forget(key)
+        return value
+
+    def popitem(self) -> tuple[str, Any]:
+        key = next(reversed(list(dict.keys(self))))
+        return key, self.pop(key)
+
+    def clear(self) -> None:
+        self.fence()
+        for key in list(dict.keys(self)):
+            self.forget(key)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self.place(key, default)
+        return self[key]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self.place(key, value)
+
+    def __ior__(self, other: Any) -> ParameterState:  # type: ignore[override, misc]  # as update
+        self.update(other)
+        return self
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(dict(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+class State(defaultdict[Any, Any]):
+    """Is ``optimizer.state``: a mapping from a parameter to its ``ParameterState``."""
+
+    def __init__(self, homes: Homes, resident: set[int]) -> None:
+        super().__init__(None)
+        self._homes = homes
+        self._resident = resident
+
+    def peek(self, parameter: Tensor) -> ParameterState | None:
+        """Returns the state of a parameter where there is one, without waiting."""
+        inner = dict.get(self, parameter)
+        return inner if isinstance(inner, ParameterState) else None
+
+    def of(self, parameter: Tensor) -> ParameterState:
+        """Returns the state of a parameter, made empty where there is none, without waiting."""
+        inner = self.peek(parameter)
+        if inner is None:
+            inner = ParameterState(self._homes, is_resident=id(parameter) in self._resident)
+            dict.__setitem__(self, parameter, inner)
+        return inner
+
+    def fence(self) -> None:
+        """Blocks the host until no copy home is under way."""
+        for inner in dict.values(self):
+            if isinstance(inner, ParameterState):
+                inner.fence()
+
+    def __missing__(self, key: Any) -> Any:
+        return self.of(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if not (isinstance(key, Tensor) and isinstance(value, dict)):
+            dict.__setitem__(self, key, value)
+            return
+        inner = self.of(key)
+        if value is inner:
+            return
+        values = dict(value)
+        for stale in [k for k in dict.keys(inner) if k not in values]:
+            inner.forget(stale)
+        inner.update(values)
+
+    # Whatever removes a parameter's state makes plans stale: their copies name homes that went.
+    def __delitem__(self, key: Any) -> None:
+        dict.__delitem__(self, key)
+        self._homes.version += 1
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        self._homes.version += 1
+        return dict.pop(self, key, *default)
+
+    def popitem(self) -> tuple[Any, Any]:
+        self._homes.version += 1
+        return dict.popitem(self)
+
+    def clear(self) -> None:
+        self._homes.version += 1
+        dict.clear(self)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    # A copy is a plain mapping with the same inner dicts: homes have one owner.
+    def copy(self) -> Any:
+        return defaultdict(dict, dict(self))
+
+    def __copy__(self) -> Any:
+        return self.copy()
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> defaultdict[Any, Any]:
+        return copy.deepcopy(defaultdict(dict, dict(self)), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return defaultdict, (dict, dict(self))

@@ -1,0 +1,82 @@
+"""What an offloaded optimizer knows besides what its class knows, in one object on one attribute.
+
+It never refers to the optimizer, so that an optimizer still dies with its last reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from residency._optim._homes import Homes, State
+from residency._optim._plan import Member, Plan, make_plan
+from residency._optim._separable import Separability, StateSize, state_size
+
+
+@dataclass(slots=True)
+class Offload:
+    """Holds the settings, the homes, the plan and the counters of one offloaded optimizer.
+
+    Attributes:
+        base: The class that the optimizer had.
+        homes: Where its state lives; None when the parameters are on the host, and nothing moves.
+        state: The mapping that is ``optimizer.state``.
+        resident: The ids of the parameters whose state stays on the device.
+        is_entered: Whether a step came in through the offloaded class.
+        loading: The saved state, while ``load_state_dict`` runs.
+    """
+
+    base: type[Optimizer]
+    separability: Separability
+    bucket_bytes: int
+    num_slots: int
+    homes: Homes | None = None
+    state: State | None = None
+    resident: set[int] = field(default_factory=set)
+    guard: RemovableHandle | None = None
+    is_entered: bool = False
+    loading: dict[Any, Any] | None = None
+    slot_bytes: int = 0
+    num_buckets: int = 0
+    num_steps: int = 0
+    copied_to_device_bytes: int = 0
+    copied_to_host_bytes: int = 0
+    _plan: Plan | None = None
+    _plan_key: tuple[Any, ...] = ()
+    _sizes: dict[tuple[int, torch.dtype, int], StateSize | None] = field(default_factory=dict)
+
+    def plan_for(self, optimizer: Optimizer, members: list[Member]) -> Plan:
+        """Returns the plan for a step over ``members``, made anew only when something changed."""
+        assert self.homes is not None
+        assert self.state is not None
+        layout = tuple((id(m.parameter), m.group_index, m.parameter.shape) for m in members)
+        key = (self.homes.version, layout)
+        if self._plan is None or key != self._plan_key:
+            self._plan = make_plan(
+                members,
+                self.state,
+                resident=self.resident,
+                bucket_bytes=self.bucket_bytes,
+                can_cut=self.separability is Separability.ELEMENT_WISE,
+                size_of=lambda member: self.size_of(optimizer, member),
+            )
+            self._plan_key = key
+        return self._plan
+
+    def size_of(self, optimizer: Optimizer, member: Member) -> StateSize | None:
+        """Estimates the state of a parameter that has none yet; None when it cannot be known."""
+        parameter = member.parameter
+        key = (member.group_index, parameter.dtype, parameter.dim())
+        if key not in self._sizes:
+            group = optimizer.param_groups[member.group_index]
+            self._sizes[key] = state_size(optimizer, self.base, group, parameter)
+        return self._sizes[key]
+
+    def forget_plan(self) -> None:
+        """Plans anew at the next step."""
+        self._plan = None
+        self._sizes.clear()

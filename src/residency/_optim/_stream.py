@@ -1,0 +1,265 @@
+"""The step: for each unit, state to the device, the optimizer's own step, state home.
+
+Three streams (current, h2d, d2h) and events, never a wait on the host. Slots are allocated on the
+current stream, because memory that a side stream allocates is a pool of its own; they are dropped
+at the end of the step, behind the last copy that reads them.
+
+[Note: the waits of a step] h2d waits until a slot is allocated (``born``: the memory may have
+readers from before) and, when it is used again, until its copy home is done (the gate). The shadow
+step waits for its copies to the device (``ready``). d2h waits for the shadow step (``done``).
+Whatever d2h reads passes the gate before it is dropped. A later step's h2d waits for this step's
+d2h, because ``born`` follows that wait.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from residency import _device
+from residency._errors import RefusedError, ResidencyError
+from residency._optim._homes import Home, Homes, State
+from residency._optim._offload_data import Offload
+from residency._optim._plan import Member, Piece, Plan, Unit
+from residency._optim._shadow import Commit, Outcome, quiet_global_hooks, shadow_step
+from residency._transfer import Run
+from residency._transfer._lanes import raw_bytes
+
+_Copy = tuple[Tensor, Sequence[Run]]
+
+
+def members_with_gradient(optimizer: Optimizer) -> list[Member]:
+    """Returns the parameters that this step changes, in group order.
+
+    Raises:
+        RefusedError: A gradient is sparse.
+    """
+    members = []
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            if parameter.grad.layout is not torch.strided:
+                raise RefusedError(
+                    f"a parameter of shape {tuple(parameter.shape)} has a gradient of layout "
+                    f"{parameter.grad.layout}; an offloaded optimizer takes dense gradients only. "
+                    "Nothing was stepped: use `sparse=False`, or onload_optimizer first."
+                )
+            members.append(Member(index, parameter))
+    return members
+
+
+class StreamedStep:
+    """Runs one step of an offloaded optimizer."""
+
+    def __init__(self, optimizer: Optimizer, offload: Offload, homes: Homes, state: State) -> None:
+        self._optimizer = optimizer
+        self._offload = offload
+        self._homes = homes
+        self._lanes = homes.lanes
+        self._gate = homes.gate
+        self._state = state
+        self._current = _device.current_stream(homes.device)
+        self._commit = Commit(optimizer)
+        self._alive: deque[list[Tensor]] = deque()
+
+    def run(self) -> None:
+        """Steps every parameter that has a gradient, then commits group values and attributes."""
+        members = members_with_gradient(self._optimizer)
+        plan = self._offload.plan_for(self._optimizer, members)
+        with quiet_global_hooks():
+            try:
+                self._step_streamed(plan)
+                self._step_births(plan)
+                if not members:  # counters in groups advance without gradients too
+                    self._shadow((), [], None)
+            finally:
+                self._drop_alive(keep=0)
+        self._commit.write()
+        self._offload.num_steps += 1
+        self._offload.num_buckets = len(plan.streamed) + len(plan.births)
+
+    def _step_streamed(self, plan: Plan) -> None:
+        units = plan.streamed
+        num_slots = min(self._offload.num_slots, len(units))
+        slots = [self._allocate(plan.slot_bytes) for _ in range(num_slots)]
+        self._alive.append(slots)
+        self._offload.slot_bytes = plan.slot_bytes
+        self._allow_h2d()
+        ready = {i: self._load(units[i], slots[i]) for i in range(num_slots)}
+        if plan.resident:
+            self._step_unit(Unit(plan.resident, [{} for _ in plan.resident]), None)
+        for index, unit in enumerate(units):
+            slot = slots[index % num_slots]
+            self._await(ready.pop(index))
+            self._alive.append(self._step_unit(unit, slot))
+            following = index + num_slots
+            if following < len(units):
+                ready[following] = self._load(units[following], slot)
+
+    def _step_births(self, plan: Plan) -> None:
+        if plan.births:
+            # The bound counts buffers of both kinds: the slots go before the first birth.
+            self._drop_alive(keep=0)
+        for unit in plan.births:
+            self._drop_alive(keep=self._offload.num_slots - 1)
+            slot = self._allocate(unit.num_bytes)
+            self._allow_h2d()
+            self._await(self._load(unit, slot))
+            self._alive.append([slot, *self._step_unit(unit, slot)])
+            if self._offload.num_slots == 1:
+                self._drop_alive(keep=0)
+
+    def _allocate(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._homes.device)
+
+    def _allow_h2d(self) -> None:
+        born = self._lanes.mark(self._current)
+        self._lanes.h2d.wait_event(born)
+
+    def _load(self, unit: Unit, slot: Tensor) -> torch.Event | None:
+        if not unit.loads:
+            return None
+        self._gate.before_write([slot], stream=self._lanes.h2d)
+        self._offload.copied_to_device_bytes += sum(run.num_bytes for run in unit.loads)
+        return self._lanes.load(slot, unit.loads)
+
+    def _await(self, ready: torch.Event | None) -> None:
+        if ready is not None:
+            self._current.wait_event(ready)
+
+    def _drop_alive(self, *, keep: int) -> None:
+        while len(self._alive) > keep:
+            self._gate.before_free(self._alive[0])
+            self._alive.popleft()
+
+    def _step_unit(self, unit: Unit, slot: Tensor | None) -> list[Tensor]:
+        """Steps one unit and queues its copies home; returns the new tensors that those copies
+        read.
+        """
+        views = [
+            {key: view.of(slot) for key, view in each.items()} if slot is not None else {}
+            for each in unit.views
+        ]
+        self._gate.before_write([piece.parameter for piece in unit.pieces])
+        outcome, proxies = self._shadow(unit.pieces, views, slot)
+        births: list[_Copy] = []
+        for piece, proxy, each in zip(unit.pieces, proxies, views, strict=True):
+            if proxy in outcome.state:
+                self._collect(piece, each, outcome.state[proxy], births)
+        copies = [*births]
+        if slot is not None and unit.stores:
+            copies.append((slot, unit.stores))
+        if copies:
+            self._store(unit, copies)
+        return [buffer for buffer, _ in births]
+
+    def _store(self, unit: Unit, copies: Sequence[_Copy]) -> None:
+        self._lanes.d2h.wait_event(self._lanes.mark(self._current))
+        written = self._lanes.store(copies)
+        self._gate.reading([buffer for buffer, _ in copies], written, self._lanes.d2h)
+        self._homes.newest = written
+        for piece in unit.pieces:
+            inner = self._state.peek(piece.parameter)
+            if inner is not None and inner.homes_by_key:
+                inner.written = written
+        self._offload.copied_to_host_bytes += sum(r.num_bytes for _, runs in copies for r in runs)
+
+    def _shadow(
+        self, pieces: Sequence[Piece], views: Sequence[dict[str, Tensor]], slot: Tensor | None
+    ) -> tuple[Outcome, list[Tensor]]:
+        groups = [{**group, "params": []} for group in self._optimizer.param_groups]
+        state: dict[Tensor, dict[str, Any]] = {}
+        proxies = []
+        for piece, each in zip(pieces, views, strict=True):
+            proxy = piece.parameter if piece.is_whole else _cut(piece)
+            proxies.append(proxy)
+            groups[piece.group_index]["params"].append(proxy)
+            values = self._state_before(piece, each)
+            if values or (piece.is_whole and self._state.peek(piece.parameter) is not None):
+                state[proxy] = values
+        outcome = shadow_step(self._optimizer, self._offload.base, groups, state)
+        self._commit.add(outcome)
+        return outcome, proxies
+
+    def _state_before(self, piece: Piece, views: dict[str, Tensor]) -> dict[str, Any]:
+        inner = self._state.peek(piece.parameter)
+        values: dict[str, Any] = {}
+        for key, value in dict.items(inner) if inner is not None else ():
+            if key in views:
+                values[key] = views[key]
+            elif inner is not None and key in inner.homes_by_key:
+                continue  # made by an earlier piece in this very step
+            else:
+                # Pieces share what the host keeps (`step`): each advances a copy, the last one
+                # counts.
+                values[key] = value if piece.is_whole else copy.deepcopy(value)
+        return values
+
+    def _collect(
+        self,
+        piece: Piece,
+        views: dict[str, Tensor],
+        after: dict[str, Any],
+        births: list[_Copy],
+    ) -> None:
+        inner = self._state.of(piece.parameter)
+        for key, value in after.items():
+            view = views.get(key)
+            if view is not None and _has_layout_of(value, view):
+                if value.data_ptr() != view.data_ptr():  # the step bound the key to a new tensor
+                    view.copy_(value)
+            elif isinstance(value, Tensor) and not value.is_cpu and not inner.is_resident:
+                if piece.is_last or value.dim() > 0:
+                    births.append(self._give_home(piece, key, value))
+            elif piece.is_last:
+                if key in inner.homes_by_key:
+                    inner.forget(key)
+                dict.__setitem__(inner, key, value)
+        if piece.is_last:
+            for key in [k for k in dict.keys(inner) if k not in after]:
+                inner.forget(key)
+            inner.reorder(list(after))
+
+    def _give_home(self, piece: Piece, key: str, value: Tensor) -> _Copy:
+        inner = self._state.of(piece.parameter)
+        is_cut = not piece.is_whole and value.dim() > 0
+        shape = piece.parameter.shape if is_cut else value.shape
+        if is_cut and (piece.stop is None or value.numel() != piece.stop - piece.start):
+            raise ResidencyError(
+                f"{self._offload.base.__name__}.step made a state {key!r} of shape "
+                f"{tuple(value.shape)} for a cut of {piece.stop} elements; it is not element-wise."
+            )
+        home: Home | None = inner.homes_by_key.get(key)
+        if home is None or home.tensor.shape != shape or home.tensor.dtype != value.dtype:
+            home = self._homes.allocate(value, shape if is_cut else None)
+        inner.settle(key, home)
+        buffer = raw_bytes(value)
+        start = piece.start * value.element_size() if is_cut else 0
+        region = home.region
+        run = Run(region.slab, region.offset + start, 0, buffer.numel())
+        return buffer, [run] if buffer.numel() else []
+
+
+def _cut(piece: Piece) -> Tensor:
+    parameter = piece.parameter
+    proxy = parameter.detach().view(-1)[piece.start : piece.stop]
+    proxy.requires_grad_(parameter.requires_grad)
+    assert parameter.grad is not None
+    proxy.grad = parameter.grad.detach().reshape(-1)[piece.start : piece.stop]
+    return proxy
+
+
+def _has_layout_of(value: Any, view: Tensor) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.device == view.device
+        and value.dtype == view.dtype
+        and value.shape == view.shape
+    )

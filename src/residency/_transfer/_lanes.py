@@ -1,0 +1,116 @@
+"""Copy streams, one per direction and device, and the raw copies that run on them.
+
+Made once per device and kept: a stream per step would be an allocator pool per step. Invariant: the
+copies of a lane run in the order of their issue, so waiting for a lane's newest event waits for all
+before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from residency import _device
+from residency._transfer._slab import Slab
+
+
+class Run(NamedTuple):
+    """Is one copy: ``num_bytes`` at ``slab_offset`` of a slab and at ``slot_offset`` of a device
+    buffer.
+    """
+
+    slab: Slab
+    slab_offset: int
+    slot_offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """Are the two copy streams of a device.
+
+    Attributes:
+        device: The accelerator.
+        h2d: The lane from the host to the device.
+        d2h: The lane from the device to the host.
+    """
+
+    device: torch.device
+    h2d: torch.Stream
+    d2h: torch.Stream
+
+    def mark(self, stream: torch.Stream) -> torch.Event:
+        """Returns an event that is done when everything now queued on ``stream`` is."""
+        event = _device.new_event(self.device)
+        event.record(stream)
+        return event
+
+    def load(self, slot: Tensor, runs: Iterable[Run]) -> torch.Event:
+        """Queues copies from slabs into ``slot`` on the h2d lane, which must already be allowed to
+        write.
+
+        Args:
+            slot: ``uint8`` on the device, kept by the caller until the returned event is waited
+                for.
+            runs: What to copy.
+
+        Returns:
+            The event after the copies.
+        """
+        with self.h2d:
+            for run in runs:
+                target = slot.narrow(0, run.slot_offset, run.num_bytes)
+                source = run.slab.data.narrow(0, run.slab_offset, run.num_bytes)
+                target.copy_(source, non_blocking=True)
+        return self.mark(self.h2d)
+
+    def store(self, copies: Iterable[tuple[Tensor, Iterable[Run]]]) -> torch.Event:
+        """Queues copies from device buffers into slabs on the d2h lane, after a wait on the
+        producer.
+
+        Args:
+            copies: Buffers (``uint8``, on the device) with the runs to copy out of them. The caller
+                passes the buffers to ``Gate.reading`` with the returned event.
+
+        Returns:
+            The event after the copies.
+        """
+        with self.d2h:
+            for buffer, runs in copies:
+                for run in runs:
+                    target = run.slab.data.narrow(0, run.slab_offset, run.num_bytes)
+                    source = buffer.narrow(0, run.slot_offset, run.num_bytes)
+                    target.copy_(source, non_blocking=True)
+        return self.mark(self.d2h)
+
+
+_lanes: dict[torch.device, Lanes] = {}
+
+
+def lanes_of(device: torch.device) -> Lanes:
+    """Returns the lanes of a device, made at the first call."""
+    if device not in _lanes:
+        _lanes[device] = Lanes(device, _device.new_stream(device), _device.new_stream(device))
+    return _lanes[device]
+
+
+def reset_lanes() -> None:
+    """Forgets the lanes, for tests that start from a fresh device."""
+    _lanes.clear()
+
+
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """Returns the bytes of a tensor in memory order, as ``uint8`` of shape ``[num_bytes]``.
+
+    A tensor whose elements do not fill one range of memory is made contiguous first, a copy of its
+    bytes.
+    """
+    tensor = tensor.detach()
+    if not torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
+        tensor = tensor.contiguous()
+    flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return flat.view(torch.uint8)

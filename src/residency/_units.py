@@ -1,0 +1,58 @@
+"""Sizes in bytes, read from and written for people.
+
+The only file in which 1024 appears: everywhere else a size is an ``int`` of bytes. Units are binary
+(``KiB``, ``MiB``, ``GiB``, ``TiB``); a decimal unit is refused rather than guessed at, because the
+two readings of "1 GB" differ by the 70 MiB that often decide whether a run fits.
+"""
+
+from __future__ import annotations
+
+import re
+
+from residency._errors import InvalidArgumentError
+
+_FACTORS = {"B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+MIB = _FACTORS["MiB"]
+
+
+def parse_bytes(size: int | str, *, name: str = "size") -> int:
+    """Returns a size as a whole number of bytes.
+
+    Args:
+        size: An ``int`` of bytes, or a string such as ``"512MiB"``, ``"1.5 GiB"`` or ``"4096"``.
+        name: What the caller calls this size; the error names it.
+
+    Raises:
+        InvalidArgumentError: The size is negative, has a unit that is not binary, is not a whole
+            number of bytes, or is no size at all.
+    """
+    expected = (
+        f"expected an int of bytes, or a number with one of {', '.join(_FACTORS)}, such as '512MiB'"
+    )
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise InvalidArgumentError(f"{name} is {size!r} ({type(size).__name__}); {expected}.")
+    if isinstance(size, int):
+        if size < 0:
+            raise InvalidArgumentError(f"{name} is {size}; a size cannot be negative.")
+        return size
+    match = _SIZE.fullmatch(size)
+    factor = _FACTORS.get(match[2] or "B") if match else None
+    if match is None or factor is None:
+        raise InvalidArgumentError(f"{name} is {size!r}; {expected}.")
+    num_bytes = float(match[1]) * factor if "." in match[1] else int(match[1]) * factor
+    if num_bytes != int(num_bytes):
+        raise InvalidArgumentError(f"{name} is {size!r}, which is not a whole number of bytes.")
+    return int(num_bytes)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Returns a size as people read it: ``"512 B"``, ``"1.50 MiB"``, ``"-2.00 GiB"``."""
+    unit = "B"
+    for candidate, factor in _FACTORS.items():
+        if abs(num_bytes) >= factor:
+            unit = candidate
+    if unit == "B":
+        return f"{num_bytes} B"
+    return f"{num_bytes / _FACTORS[unit]:.2f} {unit}"

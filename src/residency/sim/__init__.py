@@ -1,0 +1,130 @@
+"""A simulated accelerator: a torch device whose memory is the host's and whose rules are CUDA's.
+
+``enable()`` registers it as the device ``sim``. It has CUDA's caching allocator, a capacity,
+streams whose work runs only when something forces it, pinned memory, and a checker that raises
+where two operations touch the same bytes with no wait between them. Kernels are torch's CPU
+kernels.
+
+It exists so that code which moves memory can be tested without a GPU: a missing wait gives wrong
+bytes or an error every time instead of once a week. There is one such device in a process, and
+registering it cannot be undone; every setting can be changed again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from residency._errors import BuildError, InvalidArgumentError, RaceError, SimulatorError
+from residency._units import format_bytes, parse_bytes
+from residency.sim import _backend, compat
+
+__all__ = [
+    "BuildError",
+    "RaceError",
+    "SimulatorError",
+    "enable",
+    "is_enabled",
+    "pinned_memory_stats",
+    "reset_peak_pinned_memory_stats",
+]
+
+_SCHEDULES = ("late", "overtake", "eager")
+
+
+def enable(
+    capacity: int | str = "8GiB",
+    *,
+    schedule: str = "late",
+    check_races: bool = False,
+    dry: bool = False,
+) -> torch.device:
+    """Turns the simulated accelerator on, or changes its settings, and returns its device.
+
+    The first call in a process registers the device ``sim`` with torch, after which it is what
+    ``torch.accelerator`` finds, also beside a real one; the first call on a machine compiles it
+    (most of a minute). Every call first lets all queued work finish.
+
+    Args:
+        capacity: Bytes of device memory, an ``int`` or a string such as ``"24GiB"``.
+        schedule: When queued work runs. ``"late"``: when something forces it, and then only the
+            forced stream and what that stream waits for, so that whatever was read before it was
+            ready is wrong. ``"overtake"``: when something forces it, after everything else that may
+            legally run, so that whatever was overwritten too early is wrong. ``"eager"``: at once.
+        check_races: Raise `RaceError` where two operations on different streams touch the same
+            bytes, one of them writing, and no event or synchronisation orders them. An allocation
+            counts as a write. Costs a multiple of a small operation's time.
+        dry: Run kernels for their shapes only and never touch device bytes, so that a model far
+            larger than this machine's memory can be stepped. What a tensor holds is then undefined,
+            and ``item()`` gives a placeholder.
+
+    Raises:
+        InvalidArgumentError: The capacity or the schedule means nothing, or the capacity is below
+            what is in use, or ``dry`` would change while device memory is in use.
+        BuildError: The extension cannot be built here; the message says what to install.
+
+    Memory:
+        Device memory is host memory, taken segment by segment and touched when it is first
+        poisoned.
+    """
+    capacity_bytes = parse_bytes(capacity, name="capacity")
+    if schedule not in _SCHEDULES:
+        raise InvalidArgumentError(
+            f"schedule is {schedule!r}; expected one of {', '.join(map(repr, _SCHEDULES))}."
+        )
+    if capacity_bytes == 0:
+        raise InvalidArgumentError("capacity is 0; expected a device with room for something.")
+    if _backend.is_registered():
+        _check_change(capacity_bytes, dry)
+    else:
+        _backend.register()
+        compat.teach_safetensors()
+    _backend.configure(capacity_bytes, schedule=schedule, check_races=check_races, dry=dry)
+    return torch.device("sim", 0)
+
+
+def is_enabled() -> bool:
+    """Says whether ``enable`` has registered the device in this process."""
+    return _backend.is_registered()
+
+
+def pinned_memory_stats() -> dict[str, int]:
+    """Returns the bytes of pinned host memory.
+
+    ``used_bytes`` are held by tensors, ``pinned_bytes`` also count freed blocks that are kept for
+    reuse; each with ``.current`` and ``.peak``. ``num_pinned`` counts allocations that pinned
+    memory.
+    """
+    stats: dict[str, int] = _backend.core().pinned_memory_stats()
+    return stats
+
+
+def reset_peak_pinned_memory_stats() -> None:
+    """Starts the peaks of ``pinned_memory_stats`` anew."""
+    _backend.core().reset_peak_pinned_memory_stats()
+
+
+def _check_change(capacity_bytes: int, dry: bool) -> None:
+    torch.accelerator.synchronize()
+    reserved = torch.accelerator.memory_reserved()
+    if capacity_bytes < reserved:
+        torch.accelerator.empty_cache()
+        reserved = torch.accelerator.memory_reserved()
+    if capacity_bytes < reserved:
+        raise InvalidArgumentError(
+            f"capacity is {format_bytes(capacity_bytes)}, and {format_bytes(reserved)} are in use; "
+            "free tensors first or ask for more."
+        )
+    allocated = torch.accelerator.memory_allocated()
+    if dry != _backend.is_dry() and allocated > 0:
+        raise InvalidArgumentError(
+            f"dry is {dry}, and {format_bytes(allocated)} of tensors were made with dry={not dry}; "
+            "free them before the mode changes."
+        )
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TraceReplay":  # the allocator alone, for tests that replay a recorded run
+        return _backend.core().TraceReplay
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

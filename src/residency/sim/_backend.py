@@ -1,0 +1,253 @@
+"""Registers the built extension with torch as the device ``sim`` and gives it a ``torch.sim``
+module.
+
+Torch finds a device's Python side under its name (``torch.sim``, as ``torch.cuda``); what is there
+is what torch itself and the frameworks ask of such a module, and delegates to
+``torch.accelerator``.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+import torch
+from torch.utils import backend_registration
+
+from residency._errors import RaceError, SimulatorError
+from residency.sim._build import load_extension
+
+_NAME = "sim"
+_state: dict[str, Any] = {"core": None, "dry": False}
+
+
+def is_registered() -> bool:
+    """Says whether the device exists in this process."""
+    return _state["core"] is not None
+
+
+def is_dry() -> bool:
+    """Says whether the device runs kernels for their shapes only."""
+    return bool(_state["dry"])
+
+
+def core() -> Any:
+    """Returns the compiled module."""
+    if _state["core"] is None:
+        raise SimulatorError(
+            "The simulated accelerator is not enabled; call residency.sim.enable() first."
+        )
+    return _state["core"]
+
+
+def register() -> None:
+    """Builds the extension if need be and registers the device; once a process.
+
+    Raises:
+        SimulatorError: Another PrivateUse1 device is registered already; torch has room for one.
+    """
+    taken = torch._C._get_privateuse1_backend_name()
+    if taken not in ("privateuseone", _NAME):
+        raise SimulatorError(
+            f"The device {taken!r} is registered in this process, and torch has room for one such "
+            "device; enable the simulated accelerator in a process of its own."
+        )
+    extension = load_extension()
+    backend_registration.rename_privateuse1_backend(_NAME)
+    extension.register(str(Path(torch.__file__).parent), RaceError)
+    _state["core"] = extension
+    module = _make_module()
+    register_module: Any = torch._register_device_module  # torch does not annotate it
+    register_module(_NAME, module)
+    sys.modules[f"torch.{_NAME}"] = module
+    backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
+
+
+def configure(capacity_bytes: int, *, schedule: str, check_races: bool, dry: bool) -> None:
+    """Applies settings, after all queued work has run."""
+    core().configure(capacity_bytes, schedule, check_races, dry)
+    _state["dry"] = dry
+
+
+# ---------------------------------------------------------------------------------- torch.sim
+
+
+class Stream(torch.Stream):
+    """A stream of the simulated accelerator."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, **existing: Any) -> Stream:
+        """Makes a stream, or wraps the one that ``stream_id`` and its fellows name."""
+        if existing:
+            return super().__new__(cls, **existing)
+        return super().__new__(cls, device=torch.device(_NAME, 0), priority=priority)
+
+
+class Event(torch.Event):
+    """An event of the simulated accelerator."""
+
+    def __new__(
+        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> Event:
+        """Makes an event that is not recorded yet."""
+        return super().__new__(cls, _NAME, enable_timing=enable_timing)
+
+
+class StreamContext:
+    """Makes a stream current for a block; None changes nothing."""
+
+    def __init__(self, stream: torch.Stream | None) -> None:
+        self._stream = stream
+        self._previous: torch.Stream | None = None
+
+    def __enter__(self) -> torch.Stream | None:
+        if self._stream is not None:
+            self._previous = torch.accelerator.current_stream()
+            torch.accelerator.set_stream(self._stream)
+        return self._stream
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._previous is not None:
+            torch.accelerator.set_stream(self._previous)
+
+
+class DeviceContext:
+    """Makes a device current for a block: there is one, so only its index is checked."""
+
+    def __init__(self, device: Any = None) -> None:
+        if device is not None:
+            _check_device(device)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class DeviceProperties:
+    """What ``torch.sim.get_device_properties`` returns."""
+
+    name = "Simulated accelerator"
+    major, minor = 9, 0
+    multi_processor_count = 1
+
+    @property
+    def total_memory(self) -> int:
+        """The capacity, in bytes."""
+        return int(torch.accelerator.get_memory_info()[1])
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` for this device."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(_NAME, *args, **kwargs)
+
+
+def _check_device(device: Any) -> None:
+    index = device if isinstance(device, int) else torch.device(device).index
+    if index not in (None, 0):
+        raise SimulatorError(f"There is one simulated accelerator, sim:0; found index {index}.")
+
+
+def _make_module() -> ModuleType:
+    module = ModuleType(f"torch.{_NAME}", "The simulated accelerator.")
+    for part in (_device_functions(), _stream_functions(), _memory_functions(), _rng_functions()):
+        vars(module).update(part)
+    amp = ModuleType(f"torch.{_NAME}.amp", "Mixed precision on the simulated accelerator.")
+    vars(amp).update(GradScaler=GradScaler)
+    sys.modules[f"torch.{_NAME}.amp"] = amp
+    vars(module).update(
+        amp=amp,
+        get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+        is_bf16_supported=lambda including_emulation=True: True,
+    )
+    return module
+
+
+def _device_functions() -> dict[str, Any]:
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "init": lambda: None,
+        "_lazy_init": lambda: None,
+        "_is_in_bad_fork": lambda: False,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": _check_device,
+        "synchronize": lambda device=None: torch.accelerator.synchronize(),
+        "get_device_name": lambda device=None: DeviceProperties.name,
+        "get_device_capability": lambda device=None: (
+            DeviceProperties.major,
+            DeviceProperties.minor,
+        ),
+        "get_device_properties": lambda device=None: DeviceProperties(),
+        "device": DeviceContext,
+        "device_of": lambda tensor: DeviceContext(),
+    }
+
+
+def _stream_functions() -> dict[str, Any]:
+    default = {"stream_id": 0, "device_index": 0, "device_type": 20}  # 20: PrivateUse1
+    return {
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": lambda device=None: torch.accelerator.current_stream(),
+        "default_stream": lambda device=None: torch.Stream(**default),
+        "set_stream": torch.accelerator.set_stream,
+        "stream": StreamContext,
+    }
+
+
+def _memory_functions() -> dict[str, Any]:
+    accelerator = torch.accelerator
+    figures = (
+        "max_memory_allocated",
+        "max_memory_reserved",
+        "memory_allocated",
+        "memory_reserved",
+        "memory_stats",
+        "reset_accumulated_memory_stats",
+        "reset_peak_memory_stats",
+    )
+
+    def of_the_device(function: Any) -> Any:
+        return lambda device=None: function()
+
+    functions: dict[str, Any] = {
+        name: of_the_device(getattr(accelerator, name)) for name in figures
+    }
+    functions["empty_cache"] = accelerator.empty_cache
+    functions["mem_get_info"] = of_the_device(accelerator.get_memory_info)
+    functions["ipc_collect"] = lambda: None
+    return functions
+
+
+def _rng_functions() -> dict[str, Any]:
+    generator = core().default_generator()
+
+    def manual_seed(seed: int) -> None:
+        generator.manual_seed(int(seed))
+
+    def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+        generator.set_state(state)
+
+    return {
+        "default_generators": (generator,),
+        "manual_seed": manual_seed,
+        "manual_seed_all": manual_seed,
+        "initial_seed": generator.initial_seed,
+        "seed": generator.seed,
+        "seed_all": generator.seed,
+        "get_rng_state": lambda device=None: generator.get_state(),
+        "set_rng_state": set_rng_state,
+        "get_rng_state_all": lambda: [generator.get_state()],
+        "set_rng_state_all": lambda states: set_rng_state(states[0]),
+    }

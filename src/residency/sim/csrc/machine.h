@@ -1,0 +1,124 @@
+// The simulated machine: one device, its streams, its memory, its pinned host memory and its race
+// checker, behind one lock. Everything above this file (the torch_*.cpp files) translates torch's
+// calls into calls of this class; everything below it knows nothing of torch's tensors.
+#pragma once
+
+#include <functional>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "allocator.h"
+#include "host_allocator.h"
+#include "race_checker.h"
+#include "settings.h"
+#include "streams.h"
+
+namespace sim {
+
+struct Event {
+  bool is_recorded = false;
+  Ticket ticket;
+  Clock clock{};
+  double milliseconds = 0.0;
+};
+
+// One piece of device work: its name and bytes for the race checker, and how it may be run.
+struct Launch {
+  const char* name;
+  std::vector<Access> accesses;  // filled only while races are checked
+  bool may_wait = false;         // all it does is to bytes that exist already, so it can run later
+};
+
+class Machine final : private MemorySource {
+ public:
+  static Machine& get();
+
+  const Settings& settings() const { return settings_; }
+  bool checks_races() const { return settings_.check_races; }
+  void configure(const Settings& settings);
+
+  // Who is asked for the line of Python that issues an operation (called without the lock), and who
+  // turns a race into an exception of Python's.
+  void set_python(std::string (*line_source)(), void (*race_thrower)(const Race&)) {
+    line_source_ = line_source;
+    race_thrower_ = race_thrower;
+  }
+
+  // streams
+  StreamId create_stream();
+  static StreamId current_stream();
+  static StreamId exchange_stream(StreamId stream);
+
+  // work; `launch` runs it now or queues it, `launch_and_wait` also blocks the host until it ran
+  template <class Work>
+  void launch(Launch&& launch, Work&& work) {
+    std::string line = line_of_python();
+    std::lock_guard<std::recursive_mutex> guard(lock_);
+    const StreamId stream = current_stream();
+    note(stream, launch.name, std::move(line), launch.accesses);
+    if (streams_.is_alone(stream)) return work();
+    const Ticket ticket = streams_.submit(stream, std::forward<Work>(work));
+    if (!launch.may_wait) streams_.run_until(ticket);
+  }
+  void enqueue(Launch&& launch, std::function<void()> work, const void* pinned = nullptr);
+  bool is_alone() const;      // no stream but the current one can tell when work runs
+  void run_current_stream();  // without the host having waited: the checker is not told
+  void synchronize_stream(StreamId stream);
+  void synchronize();
+  bool is_stream_done(StreamId stream);
+
+  // events
+  void record(Event& event, StreamId stream);
+  void wait(StreamId stream, const Event& event);
+  bool query(const Event& event);
+  void synchronize(const Event& event);
+
+  // device memory
+  void* allocate(size_t num_bytes);  // throws c10::OutOfMemoryError with CUDA's figures
+  void free(void* address);
+  void record_stream(const void* address, StreamId stream);
+  void empty_cache();
+  bool is_device_address(const void* address);
+  std::pair<size_t, size_t> free_and_total_bytes();
+  template <class Read>
+  auto with_statistics(Read read) {
+    std::lock_guard<std::recursive_mutex> guard(lock_);
+    return read(allocator_.stats());
+  }
+
+  // pinned host memory
+  void* allocate_pinned(size_t num_bytes);
+  void free_pinned(void* address);
+  void record_pinned_use(const void* address, StreamId stream);
+  bool is_pinned(const void* address);
+  void empty_pinned_cache();
+  HostStatistics pinned_statistics();
+  void reset_peak_pinned_statistics();
+
+ private:
+  Machine() = default;
+
+  char* reserve(size_t num_bytes) override;
+  void release(char* segment, size_t num_bytes) override;
+  void before_release() override;
+
+  std::string line_of_python() const;
+  void note(StreamId stream, const char* name, std::string line, const std::vector<Access>& accesses);
+  void finish_drained_frees(bool force);
+  void poison(Block* block, StreamId stream);
+  [[noreturn]] void raise_out_of_memory(size_t num_bytes);
+
+  Settings settings_;
+  std::recursive_mutex lock_;
+  Streams streams_{settings_};
+  RaceChecker checker_;
+  CachingAllocator allocator_{*this};
+  HostAllocator host_{streams_};
+  std::vector<std::pair<Ticket, Block*>> draining_;  // freed, but a recorded stream has yet to pass
+  std::string (*line_source_)() = nullptr;
+  void (*race_thrower_)(const Race&) = nullptr;
+};
+
+}  // namespace sim

@@ -1,0 +1,145 @@
+// The Python side of the extension: settings, figures, the line of Python that issues an operation,
+// and the allocator on its own, driven by a recorded trace.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "torch_device.h"
+
+namespace py = pybind11;
+
+namespace sim {
+namespace {
+
+// --------------------------------------------------------------- the line that issues an operation
+
+std::string* skipped_folder = nullptr;  // torch's own files: the line of interest is outside them
+
+bool is_of_interest(PyFrameObject* frame, std::string& line) {
+  PyCodeObject* code = PyFrame_GetCode(frame);
+  const char* file = PyUnicode_AsUTF8(code->co_filename);
+  const bool found = file && std::string_view(file).rfind(*skipped_folder, 0) != 0 && file[0] != '<';
+  if (found) line = std::string(file) + ":" + std::to_string(PyFrame_GetLineNumber(frame));
+  Py_DECREF(code);
+  return found;
+}
+
+std::string line_of_python() {
+  if (!Py_IsInitialized()) return "the interpreter has ended";
+  py::gil_scoped_acquire gil;
+  std::string line = "a thread of torch, such as autograd's";
+  PyFrameObject* frame = PyThreadState_GetFrame(PyThreadState_Get());
+  while (frame && !is_of_interest(frame, line)) {
+    PyFrameObject* outer = PyFrame_GetBack(frame);
+    Py_DECREF(frame);
+    frame = outer;
+  }
+  Py_XDECREF(frame);
+  return line;
+}
+
+PyObject* race_error = nullptr;  // residency.sim.RaceError
+
+struct PythonRace final : torch::PyTorchError {
+  using torch::PyTorchError::PyTorchError;
+  PyObject* python_type() override { return race_error; }
+};
+
+void throw_race(const Race& race) { throw PythonRace(race.what()); }
+
+// ------------------------------------------------------------------------------ the trace's replay
+
+// A device whose segments lie where a recorded run had them. Nothing is ever stored in them.
+class TraceReplay final : MemorySource {
+ public:
+  void adopt_segment(uintptr_t address, size_t num_bytes, bool is_small,
+                     const std::vector<std::pair<size_t, size_t>>& blocks) {
+    std::vector<CachingAllocator::Layout> layout;
+    for (const auto& [size, requested] : blocks) layout.push_back({size, requested});
+    allocator_.adopt_segment(at(address), num_bytes, is_small, layout);
+  }
+  // Returns the address and whether a segment was needed.
+  std::pair<uintptr_t, bool> allocate(size_t num_bytes, uintptr_t next_segment) {
+    next_segment_ = next_segment;
+    grew_ = false;
+    Block* block = allocator_.allocate(num_bytes, kDefaultStream);
+    return {reinterpret_cast<uintptr_t>(block->address), grew_};
+  }
+  void free(uintptr_t address) { allocator_.free(allocator_.find(at(address))); }
+  std::vector<uintptr_t> empty_cache() {
+    released_.clear();
+    allocator_.empty_cache();
+    return released_;
+  }
+  size_t peak_reserved_bytes() {
+    return static_cast<size_t>(allocator_.stats().reserved_bytes[0].peak);
+  }
+
+ private:
+  static char* at(uintptr_t address) { return reinterpret_cast<char*>(address); }
+  char* reserve(size_t) override {
+    grew_ = true;
+    // Where the recorded run did not grow, an address that it cannot have used.
+    return at(next_segment_ ? next_segment_ : (unexpected_ += uintptr_t(1) << 40));
+  }
+  void release(char* segment, size_t) override {
+    released_.push_back(reinterpret_cast<uintptr_t>(segment));
+  }
+  void before_release() override {}
+
+  CachingAllocator allocator_{*this};
+  uintptr_t next_segment_ = 0;
+  uintptr_t unexpected_ = uintptr_t(1) << 52;
+  bool grew_ = false;
+  std::vector<uintptr_t> released_;
+};
+
+// --------------------------------------------------------------------------------------- settings
+
+void configure(size_t capacity_bytes, const std::string& schedule, bool check_races, bool dry) {
+  Settings settings;
+  settings.capacity_bytes = capacity_bytes;
+  settings.schedule = schedule == "eager"  ? Schedule::kEager
+                      : schedule == "late" ? Schedule::kLate
+                                           : Schedule::kOvertake;
+  settings.check_races = check_races;
+  settings.dry = dry;
+  Machine::get().configure(settings);
+}
+
+py::dict pinned_memory_stats() {
+  const HostStatistics statistics = Machine::get().pinned_statistics();
+  py::dict result;
+  result["used_bytes.current"] = statistics.used_bytes;
+  result["used_bytes.peak"] = statistics.peak_used_bytes;
+  result["pinned_bytes.current"] = statistics.pinned_bytes;
+  result["pinned_bytes.peak"] = statistics.peak_pinned_bytes;
+  result["num_pinned"] = statistics.num_pinned;
+  return result;
+}
+
+}  // namespace
+}  // namespace sim
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  using namespace sim;
+  module.def("register", [](const std::string& torch_folder, py::object race_error_class) {
+    skipped_folder = new std::string(torch_folder);
+    race_error = race_error_class.release().ptr();
+    Machine::get().set_python(&line_of_python, &throw_race);
+    register_hooks();
+  });
+  module.def("configure", &configure, py::call_guard<py::gil_scoped_release>());
+  module.def("default_generator", [] { return default_generator(); });
+  module.def("pinned_memory_stats", &pinned_memory_stats);
+  module.def("reset_peak_pinned_memory_stats", [] { Machine::get().reset_peak_pinned_statistics(); });
+
+  py::class_<TraceReplay>(module, "TraceReplay")
+      .def(py::init<>())
+      .def("adopt_segment", &TraceReplay::adopt_segment)
+      .def("allocate", &TraceReplay::allocate)
+      .def("free", &TraceReplay::free)
+      .def("empty_cache", &TraceReplay::empty_cache)
+      .def("peak_reserved_bytes", &TraceReplay::peak_reserved_bytes);
+}

@@ -1,0 +1,16 @@
+// Autocast, with torch's own lists of operations.
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
+
+using namespace at::autocast;  // the macros below name things in it
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+#define RESIDENCY_LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+  AT_FORALL_LOWER_PRECISION_FP(RESIDENCY_LOWER)
+#define RESIDENCY_FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+  AT_FORALL_FP32(RESIDENCY_FP32)
+#define RESIDENCY_PROMOTE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
+  AT_FORALL_PROMOTE(RESIDENCY_PROMOTE)
+}

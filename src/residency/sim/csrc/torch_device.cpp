@@ -1,0 +1,263 @@
+// Registers the simulated machine with torch as its PrivateUse1 device: allocators, the device guard
+// (streams and events), random generators and the accelerator hooks.
+#include "torch_device.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/CachingHostAllocator.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <cstring>
+
+namespace sim {
+namespace {
+
+// ------------------------------------------------------------------------------------- allocators
+
+struct TorchAllocator final : c10::DeviceAllocator {
+  static void deallocate(void* address) {
+    if (address) Machine::get().free(address);
+  }
+  at::DataPtr allocate(size_t num_bytes) override {
+    void* address = num_bytes ? Machine::get().allocate(num_bytes) : nullptr;
+    return {address, address, &deallocate, kDevice};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &deallocate; }
+  void copy_data(void* to, const void* from, size_t num_bytes) const override {
+    copy_on_device(to, from, num_bytes);
+  }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override { Machine::get().empty_cache(); }
+  void recordStream(const at::DataPtr& pointer, c10::Stream stream) override {
+    Machine::get().record_stream(pointer.get(), stream.id());
+  }
+  DeviceStats getDeviceStats(c10::DeviceIndex) override {
+    return Machine::get().with_statistics([](DeviceStats& stats) { return stats; });
+  }
+  void resetAccumulatedStats(c10::DeviceIndex) override {
+    Machine::get().with_statistics([](DeviceStats& stats) {
+      for_each_stat(stats, [](auto& stat) { stat.reset_accumulated(); });
+      stats.num_alloc_retries = stats.num_ooms = stats.num_sync_all_streams = 0;
+      stats.num_device_alloc = stats.num_device_free = 0;
+    });
+  }
+  void resetPeakStats(c10::DeviceIndex) override {
+    Machine::get().with_statistics([](DeviceStats& stats) {
+      for_each_stat(stats, [](auto& stat) { stat.reset_peak(); });
+    });
+  }
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
+    return Machine::get().free_and_total_bytes();
+  }
+
+  template <class Apply>
+  static void for_each_stat(DeviceStats& stats, Apply apply) {
+    for (auto* array :
+         {&stats.allocation, &stats.segment, &stats.active, &stats.inactive_split,
+          &stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes,
+          &stats.inactive_split_bytes, &stats.requested_bytes}) {
+      for (auto& stat : *array) apply(stat);
+    }
+  }
+};
+
+struct TorchPinnedAllocator final : at::HostAllocator {
+  static void deallocate(void* address) { Machine::get().free_pinned(address); }
+  at::DataPtr allocate(size_t num_bytes) override {
+    void* address = Machine::get().allocate_pinned(num_bytes);
+    return {address, address, &deallocate, c10::Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &deallocate; }
+  void copy_data(void* to, const void* from, size_t num_bytes) const override {
+    std::memcpy(to, from, num_bytes);
+  }
+  bool record_event(void* address, void*, c10::Stream stream) override {
+    Machine::get().record_pinned_use(address, stream.id());
+    return true;
+  }
+  void empty_cache() override { Machine::get().empty_pinned_cache(); }
+  at::HostStats get_stats() override {
+    const HostStatistics ours = Machine::get().pinned_statistics();
+    at::HostStats stats;
+    stats.active_bytes.current = static_cast<int64_t>(ours.used_bytes);
+    stats.active_bytes.peak = static_cast<int64_t>(ours.peak_used_bytes);
+    stats.allocated_bytes.current = static_cast<int64_t>(ours.pinned_bytes);
+    stats.allocated_bytes.peak = static_cast<int64_t>(ours.peak_pinned_bytes);
+    stats.num_host_alloc = static_cast<int64_t>(ours.num_pinned);
+    return stats;
+  }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override { Machine::get().reset_peak_pinned_statistics(); }
+};
+
+TorchAllocator device_allocator_instance;
+TorchPinnedAllocator pinned_allocator_instance;
+REGISTER_ALLOCATOR(kDeviceType, &device_allocator_instance);
+REGISTER_HOST_ALLOCATOR(kDeviceType, &pinned_allocator_instance);
+
+// ----------------------------------------------------------------------------- streams and events
+
+struct TorchGuard final : c10::impl::DeviceGuardImplInterface {
+  static c10::Stream stream_of(StreamId id) { return c10::Stream(c10::Stream::UNSAFE, kDevice, id); }
+  static Event& event_at(void* event) { return *static_cast<Event*>(event); }
+  static void check_index(c10::Device device) {
+    TORCH_CHECK(device.index() <= 0, "there is one simulated accelerator, sim:0; found sim:",
+                static_cast<int>(device.index()));
+  }
+
+  c10::DeviceType type() const override { return kDeviceType; }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    check_index(device);
+    return kDevice;
+  }
+  c10::Device getDevice() const override { return kDevice; }
+  void setDevice(c10::Device device) const override { check_index(device); }
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  c10::DeviceCapability getDeviceCapability(c10::Device) const override { return {}; }
+
+  c10::Stream getStream(c10::Device) const override { return stream_of(Machine::current_stream()); }
+  c10::Stream getDefaultStream(c10::Device) const override { return stream_of(kDefaultStream); }
+  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override {
+    return stream_of(Machine::get().create_stream());
+  }
+  c10::Stream getNewStream(c10::Device, int) const override {
+    return stream_of(Machine::get().create_stream());
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    return stream_of(Machine::exchange_stream(stream.id()));
+  }
+  void* getStreamNativeHandle(const c10::Stream stream) const override {
+    return reinterpret_cast<void*>(static_cast<uintptr_t>(stream.id() + 1));
+  }
+  bool queryStream(const c10::Stream& stream) const override {
+    return Machine::get().is_stream_done(stream.id());
+  }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    Machine::get().synchronize_stream(stream.id());
+  }
+  void synchronizeDevice(const c10::DeviceIndex) const override { Machine::get().synchronize(); }
+  void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const override {
+    device_allocator_instance.recordStream(pointer, stream);
+  }
+
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
+              const c10::EventFlag) const override {
+    if (!*event) *event = new Event;
+    Machine::get().record(event_at(*event), stream.id());
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event) Machine::get().wait(stream.id(), event_at(event));
+  }
+  bool queryEvent(void* event) const override { return !event || Machine::get().query(event_at(event)); }
+  void synchronizeEvent(void* event) const override {
+    if (event) Machine::get().synchronize(event_at(event));
+  }
+  double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
+    synchronizeEvent(first);
+    synchronizeEvent(second);
+    return event_at(second).milliseconds - event_at(first).milliseconds;
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete static_cast<Event*>(event);
+  }
+};
+C10_REGISTER_GUARD_IMPL(PrivateUse1, TorchGuard);
+
+// ------------------------------------------------------------------------------ random generators
+
+// The device's random numbers are the CPU's: the kernels are CPU kernels, and get this inner generator.
+struct TorchGenerator final : c10::GeneratorImpl {
+  explicit TorchGenerator(at::Generator inner_generator)
+      : c10::GeneratorImpl(kDevice, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
+        inner(std::move(inner_generator)) {}
+
+  void set_current_seed(uint64_t seed) override { inner.set_current_seed(seed); }
+  uint64_t current_seed() const override { return inner.current_seed(); }
+  uint64_t seed() override { return inner.seed(); }
+  void set_offset(uint64_t) override {}  // a counter of CUDA's Philox generator; this one has none
+  uint64_t get_offset() const override { return 0; }
+  void set_state(const c10::TensorImpl& state) override {
+    inner.unsafeGetGeneratorImpl()->set_state(state);
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    return inner.unsafeGetGeneratorImpl()->get_state();
+  }
+  TorchGenerator* clone_impl() const override { return new TorchGenerator(inner.clone()); }
+
+  at::Generator inner;
+};
+
+at::Generator new_generator() {
+  return at::make_generator<TorchGenerator>(at::detail::createCPUGenerator());
+}
+
+// ------------------------------------------------------------------------------------------ hooks
+
+struct TorchHooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  void init() const override {}
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  void setCurrentDevice(c10::DeviceIndex index) const override {
+    TorchGuard::check_index({kDeviceType, index});
+  }
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
+    TorchGuard::check_index({kDeviceType, index});
+    return 0;
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override {
+    TorchGuard::check_index({kDeviceType, index});
+    return 0;
+  }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
+    return default_generator();
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex) const override { return new_generator(); }
+  bool isPinnedPtr(const void* address) const override { return Machine::get().is_pinned(address); }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator_instance; }
+  at::Device getDeviceFromPtr(void* address) const override {
+    TORCH_CHECK(Machine::get().is_device_address(address), "the pointer is not one of sim:0's");
+    return kDevice;
+  }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t num_bytes) const override {
+    c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
+    at::DataPtr resized = device_allocator_instance.allocate(num_bytes);
+    const size_t kept = std::min(num_bytes, impl->nbytes());
+    if (kept) copy_on_device(resized.get(), impl->data(), kept);
+    impl->set_data_ptr_noswap(std::move(resized));
+    impl->set_nbytes(num_bytes);
+  }
+};
+
+}  // namespace
+
+c10::Allocator* device_allocator() { return &device_allocator_instance; }
+
+const at::Generator& default_generator() {
+  static auto* generator = new at::Generator(new_generator());
+  return *generator;
+}
+
+at::Generator inner_generator(const at::Generator& generator) {
+  return static_cast<TorchGenerator*>(generator.unsafeGetGeneratorImpl())->inner;
+}
+
+void copy_on_device(void* to, const void* from, size_t num_bytes) {
+  if (Machine::get().settings().dry) return;
+  const auto source = reinterpret_cast<uintptr_t>(from);
+  const auto target = reinterpret_cast<uintptr_t>(to);
+  Launch launch{"copy of bytes", {{source, source + num_bytes, false}, {target, target + num_bytes, true}}, true};
+  Machine::get().launch(std::move(launch), [=] { std::memcpy(to, from, num_bytes); });
+}
+
+void register_hooks() {
+  static auto* hooks = new TorchHooks;
+  at::RegisterPrivateUse1HooksInterface(hooks);
+}
+
+}  // namespace sim

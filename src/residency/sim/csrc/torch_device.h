@@ -1,0 +1,70 @@
+// What the torch-facing files share: the device's identity, its allocator, and CPU (or meta) aliases of
+// its tensors, on which torch's own CPU kernels do the device's work.
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/SmallVector.h>
+
+#include <utility>
+#include <vector>
+
+#include "machine.h"
+
+namespace sim {
+
+constexpr c10::DeviceType kDeviceType = c10::DeviceType::PrivateUse1;
+inline const c10::Device kDevice{kDeviceType, 0};
+
+inline bool is_sim(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.device().type() == kDeviceType;
+}
+
+void register_hooks();
+c10::Allocator* device_allocator();
+const at::Generator& default_generator();
+at::Generator inner_generator(const at::Generator& generator);
+void copy_on_device(void* to, const void* from, size_t num_bytes);
+
+// Makes a tensor over `storage` with the sizes, strides and flags of `like`.
+at::Tensor tensor_over(const c10::Storage& storage, const at::Tensor& like, c10::DispatchKey key);
+
+// CPU tensors over the bytes of simulated ones (in dry mode: meta tensors, which have none). Tensors
+// that share a storage get aliases that share one, so that kernels see overlaps. An alias does not keep
+// the device bytes alive: queued work may outlive its tensors, exactly as on a real device.
+class Aliases {
+ public:
+  explicit Aliases(bool dry) : dry_(dry) {}
+  at::Tensor of(const at::Tensor& tensor);
+  // A tensor of the simulated device that owns the storage behind this alias, or nullptr.
+  const at::Tensor* original(const c10::StorageImpl* alias) const;
+  c10::DispatchKey key() const { return dry_ ? c10::DispatchKey::Meta : c10::DispatchKey::CPU; }
+
+ private:
+  struct Entry {
+    at::Tensor original;
+    c10::Storage alias;
+  };
+  bool dry_;
+  c10::SmallVector<Entry, 4> entries_;  // a handful; a linear search beats a hash
+};
+
+// Runs a kernel as the device would: below autograd, autocast and every Python mode.
+template <class Work>
+void as_device_work(Work&& work) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  static const c10::DispatchKeySet modes =
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
+                           c10::DispatchKey::PythonDispatcher}) |
+      c10::autocast_dispatch_keyset;
+  c10::impl::ExcludeDispatchKeyGuard no_modes(modes);
+  work();
+}
+
+// Adds the bytes that a strided tensor covers, row by row where that is exact and not too many rows.
+void add_accesses(std::vector<Access>& accesses, const at::Tensor& tensor, bool writes);
+
+}  // namespace sim

@@ -1,0 +1,71 @@
+"""Fixtures of every test: the device under test, and what it holds.
+
+The same tests run on the simulated accelerator (late and overtaking work, races checked, memory
+poisoned) and, with ``RESIDENCY_TEST_DEVICE=cuda``, on a real one.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+_REAL = os.environ.get("RESIDENCY_TEST_DEVICE", "sim") == "cuda"
+_CAPACITY = "6GiB"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves out what the device under test cannot run, with the reason."""
+    for item in items:
+        if _REAL and item.get_closest_marker("sim"):
+            item.add_marker(pytest.mark.skip(reason="tests the simulated accelerator itself"))
+        if not _REAL and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs silicon: RESIDENCY_TEST_DEVICE=cuda"))
+
+
+@pytest.fixture(params=["cuda"] if _REAL else ["late", "overtake"])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """The accelerator under test, empty, once for every schedule that it has."""
+    gc.collect()
+    if _REAL:
+        found = torch.device("cuda", 0)
+    else:
+        from residency import sim
+
+        found = sim.enable(_CAPACITY, schedule=request.param, check_races=True)
+        sim.reset_peak_pinned_memory_stats()
+    torch.accelerator.synchronize()
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
+    yield found
+    gc.collect()
+    torch.accelerator.synchronize()
+    torch.accelerator.empty_cache()
+
+
+@pytest.fixture
+def pinned_bytes(device: torch.device) -> Callable[[], int]:
+    """Pinned host bytes, those that torch keeps for reuse included."""
+    if device.type == "cuda":
+        return lambda: int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
+    from residency import sim
+
+    return lambda: sim.pinned_memory_stats()["pinned_bytes.current"]
+
+
+@pytest.fixture(scope="session")
+def trace_files() -> list[Path]:
+    """Recorded allocator traces: ``$RESIDENCY_TRACE_DIR``, else ``shared/data`` near the tree."""
+    root = Path(__file__).resolve().parents[1]
+    folders = [near / "shared" / "data" / "cuda_traces" for near in (root.parent, root)]
+    if "RESIDENCY_TRACE_DIR" in os.environ:
+        folders.insert(0, Path(os.environ["RESIDENCY_TRACE_DIR"]))
+    files = next((found for f in folders if (found := sorted(f.glob("*.json.gz")))), [])
+    if not files:
+        looked = ", ".join(map(str, folders))
+        pytest.skip(f"no recorded traces in {looked}; set RESIDENCY_TRACE_DIR")
+    return files

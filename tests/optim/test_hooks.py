@@ -1,0 +1,109 @@
+"""Hooks, schedulers and the profiler see an offloaded optimizer as they see a plain one."""
+
+import warnings
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+import residency
+
+
+class Subclass(torch.optim.AdamW):
+    """Calls the hooked step of its parent, as many user classes do."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, Subclass])
+def test_each_hook_fires_once_per_step(lab, cls):
+    parameters = lab.parameters()
+    optimizer = cls(lab.groups(parameters), lr=1e-2)
+    calls = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda *a: calls.append("global pre")),
+        register_optimizer_step_post_hook(lambda *a: calls.append("global post")),
+    ]
+    optimizer.register_step_pre_hook(lambda *a: calls.append("pre"))
+    residency.offload_optimizer(optimizer, bucket=lab.bucket)
+    optimizer.register_step_post_hook(lambda *a: calls.append("post"))
+    try:
+        lab.take_steps(optimizer, parameters, range(2))
+        optimizer.load_state_dict(optimizer.state_dict())
+        lab.take_steps(optimizer, parameters, range(1))
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert calls == ["global pre", "pre", "post", "global post"] * 3
+
+
+def test_the_profiler_sees_one_range_with_the_name_of_the_class(lab):
+    optimizer, parameters = lab.adamw(offload=True)
+    lab.set_gradients(parameters, 0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.step()
+    names = [e.key for e in profile.key_averages() for _ in range(e.count)]
+    assert names.count("Optimizer.step#AdamW.step") == 1
+
+
+@pytest.mark.parametrize("when", ["before", "after", "before and onloaded", "after and onloaded"])
+@pytest.mark.parametrize("kind", ["LambdaLR", "OneCycleLR"])
+def test_a_scheduler_drives_the_offloaded_optimizer_without_a_warning(lab, when, kind):
+    def schedule(optimizer):
+        if kind == "LambdaLR":
+            return lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
+        return lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
+
+    def steps(offload):
+        parameters = lab.parameters()
+        optimizer = torch.optim.AdamW(lab.groups(parameters), lr=1e-2)
+        scheduler = schedule(optimizer) if "before" in when or not offload else None
+        if offload:
+            residency.offload_optimizer(optimizer, bucket=lab.bucket)
+        scheduler = scheduler or schedule(optimizer)
+        for step in range(4):
+            if offload and step == 2 and "onloaded" in when:
+                residency.onload_optimizer(optimizer)
+            lab.take_steps(optimizer, parameters, [step])
+            scheduler.step()
+        return lab.read(optimizer, parameters)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lab.assert_equal(steps(True), steps(False))
+
+
+def test_load_hooks_see_the_whole_dict_before_and_the_loaded_state_after(lab):
+    optimizer, parameters = lab.adamw(offload=True)
+    lab.take_steps(optimizer, parameters, range(2))
+    saved = optimizer.state_dict()
+    seen = []
+    optimizer.register_load_state_dict_pre_hook(lambda o, d: seen.append(len(d["state"])))
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append(len(o.state)))
+    optimizer.load_state_dict(saved)
+    assert seen == [len(parameters)] * 2
+
+
+def test_parameters_on_the_host_are_stepped_where_they_are():
+    results = []
+    for offload in (True, False):
+        parameter = torch.nn.Parameter(torch.ones(8))
+        optimizer = torch.optim.AdamW([parameter], lr=0.1)
+        if offload:
+            residency.offload_optimizer(optimizer)
+            assert isinstance(optimizer, residency.OffloadedOptimizer)
+        for _ in range(3):
+            parameter.grad = torch.arange(8.0)
+            optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        if offload:
+            assert optimizer.statistics().home_bytes == 0
+            residency.onload_optimizer(optimizer)
+            assert type(optimizer) is torch.optim.AdamW
+        results.append((parameter.detach(), optimizer.state[parameter]["exp_avg"]))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

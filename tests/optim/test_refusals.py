@@ -1,0 +1,208 @@
+"""What cannot be done exactly is refused before anything moves, and the optimizer steps on."""
+
+import copy
+import pickle
+import types
+
+import pytest
+import torch
+
+import residency
+from residency._transfer import _slab
+
+
+class Coupled(torch.optim.SGD):
+    """Divides every gradient by the norm over all of them, inside the step."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = torch.stack([g.float().square().sum() for g in grads]).sum().sqrt()
+        for grad in grads:
+            grad.div_(norm.to(grad.dtype))
+        super().step()
+
+
+class RowWise(torch.optim.Optimizer):
+    """Keeps one scale for each parameter, so that a parameter cannot be cut."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    buffer = self.state[p].setdefault("buffer", torch.zeros_like(p))
+                    buffer.add_(p.grad / (1 + p.grad.abs().max()))
+                    p.sub_(buffer, alpha=group["lr"])
+
+
+class Counting(torch.optim.AdamW):
+    """Counts its steps in the groups and on itself, and draws no conclusion from it."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        self.count = getattr(self, "count", 0) + 1
+        return super().step(closure)
+
+
+class TouchesIdle(torch.optim.SGD):
+    """Decays parameters that have no gradient."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0.9)
+        super().step()
+
+
+def flag(name):
+    def make(lab):
+        parameters = lab.parameters()
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+        optimizer.param_groups[0][name] = True
+        return optimizer
+
+    return make
+
+
+def two_devices(lab):
+    return torch.optim.AdamW([*lab.parameters(), torch.nn.Parameter(torch.ones(3))])
+
+
+def patched(lab):
+    optimizer = torch.optim.AdamW(lab.parameters())
+    optimizer.step = types.MethodType(lambda self: None, optimizer)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda lab: torch.optim.LBFGS(lab.parameters()), "one vector"),
+        (lambda lab: torch.optim.SparseAdam(lab.parameters()), "sparse"),
+        (lambda lab: Coupled(lab.parameters(), lr=1e-2), "couples"),
+        (lambda lab: TouchesIdle(lab.parameters(), lr=1e-2), "no gradient"),
+        (flag("capturable"), "capturable"),
+        (flag("differentiable"), "differentiable"),
+        (two_devices, "one device"),
+        (patched, "step"),
+    ],
+)
+def test_what_is_refused_is_left_as_it_was(lab, make, reason):
+    optimizer = make(lab)
+    before = dict(vars(optimizer))
+    with pytest.raises(residency.RefusedError, match=reason):
+        residency.offload_optimizer(optimizer)
+    assert vars(optimizer) == before
+    assert not isinstance(optimizer, residency.OffloadedOptimizer)
+
+
+def test_a_refused_optimizer_steps_as_it_would_have(lab):
+    results = []
+    for ask in (True, False):
+        parameters = lab.parameters()
+        optimizer = Coupled(parameters, lr=1e-2, momentum=0.9)
+        if ask:
+            torch.manual_seed(5)
+            expected = torch.rand(3)
+            torch.manual_seed(5)
+            with pytest.raises(residency.RefusedError):
+                residency.offload_optimizer(optimizer)
+            assert torch.equal(torch.rand(3), expected)
+        lab.take_steps(optimizer, parameters, range(3))
+        results.append(lab.read(optimizer, parameters))
+    lab.assert_equal(*results)
+
+
+@pytest.mark.parametrize("cls", [RowWise, Counting])
+def test_a_foreign_class_that_can_be_cut_is_streamed_exactly(lab, cls):
+    results = []
+    for offload in (True, False):
+        parameters = lab.parameters()
+        optimizer = cls(lab.groups(parameters)) if cls is RowWise else cls(parameters, lr=1e-2)
+        if offload:
+            residency.offload_optimizer(optimizer, bucket=lab.bucket, slots=2)
+        lab.take_steps(optimizer, parameters, range(5))
+        results.append(lab.read(optimizer, parameters))
+        if cls is Counting:
+            assert optimizer.count == 5
+    lab.assert_equal(*results)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"slots": 0}, {"slots": 1.5}, {"bucket": "1 GB"}, {"bucket": 0}, {"resident": -1}]
+)
+def test_settings_that_mean_nothing_are_refused(lab, settings):
+    optimizer, _ = lab.adamw()
+    with pytest.raises(residency.InvalidArgumentError):
+        residency.offload_optimizer(optimizer, **settings)
+    assert type(optimizer) is torch.optim.AdamW
+
+
+def test_a_second_offload_and_an_onload_of_a_plain_optimizer_are_refused(lab):
+    optimizer, parameters = lab.adamw()
+    with pytest.raises(residency.RefusedError, match="not offloaded"):
+        residency.onload_optimizer(optimizer)
+    residency.offload_optimizer(optimizer)
+    with pytest.raises(residency.RefusedError, match="already"):
+        residency.offload_optimizer(optimizer)
+    lab.take_steps(optimizer, parameters, range(2))
+
+
+def test_a_sparse_gradient_is_refused_before_any_parameter_is_stepped(lab):
+    embedding = torch.nn.Embedding(10, 4, sparse=True)
+    dense = lab.parameters()[0]
+    weight = torch.nn.Parameter(embedding.weight.detach().to(lab.device))
+    optimizer = residency.offload_optimizer(torch.optim.AdamW([dense, weight]))
+    before = dense.detach().cpu().clone()
+    dense.grad = torch.ones_like(dense)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    sparse = embedding.weight.grad
+    if lab.device.type != "cuda":
+        weight = types.SimpleNamespace(grad=sparse, shape=weight.shape)
+        optimizer.param_groups[0]["params"][1] = weight
+    else:
+        weight.grad = sparse.to(lab.device)
+    with pytest.raises(residency.RefusedError, match="sparse"):
+        optimizer.step()
+    assert torch.equal(dense.detach().cpu(), before)
+
+
+def test_too_little_host_memory_is_refused_with_the_figures(lab, monkeypatch, pinned_bytes):
+    optimizer, parameters = lab.adamw()
+    before = pinned_bytes()
+    monkeypatch.setattr(_slab, "available_host_bytes", lambda: 1000)
+    with pytest.raises(residency.RefusedError, match="1000 B are"):
+        residency.offload_optimizer(optimizer)
+    assert pinned_bytes() == before
+    assert type(optimizer) is torch.optim.AdamW
+    lab.take_steps(optimizer, parameters, range(1))
+
+
+def test_an_offloaded_optimizer_is_neither_pickled_nor_copied(lab):
+    optimizer, parameters = lab.adamw(offload=True)
+    lab.take_steps(optimizer, parameters, range(1))
+    for copied in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(residency.RefusedError, match="onload_optimizer"):
+            copied(optimizer)
+
+
+def test_a_step_bound_before_the_offload_is_refused_with_the_reason(lab):
+    optimizer, parameters = lab.adamw()
+    old = optimizer.step
+    residency.offload_optimizer(optimizer)
+    new = optimizer.step
+    lab.take_steps(optimizer, parameters, range(1))
+    before = [p.detach().cpu().clone() for p in parameters]
+    with pytest.raises(residency.RefusedError, match="before the offload"):
+        old()
+    assert all(torch.equal(p.detach().cpu(), b) for p, b in zip(parameters, before, strict=True))
+    residency.onload_optimizer(optimizer)
+    with pytest.raises(residency.RefusedError, match="not offloaded"):
+        new()
+    old()

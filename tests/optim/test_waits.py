@@ -1,0 +1,74 @@
+"""Every wait of the streamed step is needed: with any one of them gone, the race checker raises."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import residency
+from residency._optim import _stream
+from residency._transfer import Gate, Lanes
+
+pytestmark = pytest.mark.sim
+
+
+def _without_born(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_stream.StreamedStep, "_allow_h2d", lambda self: None)
+
+
+def _without_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_stream.StreamedStep, "_await", lambda self, ready: None)
+
+
+def _without_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Lanes.store
+
+    def store_with_a_blind_lane(self: Lanes, copies: object) -> torch.Event:
+        # As if the lane had not been made to wait for the step: its copies run on a fresh stream.
+        blind = Lanes(self.device, self.h2d, torch.Stream(device=self.device))
+        return store(blind, copies)
+
+    monkeypatch.setattr(Lanes, "store", store_with_a_blind_lane)
+
+
+def _without_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    before_write = Gate.before_write
+
+    def unless_on_a_lane(self: Gate, tensors: object, *, stream: object = None) -> None:
+        if stream is None:
+            before_write(self, tensors)
+
+    monkeypatch.setattr(Gate, "before_write", unless_on_a_lane)
+
+
+def _without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gate, "before_free", lambda self, tensors: None)
+
+
+WAITS = {
+    "a slot's allocation": _without_born,
+    "the copy to the device": _without_ready,
+    "the step": _without_done,
+    "the copy home from a slot that is used again": _without_slot,
+    "the copy home from a slot that is freed": _without_end,
+}
+
+
+@pytest.mark.parametrize("remove", WAITS.values(), ids=WAITS.keys())
+def test_a_step_without_one_of_its_waits_is_a_race(
+    lab, monkeypatch: pytest.MonkeyPatch, remove: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    from residency import sim
+
+    optimizer, parameters = lab.adamw(offload=True)
+    lab.take_steps(optimizer, parameters, range(2))
+    remove(monkeypatch)
+    with pytest.raises(sim.RaceError):
+        lab.take_steps(optimizer, parameters, range(2, 4))
+
+
+def test_with_all_its_waits_the_same_run_passes(lab) -> None:
+    optimizer, parameters = lab.adamw(offload=True)
+    lab.take_steps(optimizer, parameters, range(4))
+    assert isinstance(optimizer, residency.OffloadedOptimizer)
+    assert optimizer.statistics().num_steps == 4

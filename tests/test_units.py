@@ -1,0 +1,97 @@
+"""Sizes are read exactly, and what cannot be read exactly is refused."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from residency._errors import InvalidArgumentError, ResidencyError
+from residency._units import MIB, format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes"),
+    [
+        (0, 0),
+        (4096, 4096),
+        ("4096", 4096),
+        ("512 B", 512),
+        ("1KiB", 2**10),
+        ("512MiB", 512 * 2**20),
+        (" 1.5 GiB ", 3 * 2**29),
+        ("2TiB", 2**41),
+        ("0.5KiB", 512),
+    ],
+)
+def test_a_size_is_read(size: int | str, num_bytes: int) -> None:
+    assert parse_bytes(size) == num_bytes
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        "",
+        "MiB",
+        "1 GB",
+        "1g",
+        "1mib",
+        "-1MiB",
+        "1e3",
+        "1,5GiB",
+        "0.3B",
+        "1 2",
+        "1MiBs",
+        "nan",
+        "inf",
+    ],
+)
+def test_a_size_that_could_be_misread_is_refused(size: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="bucket is"):
+        parse_bytes(size, name="bucket")
+
+
+@pytest.mark.parametrize("size", [None, 1.5, True, b"1MiB", [1]])
+def test_something_that_is_no_size_is_refused_with_its_type(size: object) -> None:
+    with pytest.raises(InvalidArgumentError, match=type(size).__name__):
+        parse_bytes(size)  # type: ignore[arg-type]
+
+
+def test_a_negative_size_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="cannot be negative"):
+        parse_bytes(-1)
+
+
+def test_a_refusal_is_a_value_error_and_one_of_ours() -> None:
+    assert issubclass(InvalidArgumentError, ValueError)
+    assert issubclass(InvalidArgumentError, ResidencyError)
+
+
+@given(st.integers(min_value=0, max_value=2**60))
+def test_whole_numbers_of_bytes_survive_both_ways_of_writing(num_bytes: int) -> None:
+    assert parse_bytes(num_bytes) == parse_bytes(str(num_bytes)) == num_bytes
+
+
+@given(st.integers(min_value=0, max_value=2**30), st.sampled_from(["KiB", "MiB", "GiB"]))
+def test_a_unit_multiplies_exactly(count: int, unit: str) -> None:
+    assert parse_bytes(f"{count}{unit}") == count * parse_bytes(f"1{unit}")
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (2**10, "1.00 KiB"),
+        (3 * 2**19, "1.50 MiB"),
+        (-2 * 2**30, "-2.00 GiB"),
+        (5 * 2**40, "5.00 TiB"),
+    ],
+)
+def test_a_size_is_written_for_people(num_bytes: int, text: str) -> None:
+    assert format_bytes(num_bytes) == text
+
+
+@given(st.integers(min_value=MIB, max_value=2**30 - MIB))
+def test_what_is_written_can_be_read_again_within_its_precision(num_bytes: int) -> None:
+    number, unit = format_bytes(num_bytes).split()
+    assert unit == "MiB"
+    assert abs(float(number) * MIB - num_bytes) <= MIB / 100

@@ -1,0 +1,131 @@
+"""Slabs: no two entries share a byte, every byte comes back, and a tensor owns what it lies on."""
+
+import io
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from residency import RefusedError
+from residency._transfer import ALIGNMENT, SlabArena, _slab, align_up
+
+SIZES = st.integers(0, 5000)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), SIZES, st.integers(0, 50)), max_size=40), SIZES)
+def test_entries_never_overlap_and_every_byte_is_either_used_or_free(actions, announced):
+    arena = SlabArena()
+    arena.reserve(announced)
+    live = []
+    for is_release, size, index in actions:
+        if is_release and live:
+            arena.release(live.pop(index % len(live)))
+        else:
+            live.append(arena.allocate(size))
+            assert live[-1].num_bytes >= size
+            assert live[-1].offset % ALIGNMENT == 0
+        ranges = sorted((id(r.slab), r.offset, r.offset + r.num_bytes) for r in live)
+        for (slab, _, stop), (other, start, _) in itertools.pairwise(ranges):
+            assert slab != other or stop <= start
+        assert arena.used_bytes == sum(r.num_bytes for r in live)
+        assert all(r.offset + r.num_bytes <= r.slab.num_bytes for r in live)
+    for region in live:
+        arena.release(region)
+    assert arena.used_bytes == 0
+    assert arena.pinned_bytes == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 40_000), min_size=1, max_size=30))
+def test_an_announced_total_is_laid_out_in_powers_of_two_that_add_up_to_it(sizes):
+    arena = SlabArena()
+    total = sum(map(align_up, sizes))
+    arena.reserve(total)
+    regions = [arena.allocate(size) for size in sizes]
+    slabs = {id(r.slab): r.slab for r in regions}.values()
+    assert all(slab.num_bytes & (slab.num_bytes - 1) == 0 for slab in slabs)
+    # Each slab leaves less than one entry at its end; the newest is the smallest that holds its
+    # first.
+    largest = max(map(align_up, sizes))
+    assert arena.pinned_bytes < total + len(slabs) * 2 * largest
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (3, 4, 5)])
+def test_a_tensor_has_a_storage_of_its_own_at_offset_zero(dtype, shape):
+    arena = SlabArena()
+    arena.allocate(1)
+    count = torch.Size(shape).numel()
+    like = torch.empty(shape, device="meta")
+    region = arena.allocate(count * dtype.itemsize)
+    tensor = arena.tensor(region, dtype, shape, like.stride())
+    assert tensor.shape == torch.Size(shape)
+    assert tensor.storage_offset() == 0
+    value = torch.ones(shape).to(dtype)
+    tensor.copy_(value)
+    assert torch.equal(tensor.float() if not dtype.is_complex else tensor.real, torch.ones(shape))
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    assert len(file.getvalue()) < 3000
+
+
+def test_a_dense_layout_is_kept():
+    arena = SlabArena()
+    tensor = arena.tensor(arena.allocate(4 * 60), torch.float32, (3, 4, 5), (1, 3, 12))
+    tensor.copy_(torch.arange(60.0).view(3, 4, 5))
+    assert tensor.stride() == (1, 3, 12)
+    assert torch.equal(tensor, torch.arange(60.0).view(3, 4, 5))
+
+
+def test_a_range_is_used_again_only_when_the_last_view_of_it_is_gone():
+    arena = SlabArena()
+    keep = arena.allocate(512)
+    tensor = arena.tensor(arena.allocate(512), torch.float32, (128,), (1,))
+    view = tensor[3:5]
+    del tensor
+    assert arena.used_bytes == 1024
+    view.fill_(3.0)
+    del view
+    assert arena.used_bytes == 512
+    assert keep.num_bytes == 512
+
+
+def test_a_tensor_outlives_its_arena():
+    arena = SlabArena()
+    tensor = arena.tensor(arena.allocate(512), torch.float32, (128,), (1,))
+    tensor.fill_(2.0)
+    del arena
+    assert torch.equal(tensor, torch.full((128,), 2.0))
+
+
+def test_priming_allocates_what_was_announced():
+    arena = SlabArena()
+    arena.reserve(5 * 512)
+    assert arena.pinned_bytes == 0
+    arena.prime()
+    assert arena.pinned_bytes == 5 * 512
+
+
+def test_room_is_checked_before_anything_is_pinned(monkeypatch):
+    monkeypatch.setattr(_slab, "available_host_bytes", lambda: 10_000)
+    arena = SlabArena()
+    with pytest.raises(RefusedError, match=r"9\.77 KiB"):
+        arena.reserve(20_000)
+    with pytest.raises(RefusedError):
+        arena.allocate(20_000)
+    assert arena.pinned_bytes == 0
+
+
+def test_a_slab_is_pinned_where_there_is_an_accelerator(device, pinned_bytes):
+    before = pinned_bytes()
+    arena = SlabArena()
+    tensor = arena.tensor(arena.allocate(512), torch.float32, (128,), (1,))
+    assert device.type != "cpu"
+    assert tensor.is_pinned()
+    assert pinned_bytes() - before == 512

@@ -1,0 +1,1 @@
+"""Benchmarks: each compares with a peer in the same run and reports a ratio."""

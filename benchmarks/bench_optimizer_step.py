@@ -1,0 +1,73 @@
+"""Times AdamW's step with its state on the device and streamed from the host, in the same process.
+
+On the simulated accelerator only the byte counts mean anything; the seconds are those of the CPU.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+import residency
+from residency._units import format_bytes
+
+NUM_STEPS = 10
+SIZES = {"simulated": [(256, 1024)] * 16, "real": [(4096, 4096)] * 64}
+
+
+def main() -> None:
+    """Prints one line per setting: median seconds, ratio to stock, bytes that the step adds."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    device = found or residency.sim.enable()
+    shapes = SIZES["simulated" if device.type == "sim" else "real"]
+    bucket = "4MiB" if device.type == "sim" else "128MiB"
+    num_parameters = sum(rows * columns for rows, columns in shapes)
+    print(f"AdamW, {num_parameters:,} fp32 parameters, median of {NUM_STEPS} steps")
+    stock_seconds, _ = measure(device, shapes, lambda optimizer: optimizer)
+    print(f"{'stock':28} {stock_seconds * 1e3:9.2f} ms   1.00 x")
+    for slots in (1, 2, 3):
+        seconds, added_bytes = measure(
+            device,
+            shapes,
+            lambda optimizer, slots=slots: residency.offload_optimizer(
+                optimizer, bucket=bucket, slots=slots
+            ),
+        )
+        label = f"offloaded, {slots} x {bucket}"
+        print(
+            f"{label:28} {seconds * 1e3:9.2f} ms {seconds / stock_seconds:6.2f} x   "
+            f"the step adds {format_bytes(added_bytes)}"
+        )
+
+
+def measure(
+    device: torch.device,
+    shapes: list[tuple[int, int]],
+    prepare: Callable[[torch.optim.Optimizer], torch.optim.Optimizer],
+) -> tuple[float, int]:
+    """Returns the median seconds of a step, and the most bytes that a warm step adds."""
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(shape).to(device)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape).to(device)
+    optimizer = prepare(torch.optim.AdamW(parameters))
+    for _ in range(2):
+        optimizer.step()
+    torch.accelerator.synchronize()
+    torch.accelerator.reset_peak_memory_stats()
+    begin_bytes = torch.accelerator.memory_allocated()
+    seconds = []
+    for _ in range(NUM_STEPS):
+        start = time.perf_counter()
+        optimizer.step()
+        torch.accelerator.synchronize()
+        seconds.append(time.perf_counter() - start)
+    added_bytes = torch.accelerator.max_memory_allocated() - begin_bytes
+    return statistics.median(seconds), added_bytes
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""``residency demo``: runs the cases on this machine and prints what each run did, as a table or as
+JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+_EXIT_BROKEN = 1
+
+
+def add_parser(
+    verbs: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
+) -> None:
+    """Adds the verb to the command line, with the options that all verbs have in common."""
+    parser = verbs.add_parser(
+        "demo",
+        parents=[common],
+        help="train a small model on this machine: stock, out of memory, and kept inside",
+        description=(
+            "Trains a small model on the accelerator of this machine, or on the simulated one: "
+            "stock, stock under a capacity that it exceeds, and kept inside that capacity. "
+            "Exit status 0 when every promise held, 1 when one was broken, 2 on an error."
+        ),
+    )
+    parser.add_argument(
+        "--case", metavar="NAME", action="append", help="run this case only; repeatable"
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="training steps of each run")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of weights and batches")
+    parser.add_argument("--json", action="store_true", help="print the data as JSON on stdout")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the cases and returns the exit status."""
+    from residency import _demo
+
+    settings = _demo.Settings(**_given(arguments))
+    names = arguments.case or list(_demo.CASES)
+    with _demo.show_progress() as show:
+        reports = [_demo.run_case(name, settings, show) for name in names]
+    if arguments.json:
+        print(_demo.reports_to_json(reports))
+    else:
+        for report in reports:
+            _demo.print_report(report)
+    return 0 if all(report.is_held() for report in reports) else _EXIT_BROKEN
+
+
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    options = {"num_steps": arguments.steps, "seed": arguments.seed}
+    return {name: value for name, value in options.items() if value is not None}

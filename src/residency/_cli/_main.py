@@ -1,0 +1,63 @@
+"""The parser and the one place where an error becomes a message and an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+
+import residency
+from residency._cli import _demo_verb
+from residency._errors import ResidencyError
+
+_VERBS = (_demo_verb,)
+_EXIT_ERROR = 2
+_EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status.
+
+    Args:
+        argv: The arguments after the program's name; by default those of the process.
+    """
+    arguments = _make_parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except KeyboardInterrupt:
+        return _fail(arguments, "interrupted", _EXIT_INTERRUPTED)
+    except ImportError as error:
+        return _fail(arguments, _missing_package(error), _EXIT_ERROR)
+    except ResidencyError as error:
+        return _fail(arguments, str(error), _EXIT_ERROR)
+    except OSError as error:
+        return _fail(arguments, f"{type(error).__name__}: {error}", _EXIT_ERROR)
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="residency",
+        description="Keeps a PyTorch training run inside its memory at every transition.",
+    )
+    parser.add_argument("--version", action="version", version=f"residency {residency.__version__}")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    for verb in _VERBS:
+        verb.add_parser(verbs, common)
+    return parser
+
+
+def _fail(arguments: argparse.Namespace, message: str, status: int) -> int:
+    if arguments.debug:
+        traceback.print_exc()
+    print(f"residency: {message}", file=sys.stderr)
+    return status
+
+
+def _missing_package(error: ImportError) -> str:
+    return (
+        f"a package that this verb needs cannot be imported ({error}). "
+        "Install what the command line can use with: pip install 'residency[demo]'"
+    )

@@ -1,0 +1,98 @@
+"""The device under a case: which one, how many bytes it may use, whether it is empty again.
+
+Takes the accelerator of this machine when there is one, else the simulated one. Undoes its limit
+and the process-wide settings that it changed when it is closed.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from residency import _device, sim
+from residency._errors import RefusedError
+from residency._units import format_bytes, parse_bytes
+
+_SIMULATED_CAPACITY_BYTES = parse_bytes("8GiB")
+
+
+class Bench:
+    """Is the device that the runs of a case share, one after another.
+
+    Attributes:
+        device: The accelerator.
+        is_simulated: Whether it is the simulated one.
+    """
+
+    def __init__(self) -> None:
+        """Takes the accelerator of this machine, or enables the simulated one."""
+        found = _device.accelerator()
+        self.is_simulated = found is None or found.type == "sim"
+        if found is None or self.is_simulated:
+            found = sim.enable(capacity=_SIMULATED_CAPACITY_BYTES)
+        self.device: torch.device = found
+        self._empty_bytes = 0
+
+    def describe(self) -> str:
+        """Returns the device in words."""
+        if self.is_simulated:
+            return "simulated accelerator (this machine shows no other)"
+        total_bytes = _device.memory_info()[1]
+        return f"{self.device.type}, {format_bytes(total_bytes)}"
+
+    def limit(self, capacity_bytes: int | None) -> None:
+        """Sets the bytes that the following runs may use; None takes the limit away.
+
+        Raises:
+            RefusedError: The device cannot hold that much to begin with.
+        """
+        if self.is_simulated:
+            sim.enable(capacity=capacity_bytes or _SIMULATED_CAPACITY_BYTES)
+            return
+        total_bytes = _device.memory_info()[1]
+        if capacity_bytes is not None and capacity_bytes > total_bytes:
+            raise RefusedError(
+                f"The case needs a capacity of {format_bytes(capacity_bytes)}; the device has "
+                f"{format_bytes(total_bytes)}. Run it on a larger device, or on a machine "
+                "without one."
+            )
+        if not _device.limit_memory(capacity_bytes or total_bytes, self.device):
+            raise RefusedError(
+                f"The memory of a {self.device.type!r} device cannot be limited, and the case "
+                "needs a limit. Run it on CUDA, or on a machine that shows no accelerator."
+            )
+
+    def settle(self) -> int:
+        """Frees what the last run left, and returns the bytes that are still allocated beyond the
+        start's.
+        """
+        gc.collect()
+        _device.synchronize()
+        torch.accelerator.empty_cache()
+        return _device.memory_allocated() - self._empty_bytes
+
+    def mark_empty(self) -> None:
+        """Takes the bytes allocated now as those of the device's libraries, which no run gives
+        back.
+        """
+        self._empty_bytes += self.settle()
+
+
+@contextmanager
+def open_bench() -> Iterator[Bench]:
+    """Opens the bench under deterministic algorithms; ends them, and any limit, on the way out."""
+    # cuBLAS reads this when its first handle is made; without it deterministic algorithms refuse.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    bench = Bench()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield bench
+    finally:
+        torch.use_deterministic_algorithms(was_deterministic)
+        bench.settle()
+        bench.limit(None)

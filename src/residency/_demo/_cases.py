@@ -1,0 +1,49 @@
+"""The list of cases, in the order in which they are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from residency._demo._bench import Bench, open_bench
+from residency._demo._optimizer_step import NAME, run_optimizer_step
+from residency._demo._progress import Show
+from residency._demo._report import Report
+from residency._demo._settings import Settings
+from residency._errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class Case:
+    """Describes one case.
+
+    Attributes:
+        summary: What it shows, in one sentence.
+        run: Runs it on the bench, which tells its last argument how far it is.
+    """
+
+    summary: str
+    run: Callable[[Bench, Settings, Show], Report]
+
+
+CASES: dict[str, Case] = {
+    NAME: Case(
+        "AdamW's state lives on the host and streams through the step, bit for bit the same.",
+        run_optimizer_step,
+    ),
+}
+
+
+def run_case(name: str, settings: Settings, show: Show) -> Report:
+    """Runs one case on the best device of this machine.
+
+    Raises:
+        InvalidArgumentError: There is no such case.
+        RefusedError: The case cannot run here; the message says why.
+    """
+    if name not in CASES:
+        raise InvalidArgumentError(
+            f"There is no case {name!r}; expected one of: {', '.join(CASES)}."
+        )
+    with open_bench() as bench:
+        return CASES[name].run(bench, settings, show)

@@ -1,0 +1,52 @@
+"""What a case may be told; the defaults fit three minutes on two cores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from residency._errors import InvalidArgumentError
+from residency._units import MIB
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Describes the Qwen3-architecture model that the cases train on single bytes."""
+
+    num_layers: int = 8
+    hidden_size: int = 384
+    intermediate_size: int = 1152
+    num_attention_heads: int = 6
+    num_key_value_heads: int = 3
+    head_dim: int = 64
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Holds the options of a case; on one kind of device equal settings give equal losses.
+
+    Attributes:
+        num_steps: Training steps of each run.
+        seed: Seeds the initial weights and the order of the batches.
+        num_rows: Sequences in one batch.
+        num_columns: Bytes in one sequence.
+        bucket_bytes: Size of the unit in which optimizer state moves.
+        num_slots: Device buffers of one bucket each.
+        model: The shape of the model.
+    """
+
+    num_steps: int = 40
+    seed: int = 0
+    num_rows: int = 4
+    num_columns: int = 128
+    bucket_bytes: int = 8 * MIB
+    num_slots: int = 3
+    model: ModelShape = field(default_factory=ModelShape)
+
+    def __post_init__(self) -> None:
+        """Refuses counts that mean nothing."""
+        for name in ("num_steps", "num_rows", "num_columns", "bucket_bytes", "num_slots"):
+            value = getattr(self, name)
+            if value < 1:
+                raise InvalidArgumentError(f"{name} is {value}; expected at least 1.")
+        if not 0 <= self.seed < 2**63:
+            raise InvalidArgumentError(f"seed is {self.seed}; expected 0 or more, below 2**63.")

@@ -1,0 +1,147 @@
+"""The command line answers with one message and one status, whatever went wrong."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+import residency
+from residency import _demo
+from residency._cli import main
+from residency._demo import Promise, Report, Row
+from residency._errors import RefusedError
+
+ROW = Row("a-case", "run", None, 1, "finished", None, None, None, 1.0, 0.5, 0.7, True, 0.1)
+REPORT = Report("a-case", "a device", {}, (ROW,), (Promise("holds", True, "it does"),), "code()")
+BROKEN = dataclasses.replace(REPORT, promises=(Promise("holds", False, "it does not"),))
+
+Fake = Callable[..., Report]
+
+
+def answering(report: Report) -> Fake:
+    return lambda name, settings, show: report
+
+
+def raising(error: BaseException) -> Fake:
+    def run_case(name: str, settings: object, show: object) -> Report:
+        raise error
+
+    return run_case
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fake], None]:
+    return lambda fake: monkeypatch.setattr(_demo, "run_case", fake)
+
+
+def test_the_status_is_zero_when_every_promise_held(
+    use: Callable[[Fake], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(answering(REPORT))
+    assert main(["demo"]) == 0
+    assert "holds" in capsys.readouterr().out
+
+
+def test_the_status_is_one_when_a_promise_was_broken(
+    use: Callable[[Fake], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(answering(BROKEN))
+    assert main(["demo"]) == 1
+    assert "BROKEN" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("report", [REPORT, BROKEN])
+def test_json_is_all_that_stdout_holds(
+    use: Callable[[Fake], None], capsys: pytest.CaptureFixture[str], report: Report
+) -> None:
+    use(answering(report))
+    status = main(["demo", "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert document["held"] == (status == 0)
+    assert document["reports"][0]["rows"] == [dataclasses.asdict(ROW)]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (RefusedError("found this, expected that"), 2, "found this, expected that"),
+        (OSError(28, "No space left on device"), 2, "No space left on device"),
+        (ModuleNotFoundError("No module named 'x'"), 2, "pip install 'residency[demo]'"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_an_error_is_one_line_on_stderr_and_a_traceback_only_for_debugging(
+    use: Callable[[Fake], None],
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    status: int,
+    words: str,
+) -> None:
+    use(raising(error))
+    assert main(["demo"]) == status
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert words in captured.err
+    assert "Traceback" not in captured.err
+    assert main(["demo", "--debug"]) == status
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_error_that_is_not_the_users_keeps_its_traceback(use: Callable[[Fake], None]) -> None:
+    use(raising(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        main(["demo"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--steps", "0"], "num_steps is 0; expected at least 1"),
+        (["--seed", "-1"], "seed is -1"),
+        (["--case", "nothing"], "no case 'nothing'"),
+    ],
+)
+def test_an_option_that_means_nothing_is_refused(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert main(["demo", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_options_reach_the_case(use: Callable[[Fake], None]) -> None:
+    seen: list[object] = []
+
+    def run_case(name: str, settings: _demo.Settings, show: object) -> Report:
+        seen.extend([name, settings])
+        return REPORT
+
+    use(run_case)
+    main(["demo", "--case", "a-case", "--steps", "7", "--seed", "3"])
+    assert seen == ["a-case", _demo.Settings(num_steps=7, seed=3)]
+
+
+def test_without_a_verb_the_usage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    assert stopped.value.code == 2
+    assert "usage: residency" in capsys.readouterr().err
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.strip() == f"residency {residency.__version__}"
+
+
+def test_importing_the_package_registers_no_device_and_builds_nothing() -> None:
+    code = (
+        "import sys, residency; "
+        "assert 'residency.sim' not in sys.modules; "
+        "assert 'torch.utils.cpp_extension' not in sys.modules; "
+        "assert 'rich' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

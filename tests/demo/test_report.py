@@ -1,0 +1,87 @@
+"""The table, the JSON and the exit status say the same thing."""
+
+import dataclasses
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from residency._demo import Promise, Report, Row, render_report, reports_to_json
+from residency._demo._render import row_cells
+
+FINISHED = Row(
+    case="a-case",
+    setting="with [brackets]",
+    capacity_bytes=None,
+    peak_bytes=3 * 2**19,
+    outcome="finished",
+    phase=None,
+    step=None,
+    asked_bytes=None,
+    first_loss=5.5,
+    last_loss=2.25,
+    heldout_loss=3.0,
+    identical=True,
+    seconds=1.5,
+)
+FAILED = dataclasses.replace(
+    FINISHED,
+    capacity_bytes=2**30,
+    outcome="out of memory",
+    phase="backward",
+    step=2,
+    asked_bytes=2**20,
+    heldout_loss=None,
+    identical=None,
+)
+
+
+def make_report(*, held: bool = True) -> Report:
+    promises = (Promise("first", True, "as said"), Promise("second", held, "measured"))
+    return Report("a-case", "a device", {"model": "small"}, (FINISHED, FAILED), promises, "code()")
+
+
+def rendered(report: Report) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    render_report(report, console)
+    output = console.file
+    assert isinstance(output, io.StringIO)
+    return output.getvalue()
+
+
+def test_the_table_shows_every_cell_in_binary_units() -> None:
+    text = rendered(make_report())
+    for row in (FINISHED, FAILED):
+        for cell in row_cells(row):
+            assert all(line in text for line in cell.split("\n"))
+    assert "1.50 MiB" in text
+    assert "1.00 GiB" in text
+
+
+def test_a_phase_that_ran_out_of_memory_is_named() -> None:
+    assert "out of memory:\nbackward" in row_cells(FAILED)
+
+
+@pytest.mark.parametrize(("identical", "word"), [(True, "yes"), (False, "no"), (None, "-")])
+def test_identity_is_yes_no_or_not_compared(identical: bool | None, word: str) -> None:
+    assert row_cells(dataclasses.replace(FINISHED, identical=identical))[-1] == word
+
+
+def test_the_json_gives_back_the_rows_of_the_table() -> None:
+    report = make_report()
+    document = json.loads(reports_to_json([report]))
+    (loaded,) = document["reports"]
+    rows = [Row(**row) for row in loaded["rows"]]
+    assert rows == list(report.rows)
+    assert [row_cells(row) for row in rows] == [row_cells(row) for row in report.rows]
+    assert [Promise(**promise) for promise in loaded["promises"]] == list(report.promises)
+    assert loaded["snippet"] == report.snippet
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_one_broken_promise_breaks_the_report(held: bool) -> None:
+    report = make_report(held=held)
+    assert report.is_held() == held
+    assert json.loads(reports_to_json([report]))["held"] == held
+    assert ("BROKEN" in rendered(report)) != held

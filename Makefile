@@ -28,6 +28,7 @@ test: $(STAMP)
 check: $(STAMP)
 	$(RUN) ruff check src tests benchmarks
 	$(RUN) ruff format --check src tests benchmarks
+	$(RUN) clang-format --dry-run --Werror src/residency/sim/csrc/*
 	$(RUN) mypy --strict src
 	$(RUN) python -m pytest -q tests/test_architecture.py
 

@@ -120,13 +120,13 @@ class ParameterState(dict[str, Any]):
         """
         self.fence()
         if not isinstance(value, Tensor):
-            self.forget(key)
+            self._leave_home(key)
             dict.__setitem__(self, key, value)
             return
         if on_device is None:
             on_device = self._belongs_on_device(key, value)
         if not on_device:
-            self.forget(key)
+            self._leave_home(key)
             dict.__setitem__(self, key, value.cpu())
         elif self.is_resident:
             dict.__setitem__(self, key, value.to(self._homes.device))
@@ -141,9 +141,12 @@ class ParameterState(dict[str, Any]):
 
     def forget(self, key: str) -> None:
         """Removes a key without waiting."""
+        self._leave_home(key)
+        dict.pop(self, key, None)
+
+    def _leave_home(self, key: str) -> None:
         if self.homes_by_key.pop(key, None) is not None:
             self._homes.version += 1
-        dict.pop(self, key, None)
 
     def reorder(self, keys: list[str]) -> None:
         """Puts the keys into the order in which the optimizer makes them; cuts make homes first."""

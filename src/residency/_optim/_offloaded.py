@@ -245,6 +245,7 @@ def _load(
         for key, value in saved.items():
             group = group_of.get(id(parameter), {})
             _load_value(inner, key, value, _is_made_on_device(offload.base, key, group))
+        inner.reorder(list(saved))
 
 
 def _load_value(inner: ParameterState, key: str, value: Any, is_made_on_device: bool) -> None:

@@ -28,7 +28,7 @@ import torch
 from residency._errors import BuildError
 
 _SOURCES = Path(__file__).parent / "csrc"
-_FLAGS = ["-O2", "-g0", "-std=c++20"]
+_FLAGS = ["-O2", "-g0", "-std=c++20", "-fvisibility=hidden", "-fno-semantic-interposition"]
 _INSTALL_PYTHON_PARTS = "pip install 'residency[sim]'"
 
 

@@ -36,6 +36,15 @@ bool BlockOrder::operator()(const Block* a, const Block* b) const {
          std::make_tuple(b->stream, b->size, reinterpret_cast<uintptr_t>(b->address));
 }
 
+void Pool::put(Block* block) {
+  if (spare.empty()) {
+    free_blocks.insert(block);
+  } else {
+    spare.value() = block;
+    free_blocks.insert(std::move(spare));
+  }
+}
+
 size_t CachingAllocator::round_size(size_t num_bytes) {
   if (num_bytes < rules::kMinBlockSize) return rules::kMinBlockSize;
   const size_t divisions = Config::roundup_power2_divisions(num_bytes);
@@ -43,7 +52,8 @@ size_t CachingAllocator::round_size(size_t num_bytes) {
     return round_up(num_bytes, rules::kMinBlockSize);
   }
   const size_t power = size_t(1) << (63 - __builtin_clzll(num_bytes));
-  return power == num_bytes ? num_bytes : round_up(num_bytes, std::max<size_t>(power / divisions, 1));
+  return power == num_bytes ? num_bytes
+                            : round_up(num_bytes, std::max<size_t>(power / divisions, 1));
 }
 
 size_t CachingAllocator::segment_size(size_t rounded_bytes) {
@@ -57,7 +67,8 @@ Pool& CachingAllocator::pool_for(size_t rounded_bytes) {
 }
 
 size_t CachingAllocator::allocated_bytes() const {
-  return static_cast<size_t>(stats_.allocated_bytes[static_cast<size_t>(StatType::AGGREGATE)].current);
+  return static_cast<size_t>(
+      stats_.allocated_bytes[static_cast<size_t>(StatType::AGGREGATE)].current);
 }
 
 Block* CachingAllocator::find(const void* address) const {
@@ -73,7 +84,8 @@ bool CachingAllocator::contains(const void* address) const {
   });
 }
 
-// Best fit on the block's own stream. A block above max_split_size serves only requests close to it.
+// Best fit on the block's own stream. A block above max_split_size serves only requests close to
+// it.
 Block* CachingAllocator::take_cached(Pool& pool, size_t rounded_bytes, StreamId stream) {
   Block wanted(stream, nullptr, rounded_bytes, &pool);
   auto found = pool.free_blocks.lower_bound(&wanted);
@@ -85,11 +97,12 @@ Block* CachingAllocator::take_cached(Pool& pool, size_t rounded_bytes, StreamId 
       block->size >= rounded_bytes + Config::max_non_split_rounding_size()) {
     return nullptr;
   }
-  pool.free_blocks.erase(found);
+  pool.take(found);
   return block;
 }
 
-Block* CachingAllocator::count_segment(Pool& pool, char* address, size_t num_bytes, StreamId stream) {
+Block* CachingAllocator::count_segment(Pool& pool, char* address, size_t num_bytes,
+                                       StreamId stream) {
   reserved_bytes_ += num_bytes;
   stats_.num_device_alloc++;
   count(pool, [&](size_t type) {
@@ -113,7 +126,7 @@ void CachingAllocator::release_segment(Block* block) {
     stats_.segment[type].decrease(1);
     stats_.reserved_bytes[type].decrease(block->size);
   });
-  pool.free_blocks.erase(block);
+  pool.take(block);
   delete block;
 }
 
@@ -168,7 +181,7 @@ Block* CachingAllocator::split(Block* block, size_t rounded_bytes) {
   block->before = front;
   block->address += rounded_bytes;
   block->size -= rounded_bytes;
-  block->pool->free_blocks.insert(block);
+  block->pool->put(block);
   return front;
 }
 
@@ -213,7 +226,8 @@ Block* CachingAllocator::allocate(size_t num_bytes, StreamId stream) {
     stats_.num_alloc_retries++;
     stats_.num_sync_all_streams++;
     empty_cache();
-    block = take_cached(pool, rounded, stream);  // frees that were draining may have joined the cache
+    block =
+        take_cached(pool, rounded, stream);  // frees that were draining may have joined the cache
     if (!block) block = take_segment(pool, segment, stream);
   }
   if (!block) {
@@ -246,7 +260,7 @@ size_t CachingAllocator::absorb(Block* block, Block* neighbour) {
   const size_t gained = neighbour->size;
   block->size += gained;
   block->is_poisoned &= neighbour->is_poisoned;
-  block->pool->free_blocks.erase(neighbour);
+  block->pool->take(neighbour);
   delete neighbour;
   return gained;
 }
@@ -264,7 +278,7 @@ void CachingAllocator::finish_free(Block* block) {
     num_splits++;
     split_bytes += int64_t(block->size);
   }
-  block->pool->free_blocks.insert(block);
+  block->pool->put(block);
   count(*block->pool, [&](size_t type) {
     adjust(stats_.inactive_split[type], num_splits);
     adjust(stats_.inactive_split_bytes[type], split_bytes);
@@ -283,7 +297,7 @@ void CachingAllocator::adopt_segment(char* address, size_t num_bytes, bool is_sm
   for (const Layout& layout : blocks) {
     const bool cut = layout.size < rest->size;
     Block* block = hand_out(rest, layout.size, layout.requested, cut);
-    if (cut) pool.free_blocks.erase(rest);
+    if (cut) pool.take(rest);
     if (layout.requested == 0) unused.push_back(block);
   }
   for (Block* block : unused) free(block);

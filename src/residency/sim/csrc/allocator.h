@@ -1,9 +1,9 @@
-// The caching allocator: CUDA's rules for segments, splitting, reuse and release, over any source of
-// memory. Of torch it uses the thresholds, the settings and the statistics record, so that
+// The caching allocator: CUDA's rules for segments, splitting, reuse and release, over any source
+// of memory. Of torch it uses the thresholds, the settings and the statistics record, so that
 // `memory_stats()` has torch's own keys; it knows nothing of tensors, locks or queued work.
 //
-// Source of the rules: c10/cuda/CUDACachingAllocator.cpp. tests/sim/test_allocator_traces.py replays
-// traces of real CUDA runs through this class and demands the recorded addresses.
+// Source of the rules: c10/cuda/CUDACachingAllocator.cpp. tests/sim/test_allocator_traces.py
+// replays traces of real CUDA runs through this class and demands the recorded addresses.
 #pragma once
 
 #include <c10/core/CachingDeviceAllocator.h>
@@ -39,8 +39,15 @@ struct BlockOrder {
 };
 
 struct Pool {
+  using FreeBlocks = std::set<Block*, BlockOrder>;
+
   bool is_small;
-  std::set<Block*, BlockOrder> free_blocks;
+  FreeBlocks free_blocks;
+  FreeBlocks::node_type spare = {};  // of the last block taken, for the next one put back
+
+  void put(Block* block);
+  void take(Block* block) { take(free_blocks.find(block)); }
+  void take(FreeBlocks::iterator position) { spare = free_blocks.extract(position); }
 };
 
 struct Block {
@@ -57,7 +64,7 @@ struct Block {
   int num_pending_uses = 0;  // record_stream uses that have not been reached
   Block* before = nullptr;   // neighbours in the same segment
   Block* after = nullptr;
-  uint64_t used_by = 0;      // record_stream: one bit a stream
+  uint64_t used_by = 0;  // record_stream: one bit a stream
 
   bool is_free() const { return !is_allocated && num_pending_uses == 0; }
   bool is_whole_segment() const { return !before && !after; }
@@ -70,7 +77,8 @@ class CachingAllocator {
   static size_t round_size(size_t num_bytes);
   static size_t segment_size(size_t rounded_bytes);
 
-  // Returns nullptr when neither the cache nor the source has room, also after the cache was flushed.
+  // Returns nullptr when neither the cache nor the source has room, also after the cache was
+  // flushed.
   Block* allocate(size_t num_bytes, StreamId stream);
   // The first half of a free: the block stops being allocated. `finish_free` makes it reusable.
   void begin_free(Block* block);
@@ -79,8 +87,8 @@ class CachingAllocator {
   // Releases every segment that is wholly free.
   void empty_cache();
 
-  Block* find(const void* address) const;       // the allocated block that starts there, or nullptr
-  bool contains(const void* address) const;       // in any allocated block; looks through them all
+  Block* find(const void* address) const;    // the allocated block that starts there, or nullptr
+  bool contains(const void* address) const;  // in any allocated block; looks through them all
   size_t reserved_bytes() const { return reserved_bytes_; }
   size_t allocated_bytes() const;
   DeviceStats& stats() { return stats_; }
@@ -90,7 +98,8 @@ class CachingAllocator {
     size_t size;
     size_t requested;
   };
-  void adopt_segment(char* address, size_t num_bytes, bool is_small, const std::vector<Layout>& blocks);
+  void adopt_segment(char* address, size_t num_bytes, bool is_small,
+                     const std::vector<Layout>& blocks);
 
  private:
   Pool& pool_for(size_t rounded_bytes);
@@ -106,8 +115,8 @@ class CachingAllocator {
   void release_free_segments(Pool& pool);
 
   MemorySource& source_;
-  Pool small_{true, {}};
-  Pool large_{false, {}};
+  Pool small_{true};
+  Pool large_{false};
   ska::flat_hash_map<const void*, Block*> allocated_;
   size_t reserved_bytes_ = 0;
   DeviceStats stats_;

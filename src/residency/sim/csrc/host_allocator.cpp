@@ -37,8 +37,8 @@ void* HostAllocator::allocate(size_t num_bytes, bool& is_reused) {
     return !entry.second.is_used && entry.second.size == size && is_quiet(entry.second);
   });
   if (found == blocks_.end()) {
-    void* address =
-        mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* address = mmap(nullptr, size, PROT_READ | PROT_WRITE,
+                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (address == MAP_FAILED) throw std::bad_alloc();
     found = blocks_.emplace(reinterpret_cast<uintptr_t>(address), Block{size, false, {}}).first;
     statistics_.num_pinned++;

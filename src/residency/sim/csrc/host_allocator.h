@@ -1,5 +1,5 @@
-// Pinned host memory: power-of-two blocks, kept for reuse, handed out again only once the copies that
-// used them have run. No torch ops in here. Callers hold the machine's lock (machine.h).
+// Pinned host memory: power-of-two blocks, kept for reuse, handed out again only once the copies
+// that used them have run. No torch ops in here. Callers hold the machine's lock (machine.h).
 //
 // Source of the rules: ATen/core/CachingHostAllocator.h (sizes round up to a power of two).
 #pragma once

@@ -54,6 +54,9 @@ class Machine final : private MemorySource {
   // work; `launch` runs it now or queues it, `launch_and_wait` also blocks the host until it ran
   template <class Work>
   void launch(Launch&& launch, Work&& work) {
+    // Without the lock: a kernel may wait for the interpreter's lock, whose holder may free a
+    // tensor.
+    if (!checks_races() && is_alone()) return work();
     std::string line = line_of_python();
     std::lock_guard<std::recursive_mutex> guard(lock_);
     const StreamId stream = current_stream();
@@ -105,7 +108,8 @@ class Machine final : private MemorySource {
   void before_release() override;
 
   std::string line_of_python() const;
-  void note(StreamId stream, const char* name, std::string line, const std::vector<Access>& accesses);
+  void note(StreamId stream, const char* name, std::string line,
+            const std::vector<Access>& accesses);
   void finish_drained_frees(bool force);
   void poison(Block* block, StreamId stream);
   [[noreturn]] void raise_out_of_memory(size_t num_bytes);

@@ -5,12 +5,46 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <unistd.h>
+
+#include <exception>
+#include <thread>
+
 #include "torch_device.h"
 
 namespace py = pybind11;
 
 namespace sim {
 namespace {
+
+// ------------------------------------------------------------------- the end of the interpreter
+
+// [Note: threads at exit] Autograd's device thread drops what the last backward left behind, for
+// which it takes the interpreter's lock. When the interpreter is ending by then, Python up to 3.13
+// ends the thread by unwinding its stack, which C++ forbids inside a destructor: std::terminate,
+// and the process aborts though all its work is done. Python 3.14 lets such a thread sleep for good
+// instead; so does this.
+
+std::terminate_handler terminate_otherwise = nullptr;
+std::thread::id main_thread;
+
+bool is_interpreter_ending() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() || !Py_IsInitialized();
+#else
+  return _Py_IsFinalizing() || !Py_IsInitialized();
+#endif
+}
+
+void sleep_if_interpreter_ends() {
+  if (std::this_thread::get_id() == main_thread || !is_interpreter_ending()) terminate_otherwise();
+  while (true) pause();
+}
+
+void let_threads_outlive_interpreter() {
+  main_thread = std::this_thread::get_id();
+  terminate_otherwise = std::set_terminate(&sleep_if_interpreter_ends);
+}
 
 // --------------------------------------------------------------- the line that issues an operation
 
@@ -19,7 +53,8 @@ std::string* skipped_folder = nullptr;  // torch's own files: the line of intere
 bool is_of_interest(PyFrameObject* frame, std::string& line) {
   PyCodeObject* code = PyFrame_GetCode(frame);
   const char* file = PyUnicode_AsUTF8(code->co_filename);
-  const bool found = file && std::string_view(file).rfind(*skipped_folder, 0) != 0 && file[0] != '<';
+  const bool found =
+      file && std::string_view(file).rfind(*skipped_folder, 0) != 0 && file[0] != '<';
   if (found) line = std::string(file) + ":" + std::to_string(PyFrame_GetLineNumber(frame));
   Py_DECREF(code);
   return found;
@@ -128,12 +163,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     skipped_folder = new std::string(torch_folder);
     race_error = race_error_class.release().ptr();
     Machine::get().set_python(&line_of_python, &throw_race);
+    let_threads_outlive_interpreter();
     register_hooks();
   });
   module.def("configure", &configure, py::call_guard<py::gil_scoped_release>());
   module.def("default_generator", [] { return default_generator(); });
   module.def("pinned_memory_stats", &pinned_memory_stats);
-  module.def("reset_peak_pinned_memory_stats", [] { Machine::get().reset_peak_pinned_statistics(); });
+  module.def("reset_peak_pinned_memory_stats",
+             [] { Machine::get().reset_peak_pinned_statistics(); });
 
   py::class_<TraceReplay>(module, "TraceReplay")
       .def(py::init<>())

@@ -13,7 +13,8 @@ void merge(Clock& into, const Clock& other) {
 
 std::string describe(const Operation& operation) {
   std::ostringstream text;
-  text << "'" << operation.name << "' on stream " << operation.stream << " (" << operation.line << ")";
+  text << "'" << operation.name << "' on stream " << operation.stream << " (" << operation.line
+       << ")";
   return text.str();
 }
 
@@ -22,10 +23,12 @@ std::string describe(const Operation& operation) {
   std::ostringstream text;
   text << "race on " << end - begin << " bytes at 0x" << std::hex << begin << std::dec << ": "
        << describe(later) << (writes ? " writes" : " reads") << " what " << describe(earlier)
-       << (wrote ? " writes" : " reads") << ", and nothing orders the first after the second. Record an event on stream "
+       << (wrote ? " writes" : " reads")
+       << ", and nothing orders the first after the second. Record an event on stream "
        << earlier.stream << " after the second and make stream " << later.stream
        << " wait for it before the first";
-  if (!wrote && later.name == "allocation") text << ", or call record_stream before the tensor is freed";
+  if (!wrote && later.name == "allocation")
+    text << ", or call record_stream before the tensor is freed";
   text << ".";
   throw Race(text.str());
 }

@@ -1,11 +1,11 @@
 // A happens-before checker over byte ranges. No torch in here.
 //
-// Every stream and the host carry a vector clock. An operation may touch a byte only if every earlier
-// conflicting operation on that byte (two conflict when one of them writes) is in its past; what puts
-// one operation into another's past is a stream's own order, an event waited for, or a synchronisation
-// of the host. The verdict does not depend on when the simulator happened to run the work.
-// Idea: torch/cuda/_sanitizer.py, which tracks one clock per data pointer; here it is per byte range,
-// so that reused slots, slab entries and views are told apart.
+// Every stream and the host carry a vector clock. An operation may touch a byte only if every
+// earlier conflicting operation on that byte (two conflict when one of them writes) is in its past;
+// what puts one operation into another's past is a stream's own order, an event waited for, or a
+// synchronisation of the host. The verdict does not depend on when the simulator happened to run
+// the work. Idea: torch/cuda/_sanitizer.py, which tracks one clock per data pointer; here it is per
+// byte range, so that reused slots, slab entries and views are told apart.
 #pragma once
 
 #include <array>
@@ -31,7 +31,7 @@ using Clock = std::array<uint64_t, kNumStreams>;
 
 struct Operation {
   StreamId stream;
-  uint64_t tick;     // its number on its stream
+  uint64_t tick;  // its number on its stream
   std::string name;
   std::string line;  // of Python
 };
@@ -42,14 +42,16 @@ struct Race : std::runtime_error {
 
 class RaceChecker {
  public:
-  // Throws Race when the operation conflicts with one that is not in its past; nothing is recorded then.
-  void operate(StreamId stream, std::string name, std::string line, const std::vector<Access>& accesses);
+  // Throws Race when the operation conflicts with one that is not in its past; nothing is recorded
+  // then.
+  void operate(StreamId stream, std::string name, std::string line,
+               const std::vector<Access>& accesses);
 
-  Clock record(StreamId stream);                       // what an event recorded now stands for
-  void wait(StreamId stream, const Clock& recorded);   // the stream waits for an event
-  void synchronize(const Clock& recorded);             // the host waits for an event
+  Clock record(StreamId stream);                      // what an event recorded now stands for
+  void wait(StreamId stream, const Clock& recorded);  // the stream waits for an event
+  void synchronize(const Clock& recorded);            // the host waits for an event
   void synchronize_all();
-  void forget(uintptr_t begin, uintptr_t end);         // an allocator vouches for these bytes
+  void forget(uintptr_t begin, uintptr_t end);  // an allocator vouches for these bytes
   void reset();
 
  private:

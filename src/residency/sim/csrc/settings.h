@@ -5,11 +5,11 @@
 
 namespace sim {
 
-// When queued device work runs. Each is a legal execution of the same program; a program whose waits
-// are complete computes the same bytes under all three.
+// When queued device work runs. Each is a legal execution of the same program; a program whose
+// waits are complete computes the same bytes under all three.
 enum class Schedule {
-  kEager,     // at once
-  kLate,      // when something forces it: the forced stream and its legal predecessors, nothing else
+  kEager,  // at once
+  kLate,   // when something forces it: the forced stream and its legal predecessors, nothing else
   kOvertake,  // when something forces it: first everything else that legally may run
 };
 

@@ -50,7 +50,8 @@ void Streams::run_front(StreamId stream) {
   }
 }
 
-// Runs, on every stream but the forced one, all that does not wait for what the forced one has yet to do.
+// Runs, on every stream but the forced one, all that does not wait for what the forced one has yet
+// to do.
 void Streams::run_others(StreamId forced) {
   for (bool progressed = true; progressed;) {
     progressed = false;

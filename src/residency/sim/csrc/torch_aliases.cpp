@@ -56,7 +56,8 @@ void add_accesses(std::vector<Access>& accesses, const at::Tensor& tensor, bool 
   // Dimensions from the innermost outwards; those that continue a run of bytes join it.
   std::vector<std::pair<int64_t, int64_t>> dims;  // (stride, size), in items
   for (int64_t d = 0; d < tensor.dim(); d++) {
-    if (tensor.size(d) > 1 && tensor.stride(d) != 0) dims.emplace_back(tensor.stride(d), tensor.size(d));
+    if (tensor.size(d) > 1 && tensor.stride(d) != 0)
+      dims.emplace_back(tensor.stride(d), tensor.size(d));
   }
   std::sort(dims.begin(), dims.end());
   int64_t run = 1;

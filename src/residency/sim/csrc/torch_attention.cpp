@@ -1,5 +1,6 @@
-// Scaled dot product attention by torch's CPU flash kernel, so that no [S, S] matrix is ever charged
-// to the device, as on CUDA. Grouped keys and values are repeated for the kernel, which does not group.
+// Scaled dot product attention by torch's CPU flash kernel, so that no [S, S] matrix is ever
+// charged to the device, as on CUDA. Grouped keys and values are repeated for the kernel, which
+// does not group.
 #include <ATen/SDPBackend.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/DispatchStub.h>
@@ -14,8 +15,8 @@ namespace at::native {
 namespace {
 
 int64_t choose_attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                         const std::optional<Tensor>& mask, double dropout, bool, std::optional<double>,
-                         bool is_grouped) {
+                         const std::optional<Tensor>& mask, double dropout, bool,
+                         std::optional<double>, bool is_grouped) {
   const bool is_flash = dropout == 0.0 && query.dim() == 4 && query.size(-1) == value.size(-1) &&
                         (is_grouped || query.size(1) == key.size(1)) &&
                         !(mask && mask->requires_grad());
@@ -44,15 +45,18 @@ Tensor sum_groups(const Tensor& gradient, const Tensor& grouped) {
   return gradient.unflatten(1, {grouped.size(1), per_group}).sum(2);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor> attention(
-    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& bias,
-    double dropout, bool is_causal, bool, std::optional<double> scale) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor>
+attention(const Tensor& query, const Tensor& key, const Tensor& value,
+          const std::optional<Tensor>& bias, double dropout, bool is_causal, bool,
+          std::optional<double> scale) {
   const int64_t num_heads = query.size(1);
   auto [output, log_sum_exp] = at::_scaled_dot_product_flash_attention_for_cpu(
-      query, repeat_groups(key, num_heads), repeat_groups(value, num_heads), dropout, is_causal, bias,
-      scale);
-  Tensor unused = at::empty({}, query.options().dtype(at::kLong));  // the seed and offset of dropout
-  return {output, log_sum_exp, Tensor(), Tensor(), query.size(2), key.size(2), unused, unused, Tensor()};
+      query, repeat_groups(key, num_heads), repeat_groups(value, num_heads), dropout, is_causal,
+      bias, scale);
+  Tensor unused =
+      at::empty({}, query.options().dtype(at::kLong));  // the seed and offset of dropout
+  return {output,      log_sum_exp, Tensor(), Tensor(), query.size(2),
+          key.size(2), unused,      unused,   Tensor()};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
@@ -66,7 +70,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
       at::_scaled_dot_product_flash_attention_for_cpu_backward(
           gradient, query, repeat_groups(key, num_heads), repeat_groups(value, num_heads), output,
           log_sum_exp, dropout, is_causal, mask, scale);
-  return {query_gradient, sum_groups(key_gradient, key), sum_groups(value_gradient, value), Tensor()};
+  return {query_gradient, sum_groups(key_gradient, key), sum_groups(value_gradient, value),
+          Tensor()};
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Registers the simulated machine with torch as its PrivateUse1 device: allocators, the device guard
-// (streams and events), random generators and the accelerator hooks.
+// Registers the simulated machine with torch as its PrivateUse1 device: allocators, the device
+// guard (streams and events), random generators and the accelerator hooks.
 #include "torch_device.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -44,9 +44,8 @@ struct TorchAllocator final : c10::DeviceAllocator {
     });
   }
   void resetPeakStats(c10::DeviceIndex) override {
-    Machine::get().with_statistics([](DeviceStats& stats) {
-      for_each_stat(stats, [](auto& stat) { stat.reset_peak(); });
-    });
+    Machine::get().with_statistics(
+        [](DeviceStats& stats) { for_each_stat(stats, [](auto& stat) { stat.reset_peak(); }); });
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
     return Machine::get().free_and_total_bytes();
@@ -54,10 +53,9 @@ struct TorchAllocator final : c10::DeviceAllocator {
 
   template <class Apply>
   static void for_each_stat(DeviceStats& stats, Apply apply) {
-    for (auto* array :
-         {&stats.allocation, &stats.segment, &stats.active, &stats.inactive_split,
-          &stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes,
-          &stats.inactive_split_bytes, &stats.requested_bytes}) {
+    for (auto* array : {&stats.allocation, &stats.segment, &stats.active, &stats.inactive_split,
+                        &stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes,
+                        &stats.inactive_split_bytes, &stats.requested_bytes}) {
       for (auto& stat : *array) apply(stat);
     }
   }
@@ -100,7 +98,9 @@ REGISTER_HOST_ALLOCATOR(kDeviceType, &pinned_allocator_instance);
 // ----------------------------------------------------------------------------- streams and events
 
 struct TorchGuard final : c10::impl::DeviceGuardImplInterface {
-  static c10::Stream stream_of(StreamId id) { return c10::Stream(c10::Stream::UNSAFE, kDevice, id); }
+  static c10::Stream stream_of(StreamId id) {
+    return c10::Stream(c10::Stream::UNSAFE, kDevice, id);
+  }
   static Event& event_at(void* event) { return *static_cast<Event*>(event); }
   static void check_index(c10::Device device) {
     TORCH_CHECK(device.index() <= 0, "there is one simulated accelerator, sim:0; found sim:",
@@ -139,7 +139,8 @@ struct TorchGuard final : c10::impl::DeviceGuardImplInterface {
     Machine::get().synchronize_stream(stream.id());
   }
   void synchronizeDevice(const c10::DeviceIndex) const override { Machine::get().synchronize(); }
-  void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const override {
+  void recordDataPtrOnStream(const c10::DataPtr& pointer,
+                             const c10::Stream& stream) const override {
     device_allocator_instance.recordStream(pointer, stream);
   }
 
@@ -151,7 +152,9 @@ struct TorchGuard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& stream) const override {
     if (event) Machine::get().wait(stream.id(), event_at(event));
   }
-  bool queryEvent(void* event) const override { return !event || Machine::get().query(event_at(event)); }
+  bool queryEvent(void* event) const override {
+    return !event || Machine::get().query(event_at(event));
+  }
   void synchronizeEvent(void* event) const override {
     if (event) Machine::get().synchronize(event_at(event));
   }
@@ -168,7 +171,8 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, TorchGuard);
 
 // ------------------------------------------------------------------------------ random generators
 
-// The device's random numbers are the CPU's: the kernels are CPU kernels, and get this inner generator.
+// The device's random numbers are the CPU's: the kernels are CPU kernels, and get this inner
+// generator.
 struct TorchGenerator final : c10::GeneratorImpl {
   explicit TorchGenerator(at::Generator inner_generator)
       : c10::GeneratorImpl(kDevice, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
@@ -248,11 +252,15 @@ at::Generator inner_generator(const at::Generator& generator) {
 }
 
 void copy_on_device(void* to, const void* from, size_t num_bytes) {
-  if (Machine::get().settings().dry) return;
-  const auto source = reinterpret_cast<uintptr_t>(from);
-  const auto target = reinterpret_cast<uintptr_t>(to);
-  Launch launch{"copy of bytes", {{source, source + num_bytes, false}, {target, target + num_bytes, true}}, true};
-  Machine::get().launch(std::move(launch), [=] { std::memcpy(to, from, num_bytes); });
+  Machine& machine = Machine::get();
+  if (machine.settings().dry) return;
+  Launch launch{"copy of bytes", {}, /*may_wait=*/true};
+  if (machine.checks_races()) {
+    const auto source = reinterpret_cast<uintptr_t>(from);
+    const auto target = reinterpret_cast<uintptr_t>(to);
+    launch.accesses = {{source, source + num_bytes, false}, {target, target + num_bytes, true}};
+  }
+  machine.launch(std::move(launch), [=] { std::memcpy(to, from, num_bytes); });
 }
 
 void register_hooks() {

@@ -1,5 +1,5 @@
-// What the torch-facing files share: the device's identity, its allocator, and CPU (or meta) aliases of
-// its tensors, on which torch's own CPU kernels do the device's work.
+// What the torch-facing files share: the device's identity, its allocator, and CPU (or meta)
+// aliases of its tensors, on which torch's own CPU kernels do the device's work.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -32,9 +32,10 @@ void copy_on_device(void* to, const void* from, size_t num_bytes);
 // Makes a tensor over `storage` with the sizes, strides and flags of `like`.
 at::Tensor tensor_over(const c10::Storage& storage, const at::Tensor& like, c10::DispatchKey key);
 
-// CPU tensors over the bytes of simulated ones (in dry mode: meta tensors, which have none). Tensors
-// that share a storage get aliases that share one, so that kernels see overlaps. An alias does not keep
-// the device bytes alive: queued work may outlive its tensors, exactly as on a real device.
+// CPU tensors over the bytes of simulated ones (in dry mode: meta tensors, which have none).
+// Tensors that share a storage get aliases that share one, so that kernels see overlaps. An alias
+// does not keep the device bytes alive: queued work may outlive its tensors, exactly as on a real
+// device.
 class Aliases {
  public:
   explicit Aliases(bool dry) : dry_(dry) {}
@@ -64,7 +65,8 @@ void as_device_work(Work&& work) {
   work();
 }
 
-// Adds the bytes that a strided tensor covers, row by row where that is exact and not too many rows.
+// Adds the bytes that a strided tensor covers, row by row where that is exact and not too many
+// rows.
 void add_accesses(std::vector<Access>& accesses, const at::Tensor& tensor, bool writes);
 
 }  // namespace sim

@@ -1,6 +1,6 @@
-// Every operation that has no kernel of its own runs torch's CPU kernel on CPU aliases of the device's
-// tensors: no bytes are copied, views and in-place operations work, and temporaries that CUDA would
-// allocate on the device before the kernel runs (the outputs) are allocated on this one.
+// Every operation that has no kernel of its own runs torch's CPU kernel on CPU aliases of the
+// device's tensors: no bytes are copied, views and in-place operations work, and temporaries that
+// CUDA would allocate on the device before the kernel runs (the outputs) are allocated on this one.
 //
 // at::native::cpu_fallback is not used: it copies every operand and cannot write through views.
 #include <ATen/ops/resize_native.h>
@@ -38,13 +38,20 @@ struct Plan {
   bool may_wait = false;
   bool is_list_kernel = false;
   bool accepts_host_tensors = false;
+  // The *_overrideable convolutions have no CPU kernel; the operations they stand for have.
+  enum class Kernel { kOwn, kConvolution, kConvolutionBackward } kernel = Kernel::kOwn;
 };
 
 // As on CUDA, these take host tensors beside device ones.
 const std::unordered_set<std::string>& operations_with_host_tensors() {
   static const std::unordered_set<std::string> names{
-      "aten::index.Tensor",        "aten::index.Tensor_out", "aten::index_put_", "aten::index_put",
-      "aten::_index_put_impl_",    "aten::is_set_to",  "aten::repeat_interleave.Tensor",
+      "aten::index.Tensor",
+      "aten::index.Tensor_out",
+      "aten::index_put_",
+      "aten::index_put",
+      "aten::_index_put_impl_",
+      "aten::is_set_to",
+      "aten::repeat_interleave.Tensor",
   };
   return names;
 }
@@ -66,6 +73,10 @@ Plan make_plan(const c10::FunctionSchema& schema) {
   plan.accepts_host_tensors = operations_with_host_tensors().count(plan.name) > 0;
   plan.is_list_kernel = plan.name.find("_foreach_") != std::string::npos ||
                         plan.name.find("_fused_") != std::string::npos;
+  if (plan.name == "aten::convolution_overrideable") plan.kernel = Plan::Kernel::kConvolution;
+  if (plan.name == "aten::convolution_backward_overrideable") {
+    plan.kernel = Plan::Kernel::kConvolutionBackward;
+  }
   bool writes_any = false;
   bool is_random = false;
   for (const c10::Argument& argument : schema.arguments()) {
@@ -99,11 +110,9 @@ template <class Visit>
 void visit_tensors(const IValue& value, Visit visit) {
   if (value.isTensor()) {
     visit(value.toTensor());
-  } else if (value.isTensorList()) {
-    for (const Tensor& tensor : value.toTensorList()) visit(tensor);
-  } else if (value.isOptionalTensorList()) {
-    for (const std::optional<Tensor>& tensor : value.toOptionalTensorList()) {
-      if (tensor) visit(*tensor);
+  } else if (value.isTensorList() || value.isOptionalTensorList()) {
+    for (const IValue& item : value.toListRef()) {
+      if (item.isTensor()) visit(item.toTensor());
     }
   }
 }
@@ -113,7 +122,8 @@ IValue replace_tensors(const IValue& value, Replace replace) {
   if (value.isTensor()) return replace(value.toTensor());
   if (value.isTensorList()) {
     c10::List<Tensor> list;
-    for (const Tensor& tensor : value.toTensorList()) list.push_back(replace(tensor));
+    list.reserve(value.toListRef().size());
+    for (const IValue& item : value.toListRef()) list.push_back(replace(item.toTensor()));
     return list;
   }
   if (value.isOptionalTensorList()) {
@@ -126,27 +136,25 @@ IValue replace_tensors(const IValue& value, Replace replace) {
   return value;
 }
 
-// The *_overrideable convolutions have no CPU kernel; the operations they stand for have.
-void call_kernel(const c10::OperatorHandle& op, c10::DispatchKey key,
+void call_kernel(const c10::OperatorHandle& op, Plan::Kernel kernel, c10::DispatchKey key,
                  const Arguments& arguments, Stack* stack) {
-  static const auto convolution =
-      c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", "");
-  static const auto convolution_backward =
-      c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution_backward", "");
-  const std::string& name = op.schema().name();
   as_device_work([&] {
-    if (name == "aten::convolution_overrideable") {
+    if (kernel == Plan::Kernel::kOwn) {
+      stack->insert(stack->end(), arguments.begin(), arguments.end());
+      op.redispatchBoxed(c10::DispatchKeySet(key), stack);
+    } else if (kernel == Plan::Kernel::kConvolution) {
+      static const auto convolution =
+          c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", "");
       stack->insert(stack->end(), arguments.begin(), arguments.end());
       convolution.callBoxed(stack);
-    } else if (name == "aten::convolution_backward_overrideable") {
+    } else {
+      static const auto backward =
+          c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution_backward", "");
       const int64_t num_output_channels = arguments[0].toTensor().size(1);
       stack->insert(stack->end(), arguments.begin(), arguments.begin() + 3);
       stack->push_back(std::vector<int64_t>{num_output_channels});  // the sizes of the bias
       stack->insert(stack->end(), arguments.begin() + 3, arguments.end());
-      convolution_backward.callBoxed(stack);
-    } else {
-      stack->insert(stack->end(), arguments.begin(), arguments.end());
-      op.redispatchBoxed(c10::DispatchKeySet(key), stack);
+      backward.callBoxed(stack);
     }
   });
 }
@@ -164,7 +172,7 @@ class Call {
     check_devices();
     aliased_ = alias_arguments(aliases_);
     if (can_be_queued()) return queue();
-    auto work = [&] { call_kernel(op_, aliases_.key(), aliased_, stack_); };
+    auto work = [&] { call_kernel(op_, plan_.kernel, aliases_.key(), aliased_, stack_); };
     if (is_dry()) {
       work();  // meta kernels may be Python: no lock of ours is held around them
     } else {
@@ -187,12 +195,15 @@ class Call {
       on_host |= tensor.is_cpu() && tensor.dim() > 0;
     };
     for (const IValue& argument : arguments_) visit_tensors(argument, look);
-    TORCH_CHECK(!(on_device && on_host),
-                "Expected all tensors to be on the same device, but found at least two devices, sim:0 "
-                "and cpu! (when running ", plan_.name, ")");
+    TORCH_CHECK(
+        !(on_device && on_host),
+        "Expected all tensors to be on the same device, but found at least two devices, sim:0 "
+        "and cpu! (when running ",
+        plan_.name, ")");
   }
 
   IValue alias_of(const IValue& value, Aliases& aliases, const Plan::Argument& argument) const {
+    if (value.isTensor() && is_sim(value.toTensor())) return aliases.of(value.toTensor());
     const bool to_meta = aliases.key() == c10::DispatchKey::Meta;
     if (value.isDevice() && value.toDevice().type() == kDeviceType) {
       return c10::Device(to_meta ? c10::kMeta : c10::kCPU);
@@ -230,13 +241,15 @@ class Call {
   // ------------------------------------------------------------------------------ running it later
 
   // A kernel can be late only where lateness can be told, and if all that it writes exists already.
-  // Its meta kernel makes the checks of a launch and finds the sizes of `out=` tensors; since many are
-  // slow Python, a call is checked once for its shapes. The list kernels skip that: they never resize.
+  // Its meta kernel makes the checks of a launch and finds the sizes of `out=` tensors; since many
+  // are slow Python, a call is checked once for its shapes. The list kernels skip that: they never
+  // resize.
   bool can_be_queued() {
     if (!plan_.may_wait || is_dry() || machine_.is_alone()) return false;
     for (const auto i : c10::irange(arguments_.size())) {
       bool writes_host = false;
-      visit_tensors(arguments_[i], [&](const Tensor& t) { writes_host |= t.defined() && !is_sim(t); });
+      visit_tensors(arguments_[i],
+                    [&](const Tensor& t) { writes_host |= t.defined() && !is_sim(t); });
       if (plan_.arguments[i].writes && writes_host) return false;
     }
     if (plan_.is_list_kernel) return true;
@@ -276,7 +289,7 @@ class Call {
     Stack results;
     const Arguments aliased = alias_arguments(shapes);
     try {
-      call_kernel(op_, shapes.key(), aliased, &results);
+      call_kernel(op_, plan_.kernel, shapes.key(), aliased, &results);
     } catch (const std::exception&) {
       return false;  // no meta kernel, or a real error, which the kernel itself words better
     }
@@ -291,19 +304,23 @@ class Call {
   void queue() {
     for (IValue& value : aliased_) {  // host scalars are read at the launch, as on CUDA
       value = replace_tensors(value, [&](const Tensor& tensor) {
-        const bool is_alias = !tensor.defined() || aliases_.original(tensor.storage().unsafeGetStorageImpl());
+        const bool is_alias =
+            !tensor.defined() || aliases_.original(tensor.storage().unsafeGetStorageImpl());
         if (is_alias) return tensor;
         Tensor copy = tensor.clone();
         // A number of Python's takes no part in type promotion; its copy must not either.
-        copy.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+        if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
+          copy.unsafeGetTensorImpl()->set_wrapped_number(true);
+        }
         return copy;
       });
     }
     const auto key = aliases_.key();
-    machine_.launch(make_launch(true), [op = op_, key, aliased = std::move(aliased_)] {
-      Stack results;
-      call_kernel(op, key, aliased, &results);
-    });
+    machine_.launch(make_launch(true),
+                    [op = op_, kernel = plan_.kernel, key, aliased = std::move(aliased_)] {
+                      Stack results;
+                      call_kernel(op, kernel, key, aliased, &results);
+                    });
     for (const int argument : plan_.returned_argument) {
       stack_->push_back(arguments_[static_cast<size_t>(argument)]);
     }
@@ -318,12 +335,14 @@ class Call {
       const Tensor& tensor = arguments_[i].toTensor();
       if (!is_sim(tensor)) continue;
       const Tensor& alias = aliased_[i].toTensor();
-      if (alias.sizes() == tensor.sizes() && alias.strides() == tensor.strides()) continue;
+      const bool has_moved = !is_dry() && alias.storage().data() != tensor.storage().data();
+      if (!has_moved && alias.sizes() == tensor.sizes() && alias.strides() == tensor.strides())
+        continue;
       at::native::resize_(tensor, alias.sizes(), std::nullopt);
       tensor.unsafeGetTensorImpl()->set_sizes_and_strides(alias.sizes(), alias.strides(),
                                                           alias.storage_offset());
       const size_t num_bytes = std::min(alias.storage().nbytes(), tensor.storage().nbytes());
-      if (!is_dry() && alias.storage().data() != tensor.storage().data() && num_bytes) {
+      if (has_moved && num_bytes) {
         copy_on_device(tensor.storage().mutable_data(), alias.storage().data(), num_bytes);
         machine_.run_current_stream();
       }
@@ -343,9 +362,11 @@ class Call {
     }
   }
 
-  // Gives a kernel's result to the device: as a view of an operand if it is one, else in a block of its own.
+  // Gives a kernel's result to the device: as a view of an operand if it is one, else in a block of
+  // its own.
   Tensor adopt(const Tensor& result) {
-    if (!result.defined() || result.device().type() != (is_dry() ? c10::kMeta : c10::kCPU)) return result;
+    if (!result.defined() || result.device().type() != (is_dry() ? c10::kMeta : c10::kCPU))
+      return result;
     c10::StorageImpl* storage = result.storage().unsafeGetStorageImpl();
     if (const Tensor* original = aliases_.original(storage)) {
       return tensor_over(original->storage(), result, c10::DispatchKey::PrivateUse1);
@@ -356,7 +377,8 @@ class Call {
     at::DataPtr block = device_allocator()->allocate(storage->nbytes());
     if (storage->nbytes() && !is_dry()) {
       copy_on_device(block.get(), storage->data(), storage->nbytes());
-      if (!machine_.is_alone()) machine_.run_current_stream();  // the host's copy dies with this call
+      if (!machine_.is_alone())
+        machine_.run_current_stream();  // the host's copy dies with this call
     }
     c10::Storage ours(c10::Storage::use_byte_size_t(), storage->nbytes(), std::move(block),
                       device_allocator(), /*resizable=*/true);
@@ -386,8 +408,8 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   for (const char* name :
        {"convolution_overrideable", "convolution_backward_overrideable", "silu_backward",
-        "mish_backward", "native_channel_shuffle", "native_layer_norm", "native_group_norm", "_stack",
-        "addr", "any.dims", "all.dims"}) {
+        "mish_backward", "native_channel_shuffle", "native_layer_norm", "native_group_norm",
+        "_stack", "addr", "any.dims", "all.dims", "mse_loss", "smooth_l1_loss"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
 }

@@ -29,9 +29,9 @@ void check_placement(std::optional<c10::Device> device, std::optional<bool> pinn
               device->str());
 }
 
-Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
-             std::optional<c10::Device> device, std::optional<bool> pinned,
-             std::optional<c10::MemoryFormat> format) {
+Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
+             std::optional<c10::Layout>, std::optional<c10::Device> device,
+             std::optional<bool> pinned, std::optional<c10::MemoryFormat> format) {
   check_placement(device, pinned);
   return at::detail::empty_generic(size, device_allocator(), kDeviceKeys,
                                    c10::dtype_or_default(dtype), format);
@@ -56,8 +56,8 @@ bool is_bitwise(const Tensor& from, const Tensor& to) {
          from.is_neg() == to.is_neg();
 }
 
-// A link moves bytes. What else a copy between host and device must do (cast, gather rows) CUDA does
-// through a temporary, on the device wherever the device holds the data; so does this.
+// A link moves bytes. What else a copy between host and device must do (cast, gather rows) CUDA
+// does through a temporary, on the device wherever the device holds the data; so does this.
 Tensor copy_to_device_staged(const Tensor& from, const Tensor& to, bool non_blocking) {
   Tensor host = from.to(to.scalar_type()).contiguous();
   if (to.is_contiguous()) return copy_from(host, to, false);
@@ -86,8 +86,8 @@ void skip_bytes_in_dry_mode(const Tensor& to) {
   }
 }
 
-// The aliases carry raw addresses: neither the device bytes nor the host ones are kept alive by work
-// that is queued. The caching allocators see to that, if the program says what it must.
+// The aliases carry raw addresses: neither the device bytes nor the host ones are kept alive by
+// work that is queued. The caching allocators see to that, if the program says what it must.
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   if (to.numel() == 0) return to;
   if (from.sizes() != to.sizes()) return copy_from(from.expand(to.sizes()), to, non_blocking);
@@ -107,7 +107,8 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   Launch launch{!crosses     ? "copy_ (device to device)"
                 : is_sim(to) ? "copy_ (host to device)"
                              : "copy_ (device to host)",
-                {}, /*may_wait=*/true};
+                {},
+                /*may_wait=*/true};
   const void* host = !crosses ? nullptr : (is_sim(from) ? to : from).storage().data();
   const bool is_pinned = host && machine.is_pinned(host);
   if (machine.checks_races()) {
@@ -175,7 +176,9 @@ Tensor& set_tensor(Tensor& tensor, const Tensor& source) {
   return at::native::set_tensor_(tensor, source);
 }
 
-Tensor& set_storage(Tensor& tensor, at::Storage storage) { return at::native::set_(tensor, storage); }
+Tensor& set_storage(Tensor& tensor, at::Storage storage) {
+  return at::native::set_(tensor, storage);
+}
 
 Tensor& set_storage_at(Tensor& tensor, at::Storage storage, int64_t offset, c10::IntArrayRef size,
                        c10::IntArrayRef stride) {
@@ -219,6 +222,14 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_", set_empty);
   library.impl("_has_compatible_shallow_copy_type", has_compatible_type);
   library.impl("record_stream", record_stream);
+}
+
+// A copy reads lazy conjugates and negatives itself. Torch would resolve them first, by a copy.
+TORCH_LIBRARY_IMPL(aten, Conjugate, library) {
+  library.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(aten, Negative, library) {
+  library.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 }  // namespace sim

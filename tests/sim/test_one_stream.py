@@ -1,0 +1,24 @@
+"""The operations in a process that never makes a second stream, where kernels run at their call."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.sim
+
+
+def test_every_operation_test_holds_with_one_stream_too() -> None:
+    operations = Path(__file__).with_name("test_operations.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(operations)],
+        env={**os.environ, "RESIDENCY_TEST_ONE_STREAM": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout

@@ -163,8 +163,8 @@ def test_a_sparse_gradient_is_refused_before_any_parameter_is_stepped(lab):
     dense.grad = torch.ones_like(dense)
     embedding(torch.tensor([1, 2])).sum().backward()
     sparse = embedding.weight.grad
-    if lab.device.type != "cuda":
-        weight = types.SimpleNamespace(grad=sparse, shape=weight.shape)
+    if lab.device.type != "cuda":  # the simulated accelerator has no sparse tensors
+        weight = types.SimpleNamespace(grad=sparse, shape=weight.shape, device=weight.device)
         optimizer.param_groups[0]["params"][1] = weight
     else:
         weight.grad = sparse.to(lab.device)
@@ -206,3 +206,19 @@ def test_a_step_bound_before_the_offload_is_refused_with_the_reason(lab):
     with pytest.raises(residency.RefusedError, match="not offloaded"):
         new()
     old()
+
+
+def test_a_model_that_moved_after_the_offload_is_refused_until_it_is_offloaded_again(lab):
+    model = torch.nn.Linear(8, 8)
+    optimizer = residency.offload_optimizer(torch.optim.AdamW(model.parameters()))
+    model.to(lab.device)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = [p.detach().cpu() for p in model.parameters()]
+    with pytest.raises(residency.RefusedError, match="again after moving the model"):
+        optimizer.step()
+    assert all(torch.equal(p.cpu(), b) for p, b in zip(model.parameters(), before, strict=True))
+    residency.offload_optimizer(residency.onload_optimizer(optimizer))
+    optimizer.step()
+    assert optimizer.statistics().home_bytes > 0
+    assert all(v.is_cpu for state in optimizer.state.values() for v in state.values())

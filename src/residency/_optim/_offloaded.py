@@ -45,7 +45,8 @@ class OffloadedOptimizer(Optimizer):
             What the closure returned, or None.
 
         Raises:
-            RefusedError: A gradient is sparse; nothing was stepped.
+            RefusedError: A gradient is sparse, or a parameter is on another device than at the
+                offload; nothing was stepped.
             ResidencyError: The step turned out to couple its parameters.
         """
         offload = _offload_of(self)
@@ -179,7 +180,9 @@ OffloadedOptimizer.step.hooked = True  # type: ignore[attr-defined]  # it runs t
 @torch._disable_dynamo  # type: ignore[attr-defined]  # what torch.optim itself uses
 def _step(optimizer: OffloadedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
     offload = _offload_of(optimizer)
+    _refuse_moved_parameters(optimizer, offload)
     if offload.homes is None or offload.state is None:
+        offload.num_steps += 1
         return raw_step(offload.base)(optimizer, *([] if closure is None else [closure]))
     loss = None
     if closure is not None:
@@ -193,6 +196,18 @@ def _step(optimizer: OffloadedOptimizer, closure: Callable[[], Any] | None = Non
         optimizer.state = offload.state
     StreamedStep(optimizer, offload, offload.homes, offload.state).run()
     return loss
+
+
+def _refuse_moved_parameters(optimizer: Optimizer, offload: Offload) -> None:
+    expected = torch.device("cpu") if offload.homes is None else offload.homes.device
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.device != expected:
+                raise RefusedError(
+                    f"a parameter of shape {tuple(parameter.shape)} is on {parameter.device} now, "
+                    f"and was on {expected} when the optimizer was offloaded. Nothing was stepped: "
+                    "call onload_optimizer and offload_optimizer again after moving the model."
+                )
 
 
 _hooked_step: Callable[..., Any] = Optimizer.profile_hook_step(_step)

@@ -99,7 +99,7 @@ def test_an_error_that_is_not_the_users_keeps_its_traceback(use: Callable[[Fake]
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--steps", "0"], "num_steps is 0; expected at least 1"),
+        (["--steps", "1"], "num_steps is 1; expected at least 2"),
         (["--seed", "-1"], "seed is -1"),
         (["--case", "nothing"], "no case 'nothing'"),
     ],

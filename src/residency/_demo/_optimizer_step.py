@@ -104,7 +104,7 @@ def _count_parameters(settings: Settings) -> int:
 
 def _warm_up(bench: Bench, settings: Settings, corpus: Corpus) -> None:
     """Lets the device's libraries take the workspaces that they keep while the process lives."""
-    small = dataclasses.replace(settings, num_steps=1, model=ModelShape(num_layers=1))
+    small = dataclasses.replace(settings, num_steps=2, model=ModelShape(num_layers=1))
     bench.limit(None)
     _require_finished(train(bench.device, small, corpus, make_adamw, lambda *_: None))
     bench.mark_empty()

@@ -19,13 +19,16 @@ import torch
 from residency._errors import BuildError, InvalidArgumentError, RaceError, SimulatorError
 from residency._units import format_bytes, parse_bytes
 from residency.sim import _backend, compat
+from residency.sim._clock import Clock
 
 __all__ = [
     "BuildError",
+    "Clock",
     "RaceError",
     "SimulatorError",
     "enable",
     "is_enabled",
+    "now_seconds",
     "pinned_memory_stats",
     "reset_peak_pinned_memory_stats",
 ]
@@ -39,6 +42,7 @@ def enable(
     schedule: str = "late",
     check_races: bool = False,
     dry: bool = False,
+    clock: Clock | None = None,
 ) -> torch.device:
     """Turns the simulated accelerator on, or changes its settings, and returns its device.
 
@@ -58,10 +62,12 @@ def enable(
         dry: Run kernels for their shapes only and never touch device bytes, so that a model far
             larger than this machine's memory can be stepped. What a tensor holds is then undefined,
             and ``item()`` gives a placeholder.
+        clock: Rates of simulated time. With it events carry simulated times, which
+            ``Event.elapsed_time`` and ``now_seconds`` return; without it, the host's.
 
     Raises:
-        InvalidArgumentError: The capacity or the schedule means nothing, or the capacity is below
-            what is in use, or ``dry`` would change while device memory is in use.
+        InvalidArgumentError: The capacity, the schedule or a rate means nothing, or the capacity is
+            below what is in use, or ``dry`` would change while device memory is in use.
         BuildError: The extension cannot be built here; the message says what to install.
 
     Memory:
@@ -75,12 +81,15 @@ def enable(
         )
     if capacity_bytes == 0:
         raise InvalidArgumentError("capacity is 0; expected a device with room for something.")
+    rates = None if clock is None else clock.rates()
     if _backend.is_registered():
         _check_change(capacity_bytes, dry)
     else:
         _backend.register()
         compat.teach_safetensors()
-    _backend.configure(capacity_bytes, schedule=schedule, check_races=check_races, dry=dry)
+    _backend.configure(
+        capacity_bytes, schedule=schedule, check_races=check_races, dry=dry, rates=rates
+    )
     return torch.device("sim", 0)
 
 
@@ -103,6 +112,12 @@ def pinned_memory_stats() -> dict[str, int]:
 def reset_peak_pinned_memory_stats() -> None:
     """Starts the peaks of ``pinned_memory_stats`` anew."""
     _backend.core().reset_peak_pinned_memory_stats()
+
+
+def now_seconds() -> float:
+    """Returns the simulated time up to which the host has waited; 0 without a clock."""
+    seconds: float = _backend.core().now_seconds()
+    return seconds
 
 
 def _check_change(capacity_bytes: int, dry: bool) -> None:

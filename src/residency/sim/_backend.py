@@ -65,9 +65,16 @@ def register() -> None:
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
 
 
-def configure(capacity_bytes: int, *, schedule: str, check_races: bool, dry: bool) -> None:
+def configure(
+    capacity_bytes: int,
+    *,
+    schedule: str,
+    check_races: bool,
+    dry: bool,
+    rates: tuple[float, float, float, float, float] | None,
+) -> None:
     """Applies settings, after all queued work has run."""
-    core().configure(capacity_bytes, schedule, check_races, dry)
+    core().configure(capacity_bytes, schedule, check_races, dry, rates)
     _state["dry"] = dry
 
 

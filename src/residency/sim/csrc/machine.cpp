@@ -15,9 +15,9 @@ constexpr int kPoison = 0xFF;  // NaN in every floating dtype, -1 in every signe
 
 thread_local StreamId t_current_stream = kDefaultStream;
 
-double now_milliseconds() {
+double host_seconds() {
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration<double, std::milli>(now).count();
+  return std::chrono::duration<double>(now).count();
 }
 
 uintptr_t number(const void* address) { return reinterpret_cast<uintptr_t>(address); }
@@ -35,6 +35,7 @@ void Machine::configure(const Settings& settings) {
   streams_.run_all();
   finish_drained_frees(true);
   checker_.reset();
+  clock_ = Clock(settings.rates.value_or(Rates()));
   settings_ = settings;
 }
 
@@ -54,13 +55,14 @@ StreamId Machine::exchange_stream(StreamId stream) {
 void Machine::synchronize_stream(StreamId stream) {
   Guard guard(lock_);
   streams_.run_until(streams_.tip(stream));
-  if (checks_races()) checker_.synchronize(checker_.record(stream));
+  host_sees(stream);
 }
 
 void Machine::synchronize() {
   Guard guard(lock_);
   streams_.run_all();
   if (checks_races()) checker_.synchronize_all();
+  if (has_clock()) clock_.synchronize_all();
 }
 
 bool Machine::is_stream_done(StreamId stream) {
@@ -68,8 +70,24 @@ bool Machine::is_stream_done(StreamId stream) {
   const Ticket tip = streams_.tip(stream);
   streams_.advance(tip);
   if (!streams_.is_reached(tip)) return false;
-  if (checks_races()) checker_.synchronize(checker_.record(stream));
+  host_sees(stream);
   return true;
+}
+
+// The host has waited: whatever it issues from now on comes after.
+void Machine::host_sees(StreamId stream) {
+  if (checks_races()) checker_.synchronize(checker_.record(stream));
+  if (has_clock()) clock_.synchronize(clock_.record(stream));
+}
+
+void Machine::host_sees(const Event& event) {
+  if (checks_races()) checker_.synchronize(event.past);
+  if (has_clock()) clock_.synchronize(event.seconds);
+}
+
+double Machine::now_seconds() {
+  Guard guard(lock_);
+  return clock_.now_seconds();
 }
 
 // ------------------------------------------------------------------------------------------- work
@@ -80,8 +98,18 @@ std::string Machine::line_of_python() const {
   return checks_races() && line_source_ ? line_source_() : std::string();
 }
 
-void Machine::note(StreamId stream, const char* name, std::string line,
-                   const std::vector<Access>& accesses) {
+void Machine::note(StreamId stream, const Launch& launch, std::string line) {
+  check_races(stream, launch.name, std::move(line), launch.accesses);
+  if (!has_clock()) return;
+  if (launch.engine == Engine::kCompute) {
+    clock_.compute(stream, launch.num_bytes, launch.num_operations);
+  } else {
+    clock_.copy(stream, launch.engine, launch.num_bytes);
+  }
+}
+
+void Machine::check_races(StreamId stream, const char* name, std::string line,
+                          const std::vector<Access>& accesses) {
   if (!checks_races()) return;
   try {
     checker_.operate(stream, name, std::move(line), accesses);
@@ -95,9 +123,16 @@ void Machine::enqueue(Launch&& launch, std::function<void()> work, const void* p
   std::string line = line_of_python();
   Guard guard(lock_);
   const StreamId stream = current_stream();
-  note(stream, launch.name, std::move(line), launch.accesses);
+  note(stream, launch, std::move(line));
   const Ticket ticket = streams_.submit(stream, std::move(work));
   if (pinned) host_.record_use(pinned, ticket);
+}
+
+void Machine::observe(Launch&& launch) {
+  if (!checks_races() && !has_clock()) return;
+  std::string line = line_of_python();
+  Guard guard(lock_);
+  note(current_stream(), launch, std::move(line));
 }
 
 bool Machine::is_alone() const { return streams_.is_alone(current_stream()); }
@@ -112,16 +147,17 @@ void Machine::run_current_stream() {
 void Machine::record(Event& event, StreamId stream) {
   Guard guard(lock_);
   event.is_recorded = true;
-  event.milliseconds = now_milliseconds();
+  event.seconds = has_clock() ? clock_.record(stream) : host_seconds();
   event.ticket = streams_.tip(stream);
-  if (checks_races()) event.clock = checker_.record(stream);
+  if (checks_races()) event.past = checker_.record(stream);
 }
 
 void Machine::wait(StreamId stream, const Event& event) {
   Guard guard(lock_);
   if (!event.is_recorded) return;
   streams_.wait(stream, event.ticket);
-  if (checks_races()) checker_.wait(stream, event.clock);
+  if (checks_races()) checker_.wait(stream, event.past);
+  if (has_clock()) clock_.wait(stream, event.seconds);
 }
 
 bool Machine::query(const Event& event) {
@@ -129,7 +165,7 @@ bool Machine::query(const Event& event) {
   if (!event.is_recorded) return true;
   streams_.advance(event.ticket);
   if (!streams_.is_reached(event.ticket)) return false;
-  if (checks_races()) checker_.synchronize(event.clock);
+  host_sees(event);
   return true;
 }
 
@@ -137,7 +173,7 @@ void Machine::synchronize(const Event& event) {
   Guard guard(lock_);
   if (!event.is_recorded) return;
   streams_.run_until(event.ticket);
-  if (checks_races()) checker_.synchronize(event.clock);
+  host_sees(event);
 }
 
 // ---------------------------------------------------------------------------------- device memory
@@ -185,7 +221,7 @@ void* Machine::allocate(size_t num_bytes) {
   if (!checks_races()) return block->address;
   const uintptr_t begin = number(block->address);
   try {
-    note(stream, "allocation", std::move(line), {{begin, begin + block->size, true}});
+    check_races(stream, "allocation", std::move(line), {{begin, begin + block->size, true}});
   } catch (...) {
     allocator_.free(block);
     throw;

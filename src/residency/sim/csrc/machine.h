@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "allocator.h"
+#include "clock.h"
 #include "host_allocator.h"
 #include "race_checker.h"
 #include "settings.h"
@@ -20,15 +21,19 @@ namespace sim {
 struct Event {
   bool is_recorded = false;
   Ticket ticket;
-  Clock clock{};
-  double milliseconds = 0.0;
+  Past past{};
+  double seconds = 0.0;  // simulated where there is a clock, else the host's
 };
 
-// One piece of device work: its name and bytes for the race checker, and how it may be run.
+// One piece of device work: what the race checker and the clock want to know, and how it may be
+// run.
 struct Launch {
   const char* name;
   std::vector<Access> accesses;  // filled only while races are checked
   bool may_wait = false;         // all it does is to bytes that exist already, so it can run later
+  Engine engine = Engine::kCompute;
+  double num_bytes = 0;  // moved, read or written; this and the next only while there is a clock
+  double num_operations = 0;
 };
 
 class Machine final : private MemorySource {
@@ -37,6 +42,8 @@ class Machine final : private MemorySource {
 
   const Settings& settings() const { return settings_; }
   bool checks_races() const { return settings_.check_races; }
+  bool has_clock() const { return settings_.rates.has_value(); }
+  double now_seconds();  // simulated
   void configure(const Settings& settings);
 
   // Who is asked for the line of Python that issues an operation (called without the lock), and who
@@ -56,18 +63,19 @@ class Machine final : private MemorySource {
   void launch(Launch&& launch, Work&& work) {
     // Without the lock: a kernel may wait for the interpreter's lock, whose holder may free a
     // tensor.
-    if (!checks_races() && is_alone()) return work();
+    if (!checks_races() && !has_clock() && is_alone()) return work();
     std::string line = line_of_python();
     std::lock_guard<std::recursive_mutex> guard(lock_);
     const StreamId stream = current_stream();
-    note(stream, launch.name, std::move(line), launch.accesses);
+    note(stream, launch, std::move(line));
     if (streams_.is_alone(stream)) return work();
     const Ticket ticket = streams_.submit(stream, std::forward<Work>(work));
     if (!launch.may_wait) streams_.run_until(ticket);
   }
   void enqueue(Launch&& launch, std::function<void()> work, const void* pinned = nullptr);
-  bool is_alone() const;      // no stream but the current one can tell when work runs
-  void run_current_stream();  // without the host having waited: the checker is not told
+  void observe(Launch&& launch);  // tells the checker and the clock of work that is not done
+  bool is_alone() const;          // no stream but the current one can tell when work runs
+  void run_current_stream();      // without the host having waited: the checker is not told
   void synchronize_stream(StreamId stream);
   void synchronize();
   bool is_stream_done(StreamId stream);
@@ -108,8 +116,11 @@ class Machine final : private MemorySource {
   void before_release() override;
 
   std::string line_of_python() const;
-  void note(StreamId stream, const char* name, std::string line,
-            const std::vector<Access>& accesses);
+  void note(StreamId stream, const Launch& launch, std::string line);
+  void check_races(StreamId stream, const char* name, std::string line,
+                   const std::vector<Access>& accesses);
+  void host_sees(StreamId stream);
+  void host_sees(const Event& event);
   void finish_drained_frees(bool force);
   void poison(Block* block, StreamId stream);
   [[noreturn]] void raise_out_of_memory(size_t num_bytes);
@@ -118,6 +129,7 @@ class Machine final : private MemorySource {
   std::recursive_mutex lock_;
   Streams streams_{settings_};
   RaceChecker checker_;
+  Clock clock_{Rates()};
   CachingAllocator allocator_{*this};
   HostAllocator host_{streams_};
   std::vector<std::pair<Ticket, Block*>> draining_;  // freed, but a recorded stream has yet to pass

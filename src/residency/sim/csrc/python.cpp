@@ -132,7 +132,8 @@ class TraceReplay final : MemorySource {
 
 // --------------------------------------------------------------------------------------- settings
 
-void configure(size_t capacity_bytes, const std::string& schedule, bool check_races, bool dry) {
+void configure(size_t capacity_bytes, const std::string& schedule, bool check_races, bool dry,
+               std::optional<std::array<double, 5>> rates) {
   Settings settings;
   settings.capacity_bytes = capacity_bytes;
   settings.schedule = schedule == "eager"  ? Schedule::kEager
@@ -140,6 +141,8 @@ void configure(size_t capacity_bytes, const std::string& schedule, bool check_ra
                                            : Schedule::kOvertake;
   settings.check_races = check_races;
   settings.dry = dry;
+  if (rates)
+    settings.rates = Rates{(*rates)[0], (*rates)[1], (*rates)[2], (*rates)[3], (*rates)[4]};
   Machine::get().configure(settings);
 }
 
@@ -167,6 +170,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     register_hooks();
   });
   module.def("configure", &configure, py::call_guard<py::gil_scoped_release>());
+  module.def("now_seconds", [] { return Machine::get().now_seconds(); });
   module.def("default_generator", [] { return default_generator(); });
   module.def("pinned_memory_stats", &pinned_memory_stats);
   module.def("reset_peak_pinned_memory_stats",

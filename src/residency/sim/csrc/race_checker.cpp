@@ -7,7 +7,7 @@
 namespace sim {
 namespace {
 
-void merge(Clock& into, const Clock& other) {
+void merge(Past& into, const Past& other) {
   for (size_t i = 0; i < into.size(); i++) into[i] = std::max(into[i], other[i]);
 }
 
@@ -35,17 +35,17 @@ std::string describe(const Operation& operation) {
 
 }  // namespace
 
-Clock RaceChecker::record(StreamId stream) {
-  merge(clocks_[stream], host_);
-  return clocks_[stream];
+Past RaceChecker::record(StreamId stream) {
+  merge(pasts_[stream], host_);
+  return pasts_[stream];
 }
 
-void RaceChecker::wait(StreamId stream, const Clock& recorded) { merge(clocks_[stream], recorded); }
+void RaceChecker::wait(StreamId stream, const Past& recorded) { merge(pasts_[stream], recorded); }
 
-void RaceChecker::synchronize(const Clock& recorded) { merge(host_, recorded); }
+void RaceChecker::synchronize(const Past& recorded) { merge(host_, recorded); }
 
 void RaceChecker::synchronize_all() {
-  for (const Clock& clock : clocks_) merge(host_, clock);
+  for (const Past& clock : pasts_) merge(host_, clock);
 }
 
 void RaceChecker::reset() { *this = RaceChecker(); }
@@ -62,7 +62,7 @@ void RaceChecker::split(uintptr_t at) {
 }
 
 void RaceChecker::check(const Operation& later, const Access& access) const {
-  const Clock& past = clocks_[later.stream];
+  const Past& past = pasts_[later.stream];
   auto unordered = [&](const Record& earlier) {
     return earlier && earlier->stream != later.stream && earlier->tick > past[earlier->stream];
   };
@@ -111,7 +111,7 @@ void RaceChecker::note_read(const Record& operation, const Access& access) {
 
 void RaceChecker::operate(StreamId stream, std::string name, std::string line,
                           const std::vector<Access>& accesses) {
-  Clock& clock = clocks_[stream];
+  Past& clock = pasts_[stream];
   merge(clock, host_);
   auto operation = std::make_shared<Operation>(
       Operation{stream, clock[stream] + 1, std::move(name), std::move(line)});

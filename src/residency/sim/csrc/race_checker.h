@@ -27,7 +27,7 @@ struct Access {
 };
 
 // How many operations of each stream are in the past.
-using Clock = std::array<uint64_t, kNumStreams>;
+using Past = std::array<uint64_t, kNumStreams>;
 
 struct Operation {
   StreamId stream;
@@ -47,9 +47,9 @@ class RaceChecker {
   void operate(StreamId stream, std::string name, std::string line,
                const std::vector<Access>& accesses);
 
-  Clock record(StreamId stream);                      // what an event recorded now stands for
-  void wait(StreamId stream, const Clock& recorded);  // the stream waits for an event
-  void synchronize(const Clock& recorded);            // the host waits for an event
+  Past record(StreamId stream);                      // what an event recorded now stands for
+  void wait(StreamId stream, const Past& recorded);  // the stream waits for an event
+  void synchronize(const Past& recorded);            // the host waits for an event
   void synchronize_all();
   void forget(uintptr_t begin, uintptr_t end);  // an allocator vouches for these bytes
   void reset();
@@ -69,8 +69,8 @@ class RaceChecker {
   void note_write(const Record& operation, const Access& access);
 
   Spans spans_;
-  std::array<Clock, kNumStreams> clocks_{};
-  Clock host_{};
+  std::array<Past, kNumStreams> pasts_{};
+  Past host_{};
 };
 
 }  // namespace sim

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 
 namespace sim {
 
@@ -13,10 +14,20 @@ enum class Schedule {
   kOvertake,  // when something forces it: first everything else that legally may run
 };
 
+// Per second; a rate of 0 means that such work takes no time.
+struct Rates {
+  double h2d_bytes = 0;
+  double d2h_bytes = 0;
+  double duplex_bytes = 0;  // of both links together while both are busy; 0 for their sum
+  double memory_bytes = 0;  // of device memory, read or written by kernels
+  double operations = 0;    // of kernels
+};
+
 struct Settings {
   size_t capacity_bytes = size_t(8) << 30;
   Schedule schedule = Schedule::kLate;
   bool check_races = false;
+  std::optional<Rates> rates;  // simulated time; without them events carry the host's time
   bool dry = false;  // kernels run on meta tensors, and no byte of device memory is ever touched
 };
 

@@ -161,7 +161,7 @@ struct TorchGuard final : c10::impl::DeviceGuardImplInterface {
   double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
     synchronizeEvent(first);
     synchronizeEvent(second);
-    return event_at(second).milliseconds - event_at(first).milliseconds;
+    return (event_at(second).seconds - event_at(first).seconds) * 1e3;
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     delete static_cast<Event*>(event);
@@ -253,13 +253,14 @@ at::Generator inner_generator(const at::Generator& generator) {
 
 void copy_on_device(void* to, const void* from, size_t num_bytes) {
   Machine& machine = Machine::get();
-  if (machine.settings().dry) return;
   Launch launch{"copy of bytes", {}, /*may_wait=*/true};
+  launch.num_bytes = static_cast<double>(num_bytes);
   if (machine.checks_races()) {
     const auto source = reinterpret_cast<uintptr_t>(from);
     const auto target = reinterpret_cast<uintptr_t>(to);
     launch.accesses = {{source, source + num_bytes, false}, {target, target + num_bytes, true}};
   }
+  if (machine.settings().dry) return machine.observe(std::move(launch));
   machine.launch(std::move(launch), [=] { std::memcpy(to, from, num_bytes); });
 }
 

@@ -5,6 +5,7 @@
 #include <ATen/core/Generator.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
@@ -64,6 +65,11 @@ void as_device_work(Work&& work) {
   c10::impl::ExcludeDispatchKeyGuard no_modes(modes);
   work();
 }
+
+// How many arithmetic operations a call does, by its arguments; nullptr where memory is what it
+// costs.
+using OperationCounter = double (*)(const c10::IValue* arguments);
+OperationCounter operation_counter(const std::string& name);
 
 // Adds the bytes that a strided tensor covers, row by row where that is exact and not too many
 // rows.

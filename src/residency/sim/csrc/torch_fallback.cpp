@@ -38,6 +38,7 @@ struct Plan {
   bool may_wait = false;
   bool is_list_kernel = false;
   bool accepts_host_tensors = false;
+  OperationCounter count_operations = nullptr;
   // The *_overrideable convolutions have no CPU kernel; the operations they stand for have.
   enum class Kernel { kOwn, kConvolution, kConvolutionBackward } kernel = Kernel::kOwn;
 };
@@ -73,6 +74,7 @@ Plan make_plan(const c10::FunctionSchema& schema) {
   plan.accepts_host_tensors = operations_with_host_tensors().count(plan.name) > 0;
   plan.is_list_kernel = plan.name.find("_foreach_") != std::string::npos ||
                         plan.name.find("_fused_") != std::string::npos;
+  plan.count_operations = operation_counter(plan.name);
   if (plan.name == "aten::convolution_overrideable") plan.kernel = Plan::Kernel::kConvolution;
   if (plan.name == "aten::convolution_backward_overrideable") {
     plan.kernel = Plan::Kernel::kConvolutionBackward;
@@ -174,6 +176,7 @@ class Call {
     if (can_be_queued()) return queue();
     auto work = [&] { call_kernel(op_, plan_.kernel, aliases_.key(), aliased_, stack_); };
     if (is_dry()) {
+      machine_.observe(make_launch(false));
       work();  // meta kernels may be Python: no lock of ours is held around them
     } else {
       machine_.launch(make_launch(false), work);
@@ -227,14 +230,17 @@ class Call {
 
   Launch make_launch(bool may_wait) const {
     Launch launch{plan_.name.c_str(), {}, may_wait};
-    if (!machine_.checks_races()) return launch;
+    if (!machine_.checks_races() && !machine_.has_clock()) return launch;
     for (const auto i : c10::irange(arguments_.size())) {
       const Plan::Argument& argument = plan_.arguments[i];
       if (argument.is_viewed) continue;
       visit_tensors(arguments_[i], [&](const Tensor& tensor) {
-        if (is_sim(tensor)) add_accesses(launch.accesses, tensor, argument.writes);
+        if (!is_sim(tensor)) return;
+        if (machine_.checks_races()) add_accesses(launch.accesses, tensor, argument.writes);
+        launch.num_bytes += static_cast<double>(tensor.nbytes());
       });
     }
+    if (plan_.count_operations) launch.num_operations = plan_.count_operations(arguments_.data());
     return launch;
   }
 

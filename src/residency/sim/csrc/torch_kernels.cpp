@@ -97,13 +97,6 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
                       : copy_to_host_staged(from, to, non_blocking);
   }
   Machine& machine = Machine::get();
-  if (machine.settings().dry) {
-    skip_bytes_in_dry_mode(to);
-    return to;
-  }
-  Aliases aliases(false);
-  Tensor source = aliases.of(from);
-  Tensor target = aliases.of(to);
   Launch launch{!crosses     ? "copy_ (device to device)"
                 : is_sim(to) ? "copy_ (host to device)"
                              : "copy_ (device to host)",
@@ -111,18 +104,28 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
                 /*may_wait=*/true};
   const void* host = !crosses ? nullptr : (is_sim(from) ? to : from).storage().data();
   const bool is_pinned = host && machine.is_pinned(host);
+  if (crosses) launch.engine = is_sim(to) ? Engine::kToDevice : Engine::kToHost;
+  launch.num_bytes = static_cast<double>(crosses ? to.nbytes() : from.nbytes() + to.nbytes());
   if (machine.checks_races()) {
     if (is_sim(from) || is_pinned) add_accesses(launch.accesses, from, false);
     if (is_sim(to) || is_pinned) add_accesses(launch.accesses, to, true);
   }
-  auto work = [source, target]() mutable {
+  const bool must_wait = crosses && (!non_blocking || !is_pinned);
+  if (machine.settings().dry) {
+    machine.observe(std::move(launch));
+    if (must_wait) machine.synchronize_stream(Machine::current_stream());
+    skip_bytes_in_dry_mode(to);
+    return to;
+  }
+  Aliases aliases(false);
+  auto work = [source = aliases.of(from), target = aliases.of(to)]() mutable {
     as_device_work([&] { at::native::copy_(target, source, false); });
   };
   if (!crosses) {
     machine.launch(std::move(launch), std::move(work));
   } else {
     machine.enqueue(std::move(launch), std::move(work), is_pinned ? host : nullptr);
-    if (!non_blocking || !is_pinned) machine.synchronize_stream(Machine::current_stream());
+    if (must_wait) machine.synchronize_stream(Machine::current_stream());
   }
   return to;
 }
@@ -135,6 +138,7 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 c10::Scalar local_scalar(const Tensor& tensor) {
   Machine& machine = Machine::get();
   if (machine.settings().dry) {  // a placeholder: no kernel has computed anything
+    machine.synchronize_stream(Machine::current_stream());
     if (tensor.scalar_type() == at::kBool) return false;
     return c10::isIntegralType(tensor.scalar_type(), false) ? c10::Scalar(1) : c10::Scalar(1.0);
   }

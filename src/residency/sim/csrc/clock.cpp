@@ -1,0 +1,81 @@
+#include "clock.h"
+
+#include <algorithm>
+
+namespace sim {
+namespace {
+
+constexpr size_t kMostIntervals = 64;  // a link's past further back cannot meet a new copy
+
+size_t index(Engine engine) { return static_cast<size_t>(engine); }
+
+}  // namespace
+
+double Clock::start(StreamId stream, Engine engine) const {
+  return std::max({stream_seconds_[stream], engine_seconds_[index(engine)], host_seconds_});
+}
+
+void Clock::finish(StreamId stream, Engine engine, double end) {
+  stream_seconds_[stream] = end;
+  engine_seconds_[index(engine)] = end;
+}
+
+// While the other link is busy too, each has half of the duplex rate, or its own if that is less. A
+// copy that was issued before is not slowed by one that comes after it.
+double Clock::copy_end(double begin, double num_bytes, double rate,
+                       const std::deque<Interval>& other) {
+  if (rate <= 0) return begin;
+  const double shared = rates_.duplex_bytes > 0 ? std::min(rate, rates_.duplex_bytes / 2) : rate;
+  double time = begin;
+  double left = num_bytes;
+  for (const auto& [busy_begin, busy_end] : other) {
+    if (busy_end <= time) continue;
+    const double alone = std::max(0.0, busy_begin - time);
+    if (left <= alone * rate) break;
+    left -= alone * rate;
+    time = std::max(time, busy_begin);
+    const double together = busy_end - time;
+    if (left <= together * shared) return time + left / shared;
+    left -= together * shared;
+    time = busy_end;
+  }
+  return time + left / rate;
+}
+
+void Clock::copy(StreamId stream, Engine link, double num_bytes) {
+  const bool to_device = link == Engine::kToDevice;
+  const double rate = to_device ? rates_.h2d_bytes : rates_.d2h_bytes;
+  const double begin = start(stream, link);
+  const double end = copy_end(begin, num_bytes, rate, link_busy_[to_device ? 1 : 0]);
+  auto& busy = link_busy_[to_device ? 0 : 1];
+  if (end > begin) busy.emplace_back(begin, end);
+  if (busy.size() > kMostIntervals) busy.pop_front();
+  finish(stream, link, end);
+}
+
+// A kernel is as slow as the slower of its arithmetic and its memory traffic. Kernels of different
+// streams share the compute units one after another.
+void Clock::compute(StreamId stream, double num_bytes, double num_operations) {
+  const double traffic = rates_.memory_bytes > 0 ? num_bytes / rates_.memory_bytes : 0;
+  const double arithmetic = rates_.operations > 0 ? num_operations / rates_.operations : 0;
+  const double begin = start(stream, Engine::kCompute);
+  finish(stream, Engine::kCompute, begin + std::max(traffic, arithmetic));
+}
+
+double Clock::record(StreamId stream) const {
+  return std::max(stream_seconds_[stream], host_seconds_);
+}
+
+void Clock::wait(StreamId stream, double recorded_seconds) {
+  stream_seconds_[stream] = std::max(stream_seconds_[stream], recorded_seconds);
+}
+
+void Clock::synchronize(double recorded_seconds) {
+  host_seconds_ = std::max(host_seconds_, recorded_seconds);
+}
+
+void Clock::synchronize_all() {
+  for (const double seconds : stream_seconds_) synchronize(seconds);
+}
+
+}  // namespace sim

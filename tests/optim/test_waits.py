@@ -72,3 +72,33 @@ def test_with_all_its_waits_the_same_run_passes(lab) -> None:
     lab.take_steps(optimizer, parameters, range(4))
     assert isinstance(optimizer, residency.OffloadedOptimizer)
     assert optimizer.statistics().num_steps == 4
+
+
+def test_a_step_that_fails_midway_leaves_no_copy_on_its_way_into_freed_memory(
+    lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer, parameters = lab.adamw(offload=True)
+    lab.take_steps(optimizer, parameters, range(2))
+    before = torch.accelerator.memory_allocated()
+    shadow_step = _stream.shadow_step
+    calls = []
+
+    def fail_at_the_second_unit(*args: object) -> object:
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return shadow_step(*args)
+
+    monkeypatch.setattr(_stream, "shadow_step", fail_at_the_second_unit)
+    lab.set_gradients(parameters, 2)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    monkeypatch.undo()
+    del calls[:]
+    # What the failed step freed is written by others at once; a copy under way would be a race.
+    torch.full((50_000,), 7.0, device=lab.device)
+    torch.accelerator.synchronize()
+    lab.take_steps(optimizer, parameters, range(2, 4))
+    assert optimizer.statistics().num_steps == 4
+    lab.set_gradients(parameters, 2, missing=False)
+    assert torch.accelerator.memory_allocated() <= before + 512 * len(parameters)

@@ -79,6 +79,10 @@ class StreamedStep:
                 self._step_births(plan)
                 if not members:  # counters in groups advance without gradients too
                     self._shadow((), [], None)
+            except BaseException:
+                # Slots may be filling for units that will not be stepped now.
+                self._current.wait_event(self._lanes.mark(self._lanes.h2d))
+                raise
             finally:
                 self._drop_alive(keep=0)
         self._commit.write()

@@ -58,7 +58,7 @@ class Machine final : private MemorySource {
   static StreamId current_stream();
   static StreamId exchange_stream(StreamId stream);
 
-  // work; `launch` runs it now or queues it, `launch_and_wait` also blocks the host until it ran
+  // work: kernels are launched (run now, or queued where that can be told), copies enqueued
   template <class Work>
   void launch(Launch&& launch, Work&& work) {
     // Without the lock: a kernel may wait for the interpreter's lock, whose holder may free a

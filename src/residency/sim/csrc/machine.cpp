@@ -58,6 +58,7 @@ void Machine::synchronize_stream(StreamId stream) {
 }
 
 void Machine::synchronize() {
+  if (auto* waiter = before_synchronize_.load()) waiter();
   Guard guard(lock_);
   streams_.run_all();
   if (checks_races()) checker_.synchronize_all();

@@ -107,7 +107,9 @@ class Simccl final : public c10d::Backend {
   Ptr<c10d::Work> endCoalescing() override {
     TORCH_CHECK(coalesced_, "endCoalescing without startCoalescing");
     auto works = std::exchange(coalesced_, std::nullopt);
-    return DeviceWork::join(*works);
+    auto work = DeviceWork::join(*works);
+    keep_until_finished(work);
+    return work;
   }
 
   // ------------------------------------------------------------------------------ one to all

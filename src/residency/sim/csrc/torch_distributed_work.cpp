@@ -103,6 +103,7 @@ Ptr<DeviceWork> DeviceWork::join(const std::vector<Ptr<DeviceWork>>& works) {
     parts.insert(parts.end(), work->parts_.begin(), work->parts_.end());
     inputs.insert(inputs.end(), work->inputs_.begin(), work->inputs_.end());
     outputs.insert(outputs.end(), work->outputs_.begin(), work->outputs_.end());
+    let_go(work.get());
     work->was_waited_for_ = true;  // the joint one answers for its tensors from here on
   }
   return c10::make_intrusive<DeviceWork>(c10d::OpType::COALESCED, std::move(parts),
@@ -163,6 +164,7 @@ bool DeviceWork::wait(std::chrono::milliseconds timeout) {
   }
   was_waited_for_ = true;
   inputs_.clear();
+  let_go(this);
   return true;
 }
 
@@ -177,6 +179,7 @@ Ptr<c10::ivalue::Future> DeviceWork::getFuture() {
   future->markCompleted(c10::IValue(outputs_));
   Machine::exchange_stream(previous);
   was_waited_for_ = true;
+  let_go(this);
   return future;
 }
 
@@ -191,6 +194,17 @@ void keep_until_finished(const Ptr<DeviceWork>& work) {
   std::move(first, works.end(), std::back_inserter(finished));
   works.erase(first, works.end());
   works.push_back(work);
+}
+
+void let_go(const DeviceWork* work) {
+  Ptr<DeviceWork> found;  // may hold the last reference: it dies after the lock is let go
+  std::lock_guard<std::mutex> guard(unfinished().mutex);
+  auto& works = unfinished().works;
+  auto kept = std::find_if(works.begin(), works.end(),
+                           [work](const auto& candidate) { return candidate.get() == work; });
+  if (kept == works.end()) return;
+  found = std::move(*kept);
+  works.erase(kept);
 }
 
 }  // namespace sim

@@ -17,6 +17,7 @@ import torch
 from torch.utils import backend_registration
 
 from residency._errors import RaceError, SimulatorError
+from residency.sim import _distributed
 from residency.sim._build import load_extension
 
 _NAME = "sim"
@@ -63,6 +64,8 @@ def register() -> None:
     register_module(_NAME, module)
     sys.modules[f"torch.{_NAME}"] = module
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
+    if torch.distributed.is_available():
+        _distributed.register(extension)
 
 
 def configure(

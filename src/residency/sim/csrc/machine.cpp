@@ -59,6 +59,7 @@ void Machine::synchronize_stream(StreamId stream) {
 }
 
 void Machine::synchronize() {
+  if (auto* waiter = before_synchronize_.load()) waiter();
   Guard guard(lock_);
   streams_.run_all();
   if (checks_races()) checker_.synchronize_all();
@@ -235,8 +236,12 @@ void Machine::free(void* address) {
   if (!block) return;
   allocator_.begin_free(block);
   if (block->used_by == 0) {
-    poison(block, block->stream);
-    block->is_poisoned = !settings_.dry;
+    // Work that other streams have queued may still read it: legal, if the block's own stream waits
+    // for that work before it reuses the block. Then the poison comes with the reuse.
+    if (streams_.are_others_idle(block->stream)) {
+      poison(block, block->stream);
+      block->is_poisoned = !settings_.dry;
+    }
     allocator_.finish_free(block);
     return;
   }

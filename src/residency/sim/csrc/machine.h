@@ -3,6 +3,7 @@
 // calls into calls of this class; everything below it knows nothing of torch's tensors.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <mutex>
 #include <string>
@@ -52,6 +53,9 @@ class Machine final : private MemorySource {
     line_source_ = line_source;
     race_thrower_ = race_thrower;
   }
+  // What runs outside the streams (collectives); a synchronisation of the device waits for it, too,
+  // before it takes the lock.
+  void set_before_synchronize(void (*waiter)()) { before_synchronize_ = waiter; }
 
   // streams
   StreamId create_stream();
@@ -135,6 +139,7 @@ class Machine final : private MemorySource {
   std::vector<std::pair<Ticket, Block*>> draining_;  // freed, but a recorded stream has yet to pass
   std::string (*line_source_)() = nullptr;
   void (*race_thrower_)(const Race&) = nullptr;
+  std::atomic<void (*)()> before_synchronize_ = nullptr;
 };
 
 }  // namespace sim

@@ -15,6 +15,9 @@
 namespace py = pybind11;
 
 namespace sim {
+
+void register_distributed(py::module& module);  // torch_distributed.cpp
+
 namespace {
 
 // ------------------------------------------------------------------- the end of the interpreter
@@ -175,6 +178,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("pinned_memory_stats", &pinned_memory_stats);
   module.def("reset_peak_pinned_memory_stats",
              [] { Machine::get().reset_peak_pinned_statistics(); });
+
+  register_distributed(module);
 
   py::class_<TraceReplay>(module, "TraceReplay")
       .def(py::init<>())

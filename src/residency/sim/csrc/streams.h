@@ -37,6 +37,10 @@ class Streams {
   Ticket tip(StreamId stream) const;
   bool is_reached(Ticket ticket) const;
   bool is_idle(StreamId stream) const { return queues_[stream].items.empty(); }
+  // True while no work is queued on any stream but this one.
+  bool are_others_idle(StreamId stream) const {
+    return num_pending_ == queues_[stream].items.size();
+  }
   // True while work of this stream cannot be told from work that ran at once: nothing is queued on
   // it, and there has never been another stream. Needs no lock: an operation's fast path asks it.
   bool is_alone(StreamId stream) const {

@@ -132,7 +132,8 @@ class TraceReplay final : MemorySource {
 
 // --------------------------------------------------------------------------------------- settings
 
-void configure(size_t capacity_bytes, const std::string& schedule, bool check_races, bool dry) {
+void configure(size_t capacity_bytes, const std::string& schedule, bool check_races, bool dry,
+               const std::string& share_folder, const std::string& share_name) {
   Settings settings;
   settings.capacity_bytes = capacity_bytes;
   settings.schedule = schedule == "eager"  ? Schedule::kEager
@@ -140,7 +141,7 @@ void configure(size_t capacity_bytes, const std::string& schedule, bool check_ra
                                            : Schedule::kOvertake;
   settings.check_races = check_races;
   settings.dry = dry;
-  Machine::get().configure(settings);
+  Machine::get().configure(settings, share_folder, share_name);
 }
 
 py::dict pinned_memory_stats() {
@@ -166,6 +167,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     let_threads_outlive_interpreter();
     register_hooks();
   });
+  py::register_exception<ShareRefused>(module, "ShareRefused", PyExc_ValueError);
+  py::register_exception<ShareUnusable>(module, "ShareUnusable", PyExc_OSError);
   module.def("configure", &configure, py::call_guard<py::gil_scoped_release>());
   module.def("default_generator", [] { return default_generator(); });
   module.def("pinned_memory_stats", &pinned_memory_stats);

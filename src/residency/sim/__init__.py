@@ -20,6 +20,7 @@ from residency._errors import BuildError, InvalidArgumentError, RaceError, Simul
 from residency._units import format_bytes, parse_bytes
 from residency.sim import _backend, compat
 from residency.sim._clock import Clock
+from residency.sim._share import share_name
 
 __all__ = [
     "BuildError",
@@ -43,6 +44,7 @@ def enable(
     check_races: bool = False,
     dry: bool = False,
     clock: Clock | None = None,
+    share: str | None = None,
 ) -> torch.device:
     """Turns the simulated accelerator on, or changes its settings, and returns its device.
 
@@ -64,32 +66,44 @@ def enable(
             and ``item()`` gives a placeholder.
         clock: Rates of simulated time. With it events carry simulated times, which
             ``Event.elapsed_time`` and ``now_seconds`` return; without it, the host's.
+        share: A name for the capacity, so that this user's processes which give the same one have
+            it between them, as on one GPU: what one reserves is gone for the others, until it is
+            released or the process ends, also by a crash. 1 to 64 letters, digits, ``-`` and
+            ``_``; else ``RESIDENCY_SIM_SHARE``, else the capacity is this process's own. A process
+            forked after the call cannot use the device.
 
     Raises:
-        InvalidArgumentError: The capacity, the schedule or a rate means nothing, or the capacity is
-            below what is in use, or ``dry`` would change while device memory is in use.
+        InvalidArgumentError: The capacity, the schedule, a rate or the name means nothing, or the
+            capacity is below what is in use, or another process gave another capacity under the
+            same name, or ``dry`` would change while device memory is in use.
+        SimulatorError: Another PrivateUse1 device is registered in this process, or the file
+            through which processes share the capacity cannot be used.
         BuildError: The extension cannot be built here; the message says what to install.
 
     Memory:
         Device memory is host memory, taken segment by segment and touched when it is first
         poisoned.
     """
-    capacity_bytes = parse_bytes(capacity, name="capacity")
-    if schedule not in _SCHEDULES:
-        raise InvalidArgumentError(
-            f"schedule is {schedule!r}; expected one of {', '.join(map(repr, _SCHEDULES))}."
-        )
-    if capacity_bytes == 0:
-        raise InvalidArgumentError("capacity is 0; expected a device with room for something.")
+    capacity_bytes = _parse_capacity(capacity)
+    _check_schedule(schedule)
+    name = share_name(share)
     rates = None if clock is None else clock.rates()
-    if _backend.is_registered():
-        _check_change(capacity_bytes, dry)
+    is_new = not _backend.is_registered()
+    if is_new:
+        _backend.load()
     else:
+        _check_change(capacity_bytes, dry, name)
+    _backend.configure(
+        capacity_bytes,
+        schedule=schedule,
+        check_races=check_races,
+        dry=dry,
+        rates=rates,
+        share=name,
+    )
+    if is_new:  # last, so that a refused first call leaves torch as it was
         _backend.register()
         compat.teach_safetensors()
-    _backend.configure(
-        capacity_bytes, schedule=schedule, check_races=check_races, dry=dry, rates=rates
-    )
     return torch.device("sim", 0)
 
 
@@ -120,10 +134,25 @@ def now_seconds() -> float:
     return seconds
 
 
-def _check_change(capacity_bytes: int, dry: bool) -> None:
+def _parse_capacity(capacity: int | str) -> int:
+    capacity_bytes = parse_bytes(capacity, name="capacity")
+    if capacity_bytes == 0:
+        raise InvalidArgumentError("capacity is 0; expected a device with room for something.")
+    return capacity_bytes
+
+
+def _check_schedule(schedule: str) -> None:
+    if schedule not in _SCHEDULES:
+        raise InvalidArgumentError(
+            f"schedule is {schedule!r}; expected one of {', '.join(map(repr, _SCHEDULES))}."
+        )
+
+
+def _check_change(capacity_bytes: int, dry: bool, share: str | None) -> None:
     torch.accelerator.synchronize()
     reserved = torch.accelerator.memory_reserved()
-    if capacity_bytes < reserved:
+    joins = share not in (None, _backend.share())  # only what is in use goes along
+    if capacity_bytes < reserved or joins:
         torch.accelerator.empty_cache()
         reserved = torch.accelerator.memory_reserved()
     if capacity_bytes < reserved:

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
-from residency._errors import RaceError, SimulatorError
+from residency._errors import InvalidArgumentError, RaceError, SimulatorError
 from residency.sim import _distributed
 from residency.sim._build import load_extension
+from residency.sim._share import share_folder
 
 _NAME = "sim"
-_state: dict[str, Any] = {"core": None, "dry": False}
+_state: dict[str, Any] = {"loaded": None, "core": None, "dry": False, "share": None}
 
 
 def is_registered() -> bool:
@@ -34,6 +35,12 @@ def is_dry() -> bool:
     return bool(_state["dry"])
 
 
+def share() -> str | None:
+    """Returns the name that the capacity is shared under, None where it is this process's own."""
+    name: str | None = _state["share"]
+    return name
+
+
 def core() -> Any:
     """Returns the compiled module."""
     if _state["core"] is None:
@@ -43,10 +50,11 @@ def core() -> Any:
     return _state["core"]
 
 
-def register() -> None:
-    """Builds the extension if need be and registers the device; once a process.
+def load() -> None:
+    """Builds the extension if need be and loads it, so that settings can be tried.
 
     Raises:
+        BuildError: It cannot be built here.
         SimulatorError: Another PrivateUse1 device is registered already; torch has room for one.
     """
     taken = torch._C._get_privateuse1_backend_name()
@@ -55,7 +63,13 @@ def register() -> None:
             f"The device {taken!r} is registered in this process, and torch has room for one such "
             "device; enable the simulated accelerator in a process of its own."
         )
-    extension = load_extension()
+    if _state["loaded"] is None:
+        _state["loaded"] = load_extension()
+
+
+def register() -> None:
+    """Registers the loaded extension with torch as the device; once a process."""
+    extension = _state["loaded"]
     backend_registration.rename_privateuse1_backend(_NAME)
     extension.register(str(Path(torch.__file__).parent), RaceError)
     _state["core"] = extension
@@ -75,10 +89,23 @@ def configure(
     check_races: bool,
     dry: bool,
     rates: tuple[float, float, float, float, float] | None,
+    share: str | None,
 ) -> None:
-    """Applies settings, after all queued work has run."""
-    core().configure(capacity_bytes, schedule, check_races, dry, rates)
-    _state["dry"] = dry
+    """Applies settings, after all queued work has run; changes nothing when it raises.
+
+    Raises:
+        InvalidArgumentError: The processes of the same share name do not agree to the capacity.
+        SimulatorError: The file that they share cannot be used.
+    """
+    extension = _state["loaded"]
+    folder = "" if share is None else share_folder()
+    try:
+        extension.configure(capacity_bytes, schedule, check_races, dry, rates, folder, share or "")
+    except extension.ShareRefused as error:
+        raise InvalidArgumentError(str(error)) from None
+    except extension.ShareUnusable as error:
+        raise SimulatorError(str(error)) from None
+    _state.update(dry=dry, share=share)
 
 
 # ---------------------------------------------------------------------------------- torch.sim

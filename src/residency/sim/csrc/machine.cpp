@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 
 namespace sim {
@@ -30,10 +31,19 @@ Machine& Machine::get() {
   return *machine;
 }
 
-void Machine::configure(const Settings& settings) {
+void Machine::configure(const Settings& settings, const std::string& share_folder,
+                        const std::string& share_name) {
   Guard guard(lock_);
   streams_.run_all();
   finish_drained_frees(true);
+  if (share_name.empty()) {
+    share_.leave();
+  } else {
+    // The kernel would give the bytes back too, but not remove the file.
+    static const int at_exit = std::atexit([] { get().share_.leave(); });
+    (void)at_exit;
+    share_.join(share_folder, share_name, settings.capacity_bytes, allocator_.reserved_bytes());
+  }
   checker_.reset();
   clock_ = Clock(settings.rates.value_or(Rates()));
   settings_ = settings;
@@ -181,13 +191,17 @@ void Machine::synchronize(const Event& event) {
 
 char* Machine::reserve(size_t num_bytes) {
   if (allocator_.reserved_bytes() + num_bytes > settings_.capacity_bytes) return nullptr;
+  if (share_.is_joined() && !share_.reserve(num_bytes)) return nullptr;
   void* segment = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  return segment == MAP_FAILED ? nullptr : static_cast<char*>(segment);
+  if (segment != MAP_FAILED) return static_cast<char*>(segment);
+  share_.release(num_bytes);
+  return nullptr;
 }
 
 void Machine::release(char* segment, size_t num_bytes) {
   munmap(segment, num_bytes);
+  share_.release(num_bytes);
   checker_.forget(number(segment), number(segment) + num_bytes);
 }
 
@@ -211,6 +225,7 @@ void Machine::poison(Block* block, StreamId stream) {
 // An allocation counts as a write by its stream: another stream must wait for it before the first
 // use, since the bytes may still be in use by work that the allocating stream issued earlier.
 void* Machine::allocate(size_t num_bytes) {
+  if (share_.is_joined()) share_.refuse_if_inherited();
   std::string line = line_of_python();
   Guard guard(lock_);
   finish_drained_frees(false);
@@ -290,7 +305,22 @@ bool Machine::is_device_address(const void* address) {
 
 std::pair<size_t, size_t> Machine::free_and_total_bytes() {
   Guard guard(lock_);
-  return {settings_.capacity_bytes - allocator_.reserved_bytes(), settings_.capacity_bytes};
+  const size_t free_bytes = share_.is_joined()
+                                ? share_.figures().free_bytes
+                                : settings_.capacity_bytes - allocator_.reserved_bytes();
+  return {free_bytes, settings_.capacity_bytes};
+}
+
+// In the words of CUDA's message.
+std::string Machine::holders_of_memory() {
+  using c10::CachingAllocator::format_size;
+  if (!share_.is_joined()) return "";
+  std::string text;
+  for (const auto& [pid, num_bytes] : share_.figures().others) {
+    text +=
+        "Process " + std::to_string(pid) + " has " + format_size(num_bytes) + " memory in use. ";
+  }
+  return text + "This process has " + format_size(allocator_.reserved_bytes()) + " memory in use. ";
 }
 
 void Machine::raise_out_of_memory(size_t num_bytes) {
@@ -301,8 +331,8 @@ void Machine::raise_out_of_memory(size_t num_bytes) {
       OutOfMemoryError, false, "sim out of memory. Tried to allocate ",
       format_size(CachingAllocator::segment_size(CachingAllocator::round_size(num_bytes))),
       ". sim:0 has a total capacity of ", format_size(settings_.capacity_bytes), " of which ",
-      format_size(settings_.capacity_bytes - reserved), " is free. Of the ", format_size(reserved),
-      " in use, ", format_size(allocated), " is allocated by PyTorch, and ",
+      format_size(free_and_total_bytes().first), " is free. ", holders_of_memory(), "Of the ",
+      format_size(reserved), " in use, ", format_size(allocated), " is allocated by PyTorch, and ",
       format_size(reserved - allocated), " is reserved by PyTorch but unallocated.");
 }
 

@@ -15,6 +15,7 @@
 #include "host_allocator.h"
 #include "race_checker.h"
 #include "settings.h"
+#include "shared_capacity.h"
 #include "streams.h"
 
 namespace sim {
@@ -45,7 +46,10 @@ class Machine final : private MemorySource {
   bool checks_races() const { return settings_.check_races; }
   bool has_clock() const { return settings_.rates.has_value(); }
   double now_seconds();  // simulated
-  void configure(const Settings& settings);
+  // With a name, the capacity is that of all processes that give the same one (shared_capacity.h).
+  // On an exception nothing has changed.
+  void configure(const Settings& settings, const std::string& share_folder,
+                 const std::string& share_name);
 
   // Who is asked for the line of Python that issues an operation (called without the lock), and who
   // turns a race into an exception of Python's.
@@ -127,6 +131,7 @@ class Machine final : private MemorySource {
   void host_sees(const Event& event);
   void finish_drained_frees(bool force);
   void poison(Block* block, StreamId stream);
+  std::string holders_of_memory();
   [[noreturn]] void raise_out_of_memory(size_t num_bytes);
 
   Settings settings_;
@@ -136,6 +141,7 @@ class Machine final : private MemorySource {
   Clock clock_{Rates()};
   CachingAllocator allocator_{*this};
   HostAllocator host_{streams_};
+  SharedCapacity share_;
   std::vector<std::pair<Ticket, Block*>> draining_;  // freed, but a recorded stream has yet to pass
   std::string (*line_source_)() = nullptr;
   void (*race_thrower_)(const Race&) = nullptr;

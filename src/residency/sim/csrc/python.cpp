@@ -136,7 +136,8 @@ class TraceReplay final : MemorySource {
 // --------------------------------------------------------------------------------------- settings
 
 void configure(size_t capacity_bytes, const std::string& schedule, bool check_races, bool dry,
-               std::optional<std::array<double, 5>> rates) {
+               std::optional<std::array<double, 5>> rates, const std::string& share_folder,
+               const std::string& share_name) {
   Settings settings;
   settings.capacity_bytes = capacity_bytes;
   settings.schedule = schedule == "eager"  ? Schedule::kEager
@@ -146,7 +147,7 @@ void configure(size_t capacity_bytes, const std::string& schedule, bool check_ra
   settings.dry = dry;
   if (rates)
     settings.rates = Rates{(*rates)[0], (*rates)[1], (*rates)[2], (*rates)[3], (*rates)[4]};
-  Machine::get().configure(settings);
+  Machine::get().configure(settings, share_folder, share_name);
 }
 
 py::dict pinned_memory_stats() {
@@ -172,6 +173,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     let_threads_outlive_interpreter();
     register_hooks();
   });
+  py::register_exception<ShareRefused>(module, "ShareRefused", PyExc_ValueError);
+  py::register_exception<ShareUnusable>(module, "ShareUnusable", PyExc_OSError);
   module.def("configure", &configure, py::call_guard<py::gil_scoped_release>());
   module.def("now_seconds", [] { return Machine::get().now_seconds(); });
   module.def("default_generator", [] { return default_generator(); });

@@ -66,23 +66,18 @@ def enable(
             and ``item()`` gives a placeholder.
         clock: Rates of simulated time. With it events carry simulated times, which
             ``Event.elapsed_time`` and ``now_seconds`` return; without it, the host's.
-        share: A name for the capacity, so that this user's processes which give the same one have
-            it between them, as on one GPU: what one reserves is gone for the others, until it is
-            released or the process ends, also by a crash. 1 to 64 letters, digits, ``-`` and
-            ``_``; else ``RESIDENCY_SIM_SHARE``, else the capacity is this process's own. A process
-            forked after the call cannot use the device.
+        share: A name, by default ``RESIDENCY_SIM_SHARE``: this user's processes that give the same
+            one have the capacity between them, as on one GPU; without one it is this process's
+            own. A process forked after the call cannot use the device.
 
     Raises:
-        InvalidArgumentError: The capacity, the schedule, a rate or the name means nothing, or the
-            capacity is below what is in use, or another process gave another capacity under the
-            same name, or ``dry`` would change while device memory is in use.
-        SimulatorError: Another PrivateUse1 device is registered in this process, or the file
-            through which processes share the capacity cannot be used.
+        InvalidArgumentError: An argument means nothing, or the capacity is below what is in use or
+            another under the same name, or ``dry`` would change while memory is in use.
+        SimulatorError: Another PrivateUse1 device is registered, or the shared file is unusable.
         BuildError: The extension cannot be built here; the message says what to install.
 
     Memory:
-        Device memory is host memory, taken segment by segment and touched when it is first
-        poisoned.
+        Device memory is host memory, taken segment by segment, touched when first poisoned.
     """
     capacity_bytes = _parse_capacity(capacity)
     _check_schedule(schedule)
@@ -94,12 +89,7 @@ def enable(
     else:
         _check_change(capacity_bytes, dry, name)
     _backend.configure(
-        capacity_bytes,
-        schedule=schedule,
-        check_races=check_races,
-        dry=dry,
-        rates=rates,
-        share=name,
+        capacity_bytes, schedule=schedule, check_races=check_races, dry=dry, rates=rates, share=name
     )
     if is_new:  # last, so that a refused first call leaves torch as it was
         _backend.register()

@@ -90,10 +90,14 @@ def test_an_error_is_one_line_on_stderr_and_a_traceback_only_for_debugging(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_an_error_that_is_not_the_users_keeps_its_traceback(use: Callable[[Fake], None]) -> None:
-    use(raising(ZeroDivisionError()))
-    with pytest.raises(ZeroDivisionError):
-        main(["demo"])
+def test_an_error_of_our_own_is_one_line_that_names_the_way_to_its_traceback(
+    use: Callable[[Fake], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(raising(ZeroDivisionError("one by none")))
+    assert main(["demo"]) == 2
+    error = capsys.readouterr().err
+    assert "ZeroDivisionError: one by none (--debug shows the traceback)" in error
+    assert "Traceback" not in error
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """State that is assigned goes home, and a resumed run continues at the bits of the uninterrupted
 one."""
 
+import collections
 import copy
 import io
 
@@ -126,3 +127,37 @@ def test_a_mapping_put_in_the_place_of_the_state_is_adopted(lab):
         lab.take_steps(optimizer, parameters, range(2, 4))
         results.append(lab.read(optimizer, parameters))
     lab.assert_equal(*results)
+
+
+def test_a_reset_state_is_taken_at_its_word_by_load_and_by_onload(lab):
+    plain, parameters = lab.adamw()
+    lab.take_steps(plain, parameters, range(1))
+    saved = plain.state_dict()
+    offloaded, others = lab.adamw(offload=True)
+    lab.take_steps(offloaded, others, range(1))
+    offloaded.state = collections.defaultdict(dict)
+    offloaded.load_state_dict(saved)
+    lab.take_steps(plain, parameters, range(1, 2))
+    lab.take_steps(offloaded, others, range(1, 2))
+    lab.assert_equal(lab.read(offloaded, others), lab.read(plain, parameters))
+    offloaded.state = collections.defaultdict(dict)
+    residency.onload_optimizer(offloaded)
+    assert not offloaded.state
+
+
+def test_printing_the_state_waits_for_its_final_values(lab):
+    optimizer, parameters = lab.adamw(offload=True)
+    lab.take_steps(optimizer, parameters, range(2))
+    printed = repr(optimizer.state[parameters[0]])
+    torch.accelerator.synchronize()
+    assert printed == repr(optimizer.state[parameters[0]])
+
+
+def test_a_state_that_is_not_dense_keeps_its_values(lab):
+    (parameter,) = lab.parameters(shapes=((3, 8),))
+    momentum = torch.arange(48.0).view(8, 6)[:, :3].t().to(lab.device)
+    strided = torch.arange(48.0, device=lab.device).view(8, 6)[:, :3].t()
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    optimizer.state[parameter]["momentum_buffer"] = strided
+    residency.offload_optimizer(optimizer)
+    assert torch.equal(optimizer.state[parameter]["momentum_buffer"], momentum.cpu())

@@ -31,8 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(arguments, _missing_package(error), _EXIT_ERROR)
     except ResidencyError as error:
         return _fail(arguments, str(error), _EXIT_ERROR)
-    except OSError as error:
-        return _fail(arguments, f"{type(error).__name__}: {error}", _EXIT_ERROR)
+    except Exception as error:
+        message = f"{type(error).__name__}: {error} (--debug shows the traceback)"
+        return _fail(arguments, message, _EXIT_ERROR)
 
 
 def _make_parser() -> argparse.ArgumentParser:

@@ -62,7 +62,8 @@ class Homes:
         self.version += 1
         wanted = like.shape if shape is None else shape
         model = torch.empty(wanted, dtype=like.dtype, device="meta")
-        if shape is None:
+        # What is not dense is copied row by row (raw_bytes), so its home is contiguous.
+        if shape is None and torch.ops.aten.is_non_overlapping_and_dense.default(like):
             model = torch.empty_like(like, device="meta", memory_format=torch.preserve_format)
         num_bytes = model.numel() * model.element_size()
         region = self.arena.allocate(num_bytes)
@@ -184,6 +185,16 @@ class ParameterState(dict[str, Any]):
     def __iter__(self) -> Iterator[str]:
         self.fence()
         return dict.__iter__(self)
+
+    def __repr__(self) -> str:
+        self.fence()
+        return dict.__repr__(self)
+
+    def __eq__(self, other: object) -> bool:
+        self.fence()
+        return dict.__eq__(self, other)
+
+    __hash__ = None  # as dict
 
     def get(self, key: str, default: Any = None) -> Any:
         self.fence()

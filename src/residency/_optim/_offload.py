@@ -20,7 +20,11 @@ from residency import _device
 from residency._errors import InvalidArgumentError, RefusedError
 from residency._optim._homes import Homes, ParameterState, State
 from residency._optim._offload_data import Offload
-from residency._optim._offloaded import OffloadedOptimizer, refuse_foreign_step
+from residency._optim._offloaded import (
+    OffloadedOptimizer,
+    adopt_foreign_state,
+    refuse_foreign_step,
+)
 from residency._optim._plan import Member
 from residency._optim._separable import separability
 from residency._optim._shadow import PRIVATE
@@ -107,6 +111,7 @@ def onload_optimizer(optimizer: OptimizerT) -> OptimizerT:
             f"this {type(optimizer).__name__} is not offloaded, so there is no way back."
         )
     _validate_step_patch(optimizer)
+    adopt_foreign_state(optimizer, offload)
     if isinstance(offload.state, State) and offload.homes is not None:
         # Complete before anything is swapped: a device without room leaves the optimizer offloaded.
         optimizer.state = _plain_state(offload.state, offload.homes.device)
@@ -157,6 +162,8 @@ def _validated_device(optimizer: Optimizer) -> torch.device:
                 f"{name} has a parameter over a {type(parameter.data).__name__}; only plain "
                 "tensors are supported."
             )
+    if not parameters:
+        raise RefusedError(f"{name} has no parameters; add a group with some first.")
     devices = {p.device for p in parameters}
     if len(devices) != 1:
         raise RefusedError(

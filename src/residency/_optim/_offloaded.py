@@ -115,6 +115,7 @@ class OffloadedOptimizer(Optimizer):
         if offload.homes is None:
             super().load_state_dict(state_dict)
             return
+        adopt_foreign_state(self, offload)
 
         def take_state(optimizer: Optimizer, adapted: dict[str, Any]) -> dict[str, Any]:
             offload.loading = adapted
@@ -188,14 +189,20 @@ def _step(optimizer: OffloadedOptimizer, closure: Callable[[], Any] | None = Non
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
-    if optimizer.state is not offload.state:  # somebody put a mapping of their own there
-        foreign = optimizer.state
-        for stale in [k for k in offload.state if k not in foreign]:
-            del offload.state[stale]
-        offload.state.update(foreign)
-        optimizer.state = offload.state
+    adopt_foreign_state(optimizer, offload)
     StreamedStep(optimizer, offload, offload.homes, offload.state).run()
     return loss
+
+
+def adopt_foreign_state(optimizer: Optimizer, offload: Offload) -> None:
+    """Takes over a mapping that somebody put at ``optimizer.state``, such as an empty one."""
+    foreign = optimizer.state
+    if offload.state is None or foreign is offload.state:
+        return
+    for stale in [k for k in offload.state if k not in foreign]:
+        del offload.state[stale]
+    offload.state.update(foreign)
+    optimizer.state = offload.state
 
 
 def _refuse_moved_parameters(optimizer: Optimizer, offload: Offload) -> None:

@@ -149,8 +149,8 @@ Block* CachingAllocator::take_oversized_segment(Pool& pool, size_t segment_bytes
   const size_t limit = Config::max_split_size();
   if (limit == std::numeric_limits<size_t>::max()) return nullptr;
   Block wanted(stream, nullptr, std::max(segment_bytes, limit), &pool);
+  source_.before_release();  // may join free blocks: look only after it
   auto next = pool.free_blocks.lower_bound(&wanted);
-  source_.before_release();
   if (next != pool.free_blocks.end() && (*next)->stream == stream) {
     release_segment(*next);
     return take_segment(pool, segment_bytes, stream);

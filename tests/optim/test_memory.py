@@ -165,3 +165,19 @@ def test_priming_pins_what_the_first_step_needs(lab, pinned_bytes):
     assert optimizer.statistics().pinned_bytes > 0
     lab.take_steps(optimizer, parameters, range(1), missing=False)
     assert pinned_bytes() <= 2 * primed
+
+
+def test_a_setting_that_makes_new_state_later_keeps_to_the_bound(lab):
+    parameters = lab.parameters(shapes=((128, 64),) * 8)
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.0)
+    residency.offload_optimizer(optimizer, bucket="32KiB", slots=2)
+    lab.take_steps(optimizer, parameters, range(1), missing=False)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    lab.set_gradients(parameters, 1, missing=False)
+    torch.accelerator.synchronize()
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    optimizer.step()
+    # The bound of the state, and torch's own copy of one bucket of gradients (a clone becomes
+    # the buffer).
+    assert torch.accelerator.max_memory_allocated() - before <= 2 * 32_768 + 32_768

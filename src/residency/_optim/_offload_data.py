@@ -54,7 +54,10 @@ class Offload:
         assert self.homes is not None
         assert self.state is not None
         layout = tuple((id(m.parameter), m.group_index, m.parameter.shape) for m in members)
-        key = (self.homes.version, layout)
+        settings = tuple(_settings_of(group) for group in optimizer.param_groups)
+        if self._plan_key[2:] != (settings,):
+            self._sizes.clear()  # another momentum may make state where there was none
+        key = (self.homes.version, layout, settings)
         if self._plan is None or key != self._plan_key:
             self._plan = make_plan(
                 members,
@@ -80,3 +83,9 @@ class Offload:
         """Plans anew at the next step."""
         self._plan = None
         self._sizes.clear()
+
+
+def _settings_of(group: dict[str, Any]) -> tuple[Any, ...]:
+    # What may decide which states a step makes; `lr` does not, and schedulers change it each step.
+    plain = (bool, int, float, str, tuple)
+    return tuple((k, v) for k, v in group.items() if k != "lr" and isinstance(v, plain))

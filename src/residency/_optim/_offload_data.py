@@ -86,6 +86,8 @@ class Offload:
 
 
 def _settings_of(group: dict[str, Any]) -> tuple[Any, ...]:
-    # What may decide which states a step makes; `lr` does not, and schedulers change it each step.
-    plain = (bool, int, float, str, tuple)
-    return tuple((k, v) for k, v in group.items() if k != "lr" and isinstance(v, plain))
+    # What may decide which states a step makes: that a setting is on, not how large it is, which
+    # schedulers change at every step (`lr`, and OneCycleLR's `betas` and `momentum`).
+    switches = ((k, v if isinstance(v, tuple) else (v,)) for k, v in group.items() if k != "lr")
+    plain = (bool, int, float)
+    return tuple((k, *(bool(v) for v in vs if isinstance(v, plain))) for k, vs in switches)

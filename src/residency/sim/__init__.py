@@ -67,14 +67,14 @@ def enable(
         clock: Rates of simulated time. With it events carry simulated times, which
             ``Event.elapsed_time`` and ``now_seconds`` return; without it, the host's.
         share: A name, by default ``RESIDENCY_SIM_SHARE``: this user's processes that give the same
-            one have the capacity between them, as on one GPU; without one it is this process's
-            own. A process forked after the call cannot use the device.
+            one have the capacity between them, as on one GPU; without one, this process alone.
 
     Raises:
         InvalidArgumentError: An argument means nothing, or the capacity is below what is in use or
             another under the same name, or ``dry`` would change while memory is in use.
         SimulatorError: Another PrivateUse1 device is registered, or the shared file is unusable.
         BuildError: The extension cannot be built here; the message says what to install.
+        RuntimeError: This process was forked from one that had called this.
 
     Memory:
         Device memory is host memory, taken segment by segment, touched when first poisoned.

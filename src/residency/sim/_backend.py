@@ -215,7 +215,7 @@ def _device_functions() -> dict[str, Any]:
         "is_initialized": lambda: True,
         "init": lambda: None,
         "_lazy_init": lambda: None,
-        "_is_in_bad_fork": lambda: False,
+        "_is_in_bad_fork": lambda: core().is_forked(),
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": _check_device,

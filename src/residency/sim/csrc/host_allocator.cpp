@@ -83,12 +83,19 @@ size_t HostAllocator::block_size(const void* address) const {
   return const_cast<HostAllocator*>(this)->around(address)->second.size;
 }
 
+std::vector<Ticket> HostAllocator::uses_of_cache() const {
+  std::vector<Ticket> uses;
+  for (const auto& [address, block] : blocks_) {
+    if (!block.is_used) uses.insert(uses.end(), block.uses.begin(), block.uses.end());
+  }
+  return uses;
+}
+
 void HostAllocator::empty_cache() {
   for (auto next = blocks_.begin(); next != blocks_.end();) {
     auto entry = next++;
-    Block& block = entry->second;
-    if (block.is_used) continue;
-    for (Ticket use : block.uses) streams_.run_until(use);
+    const Block& block = entry->second;
+    if (block.is_used || !is_quiet(block)) continue;
     munmap(reinterpret_cast<void*>(entry->first), block.size);
     statistics_.pinned_bytes -= block.size;
     blocks_.erase(entry);

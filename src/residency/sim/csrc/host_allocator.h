@@ -22,7 +22,7 @@ struct HostStatistics {
 
 class HostAllocator {
  public:
-  explicit HostAllocator(Streams& streams) : streams_(streams) {}
+  explicit HostAllocator(const Streams& streams) : streams_(streams) {}
 
   // `is_reused` says that earlier copies used the same bytes, and have all run.
   void* allocate(size_t num_bytes, bool& is_reused);
@@ -30,7 +30,9 @@ class HostAllocator {
   void record_use(const void* address, Ticket ticket);
   bool is_pinned(const void* address) const;
   size_t block_size(const void* address) const;
-  void empty_cache();
+  // What must have run before every block that is kept for reuse can go.
+  std::vector<Ticket> uses_of_cache() const;
+  void empty_cache();  // releases the blocks kept for reuse whose uses have run
   HostStatistics& statistics() { return statistics_; }
 
  private:
@@ -44,7 +46,7 @@ class HostAllocator {
   Blocks::iterator around(const void* address);
   bool is_quiet(const Block& block) const;
 
-  Streams& streams_;
+  const Streams& streams_;
   Blocks blocks_;
   HostStatistics statistics_;
 };

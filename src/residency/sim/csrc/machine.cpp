@@ -1,25 +1,17 @@
+// The machine itself, and its memory. Its streams, work and events are in machine_work.cpp.
 #include "machine.h"
 
 #include <c10/util/Exception.h>
+#include <pthread.h>
 #include <sys/mman.h>
 
-#include <chrono>
 #include <cstdlib>
 #include <cstring>
 
 namespace sim {
 namespace {
 
-using Guard = std::lock_guard<std::recursive_mutex>;
-
 constexpr int kPoison = 0xFF;  // NaN in every floating dtype, -1 in every signed integer
-
-thread_local StreamId t_current_stream = kDefaultStream;
-
-double host_seconds() {
-  const auto now = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration<double>(now).count();
-}
 
 uintptr_t number(const void* address) { return reinterpret_cast<uintptr_t>(address); }
 
@@ -31,11 +23,28 @@ Machine& Machine::get() {
   return *machine;
 }
 
+// No thread of the parent's holds the lock at the moment of a fork, so that the child can still
+// free what it inherited.
+Machine::Machine() {
+  pthread_atfork([] { get().lock_.lock(); }, [] { get().lock_.unlock(); },
+                 [] {
+                   get().is_forked_ = true;
+                   get().streams_.end_fast_path();
+                   get().lock_.unlock();
+                 });
+}
+
+std::unique_lock<std::mutex> Machine::enter() {
+  TORCH_CHECK(!is_forked_,
+              "Cannot re-initialize the simulated accelerator in forked subprocess. To use it with "
+              "multiprocessing, you must use the 'spawn' start method");
+  return std::unique_lock<std::mutex>(lock_);
+}
+
 void Machine::configure(const Settings& settings, const std::string& share_folder,
                         const std::string& share_name) {
-  Guard guard(lock_);
-  streams_.run_all();
-  finish_drained_frees(true);
+  const auto guard = enter();
+  before_release();
   if (share_name.empty()) {
     share_.leave();
   } else {
@@ -47,144 +56,7 @@ void Machine::configure(const Settings& settings, const std::string& share_folde
   checker_.reset();
   clock_ = Clock(settings.rates.value_or(Rates()));
   settings_ = settings;
-}
-
-// ---------------------------------------------------------------------------------------- streams
-
-StreamId Machine::create_stream() {
-  Guard guard(lock_);
-  return streams_.create();
-}
-
-StreamId Machine::current_stream() { return t_current_stream; }
-
-StreamId Machine::exchange_stream(StreamId stream) {
-  return std::exchange(t_current_stream, stream);
-}
-
-void Machine::synchronize_stream(StreamId stream) {
-  Guard guard(lock_);
-  streams_.run_until(streams_.tip(stream));
-  host_sees(stream);
-}
-
-void Machine::synchronize() {
-  if (auto* waiter = before_synchronize_.load()) waiter();
-  Guard guard(lock_);
-  streams_.run_all();
-  if (checks_races()) checker_.synchronize_all();
-  if (has_clock()) clock_.synchronize_all();
-}
-
-bool Machine::is_stream_done(StreamId stream) {
-  Guard guard(lock_);
-  const Ticket tip = streams_.tip(stream);
-  streams_.advance(tip);
-  if (!streams_.is_reached(tip)) return false;
-  host_sees(stream);
-  return true;
-}
-
-// The host has waited: whatever it issues from now on comes after.
-void Machine::host_sees(StreamId stream) {
-  if (checks_races()) checker_.synchronize(checker_.record(stream));
-  if (has_clock()) clock_.synchronize(clock_.record(stream));
-}
-
-void Machine::host_sees(const Event& event) {
-  if (checks_races()) checker_.synchronize(event.past);
-  if (has_clock()) clock_.synchronize(event.seconds);
-}
-
-double Machine::now_seconds() {
-  Guard guard(lock_);
-  return clock_.now_seconds();
-}
-
-// ------------------------------------------------------------------------------------------- work
-
-// Asked before the lock is taken: it needs the interpreter's lock, whose holder may be waiting for
-// ours.
-std::string Machine::line_of_python() const {
-  return checks_races() && line_source_ ? line_source_() : std::string();
-}
-
-void Machine::note(StreamId stream, const Launch& launch, std::string line) {
-  check_races(stream, launch.name, std::move(line), launch.accesses);
-  if (!has_clock()) return;
-  if (launch.engine == Engine::kCompute) {
-    clock_.compute(stream, launch.num_bytes, launch.num_operations);
-  } else {
-    clock_.copy(stream, launch.engine, launch.num_bytes);
-  }
-}
-
-void Machine::check_races(StreamId stream, const char* name, std::string line,
-                          const std::vector<Access>& accesses) {
-  if (!checks_races()) return;
-  try {
-    checker_.operate(stream, name, std::move(line), accesses);
-  } catch (const Race& race) {
-    if (race_thrower_) race_thrower_(race);
-    throw;
-  }
-}
-
-void Machine::enqueue(Launch&& launch, std::function<void()> work, const void* pinned) {
-  std::string line = line_of_python();
-  Guard guard(lock_);
-  const StreamId stream = current_stream();
-  note(stream, launch, std::move(line));
-  const Ticket ticket = streams_.submit(stream, std::move(work));
-  if (pinned) host_.record_use(pinned, ticket);
-}
-
-void Machine::observe(Launch&& launch) {
-  if (!checks_races() && !has_clock()) return;
-  std::string line = line_of_python();
-  Guard guard(lock_);
-  note(current_stream(), launch, std::move(line));
-}
-
-bool Machine::is_alone() const { return streams_.is_alone(current_stream()); }
-
-void Machine::run_current_stream() {
-  Guard guard(lock_);
-  streams_.run_until(streams_.tip(current_stream()));
-}
-
-// ----------------------------------------------------------------------------------------- events
-
-void Machine::record(Event& event, StreamId stream) {
-  Guard guard(lock_);
-  event.is_recorded = true;
-  event.seconds = has_clock() ? clock_.record(stream) : host_seconds();
-  event.ticket = streams_.tip(stream);
-  if (checks_races()) event.past = checker_.record(stream);
-}
-
-void Machine::wait(StreamId stream, const Event& event) {
-  Guard guard(lock_);
-  if (!event.is_recorded) return;
-  streams_.wait(stream, event.ticket);
-  if (checks_races()) checker_.wait(stream, event.past);
-  if (has_clock()) clock_.wait(stream, event.seconds);
-}
-
-bool Machine::query(const Event& event) {
-  Guard guard(lock_);
-  if (!event.is_recorded) return true;
-  streams_.advance(event.ticket);
-  if (!streams_.is_reached(event.ticket)) return false;
-  host_sees(event);
-  return true;
-}
-
-void Machine::synchronize(const Event& event) {
-  Guard guard(lock_);
-  if (!event.is_recorded) return;
-  streams_.run_until(event.ticket);
-  host_sees(event);
+  epoch_++;
 }
 
 // ---------------------------------------------------------------------------------- device memory
@@ -205,9 +77,19 @@ void Machine::release(char* segment, size_t num_bytes) {
   checker_.forget(number(segment), number(segment) + num_bytes);
 }
 
+// Called with the lock, which it lets go while work runs.
 void Machine::before_release() {
-  streams_.run_all();
-  finish_drained_frees(true);
+  while (!is_forked_ && !is_quiet()) {
+    lock_.unlock();
+    try {
+      run_all();
+    } catch (...) {
+      lock_.lock();
+      throw;
+    }
+    lock_.lock();
+  }
+  finish_drained_frees();
 }
 
 // In the order of the block's own stream, so that work issued earlier still sees what it should.
@@ -225,10 +107,9 @@ void Machine::poison(Block* block, StreamId stream) {
 // An allocation counts as a write by its stream: another stream must wait for it before the first
 // use, since the bytes may still be in use by work that the allocating stream issued earlier.
 void* Machine::allocate(size_t num_bytes) {
-  if (share_.is_joined()) share_.refuse_if_inherited();
   std::string line = line_of_python();
-  Guard guard(lock_);
-  finish_drained_frees(false);
+  const auto guard = enter();
+  finish_drained_frees();
   const StreamId stream = current_stream();
   Block* block = allocator_.allocate(num_bytes, stream);
   if (!block) raise_out_of_memory(num_bytes);
@@ -270,12 +151,11 @@ void Machine::free(void* address) {
 
 // A block whose recorded uses have all been reached joins the cache, as when CUDA's allocator finds
 // the events of such a block complete. The allocator vouches for the order, so the checker forgets.
-void Machine::finish_drained_frees(bool force) {
+void Machine::finish_drained_frees() {
   if (draining_.empty()) return;
   std::vector<std::pair<Ticket, Block*>> waiting;
   waiting.swap(draining_);
   for (auto& [ticket, block] : waiting) {
-    if (force) streams_.run_until(ticket);
     if (!streams_.is_reached(ticket)) {
       draining_.emplace_back(ticket, block);
     } else if (--block->num_pending_uses == 0) {
@@ -304,11 +184,13 @@ bool Machine::is_device_address(const void* address) {
 }
 
 std::pair<size_t, size_t> Machine::free_and_total_bytes() {
-  Guard guard(lock_);
-  const size_t free_bytes = share_.is_joined()
-                                ? share_.figures().free_bytes
-                                : settings_.capacity_bytes - allocator_.reserved_bytes();
-  return {free_bytes, settings_.capacity_bytes};
+  const auto guard = enter();
+  return {free_bytes(), settings_.capacity_bytes};
+}
+
+size_t Machine::free_bytes() {
+  return share_.is_joined() ? share_.figures().free_bytes
+                            : settings_.capacity_bytes - allocator_.reserved_bytes();
 }
 
 // In the words of CUDA's message.
@@ -331,7 +213,7 @@ void Machine::raise_out_of_memory(size_t num_bytes) {
       OutOfMemoryError, false, "sim out of memory. Tried to allocate ",
       format_size(CachingAllocator::segment_size(CachingAllocator::round_size(num_bytes))),
       ". sim:0 has a total capacity of ", format_size(settings_.capacity_bytes), " of which ",
-      format_size(free_and_total_bytes().first), " is free. ", holders_of_memory(), "Of the ",
+      format_size(free_bytes()), " is free. ", holders_of_memory(), "Of the ",
       format_size(reserved), " in use, ", format_size(allocated), " is allocated by PyTorch, and ",
       format_size(reserved - allocated), " is reserved by PyTorch but unallocated.");
 }
@@ -339,7 +221,7 @@ void Machine::raise_out_of_memory(size_t num_bytes) {
 // ----------------------------------------------------------------------------- pinned host memory
 
 void* Machine::allocate_pinned(size_t num_bytes) {
-  Guard guard(lock_);
+  const auto guard = enter();
   bool is_reused = false;
   void* address = host_.allocate(num_bytes, is_reused);
   if (is_reused) checker_.forget(number(address), number(address) + host_.block_size(address));
@@ -362,7 +244,11 @@ bool Machine::is_pinned(const void* address) {
 }
 
 void Machine::empty_pinned_cache() {
-  Guard guard(lock_);
+  std::unique_lock<std::mutex> guard(lock_);
+  const std::vector<Ticket> uses = host_.uses_of_cache();
+  guard.unlock();
+  for (Ticket use : uses) run_until(use);
+  guard.lock();
   host_.empty_cache();
 }
 

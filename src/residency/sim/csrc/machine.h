@@ -1,6 +1,12 @@
 // The simulated machine: one device, its streams, its memory, its pinned host memory and its race
-// checker, behind one lock. Everything above this file (the torch_*.cpp files) translates torch's
-// calls into calls of this class; everything below it knows nothing of torch's tensors.
+// checker. Everything above this file (the torch_*.cpp files) translates torch's calls into calls
+// of this class; everything below it knows nothing of torch's tensors.
+//
+// [Note: two locks] `lock_` guards the state; it is held for moments, and never while anything of
+// torch's or Python's runs. `turn_` is the turn to run queued work, one thread at a time, and is
+// held while a kernel runs. A kernel may be written in Python, so whoever waits for the turn lets
+// go of the interpreter's lock meanwhile; a tensor can be freed under the interpreter's lock, so a
+// free needs `lock_` alone. Order: the turn, the interpreter's lock, `lock_`.
 #pragma once
 
 #include <atomic>
@@ -22,6 +28,7 @@ namespace sim {
 
 struct Event {
   bool is_recorded = false;
+  uint64_t epoch = 0;  // of the machine's settings, which begin the two below anew
   Ticket ticket;
   Past past{};
   double seconds = 0.0;  // simulated where there is a clock, else the host's
@@ -51,14 +58,15 @@ class Machine final : private MemorySource {
   void configure(const Settings& settings, const std::string& share_folder,
                  const std::string& share_name);
 
-  // Who is asked for the line of Python that issues an operation (called without the lock), and who
-  // turns a race into an exception of Python's.
-  void set_python(std::string (*line_source)(), void (*race_thrower)(const Race&)) {
-    line_source_ = line_source;
-    race_thrower_ = race_thrower;
-  }
+  // What the machine asks of Python's interpreter.
+  struct Python {
+    std::string (*line)() = nullptr;            // that issues an operation; called without locks
+    void (*throw_race)(const Race&) = nullptr;  // as an exception of Python's
+    void (*wait_for)(std::mutex&) = nullptr;    // locks, without the interpreter's lock meanwhile
+  };
+  void set_python(const Python& python) { python_ = python; }
   // What runs outside the streams (collectives); a synchronisation of the device waits for it, too,
-  // before it takes the lock.
+  // before it takes a lock.
   void set_before_synchronize(void (*waiter)()) { before_synchronize_ = waiter; }
 
   // streams
@@ -69,21 +77,25 @@ class Machine final : private MemorySource {
   // work: kernels are launched (run now, or queued where that can be told), copies enqueued
   template <class Work>
   void launch(Launch&& launch, Work&& work) {
-    // Without the lock: a kernel may wait for the interpreter's lock, whose holder may free a
-    // tensor.
     if (!checks_races() && !has_clock() && is_alone()) return work();
     std::string line = line_of_python();
-    std::lock_guard<std::recursive_mutex> guard(lock_);
+    std::unique_lock<std::mutex> guard = enter();
     const StreamId stream = current_stream();
     note(stream, launch, std::move(line));
-    if (streams_.is_alone(stream)) return work();
+    if (streams_.is_alone(stream)) {
+      guard.unlock();
+      return work();
+    }
     const Ticket ticket = streams_.submit(stream, std::forward<Work>(work));
-    if (!launch.may_wait) streams_.run_until(ticket);
+    guard.unlock();
+    if (!launch.may_wait || runs_at_once()) run_until(ticket);
   }
   void enqueue(Launch&& launch, std::function<void()> work, const void* pinned = nullptr);
   void observe(Launch&& launch);  // tells the checker and the clock of work that is not done
   bool is_alone() const;          // no stream but the current one can tell when work runs
   void run_current_stream();      // without the host having waited: the checker is not told
+  // A forked child has its parent's tensors, but not its device: torch's threads are not there.
+  bool is_forked() const { return is_forked_; }
   void synchronize_stream(StreamId stream);
   void synchronize();
   bool is_stream_done(StreamId stream);
@@ -93,6 +105,7 @@ class Machine final : private MemorySource {
   void wait(StreamId stream, const Event& event);
   bool query(const Event& event);
   void synchronize(const Event& event);
+  double seconds_between(const Event& first, const Event& second);
 
   // device memory
   void* allocate(size_t num_bytes);  // throws c10::OutOfMemoryError with CUDA's figures
@@ -103,7 +116,7 @@ class Machine final : private MemorySource {
   std::pair<size_t, size_t> free_and_total_bytes();
   template <class Read>
   auto with_statistics(Read read) {
-    std::lock_guard<std::recursive_mutex> guard(lock_);
+    Guard guard(lock_);
     return read(allocator_.stats());
   }
 
@@ -117,25 +130,41 @@ class Machine final : private MemorySource {
   void reset_peak_pinned_statistics();
 
  private:
-  Machine() = default;
+  using Guard = std::lock_guard<std::mutex>;
+  class Turn;
+
+  Machine();
 
   char* reserve(size_t num_bytes) override;
   void release(char* segment, size_t num_bytes) override;
   void before_release() override;
 
+  // Refuses in a forked child; held, the state is the caller's.
+  std::unique_lock<std::mutex> enter();
+
+  bool runs_at_once() const { return settings_.schedule == Schedule::kEager; }
+  void run_until(Ticket ticket);
+  void run_all();
+  bool run_one(Ticket ticket);
+  bool advance(Ticket ticket);
+  bool is_quiet() const;
+
   std::string line_of_python() const;
   void note(StreamId stream, const Launch& launch, std::string line);
   void check_races(StreamId stream, const char* name, std::string line,
                    const std::vector<Access>& accesses);
-  void host_sees(StreamId stream);
   void host_sees(const Event& event);
-  void finish_drained_frees(bool force);
+  void finish_drained_frees();
   void poison(Block* block, StreamId stream);
+  size_t free_bytes();
   std::string holders_of_memory();
   [[noreturn]] void raise_out_of_memory(size_t num_bytes);
 
   Settings settings_;
-  std::recursive_mutex lock_;
+  uint64_t epoch_ = 0;  // how often the settings were made
+  std::mutex lock_;     // [Note: two locks]
+  std::mutex turn_;
+  std::atomic<bool> is_forked_ = false;
   Streams streams_{settings_};
   RaceChecker checker_;
   Clock clock_{Rates()};
@@ -143,8 +172,7 @@ class Machine final : private MemorySource {
   HostAllocator host_{streams_};
   SharedCapacity share_;
   std::vector<std::pair<Ticket, Block*>> draining_;  // freed, but a recorded stream has yet to pass
-  std::string (*line_source_)() = nullptr;
-  void (*race_thrower_)(const Race&) = nullptr;
+  Python python_;
   std::atomic<void (*)()> before_synchronize_ = nullptr;
 };
 

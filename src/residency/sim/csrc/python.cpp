@@ -86,6 +86,14 @@ struct PythonRace final : torch::PyTorchError {
 
 void throw_race(const Race& race) { throw PythonRace(race.what()); }
 
+// Taking the interpreter's lock again with the mutex held is safe: its holder never waits for the
+// mutex but in here.
+void wait_without_interpreter(std::mutex& mutex) {
+  if (!Py_IsInitialized() || !PyGILState_Check()) return mutex.lock();
+  py::gil_scoped_release release;
+  mutex.lock();
+}
+
 // ------------------------------------------------------------------------------ the trace's replay
 
 // A device whose segments lie where a recorded run had them. Nothing is ever stored in them.
@@ -169,13 +177,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("register", [](const std::string& torch_folder, py::object race_error_class) {
     skipped_folder = new std::string(torch_folder);
     race_error = race_error_class.release().ptr();
-    Machine::get().set_python(&line_of_python, &throw_race);
+    Machine::get().set_python({&line_of_python, &throw_race, &wait_without_interpreter});
     let_threads_outlive_interpreter();
     register_hooks();
   });
   py::register_exception<ShareRefused>(module, "ShareRefused", PyExc_ValueError);
   py::register_exception<ShareUnusable>(module, "ShareUnusable", PyExc_OSError);
   module.def("configure", &configure, py::call_guard<py::gil_scoped_release>());
+  module.def("is_forked", [] { return Machine::get().is_forked(); });
   module.def("now_seconds", [] { return Machine::get().now_seconds(); });
   module.def("default_generator", [] { return default_generator(); });
   module.def("pinned_memory_stats", &pinned_memory_stats);

@@ -17,7 +17,6 @@ void Streams::enqueue(StreamId stream, Item item) {
   queue.items.push_back(std::move(item));
   queue.num_submitted++;
   num_pending_++;
-  if (settings_.schedule == Schedule::kEager) run_until(tip(stream));
 }
 
 Ticket Streams::submit(StreamId stream, std::function<void()> work) {
@@ -30,56 +29,60 @@ void Streams::wait(StreamId waiter, Ticket ticket) {
   enqueue(waiter, Item{nullptr, ticket});
 }
 
-Ticket Streams::tip(StreamId stream) const { return {stream, queues_[stream].num_submitted}; }
-
-bool Streams::is_reached(Ticket ticket) const {
-  return queues_[ticket.stream].num_run >= ticket.position;
+bool Streams::is_queued() const {
+  for (const Queue& queue : queues_) {
+    if (!queue.items.empty()) return true;
+  }
+  return false;
 }
 
-// Items leave the queue before they run: one that throws has been run, as a failed kernel has.
-void Streams::run_front(StreamId stream) {
+Task Streams::pop(StreamId stream) {
   Queue& queue = queues_[stream];
-  Item item = std::move(queue.items.front());
+  Task task{stream, std::move(queue.items.front().work)};
   queue.items.pop_front();
-  queue.num_run++;
+  return task;
+}
+
+void Streams::finish(StreamId stream) {
+  queues_[stream].num_run++;
   num_pending_--;
-  if (item.work) {
-    item.work();
-  } else {
-    run_until(item.awaited);
+}
+
+void Streams::drop_reached_waits(StreamId stream) {
+  const auto& items = queues_[stream].items;
+  while (!items.empty() && !items.front().work && is_reached(items.front().awaited)) {
+    finish(pop(stream).stream);
   }
 }
 
-// Runs, on every stream but the forced one, all that does not wait for what the forced one has yet
-// to do.
-void Streams::run_others(StreamId forced) {
-  for (bool progressed = true; progressed;) {
-    progressed = false;
-    for (StreamId stream = 0; stream < kNumStreams; stream++) {
-      Queue& queue = queues_[stream];
-      while (stream != forced && !queue.items.empty() &&
-             (queue.items.front().work || is_reached(queue.items.front().awaited))) {
-        run_front(stream);
-        progressed = true;
-      }
-    }
+bool Streams::can_run(StreamId stream) {
+  drop_reached_waits(stream);
+  const auto& items = queues_[stream].items;
+  return !items.empty() && items.front().work;
+}
+
+// From any stream but the forced one: work that does not wait for what the forced one has yet to
+// do.
+std::optional<Task> Streams::take_overtaker(StreamId forced) {
+  for (StreamId stream = 0; stream < kNumStreams; stream++) {
+    if (stream != forced && can_run(stream)) return pop(stream);
   }
+  return std::nullopt;
 }
 
-void Streams::run_until(Ticket ticket) {
-  const bool overtake = settings_.schedule == Schedule::kOvertake;
-  while (!is_reached(ticket)) {
-    if (overtake) run_others(ticket.stream);
-    run_front(ticket.stream);
+std::optional<Task> Streams::take(Ticket goal) {
+  if (is_reached(goal)) return std::nullopt;
+  if (settings_.schedule == Schedule::kOvertake) {
+    if (auto overtaker = take_overtaker(goal.stream)) return overtaker;
   }
-}
-
-void Streams::run_all() {
-  for (StreamId stream = 0; stream < kNumStreams; stream++) run_until(tip(stream));
-}
-
-void Streams::advance(Ticket ticket) {
-  if (!is_reached(ticket)) run_front(ticket.stream);
+  // The forced stream's next piece, or of the streams that it waits for, one behind the other.
+  for (StreamId stream = goal.stream; !is_reached(goal);) {
+    if (can_run(stream)) return pop(stream);
+    const auto& items = queues_[stream].items;
+    if (items.empty()) break;
+    stream = items.front().awaited.stream;
+  }
+  return std::nullopt;
 }
 
 }  // namespace sim

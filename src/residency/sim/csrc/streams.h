@@ -1,14 +1,16 @@
 // Streams as queues of closures that run only when something forces them. No torch in here.
 //
-// The host submits work; nothing runs until a caller names a point that must have been reached
-// (`run_until`). Which other queues advance on that occasion is the schedule's choice (settings.h).
-// Callers hold the machine's lock (machine.h).
+// The host submits work; nothing runs until a caller names a point that must have been reached and
+// takes, runs and finishes one piece after the other until it is. Which queue the next piece comes
+// from is the schedule's choice (settings.h). Nothing here runs anything: callers hold the
+// machine's lock here, and none while they run what they took (machine.h).
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include "settings.h"
@@ -26,6 +28,12 @@ struct Ticket {
   uint64_t position = 0;
 };
 
+// A piece of queued work that has left its queue. It counts as pending until it is finished.
+struct Task {
+  StreamId stream;
+  std::function<void()> work;
+};
+
 class Streams {
  public:
   explicit Streams(const Settings& settings) : settings_(settings), queues_(kNumStreams) {}
@@ -34,23 +42,25 @@ class Streams {
   Ticket submit(StreamId stream, std::function<void()> work);
   void wait(StreamId waiter, Ticket ticket);
 
-  Ticket tip(StreamId stream) const;
-  bool is_reached(Ticket ticket) const;
-  bool is_idle(StreamId stream) const { return queues_[stream].items.empty(); }
-  // True while no work is queued on any stream but this one.
-  bool are_others_idle(StreamId stream) const {
-    return num_pending_ == queues_[stream].items.size();
-  }
-  // True while work of this stream cannot be told from work that ran at once: nothing is queued on
-  // it, and there has never been another stream. Needs no lock: an operation's fast path asks it.
+  Ticket tip(StreamId stream) const { return {stream, queues_[stream].num_submitted}; }
+  bool is_reached(Ticket ticket) const { return queues_[ticket.stream].num_run >= ticket.position; }
+  bool is_idle(StreamId stream) const { return is_reached(tip(stream)); }
+  // True while no work is pending on any stream but this one.
+  bool are_others_idle(StreamId stream) const { return num_pending_ == num_pending(stream); }
+  bool is_pending() const { return num_pending_ > 0; }
+  bool is_queued() const;  // work that nobody has taken yet
+  // True while work of this stream cannot be told from work that ran at once: nothing is pending,
+  // and there has never been another stream. Needs no lock: an operation's fast path asks it.
   bool is_alone(StreamId stream) const {
     return num_pending_ == 0 && (used_streams_ & ~(uint64_t(1) << stream)) == 0;
   }
+  // From here on no stream is alone.
+  void end_fast_path() { used_streams_ = ~uint64_t(0); }
 
-  void run_until(Ticket ticket);
-  void run_all();
-  // One item of progress towards the ticket, so that a loop over `event.query()` ends.
-  void advance(Ticket ticket);
+  // The next piece that must run, or may under the schedule, for the goal to be reached. Nothing
+  // when it is reached, or when what is left has been taken already.
+  std::optional<Task> take(Ticket goal);
+  void finish(StreamId stream);
 
  private:
   struct Item {
@@ -63,15 +73,20 @@ class Streams {
     uint64_t num_run = 0;
   };
 
+  uint64_t num_pending(StreamId stream) const {
+    return queues_[stream].num_submitted - queues_[stream].num_run;
+  }
   void enqueue(StreamId stream, Item item);
-  void run_front(StreamId stream);
-  void run_others(StreamId forced);
+  Task pop(StreamId stream);
+  void drop_reached_waits(StreamId stream);
+  bool can_run(StreamId stream);
+  std::optional<Task> take_overtaker(StreamId forced);
 
   const Settings& settings_;
   std::vector<Queue> queues_;
   StreamId num_created_ = 0;
   std::atomic<uint64_t> used_streams_ = 0;  // one bit a stream
-  std::atomic<uint64_t> num_pending_ = 0;   // items in all queues
+  std::atomic<uint64_t> num_pending_ = 0;   // items submitted and not run yet, of all queues
 };
 
 }  // namespace sim

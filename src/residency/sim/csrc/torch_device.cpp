@@ -159,9 +159,7 @@ struct TorchGuard final : c10::impl::DeviceGuardImplInterface {
     if (event) Machine::get().synchronize(event_at(event));
   }
   double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
-    synchronizeEvent(first);
-    synchronizeEvent(second);
-    return (event_at(second).seconds - event_at(first).seconds) * 1e3;
+    return Machine::get().seconds_between(event_at(first), event_at(second)) * 1e3;
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     delete static_cast<Event*>(event);

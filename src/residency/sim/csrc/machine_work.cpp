@@ -1,0 +1,262 @@
+// The machine's streams, work and events: what is issued, and what runs when. Its memory is in
+// machine.cpp.
+#include <c10/util/Exception.h>
+
+#include <chrono>
+
+#include "machine.h"
+
+namespace sim {
+namespace {
+
+thread_local StreamId t_current_stream = kDefaultStream;
+thread_local bool t_has_turn = false;
+
+double host_seconds() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration<double>(now).count();
+}
+
+}  // namespace
+
+// The turn to run queued work, which a thread may take again while it has it. [Note: two locks]
+class Machine::Turn {
+ public:
+  explicit Turn(Machine& machine) : machine_(machine), is_first_(!t_has_turn) {
+    if (!is_first_) return;
+    if (!machine.turn_.try_lock()) wait();
+    t_has_turn = true;
+  }
+  // Does not wait: the turn may be somebody else's afterwards.
+  Turn(Machine& machine, std::try_to_lock_t)
+      : machine_(machine), is_first_(!t_has_turn && machine.turn_.try_lock()) {
+    t_has_turn |= is_first_;
+  }
+  Turn(const Turn&) = delete;
+  ~Turn() {
+    if (!is_first_) return;
+    t_has_turn = false;
+    machine_.turn_.unlock();
+  }
+
+ private:
+  void wait() {
+    if (machine_.python_.wait_for) {
+      machine_.python_.wait_for(machine_.turn_);
+    } else {
+      machine_.turn_.lock();
+    }
+  }
+
+  Machine& machine_;
+  const bool is_first_;
+};
+
+// ---------------------------------------------------------------------------------------- streams
+
+StreamId Machine::create_stream() {
+  const auto guard = enter();
+  return streams_.create();
+}
+
+StreamId Machine::current_stream() { return t_current_stream; }
+
+StreamId Machine::exchange_stream(StreamId stream) {
+  return std::exchange(t_current_stream, stream);
+}
+
+void Machine::synchronize_stream(StreamId stream) {
+  Event tip;
+  record(tip, stream);
+  synchronize(tip);
+}
+
+void Machine::synchronize() {
+  if (auto* waiter = before_synchronize_.load()) waiter();
+  auto guard = enter();
+  guard.unlock();
+  run_all();
+  guard.lock();
+  if (checks_races()) checker_.synchronize_all();
+  if (has_clock()) clock_.synchronize_all();
+}
+
+bool Machine::is_stream_done(StreamId stream) {
+  Event tip;
+  record(tip, stream);
+  return query(tip);
+}
+
+// The host has waited: whatever it issues from now on comes after.
+void Machine::host_sees(const Event& event) {
+  if (event.epoch != epoch_) return;  // nothing from before the settings changed is remembered
+  if (checks_races()) checker_.synchronize(event.past);
+  if (has_clock()) clock_.synchronize(event.seconds);
+}
+
+double Machine::now_seconds() {
+  Guard guard(lock_);
+  return clock_.now_seconds();
+}
+
+// ------------------------------------------------------------------------------------------- work
+
+// Runs, without the lock, the next piece on the way to the ticket; false when there is none.
+bool Machine::run_one(Ticket ticket) {
+  std::optional<Task> task;
+  {
+    Guard guard(lock_);
+    task = streams_.take(ticket);
+  }
+  if (!task) return false;
+  // One that throws has been run, as a failed kernel has.
+  struct Finished {
+    ~Finished() {
+      Guard guard(machine.lock_);
+      machine.streams_.finish(stream);
+    }
+    Machine& machine;
+    StreamId stream;
+  } finished{*this, task->stream};
+  task->work();
+  return true;
+}
+
+void Machine::run_until(Ticket ticket) {
+  const Turn turn(*this);
+  while (run_one(ticket)) {
+  }
+}
+
+void Machine::run_all() {
+  for (StreamId stream = 0; stream < kNumStreams; stream++) {
+    std::unique_lock<std::mutex> guard(lock_);
+    const Ticket tip = streams_.tip(stream);
+    const bool is_idle = streams_.is_reached(tip);
+    guard.unlock();
+    if (!is_idle) run_until(tip);
+  }
+}
+
+// One piece of progress towards the ticket, so that a loop over `event.query()` ends; says whether
+// it is reached. While another thread runs, it makes the progress.
+bool Machine::advance(Ticket ticket) {
+  {
+    const Turn turn(*this, std::try_to_lock);
+    if (t_has_turn) run_one(ticket);
+  }
+  Guard guard(lock_);
+  return streams_.is_reached(ticket);
+}
+
+// Nothing is pending but what this very thread runs.
+bool Machine::is_quiet() const {
+  return !streams_.is_pending() || (t_has_turn && !streams_.is_queued());
+}
+
+std::string Machine::line_of_python() const {
+  return checks_races() && python_.line ? python_.line() : std::string();
+}
+
+void Machine::note(StreamId stream, const Launch& launch, std::string line) {
+  check_races(stream, launch.name, std::move(line), launch.accesses);
+  if (!has_clock()) return;
+  if (launch.engine == Engine::kCompute) {
+    clock_.compute(stream, launch.num_bytes, launch.num_operations);
+  } else {
+    clock_.copy(stream, launch.engine, launch.num_bytes);
+  }
+}
+
+void Machine::check_races(StreamId stream, const char* name, std::string line,
+                          const std::vector<Access>& accesses) {
+  if (!checks_races()) return;
+  try {
+    checker_.operate(stream, name, std::move(line), accesses);
+  } catch (const Race& race) {
+    if (python_.throw_race) python_.throw_race(race);
+    throw;
+  }
+}
+
+void Machine::enqueue(Launch&& launch, std::function<void()> work, const void* pinned) {
+  std::string line = line_of_python();
+  auto guard = enter();
+  const StreamId stream = current_stream();
+  note(stream, launch, std::move(line));
+  const Ticket ticket = streams_.submit(stream, std::move(work));
+  if (pinned) host_.record_use(pinned, ticket);
+  guard.unlock();
+  if (runs_at_once()) run_until(ticket);
+}
+
+void Machine::observe(Launch&& launch) {
+  if (!checks_races() && !has_clock()) return;
+  std::string line = line_of_python();
+  const auto guard = enter();
+  note(current_stream(), launch, std::move(line));
+}
+
+bool Machine::is_alone() const { return streams_.is_alone(current_stream()); }
+
+void Machine::run_current_stream() {
+  auto guard = enter();
+  const Ticket tip = streams_.tip(current_stream());
+  guard.unlock();
+  run_until(tip);
+}
+
+// ----------------------------------------------------------------------------------------- events
+
+void Machine::record(Event& event, StreamId stream) {
+  const auto guard = enter();
+  event.is_recorded = true;
+  event.epoch = epoch_;
+  event.seconds = has_clock() ? clock_.record(stream) : host_seconds();
+  event.ticket = streams_.tip(stream);
+  if (checks_races()) event.past = checker_.record(stream);
+}
+
+void Machine::wait(StreamId stream, const Event& event) {
+  auto guard = enter();
+  if (!event.is_recorded) return;
+  streams_.wait(stream, event.ticket);
+  if (event.epoch == epoch_) {
+    if (checks_races()) checker_.wait(stream, event.past);
+    if (has_clock()) clock_.wait(stream, event.seconds);
+  }
+  const Ticket tip = streams_.tip(stream);
+  guard.unlock();
+  if (runs_at_once()) run_until(tip);
+}
+
+bool Machine::query(const Event& event) {
+  auto guard = enter();
+  if (!event.is_recorded) return true;
+  guard.unlock();
+  if (!advance(event.ticket)) return false;
+  guard.lock();
+  host_sees(event);
+  return true;
+}
+
+void Machine::synchronize(const Event& event) {
+  auto guard = enter();
+  if (!event.is_recorded) return;
+  guard.unlock();
+  run_until(event.ticket);
+  guard.lock();
+  host_sees(event);
+}
+
+// Waits for both; a time from before the settings changed means nothing beside one from after.
+double Machine::seconds_between(const Event& first, const Event& second) {
+  synchronize(first);
+  synchronize(second);
+  TORCH_CHECK(first.epoch == second.epoch,
+              "the events were recorded before and after residency.sim.enable() changed the "
+              "settings, which starts the time anew; record both after it");
+  return second.seconds - first.seconds;
+}
+
+}  // namespace sim

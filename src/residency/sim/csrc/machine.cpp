@@ -189,9 +189,18 @@ void Machine::synchronize(const Event& event) {
 
 // ---------------------------------------------------------------------------------- device memory
 
+bool Machine::take_room(size_t num_bytes) {
+  if (allocator_.reserved_bytes() + num_bytes > settings_.capacity_bytes) return false;
+  return !share_.is_joined() || share_.reserve(num_bytes);
+}
+
+void Machine::give_back_room(char* address, size_t num_bytes) {
+  share_.release(num_bytes);
+  checker_.forget(number(address), number(address) + num_bytes);
+}
+
 char* Machine::reserve(size_t num_bytes) {
-  if (allocator_.reserved_bytes() + num_bytes > settings_.capacity_bytes) return nullptr;
-  if (share_.is_joined() && !share_.reserve(num_bytes)) return nullptr;
+  if (!take_room(num_bytes)) return nullptr;
   void* segment = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (segment != MAP_FAILED) return static_cast<char*>(segment);
@@ -201,14 +210,34 @@ char* Machine::reserve(size_t num_bytes) {
 
 void Machine::release(char* segment, size_t num_bytes) {
   munmap(segment, num_bytes);
-  share_.release(num_bytes);
-  checker_.forget(number(segment), number(segment) + num_bytes);
+  give_back_room(segment, num_bytes);
 }
 
-void Machine::before_release() {
-  streams_.run_all();
-  finish_drained_frees(true);
+char* Machine::reserve_addresses(size_t num_bytes) {
+  void* address =
+      mmap(nullptr, num_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return address == MAP_FAILED ? nullptr : static_cast<char*>(address);
 }
+
+void Machine::release_addresses(char* address, size_t num_bytes) { munmap(address, num_bytes); }
+
+bool Machine::map(char* address, size_t num_bytes) {
+  if (!take_room(num_bytes)) return false;
+  if (mprotect(address, num_bytes, PROT_READ | PROT_WRITE) == 0) return true;
+  share_.release(num_bytes);
+  return false;
+}
+
+// A new mapping over the old one gives its pages back to the host.
+void Machine::unmap(char* address, size_t num_bytes) {
+  mmap(address, num_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
+       0);
+  give_back_room(address, num_bytes);
+}
+
+void Machine::synchronize_memory() { streams_.run_all(); }
+
+void Machine::finish_pending_frees() { finish_drained_frees(true); }
 
 // In the order of the block's own stream, so that work issued earlier still sees what it should.
 void Machine::poison(Block* block, StreamId stream) {
@@ -293,9 +322,9 @@ void Machine::record_stream(const void* address, StreamId stream) {
   if (block && block->stream != stream) block->used_by |= uint64_t(1) << stream;
 }
 
-void Machine::empty_cache() {
+void Machine::empty_cache(PoolId only) {
   Guard guard(lock_);
-  allocator_.empty_cache();
+  allocator_.empty_cache(only);
 }
 
 bool Machine::is_device_address(const void* address) {
@@ -327,13 +356,20 @@ void Machine::raise_out_of_memory(size_t num_bytes) {
   using c10::CachingAllocator::format_size;
   const size_t reserved = allocator_.reserved_bytes();
   const size_t allocated = allocator_.allocated_bytes();
+  const auto allowed_bytes = allocator_.allowed_bytes();
+  const std::string allowed = allowed_bytes ? format_size(*allowed_bytes) + " allowed; " : "";
+  const size_t in_pools = allocator_.free_bytes_in_private_pools();
+  const std::string pools = in_pools ? "with " + format_size(in_pools) +
+                                           " allocated in private pools (e.g., CUDA Graphs), "
+                                     : "";
   TORCH_CHECK_WITH(
       OutOfMemoryError, false, "sim out of memory. Tried to allocate ",
       format_size(CachingAllocator::segment_size(CachingAllocator::round_size(num_bytes))),
       ". sim:0 has a total capacity of ", format_size(settings_.capacity_bytes), " of which ",
-      format_size(free_and_total_bytes().first), " is free. ", holders_of_memory(), "Of the ",
-      format_size(reserved), " in use, ", format_size(allocated), " is allocated by PyTorch, and ",
-      format_size(reserved - allocated), " is reserved by PyTorch but unallocated.");
+      format_size(free_and_total_bytes().first), " is free. ", holders_of_memory(), allowed,
+      "Of the ", format_size(reserved), " in use, ", format_size(allocated + in_pools),
+      " is allocated by PyTorch, ", pools, "and ", format_size(reserved - allocated - in_pools),
+      " is reserved by PyTorch but unallocated.");
 }
 
 // ----------------------------------------------------------------------------- pinned host memory

@@ -45,6 +45,7 @@ def enable(
     dry: bool = False,
     clock: Clock | None = None,
     share: str | None = None,
+    workspaces: bool = True,
 ) -> torch.device:
     """Turns the simulated accelerator on, or changes its settings, and returns its device.
 
@@ -68,10 +69,14 @@ def enable(
             ``Event.elapsed_time`` and ``now_seconds`` return; without it, the host's.
         share: A name, by default ``RESIDENCY_SIM_SHARE``: this user's processes that give the same
             one have the capacity between them, as on one GPU; without one, this process alone.
+        workspaces: Charge the scratch memory that CUDA's libraries and kernels take: a cuBLAS
+            workspace for each thread and stream, which a further call of ``enable`` frees, and the
+            buffers of split reductions. Turn it off to count bytes of tensors alone.
 
     Raises:
-        InvalidArgumentError: An argument means nothing, or the capacity is below what is in use or
-            another under the same name, or ``dry`` would change while memory is in use.
+        InvalidArgumentError: An argument or allocator setting means nothing, or the capacity is
+            below what is in use or another under the same name, or ``dry`` would change while
+            memory is in use.
         SimulatorError: Another PrivateUse1 device is registered, or the shared file is unusable.
         BuildError: The extension cannot be built here; the message says what to install.
         RuntimeError: This process was forked from one that had called this.
@@ -82,15 +87,10 @@ def enable(
     capacity_bytes = _parse_capacity(capacity)
     _check_schedule(schedule)
     name = share_name(share)
-    rates = None if clock is None else clock.rates()
-    is_new = not _backend.is_registered()
-    if is_new:
-        _backend.load()
-    else:
-        _check_change(capacity_bytes, dry, name)
-    _backend.configure(
-        capacity_bytes, schedule=schedule, check_races=check_races, dry=dry, rates=rates, share=name
-    )
+    is_new = _prepare(capacity_bytes, dry, name)
+    settings: dict[str, Any] = {"schedule": schedule, "check_races": check_races, "dry": dry}
+    settings |= {"rates": None if clock is None else clock.rates(), "workspaces": workspaces}
+    _backend.configure(capacity_bytes, share=name, **settings)
     if is_new:  # last, so that a refused first call leaves torch as it was
         _backend.register()
         compat.teach_safetensors()
@@ -138,8 +138,16 @@ def _check_schedule(schedule: str) -> None:
         )
 
 
+def _prepare(capacity_bytes: int, dry: bool, share: str | None) -> bool:
+    """Loads the device, or checks that its settings can change; returns whether it is new."""
+    is_new = not _backend.is_registered()
+    _backend.load() if is_new else _check_change(capacity_bytes, dry, share)
+    return is_new
+
+
 def _check_change(capacity_bytes: int, dry: bool, share: str | None) -> None:
     torch.accelerator.synchronize()
+    _backend.core().clear_workspaces()
     reserved = torch.accelerator.memory_reserved()
     joins = share not in (None, _backend.share())  # only what is in use goes along
     if capacity_bytes < reserved or joins:

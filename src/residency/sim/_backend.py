@@ -17,7 +17,7 @@ import torch
 from torch.utils import backend_registration
 
 from residency._errors import InvalidArgumentError, RaceError, SimulatorError
-from residency.sim import _distributed
+from residency.sim import _allocator, _distributed
 from residency.sim._build import load_extension
 from residency.sim._share import share_folder
 
@@ -55,6 +55,7 @@ def load() -> None:
 
     Raises:
         BuildError: It cannot be built here.
+        InvalidArgumentError: ``PYTORCH_ALLOC_CONF`` has a setting that means nothing.
         SimulatorError: Another PrivateUse1 device is registered already; torch has room for one.
     """
     taken = torch._C._get_privateuse1_backend_name()
@@ -64,7 +65,9 @@ def load() -> None:
             "device; enable the simulated accelerator in a process of its own."
         )
     if _state["loaded"] is None:
-        _state["loaded"] = load_extension()
+        extension = load_extension()
+        _allocator.adopt_settings(extension)
+        _state["loaded"] = extension
 
 
 def register() -> None:
@@ -90,6 +93,7 @@ def configure(
     dry: bool,
     rates: tuple[float, float, float, float, float] | None,
     share: str | None,
+    workspaces: bool,
 ) -> None:
     """Applies settings, after all queued work has run; changes nothing when it raises.
 
@@ -99,8 +103,12 @@ def configure(
     """
     extension = _state["loaded"]
     folder = "" if share is None else share_folder()
+    blas = _allocator.blas_workspace_bytes(extension, DeviceProperties.major) if workspaces else 0
+    sharing = (folder, share or "")
     try:
-        extension.configure(capacity_bytes, schedule, check_races, dry, rates, folder, share or "")
+        extension.configure(
+            capacity_bytes, schedule, check_races, dry, rates, *sharing, workspaces, blas
+        )
     except extension.ShareRefused as error:
         raise InvalidArgumentError(str(error)) from None
     except extension.ShareUnusable as error:
@@ -169,11 +177,15 @@ class DeviceContext:
 
 
 class DeviceProperties:
-    """What ``torch.sim.get_device_properties`` returns."""
+    """What ``torch.sim.get_device_properties`` returns: an A100's figures.
+
+    The scratch memory of its kernels is modelled (``workspaces.h``), and the capability of a newer
+    device would send libraries to kernels that need its silicon (FlashAttention 3, fp8).
+    """
 
     name = "Simulated accelerator"
-    major, minor = 9, 0
-    multi_processor_count = 1
+    major, minor = 8, 0
+    multi_processor_count = 108
 
     @property
     def total_memory(self) -> int:
@@ -264,7 +276,7 @@ def _memory_functions() -> dict[str, Any]:
     functions["empty_cache"] = accelerator.empty_cache
     functions["mem_get_info"] = of_the_device(accelerator.get_memory_info)
     functions["ipc_collect"] = lambda: None
-    return functions
+    return functions | _allocator.functions(core())
 
 
 def _rng_functions() -> dict[str, Any]:

@@ -11,32 +11,18 @@ namespace rules = c10::CachingAllocator;
 using Config = rules::AcceleratorAllocatorConfig;
 using rules::StatType;
 
-namespace {
-
-size_t round_up(size_t num_bytes, size_t multiple) {
-  return (num_bytes + multiple - 1) / multiple * multiple;
-}
-
-// Statistics are kept three times: for both pools together and for each alone.
-template <class Update>
-void count(const Pool& pool, Update update) {
-  update(static_cast<size_t>(StatType::AGGREGATE));
-  update(static_cast<size_t>(pool.is_small ? StatType::SMALL_POOL : StatType::LARGE_POOL));
-}
-
-void adjust(rules::Stat& stat, int64_t difference) {
-  if (difference > 0) stat.increase(static_cast<size_t>(difference));
-  if (difference < 0) stat.decrease(static_cast<size_t>(-difference));
-}
-
-}  // namespace
-
 bool BlockOrder::operator()(const Block* a, const Block* b) const {
   return std::make_tuple(a->stream, a->size, reinterpret_cast<uintptr_t>(a->address)) <
          std::make_tuple(b->stream, b->size, reinterpret_cast<uintptr_t>(b->address));
 }
 
+bool AddressOrder::operator()(const Block* a, const Block* b) const {
+  return std::make_tuple(a->stream, reinterpret_cast<uintptr_t>(a->address)) <
+         std::make_tuple(b->stream, reinterpret_cast<uintptr_t>(b->address));
+}
+
 void Pool::put(Block* block) {
+  block->searches_before = num_searches;
   if (spare.empty()) {
     free_blocks.insert(block);
   } else {
@@ -62,8 +48,14 @@ size_t CachingAllocator::segment_size(size_t rounded_bytes) {
   return round_up(rounded_bytes, rules::kRoundLarge);
 }
 
-Pool& CachingAllocator::pool_for(size_t rounded_bytes) {
-  return rounded_bytes <= rules::kSmallSize ? small_ : large_;
+Pool& CachingAllocator::pool_for(size_t rounded_bytes, StreamId stream) {
+  const bool is_small = rounded_bytes <= rules::kSmallSize;
+  for (auto directed = directed_.rbegin(); directed != directed_.rend(); ++directed) {
+    if (!directed->second(stream)) continue;
+    PrivatePool& pool = *private_pools_.at(directed->first);
+    return is_small ? pool.small : pool.large;
+  }
+  return is_small ? small_ : large_;
 }
 
 size_t CachingAllocator::allocated_bytes() const {
@@ -86,90 +78,129 @@ bool CachingAllocator::contains(const void* address) const {
 
 // Best fit on the block's own stream. A block above max_split_size serves only requests close to
 // it.
-Block* CachingAllocator::take_cached(Pool& pool, size_t rounded_bytes, StreamId stream) {
-  Block wanted(stream, nullptr, rounded_bytes, &pool);
+Block* CachingAllocator::take_cached(const Request& request) {
+  Pool& pool = request.pool;
+  if (collects_garbage()) pool.num_searches++;
+  Block wanted(request.stream, nullptr, request.rounded_bytes, &pool);
   auto found = pool.free_blocks.lower_bound(&wanted);
-  if (found == pool.free_blocks.end() || (*found)->stream != stream) return nullptr;
+  const auto is_ours = [&] {
+    return found != pool.free_blocks.end() && (*found)->stream == request.stream;
+  };
+  if (!is_ours()) return nullptr;
+  if (request.expands) {
+    found = best_expandable(pool, found, request.stream);
+  } else {  // the setting was turned off after such segments had been made
+    while (is_ours() && (*found)->expandable) ++found;
+    if (!is_ours()) return nullptr;
+  }
   Block* block = *found;
   const size_t limit = Config::max_split_size();
-  if (rounded_bytes < limit && block->size >= limit) return nullptr;
-  if (rounded_bytes >= limit &&
-      block->size >= rounded_bytes + Config::max_non_split_rounding_size()) {
+  if (request.rounded_bytes < limit && block->size >= limit) return nullptr;
+  if (request.rounded_bytes >= limit &&
+      block->size >= request.rounded_bytes + Config::max_non_split_rounding_size()) {
     return nullptr;
   }
   pool.take(found);
   return block;
 }
 
+void CachingAllocator::count_reserved(Pool& pool, int64_t difference) {
+  reserved_bytes_ += static_cast<size_t>(difference);  // wraps as it should
+  difference > 0 ? stats_.num_device_alloc++ : stats_.num_device_free++;
+  count(pool, [&](size_t type) { adjust(stats_.reserved_bytes[type], difference); });
+  if (!pool.owner) return;
+  pool.owner->reserved_bytes += static_cast<size_t>(difference);
+  auto& of_the_pool = stats_.reserved_bytes_by_private_pools[pool.owner->id];
+  count(pool, [&](size_t type) { adjust(of_the_pool[type], difference); });
+}
+
 Block* CachingAllocator::count_segment(Pool& pool, char* address, size_t num_bytes,
                                        StreamId stream) {
-  reserved_bytes_ += num_bytes;
-  stats_.num_device_alloc++;
-  count(pool, [&](size_t type) {
-    stats_.segment[type].increase(1);
-    stats_.reserved_bytes[type].increase(num_bytes);
-  });
+  count_reserved(pool, static_cast<int64_t>(num_bytes));
+  count(pool, [&](size_t type) { stats_.segment[type].increase(1); });
+  if (num_bytes >= Config::max_split_size()) stats_.oversize_segments.increase(1);
   return new Block(stream, address, num_bytes, &pool);
 }
 
-Block* CachingAllocator::take_segment(Pool& pool, size_t segment_bytes, StreamId stream) {
-  char* address = source_.reserve(segment_bytes);
-  return address ? count_segment(pool, address, segment_bytes, stream) : nullptr;
+// The limit is checked for a whole segment, also where only some granules would be mapped.
+Block* CachingAllocator::take_new(const Request& request) {
+  const auto allowed = allowed_bytes();
+  if (allowed && reserved_bytes_ + request.segment_bytes > *allowed) return nullptr;
+  return request.expands ? take_expandable(request) : take_segment(request);
+}
+
+Block* CachingAllocator::take_segment(const Request& request) {
+  char* address = source_.reserve(request.segment_bytes);
+  if (!address) return nullptr;
+  return count_segment(request.pool, address, request.segment_bytes, request.stream);
 }
 
 void CachingAllocator::release_segment(Block* block) {
   Pool& pool = *block->pool;
   source_.release(block->address, block->size);
-  reserved_bytes_ -= block->size;
-  stats_.num_device_free++;
-  count(pool, [&](size_t type) {
-    stats_.segment[type].decrease(1);
-    stats_.reserved_bytes[type].decrease(block->size);
-  });
+  count_reserved(pool, -static_cast<int64_t>(block->size));
+  count(pool, [&](size_t type) { stats_.segment[type].decrease(1); });
+  if (block->size >= Config::max_split_size()) stats_.oversize_segments.decrease(1);
   pool.take(block);
   delete block;
 }
 
-void CachingAllocator::release_free_segments(Pool& pool) {
+// Unmapping changes the free blocks, so those to unmap are gathered first.
+void CachingAllocator::release_free_memory(Pool& pool) {
+  std::vector<Block*> expandable;
   for (auto next = pool.free_blocks.begin(); next != pool.free_blocks.end();) {
     Block* block = *next++;
-    if (block->is_whole_segment()) release_segment(block);
+    if (block->expandable) {
+      expandable.push_back(block);
+    } else if (block->is_whole_segment()) {
+      release_segment(block);
+    }
   }
+  for (Block* block : expandable) unmap_block(block);
 }
 
-void CachingAllocator::empty_cache() {
-  source_.before_release();
-  release_free_segments(large_);
-  release_free_segments(small_);
+void CachingAllocator::empty_cache(PoolId only) {
+  source_.synchronize_memory();
+  source_.finish_pending_frees();
+  if (only == PoolId{0, 0} && directed_.empty()) {
+    stats_.num_sync_all_streams++;
+    release_free_memory(large_);
+    release_free_memory(small_);
+  }
+  release_unused_pools(only);
 }
 
 // Only under max_split_size: gives back cached oversized segments, which small requests cannot use,
-// before the whole cache is flushed.
-Block* CachingAllocator::take_oversized_segment(Pool& pool, size_t segment_bytes, StreamId stream) {
+// before the whole cache is flushed. True when what it gave back may do.
+bool CachingAllocator::release_oversized_segments(const Request& request) {
   const size_t limit = Config::max_split_size();
-  if (limit == std::numeric_limits<size_t>::max()) return nullptr;
-  Block wanted(stream, nullptr, std::max(segment_bytes, limit), &pool);
-  source_.before_release();  // may join free blocks: look only after it
+  if (limit == std::numeric_limits<size_t>::max()) return false;
+  const size_t wanted_bytes = std::max(request.rounded_bytes, limit);
+  Pool& pool = request.pool;
+  Block wanted(request.stream, nullptr, wanted_bytes, &pool);
+  source_.synchronize_memory();
   auto next = pool.free_blocks.lower_bound(&wanted);
-  if (next != pool.free_blocks.end() && (*next)->stream == stream) {
+  if (next != pool.free_blocks.end() && (*next)->stream == request.stream && !(*next)->expandable &&
+      (*next)->is_whole_segment()) {
     release_segment(*next);
-    return take_segment(pool, segment_bytes, stream);
+    return true;
   }
   size_t released = 0;
-  while (released < segment_bytes && next != pool.free_blocks.begin()) {
-    Block* block = *std::prev(next);
-    if (block->stream != stream || block->size < limit) break;
+  while (released < wanted_bytes && next != pool.free_blocks.begin()) {
+    Block* block = *--next;
+    if (block->stream != request.stream || block->size < limit) break;
+    if (block->expandable || !block->is_whole_segment()) continue;
+    ++next;
     released += block->size;
-    next = std::next(std::prev(next));
     release_segment(block);
   }
-  return released < segment_bytes ? nullptr : take_segment(pool, segment_bytes, stream);
+  return released >= wanted_bytes;
 }
 
-bool CachingAllocator::should_split(const Block* block, size_t rounded_bytes) const {
-  const size_t remainder = block->size - rounded_bytes;
-  if (block->pool->is_small) return remainder >= rules::kMinBlockSize;
-  return rounded_bytes < Config::max_split_size() && remainder > rules::kSmallSize;
+bool CachingAllocator::should_split(const Block* block, const Request& request) const {
+  const size_t remainder = block->size - request.rounded_bytes;
+  if (block->pool->is_small || request.expands) return remainder >= rules::kMinBlockSize;
+  return request.rounded_bytes < Config::max_split_size() && remainder > rules::kSmallSize;
 }
 
 // Cuts the front off a block; the remainder goes back to the cache.
@@ -191,12 +222,13 @@ Block* CachingAllocator::hand_out(Block* block, size_t rounded_bytes, size_t req
   if (cut) {
     Block* remainder = block;
     block = split(remainder, rounded_bytes);
-    count(pool, [&](size_t type) {
-      adjust(stats_.inactive_split[type], was_split ? 0 : 1);
-      adjust(stats_.inactive_split_bytes[type],
-             was_split ? -int64_t(rounded_bytes) : int64_t(remainder->size));
-    });
-  } else if (was_split) {
+    if (!block->expandable)
+      count(pool, [&](size_t type) {
+        adjust(stats_.inactive_split[type], was_split ? 0 : 1);
+        adjust(stats_.inactive_split_bytes[type],
+               was_split ? -int64_t(rounded_bytes) : int64_t(remainder->size));
+      });
+  } else if (was_split && !block->expandable) {
     count(pool, [&](size_t type) {
       stats_.inactive_split[type].decrease(1);
       stats_.inactive_split_bytes[type].decrease(block->size);
@@ -212,29 +244,31 @@ Block* CachingAllocator::hand_out(Block* block, size_t rounded_bytes, size_t req
     stats_.active_bytes[type].increase(block->size);
     stats_.requested_bytes[type].increase(requested);
   });
+  if (block->size >= Config::max_split_size()) stats_.oversize_allocations.increase(1);
   return block;
 }
 
 Block* CachingAllocator::allocate(size_t num_bytes, StreamId stream) {
   const size_t rounded = round_size(num_bytes);
-  const size_t segment = segment_size(rounded);
-  Pool& pool = pool_for(rounded);
-  Block* block = take_cached(pool, rounded, stream);
-  if (!block) block = take_segment(pool, segment, stream);
-  if (!block) block = take_oversized_segment(pool, segment, stream);
+  const Request request{pool_for(rounded, stream), rounded, segment_size(rounded), stream,
+                        Config::use_expandable_segments()};
+  Block* block = take_cached(request);
   if (!block) {
+    if (collects_garbage()) collect_garbage();
+    block = take_new(request);
+  }
+  if (!block && release_oversized_segments(request)) block = take_new(request);
+  if (!block && directed_.empty()) {
     stats_.num_alloc_retries++;
-    stats_.num_sync_all_streams++;
     empty_cache();
-    block =
-        take_cached(pool, rounded, stream);  // frees that were draining may have joined the cache
-    if (!block) block = take_segment(pool, segment, stream);
+    block = take_cached(request);  // frees that were draining may have joined the cache
+    if (!block) block = take_new(request);
   }
   if (!block) {
     stats_.num_ooms++;
     return nullptr;
   }
-  return hand_out(block, rounded, num_bytes, should_split(block, rounded));
+  return hand_out(block, rounded, num_bytes, should_split(block, request));
 }
 
 void CachingAllocator::begin_free(Block* block) {
@@ -244,11 +278,12 @@ void CachingAllocator::begin_free(Block* block) {
     stats_.allocation[type].decrease(1);
     stats_.allocated_bytes[type].decrease(block->size);
   });
+  if (block->size >= Config::max_split_size()) stats_.oversize_allocations.decrease(1);
 }
 
-// Joins a free neighbour to the block; returns the bytes gained.
+// Joins a free neighbour to the block, mapped as that is or unmapped; returns the bytes gained.
 size_t CachingAllocator::absorb(Block* block, Block* neighbour) {
-  if (!neighbour || !neighbour->is_free()) return 0;
+  if (!neighbour || !neighbour->is_free() || neighbour->is_mapped != block->is_mapped) return 0;
   if (neighbour == block->before) {
     block->address = neighbour->address;
     block->before = neighbour->before;
@@ -260,7 +295,8 @@ size_t CachingAllocator::absorb(Block* block, Block* neighbour) {
   const size_t gained = neighbour->size;
   block->size += gained;
   block->is_poisoned &= neighbour->is_poisoned;
-  block->pool->take(neighbour);
+  neighbour->is_mapped ? block->pool->take(neighbour)
+                       : static_cast<void>(block->pool->unmapped.erase(neighbour));
   delete neighbour;
   return gained;
 }
@@ -279,6 +315,8 @@ void CachingAllocator::finish_free(Block* block) {
     split_bytes += int64_t(block->size);
   }
   block->pool->put(block);
+  // Whole free granules of an expandable segment can be given back: it has no such remainders.
+  if (block->expandable) num_splits = split_bytes = 0;
   count(*block->pool, [&](size_t type) {
     adjust(stats_.inactive_split[type], num_splits);
     adjust(stats_.inactive_split_bytes[type], split_bytes);

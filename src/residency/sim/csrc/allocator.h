@@ -4,6 +4,9 @@
 //
 // Source of the rules: c10/cuda/CUDACachingAllocator.cpp. tests/sim/test_allocator_traces.py
 // replays traces of real CUDA runs through this class and demands the recorded addresses.
+//
+// The class is in three files: allocator.cpp (segments and blocks), allocator_expandable.cpp
+// (segments that grow), allocator_limits.cpp (private pools, memory fraction, garbage collection).
 #pragma once
 
 #include <c10/core/CachingDeviceAllocator.h>
@@ -11,10 +14,12 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
-#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "streams.h"
@@ -22,19 +27,35 @@
 namespace sim {
 
 using DeviceStats = c10::CachingDeviceAllocator::DeviceStats;
+using PoolId = c10::MempoolId_t;
 
 // Where segments come from, and what must happen before one goes back.
 struct MemorySource {
   virtual ~MemorySource() = default;
+  virtual size_t capacity_bytes() const = 0;
   virtual char* reserve(size_t num_bytes) = 0;  // nullptr when there is no room
   virtual void release(char* segment, size_t num_bytes) = 0;
-  virtual void before_release() = 0;  // cudaFree waits for the device; so does this
+  // cudaFree waits for the device; so does this. Other threads may use the allocator meanwhile.
+  virtual void synchronize_memory() = 0;
+  virtual void finish_pending_frees() = 0;  // of blocks that other streams have used
+
+  // Addresses with no memory behind them, into which memory is mapped piece by piece.
+  virtual char* reserve_addresses(size_t num_bytes) = 0;
+  virtual void release_addresses(char* address, size_t num_bytes) = 0;
+  virtual bool map(char* address, size_t num_bytes) = 0;  // false, and nothing, without room
+  virtual void unmap(char* address, size_t num_bytes) = 0;
 };
 
 struct Block;
+struct PrivatePool;
 
 // Free blocks of one size class, ordered for best fit: same stream, least size, least address.
 struct BlockOrder {
+  bool operator()(const Block* a, const Block* b) const;
+};
+
+// Unmapped blocks, ordered for the least address that can grow: same stream, least address.
+struct AddressOrder {
   bool operator()(const Block* a, const Block* b) const;
 };
 
@@ -42,12 +63,22 @@ struct Pool {
   using FreeBlocks = std::set<Block*, BlockOrder>;
 
   bool is_small;
-  FreeBlocks free_blocks;
+  PrivatePool* owner = nullptr;
+  FreeBlocks free_blocks = {};
   FreeBlocks::node_type spare = {};  // of the last block taken, for the next one put back
+  std::set<Block*, AddressOrder> unmapped = {};
+  int64_t num_searches = 0;  // counted only while garbage may be collected, which goes by age
 
   void put(Block* block);
   void take(Block* block) { take(free_blocks.find(block)); }
   void take(FreeBlocks::iterator position) { spare = free_blocks.extract(position); }
+};
+
+// A range of addresses that memory is mapped into, in granules of one size.
+struct ExpandableSegment {
+  char* address;
+  size_t size;
+  size_t granule;
 };
 
 struct Block {
@@ -65,9 +96,23 @@ struct Block {
   Block* before = nullptr;   // neighbours in the same segment
   Block* after = nullptr;
   uint64_t used_by = 0;  // record_stream: one bit a stream
+  ExpandableSegment* expandable = nullptr;
+  bool is_mapped = true;        // false: addresses without memory, of an expandable segment
+  int64_t searches_before = 0;  // of its pool, when it became free
 
   bool is_free() const { return !is_allocated && num_pending_uses == 0; }
   bool is_whole_segment() const { return !before && !after; }
+};
+
+// A pool of segments for some allocations only, such as a graph's. Its memory goes back when nobody
+// uses the pool any more.
+struct PrivatePool {
+  explicit PrivatePool(PoolId id) : id(id), small{true, this}, large{false, this} {}
+  PoolId id;
+  int num_users = 1;
+  size_t reserved_bytes = 0;
+  Pool small;
+  Pool large;
 };
 
 class CachingAllocator {
@@ -84,8 +129,24 @@ class CachingAllocator {
   void begin_free(Block* block);
   void finish_free(Block* block);
   void free(Block* block) { begin_free(block), finish_free(block); }
-  // Releases every segment that is wholly free.
-  void empty_cache();
+  // Releases every segment, and every mapped granule, that is wholly free: those of the default
+  // pool, unless allocations are being directed to a private one, and of private pools that have no
+  // user; or those of one such private pool alone.
+  void empty_cache(PoolId only = {0, 0});
+
+  // This process may reserve that share of the capacity; 1 for all of it.
+  void set_memory_fraction(double fraction);
+  double memory_fraction() const { return fraction_.value_or(1.0); }
+  std::optional<size_t> allowed_bytes() const;
+
+  // A private pool comes with its first user and goes, with its memory, after its last.
+  void add_pool_user(PoolId id);
+  void remove_pool_user(PoolId id);
+  int num_pool_users(PoolId id) const;
+  // From here on, allocations for which `takes` is true come from the pool; the latest call first.
+  void begin_allocating_to(PoolId id, std::function<bool(StreamId)> takes);
+  void end_allocating_to(PoolId id);
+  size_t free_bytes_in_private_pools() const;
 
   Block* find(const void* address) const;    // the allocated block that starts there, or nullptr
   bool contains(const void* address) const;  // in any allocated block; looks through them all
@@ -102,17 +163,41 @@ class CachingAllocator {
                      const std::vector<Layout>& blocks);
 
  private:
-  Pool& pool_for(size_t rounded_bytes);
-  Block* take_cached(Pool& pool, size_t rounded_bytes, StreamId stream);
-  Block* take_segment(Pool& pool, size_t segment_bytes, StreamId stream);
-  Block* take_oversized_segment(Pool& pool, size_t segment_bytes, StreamId stream);
+  struct Request {
+    Pool& pool;
+    size_t rounded_bytes;
+    size_t segment_bytes;
+    StreamId stream;
+    bool expands;  // may take from segments that grow, and gets new memory from them alone
+  };
+
+  Pool& pool_for(size_t rounded_bytes, StreamId stream);
+  void count_reserved(Pool& pool, int64_t difference);
+  Block* take_cached(const Request& request);
+  Block* take_new(const Request& request);
+  Block* take_segment(const Request& request);
+  bool release_oversized_segments(const Request& request);
   Block* hand_out(Block* block, size_t rounded_bytes, size_t requested, bool cut);
   Block* split(Block* block, size_t rounded_bytes);
-  bool should_split(const Block* block, size_t rounded_bytes) const;
+  bool should_split(const Block* block, const Request& request) const;
   size_t absorb(Block* block, Block* neighbour);
   Block* count_segment(Pool& pool, char* address, size_t num_bytes, StreamId stream);
   void release_segment(Block* block);
-  void release_free_segments(Pool& pool);
+  void release_free_memory(Pool& pool);
+
+  // allocator_expandable.cpp
+  Pool::FreeBlocks::iterator best_expandable(Pool& pool, Pool::FreeBlocks::iterator fit,
+                                             StreamId stream) const;
+  Block* take_expandable(const Request& request);
+  Block* find_addresses(const Request& request);
+  Block* map_block(Block* block, size_t num_bytes);
+  void unmap_block(Block* block);
+  void release_addresses(Block* block);
+
+  // allocator_limits.cpp
+  bool collects_garbage() const;
+  void collect_garbage();
+  void release_unused_pools(PoolId only);
 
   MemorySource& source_;
   Pool small_{true};
@@ -120,6 +205,26 @@ class CachingAllocator {
   ska::flat_hash_map<const void*, Block*> allocated_;
   size_t reserved_bytes_ = 0;
   DeviceStats stats_;
+  std::optional<double> fraction_;
+  std::map<PoolId, std::unique_ptr<PrivatePool>> private_pools_;
+  std::vector<std::pair<PoolId, std::function<bool(StreamId)>>> directed_;  // the latest last
 };
+
+// Statistics are kept three times: for both pools together and for each alone.
+template <class Update>
+void count(const Pool& pool, Update update) {
+  using c10::CachingAllocator::StatType;
+  update(static_cast<size_t>(StatType::AGGREGATE));
+  update(static_cast<size_t>(pool.is_small ? StatType::SMALL_POOL : StatType::LARGE_POOL));
+}
+
+inline void adjust(c10::CachingAllocator::Stat& stat, int64_t difference) {
+  if (difference > 0) stat.increase(static_cast<size_t>(difference));
+  if (difference < 0) stat.decrease(static_cast<size_t>(-difference));
+}
+
+inline size_t round_up(size_t num_bytes, size_t multiple) {
+  return (num_bytes + multiple - 1) / multiple * multiple;
+}
 
 }  // namespace sim

@@ -44,7 +44,8 @@ std::unique_lock<std::mutex> Machine::enter() {
 void Machine::configure(const Settings& settings, const std::string& share_folder,
                         const std::string& share_name) {
   const auto guard = enter();
-  before_release();
+  synchronize_memory();
+  finish_pending_frees();
   if (share_name.empty()) {
     share_.leave();
   } else {
@@ -61,9 +62,18 @@ void Machine::configure(const Settings& settings, const std::string& share_folde
 
 // ---------------------------------------------------------------------------------- device memory
 
+bool Machine::take_room(size_t num_bytes) {
+  if (allocator_.reserved_bytes() + num_bytes > settings_.capacity_bytes) return false;
+  return !share_.is_joined() || share_.reserve(num_bytes);
+}
+
+void Machine::give_back_room(char* address, size_t num_bytes) {
+  share_.release(num_bytes);
+  checker_.forget(number(address), number(address) + num_bytes);
+}
+
 char* Machine::reserve(size_t num_bytes) {
-  if (allocator_.reserved_bytes() + num_bytes > settings_.capacity_bytes) return nullptr;
-  if (share_.is_joined() && !share_.reserve(num_bytes)) return nullptr;
+  if (!take_room(num_bytes)) return nullptr;
   void* segment = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (segment != MAP_FAILED) return static_cast<char*>(segment);
@@ -73,12 +83,33 @@ char* Machine::reserve(size_t num_bytes) {
 
 void Machine::release(char* segment, size_t num_bytes) {
   munmap(segment, num_bytes);
+  give_back_room(segment, num_bytes);
+}
+
+char* Machine::reserve_addresses(size_t num_bytes) {
+  void* address =
+      mmap(nullptr, num_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return address == MAP_FAILED ? nullptr : static_cast<char*>(address);
+}
+
+void Machine::release_addresses(char* address, size_t num_bytes) { munmap(address, num_bytes); }
+
+bool Machine::map(char* address, size_t num_bytes) {
+  if (!take_room(num_bytes)) return false;
+  if (mprotect(address, num_bytes, PROT_READ | PROT_WRITE) == 0) return true;
   share_.release(num_bytes);
-  checker_.forget(number(segment), number(segment) + num_bytes);
+  return false;
+}
+
+// A new mapping over the old one gives its pages back to the host.
+void Machine::unmap(char* address, size_t num_bytes) {
+  mmap(address, num_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
+       0);
+  give_back_room(address, num_bytes);
 }
 
 // Called with the lock, which it lets go while work runs.
-void Machine::before_release() {
+void Machine::synchronize_memory() {
   while (!is_forked_ && !is_quiet()) {
     lock_.unlock();
     try {
@@ -89,7 +120,6 @@ void Machine::before_release() {
     }
     lock_.lock();
   }
-  finish_drained_frees();
 }
 
 // In the order of the block's own stream, so that work issued earlier still sees what it should.
@@ -109,7 +139,7 @@ void Machine::poison(Block* block, StreamId stream) {
 void* Machine::allocate(size_t num_bytes) {
   std::string line = line_of_python();
   const auto guard = enter();
-  finish_drained_frees();
+  finish_pending_frees();
   const StreamId stream = current_stream();
   Block* block = allocator_.allocate(num_bytes, stream);
   if (!block) raise_out_of_memory(num_bytes);
@@ -151,7 +181,7 @@ void Machine::free(void* address) {
 
 // A block whose recorded uses have all been reached joins the cache, as when CUDA's allocator finds
 // the events of such a block complete. The allocator vouches for the order, so the checker forgets.
-void Machine::finish_drained_frees() {
+void Machine::finish_pending_frees() {
   if (draining_.empty()) return;
   std::vector<std::pair<Ticket, Block*>> waiting;
   waiting.swap(draining_);
@@ -173,9 +203,9 @@ void Machine::record_stream(const void* address, StreamId stream) {
   if (block && block->stream != stream) block->used_by |= uint64_t(1) << stream;
 }
 
-void Machine::empty_cache() {
+void Machine::empty_cache(PoolId only) {
   Guard guard(lock_);
-  allocator_.empty_cache();
+  allocator_.empty_cache(only);
 }
 
 bool Machine::is_device_address(const void* address) {
@@ -209,13 +239,20 @@ void Machine::raise_out_of_memory(size_t num_bytes) {
   using c10::CachingAllocator::format_size;
   const size_t reserved = allocator_.reserved_bytes();
   const size_t allocated = allocator_.allocated_bytes();
+  const auto allowed_bytes = allocator_.allowed_bytes();
+  const std::string allowed = allowed_bytes ? format_size(*allowed_bytes) + " allowed; " : "";
+  const size_t in_pools = allocator_.free_bytes_in_private_pools();
+  const std::string pools = in_pools ? "with " + format_size(in_pools) +
+                                           " allocated in private pools (e.g., CUDA Graphs), "
+                                     : "";
   TORCH_CHECK_WITH(
       OutOfMemoryError, false, "sim out of memory. Tried to allocate ",
       format_size(CachingAllocator::segment_size(CachingAllocator::round_size(num_bytes))),
       ". sim:0 has a total capacity of ", format_size(settings_.capacity_bytes), " of which ",
-      format_size(free_bytes()), " is free. ", holders_of_memory(), "Of the ",
-      format_size(reserved), " in use, ", format_size(allocated), " is allocated by PyTorch, and ",
-      format_size(reserved - allocated), " is reserved by PyTorch but unallocated.");
+      format_size(free_bytes()), " is free. ", holders_of_memory(), allowed, "Of the ",
+      format_size(reserved), " in use, ", format_size(allocated + in_pools),
+      " is allocated by PyTorch, ", pools, "and ", format_size(reserved - allocated - in_pools),
+      " is reserved by PyTorch but unallocated.");
 }
 
 // ----------------------------------------------------------------------------- pinned host memory

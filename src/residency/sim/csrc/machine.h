@@ -111,13 +111,15 @@ class Machine final : private MemorySource {
   void* allocate(size_t num_bytes);  // throws c10::OutOfMemoryError with CUDA's figures
   void free(void* address);
   void record_stream(const void* address, StreamId stream);
-  void empty_cache();
+  void empty_cache(PoolId only = {0, 0});
   bool is_device_address(const void* address);
   std::pair<size_t, size_t> free_and_total_bytes();
-  template <class Read>
-  auto with_statistics(Read read) {
+  // Runs `use` on the allocator, for its settings and figures; it allocates and frees nothing that
+  // tensors hold.
+  template <class Use>
+  auto with_allocator(Use use) {
     Guard guard(lock_);
-    return read(allocator_.stats());
+    return use(allocator_);
   }
 
   // pinned host memory
@@ -135,9 +137,17 @@ class Machine final : private MemorySource {
 
   Machine();
 
+  size_t capacity_bytes() const override { return settings_.capacity_bytes; }
   char* reserve(size_t num_bytes) override;
   void release(char* segment, size_t num_bytes) override;
-  void before_release() override;
+  void synchronize_memory() override;
+  void finish_pending_frees() override;
+  char* reserve_addresses(size_t num_bytes) override;
+  void release_addresses(char* address, size_t num_bytes) override;
+  bool map(char* address, size_t num_bytes) override;
+  void unmap(char* address, size_t num_bytes) override;
+  bool take_room(size_t num_bytes);
+  void give_back_room(char* address, size_t num_bytes);
 
   // Refuses in a forked child; held, the state is the caller's.
   std::unique_lock<std::mutex> enter();
@@ -154,7 +164,6 @@ class Machine final : private MemorySource {
   void check_races(StreamId stream, const char* name, std::string line,
                    const std::vector<Access>& accesses);
   void host_sees(const Event& event);
-  void finish_drained_frees();
   void poison(Block* block, StreamId stream);
   size_t free_bytes();
   std::string holders_of_memory();

@@ -17,6 +17,7 @@ namespace py = pybind11;
 namespace sim {
 
 void register_distributed(py::module& module);  // torch_distributed.cpp
+void register_memory(py::module& module);       // python_memory.cpp
 
 namespace {
 
@@ -132,7 +133,13 @@ class TraceReplay final : MemorySource {
   void release(char* segment, size_t) override {
     released_.push_back(reinterpret_cast<uintptr_t>(segment));
   }
-  void before_release() override {}
+  void synchronize_memory() override {}
+  void finish_pending_frees() override {}
+  size_t capacity_bytes() const override { return size_t(1) << 40; }
+  char* reserve_addresses(size_t num_bytes) override { return reserve(num_bytes); }
+  void release_addresses(char*, size_t) override {}
+  bool map(char*, size_t) override { return grew_ = true; }
+  void unmap(char* address, size_t) override { release(address, 0); }
 
   CachingAllocator allocator_{*this};
   uintptr_t next_segment_ = 0;
@@ -145,7 +152,7 @@ class TraceReplay final : MemorySource {
 
 void configure(size_t capacity_bytes, const std::string& schedule, bool check_races, bool dry,
                std::optional<std::array<double, 5>> rates, const std::string& share_folder,
-               const std::string& share_name) {
+               const std::string& share_name, bool workspaces, size_t blas_workspace_bytes) {
   Settings settings;
   settings.capacity_bytes = capacity_bytes;
   settings.schedule = schedule == "eager"  ? Schedule::kEager
@@ -153,6 +160,8 @@ void configure(size_t capacity_bytes, const std::string& schedule, bool check_ra
                                            : Schedule::kOvertake;
   settings.check_races = check_races;
   settings.dry = dry;
+  settings.workspaces = workspaces;
+  settings.blas_workspace_bytes = blas_workspace_bytes;
   if (rates)
     settings.rates = Rates{(*rates)[0], (*rates)[1], (*rates)[2], (*rates)[3], (*rates)[4]};
   Machine::get().configure(settings, share_folder, share_name);
@@ -192,6 +201,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              [] { Machine::get().reset_peak_pinned_statistics(); });
 
   register_distributed(module);
+  register_memory(module);
 
   py::class_<TraceReplay>(module, "TraceReplay")
       .def(py::init<>())

@@ -28,6 +28,8 @@ struct Settings {
   Schedule schedule = Schedule::kLate;
   bool check_races = false;
   std::optional<Rates> rates;  // simulated time; without them events carry the host's time
+  bool workspaces = true;      // charge the scratch memory of CUDA's libraries and kernels
+  size_t blas_workspace_bytes = 0;
   bool dry = false;  // kernels run on meta tensors, and no byte of device memory is ever touched
 };
 

@@ -29,23 +29,30 @@ struct TorchAllocator final : c10::DeviceAllocator {
     copy_on_device(to, from, num_bytes);
   }
   bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t) override { Machine::get().empty_cache(); }
+  void emptyCache(c10::MempoolId_t pool) override { Machine::get().empty_cache(pool); }
   void recordStream(const at::DataPtr& pointer, c10::Stream stream) override {
     Machine::get().record_stream(pointer.get(), stream.id());
   }
   DeviceStats getDeviceStats(c10::DeviceIndex) override {
-    return Machine::get().with_statistics([](DeviceStats& stats) { return stats; });
+    return Machine::get().with_allocator([](CachingAllocator& allocator) {
+      DeviceStats stats = allocator.stats();
+      stats.max_split_size =
+          static_cast<int64_t>(c10::CachingAllocator::AcceleratorAllocatorConfig::max_split_size());
+      return stats;
+    });
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {
-    Machine::get().with_statistics([](DeviceStats& stats) {
+    Machine::get().with_allocator([](CachingAllocator& allocator) {
+      DeviceStats& stats = allocator.stats();
       for_each_stat(stats, [](auto& stat) { stat.reset_accumulated(); });
       stats.num_alloc_retries = stats.num_ooms = stats.num_sync_all_streams = 0;
       stats.num_device_alloc = stats.num_device_free = 0;
     });
   }
   void resetPeakStats(c10::DeviceIndex) override {
-    Machine::get().with_statistics(
-        [](DeviceStats& stats) { for_each_stat(stats, [](auto& stat) { stat.reset_peak(); }); });
+    Machine::get().with_allocator([](CachingAllocator& allocator) {
+      for_each_stat(allocator.stats(), [](auto& stat) { stat.reset_peak(); });
+    });
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
     return Machine::get().free_and_total_bytes();
@@ -58,6 +65,11 @@ struct TorchAllocator final : c10::DeviceAllocator {
                         &stats.inactive_split_bytes, &stats.requested_bytes}) {
       for (auto& stat : *array) apply(stat);
     }
+    for (auto& [_, of_a_pool] : stats.reserved_bytes_by_private_pools) {
+      for (auto& stat : of_a_pool) apply(stat);
+    }
+    apply(stats.oversize_allocations);
+    apply(stats.oversize_segments);
   }
 };
 

@@ -13,6 +13,7 @@
 #include <unordered_set>
 
 #include "torch_device.h"
+#include "torch_scratch.h"
 
 namespace sim {
 namespace {
@@ -39,6 +40,7 @@ struct Plan {
   bool is_list_kernel = false;
   bool accepts_host_tensors = false;
   OperationCounter count_operations = nullptr;
+  ScratchRule scratch;
   // The *_overrideable convolutions have no CPU kernel; the operations they stand for have.
   enum class Kernel { kOwn, kConvolution, kConvolutionBackward } kernel = Kernel::kOwn;
 };
@@ -75,6 +77,7 @@ Plan make_plan(const c10::FunctionSchema& schema) {
   plan.is_list_kernel = plan.name.find("_foreach_") != std::string::npos ||
                         plan.name.find("_fused_") != std::string::npos;
   plan.count_operations = operation_counter(plan.name);
+  plan.scratch = scratch_rule(schema);
   if (plan.name == "aten::convolution_overrideable") plan.kernel = Plan::Kernel::kConvolution;
   if (plan.name == "aten::convolution_backward_overrideable") {
     plan.kernel = Plan::Kernel::kConvolutionBackward;
@@ -183,6 +186,7 @@ class Call {
     }
     resize_outputs();
     adopt_results();
+    take_scratch();
   }
 
  private:
@@ -330,6 +334,12 @@ class Call {
     for (const int argument : plan_.returned_argument) {
       stack_->push_back(arguments_[static_cast<size_t>(argument)]);
     }
+    take_scratch();
+  }
+
+  void take_scratch() {
+    if (!plan_.scratch.takes_any()) return;
+    charge_scratch(plan_.scratch, arguments_.data(), arguments_.size(), stack_->back());
   }
 
   // --------------------------------------------------------------------------------- its results
@@ -411,11 +421,13 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
 }
 
 // Composite kernels would shadow the fallback here, and allocate temporaries that CUDA does not.
+// tests/sim/shadowed_operations.txt has all that could, with what becomes of each.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   for (const char* name :
        {"convolution_overrideable", "convolution_backward_overrideable", "silu_backward",
         "mish_backward", "native_channel_shuffle", "native_layer_norm", "native_group_norm",
-        "_stack", "addr", "any.dims", "all.dims", "mse_loss", "smooth_l1_loss"}) {
+        "_stack", "addr", "addr.out", "any.dims", "any.dims_out", "all.dims", "all.dims_out",
+        "linalg__powsum", "mse_loss", "smooth_l1_loss"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
 }

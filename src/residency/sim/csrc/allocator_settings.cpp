@@ -1,0 +1,135 @@
+#include "allocator_settings.h"
+
+#include <c10/core/AllocatorConfig.h>
+#include <c10/util/Exception.h>
+
+#include <optional>
+#include <unordered_set>
+
+#include "machine.h"
+
+namespace sim {
+namespace {
+
+using Config = c10::CachingAllocator::AcceleratorAllocatorConfig;
+
+// Settings of CUDAAllocatorConfig. Those without an effect on bytes of the device are accepted and
+// ignored, so that a script's environment works unchanged.
+const std::unordered_set<std::string>& settings_of_cuda() {
+  static const std::unordered_set<std::string> names{
+      "backend",
+      "graph_capture_record_stream_reuse",
+      "per_process_memory_fraction",
+      "pinned_free_catch_all",
+      "pinned_num_register_threads",
+      "pinned_reserve_segment_size_mb",
+      "pinned_use_cuda_host_register",
+      "release_lock_on_cudamalloc",
+      "throw_on_cudamalloc_oom",
+  };
+  return names;
+}
+
+std::string known_settings() {
+  std::set<std::string> sorted(Config::getKeys().begin(), Config::getKeys().end());
+  std::string text;
+  for (const std::string& name : sorted) text += (text.empty() ? "" : ", ") + name;
+  return text;
+}
+
+double parse_fraction(const std::string& text) {
+  size_t num_read = 0;
+  double fraction = -1;
+  try {
+    fraction = std::stod(text, &num_read);
+  } catch (const std::exception&) {
+  }
+  TORCH_CHECK_VALUE(num_read == text.size() && fraction >= 0 && fraction <= 1,
+                    "the allocator setting per_process_memory_fraction is '", text,
+                    "'; expected a number from 0 to 1.");
+  return fraction;
+}
+
+// Looks at every setting before it applies one.
+void parse_settings_of_cuda(const std::string& settings) {
+  const c10::CachingAllocator::ConfigTokenizer tokens(settings);
+  std::optional<double> fraction;
+  for (size_t i = 0; i < tokens.size(); i++) {
+    const std::string& name = tokens[i];
+    if (name == ",") continue;
+    TORCH_CHECK_VALUE(Config::getKeys().count(name), "the allocator setting '", name,
+                      "' is unknown; expected one of ", known_settings(), ".");
+    TORCH_CHECK_VALUE(i + 2 < tokens.size() && tokens[i + 1] == ":", "the allocator setting '",
+                      name, "' has no value; expected '", name, ":VALUE'.");
+    const std::string& value = tokens[i + 2];
+    if (name == "per_process_memory_fraction") fraction = parse_fraction(value);
+    TORCH_CHECK_VALUE(name != "backend" || value == "native", "the allocator backend is '", value,
+                      "'; the simulated accelerator has 'native' only.");
+    i = tokens.skipKey(i);
+  }
+  if (!fraction) return;
+  Machine::get().with_allocator(
+      [&](CachingAllocator& allocator) { allocator.set_memory_fraction(*fraction); });
+}
+
+// The settings that torch keeps when a later string does not name them.
+struct Kept {
+  size_t large_segment_bytes = Config::large_segment_size();
+  size_t rounding_bytes = Config::max_non_split_rounding_size();
+  bool expands = Config::use_expandable_segments();
+  bool background = Config::pinned_use_background_threads();
+  size_t round_threshold = Config::pinned_max_round_threshold();
+  size_t cached_bytes = Config::pinned_max_cached_size();
+};
+
+std::string megabytes(size_t num_bytes) { return std::to_string(num_bytes >> 20); }
+
+std::string boolean(bool value) { return value ? "True" : "False"; }
+
+// Brings back what differs. Of one string torch reads the segment size first, and wants the
+// rounding to be at least as large: hence three.
+void go_back_to(const Kept& then) {
+  const Kept now;
+  auto& instance = Config::instance();
+  if (now.large_segment_bytes != then.large_segment_bytes ||
+      now.rounding_bytes != then.rounding_bytes) {
+    const size_t least = std::min(then.large_segment_bytes, then.rounding_bytes);
+    instance.parseArgs("large_segment_size_mb:" + megabytes(least));
+    instance.parseArgs("max_non_split_rounding_mb:" + megabytes(then.rounding_bytes));
+    instance.parseArgs("large_segment_size_mb:" + megabytes(then.large_segment_bytes));
+  }
+  if (now.round_threshold != then.round_threshold) {
+    instance.parseArgs("pinned_max_round_threshold_mb:" + megabytes(then.round_threshold));
+  }
+  if (now.cached_bytes != then.cached_bytes) {
+    instance.parseArgs("pinned_max_cached_size_mb:" + megabytes(then.cached_bytes));
+  }
+  instance.parseArgs("pinned_use_background_threads:" + boolean(then.background) +
+                     ",expandable_segments:" + boolean(then.expands));
+}
+
+}  // namespace
+
+void adopt_allocator_settings() {
+  const std::string settings = c10::CachingAllocator::getAllocatorSettings();
+  static const bool is_registered = [] {
+    if (Config::getConfigParserHook()) return false;  // CUDA's own, in a build of torch that has it
+    Config::registerDeviceConfigParserHook(&parse_settings_of_cuda, settings_of_cuda());
+    return true;
+  }();
+  if (is_registered) parse_settings_of_cuda(settings);
+}
+
+void set_allocator_settings(const std::string& settings) {
+  const Kept then;
+  const std::string previous = c10::CachingAllocator::getAllocatorSettings();
+  try {
+    c10::CachingAllocator::setAllocatorSettings(settings);
+  } catch (...) {
+    go_back_to(then);
+    Config::instance().parseArgs(previous);  // for the settings that every string sets anew
+    throw;
+  }
+}
+
+}  // namespace sim

@@ -1,0 +1,96 @@
+// The Python side of memory: allocator settings, the memory fraction, private pools and library
+// workspaces.
+#include <c10/core/AllocatorConfig.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <thread>
+
+#include "allocator_settings.h"
+#include "machine.h"
+#include "workspaces.h"
+
+namespace py = pybind11;
+
+namespace sim {
+namespace {
+
+void begin_allocating_on_this_thread_to(PoolId id) {
+  const auto thread = std::this_thread::get_id();
+  Machine::get().with_allocator([&](CachingAllocator& allocator) {
+    allocator.begin_allocating_to(
+        id, [thread](StreamId) { return std::this_thread::get_id() == thread; });
+  });
+}
+
+// {"all" | "small_pool" | "large_pool": {figure: bytes}}, as torch reports for CUDA.
+py::dict figures_of_pool(const c10::CachingAllocator::StatArray& stats) {
+  py::dict result;
+  const char* names[] = {"all", "small_pool", "large_pool"};
+  for (size_t i = 0; i < stats.size(); i++) {
+    py::dict figures;
+    figures["current"] = stats[i].current;
+    figures["peak"] = stats[i].peak;
+    figures["allocated"] = stats[i].allocated;
+    figures["freed"] = stats[i].freed;
+    result[names[i]] = figures;
+  }
+  return result;
+}
+
+py::dict private_pool_stats() {
+  const auto stats = Machine::get().with_allocator([](CachingAllocator& allocator) {
+    return allocator.stats().reserved_bytes_by_private_pools;
+  });
+  py::dict result;
+  for (const auto& [id, of_a_pool] : stats) {
+    result[py::make_tuple(id.first, id.second)] = figures_of_pool(of_a_pool);
+  }
+  return result;
+}
+
+}  // namespace
+
+void register_memory(py::module& module) {
+  module.def("adopt_allocator_settings", &adopt_allocator_settings);
+  module.def("set_allocator_settings", &set_allocator_settings);
+  module.def("set_memory_fraction", [](double fraction) {
+    Machine::get().with_allocator(
+        [&](CachingAllocator& allocator) { allocator.set_memory_fraction(fraction); });
+  });
+  module.def("memory_fraction", [] {
+    return Machine::get().with_allocator(
+        [](CachingAllocator& allocator) { return allocator.memory_fraction(); });
+  });
+  module.def("add_pool_user", [](PoolId id) {
+    Machine::get().with_allocator(
+        [&](CachingAllocator& allocator) { allocator.add_pool_user(id); });
+  });
+  module.def("remove_pool_user", [](PoolId id) {
+    Machine::get().with_allocator(
+        [&](CachingAllocator& allocator) { allocator.remove_pool_user(id); });
+  });
+  module.def("num_pool_users", [](PoolId id) {
+    return Machine::get().with_allocator(
+        [&](CachingAllocator& allocator) { return allocator.num_pool_users(id); });
+  });
+  module.def("begin_allocating_to", &begin_allocating_on_this_thread_to);
+  module.def("end_allocating_to", [](PoolId id) {
+    Machine::get().with_allocator(
+        [&](CachingAllocator& allocator) { allocator.end_allocating_to(id); });
+  });
+  module.def(
+      "empty_pool_cache", [](PoolId id) { Machine::get().empty_cache(id); },
+      py::call_guard<py::gil_scoped_release>());
+  module.def("private_pool_stats", &private_pool_stats);
+  module.def("blas_workspace_bytes", [](std::optional<std::string> config, int capability_major) {
+    bool is_understood = true;
+    const size_t num_bytes =
+        blas_workspace_bytes(config ? config->c_str() : nullptr, capability_major, is_understood);
+    return std::make_pair(num_bytes, is_understood);
+  });
+  module.def("clear_workspaces", &clear_blas_workspaces, py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace sim

@@ -1,0 +1,50 @@
+// Scratch memory that CUDA's libraries and kernels take from torch's allocator: the workspace of
+// cuBLAS and the buffers of reductions that are split over blocks. Off where settings say so.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace sim {
+
+// The device whose kernels' scratch is modelled: an A100 (capability 8.0).
+struct KernelDevice {
+  static constexpr int capability_major = 8;
+  static constexpr int64_t num_multiprocessors = 108;
+  static constexpr int64_t threads_per_multiprocessor = 2048;
+};
+
+// Bytes of one cuBLAS workspace by the rule of torch: `config` is CUBLAS_WORKSPACE_CONFIG, with any
+// number of `:KiB:count` in it, or nullptr. Sets `is_understood` to false, and takes the default,
+// where there is none.
+size_t blas_workspace_bytes(const char* config, int capability_major, bool& is_understood);
+
+// From the first call on, the current thread's cuBLAS handle has a workspace for the current
+// stream. It is kept until all are cleared.
+void use_blas();
+void clear_blas_workspaces();
+
+// One reduction by a kernel of torch's Reduce.cuh, its dimensions as torch's TensorIterator orders
+// and joins them: those reduced first, each group from the fastest to the slowest.
+struct Reduction {
+  int64_t num_dims = 0;
+  int64_t num_reduced_dims = 0;
+  int64_t num_outputs = 1;
+  int64_t inputs_per_output = 1;
+  int64_t fastest_stride_bytes = 0;  // of the input
+  int64_t fastest_kept_stride_bytes = 0;
+  int64_t output_alignment = 4;   // what divides address, first kept size and strides, up to 4
+  int64_t element_bytes = 0;      // of the input
+  int64_t accumulator_bytes = 0;  // of one partial result
+  int64_t max_threads = 512;
+};
+
+struct ReductionScratch {
+  size_t buffer_bytes = 0;  // both 0 where the reduction is not split over blocks
+  size_t semaphore_bytes = 0;
+};
+
+ReductionScratch scratch_of(const Reduction& reduction);
+
+}  // namespace sim

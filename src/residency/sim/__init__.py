@@ -68,12 +68,13 @@ def enable(
             ``Event.elapsed_time`` and ``now_seconds`` return; without it, the host's.
         share: A name, by default ``RESIDENCY_SIM_SHARE``: this user's processes that give the same
             one have the capacity between them, as on one GPU; without one it is this process's
-            own. A process forked after the call cannot use the device.
+            own. A process forked after the device was used cannot use it.
 
     Raises:
         InvalidArgumentError: An argument means nothing, or the capacity is below what is in use or
             another under the same name, or ``dry`` would change while memory is in use.
-        SimulatorError: Another PrivateUse1 device is registered, or the shared file is unusable.
+        SimulatorError: Another PrivateUse1 device is registered, or the shared file is unusable, or
+            this process was forked from one that had used the device.
         BuildError: The extension cannot be built here; the message says what to install.
 
     Memory:
@@ -93,7 +94,7 @@ def enable(
     )
     if is_new:  # last, so that a refused first call leaves torch as it was
         _backend.register()
-        compat.teach_safetensors()
+        compat.teach_packages()
     return torch.device("sim", 0)
 
 
@@ -139,6 +140,7 @@ def _check_schedule(schedule: str) -> None:
 
 
 def _check_change(capacity_bytes: int, dry: bool, share: str | None) -> None:
+    _backend.check_process()
     torch.accelerator.synchronize()
     reserved = torch.accelerator.memory_reserved()
     joins = share not in (None, _backend.share())  # only what is in use goes along

@@ -11,6 +11,8 @@
 
 #include <cstring>
 
+#include "fork.h"
+
 namespace sim {
 namespace {
 
@@ -18,9 +20,10 @@ namespace {
 
 struct TorchAllocator final : c10::DeviceAllocator {
   static void deallocate(void* address) {
-    if (address) Machine::get().free(address);
+    if (address && !is_in_bad_fork()) Machine::get().free(address);
   }
   at::DataPtr allocate(size_t num_bytes) override {
+    use_device();
     void* address = num_bytes ? Machine::get().allocate(num_bytes) : nullptr;
     return {address, address, &deallocate, kDevice};
   }
@@ -28,8 +31,10 @@ struct TorchAllocator final : c10::DeviceAllocator {
   void copy_data(void* to, const void* from, size_t num_bytes) const override {
     copy_on_device(to, from, num_bytes);
   }
-  bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t) override { Machine::get().empty_cache(); }
+  bool initialized() override { return !is_in_bad_fork(); }  // where it is not, all figures are 0
+  void emptyCache(c10::MempoolId_t) override {
+    if (!is_in_bad_fork()) Machine::get().empty_cache();
+  }
   void recordStream(const at::DataPtr& pointer, c10::Stream stream) override {
     Machine::get().record_stream(pointer.get(), stream.id());
   }
@@ -48,6 +53,7 @@ struct TorchAllocator final : c10::DeviceAllocator {
         [](DeviceStats& stats) { for_each_stat(stats, [](auto& stat) { stat.reset_peak(); }); });
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
+    use_device();
     return Machine::get().free_and_total_bytes();
   }
 
@@ -62,8 +68,11 @@ struct TorchAllocator final : c10::DeviceAllocator {
 };
 
 struct TorchPinnedAllocator final : at::HostAllocator {
-  static void deallocate(void* address) { Machine::get().free_pinned(address); }
+  static void deallocate(void* address) {
+    if (!is_in_bad_fork()) Machine::get().free_pinned(address);
+  }
   at::DataPtr allocate(size_t num_bytes) override {
+    use_device();
     void* address = Machine::get().allocate_pinned(num_bytes);
     return {address, address, &deallocate, c10::Device(c10::kCPU)};
   }
@@ -121,9 +130,11 @@ struct TorchGuard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getStream(c10::Device) const override { return stream_of(Machine::current_stream()); }
   c10::Stream getDefaultStream(c10::Device) const override { return stream_of(kDefaultStream); }
   c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override {
+    use_device();
     return stream_of(Machine::get().create_stream());
   }
   c10::Stream getNewStream(c10::Device, int) const override {
+    use_device();
     return stream_of(Machine::get().create_stream());
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
@@ -133,12 +144,17 @@ struct TorchGuard final : c10::impl::DeviceGuardImplInterface {
     return reinterpret_cast<void*>(static_cast<uintptr_t>(stream.id() + 1));
   }
   bool queryStream(const c10::Stream& stream) const override {
+    use_device();
     return Machine::get().is_stream_done(stream.id());
   }
   void synchronizeStream(const c10::Stream& stream) const override {
+    use_device();
     Machine::get().synchronize_stream(stream.id());
   }
-  void synchronizeDevice(const c10::DeviceIndex) const override { Machine::get().synchronize(); }
+  void synchronizeDevice(const c10::DeviceIndex) const override {
+    use_device();
+    Machine::get().synchronize();
+  }
   void recordDataPtrOnStream(const c10::DataPtr& pointer,
                              const c10::Stream& stream) const override {
     device_allocator_instance.recordStream(pointer, stream);
@@ -146,16 +162,20 @@ struct TorchGuard final : c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
               const c10::EventFlag) const override {
+    use_device();
     if (!*event) *event = new Event;
     Machine::get().record(event_at(*event), stream.id());
   }
   void block(void* event, const c10::Stream& stream) const override {
+    use_device();
     if (event) Machine::get().wait(stream.id(), event_at(event));
   }
   bool queryEvent(void* event) const override {
+    use_device();
     return !event || Machine::get().query(event_at(event));
   }
   void synchronizeEvent(void* event) const override {
+    use_device();
     if (event) Machine::get().synchronize(event_at(event));
   }
   double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {

@@ -412,12 +412,28 @@ def test_a_forked_child_is_refused_the_device_and_costs_its_parent_nothing(
     action = "(held.clear(), accelerator.empty_cache())"
     assert first.ask(f"forked(lambda: {action}, lambda: os._exit(0))") == ["(None, None)", 0]
     assert first.ask("info()") == second.ask("info()") == [34 * MIB, CAPACITY]
-    # Nor can it take a place of its own.
-    answer, status = first.ask(f"forked(lambda: enable({name!r}), lambda: sys.exit(0))")
+    action = f"(enable({name!r}), info()[0])"
+    answer, status = first.ask(f"forked(lambda: {action}, lambda: sys.exit(0))")
     assert "'spawn'" in answer
     assert status == 0
     assert second.ask("info()") == [34 * MIB, CAPACITY]
     assert _file(name).exists()
+
+
+def test_a_child_forked_before_the_device_is_used_takes_a_place_of_its_own(
+    start: Start, name: str
+) -> None:
+    first, second = start(2, is_fresh=True)
+    first.ask(f"enable({name!r})")
+    second.ask(f"enable({name!r})")
+    second.ask(f"hold('a', {30 * MIB})")
+    answer, status = first.ask("forked(lambda: hold('b', 10), lambda: sys.exit(0))")
+    assert "'spawn'" in answer  # it has no place yet
+    assert status == 0
+    action = f"(enable({name!r}), info()[0])"
+    answer, status = first.ask(f"forked(lambda: {action}, lambda: sys.exit(0))")
+    assert (answer, status) == (f"(None, {CAPACITY - 30 * MIB})", 0)
+    assert second.ask("info()") == [CAPACITY - 30 * MIB, CAPACITY]
 
 
 def test_a_killed_parent_gives_its_bytes_back_while_its_forked_child_lives(

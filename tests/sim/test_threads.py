@@ -1,4 +1,4 @@
-"""Threads, forks and kernels written in Python: nobody waits for a lock that is never let go.
+"""Threads and kernels written in Python: nobody waits for a lock that is never let go.
 
 A deadlock would hang the test run, so each script runs in a process of its own, with a limit.
 """
@@ -126,50 +126,6 @@ print("through")
 """
     )
     assert result.stdout == "through\n", result.stderr
-
-
-_FORK = """
-import os, sys, torch
-from residency import sim
-
-device = sim.enable("64MiB", schedule="late", check_races=True)
-held = torch.ones(1000, device=device)
-lane = torch.Stream(device)
-reader, writer = os.pipe()
-child = os.fork()
-if child == 0:
-    answers = [torch.sim._is_in_bad_fork()]
-    for action in (
-        lambda: torch.ones(10, device=device),
-        lambda: held.add_(1),
-        lambda: held.cpu(),
-        lambda: torch.ones(10).pin_memory(),
-        lambda: torch.accelerator.synchronize(),
-        lambda: torch.Stream(device),
-        lambda: sim.enable("64MiB"),
-        lambda: torch.accelerator.get_memory_info(),
-    ):
-        try:
-            answers.append(repr(action()))
-        except RuntimeError as error:
-            answers.append("'spawn'" in str(error))
-    answers.append(torch.ones(3).sum().item())             # the host still computes
-    del held
-    torch.accelerator.empty_cache()
-    os.write(writer, repr(answers).encode())
-    sys.exit(3)                                            # the ordinary end
-os.close(writer)
-with os.fdopen(reader) as answers:
-    print(answers.read())
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), torch.sim._is_in_bad_fork())
-print(held.sum().item())
-"""
-
-
-def test_a_forked_child_is_refused_the_device_as_on_cuda() -> None:
-    result = _run(_FORK)
-    expected = [True] * 9 + [3.0]
-    assert result.stdout == f"{expected!r}\n3 False\n1000.0\n", result.stderr
 
 
 def test_an_event_from_before_a_change_of_settings_orders_nothing_after_it() -> None:

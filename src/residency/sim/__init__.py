@@ -77,9 +77,9 @@ def enable(
         InvalidArgumentError: An argument or allocator setting means nothing, or the capacity is
             below what is in use or another under the same name, or ``dry`` would change while
             memory is in use.
-        SimulatorError: Another PrivateUse1 device is registered, or the shared file is unusable.
+        SimulatorError: Another PrivateUse1 device is registered, or the shared file is unusable, or
+            this process was forked from one that had used the device.
         BuildError: The extension cannot be built here; the message says what to install.
-        RuntimeError: This process was forked from one that had called this.
 
     Memory:
         Device memory is host memory, taken segment by segment, touched when first poisoned.
@@ -93,7 +93,7 @@ def enable(
     _backend.configure(capacity_bytes, share=name, **settings)
     if is_new:  # last, so that a refused first call leaves torch as it was
         _backend.register()
-        compat.teach_safetensors()
+        compat.teach_packages()
     return torch.device("sim", 0)
 
 
@@ -146,6 +146,7 @@ def _prepare(capacity_bytes: int, dry: bool, share: str | None) -> bool:
 
 
 def _check_change(capacity_bytes: int, dry: bool, share: str | None) -> None:
+    _backend.check_process()
     torch.accelerator.synchronize()
     _backend.core().clear_workspaces()
     reserved = torch.accelerator.memory_reserved()

@@ -17,7 +17,7 @@ import torch
 from torch.utils import backend_registration
 
 from residency._errors import InvalidArgumentError, RaceError, SimulatorError
-from residency.sim import _allocator, _distributed
+from residency.sim import _allocator, _compile, _distributed
 from residency.sim._build import load_extension
 from residency.sim._share import share_folder
 
@@ -81,8 +81,21 @@ def register() -> None:
     register_module(_NAME, module)
     sys.modules[f"torch.{_NAME}"] = module
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
+    _compile.run_compiled_eagerly(_NAME)
     if torch.distributed.is_available():
         _distributed.register(extension)
+
+
+def check_process() -> None:
+    """Checks that this process may use the device.
+
+    Raises:
+        SimulatorError: It was forked from one that had used the device.
+    """
+    try:
+        core().use_device()
+    except RuntimeError as error:
+        raise SimulatorError(str(error)) from None
 
 
 def configure(
@@ -224,10 +237,10 @@ def _make_module() -> ModuleType:
 def _device_functions() -> dict[str, Any]:
     return {
         "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "init": lambda: None,
-        "_lazy_init": lambda: None,
-        "_is_in_bad_fork": lambda: core().is_forked(),
+        "is_initialized": lambda: not core().is_in_bad_fork(),
+        "init": core().use_device,
+        "_lazy_init": core().use_device,
+        "_is_in_bad_fork": core().is_in_bad_fork,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": _check_device,

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.machinery
 import importlib.util
+import sys
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
+
+
+def teach_packages() -> None:
+    """Tells the packages that keep lists of devices; those that are not installed need no word."""
+    teach_safetensors()
+    teach_transformers()
 
 
 def teach_safetensors() -> None:
@@ -54,5 +65,60 @@ def teach_safetensors() -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(self._file, name)
 
-    for module in (safetensors, safetensors.torch):
-        vars(module)["safe_open"] = safe_open
+    _replace_everywhere("safe_open", native, safe_open)
+
+
+def teach_transformers() -> None:
+    """Lets ``transformers`` know that the device has bfloat16 (``TrainingArguments(bf16=True)``).
+
+    It asks a list of device names of its own. Does not import transformers: where that has not
+    happened yet, it is told as soon as it is.
+    """
+    name = "transformers.utils.import_utils"
+    if name in sys.modules:
+        _tell_of_bf16(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _AfterImport(name, _tell_of_bf16))
+
+
+def _tell_of_bf16(module: ModuleType) -> None:
+    def is_available() -> bool:
+        return True
+
+    name = "is_torch_bf16_gpu_available"
+    _replace_everywhere(name, vars(module)[name], is_available)
+
+
+def _replace_everywhere(name: str, old: Any, new: Any) -> None:
+    """Replaces a global in all modules that have it under its own name."""
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        if names.get(name) is old:
+            names[name] = new
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function with a module right after its first import."""
+
+    def __init__(self, name: str, tell: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._tell = tell
+
+    def find_spec(
+        self, name: str, path: Any, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Finds the module as Python does, once, with a loader that calls the function."""
+        if name != self._name:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        sys.meta_path.remove(self)
+        execute = spec.loader.exec_module
+
+        def execute_and_tell(module: ModuleType) -> None:
+            execute(module)
+            self._tell(module)
+
+        vars(spec.loader)["exec_module"] = execute_and_tell
+        return spec

@@ -8,6 +8,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "fork.h"
+
 namespace sim {
 namespace {
 
@@ -23,27 +25,20 @@ Machine& Machine::get() {
   return *machine;
 }
 
-// No thread of the parent's holds the lock at the moment of a fork, so that the child can still
-// free what it inherited.
+// No thread of the parent's holds the lock at the moment of a fork, so that a child can use it.
 Machine::Machine() {
-  pthread_atfork([] { get().lock_.lock(); }, [] { get().lock_.unlock(); },
-                 [] {
-                   get().is_forked_ = true;
-                   get().streams_.end_fast_path();
-                   get().lock_.unlock();
-                 });
+  const auto unlock = [] { get().lock_.unlock(); };
+  pthread_atfork([] { get().lock_.lock(); }, unlock, unlock);
 }
 
 std::unique_lock<std::mutex> Machine::enter() {
-  TORCH_CHECK(!is_forked_,
-              "Cannot re-initialize the simulated accelerator in forked subprocess. To use it with "
-              "multiprocessing, you must use the 'spawn' start method");
+  use_device();
   return std::unique_lock<std::mutex>(lock_);
 }
 
 void Machine::configure(const Settings& settings, const std::string& share_folder,
                         const std::string& share_name) {
-  const auto guard = enter();
+  Guard guard(lock_);
   synchronize_memory();
   finish_pending_frees();
   if (share_name.empty()) {
@@ -110,7 +105,7 @@ void Machine::unmap(char* address, size_t num_bytes) {
 
 // Called with the lock, which it lets go while work runs.
 void Machine::synchronize_memory() {
-  while (!is_forked_ && !is_quiet()) {
+  while (!is_quiet()) {
     lock_.unlock();
     try {
       run_all();

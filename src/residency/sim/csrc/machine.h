@@ -94,8 +94,6 @@ class Machine final : private MemorySource {
   void observe(Launch&& launch);  // tells the checker and the clock of work that is not done
   bool is_alone() const;          // no stream but the current one can tell when work runs
   void run_current_stream();      // without the host having waited: the checker is not told
-  // A forked child has its parent's tensors, but not its device: torch's threads are not there.
-  bool is_forked() const { return is_forked_; }
   void synchronize_stream(StreamId stream);
   void synchronize();
   bool is_stream_done(StreamId stream);
@@ -149,7 +147,7 @@ class Machine final : private MemorySource {
   bool take_room(size_t num_bytes);
   void give_back_room(char* address, size_t num_bytes);
 
-  // Refuses in a forked child; held, the state is the caller's.
+  // Refuses a process that may not use the device (fork.h); held, the state is the caller's.
   std::unique_lock<std::mutex> enter();
 
   bool runs_at_once() const { return settings_.schedule == Schedule::kEager; }
@@ -173,7 +171,6 @@ class Machine final : private MemorySource {
   uint64_t epoch_ = 0;  // how often the settings were made
   std::mutex lock_;     // [Note: two locks]
   std::mutex turn_;
-  std::atomic<bool> is_forked_ = false;
   Streams streams_{settings_};
   RaceChecker checker_;
   Clock clock_{Rates()};

@@ -10,6 +10,7 @@
 #include <exception>
 #include <thread>
 
+#include "fork.h"
 #include "torch_device.h"
 
 namespace py = pybind11;
@@ -193,7 +194,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::register_exception<ShareRefused>(module, "ShareRefused", PyExc_ValueError);
   py::register_exception<ShareUnusable>(module, "ShareUnusable", PyExc_OSError);
   module.def("configure", &configure, py::call_guard<py::gil_scoped_release>());
-  module.def("is_forked", [] { return Machine::get().is_forked(); });
+  module.def("is_in_bad_fork", &is_in_bad_fork);
+  module.def("use_device", torch::wrap_pybind_function(&use_device));
   module.def("now_seconds", [] { return Machine::get().now_seconds(); });
   module.def("default_generator", [] { return default_generator(); });
   module.def("pinned_memory_stats", &pinned_memory_stats);

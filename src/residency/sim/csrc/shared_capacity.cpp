@@ -270,11 +270,18 @@ void remove_abandoned_files(const std::string& folder, const std::string& joined
 
 bool SharedCapacity::is_inherited() const { return is_joined_ && num_forks_ != num_forks; }
 
+void SharedCapacity::refuse_if_inherited() const {
+  if (!is_inherited()) return;
+  throw std::runtime_error(
+      "The simulated accelerator shares its capacity with other processes, and this process was "
+      "forked from one that uses it. Start processes with 'spawn', as for CUDA.");
+}
+
 void SharedCapacity::join(const std::string& folder, const std::string& name, size_t capacity_bytes,
                           size_t held_bytes) {
   count_forks();
   const std::string path = folder + "/" + file_prefix() + name;
-  if (is_joined_ && path == path_) return change_capacity(capacity_bytes);
+  if (is_joined_ && !is_inherited() && path == path_) return change_capacity(capacity_bytes);
   File file(-1);
   int slot = -1;
   while (slot < 0) {
@@ -335,6 +342,7 @@ void SharedCapacity::leave() noexcept {
 // ------------------------------------------------------------------------------------------- bytes
 
 bool SharedCapacity::reserve(size_t num_bytes) {
+  refuse_if_inherited();
   std::lock_guard<std::mutex> guard(lock_);
   if (!is_joined_) return true;  // the process is ending, and another thread has left
   const Exclusive exclusive(file_);
@@ -359,6 +367,7 @@ void SharedCapacity::release(size_t num_bytes) noexcept {
 }
 
 SharedCapacity::Figures SharedCapacity::figures() {
+  refuse_if_inherited();
   std::lock_guard<std::mutex> guard(lock_);
   if (!is_joined_) return {};
   const Exclusive exclusive(file_);

@@ -55,13 +55,15 @@ class SharedCapacity {
   void leave() noexcept;
 
   bool is_joined() const { return is_joined_; }
+  // A forked child has its parent's memory, but no share of its own until it joins.
+  bool is_inherited() const;
+  void refuse_if_inherited() const;
 
   bool reserve(size_t num_bytes);  // false when there is no room
   void release(size_t num_bytes) noexcept;
   Figures figures();
 
  private:
-  bool is_inherited() const;  // a forked child has its parent's memory, but no share
   void change_capacity(size_t capacity_bytes);
 
   std::mutex lock_;  // record locks do not keep the threads of one process apart

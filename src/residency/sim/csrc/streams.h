@@ -54,8 +54,6 @@ class Streams {
   bool is_alone(StreamId stream) const {
     return num_pending_ == 0 && (used_streams_ & ~(uint64_t(1) << stream)) == 0;
   }
-  // From here on no stream is alone.
-  void end_fast_path() { used_streams_ = ~uint64_t(0); }
 
   // The next piece that must run, or may under the schedule, for the goal to be reached. Nothing
   // when it is reached, or when what is left has been taken already.

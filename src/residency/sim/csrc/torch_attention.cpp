@@ -1,26 +1,51 @@
-// Scaled dot product attention by torch's CPU flash kernel, so that no [S, S] matrix is ever
-// charged to the device, as on CUDA. Grouped keys and values are repeated for the kernel, which
-// does not group.
+// Scaled dot product attention that never charges an [S, S] matrix to the device where CUDA's fused
+// kernels have none: by torch's CPU flash kernel, and what that cannot do (dropout, values of
+// another width) by the plain formula with its matrices in host memory, as scratch. Grouped keys
+// and values are repeated for the flash kernel, which does not group.
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
 #include <ATen/SDPBackend.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/DispatchStub.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/native/transformers/sdp_utils_cpp.h>
+#include <ATen/ops/_scaled_dot_product_attention_math.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <ATen/ops/_softmax_backward_data.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/matmul.h>
 #include <torch/library.h>
+
+#include <cmath>
+
+#include "torch_device.h"
 
 namespace at::native {
 namespace {
 
+// Whether CUDA has a fused kernel for it that the program allows (torch.nn.attention.sdpa_kernel).
+bool is_fused(const Tensor& query, const Tensor& key, const Tensor& value,
+              const std::optional<Tensor>& mask, bool is_grouped) {
+  const at::Context& context = at::globalContext();
+  const bool is_allowed = context.userEnabledMemEfficientSDP() || context.userEnabledCuDNNSDP() ||
+                          context.userEnabledOverrideableSDP() ||
+                          (context.userEnabledFlashSDP() && !mask);
+  return is_allowed && query.dim() == 4 && query.size(0) == key.size(0) &&
+         (is_grouped || query.size(1) == key.size(1)) && query.size(2) > 0 && key.size(2) > 0 &&
+         value.size(3) > 0 && !(mask && mask->requires_grad());
+}
+
 int64_t choose_attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                         const std::optional<Tensor>& mask, double dropout, bool,
-                         std::optional<double>, bool is_grouped) {
-  const bool is_flash = dropout == 0.0 && query.dim() == 4 && query.size(-1) == value.size(-1) &&
-                        (is_grouped || query.size(1) == key.size(1)) &&
-                        !(mask && mask->requires_grad());
-  return static_cast<int64_t>(is_flash ? at::SDPBackend::overrideable : at::SDPBackend::math);
+                         const std::optional<Tensor>& mask, double, bool, std::optional<double>,
+                         bool is_grouped) {
+  if (is_fused(query, key, value, mask, is_grouped)) {
+    return static_cast<int64_t>(at::SDPBackend::overrideable);
+  }
+  const bool has_math = at::globalContext().userEnabledMathSDP();
+  return static_cast<int64_t>(has_math ? at::SDPBackend::math : at::SDPBackend::error);
 }
 
 }  // namespace
@@ -29,9 +54,16 @@ REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &choose_attention)
 
 }  // namespace at::native
 
+namespace sim {
 namespace {
 
 using at::Tensor;
+
+bool has_flash_kernel(const Tensor& query, const Tensor& value, const std::optional<Tensor>& mask,
+                      double dropout) {
+  return dropout == 0.0 && query.size(-1) == value.size(-1) &&
+         (!mask || mask->dim() == 2 || mask->dim() == 4);
+}
 
 // [batch, groups, length, width] -> [batch, heads, length, width]
 Tensor repeat_groups(const Tensor& grouped, int64_t num_heads) {
@@ -45,33 +77,157 @@ Tensor sum_groups(const Tensor& gradient, const Tensor& grouped) {
   return gradient.unflatten(1, {grouped.size(1), per_group}).sum(2);
 }
 
+// ------------------------------------------------------------------------------ the plain formula
+
+struct Inputs {
+  Tensor query, key, value;
+  std::optional<Tensor> bias;
+  double dropout;
+  bool is_causal;
+  std::optional<double> scale;
+};
+
+// Torch's plain formula computes in fp32, and so does this, operation by operation: the CPU's bits.
+Tensor in_float(const Tensor& tensor) {
+  return at::isReducedFloatingType(tensor.scalar_type()) ? tensor.to(at::kFloat) : tensor;
+}
+
+// The weights before dropout, and what dropout multiplies them by (undefined: nothing is dropped).
+std::pair<Tensor, Tensor> weights_of(const Inputs& in, const at::Generator& generator) {
+  auto bias = in.bias ? std::optional<Tensor>(in_float(*in.bias)) : std::nullopt;
+  Tensor weights = std::get<1>(at::_scaled_dot_product_attention_math(
+      in_float(in.query), in_float(in.key), in_float(in.value), bias, 0.0, in.is_causal,
+      std::nullopt, in.scale, /*enable_gqa=*/true));
+  if (in.dropout == 0.0) return {weights, Tensor()};
+  Tensor kept = at::empty_like(weights).bernoulli_(1.0 - in.dropout, generator);
+  return {weights, kept.div_(1.0 - in.dropout)};
+}
+
+void attend(const Inputs& in, const at::Generator& generator, const Tensor& output) {
+  auto [weights, kept] = weights_of(in, generator);
+  if (kept.defined()) weights = weights * kept;
+  output.copy_(at::matmul(weights, repeat_groups(in_float(in.value), in.query.size(1))));
+}
+
+void attend_backward(const Inputs& in, const at::Generator& generator, const Tensor& gradient,
+                     const Tensor& query_gradient, const Tensor& key_gradient,
+                     const Tensor& value_gradient) {
+  const int64_t num_heads = in.query.size(1);
+  const double scale = in.scale.value_or(1.0 / std::sqrt(static_cast<double>(in.query.size(3))));
+  const double root = std::sqrt(std::abs(scale));
+  const Tensor key = repeat_groups(in_float(in.key), num_heads);
+  const Tensor value = repeat_groups(in_float(in.value), num_heads);
+  const Tensor above = in_float(gradient);
+  auto [weights, kept] = weights_of(in, generator);
+  const Tensor dropped = kept.defined() ? weights * kept : weights;
+  value_gradient.copy_(sum_groups(at::matmul(dropped.transpose(-2, -1), above), in.value));
+  Tensor inner = at::matmul(above, value.transpose(-2, -1));
+  if (kept.defined()) inner = inner * kept;
+  inner = at::_softmax_backward_data(inner, weights, -1, weights.scalar_type());
+  const double query_root = scale < 0 ? -root : root;  // as torch splits the scale between the two
+  const Tensor scaled_query = in_float(in.query) * query_root;
+  query_gradient.copy_(at::matmul(inner, key * root) * query_root);
+  const Tensor transposed = at::matmul(scaled_query.transpose(-2, -1), inner) * root;
+  key_gradient.copy_(sum_groups(transposed.transpose(-2, -1), in.key));
+}
+
+// Runs the formula on the tensors' bytes as one kernel, whose scratch is the host's.
+template <class Formula>
+void launch_formula(const char* name, const Inputs& in, const std::vector<Tensor>& read,
+                    const std::vector<Tensor>& written, Formula formula) {
+  Machine& machine = Machine::get();
+  Launch launch{name, {}};
+  for (const bool writes : {false, true}) {
+    for (const Tensor& tensor : writes ? written : read) {
+      if (machine.checks_races()) add_accesses(launch.accesses, tensor, writes);
+      launch.num_bytes += static_cast<double>(tensor.nbytes());
+    }
+  }
+  const auto num_products = static_cast<double>(written.size() == 1 ? 2 : 5);
+  launch.num_operations = num_products * 2.0 * static_cast<double>(in.query.numel()) *
+                          static_cast<double>(in.key.size(2));
+  if (machine.settings().dry) return machine.observe(std::move(launch));
+  Aliases aliases(false);
+  std::vector<Tensor> targets;
+  for (const Tensor& tensor : written) targets.push_back(aliases.of(tensor));
+  std::vector<Tensor> sources;
+  for (const Tensor& tensor : read) sources.push_back(aliases.of(tensor));
+  Inputs local = in;
+  local.query = sources[0];
+  local.key = sources[1];
+  local.value = sources[2];
+  if (in.bias) local.bias = aliases.of(*in.bias);
+  machine.launch(std::move(launch),
+                 [&] { as_device_work([&] { formula(local, sources, targets); }); });
+}
+
+std::vector<Tensor> read_by(const Inputs& in) {
+  std::vector<Tensor> read{in.query, in.key, in.value};
+  if (in.bias) read.push_back(*in.bias);
+  return read;
+}
+
+// ------------------------------------------------------------------------------------ for torch
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor>
 attention(const Tensor& query, const Tensor& key, const Tensor& value,
           const std::optional<Tensor>& bias, double dropout, bool is_causal, bool,
           std::optional<double> scale) {
-  const int64_t num_heads = query.size(1);
-  auto [output, log_sum_exp] = at::_scaled_dot_product_flash_attention_for_cpu(
-      query, repeat_groups(key, num_heads), repeat_groups(value, num_heads), dropout, is_causal,
-      bias, scale);
-  Tensor unused =
-      at::empty({}, query.options().dtype(at::kLong));  // the seed and offset of dropout
+  Tensor output, log_sum_exp;
+  Tensor seed = at::empty({}, query.options().dtype(at::kLong));
+  const Tensor offset = seed;
+  if (has_flash_kernel(query, value, bias, dropout)) {
+    const int64_t num_heads = query.size(1);
+    std::tie(output, log_sum_exp) = at::_scaled_dot_product_flash_attention_for_cpu(
+        query, repeat_groups(key, num_heads), repeat_groups(value, num_heads), dropout, is_causal,
+        bias, scale);
+  } else {
+    const at::Generator generator = inner_generator(default_generator());
+    // Backward draws the numbers again, from this state. It is the host's.
+    if (dropout > 0.0) seed = generator.get_state();
+    const int64_t batch = query.size(0), num_heads = query.size(1), length = query.size(2);
+    output = at::empty({batch, num_heads, length, value.size(3)}, query.options());
+    log_sum_exp = at::empty({batch, num_heads, length}, query.options().dtype(at::kFloat));
+    const Inputs in{query, key, value, bias, dropout, is_causal, scale};
+    launch_formula("scaled_dot_product_attention", in, read_by(in), {output},
+                   [&](const Inputs& local, const auto&, const auto& targets) {
+                     attend(local, generator, targets[0]);
+                   });
+  }
   return {output,      log_sum_exp, Tensor(), Tensor(), query.size(2),
-          key.size(2), unused,      unused,   Tensor()};
+          key.size(2), seed,        offset,   Tensor()};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& gradient, const Tensor& query, const Tensor& key, const Tensor& value,
     const Tensor& bias, std::array<bool, 4>, const Tensor& output, const Tensor& log_sum_exp,
     const Tensor&, const Tensor&, c10::SymInt, c10::SymInt, double dropout, bool is_causal,
-    const Tensor&, const Tensor&, std::optional<double> scale) {
-  const int64_t num_heads = query.size(1);
+    const Tensor& seed, const Tensor&, std::optional<double> scale) {
   auto mask = bias.defined() ? std::optional<Tensor>(bias) : std::nullopt;
-  auto [query_gradient, key_gradient, value_gradient] =
-      at::_scaled_dot_product_flash_attention_for_cpu_backward(
-          gradient, query, repeat_groups(key, num_heads), repeat_groups(value, num_heads), output,
-          log_sum_exp, dropout, is_causal, mask, scale);
-  return {query_gradient, sum_groups(key_gradient, key), sum_groups(value_gradient, value),
-          Tensor()};
+  if (has_flash_kernel(query, value, mask, dropout)) {
+    const int64_t num_heads = query.size(1);
+    auto [query_gradient, key_gradient, value_gradient] =
+        at::_scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, query, repeat_groups(key, num_heads), repeat_groups(value, num_heads), output,
+            log_sum_exp, dropout, is_causal, mask, scale);
+    return {query_gradient, sum_groups(key_gradient, key), sum_groups(value_gradient, value),
+            Tensor()};
+  }
+  at::Generator generator = at::detail::createCPUGenerator();
+  if (dropout > 0.0) generator.set_state(seed);
+  Tensor query_gradient = at::empty_like(query);
+  Tensor key_gradient = at::empty_like(key);
+  Tensor value_gradient = at::empty_like(value);
+  const Inputs in{query, key, value, mask, dropout, is_causal, scale};
+  std::vector<Tensor> read = read_by(in);
+  read.push_back(gradient);
+  launch_formula("scaled_dot_product_attention_backward", in, read,
+                 {query_gradient, key_gradient, value_gradient},
+                 [&](const Inputs& local, const auto& sources, const auto& targets) {
+                   attend_backward(local, generator, sources.back(), targets[0], targets[1],
+                                   targets[2]);
+                 });
+  return {query_gradient, key_gradient, value_gradient, Tensor()};
 }
 
 }  // namespace
@@ -80,3 +236,5 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_scaled_dot_product_fused_attention_overrideable", attention);
   library.impl("_scaled_dot_product_fused_attention_overrideable_backward", attention_backward);
 }
+
+}  // namespace sim

@@ -11,6 +11,8 @@
 
 #include <cstring>
 
+#include "fork.h"
+
 namespace sim {
 namespace {
 
@@ -18,7 +20,7 @@ namespace {
 
 struct TorchAllocator final : c10::DeviceAllocator {
   static void deallocate(void* address) {
-    if (address) Machine::get().free(address);
+    if (address && !is_in_bad_fork()) Machine::get().free(address);
   }
   at::DataPtr allocate(size_t num_bytes) override {
     void* address = num_bytes ? Machine::get().allocate(num_bytes) : nullptr;
@@ -28,8 +30,10 @@ struct TorchAllocator final : c10::DeviceAllocator {
   void copy_data(void* to, const void* from, size_t num_bytes) const override {
     copy_on_device(to, from, num_bytes);
   }
-  bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t pool) override { Machine::get().empty_cache(pool); }
+  bool initialized() override { return !is_in_bad_fork(); }  // where it is not, all figures are 0
+  void emptyCache(c10::MempoolId_t pool) override {
+    if (!is_in_bad_fork()) Machine::get().empty_cache(pool);
+  }
   void recordStream(const at::DataPtr& pointer, c10::Stream stream) override {
     Machine::get().record_stream(pointer.get(), stream.id());
   }
@@ -74,7 +78,9 @@ struct TorchAllocator final : c10::DeviceAllocator {
 };
 
 struct TorchPinnedAllocator final : at::HostAllocator {
-  static void deallocate(void* address) { Machine::get().free_pinned(address); }
+  static void deallocate(void* address) {
+    if (!is_in_bad_fork()) Machine::get().free_pinned(address);
+  }
   at::DataPtr allocate(size_t num_bytes) override {
     void* address = Machine::get().allocate_pinned(num_bytes);
     return {address, address, &deallocate, c10::Device(c10::kCPU)};

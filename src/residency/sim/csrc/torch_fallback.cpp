@@ -12,6 +12,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "fork.h"
 #include "torch_device.h"
 #include "torch_scratch.h"
 
@@ -174,6 +175,7 @@ class Call {
   }
 
   void run() {
+    use_device();
     check_devices();
     aliased_ = alias_arguments(aliases_);
     if (can_be_queued()) return queue();

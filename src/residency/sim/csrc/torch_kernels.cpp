@@ -12,6 +12,7 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
+#include "fork.h"
 #include "torch_device.h"
 
 namespace sim {
@@ -89,6 +90,7 @@ void skip_bytes_in_dry_mode(const Tensor& to) {
 // The aliases carry raw addresses: neither the device bytes nor the host ones are kept alive by
 // work that is queued. The caching allocators see to that, if the program says what it must.
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
+  use_device();
   if (to.numel() == 0) return to;
   if (from.sizes() != to.sizes()) return copy_from(from.expand(to.sizes()), to, non_blocking);
   const bool crosses = is_sim(from) != is_sim(to);
@@ -136,6 +138,7 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 }
 
 c10::Scalar local_scalar(const Tensor& tensor) {
+  use_device();
   Machine& machine = Machine::get();
   if (machine.settings().dry) {  // a placeholder: no kernel has computed anything
     machine.synchronize_stream(Machine::current_stream());

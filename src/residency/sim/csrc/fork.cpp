@@ -1,0 +1,28 @@
+#include "fork.h"
+
+#include <c10/util/Exception.h>
+#include <pthread.h>
+
+#include <atomic>
+
+namespace sim {
+namespace {
+
+std::atomic<bool> is_used{false};
+std::atomic<bool> is_forked_in_use{false};
+
+[[maybe_unused]] const int at_fork =
+    pthread_atfork(nullptr, nullptr, [] { is_forked_in_use = is_used.load(); });
+
+}  // namespace
+
+bool is_in_bad_fork() { return is_forked_in_use.load(std::memory_order_relaxed); }
+
+void use_device() {
+  TORCH_CHECK(!is_in_bad_fork(),
+              "Cannot re-initialize the simulated accelerator in forked subprocess. To use it with "
+              "multiprocessing, you must use the 'spawn' start method");
+  if (!is_used.load(std::memory_order_relaxed)) is_used = true;
+}
+
+}  // namespace sim

@@ -16,9 +16,15 @@ namespace py = pybind11;
 namespace sim {
 namespace {
 
+template <class Use>
+auto with_allocator(Use use) {
+  py::gil_scoped_release no_gil;  // whoever has the machine's lock may want the interpreter's
+  return Machine::get().with_allocator(use);
+}
+
 void begin_allocating_on_this_thread_to(PoolId id) {
   const auto thread = std::this_thread::get_id();
-  Machine::get().with_allocator([&](CachingAllocator& allocator) {
+  with_allocator([&](CachingAllocator& allocator) {
     allocator.begin_allocating_to(
         id, [thread](StreamId) { return std::this_thread::get_id() == thread; });
   });
@@ -40,7 +46,7 @@ py::dict figures_of_pool(const c10::CachingAllocator::StatArray& stats) {
 }
 
 py::dict private_pool_stats() {
-  const auto stats = Machine::get().with_allocator([](CachingAllocator& allocator) {
+  const auto stats = with_allocator([](CachingAllocator& allocator) {
     return allocator.stats().reserved_bytes_by_private_pools;
   });
   py::dict result;
@@ -53,36 +59,30 @@ py::dict private_pool_stats() {
 }  // namespace
 
 void register_memory(py::module& module) {
-  module.def("adopt_allocator_settings", &adopt_allocator_settings);
-  module.def("set_allocator_settings", &set_allocator_settings);
+  using no_gil = py::call_guard<py::gil_scoped_release>;
+  module.def("adopt_allocator_settings", &adopt_allocator_settings, no_gil());
+  module.def("set_allocator_settings", &set_allocator_settings, no_gil());
   module.def("set_memory_fraction", [](double fraction) {
-    Machine::get().with_allocator(
-        [&](CachingAllocator& allocator) { allocator.set_memory_fraction(fraction); });
+    with_allocator([&](CachingAllocator& allocator) { allocator.set_memory_fraction(fraction); });
   });
   module.def("memory_fraction", [] {
-    return Machine::get().with_allocator(
-        [](CachingAllocator& allocator) { return allocator.memory_fraction(); });
+    return with_allocator([](CachingAllocator& allocator) { return allocator.memory_fraction(); });
   });
   module.def("add_pool_user", [](PoolId id) {
-    Machine::get().with_allocator(
-        [&](CachingAllocator& allocator) { allocator.add_pool_user(id); });
+    with_allocator([&](CachingAllocator& allocator) { allocator.add_pool_user(id); });
   });
   module.def("remove_pool_user", [](PoolId id) {
-    Machine::get().with_allocator(
-        [&](CachingAllocator& allocator) { allocator.remove_pool_user(id); });
+    with_allocator([&](CachingAllocator& allocator) { allocator.remove_pool_user(id); });
   });
   module.def("num_pool_users", [](PoolId id) {
-    return Machine::get().with_allocator(
+    return with_allocator(
         [&](CachingAllocator& allocator) { return allocator.num_pool_users(id); });
   });
   module.def("begin_allocating_to", &begin_allocating_on_this_thread_to);
   module.def("end_allocating_to", [](PoolId id) {
-    Machine::get().with_allocator(
-        [&](CachingAllocator& allocator) { allocator.end_allocating_to(id); });
+    with_allocator([&](CachingAllocator& allocator) { allocator.end_allocating_to(id); });
   });
-  module.def(
-      "empty_pool_cache", [](PoolId id) { Machine::get().empty_cache(id); },
-      py::call_guard<py::gil_scoped_release>());
+  module.def("empty_pool_cache", [](PoolId id) { Machine::get().empty_cache(id); }, no_gil());
   module.def("private_pool_stats", &private_pool_stats);
   module.def("blas_workspace_bytes", [](std::optional<std::string> config, int capability_major) {
     bool is_understood = true;
@@ -90,7 +90,7 @@ void register_memory(py::module& module) {
         blas_workspace_bytes(config ? config->c_str() : nullptr, capability_major, is_understood);
     return std::make_pair(num_bytes, is_understood);
   });
-  module.def("clear_workspaces", &clear_blas_workspaces, py::call_guard<py::gil_scoped_release>());
+  module.def("clear_workspaces", &clear_blas_workspaces, no_gil());
 }
 
 }  // namespace sim

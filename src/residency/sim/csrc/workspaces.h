@@ -8,9 +8,8 @@
 
 namespace sim {
 
-// The device whose kernels' scratch is modelled: an A100 (capability 8.0).
+// The device whose kernels' scratch is modelled: an A100, as torch.sim's device properties say too.
 struct KernelDevice {
-  static constexpr int capability_major = 8;
   static constexpr int64_t num_multiprocessors = 108;
   static constexpr int64_t threads_per_multiprocessor = 2048;
 };

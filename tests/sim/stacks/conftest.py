@@ -74,9 +74,9 @@ def _same(found: object, expected: object, where: str) -> None:
 @pytest.fixture
 def assert_same() -> Callable[[object, object], None]:
     """Demands two trees with the same structure and the same bits, wherever their tensors are."""
-    return lambda found, expected: _same(dict_of(found), dict_of(expected), "")
+    return lambda found, expected: _same(_dict_of(found), _dict_of(expected), "")
 
 
-def dict_of(tree: object) -> object:
+def _dict_of(tree: object) -> object:
     """Returns the state dict of a module or an optimizer, and any other tree as it is."""
     return tree.state_dict() if isinstance(tree, nn.Module | torch.optim.Optimizer) else tree

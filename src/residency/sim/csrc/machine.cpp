@@ -7,6 +7,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "face.h"
+
 namespace sim {
 namespace {
 
@@ -328,12 +330,13 @@ void Machine::raise_out_of_memory(size_t num_bytes) {
   const size_t reserved = allocator_.reserved_bytes();
   const size_t allocated = allocator_.allocated_bytes();
   TORCH_CHECK_WITH(
-      OutOfMemoryError, false, "sim out of memory. Tried to allocate ",
-      format_size(CachingAllocator::segment_size(CachingAllocator::round_size(num_bytes))),
-      ". sim:0 has a total capacity of ", format_size(settings_.capacity_bytes), " of which ",
-      format_size(free_and_total_bytes().first), " is free. ", holders_of_memory(), "Of the ",
-      format_size(reserved), " in use, ", format_size(allocated), " is allocated by PyTorch, and ",
-      format_size(reserved - allocated), " is reserved by PyTorch but unallocated.");
+      OutOfMemoryError, false, kOutOfMemory, ". Tried to allocate ",
+      format_size(CachingAllocator::segment_size(CachingAllocator::round_size(num_bytes))), ". ",
+      kOwnerOfMemory, " has a total capacity of ", format_size(settings_.capacity_bytes),
+      " of which ", format_size(free_and_total_bytes().first), " is free. ", holders_of_memory(),
+      "Of the ", format_size(reserved), " in use, ", format_size(allocated),
+      " is allocated by PyTorch, and ", format_size(reserved - allocated),
+      " is reserved by PyTorch but unallocated.");
 }
 
 // ----------------------------------------------------------------------------- pinned host memory

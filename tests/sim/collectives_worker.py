@@ -5,6 +5,7 @@ A case gets the same result from the device's collectives as from gloo's on host
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import traceback
@@ -68,6 +69,11 @@ def dry() -> None:
     work.wait()
     assert output.shape == (2 << 30,)
     del work, output
+    model = nn.parallel.DistributedDataParallel(nn.Linear(1 << 15, 1 << 15, device=DEVICE))
+    for _ in range(2):
+        model(torch.zeros(2, 1 << 15, device=DEVICE)).sum().backward()
+    del model
+    gc.collect()
     sim.enable("1GiB", schedule=SCHEDULE, check_races=True)
 
 

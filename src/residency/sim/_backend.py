@@ -107,7 +107,7 @@ def register() -> None:
         compat.teach_safetensors()
     _eager.disable_compilation()
     if torch.distributed.is_available():
-        _distributed.let_dry_models_start(is_dry)
+        _distributed.let_data_parallel_run_dry(is_dry)
 
 
 def _register_sim(extension: Any) -> None:

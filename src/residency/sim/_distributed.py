@@ -29,10 +29,12 @@ def register(core: Any) -> None:
     dist.Backend.register_backend(_NAME, make_group, devices=[_DEVICE])
 
 
-def let_dry_models_start(is_dry: Callable[[], bool]) -> None:
-    """Lets DistributedDataParallel be made in dry mode.
+def let_data_parallel_run_dry(is_dry: Callable[[], bool]) -> None:
+    """Lets DistributedDataParallel train in dry mode.
 
-    It compares the shapes of the ranks through the device, and in dry mode no byte there is real.
+    It sends the shapes of its parameters through the device to compare them, and after the first
+    step the order of its buckets, which then stays the first one: in dry mode no byte there is
+    real.
     """
     names: Any = vars(data_parallel)
     verify = names["_verify_param_shape_across_processes"]
@@ -41,3 +43,10 @@ def let_dry_models_start(is_dry: Callable[[], bool]) -> None:
         return None if is_dry() else verify(*args, **kwargs)
 
     names["_verify_param_shape_across_processes"] = verify_what_is_real
+    reducer: Any = vars(dist)["Reducer"]
+    rebuild = reducer._rebuild_buckets
+
+    def rebuild_what_is_real(self: Any) -> bool:
+        return False if is_dry() else rebuild(self)
+
+    reducer._rebuild_buckets = rebuild_what_is_real

@@ -1,7 +1,8 @@
 """Fixtures of every test: the device under test, and what it holds.
 
 The same tests run on the simulated accelerator (late and overtaking work, races checked, memory
-poisoned) and, with ``RESIDENCY_TEST_DEVICE=cuda``, on a real one.
+poisoned) and, with ``RESIDENCY_TEST_DEVICE=cuda``, on a real one; with ``sim-as-cuda``, on the
+simulated one in CUDA's place.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-_REAL = os.environ.get("RESIDENCY_TEST_DEVICE", "sim") == "cuda"
+_DEVICE = os.environ.get("RESIDENCY_TEST_DEVICE", "sim")
+_REAL = _DEVICE == "cuda"
+_FACE = "cuda" if _DEVICE == "sim-as-cuda" else "sim"
 _CAPACITY = "6GiB"
 
 
@@ -23,6 +26,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _REAL and item.get_closest_marker("sim"):
             item.add_marker(pytest.mark.skip(reason="tests the simulated accelerator itself"))
+        if _FACE == "cuda" and item.path.parent.name == "sim":
+            item.add_marker(pytest.mark.skip(reason="tests the simulated accelerator as 'sim'"))
         if not _REAL and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs silicon: RESIDENCY_TEST_DEVICE=cuda"))
 
@@ -37,7 +42,8 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
         from residency import sim
 
         # Without workspaces, since tests compute bounds from the bytes of tensors alone.
-        found = sim.enable(_CAPACITY, schedule=request.param, check_races=True, workspaces=False)
+        settings = {"schedule": request.param, "check_races": True, "workspaces": False}
+        found = sim.enable(_CAPACITY, device=_FACE, **settings)
         sim.reset_peak_pinned_memory_stats()
     torch.accelerator.synchronize()
     torch.accelerator.empty_cache()
@@ -51,7 +57,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 @pytest.fixture
 def pinned_bytes(device: torch.device) -> Callable[[], int]:
     """Pinned host bytes, those that torch keeps for reuse included."""
-    if device.type == "cuda":
+    if _REAL:
         return lambda: int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
     from residency import sim
 

@@ -27,7 +27,7 @@ LAYERS = (
     ("__main__",),
 )
 SIMULATOR_USERS = {"sim", "_cli", "_demo", "testing"}
-CUDA_FILES = ("_device.py", "sim/compat.py", "sim/compat/", "sim/_compat.py", "sim/_compat/")
+CUDA_FILES = ("_device.py", "sim/_cuda_", "sim/compat.py", "sim/compat/", "sim/_compat")
 UNITS_FILE = "_units.py"
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60

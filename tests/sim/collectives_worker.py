@@ -5,6 +5,7 @@ A case gets the same result from the device's collectives as from gloo's on host
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import traceback
@@ -25,7 +26,8 @@ from residency import sim
 Case = Callable[[], None]
 CASES: dict[str, Case] = {}
 SIZE = 12
-SCHEDULE = sys.argv[2]
+SCHEDULE, DEVICE = sys.argv[2:4]
+BACKEND = {"sim": "simccl", "cuda": "nccl"}[DEVICE]
 
 
 def case(function: Case) -> Case:
@@ -43,8 +45,8 @@ def values(count: int = SIZE, dtype: torch.dtype = torch.float32, seed: int = 0)
 
 
 def same_on_both(run: Callable[[str], list[torch.Tensor]]) -> None:
-    for ours, gloos in zip(run("sim"), run("cpu"), strict=True):
-        assert ours.device.type == "sim"
+    for ours, gloos in zip(run(DEVICE), run("cpu"), strict=True):
+        assert ours.device.type == DEVICE
         assert torch.equal(ours.cpu(), gloos), (ours, gloos)
 
 
@@ -61,12 +63,17 @@ def missing_wait_raises(start: Callable[[], tuple[Any, torch.Tensor]]) -> None:
 def dry() -> None:
     """Runs first, on an empty device: shapes are kept, and no peer is asked for bytes."""
     sim.enable("64GiB", dry=True)
-    output = torch.empty(2 << 30, device="sim")
+    output = torch.empty(2 << 30, device=DEVICE)
     dist.all_gather_into_tensor(output, output.chunk(2)[rank()].clone())
     work = dist.all_reduce(output, async_op=True)
     work.wait()
     assert output.shape == (2 << 30,)
     del work, output
+    model = nn.parallel.DistributedDataParallel(nn.Linear(1 << 15, 1 << 15, device=DEVICE))
+    for _ in range(2):
+        model(torch.zeros(2, 1 << 15, device=DEVICE)).sum().backward()
+    del model
+    gc.collect()
     sim.enable("1GiB", schedule=SCHEDULE, check_races=True)
 
 
@@ -89,22 +96,22 @@ def all_reduce() -> None:
 
 @case
 def all_reduce_average() -> None:
-    summed, average = values(), values().to("sim")
+    summed, average = values(), values().to(DEVICE)
     dist.all_reduce(summed)
     dist.all_reduce(average, op=dist.ReduceOp.AVG)
     assert torch.equal(average.cpu(), summed / 2)
-    whole = values(dtype=torch.int64).to("sim")
+    whole = values(dtype=torch.int64).to(DEVICE)
     dist.all_reduce(whole, op=dist.ReduceOp.AVG)
     assert torch.equal(whole.cpu(), torch.div(summed, 2, rounding_mode="trunc").long())
 
 
 @case
 def all_reduce_coalesced() -> None:
-    tensors = [values(seed=seed).to("sim") for seed in range(3)]
+    tensors = [values(seed=seed).to(DEVICE) for seed in range(3)]
     expected = [values(seed=seed) for seed in range(3)]
     for tensor in expected:
         dist.all_reduce(tensor)
-    with dist._coalescing_manager(device=torch.device("sim", 0)):
+    with dist._coalescing_manager(device=torch.device(DEVICE, 0)):
         for tensor in tensors:
             dist.all_reduce(tensor)
     for tensor, wanted in zip(tensors, expected, strict=True):
@@ -114,7 +121,7 @@ def all_reduce_coalesced() -> None:
 @case
 def reduce() -> None:
     for root in (0, 1):
-        ours, gloos = values().to("sim"), values()
+        ours, gloos = values().to(DEVICE), values()
         dist.reduce(ours, root)
         dist.reduce(gloos, root)
         assert torch.equal(ours.cpu(), gloos if rank() == root else values())
@@ -129,8 +136,8 @@ def reduce_scatter() -> None:
         return [listed, whole]
 
     same_on_both(run)
-    average = torch.empty(6, device="sim")
-    dist.reduce_scatter_tensor(average, values().to("sim"), op=dist.ReduceOp.AVG)
+    average = torch.empty(6, device=DEVICE)
+    dist.reduce_scatter_tensor(average, values().to(DEVICE), op=dist.ReduceOp.AVG)
     assert torch.equal(average.cpu(), run("cpu")[1] / 2)
 
 
@@ -145,11 +152,11 @@ def coalesced_by_a_manager() -> None:
                 dist.reduce_scatter_tensor(scattered[seed], values(seed=seed))
             return gathered + scattered
         sources = [values(seed=seed).to(device) for seed in range(2)]
-        with dist._coalescing_manager(device=torch.device("sim", 0), async_ops=True) as work:
+        with dist._coalescing_manager(device=torch.device(DEVICE, 0), async_ops=True) as work:
             for seed in range(2):
                 dist.all_gather_into_tensor(gathered[seed], sources[seed])
         work.wait()
-        with dist._coalescing_manager(device=torch.device("sim", 0)):
+        with dist._coalescing_manager(device=torch.device(DEVICE, 0)):
             for seed in range(2):
                 dist.reduce_scatter_tensor(scattered[seed], sources[seed])
         return gathered + scattered
@@ -220,7 +227,7 @@ def all_to_all() -> None:
 
 @case
 def send_and_receive() -> None:
-    source, target = values(100_000).to("sim"), torch.empty(100_000, device="sim")
+    source, target = values(100_000).to(DEVICE), torch.empty(100_000, device=DEVICE)
     expected = torch.empty(100_000)
     peer = 1 - rank()
     works = [dist.isend(source, peer), dist.irecv(target, peer)]  # both send first
@@ -256,19 +263,19 @@ def barrier_and_objects() -> None:
 @case
 def missing_waits() -> None:
     def reduced() -> tuple[Any, torch.Tensor]:
-        tensor = values().to("sim")
+        tensor = values().to(DEVICE)
         return dist.all_reduce(tensor, async_op=True), tensor
 
     def gathered() -> tuple[Any, torch.Tensor]:
-        output = torch.empty(2 * SIZE, device="sim")
-        return dist.all_gather_into_tensor(output, values().to("sim"), async_op=True), output
+        output = torch.empty(2 * SIZE, device=DEVICE)
+        return dist.all_gather_into_tensor(output, values().to(DEVICE), async_op=True), output
 
     def overwritten() -> tuple[Any, torch.Tensor]:
-        source, output = values().to("sim"), torch.empty(2 * SIZE, device="sim")
+        source, output = values().to(DEVICE), torch.empty(2 * SIZE, device=DEVICE)
         return dist.all_gather_into_tensor(output, source, async_op=True), source
 
     def exchanged() -> tuple[Any, torch.Tensor]:
-        target = torch.empty(SIZE, device="sim")
+        target = torch.empty(SIZE, device=DEVICE)
         if rank() == 0:
             return dist.irecv(target, 1), target
         return dist.isend(target.zero_(), 0), target
@@ -276,7 +283,7 @@ def missing_waits() -> None:
     for start in (reduced, gathered, overwritten, exchanged):
         missing_wait_raises(start)
     work, tensor = reduced()
-    other = torch.Stream(device="sim")
+    other = torch.Stream(device=DEVICE)
     with other:
         work.wait()  # orders the other stream, and that one alone
         tensor.add_(1)
@@ -287,8 +294,8 @@ def missing_waits() -> None:
 
 @case
 def issuing_sees_finished_inputs() -> None:
-    lane = torch.Stream(device="sim")
-    tensor = torch.zeros(SIZE, device="sim")
+    lane = torch.Stream(device=DEVICE)
+    tensor = torch.zeros(SIZE, device=DEVICE)
     lane.wait_stream(torch.accelerator.current_stream())
     with lane:
         tensor.add_(rank() + 1)
@@ -302,19 +309,19 @@ def issuing_sees_finished_inputs() -> None:
 @case
 def order_without_waits() -> None:
     """Collectives of one group follow each other, and a synchronisation waits for them all."""
-    tensor = torch.ones(SIZE, device="sim")
+    tensor = torch.ones(SIZE, device=DEVICE)
     for _ in range(5):
         dist.all_reduce(tensor, async_op=True)
     torch.accelerator.synchronize()
     assert tensor.tolist() == [32.0] * SIZE
     for _ in range(20):  # dropped with their tensors: memory is reused without a race
-        dist.all_reduce(torch.ones(SIZE, device="sim"), async_op=True)
+        dist.all_reduce(torch.ones(SIZE, device=DEVICE), async_op=True)
     torch.accelerator.synchronize()
 
 
 @case
 def futures() -> None:
-    tensor = torch.full((SIZE,), float(rank()), device="sim")
+    tensor = torch.full((SIZE,), float(rank()), device=DEVICE)
     future = dist.all_reduce(tensor, async_op=True).get_future()
     (result,) = future.wait()
     assert result.add(1).tolist() == [2.0] * SIZE
@@ -363,7 +370,7 @@ def sharded(device: str, shape: tuple[int, ...] = (2,), **options: Any) -> nn.Mo
 
 
 def trains_as_on_the_host(make: Callable[[str], nn.Module]) -> None:
-    for ours, hosts in zip(train(make("sim"), "sim"), train(make("cpu"), "cpu"), strict=True):
+    for ours, hosts in zip(train(make(DEVICE), DEVICE), train(make("cpu"), "cpu"), strict=True):
         assert torch.equal(ours, hosts), (ours - hosts).abs().max()
 
 
@@ -393,7 +400,7 @@ def fsdp2_mixed_precision() -> None:
 
 @case
 def fsdp2_cpu_offload() -> None:
-    model = sharded("sim", offload_policy=CPUOffloadPolicy())
+    model = sharded(DEVICE, offload_policy=CPUOffloadPolicy())
     losses = train_offloaded(model)
     expected = train(sharded("cpu"), "cpu")[:3]
     assert all(torch.equal(*pair) for pair in zip(losses, expected, strict=True))
@@ -401,7 +408,7 @@ def fsdp2_cpu_offload() -> None:
 
 def train_offloaded(model: nn.Module) -> list[torch.Tensor]:
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
-    return train(model, "sim")[:3]
+    return train(model, DEVICE)[:3]
 
 
 @case
@@ -417,9 +424,11 @@ def ddp() -> None:
 
 def main(own_rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    sim.enable("1GiB", schedule=SCHEDULE, check_races=True)
+    sim.enable("1GiB", schedule=SCHEDULE, check_races=True, device=DEVICE)
     store = dist.FileStore(str(folder / "store"), 2)
-    dist.init_process_group("cpu:gloo,sim:simccl", store=store, rank=own_rank, world_size=2)
+    dist.init_process_group(
+        f"cpu:gloo,{DEVICE}:{BACKEND}", store=store, rank=own_rank, world_size=2
+    )
     outcomes = {}
     for name, function in CASES.items():
         try:
@@ -432,4 +441,4 @@ def main(own_rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), Path(sys.argv[4]))

@@ -55,11 +55,11 @@ def _run_ranks(folder: Path, *arguments: str) -> list[str]:
     return outputs
 
 
-@pytest.fixture(scope="module", params=["late", "overtake"])
+@pytest.fixture(scope="module", params=["late sim", "overtake sim", "late cuda"])
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     sim.enable("1GiB")  # builds the extension if need be: the ranks' time limit is for the cases
     folder = tmp_path_factory.mktemp("ranks")
-    _run_ranks(folder, str(WORKER), request.param)
+    _run_ranks(folder, str(WORKER), *request.param.split())
     return [json.loads((folder / f"outcomes{rank}.json").read_text()) for rank in range(RANKS)]
 
 
@@ -69,9 +69,13 @@ def test_two_ranks(outcomes: Outcomes, case: str) -> None:
         assert outcomes[rank].get(case) == "passed", f"rank {rank}: {outcomes[rank].get(case)}"
 
 
-@pytest.mark.parametrize("backend", ["'simccl'", ""])
+@pytest.mark.parametrize(
+    ("device", "backend"), [("sim", "'simccl'"), ("sim", ""), ("cuda", "'nccl'")]
+)
 @pytest.mark.parametrize("end", ["dist.destroy_process_group()", "pass"])
-def test_group_of_the_device_alone_ends_cleanly(tmp_path: Path, backend: str, end: str) -> None:
+def test_group_of_the_device_alone_ends_cleanly(
+    tmp_path: Path, device: str, backend: str, end: str
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         f"""
@@ -80,10 +84,10 @@ import torch
 import torch.distributed as dist
 from residency import sim
 
-sim.enable("1GiB", check_races=True)
+sim.enable("1GiB", check_races=True, device="{device}")
 store = dist.FileStore(sys.argv[2] + "/store", {RANKS})
 dist.init_process_group({backend or None}, store=store, rank=int(sys.argv[1]), world_size={RANKS})
-tensor = torch.ones(5, device="sim")
+tensor = torch.ones(5, device="{device}")
 dist.all_reduce(tensor)
 dist.barrier()
 assert tensor.tolist() == [2.0] * 5

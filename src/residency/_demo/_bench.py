@@ -37,7 +37,7 @@ class Bench:
     def __init__(self) -> None:
         """Takes the accelerator of this machine, or enables the simulated one."""
         found = _device.accelerator()
-        self.is_simulated = found is None or found.type == "sim"
+        self.is_simulated = found is None or sim.is_enabled()
         if found is None or self.is_simulated:
             found = _enable(_SIMULATED_CAPACITY_BYTES)
         self.device: torch.device = found

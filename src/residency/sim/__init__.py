@@ -1,9 +1,9 @@
 """A simulated accelerator: a torch device whose memory is the host's and whose rules are CUDA's.
 
-``enable()`` registers it as the device ``sim``. It has CUDA's caching allocator, a capacity,
-streams whose work runs only when something forces it, pinned memory, and a checker that raises
-where two operations touch the same bytes with no wait between them. Kernels are torch's CPU
-kernels.
+``enable()`` registers it as the device ``sim``, or in the place of ``cuda``. It has CUDA's caching
+allocator, a capacity, streams whose work runs only when something forces it, pinned memory, and a
+checker that raises where two operations touch the same bytes with no wait between them. Kernels are
+torch's CPU kernels.
 
 It exists so that code which moves memory can be tested without a GPU: a missing wait gives wrong
 bytes or an error every time instead of once a week. There is one such device in a process, and
@@ -18,7 +18,7 @@ import torch
 
 from residency._errors import BuildError, InvalidArgumentError, RaceError, SimulatorError
 from residency._units import format_bytes, parse_bytes
-from residency.sim import _backend, compat
+from residency.sim import _backend
 from residency.sim._clock import Clock
 from residency.sim._share import share_name
 
@@ -46,12 +46,12 @@ def enable(
     clock: Clock | None = None,
     share: str | None = None,
     workspaces: bool = True,
+    device: str | None = None,
 ) -> torch.device:
     """Turns the simulated accelerator on, or changes its settings, and returns its device.
 
-    The first call in a process registers the device ``sim`` with torch, after which it is what
-    ``torch.accelerator`` finds, also beside a real one; the first call on a machine compiles it
-    (most of a minute). Every call first lets all queued work finish.
+    The first call in a process registers the device, after which ``torch.accelerator`` finds it;
+    the first on a machine compiles it (most of a minute). Each first lets queued work finish.
 
     Args:
         capacity: Bytes of device memory, an ``int`` or a string such as ``"24GiB"``.
@@ -72,13 +72,15 @@ def enable(
         workspaces: Charge the scratch memory that CUDA's libraries and kernels take: a cuBLAS
             workspace for each thread and stream, which a further call of ``enable`` frees, and the
             buffers of split reductions. Turn it off to count bytes of tensors alone.
+        device: ``"sim"``, the default, or ``"cuda"``, in whose place scripts then find it. The
+            first call in a process decides; for CUDA, before anything uses ``torch.cuda``.
 
     Raises:
         InvalidArgumentError: An argument or allocator setting means nothing, or the capacity is
             below what is in use or another under the same name, or ``dry`` would change while
             memory is in use.
-        SimulatorError: Another PrivateUse1 device is registered, or the shared file is unusable, or
-            this process was forked from one that had used the device.
+        SimulatorError: Another device is in the place already, the shared file is unusable, or this
+            process was forked from one that had used the device.
         BuildError: The extension cannot be built here; the message says what to install.
 
     Memory:
@@ -86,15 +88,14 @@ def enable(
     """
     capacity_bytes = _parse_capacity(capacity)
     _check_schedule(schedule)
-    name = share_name(share)
-    is_new = _prepare(capacity_bytes, dry, name)
+    face, name = _face(device), share_name(share)
+    is_new = _prepare(face, capacity_bytes, dry, name)
     settings: dict[str, Any] = {"schedule": schedule, "check_races": check_races, "dry": dry}
     settings |= {"rates": None if clock is None else clock.rates(), "workspaces": workspaces}
     _backend.configure(capacity_bytes, share=name, **settings)
     if is_new:  # last, so that a refused first call leaves torch as it was
         _backend.register()
-        compat.teach_packages()
-    return torch.device("sim", 0)
+    return torch.device(face, 0)
 
 
 def is_enabled() -> bool:
@@ -124,6 +125,22 @@ def now_seconds() -> float:
     return seconds
 
 
+def _face(device: str | None) -> str:
+    present = _backend.face()
+    if device is None:
+        return present or "sim"
+    if device not in _backend.FACES:
+        raise InvalidArgumentError(
+            f"device is {device!r}; expected one of {', '.join(map(repr, _backend.FACES))}."
+        )
+    if present not in (None, device):
+        raise SimulatorError(
+            f"The simulated accelerator is {present!r} in this process; one that is {device!r} "
+            "needs a process of its own."
+        )
+    return device
+
+
 def _parse_capacity(capacity: int | str) -> int:
     capacity_bytes = parse_bytes(capacity, name="capacity")
     if capacity_bytes == 0:
@@ -138,10 +155,10 @@ def _check_schedule(schedule: str) -> None:
         )
 
 
-def _prepare(capacity_bytes: int, dry: bool, share: str | None) -> bool:
+def _prepare(face: str, capacity_bytes: int, dry: bool, share: str | None) -> bool:
     """Loads the device, or checks that its settings can change; returns whether it is new."""
     is_new = not _backend.is_registered()
-    _backend.load() if is_new else _check_change(capacity_bytes, dry, share)
+    _backend.load(face) if is_new else _check_change(capacity_bytes, dry, share)
     return is_new
 
 

@@ -1,5 +1,5 @@
-"""Registers the built extension with torch as the device ``sim`` and gives it a ``torch.sim``
-module.
+"""Registers the built extension with torch as the device ``sim``, with a module ``torch.sim``, or
+in CUDA's place (the faces of the simulator).
 
 Torch finds a device's Python side under its name (``torch.sim``, as ``torch.cuda``); what is there
 is what torch itself and the frameworks ask of such a module, and delegates to
@@ -17,17 +17,30 @@ import torch
 from torch.utils import backend_registration
 
 from residency._errors import InvalidArgumentError, RaceError, SimulatorError
-from residency.sim import _allocator, _compile, _distributed
+from residency.sim import _allocator, _compile, _cuda_face, _distributed, compat
 from residency.sim._build import load_extension
 from residency.sim._share import share_folder
 
 _NAME = "sim"
-_state: dict[str, Any] = {"loaded": None, "core": None, "dry": False, "share": None}
+FACES = (_NAME, _cuda_face.NAME)
+_state: dict[str, Any] = {
+    "loaded": None,
+    "core": None,
+    "dry": False,
+    "share": None,
+    "face": None,
+}
 
 
 def is_registered() -> bool:
     """Says whether the device exists in this process."""
     return _state["core"] is not None
+
+
+def face() -> str | None:
+    """Returns the name of the device in this process, None before there is one."""
+    name: str | None = _state["face"]
+    return name
 
 
 def is_dry() -> bool:
@@ -50,38 +63,61 @@ def core() -> Any:
     return _state["core"]
 
 
-def load() -> None:
+def load(device: str) -> None:
     """Builds the extension if need be and loads it, so that settings can be tried.
 
     Raises:
         BuildError: It cannot be built here.
         InvalidArgumentError: ``PYTORCH_ALLOC_CONF`` has a setting that means nothing.
-        SimulatorError: Another PrivateUse1 device is registered already; torch has room for one.
+        SimulatorError: Torch has another device in its place already.
     """
+    if device == _cuda_face.NAME:
+        _cuda_face.check_free()
+    else:
+        _check_room()
+    if _state["loaded"] is None:
+        extension = (
+            load_extension(name=_cuda_face.EXTENSION, defines=_cuda_face.DEFINES)
+            if device == _cuda_face.NAME
+            else load_extension()
+        )
+        _allocator.adopt_settings(extension)
+        _state.update(loaded=extension, face=device)
+
+
+def _check_room() -> None:
     taken = torch._C._get_privateuse1_backend_name()
     if taken not in ("privateuseone", _NAME):
         raise SimulatorError(
             f"The device {taken!r} is registered in this process, and torch has room for one such "
             "device; enable the simulated accelerator in a process of its own."
         )
-    if _state["loaded"] is None:
-        extension = load_extension()
-        _allocator.adopt_settings(extension)
-        _state["loaded"] = extension
 
 
 def register() -> None:
     """Registers the loaded extension with torch as the device; once a process."""
     extension = _state["loaded"]
-    backend_registration.rename_privateuse1_backend(_NAME)
+    is_cuda = _state["face"] == _cuda_face.NAME
+    if not is_cuda:
+        backend_registration.rename_privateuse1_backend(_NAME)
     extension.register(str(Path(torch.__file__).parent), RaceError)
     _state["core"] = extension
+    if is_cuda:
+        _cuda_face.register(extension)
+    else:
+        _register_sim(extension)
+        compat.teach_packages()
+    _compile.run_compiled_eagerly(_state["face"])
+    if torch.distributed.is_available():
+        _distributed.let_data_parallel_run_dry(is_dry)
+
+
+def _register_sim(extension: Any) -> None:
     module = _make_module()
     register_module: Any = torch._register_device_module  # torch does not annotate it
     register_module(_NAME, module)
     sys.modules[f"torch.{_NAME}"] = module
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
-    _compile.run_compiled_eagerly(_NAME)
     if torch.distributed.is_available():
         _distributed.register(extension)
 

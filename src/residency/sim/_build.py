@@ -42,7 +42,10 @@ def cache_directory() -> Path:
 
 
 def load_extension(
-    *, sources: Sequence[Path] | None = None, name: str = "residency_sim_core"
+    *,
+    sources: Sequence[Path] | None = None,
+    name: str = "residency_sim_core",
+    defines: Sequence[str] = (),
 ) -> ModuleType:
     """Builds the extension if the cache does not have it, and imports it.
 
@@ -50,19 +53,22 @@ def load_extension(
         sources: C++ files and the headers beside them; those of the simulated accelerator by
         default.
         name: The module's name in the sources.
+        defines: Preprocessor macros to set; those that differ are different extensions.
 
     Raises:
         BuildError: A compiler, ninja, setuptools or Python's headers are missing, the cache cannot
             be written, or the compiler failed.
     """
     files = sorted(_SOURCES.iterdir()) if sources is None else sorted(sources)
-    folder = cache_directory() / f"{name}-{_fingerprint(files)}"
+    flags = [*_FLAGS, *(f"-D{define}" for define in defines)]
+    folder = cache_directory() / f"{name}-{_fingerprint(files, flags)}"
     library = folder / f"{name}.so"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / "lock"):
             if not library.exists():
-                _build(name, [file for file in files if file.suffix == ".cpp"], folder, library)
+                units = [file for file in files if file.suffix == ".cpp"]
+                _build(name, units, flags, folder, library)
     except OSError as error:
         raise BuildError(
             f"The folder for built extensions, {folder}, cannot be used: {error}. "
@@ -71,9 +77,9 @@ def load_extension(
     return _import_library(name, library)
 
 
-def _fingerprint(files: Sequence[Path]) -> str:
+def _fingerprint(files: Sequence[Path], flags: Sequence[str]) -> str:
     digest = hashlib.sha256()
-    for part in (torch.__version__, platform.python_version(), platform.machine(), *_FLAGS):
+    for part in (torch.__version__, platform.python_version(), platform.machine(), *flags):
         digest.update(part.encode() + b"\0")
     for file in files:
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
@@ -97,13 +103,15 @@ def _import_library(name: str, library: Path) -> ModuleType:
     return module
 
 
-def _build(name: str, sources: Sequence[Path], folder: Path, library: Path) -> None:
+def _build(
+    name: str, sources: Sequence[Path], flags: Sequence[str], folder: Path, library: Path
+) -> None:
     _check_tools()
     work = folder / "build"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     with _progress("building the simulated accelerator (once for this torch)"):
-        built = _compile(name, sources, work)
+        built = _compile(name, sources, flags, work)
     built.replace(library)  # whole or not there
     shutil.rmtree(work, ignore_errors=True)
 
@@ -132,7 +140,7 @@ def _ninja_folder() -> str | None:
     return str(Path(found).parent) if found else None
 
 
-def _compile(name: str, sources: Sequence[Path], work: Path) -> Path:
+def _compile(name: str, sources: Sequence[Path], flags: Sequence[str], work: Path) -> Path:
     from torch.utils import cpp_extension  # imports setuptools, which only a build needs
 
     # torch counts the builds of a name in a process: it would skip one that is tried again after it
@@ -144,7 +152,7 @@ def _compile(name: str, sources: Sequence[Path], work: Path) -> Path:
         cpp_extension.load(
             name,
             [str(source) for source in sources],
-            extra_cflags=_FLAGS,
+            extra_cflags=list(flags),
             build_directory=str(work),
             is_python_module=False,
             with_cuda=False,

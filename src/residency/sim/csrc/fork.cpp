@@ -5,6 +5,8 @@
 
 #include <atomic>
 
+#include "face.h"
+
 namespace sim {
 namespace {
 
@@ -19,9 +21,9 @@ std::atomic<bool> is_forked_in_use{false};
 bool is_in_bad_fork() { return is_forked_in_use.load(std::memory_order_relaxed); }
 
 void use_device() {
-  TORCH_CHECK(!is_in_bad_fork(),
-              "Cannot re-initialize the simulated accelerator in forked subprocess. To use it with "
-              "multiprocessing, you must use the 'spawn' start method");
+  TORCH_CHECK(!is_in_bad_fork(), "Cannot re-initialize ", kRuntime,
+              " in forked subprocess. To use ", kRuntime,
+              " with multiprocessing, you must use the 'spawn' start method");
   if (!is_used.load(std::memory_order_relaxed)) is_used = true;
 }
 

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "face.h"
 #include "fork.h"
 
 namespace sim {
@@ -241,11 +242,11 @@ void Machine::raise_out_of_memory(size_t num_bytes) {
                                            " allocated in private pools (e.g., CUDA Graphs), "
                                      : "";
   TORCH_CHECK_WITH(
-      OutOfMemoryError, false, "sim out of memory. Tried to allocate ",
-      format_size(CachingAllocator::segment_size(CachingAllocator::round_size(num_bytes))),
-      ". sim:0 has a total capacity of ", format_size(settings_.capacity_bytes), " of which ",
-      format_size(free_bytes()), " is free. ", holders_of_memory(), allowed, "Of the ",
-      format_size(reserved), " in use, ", format_size(allocated + in_pools),
+      OutOfMemoryError, false, kOutOfMemory, ". Tried to allocate ",
+      format_size(CachingAllocator::segment_size(CachingAllocator::round_size(num_bytes))), ". ",
+      kOwnerOfMemory, " has a total capacity of ", format_size(settings_.capacity_bytes),
+      " of which ", format_size(free_bytes()), " is free. ", holders_of_memory(), allowed,
+      "Of the ", format_size(reserved), " in use, ", format_size(allocated + in_pools),
       " is allocated by PyTorch, ", pools, "and ", format_size(reserved - allocated - in_pools),
       " is reserved by PyTorch but unallocated.");
 }

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "fork.h"
+#include "registration.h"
 #include "torch_device.h"
 
 namespace py = pybind11;
@@ -189,10 +190,24 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     race_error = race_error_class.release().ptr();
     Machine::get().set_python({&line_of_python, &throw_race, &wait_without_interpreter});
     let_threads_outlive_interpreter();
-    register_hooks();
+    register_kernels();
+    register_device();
   });
   py::register_exception<ShareRefused>(module, "ShareRefused", PyExc_ValueError);
   py::register_exception<ShareUnusable>(module, "ShareUnusable", PyExc_OSError);
+  module.def("allocate", [](size_t num_bytes) {  // on the current stream
+    return reinterpret_cast<uintptr_t>(Machine::get().allocate(num_bytes));
+  });
+  module.def("free",
+             [](uintptr_t address) { Machine::get().free(reinterpret_cast<void*>(address)); });
+  module.def("resize_storage", [](const c10::Storage& storage, size_t num_bytes) {
+    resize_storage(storage, num_bytes);
+  });
+  // Of the events' handles: torch's own compares no subclasses of its event.
+  module.def("elapsed_milliseconds", [](uintptr_t first, uintptr_t second) {
+    return c10::impl::VirtualGuardImpl(kSimDevice)
+        .elapsedTime(reinterpret_cast<void*>(first), reinterpret_cast<void*>(second), 0);
+  });
   module.def("configure", &configure, py::call_guard<py::gil_scoped_release>());
   module.def("is_in_bad_fork", &is_in_bad_fork);
   module.def("use_device", torch::wrap_pybind_function(&use_device));

@@ -1,4 +1,6 @@
-// Autocast, with torch's own lists of operations.
+// Autocast, with torch's own lists of operations. For CUDA torch registers them itself.
+#if !defined(RESIDENCY_SIM_CUDA)
+
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
@@ -18,3 +20,5 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 #define RESIDENCY_PROMOTE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
   AT_FORALL_PROMOTE(RESIDENCY_PROMOTE)
 }
+
+#endif

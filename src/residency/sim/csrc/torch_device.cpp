@@ -1,13 +1,16 @@
-// Registers the simulated machine with torch as its PrivateUse1 device: allocators, the device
-// guard (streams and events), random generators and the accelerator hooks.
+// Registers the simulated machine with torch as a device: allocators, the device guard (streams and
+// events), random generators and the accelerator hooks.
 #include "torch_device.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/CachingHostAllocator.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/ops/resize_native.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 #include <cstring>
 
@@ -110,8 +113,6 @@ struct TorchPinnedAllocator final : at::HostAllocator {
 
 TorchAllocator device_allocator_instance;
 TorchPinnedAllocator pinned_allocator_instance;
-REGISTER_ALLOCATOR(kDeviceType, &device_allocator_instance);
-REGISTER_HOST_ALLOCATOR(kDeviceType, &pinned_allocator_instance);
 
 // ----------------------------------------------------------------------------- streams and events
 
@@ -121,11 +122,11 @@ struct TorchGuard final : c10::impl::DeviceGuardImplInterface {
   }
   static Event& event_at(void* event) { return *static_cast<Event*>(event); }
   static void check_index(c10::Device device) {
-    TORCH_CHECK(device.index() <= 0, "there is one simulated accelerator, sim:0; found sim:",
-                static_cast<int>(device.index()));
+    TORCH_CHECK(device.index() <= 0, "there is one simulated accelerator, ", kDeviceLabel,
+                "; found index ", static_cast<int>(device.index()));
   }
 
-  c10::DeviceType type() const override { return kDeviceType; }
+  c10::DeviceType type() const override { return kSimDevice; }
   c10::Device exchangeDevice(c10::Device device) const override {
     check_index(device);
     return kDevice;
@@ -183,7 +184,6 @@ struct TorchGuard final : c10::impl::DeviceGuardImplInterface {
     delete static_cast<Event*>(event);
   }
 };
-C10_REGISTER_GUARD_IMPL(PrivateUse1, TorchGuard);
 
 // ------------------------------------------------------------------------------ random generators
 
@@ -191,7 +191,7 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, TorchGuard);
 // generator.
 struct TorchGenerator final : c10::GeneratorImpl {
   explicit TorchGenerator(at::Generator inner_generator)
-      : c10::GeneratorImpl(kDevice, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
+      : c10::GeneratorImpl(kDevice, c10::DispatchKeySet(kSimKey)),
         inner(std::move(inner_generator)) {}
 
   void set_current_seed(uint64_t seed) override { inner.set_current_seed(seed); }
@@ -216,22 +216,23 @@ at::Generator new_generator() {
 
 // ------------------------------------------------------------------------------------------ hooks
 
-struct TorchHooks final : at::PrivateUse1HooksInterface {
+template <class Interface>
+struct AcceleratorHooks : Interface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   void init() const override {}
   c10::DeviceIndex deviceCount() const override { return 1; }
   void setCurrentDevice(c10::DeviceIndex index) const override {
-    TorchGuard::check_index({kDeviceType, index});
+    TorchGuard::check_index({kSimDevice, index});
   }
   c10::DeviceIndex getCurrentDevice() const override { return 0; }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
-    TorchGuard::check_index({kDeviceType, index});
+    TorchGuard::check_index({kSimDevice, index});
     return 0;
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override {
-    TorchGuard::check_index({kDeviceType, index});
+    TorchGuard::check_index({kSimDevice, index});
     return 0;
   }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
@@ -241,18 +242,66 @@ struct TorchHooks final : at::PrivateUse1HooksInterface {
   bool isPinnedPtr(const void* address) const override { return Machine::get().is_pinned(address); }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator_instance; }
   at::Device getDeviceFromPtr(void* address) const override {
-    TORCH_CHECK(Machine::get().is_device_address(address), "the pointer is not one of sim:0's");
+    TORCH_CHECK(Machine::get().is_device_address(address), "the pointer is not one of ",
+                kDeviceLabel, "'s");
     return kDevice;
   }
-  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t num_bytes) const override {
-    c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
-    at::DataPtr resized = device_allocator_instance.allocate(num_bytes);
-    const size_t kept = std::min(num_bytes, impl->nbytes());
-    if (kept) copy_on_device(resized.get(), impl->data(), kept);
-    impl->set_data_ptr_noswap(std::move(resized));
-    impl->set_nbytes(num_bytes);
+};
+
+#if defined(RESIDENCY_SIM_CUDA)
+
+struct TorchHooks final : AcceleratorHooks<at::CUDAHooksInterface> {
+  bool hasCUDA() const override { return true; }
+  bool hasCUDART() const override { return true; }
+  c10::DeviceIndex current_device() const override { return 0; }
+  c10::Allocator* getCUDADeviceAllocator() const override { return &device_allocator_instance; }
+  std::string showConfig() const override { return "  - CUDA as simulated by residency\n"; }
+  int getNumGPUs() const override { return 1; }
+  void deviceSynchronize(c10::DeviceIndex) const override { Machine::get().synchronize(); }
+};
+
+// Torch makes its hooks at the first question that it has about CUDA, and keeps them. Neither its
+// class nor ours has data of its own, so that an object becomes the other's by its table of virtual
+// functions.
+void install_hooks() {
+  static auto* hooks = new TorchHooks;
+  static_assert(sizeof(TorchHooks) == sizeof(void*));
+  auto& installed = const_cast<at::CUDAHooksInterface&>(at::detail::getCUDAHooks());
+  std::memcpy(static_cast<void*>(&installed), static_cast<void*>(hooks), sizeof(void*));
+}
+
+// DistributedDataParallel measures itself, and on CUDA insists on it; torch's own timer records
+// CUDA's events.
+struct HostTimer final : c10d::Timer {
+  std::optional<int64_t> measureDifference(Event start, Event end) override {
+    const auto from = getTimestamp(start);
+    const auto to = getTimestamp(end);
+    return from && to ? std::optional<int64_t>(*to - *from) : std::nullopt;
   }
 };
+
+void install_timer() {
+  c10d::TimerRegistry()->Register(
+      kSimDevice, [](c10::Device) { return std::make_unique<HostTimer>(); },
+      c10::REGISTRY_PREFERRED);
+}
+
+#else
+
+struct TorchHooks final : AcceleratorHooks<at::PrivateUse1HooksInterface> {
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t num_bytes) const override {
+    resize_storage(storage, num_bytes);
+  }
+};
+
+void install_hooks() {
+  static auto* hooks = new TorchHooks;
+  at::RegisterPrivateUse1HooksInterface(hooks);
+}
+
+void install_timer() {}
+
+#endif
 
 }  // namespace
 
@@ -280,9 +329,35 @@ void copy_on_device(void* to, const void* from, size_t num_bytes) {
   machine.launch(std::move(launch), [=] { std::memcpy(to, from, num_bytes); });
 }
 
-void register_hooks() {
-  static auto* hooks = new TorchHooks;
-  at::RegisterPrivateUse1HooksInterface(hooks);
+void resize_storage(const c10::Storage& storage, size_t num_bytes) {
+  c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
+  at::DataPtr resized = device_allocator_instance.allocate(num_bytes);
+  const size_t kept = std::min(num_bytes, impl->nbytes());
+  if (kept) copy_on_device(resized.get(), impl->data(), kept);
+  impl->set_data_ptr_noswap(std::move(resized));
+  impl->set_nbytes(num_bytes);
+}
+
+// Torch's own `resize_` can grow the storages of PrivateUse1, through its hooks, but none of
+// CUDA's: those it must find large enough.
+void resize(const at::Tensor& tensor, c10::IntArrayRef size,
+            std::optional<c10::MemoryFormat> format) {
+  if (kIsCuda) {
+    const auto numel = static_cast<size_t>(c10::multiply_integers(size));
+    const size_t num_bytes =
+        (static_cast<size_t>(tensor.storage_offset()) + numel) * tensor.itemsize();
+    if (numel && num_bytes > tensor.storage().nbytes()) resize_storage(tensor.storage(), num_bytes);
+  }
+  at::native::resize_(tensor, size, format);
+}
+
+void register_device() {
+  constexpr uint8_t kAboveTorchsOwn = 100;
+  c10::SetAllocator(kSimDevice, &device_allocator_instance, kAboveTorchsOwn);
+  at::setHostAllocator(kSimDevice, &pinned_allocator_instance, kAboveTorchsOwn);
+  static const c10::impl::DeviceGuardImplRegistrar guard(kSimDevice, new TorchGuard);
+  install_hooks();
+  install_timer();
 }
 
 }  // namespace sim

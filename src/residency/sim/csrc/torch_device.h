@@ -13,22 +13,26 @@
 #include <utility>
 #include <vector>
 
+#include "face.h"
 #include "machine.h"
 
 namespace sim {
 
-constexpr c10::DeviceType kDeviceType = c10::DeviceType::PrivateUse1;
-inline const c10::Device kDevice{kDeviceType, 0};
+inline const c10::Device kDevice{kSimDevice, 0};
 
 inline bool is_sim(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.device().type() == kDeviceType;
+  return tensor.defined() && tensor.device().type() == kSimDevice;
 }
 
-void register_hooks();
+// Tells torch of the device: allocators, guard and hooks.
+void register_device();
 c10::Allocator* device_allocator();
 const at::Generator& default_generator();
 at::Generator inner_generator(const at::Generator& generator);
 void copy_on_device(void* to, const void* from, size_t num_bytes);
+void resize_storage(const c10::Storage& storage, size_t num_bytes);
+void resize(const at::Tensor& tensor, c10::IntArrayRef size,
+            std::optional<c10::MemoryFormat> format);
 
 // Makes a tensor over `storage` with the sizes, strides and flags of `like`.
 at::Tensor tensor_over(const c10::Storage& storage, const at::Tensor& like, c10::DispatchKey key);

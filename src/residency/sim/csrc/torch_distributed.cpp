@@ -31,8 +31,9 @@ Tensors flat(const Lists& lists) {
 class Hosts {
  public:
   Tensor of(const Tensor& tensor) {
-    TORCH_CHECK(is_sim(tensor), "simccl takes dense tensors of the device sim; found one on ",
-                tensor.device(), ". Initialize the group with \"cpu:gloo,sim:simccl\" for both.");
+    TORCH_CHECK(is_sim(tensor), kBackend, " takes dense tensors of ", kDeviceLabel,
+                "; found one on ", tensor.device(), ". Initialize the group with \"cpu:gloo,",
+                c10::DeviceTypeName(kSimDevice, true), ":", kBackend, "\" for both.");
     return aliases_.of(tensor);
   }
   Tensors of(const Tensors& tensors) {
@@ -96,7 +97,7 @@ class Simccl final : public c10d::Backend {
   explicit Simccl(Gloo gloo)
       : c10d::Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {}
 
-  const std::string getBackendName() const override { return "simccl"; }
+  const std::string getBackendName() const override { return kBackend; }
   Ptr<Options> getBackendOptions() override { return gloo_->getBackendOptions(); }
   void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
   void setSequenceNumberForGroup() override { gloo_->setSequenceNumberForGroup(); }
@@ -391,8 +392,13 @@ class Simccl final : public c10d::Backend {
 }  // namespace
 
 void register_distributed(pybind11::module& module) {
-  module.def("wrap_gloo",
-             [](const Gloo& gloo) -> Gloo { return c10::make_intrusive<Simccl>(gloo); });
+  // The methods are those that torch calls on the class ProcessGroupNCCL and on no other.
+  pybind11::class_<Simccl, Ptr<Simccl>, c10d::Backend>(module, "Simccl")
+      .def(pybind11::init([](const Gloo& gloo) { return c10::make_intrusive<Simccl>(gloo); }))
+      .def_property_readonly("uid", [](const Simccl&) { return 0; })
+      .def("_add_ephemeral_timeout", [](const Simccl&, std::chrono::milliseconds) {})
+      .def("_group_start", [](const Simccl&) {})
+      .def("_group_end", [](const Simccl&) {});
 }
 
 }  // namespace sim

@@ -3,16 +3,15 @@
 // CUDA would allocate on the device before the kernel runs (the outputs) are allocated on this one.
 //
 // at::native::cpu_fallback is not used: it copies every operand and cannot write through views.
-#include <ATen/ops/resize_native.h>
 #include <c10/util/SmallVector.h>
 #include <c10/util/irange.h>
-#include <torch/library.h>
 
 #include <mutex>
 #include <unordered_map>
 #include <unordered_set>
 
 #include "fork.h"
+#include "registration.h"
 #include "torch_device.h"
 #include "torch_scratch.h"
 
@@ -204,17 +203,15 @@ class Call {
       on_host |= tensor.is_cpu() && tensor.dim() > 0;
     };
     for (const IValue& argument : arguments_) visit_tensors(argument, look);
-    TORCH_CHECK(
-        !(on_device && on_host),
-        "Expected all tensors to be on the same device, but found at least two devices, sim:0 "
-        "and cpu! (when running ",
-        plan_.name, ")");
+    TORCH_CHECK(!(on_device && on_host),
+                "Expected all tensors to be on the same device, but found at least two devices, ",
+                kDeviceLabel, " and cpu! (when running ", plan_.name, ")");
   }
 
   IValue alias_of(const IValue& value, Aliases& aliases, const Plan::Argument& argument) const {
     if (value.isTensor() && is_sim(value.toTensor())) return aliases.of(value.toTensor());
     const bool to_meta = aliases.key() == c10::DispatchKey::Meta;
-    if (value.isDevice() && value.toDevice().type() == kDeviceType) {
+    if (value.isDevice() && value.toDevice().type() == kSimDevice) {
       return c10::Device(to_meta ? c10::kMeta : c10::kCPU);
     }
     if (argument.is_generator) {
@@ -356,7 +353,7 @@ class Call {
       const bool has_moved = !is_dry() && alias.storage().data() != tensor.storage().data();
       if (!has_moved && alias.sizes() == tensor.sizes() && alias.strides() == tensor.strides())
         continue;
-      at::native::resize_(tensor, alias.sizes(), std::nullopt);
+      resize(tensor, alias.sizes(), std::nullopt);
       tensor.unsafeGetTensorImpl()->set_sizes_and_strides(alias.sizes(), alias.strides(),
                                                           alias.storage_offset());
       const size_t num_bytes = std::min(alias.storage().nbytes(), tensor.storage().nbytes());
@@ -387,10 +384,10 @@ class Call {
       return result;
     c10::StorageImpl* storage = result.storage().unsafeGetStorageImpl();
     if (const Tensor* original = aliases_.original(storage)) {
-      return tensor_over(original->storage(), result, c10::DispatchKey::PrivateUse1);
+      return tensor_over(original->storage(), result, kSimKey);
     }
     for (const auto& [from, to] : adopted_) {
-      if (from == storage) return tensor_over(to, result, c10::DispatchKey::PrivateUse1);
+      if (from == storage) return tensor_over(to, result, kSimKey);
     }
     at::DataPtr block = device_allocator()->allocate(storage->nbytes());
     if (storage->nbytes() && !is_dry()) {
@@ -401,7 +398,7 @@ class Call {
     c10::Storage ours(c10::Storage::use_byte_size_t(), storage->nbytes(), std::move(block),
                       device_allocator(), /*resizable=*/true);
     adopted_.emplace_back(storage, ours);
-    return tensor_over(ours, result, c10::DispatchKey::PrivateUse1);
+    return tensor_over(ours, result, kSimKey);
   }
 
   Machine& machine_ = Machine::get();
@@ -418,19 +415,37 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) { Call(op, stack).run
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
+RESIDENCY_KERNELS(_, RESIDENCY_SIM_KEY, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
 // Composite kernels would shadow the fallback here, and allocate temporaries that CUDA does not.
 // tests/sim/shadowed_operations.txt has all that could, with what becomes of each.
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+RESIDENCY_KERNELS(aten, RESIDENCY_SIM_KEY, library) {
   for (const char* name :
        {"convolution_overrideable", "convolution_backward_overrideable", "silu_backward",
         "mish_backward", "native_channel_shuffle", "native_layer_norm", "native_group_norm",
         "_stack", "addr", "addr.out", "any.dims", "any.dims_out", "all.dims", "all.dims_out",
         "linalg__powsum", "mse_loss", "smooth_l1_loss"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
+  if (!kIsCuda) return;
+  // Only the *_overrideable ones are asked for on other devices; on CUDA torch looks for cuDNN.
+  for (const char* name : {"convolution", "convolution_backward"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
+}
+
+void override_kernels() {
+  if (!kIsCuda) return;
+  // Its destructor would take the kernels away again.
+  auto* library = new torch::Library(torch::Library::IMPL, "aten", kSimKey, __FILE__, __LINE__);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const c10::OperatorName& name : dispatcher.getRegistrationsForDispatchKey(kSimKey)) {
+    // Collectives are registered with CUDA's key in every build, and are not for the fallback.
+    if (name.getNamespace() != "aten") continue;
+    library->impl(c10::toString(name).c_str(),
+                  torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
 }
 

@@ -6,28 +6,27 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/copy_native.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
-#include <torch/library.h>
 
 #include "fork.h"
+#include "registration.h"
 #include "torch_device.h"
 
 namespace sim {
 namespace {
 
 using at::Tensor;
-constexpr c10::DispatchKeySet kDeviceKeys(c10::DispatchKey::PrivateUse1);
+constexpr c10::DispatchKeySet kDeviceKeys(kSimKey);
 constexpr size_t kZeroedInDryMode = size_t(1) << 20;
 
 // ----------------------------------------------------------------------------------------- making
 
 void check_placement(std::optional<c10::Device> device, std::optional<bool> pinned) {
   TORCH_CHECK(!pinned.value_or(false), "Only dense CPU tensors can be pinned");
-  TORCH_CHECK(!device || device->index() <= 0, "there is one simulated accelerator, sim:0; found ",
-              device->str());
+  TORCH_CHECK(!device || device->index() <= 0, "there is one simulated accelerator, ", kDeviceLabel,
+              "; found ", device->str());
 }
 
 Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
@@ -132,8 +131,14 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   return to;
 }
 
+Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
+  TORCH_CHECK(from.defined(), "src is undefined");
+  if (!to.is_same(from)) copy_from(from, to, non_blocking);
+  return to;
+}
+
 Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
-  at::native::resize_(to, from.sizes(), std::nullopt);
+  resize(to, from.sizes(), std::nullopt);
   return copy_from(from, to, false);
 }
 
@@ -159,7 +164,8 @@ c10::Scalar local_scalar(const Tensor& tensor) {
 
 const Tensor& resize_(const Tensor& tensor, c10::SymIntArrayRef size,
                       std::optional<c10::MemoryFormat> format) {
-  return at::native::resize_(tensor, C10_AS_INTARRAYREF_SLOW(size), format);
+  resize(tensor, C10_AS_INTARRAYREF_SLOW(size), format);
+  return tensor;
 }
 
 Tensor as_strided(const Tensor& tensor, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
@@ -213,7 +219,7 @@ void record_stream(Tensor& tensor, c10::Stream stream) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+RESIDENCY_KERNELS(aten, RESIDENCY_SIM_KEY, library) {
   library.impl("empty.memory_format", empty);
   library.impl("empty_strided", empty_strided);
   library.impl("_copy_from", copy_from);
@@ -229,13 +235,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_", set_empty);
   library.impl("_has_compatible_shallow_copy_type", has_compatible_type);
   library.impl("record_stream", record_stream);
+  // Torch's own `copy_` asks PrivateUse1 for `_copy_from`; on CUDA it looks for CUDA's kernel.
+  if (kIsCuda) library.impl("copy_", copy_);
 }
 
 // A copy reads lazy conjugates and negatives itself. Torch would resolve them first, by a copy.
-TORCH_LIBRARY_IMPL(aten, Conjugate, library) {
+RESIDENCY_KERNELS(aten, Conjugate, library) {
   library.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
-TORCH_LIBRARY_IMPL(aten, Negative, library) {
+RESIDENCY_KERNELS(aten, Negative, library) {
   library.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 

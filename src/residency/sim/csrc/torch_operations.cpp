@@ -50,6 +50,9 @@ double convolution(const IValue* a) { return convolution_of(a[0], a[1], a[3], a[
 double convolution_backward(const IValue* a) {
   return 2.0 * convolution_of(a[1], a[2], a[3], a[6].toBool());
 }
+double convolution_backward_with_bias(const IValue* a) {  // its sizes come before the stride
+  return 2.0 * convolution_of(a[1], a[2], a[4], a[7].toBool());
+}
 
 }  // namespace
 
@@ -68,7 +71,9 @@ OperationCounter operation_counter(const std::string& name) {
       {"aten::baddbmm_", second_two},
       {"aten::_scaled_dot_product_flash_attention_for_cpu", attention},
       {"aten::_scaled_dot_product_flash_attention_for_cpu_backward", attention_backward},
+      {"aten::convolution", convolution},
       {"aten::convolution_overrideable", convolution},
+      {"aten::convolution_backward", convolution_backward_with_bias},
       {"aten::convolution_backward_overrideable", convolution_backward},
   };
   const auto found = counters.find(name);

@@ -1,0 +1,148 @@
+"""The functions that torch's C++ gives to ``torch.cuda`` and a build without CUDA lacks.
+
+``torch.cuda`` stays torch's own: what is in here are the functions of ``torch._C`` that it calls.
+Those that are left out have nothing behind them in the simulator, and are missing by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from residency._errors import SimulatorError
+from residency.sim._cuda_types import DEVICE_TYPE, DeviceProperties
+
+NCCL_VERSION = (2, 27, 5)  # a placeholder, of the release that torch 2.13 is built with
+
+
+def bindings(core: Any) -> dict[str, Callable[..., Any]]:
+    """Returns the functions by their names in ``torch._C``."""
+    return {
+        **_device_bindings(core),
+        **_stream_bindings(),
+        **_memory_bindings(core),
+        **_unmodelled_bindings(),
+    }
+
+
+def _device_bindings(core: Any) -> dict[str, Callable[..., Any]]:
+    def initialise() -> None:
+        core.use_device()  # refused in a forked child
+        properties = DeviceProperties()
+        vars(torch.cuda).update(
+            default_generators=(core.default_generator(),),
+            _get_device_properties=lambda device: properties,
+        )
+
+    def exchange(device: int) -> int:
+        return int(torch.accelerator.current_device_index())
+
+    def set_device(device: int) -> None:
+        torch.accelerator.set_device_index(device)
+
+    major, minor, patch = NCCL_VERSION
+    return {
+        "_cuda_init": initialise,
+        "_cuda_isInBadFork": core.is_in_bad_fork,
+        "_cuda_getDeviceCount": lambda: 1,
+        "_cuda_getDevice": lambda: 0,
+        "_cuda_setDevice": set_device,
+        "_cuda_exchangeDevice": lambda device: exchange(device),
+        "_cuda_maybeExchangeDevice": lambda device: exchange(device),
+        "_cuda_hasPrimaryContext": lambda device: True,
+        "_cuda_canDeviceAccessPeer": lambda device, peer: False,
+        "_cuda_getArchFlags": lambda: f"sm_{DeviceProperties.major}{DeviceProperties.minor}",
+        "_cuda_synchronize": lambda: torch.accelerator.synchronize(),
+        "_cuda_ipc_collect": lambda: None,
+        "_cuda_get_sync_debug_mode": lambda: 0,
+        "_cuda_getCurrentBlasHandle": lambda: 0,
+        "_cuda_getCurrentSolverHandle": lambda: 0,
+        "_cuda_clearCublasWorkspaces": core.clear_workspaces,
+        "_nccl_version": lambda: major << 32 | minor << 16 | patch,
+        "_nccl_version_suffix": lambda: b"",
+    }
+
+
+def _stream_bindings() -> dict[str, Callable[..., Any]]:
+    def current(device: int) -> tuple[int, int, int]:
+        return torch.accelerator.current_stream().stream_id, 0, DEVICE_TYPE
+
+    def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
+        torch.accelerator.set_stream(_stream(stream_id))
+
+    return {
+        "_cuda_getCurrentStream": current,
+        "_cuda_getDefaultStream": lambda device: (0, 0, DEVICE_TYPE),
+        "_cuda_getCurrentRawStream": lambda device: current(device)[0],
+        "_cuda_getStreamFromExternal": lambda handle, device: (handle, 0, DEVICE_TYPE),
+        "_cuda_setStream": set_stream,
+        "_cuda_isCurrentStreamCapturing": lambda: False,
+        "_cuda_sleep": lambda cycles: None,
+    }
+
+
+def _memory_bindings(core: Any) -> dict[str, Callable[..., Any]]:
+    # These are bindings of torch's own, which it does not annotate.
+    stats: Any = torch._C._accelerator_getDeviceStats
+    reset_accumulated: Any = torch._C._accelerator_resetAccumulatedStats
+    reset_peak: Any = torch._C._accelerator_resetPeakStats
+
+    def allocate(num_bytes: int, stream: int) -> int:
+        previous = torch.accelerator.current_stream()
+        torch.accelerator.set_stream(_stream(stream))
+        try:
+            address: int = core.allocate(num_bytes)
+        finally:
+            torch.accelerator.set_stream(previous)
+        return address
+
+    return {
+        "_cuda_memoryStats": lambda device: stats(device),
+        "_cuda_resetAccumulatedMemoryStats": lambda device: reset_accumulated(device),
+        "_cuda_resetPeakMemoryStats": lambda device: reset_peak(device),
+        "_cuda_getMemoryFraction": lambda device: core.memory_fraction(),
+        "_cuda_setMemoryFraction": lambda fraction, device: core.set_memory_fraction(fraction),
+        "_cuda_emptyCache": lambda: torch.accelerator.empty_cache(),
+        "_cuda_hostMemoryStats": lambda: _host_stats(core),
+        "_cuda_resetAccumulatedHostMemoryStats": lambda: None,
+        "_cuda_resetPeakHostMemoryStats": lambda: core.reset_peak_pinned_memory_stats(),
+        "_cuda_getAllocatorBackend": lambda: "native",
+        "_cuda_cudaCachingAllocator_is_enabled": lambda: True,
+        "_cuda_cudaCachingAllocator_raw_alloc": allocate,
+        "_cuda_cudaCachingAllocator_raw_delete": core.free,
+    }
+
+
+def _host_stats(core: Any) -> dict[str, Any]:
+    found: dict[str, int] = core.pinned_memory_stats()
+
+    def entry(name: str) -> dict[str, int]:
+        return {"current": found[f"{name}.current"], "peak": found[f"{name}.peak"]}
+
+    return {
+        "allocated_bytes": entry("pinned_bytes"),
+        "active_bytes": entry("used_bytes"),
+        "num_host_alloc": found["num_pinned"],
+    }
+
+
+def _unmodelled_bindings() -> dict[str, Callable[..., Any]]:
+    def refuse(what: str) -> Callable[..., Any]:
+        def refused(*args: Any, **kwargs: Any) -> Any:
+            raise SimulatorError(f"The simulated accelerator does not model {what}.")
+
+        return refused
+
+    return {
+        "_cuda_memorySnapshot": refuse("allocator snapshots"),
+        "_cuda_record_memory_history": refuse("allocator histories"),
+        "_cuda_set_sync_debug_mode": refuse("the debug mode of synchronisations"),
+        "_cuda_changeCurrentAllocator": refuse("other allocators"),
+        "_cuda_cudaCachingAllocator_enable": refuse("a device without a caching allocator"),
+    }
+
+
+def _stream(stream_id: int) -> torch.Stream:
+    return torch.Stream(stream_id=stream_id, device_index=0, device_type=DEVICE_TYPE)

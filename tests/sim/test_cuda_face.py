@@ -1,0 +1,158 @@
+"""The simulated accelerator in CUDA's place: scripts that say ``cuda`` run, and compute the same.
+
+The face is for good in a process, so each test starts some; ``cuda_face_worker.py`` runs most cases
+in one of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import residency
+from residency import sim
+from residency.sim import _cuda_face
+
+pytestmark = pytest.mark.sim
+
+HERE = Path(__file__).parent
+WORKER = HERE / "cuda_face_worker.py"
+LINES = WORKER.read_text().splitlines()
+CASES = [
+    line.removeprefix("def ").split("(")[0]
+    for before, line in itertools.pairwise(LINES)
+    if before == "@case"
+]
+RUN_ON = """
+import runpy, sys
+if {device!r} != "cpu":
+    from residency import sim
+    sim.enable("1GiB", check_races=True, device={device!r})
+sys.argv = {arguments!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def start(*arguments: object, variables: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    source = str(Path(sim.__file__).parents[2])
+    path = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | (variables or {})
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    with process:
+        try:
+            output = process.communicate(timeout=120)[0]
+        finally:
+            process.kill()
+    assert process.returncode == 0, output
+    return output
+
+
+@pytest.fixture(scope="module")
+def built() -> None:
+    """The extension is there: what limits a worker's time is not the compiler."""
+    sim.enable("1GiB")
+    finish(start("-W", "default", "-c", "from residency import sim; sim.enable(device='cuda')"))
+
+
+@pytest.fixture(scope="module")
+def outcomes(built: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("face")
+    finish(start(WORKER, folder))
+    return json.loads((folder / "outcomes.json").read_text())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_in_the_place_of_cuda(outcomes: dict[str, str], case: str) -> None:
+    assert outcomes.get(case) == "passed", outcomes.get(case)
+
+
+@pytest.mark.parametrize(
+    ("precision", "other"),
+    [
+        pytest.param("float32", "cpu", id="float32 as the host's kernels compute it"),
+        pytest.param("bfloat16", "sim", id="autocast as on the device sim"),
+    ],
+)
+def test_a_script_computes_the_same_bits_on_cuda(
+    built: None, tmp_path: Path, precision: str, other: str
+) -> None:
+    files, processes = [], []
+    for device in ("cuda", other):
+        files.append(tmp_path / f"{device}.pt")
+        arguments = [str(HERE / "cuda_script.py"), device, precision, str(files[-1])]
+        processes.append(start("-c", RUN_ON.format(device=device, arguments=arguments)))
+    outputs = [finish(process) for process in processes]
+    assert outputs == ["", ""]
+    ours, others = (torch.load(file) for file in files)
+    assert ours.keys() == others.keys()
+    for name, value in ours.items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(others[name])), name
+
+
+def test_an_unknown_device_is_refused_with_the_known_ones() -> None:
+    for device in ("", "cuda:0", "xpu", 0):
+        with pytest.raises(residency.InvalidArgumentError, match="one of 'sim', 'cuda'"):
+            sim.enable(device=device)  # type: ignore[arg-type]
+
+
+def test_a_process_has_one_face() -> None:
+    sim.enable(device="sim")
+    with pytest.raises(sim.SimulatorError, match="is 'sim' in this process"):
+        sim.enable(device="cuda")
+    assert not torch.cuda.is_available()
+
+
+@pytest.mark.parametrize(
+    ("question", "message"),
+    [("is_initialized", "has been used"), ("is_available", "CUDA_VISIBLE_DEVICES=")],
+)
+def test_a_cuda_that_is_there_is_not_replaced(
+    monkeypatch: pytest.MonkeyPatch, question: str, message: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, question, lambda: True)
+    with pytest.raises(sim.SimulatorError, match=message):
+        _cuda_face.check_free()
+
+
+def test_a_refused_first_call_leaves_torch_without_cuda(built: None) -> None:
+    finish(
+        start(
+            "-c",
+            """
+import torch
+from residency import sim
+try:
+    sim.enable("1GiB", device="cuda", share="0123", schedule="soon")
+except ValueError:
+    pass
+assert not torch.cuda.is_available()
+torch.cuda.is_available = lambda: True
+try:
+    sim.enable("1GiB", device="cuda")
+except sim.SimulatorError as error:
+    assert "CUDA_VISIBLE_DEVICES" in str(error)
+else:
+    raise AssertionError
+assert torch.accelerator.current_accelerator() is None
+assert torch.version.cuda is None
+assert not torch.distributed.is_nccl_available()
+assert sim.enable("1GiB").type == "sim"  # nothing was decided
+""",
+        )
+    )

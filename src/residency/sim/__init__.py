@@ -32,6 +32,7 @@ __all__ = [
     "now_seconds",
     "pinned_memory_stats",
     "reset_peak_pinned_memory_stats",
+    "settings",
 ]
 
 _SCHEDULES = ("late", "overtake", "eager")
@@ -82,14 +83,15 @@ def enable(
     capacity_bytes = _parse_capacity(capacity)
     _check_schedule(schedule)
     name = share_name(share)
-    rates = None if clock is None else clock.rates()
+    if clock is not None:
+        clock.rates()  # refused now if they mean nothing
     is_new = not _backend.is_registered()
     if is_new:
         _backend.load()
     else:
         _check_change(capacity_bytes, dry, name)
     _backend.configure(
-        capacity_bytes, schedule=schedule, check_races=check_races, dry=dry, rates=rates, share=name
+        capacity_bytes, schedule=schedule, check_races=check_races, dry=dry, clock=clock, share=name
     )
     if is_new:  # last, so that a refused first call leaves torch as it was
         _backend.register()
@@ -100,6 +102,16 @@ def enable(
 def is_enabled() -> bool:
     """Says whether ``enable`` has registered the device in this process."""
     return _backend.is_registered()
+
+
+def settings() -> dict[str, Any]:
+    """Returns the settings in force as arguments, so that ``enable(**was)`` brings them back.
+
+    Raises:
+        SimulatorError: The device is not enabled.
+    """
+    _backend.core()
+    return _backend.settings()
 
 
 def pinned_memory_stats() -> dict[str, int]:

@@ -19,10 +19,11 @@ from torch.utils import backend_registration
 from residency._errors import InvalidArgumentError, RaceError, SimulatorError
 from residency.sim import _distributed
 from residency.sim._build import load_extension
+from residency.sim._clock import Clock
 from residency.sim._share import share_folder
 
 _NAME = "sim"
-_state: dict[str, Any] = {"loaded": None, "core": None, "dry": False, "share": None}
+_state: dict[str, Any] = {"loaded": None, "core": None, "settings": {}}
 
 
 def is_registered() -> bool:
@@ -32,13 +33,18 @@ def is_registered() -> bool:
 
 def is_dry() -> bool:
     """Says whether the device runs kernels for their shapes only."""
-    return bool(_state["dry"])
+    return bool(_state["settings"].get("dry"))
 
 
 def share() -> str | None:
     """Returns the name that the capacity is shared under, None where it is this process's own."""
-    name: str | None = _state["share"]
+    name: str | None = _state["settings"].get("share")
     return name
+
+
+def settings() -> dict[str, Any]:
+    """Returns the settings that were applied last, as arguments of ``residency.sim.enable``."""
+    return dict(_state["settings"])
 
 
 def core() -> Any:
@@ -88,7 +94,7 @@ def configure(
     schedule: str,
     check_races: bool,
     dry: bool,
-    rates: tuple[float, float, float, float, float] | None,
+    clock: Clock | None,
     share: str | None,
 ) -> None:
     """Applies settings, after all queued work has run; changes nothing when it raises.
@@ -98,6 +104,7 @@ def configure(
         SimulatorError: The file that they share cannot be used.
     """
     extension = _state["loaded"]
+    rates = None if clock is None else clock.rates()
     folder = "" if share is None else share_folder()
     try:
         extension.configure(capacity_bytes, schedule, check_races, dry, rates, folder, share or "")
@@ -105,7 +112,8 @@ def configure(
         raise InvalidArgumentError(str(error)) from None
     except extension.ShareUnusable as error:
         raise SimulatorError(str(error)) from None
-    _state.update(dry=dry, share=share)
+    options = {"schedule": schedule, "check_races": check_races, "dry": dry, "clock": clock}
+    _state["settings"] = {"capacity": capacity_bytes, "share": share, **options}
 
 
 # ---------------------------------------------------------------------------------- torch.sim

@@ -153,7 +153,7 @@ def _at_rest_after() -> Iterator[None]:
         failures = finish_work()
         give_back()
         if failures:
-            raise queued_work_error("by the fixtures of this test, or as it failed", failures)
+            raise queued_work_error("towards the end of this test", failures)
 
 
 def _is_failure_kept() -> bool:

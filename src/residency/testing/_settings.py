@@ -67,6 +67,8 @@ def make_request(
             "both say how many bytes the device has; keep one of them."
         )
     _ = request.growth_bytes  # refused now if it means nothing
+    if "capacity" in sim:
+        parse_bytes(sim["capacity"], name="capacity")
     return request
 
 

@@ -34,19 +34,14 @@ if TYPE_CHECKING:
 
 _LOAN = "_residency_device"  # every test that takes a device, one way or another, takes this
 _LENDER = pytest.StashKey[Lender]()
-_MARKERS = {  # name -> the fixture that it implies, and its line of help
-    "sim_device": (
-        "sim_device",
-        "sim_device(capacity=, schedule=, check_races=, dry=, clock=, share=): the test runs on "
-        "the simulated accelerator with these settings; schedule may be 'all' or a list, for one "
-        "run with each",
-    ),
-    "device_memory": (
-        _LOAN,
-        "device_memory(limit=, growth=): the device has `limit` bytes during the test, which may "
-        "leave at most `growth` bytes more allocated than it found; sizes as in '2GiB'",
-    ),
-}
+_REQUEST = pytest.StashKey[Request]()  # on the tests that take a device
+_MARKERS = (
+    "sim_device(capacity=, schedule=, check_races=, dry=, clock=, share=): the test runs on the "
+    "simulated accelerator with these settings; schedule may be 'all' or a list, for one run with "
+    "each",
+    "device_memory(limit=, growth=): the device has `limit` bytes during the test, which may leave "
+    "at most `growth` bytes more allocated than it found; sizes as in '2GiB'",
+)
 
 
 # ---------------------------------------------------------------------------------- configuration
@@ -70,7 +65,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Announces the markers and checks the defaults."""
-    for _, line in _MARKERS.values():
+    for line in _MARKERS:
         config.addinivalue_line("markers", line)
     try:
         make_request([{"capacity": config.getini("residency_capacity")}], [])
@@ -95,10 +90,9 @@ def _default_schedules(config: pytest.Config) -> list[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Lets a test whose marker speaks of the device take the device; makes one test a schedule."""
+    """Makes one test a schedule, where there are several and no parameter names one."""
     test = metafunc.definition
-    metafunc.fixturenames[:] = [*_implied_fixtures(test), *metafunc.fixturenames]
-    takes_device = {_LOAN, "sim_device", "tested_device"} & set(metafunc.fixturenames)
+    takes_device = _LOAN in metafunc.fixturenames or _has_marker(test)
     if not takes_device or tested_device_type() != "sim" or _is_parametrized(test):
         return
     marked = test.iter_markers("sim_device")
@@ -108,23 +102,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             _default_schedules(metafunc.config) if given is None else expand_schedules(given)
         )
     except InvalidArgumentError as error:
-        pytest.fail(f"{test.nodeid}: {error}", pytrace=False)
+        raise _failure(f"{test.nodeid}: {error}") from None
     if len(schedules) > 1:
+        if _LOAN not in metafunc.fixturenames:
+            metafunc.fixturenames.append(_LOAN)
         metafunc.parametrize(_LOAN, schedules, indirect=True)
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Does the first of these for a marker on a parameter, which only the item shows."""
-    if isinstance(item, pytest.Function):
-        item.fixturenames = [*_implied_fixtures(item), *item.fixturenames]
-
-
-def _implied_fixtures(test: pytest.Function) -> list[str]:
-    return [
-        fixture
-        for marker, (fixture, _) in _MARKERS.items()
-        if test.get_closest_marker(marker) and fixture not in test.fixturenames
-    ]
+def _has_marker(test: pytest.Item) -> bool:
+    return any(test.get_closest_marker(name) for name in ("sim_device", "device_memory"))
 
 
 def _is_parametrized(test: pytest.Function) -> bool:
@@ -148,16 +134,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Judges what the test's own lines left on the device."""
-    if _LOAN not in getattr(item, "funcargs", {}):
+    asked = item.stash.get(_REQUEST, None)
+    if asked is None:
         return (yield)
-    watch = Watch(_request_of(item))
+    watch = Watch(asked)
     try:
         result = yield
     except Exception as error:
         watch.explain(error)
         raise
     if fault := watch.find_fault():
-        pytest.fail(fault, pytrace=False)
+        raise _failure(fault)
     return result
 
 
@@ -183,13 +170,22 @@ def _request_of(item: pytest.Item) -> Request:
 # ---------------------------------------------------------------------------------------- fixtures
 
 
+@pytest.fixture(autouse=True)
+def _residency_markers(request: pytest.FixtureRequest) -> None:
+    """Lets a test whose marker speaks of the device take it, before its other fixtures."""
+    if _has_marker(request.node):
+        request.getfixturevalue(_LOAN)
+
+
 @pytest.fixture
 def _residency_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """The device that the test runs on, lent for its time."""
     config, lender = request.config, request.config.stash[_LENDER]
     device_type = tested_device_type()
+    if device_type != "sim" and _needs_simulator(request):
+        pytest.skip(f"needs the simulated accelerator; RESIDENCY_TEST_DEVICE is {device_type!r}")
     try:
-        asked = _request_of(request.node)
+        asked = request.node.stash[_REQUEST] = _request_of(request.node)
         if device_type == "sim":
             defaults = {
                 "capacity": config.getini("residency_capacity"),
@@ -204,13 +200,22 @@ def _residency_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
             yield device
     except BuildError as error:
         if config.getini("residency_missing") == "skip":
-            pytest.skip(f"{error}")
-        pytest.fail(
-            f"{error}\n(residency_missing = skip in pytest's configuration leaves such tests out.)",
-            pytrace=False,
-        )
+            pytest.skip(str(error))
+        hint = "(residency_missing = skip in pytest's configuration leaves such tests out.)"
+        raise _failure(f"{error}\n{hint}") from None
     except (InvalidArgumentError, QueuedWorkError, RefusedError) as error:
-        pytest.fail(f"{type(error).__name__}: {error}", pytrace=False)
+        raise _failure(f"{type(error).__name__}: {error}") from None
+
+
+def _failure(message: str) -> BaseException:
+    return pytest.fail.Exception(message, pytrace=False)  # the lines of this file say nothing
+
+
+def _needs_simulator(request: pytest.FixtureRequest) -> bool:
+    if "tested_device" in request.fixturenames:
+        return False
+    is_marked = request.node.get_closest_marker("sim_device") is not None
+    return is_marked or "sim_device" in request.fixturenames
 
 
 @pytest.fixture
@@ -220,10 +225,6 @@ def sim_device(_residency_device: torch.device) -> torch.device:
     Left out where ``RESIDENCY_TEST_DEVICE`` names a real accelerator: one process has room for one
     of the two.
     """
-    if _residency_device.type != "sim" and tested_device_type() != "sim":
-        pytest.skip(
-            f"runs on the simulated accelerator; RESIDENCY_TEST_DEVICE is {tested_device_type()!r}"
-        )
     return _residency_device
 
 

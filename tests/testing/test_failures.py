@@ -97,6 +97,7 @@ def test_queued_work_that_fails_is_reported_on_the_test_that_queued_it(run_tests
     result = run_tests(
         """
         import pytest, torch
+        from residency import sim
 
         def queue_a_failure(times=1):
             target, bad = torch.zeros(9, device="sim"), torch.tensor([99], device="sim")
@@ -115,8 +116,12 @@ def test_queued_work_that_fails_is_reported_on_the_test_that_queued_it(run_tests
             yield
             queue_a_failure()
 
+        @pytest.mark.sim_device(capacity="64MiB")
         def test_with_a_fixture_that_queues(queues_at_the_end):
             pass
+
+        def test_the_settings_came_back():
+            assert sim.settings()["capacity"] == 8 << 30
 
         @pytest.fixture(scope="module")
         def queues_outside():
@@ -129,7 +134,7 @@ def test_queued_work_that_fails_is_reported_on_the_test_that_queued_it(run_tests
             assert torch.ones(9, device=sim_device).sum() == 9
         """
     )
-    result.assert_outcomes(failed=2, passed=2, errors=2)
+    result.assert_outcomes(failed=2, passed=3, errors=2)
     result.stdout.fnmatch_lines(
         [
             "*ERROR at teardown of test_with_a_fixture_that_queues*",
@@ -156,6 +161,12 @@ def test_one_failed_test_does_not_make_the_next_ones_fail(run_tests) -> None:
         import pytest, torch
         from residency import sim
 
+        @pytest.fixture(scope="module", autouse=True)
+        def around():
+            sim.enable("1GiB")
+            yield
+            assert sim.settings()["capacity"] == 1 << 30
+
         @pytest.mark.sim_device(capacity="64MiB")
         def test_fails_with_tensors():
             held = torch.ones(12 << 20, device="sim")
@@ -179,9 +190,14 @@ def test_one_failed_test_does_not_make_the_next_ones_fail(run_tests) -> None:
         @pytest.mark.device_memory(growth="0B")
         def test_whose_growth_is_judged(sim_device):
             pass
+
+        @pytest.mark.sim_device(capacity="64MiB")
+        def test_fails_last():
+            held = torch.ones(9, device="sim")
+            assert held is None
         """
     )
-    result.assert_outcomes(failed=2, passed=4)
+    result.assert_outcomes(failed=3, passed=4)
 
 
 @sim_only

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from residency import sim
-from residency._errors import QueuedWorkError
-from residency.testing import settle
+from residency.testing import QueuedWorkError, settle
 from residency.testing._settings import SCHEDULES
 
 pytestmark = pytest.mark.sim

@@ -6,7 +6,8 @@ stands here is for tests and fixtures that want more than that. Importing this p
 neither torch nor pytest.
 """
 
+from residency._errors import QueuedWorkError
 from residency.testing._rest import settle
 from residency.testing._settings import tested_device_type
 
-__all__ = ["settle", "tested_device_type"]
+__all__ = ["QueuedWorkError", "settle", "tested_device_type"]

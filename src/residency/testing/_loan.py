@@ -50,10 +50,11 @@ class Lender:
         self.come_to_rest()
         settings = sim.settings() if sim.is_enabled() else {}
         device = self._enable(options)
-        with _at_rest_after():
-            yield device
-        self._owed_settings = settings
-        if not _is_failure_kept():
+        try:
+            with _at_rest_after():
+                yield device
+        finally:
+            self._owed_settings = settings
             self._restore()
 
     @contextmanager
@@ -88,7 +89,7 @@ class Lender:
 
         Raises:
             QueuedWorkError: Work failed that nobody had waited for.
-            InvalidArgumentError: Tensors need more than the owed settings give.
+            RefusedError: Tensors need more than the owed settings give.
         """
         failures = finish_work()
         if give_back() > 0 and _is_failure_kept():
@@ -108,14 +109,17 @@ class Lender:
     def _restore(self) -> None:
         from residency import sim
 
-        settings, self._owed_settings = self._owed_settings, None
         try:
-            sim.enable(**settings or {})
+            sim.enable(**self._owed_settings or {})
         except InvalidArgumentError as error:
+            if _is_failure_kept():
+                return  # still owed
+            self._owed_settings = None
             raise RefusedError(
                 f"A test left tensors behind, so that the settings from before it cannot come "
                 f"back: {error}"
             ) from None
+        self._owed_settings = None
 
     def _enable(self, options: Mapping[str, Any]) -> torch.device:
         from residency import sim

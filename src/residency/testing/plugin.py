@@ -19,7 +19,7 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
-from residency._errors import BuildError, InvalidArgumentError, QueuedWorkError, RefusedError
+from residency._errors import BuildError, InvalidArgumentError, ResidencyError
 from residency.testing._loan import Lender
 from residency.testing._settings import (
     Request,
@@ -127,8 +127,12 @@ def _is_parametrized(test: pytest.Function) -> bool:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Brings back settings that a failed test's tensors stood in the way of."""
-    if item.config.stash[_LENDER].owes_settings:
-        item.config.stash[_LENDER].come_to_rest()
+    lender = item.config.stash[_LENDER]
+    if lender.owes_settings:
+        try:
+            lender.come_to_rest()
+        except ResidencyError as error:
+            raise _failure(f"{type(error).__name__}: {error}") from None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -203,7 +207,7 @@ def _residency_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
             pytest.skip(str(error))
         hint = "(residency_missing = skip in pytest's configuration leaves such tests out.)"
         raise _failure(f"{error}\n{hint}") from None
-    except (InvalidArgumentError, QueuedWorkError, RefusedError) as error:
+    except ResidencyError as error:
         raise _failure(f"{type(error).__name__}: {error}") from None
 
 

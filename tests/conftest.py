@@ -7,18 +7,19 @@ simulated one in CUDA's place.
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-_DEVICE = os.environ.get("RESIDENCY_TEST_DEVICE", "sim")
-_REAL = _DEVICE == "cuda"
-_FACE = "cuda" if _DEVICE == "sim-as-cuda" else "sim"
-_CAPACITY = "6GiB"
+from residency.testing import simulated_device_type
+
+pytest_plugins = ["residency.testing.plugin", "pytester"]  # the first also where not installed
+
+_FACE = simulated_device_type()
+_REAL = _FACE is None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,26 +33,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs silicon: RESIDENCY_TEST_DEVICE=cuda"))
 
 
-@pytest.fixture(params=["cuda"] if _REAL else ["late", "overtake"])
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+@pytest.fixture
+def device(tested_device: torch.device) -> torch.device:
     """The accelerator under test, empty, once for every schedule that it has."""
-    gc.collect()
-    if _REAL:
-        found = torch.device("cuda", 0)
-    else:
-        from residency import sim
-
-        # Without workspaces, since tests compute bounds from the bytes of tensors alone.
-        settings = {"schedule": request.param, "check_races": True, "workspaces": False}
-        found = sim.enable(_CAPACITY, device=_FACE, **settings)
-        sim.reset_peak_pinned_memory_stats()
-    torch.accelerator.synchronize()
-    torch.accelerator.empty_cache()
-    torch.accelerator.reset_peak_memory_stats()
-    yield found
-    gc.collect()
-    torch.accelerator.synchronize()
-    torch.accelerator.empty_cache()
+    return tested_device
 
 
 @pytest.fixture

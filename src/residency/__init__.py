@@ -1,17 +1,19 @@
 """Keeps a PyTorch training run inside its memory at every transition, without changing what it
 computes.
 
-The public door. `residency.sim`, the simulated accelerator, is imported when it is first asked for:
-importing this package compiles nothing and registers no device.
+The public door. What it offers is imported when it is first asked for: importing this package
+imports no torch, compiles nothing and registers no device.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from residency._errors import InvalidArgumentError, RefusedError, ResidencyError
-from residency._optim import OffloadedOptimizer, offload_optimizer, onload_optimizer
+
+if TYPE_CHECKING:
+    from residency._optim import OffloadedOptimizer, offload_optimizer, onload_optimizer
 
 __version__ = "0.1.0.dev0"
 
@@ -24,14 +26,24 @@ __all__ = [
     "offload_optimizer",
     "onload_optimizer",
     "sim",
+    "testing",
 ]
 
-_LAZY_SUBMODULES = frozenset({"sim"})
+_LAZY_SUBMODULES = frozenset({"sim", "testing"})
+_LAZY_NAMES = {  # name -> the module that owns it
+    "OffloadedOptimizer": "residency._optim",
+    "offload_optimizer": "residency._optim",
+    "onload_optimizer": "residency._optim",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY_SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")
+    if name in _LAZY_NAMES:
+        value = getattr(importlib.import_module(_LAZY_NAMES[name]), name)
+        globals()[name] = value  # found without this function from now on
+        return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -2,6 +2,7 @@
 
 ResidencyError
 ├── InvalidArgumentError (ValueError)   a size, a count or a name that means nothing
+├── QueuedWorkError (RuntimeError)      work failed that nobody had waited for
 ├── RefusedError (RuntimeError)         it cannot be done exactly, so nothing was done
 └── SimulatorError (RuntimeError)       the simulated accelerator
     ├── BuildError                      it could not be built on this machine
@@ -15,6 +16,10 @@ class ResidencyError(Exception):
 
 class InvalidArgumentError(ResidencyError, ValueError):
     """Says that an argument means nothing: a size that does not parse, an unknown name."""
+
+
+class QueuedWorkError(ResidencyError, RuntimeError):
+    """Says that work which was queued on the device failed once it was made to run."""
 
 
 class RefusedError(ResidencyError, RuntimeError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,27 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 from residency import sim
 
-pytestmark = pytest.mark.sim
+pytestmark = [
+    pytest.mark.sim,
+    pytest.mark.sim_device(capacity="8GiB", schedule="late", check_races=False),
+]
 
 accelerator = torch.accelerator
 GIB = 1 << 30
-
-
-@pytest.fixture(autouse=True)
-def empty_device() -> Iterator[None]:
-    _make_empty()
-    yield
-    _make_empty()
-
-
-def _make_empty() -> None:
-    if sim.is_enabled():
-        accelerator.synchronize()
-        accelerator.empty_cache()
-        if accelerator.memory_reserved() > 0:
-            gc.collect()  # an exception's traceback holds the tensors of its test
-    sim.enable()
-    accelerator.empty_cache()
 
 
 class Layer(torch.nn.Module):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,25 +11,13 @@ import torch
 import residency
 from residency import sim
 
-pytestmark = pytest.mark.sim
+pytestmark = [
+    pytest.mark.sim,
+    pytest.mark.sim_device(capacity="8GiB", schedule="late", check_races=False),
+]
 
 accelerator = torch.accelerator
 MIB = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def empty_device() -> Iterator[None]:
-    _enable_empty()
-    yield
-    _enable_empty()
-
-
-def _enable_empty() -> None:
-    accelerator.empty_cache() if sim.is_enabled() else sim.enable()
-    if accelerator.memory_reserved() > 0:
-        gc.collect()  # an exception's traceback holds the tensors of its test
-    sim.enable()
-    accelerator.empty_cache()
 
 
 def _run(script: str) -> str:
@@ -112,6 +98,18 @@ def test_a_second_call_changes_the_settings_and_keeps_the_tensors() -> None:
     with lane:
         tensor.add_(1)
     assert accelerator.get_memory_info()[1] == 8 << 30
+
+
+def test_the_settings_in_force_can_be_brought_back() -> None:
+    clock = sim.Clock(h2d_bytes_per_second="1GiB")
+    sim.enable("1GiB", schedule="overtake", check_races=True, dry=True, clock=clock)
+    was = sim.settings()
+    sim.enable()
+    assert sim.settings() != was
+    sim.enable(**was)
+    assert sim.settings() == was
+    assert was["capacity"] == 1 << 30
+    assert was["clock"] is clock
 
 
 def test_queued_work_is_done_before_the_settings_change() -> None:

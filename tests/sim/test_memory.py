@@ -4,7 +4,6 @@ figures.
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections.abc import Iterator
 
@@ -15,14 +14,17 @@ from hypothesis import strategies as st
 
 from residency import sim
 
-pytestmark = pytest.mark.sim
-
 KIB = 1 << 10
 MIB = 1 << 20
 GRANULE = 512
 SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB
 CAPACITY = 64 * MIB
+
+pytestmark = [
+    pytest.mark.sim,
+    pytest.mark.sim_device(capacity=CAPACITY, schedule="late", check_races=False),
+]
 
 accelerator = torch.accelerator
 
@@ -61,26 +63,6 @@ def _empty(num_bytes: int) -> torch.Tensor:
 
 def _round(num_bytes: int) -> int:
     return -(-num_bytes // GRANULE) * GRANULE
-
-
-def _settle() -> None:
-    accelerator.synchronize()
-    accelerator.empty_cache()
-    if accelerator.memory_reserved() > 0:
-        gc.collect()  # an exception's traceback holds the tensors of its test
-        accelerator.empty_cache()
-    accelerator.reset_peak_memory_stats()
-    torch.sim.reset_accumulated_memory_stats()
-
-
-@pytest.fixture(autouse=True)
-def empty_device() -> Iterator[None]:
-    sim.enable(1 << 33)
-    _settle()
-    assert accelerator.memory_reserved() == 0, "an earlier test left tensors behind"
-    sim.enable(CAPACITY)
-    yield
-    _settle()
 
 
 # -------------------------------------------------------------------------------------- rounding

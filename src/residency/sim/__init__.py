@@ -32,6 +32,7 @@ __all__ = [
     "now_seconds",
     "pinned_memory_stats",
     "reset_peak_pinned_memory_stats",
+    "settings",
 ]
 
 _SCHEDULES = ("late", "overtake", "eager")
@@ -89,9 +90,11 @@ def enable(
     capacity_bytes = _parse_capacity(capacity)
     _check_schedule(schedule)
     face, name = _face(device), share_name(share)
+    if clock is not None:
+        clock.rates()  # refused now if they mean nothing
     is_new = _prepare(face, capacity_bytes, dry, name)
     settings: dict[str, Any] = {"schedule": schedule, "check_races": check_races, "dry": dry}
-    settings |= {"rates": None if clock is None else clock.rates(), "workspaces": workspaces}
+    settings |= {"clock": clock, "workspaces": workspaces}
     _backend.configure(capacity_bytes, share=name, **settings)
     if is_new:  # last, so that a refused first call leaves torch as it was
         _backend.register()
@@ -101,6 +104,16 @@ def enable(
 def is_enabled() -> bool:
     """Says whether ``enable`` has registered the device in this process."""
     return _backend.is_registered()
+
+
+def settings() -> dict[str, Any]:
+    """Returns the settings in force as arguments, so that ``enable(**was)`` brings them back.
+
+    Raises:
+        SimulatorError: The device is not enabled.
+    """
+    _backend.core()
+    return _backend.settings()
 
 
 def pinned_memory_stats() -> dict[str, int]:

@@ -19,17 +19,12 @@ from torch.utils import backend_registration
 from residency._errors import InvalidArgumentError, RaceError, SimulatorError
 from residency.sim import _allocator, _compile, _cuda_face, _distributed, compat
 from residency.sim._build import load_extension
+from residency.sim._clock import Clock
 from residency.sim._share import share_folder
 
 _NAME = "sim"
 FACES = (_NAME, _cuda_face.NAME)
-_state: dict[str, Any] = {
-    "loaded": None,
-    "core": None,
-    "dry": False,
-    "share": None,
-    "face": None,
-}
+_state: dict[str, Any] = {"loaded": None, "core": None, "settings": {}, "face": None}
 
 
 def is_registered() -> bool:
@@ -45,13 +40,18 @@ def face() -> str | None:
 
 def is_dry() -> bool:
     """Says whether the device runs kernels for their shapes only."""
-    return bool(_state["dry"])
+    return bool(_state["settings"].get("dry"))
 
 
 def share() -> str | None:
     """Returns the name that the capacity is shared under, None where it is this process's own."""
-    name: str | None = _state["share"]
+    name: str | None = _state["settings"].get("share")
     return name
+
+
+def settings() -> dict[str, Any]:
+    """Returns the settings that were applied last, as arguments of ``residency.sim.enable``."""
+    return dict(_state["settings"])
 
 
 def core() -> Any:
@@ -140,7 +140,7 @@ def configure(
     schedule: str,
     check_races: bool,
     dry: bool,
-    rates: tuple[float, float, float, float, float] | None,
+    clock: Clock | None,
     share: str | None,
     workspaces: bool,
 ) -> None:
@@ -151,6 +151,7 @@ def configure(
         SimulatorError: The file that they share cannot be used.
     """
     extension = _state["loaded"]
+    rates = None if clock is None else clock.rates()
     folder = "" if share is None else share_folder()
     blas = _allocator.blas_workspace_bytes(extension, DeviceProperties.major) if workspaces else 0
     sharing = (folder, share or "")
@@ -162,7 +163,9 @@ def configure(
         raise InvalidArgumentError(str(error)) from None
     except extension.ShareUnusable as error:
         raise SimulatorError(str(error)) from None
-    _state.update(dry=dry, share=share)
+    options = {"schedule": schedule, "check_races": check_races, "dry": dry, "clock": clock}
+    options |= {"share": share, "workspaces": workspaces}
+    _state["settings"] = {"capacity": capacity_bytes, **options}
 
 
 # ---------------------------------------------------------------------------------- torch.sim

@@ -1,0 +1,95 @@
+"""Brings the device to rest: what was queued has run, and what is free has been given back.
+
+Queued work that fails does so when something forces it to run, one failure at a time, and what is
+queued behind it is still there. So work is finished in a loop, which ends: no work queues more.
+"""
+
+from __future__ import annotations
+
+import gc
+
+from residency._errors import QueuedWorkError
+
+# The simulator drops an operation that failed, so that each try gets further. A real device repeats
+# its first failure for good.
+_MOST_FAILURES_SIMULATED = 100_000
+_MOST_FAILURES_REAL = 3
+
+
+def settle() -> int:
+    """Brings the accelerator to rest and returns the bytes that tensors still hold.
+
+    Lets queued work finish, drops garbage that holds device memory, gives cached memory back, of
+    the device and pinned, and starts peaks and other statistics anew. Does nothing where there is
+    no accelerator.
+
+    Raises:
+        QueuedWorkError: Queued work failed; raised when all of it has run.
+    """
+    failures = finish_work()
+    held_bytes = give_back()
+    if failures:
+        raise queued_work_error("before this call", failures)
+    return held_bytes
+
+
+def finish_work() -> list[Exception]:
+    """Lets all queued work run, past operations that fail, and returns their failures."""
+    from residency import _device
+
+    device = _device.accelerator()
+    if device is None:
+        return []
+    most = _MOST_FAILURES_SIMULATED if device.type == "sim" else _MOST_FAILURES_REAL
+    failures: list[Exception] = []
+    while len(failures) < most:
+        try:
+            _device.synchronize(device)
+        except Exception as error:
+            failures.append(error.with_traceback(None))  # whose frames would keep tensors alive
+        else:
+            break
+    return failures
+
+
+def queued_work_error(when: str, failures: list[Exception]) -> QueuedWorkError:
+    """Makes the error that tells of the first failure and of how many there were."""
+    first = failures[0]
+    count = f" (the first of {len(failures)} failures)" if len(failures) > 1 else ""
+    error = QueuedWorkError(
+        f"Work that was queued {when} failed when it ran{count}: {type(first).__name__}: {first}\n"
+        "torch.accelerator.synchronize() after the lines that may have queued it raises it there."
+    )
+    error.__cause__ = first
+    return error
+
+
+def allocated_bytes_at_rest(enough_bytes: int) -> int:
+    """Returns the bytes that tensors hold, without garbage where that is what exceeds enough."""
+    from residency import _device
+
+    allocated_bytes = _device.memory_allocated()
+    if allocated_bytes > enough_bytes:
+        gc.collect()
+        allocated_bytes = _device.memory_allocated()
+    return allocated_bytes
+
+
+def give_back() -> int:
+    """Gives back what is free and starts statistics anew; returns the bytes that tensors hold."""
+    import torch
+
+    from residency import _device
+
+    if _device.accelerator() is None:
+        return 0
+    held_bytes = allocated_bytes_at_rest(0)
+    torch.accelerator.empty_cache()
+    _device.release_pinned_cache()
+    torch.accelerator.reset_peak_memory_stats()
+    torch.accelerator.reset_accumulated_memory_stats()
+    if _device.accelerator() == torch.device("sim", 0):
+        from residency import sim
+
+        sim.reset_peak_pinned_memory_stats()
+    return held_bytes

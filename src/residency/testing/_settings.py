@@ -1,0 +1,113 @@
+"""What a test asks of its device, put together from the project's defaults and the test's markers,
+and checked before anything happens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from residency._errors import InvalidArgumentError
+from residency._units import parse_bytes
+
+SCHEDULES = ("late", "overtake", "eager")  # as residency.sim has them, without importing torch
+ALL = "all"
+
+_VARIABLE = "RESIDENCY_TEST_DEVICE"
+_SIM_OPTIONS = frozenset(
+    {"capacity", "check_races", "clock", "dry", "schedule", "share", "workspaces"}
+)
+_MEMORY_OPTIONS = frozenset({"growth", "limit"})
+
+
+def tested_device_type() -> str:
+    """Returns the type of the device that tests run on, by ``RESIDENCY_TEST_DEVICE``."""
+    return simulated_device_type() or os.environ[_VARIABLE]
+
+
+def simulated_device_type() -> str | None:
+    """Returns the type that the simulated accelerator has, None where tests run on a real one."""
+    return {"": "sim", "sim": "sim", "sim-as-cuda": "cuda"}.get(os.environ.get(_VARIABLE, ""))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Is what one test asks for.
+
+    Attributes:
+        sim_options: Arguments of ``residency.sim.enable``, those that were given.
+        limit: The size that ``device_memory`` gave as the limit, as it was written; None without.
+        growth: The size that ``device_memory`` allows the test to leave behind, None without.
+    """
+
+    sim_options: Mapping[str, Any] = field(default_factory=dict)
+    limit: int | str | None = None
+    growth: int | str | None = None
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The limit in bytes."""
+        return None if self.limit is None else parse_bytes(self.limit, name="limit")
+
+    @property
+    def growth_bytes(self) -> int | None:
+        """The growth in bytes."""
+        return None if self.growth is None else parse_bytes(self.growth, name="growth")
+
+
+def make_request(
+    sim_options: Iterable[Mapping[str, Any]], memory_options: Iterable[Mapping[str, Any]]
+) -> Request:
+    """Puts options together, later ones over earlier ones.
+
+    Raises:
+        InvalidArgumentError: An option does not exist or means nothing, or two contradict.
+    """
+    sim = _merged("sim_device", sim_options, _SIM_OPTIONS)
+    memory = _merged("device_memory", memory_options, _MEMORY_OPTIONS)
+    request = Request(sim_options=sim, limit=memory.get("limit"), growth=memory.get("growth"))
+    if request.limit_bytes is not None and "capacity" in sim:
+        raise InvalidArgumentError(
+            f"sim_device(capacity={sim['capacity']!r}) and device_memory(limit={request.limit!r}) "
+            "both say how many bytes the device has; keep one of them."
+        )
+    _ = request.growth_bytes  # refused now if it means nothing
+    if "capacity" in sim:
+        parse_bytes(sim["capacity"], name="capacity")
+    return request
+
+
+def _merged(
+    marker: str, options: Iterable[Mapping[str, Any]], known: frozenset[str]
+) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for given in options:
+        if not isinstance(given, Mapping):
+            raise InvalidArgumentError(
+                f"The parameter of {marker} is {given!r}; expected a mapping of settings, such as "
+                "{'schedule': 'late'}."
+            )
+        merged |= given
+    unknown = sorted(set(merged) - known)
+    if unknown:
+        raise InvalidArgumentError(
+            f"{marker} does not know {', '.join(unknown)}; it takes {', '.join(sorted(known))}."
+        )
+    return merged
+
+
+def expand_schedules(given: str | Sequence[str]) -> list[str]:
+    """Returns the schedules that a name, several names, or ``"all"`` stands for.
+
+    Raises:
+        InvalidArgumentError: One is unknown, or there is none.
+    """
+    names = list(SCHEDULES) if given == ALL else [given] if isinstance(given, str) else list(given)
+    if not names or not set(names) <= set(SCHEDULES):
+        raise InvalidArgumentError(
+            f"schedule is {given!r}; expected one or several of "
+            f"{', '.join(map(repr, SCHEDULES))}, or 'all'."
+        )
+    return names

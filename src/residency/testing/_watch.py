@@ -1,0 +1,97 @@
+"""What a test's own lines did to the device: the bytes they left behind, and the work they queued.
+
+The figures are taken around the test's call, between the setup of its fixtures and their end, so
+that what a fixture holds counts on neither side.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+from residency._units import format_bytes
+from residency.testing._rest import allocated_bytes_at_rest, finish_work, queued_work_error
+from residency.testing._settings import Request
+
+if TYPE_CHECKING:
+    import torch
+
+_MOST_SHOWN = 5
+
+
+class Watch:
+    """Watches one call of a test; made before it, without waiting for the device.
+
+    A wait would hide one that is missing between a fixture and the test.
+    """
+
+    def __init__(self, request: Request) -> None:
+        """Notes the bytes that tensors hold now."""
+        self._request = request
+        self._before_bytes = allocated_bytes_at_rest(0) if request.growth is not None else 0
+
+    def find_fault(self) -> str | None:
+        """Lets the work of a call that passed finish, and says what is wrong with it, if anything.
+
+        That is a failure of work that it queued, or more bytes left allocated than may be.
+        """
+        if failures := finish_work():
+            return str(queued_work_error("by the test", failures))
+        growth_bytes = self._request.growth_bytes
+        if growth_bytes is None:
+            return None
+        after_bytes = allocated_bytes_at_rest(self._before_bytes + growth_bytes)
+        if after_bytes - self._before_bytes <= growth_bytes:
+            return None
+        return self._explain_growth(after_bytes)
+
+    def explain(self, error: Exception) -> None:
+        """Adds notes to the error of a call that failed: its limit, and the failures behind it."""
+        import torch
+
+        from residency import _device
+
+        limit_bytes = self._request.limit_bytes
+        if isinstance(error, torch.OutOfMemoryError) and limit_bytes is not None:
+            error.add_note(
+                f"device_memory(limit={self._request.limit!r}): the test had "
+                f"{format_bytes(limit_bytes)}, and its tensors held at most "
+                f"{format_bytes(_device.max_memory_allocated())} of them at once."
+            )
+        if failures := finish_work():
+            error.add_note(str(queued_work_error("by the test", failures)))
+
+    def _explain_growth(self, after_bytes: int) -> str:
+        from residency import _device
+
+        device = _device.accelerator()
+        assert device is not None
+        growth_bytes = after_bytes - self._before_bytes
+        return (
+            f"The test left {format_bytes(growth_bytes)} on {device}: "
+            f"{format_bytes(self._before_bytes)} were allocated before it and "
+            f"{format_bytes(after_bytes)} after it; "
+            f"device_memory(growth={self._request.growth!r}) allows "
+            f"{format_bytes(self._request.growth_bytes or 0)}.\n"
+            f"The largest tensors on the device now: {_describe_largest(device)}."
+        )
+
+
+def _describe_largest(device: torch.device) -> str:
+    import torch
+
+    # By type(), not isinstance(): an object's __class__ may be a property that runs code.
+    tensors = [
+        thing
+        for thing in gc.get_objects()
+        if issubclass(type(thing), torch.Tensor) and thing.device == device
+    ]
+    tensors.sort(key=lambda tensor: tensor.nbytes, reverse=True)
+    shown = [
+        f"{type(tensor).__name__} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        f" of {format_bytes(tensor.nbytes)}"
+        for tensor in tensors[:_MOST_SHOWN]
+    ]
+    if len(tensors) > _MOST_SHOWN:
+        shown.append(f"and {len(tensors) - _MOST_SHOWN} more")
+    return ", ".join(shown) or "none that Python's garbage collector knows of"

@@ -1,0 +1,33 @@
+"""The how-to page's example finds its two bugs, in the words that the page shows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.sim
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "test-memory-in-ci.md"
+
+
+def test_the_page_finds_two_bugs_and_passes_without_them(
+    run_tests, pytester: pytest.Pytester
+) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    files = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page, flags=re.DOTALL)
+    (wrong, _), (tests, source), (right, _) = files
+    assert (wrong, tests, right) == ("snapshots.py", "test_snapshots.py", "snapshots.py")
+    (output,) = re.findall(r"```text\n(.*?)```", page, flags=re.DOTALL)
+
+    pytester.path.joinpath("snapshots.py").write_text(files[0][1], encoding="utf-8")
+    result = run_tests(source)
+    result.assert_outcomes(failed=4)
+    said = [re.sub(r"\s+", " ", line) for line in result.stdout.lines]
+    for shown in output.splitlines():
+        pattern = ".*".join(re.escape(re.sub(r"\s+", " ", part)) for part in shown.split("..."))
+        assert any(re.fullmatch(pattern, line) for line in said), (shown, said)
+
+    pytester.path.joinpath("snapshots.py").write_text(files[2][1], encoding="utf-8")
+    run_tests(source).assert_outcomes(passed=4)

@@ -232,6 +232,11 @@ def test_an_optimizer_that_holds_another_is_refused(lab):
 def test_attributes_of_a_class_of_torch_are_shared_whatever_they_are(lab):
     optimizer, parameters = lab.adamw()
     optimizer.guard = threading.Lock()
+    optimizer.param_groups[0]["guard"] = optimizer.guard
     residency.offload_optimizer(optimizer, bucket=lab.bucket)
-    lab.take_steps(optimizer, parameters, range(2))
-    assert optimizer.statistics().num_buckets > 1
+    lab.take_steps(optimizer, parameters, range(1))
+    num_buckets = optimizer.statistics().num_buckets
+    lab.take_steps(optimizer, parameters, range(1, 2), missing=False)
+    # The first step knew as well as the second what state there is.
+    assert optimizer.statistics().num_buckets == num_buckets > 1
+    assert optimizer.param_groups[0]["guard"] is optimizer.guard

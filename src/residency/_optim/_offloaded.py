@@ -70,7 +70,12 @@ class OffloadedOptimizer(Optimizer):
             offload.is_entered = False
 
     def prime(self) -> None:
-        """Pins the host memory for the announced state now, so that the first step need not."""
+        """Pins the host memory for the announced state now, so that the first step need not.
+
+        Raises:
+            RefusedError: The host has no room, or memory cannot be page-locked. What was pinned
+                before serves the first step.
+        """
         offload = _offload_of(self)
         if offload.homes is not None:
             offload.homes.arena.prime()

@@ -122,6 +122,8 @@ def _state_after(
         if not is_torchs_own(base):
             lender = stand_in(optimizer, base, parameter_of=lambda _: made)
         groups = [{**host_group(group, base), "params": [made]}]
+        if lender is not optimizer:
+            lender.param_groups = groups
         shadow_step(lender, base, groups, state, False)
         is_whole = True
     except Exception:  # whatever it is, the first step itself will say it

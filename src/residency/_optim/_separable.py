@@ -20,7 +20,13 @@ from torch.optim import Optimizer
 
 from residency._errors import RefusedError, ResidencyError
 from residency._optim._attributes import copied, is_equal, on_host
-from residency._optim._shadow import Commit, quiet_global_hooks, shadow_step, stand_in
+from residency._optim._shadow import (
+    Commit,
+    is_torchs_own,
+    quiet_global_hooks,
+    shadow_step,
+    stand_in,
+)
 
 # Cuts fall on whole vectors: CPU kernels round a bf16 tail differently, measured with SGD, RMSprop
 # and ASGD.
@@ -196,8 +202,11 @@ class _Trial:
 
 def host_group(group: dict[str, Any], base: type[Optimizer]) -> dict[str, Any]:
     """Returns copies of a group's values, as they are for parameters on the host."""
-    values = {k: v for k, v in group.items() if k != "params"}
-    host = copied(values, owner=base.__name__, instead={}, tensor_of=on_host)
+    host = {k: v for k, v in group.items() if k != "params"}
+    if is_torchs_own(base):  # no step of theirs changes a value in place
+        host = {k: on_host(v) if isinstance(v, Tensor) else v for k, v in host.items()}
+    else:
+        host = copied(host, owner=base.__name__, instead={}, tensor_of=on_host)
     return {**host, **({"fused": None} if "fused" in group else {})}
 
 

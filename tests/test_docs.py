@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 import torch
+
+from residency import _errors
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -32,3 +35,32 @@ def test_links_between_pages_lead_somewhere() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def _texts_of_the_sources() -> list[str]:
+    """Returns every literal of the package, with a mark where a value is filled in."""
+    texts = []
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                parts = [v.value if isinstance(v, ast.Constant) else "\0" for v in node.values]
+                texts.append("".join(map(str, parts)))
+    for path in (ROOT / "src").rglob("*.cpp"):
+        # Adjacent literals are one.
+        texts.append(re.sub(r'"\s*"', "", path.read_text()))
+    return texts
+
+
+def test_every_message_that_troubleshooting_quotes_is_one_that_the_sources_contain() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = re.findall(r"^\| `(\w+): (.*?)` \|", page, flags=re.MULTILINE)
+    assert len(quoted) >= 5
+    texts = _texts_of_the_sources()
+    for name, message in quoted:
+        assert name in vars(_errors), f"there is no {name}"
+        fragments = [part.strip() for part in message.split("...") if part.strip()]
+        # The fragments of one row stand in one message, in this order.
+        pattern = ".*".join(map(re.escape, fragments))
+        assert any(re.search(pattern, text, flags=re.DOTALL) for text in texts), message

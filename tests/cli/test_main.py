@@ -69,7 +69,9 @@ def test_json_is_all_that_stdout_holds(
     [
         (RefusedError("found this, expected that"), 2, "found this, expected that"),
         (OSError(28, "No space left on device"), 2, "No space left on device"),
-        (ModuleNotFoundError("No module named 'x'"), 2, "pip install 'residency[demo]'"),
+        (ModuleNotFoundError("No module", name="rich"), 2, "pip install 'residency[demo]'"),
+        (ModuleNotFoundError("No module named 'x'", name="x"), 2, "No module named 'x' (--debug"),
+        (ImportError("cannot import name 'y'", name="rich"), 2, "ImportError: cannot import name"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )

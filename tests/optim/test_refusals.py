@@ -209,17 +209,72 @@ def test_a_step_bound_before_the_offload_is_refused_with_the_reason(lab):
     old()
 
 
-def test_a_model_that_moved_after_the_offload_is_refused_until_it_is_offloaded_again(lab):
-    model = torch.nn.Linear(8, 8)
-    optimizer = residency.offload_optimizer(torch.optim.AdamW(model.parameters()))
-    model.to(lab.device)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    before = [p.detach().cpu() for p in model.parameters()]
-    with pytest.raises(residency.RefusedError, match="again after moving the model"):
-        optimizer.step()
-    assert all(torch.equal(p.cpu(), b) for p, b in zip(model.parameters(), before, strict=True))
-    residency.offload_optimizer(residency.onload_optimizer(optimizer))
-    optimizer.step()
-    assert optimizer.statistics().home_bytes > 0
-    assert all(v.is_cpu for state in optimizer.state.values() for v in state.values())
+class Subclassed(torch.Tensor):
+    """Is a tensor of another type."""
+
+
+def sparse_parameter(lab):
+    parameter = torch.nn.Parameter(torch.ones(4, 4).to(lab.device))
+    # The simulated accelerator has no sparse tensors, so the layout is all that is given.
+    sparse = torch.ones(4, 4).to_sparse()
+    if lab.device.type == "cuda":
+        parameter.grad = sparse.to(lab.device)
+    return parameter if lab.device.type == "cuda" else torch.nn.Parameter(sparse)
+
+
+def new_parameter(lab):
+    return torch.nn.Parameter(torch.ones(4, 4).to(lab.device))
+
+
+GROUPS = {
+    "capturable": lambda lab: {"params": [new_parameter(lab)], "capturable": True},
+    "differentiable": lambda lab: {"params": [new_parameter(lab)], "differentiable": True},
+    "twice": lambda lab: {"params": [new_parameter(lab)] * 2},
+    "set": lambda lab: {"params": {new_parameter(lab)}},
+    "subclass": lambda lab: {
+        "params": [torch.ones(3).to(lab.device).as_subclass(Subclassed).requires_grad_()]
+    },
+    "sparse": lambda lab: {"params": [sparse_parameter(lab)]},
+    "host": lambda lab: {"params": [torch.nn.Parameter(torch.ones(3))]},
+    "known": lambda lab: {"params": [lab.known]},
+    "not a leaf": lambda lab: {"params": [new_parameter(lab) * 2]},
+    "no dict": lambda lab: [("params", [])],
+}
+
+
+@pytest.mark.parametrize("what", GROUPS)
+def test_a_group_that_an_offload_would_refuse_is_refused_with_nothing_changed(lab, what):
+    parameters = lab.parameters()
+    lab.known = parameters[0]
+    optimizer = residency.offload_optimizer(torch.optim.AdamW(parameters, lr=1e-2))
+    lab.take_steps(optimizer, parameters, range(1))
+    before = lab.read(optimizer, parameters)
+    group = GROUPS[what](lab)
+    given = dict(group)
+    error = {"set": TypeError, "no dict": TypeError, "known": ValueError, "not a leaf": ValueError}
+    with pytest.raises(error.get(what, residency.RefusedError)):
+        optimizer.add_param_group(group)
+    lab.assert_equal(lab.read(optimizer, parameters), before)
+    assert dict(group).keys() == given.keys()
+    lab.take_steps(optimizer, parameters, range(1, 2))
+
+
+class CouplesItsGroups(torch.optim.SGD):
+    """Takes the learning rate of all groups from how many there are."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        grads = [p.grad for g in self.param_groups[1:] for p in g["params"] if p.grad is not None]
+        for grad in grads:
+            grad.div_(len(grads))
+        super().step()
+
+
+def test_a_group_that_makes_a_foreign_class_couple_its_parameters_is_refused(lab):
+    parameters = lab.parameters()
+    optimizer = CouplesItsGroups(parameters[:3], lr=1e-2)
+    residency.offload_optimizer(optimizer, bucket=lab.bucket)
+    with pytest.raises(residency.RefusedError, match="couples"):
+        optimizer.add_param_group({"params": parameters[3:]})
+    assert len(optimizer.param_groups) == 1
+    lab.take_steps(optimizer, parameters[:3], range(1))

@@ -4,11 +4,13 @@ one."""
 import collections
 import copy
 import io
+import threading
 
 import pytest
 import torch
 
 import residency
+from residency._transfer import _slab
 
 CLASSES = {
     **{n: {} for n in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop")},
@@ -161,3 +163,93 @@ def test_a_state_that_is_not_dense_keeps_its_values(lab):
     optimizer.state[parameter]["momentum_buffer"] = strided
     residency.offload_optimizer(optimizer)
     assert torch.equal(optimizer.state[parameter]["momentum_buffer"], momentum.cpu())
+
+
+def test_every_way_of_reading_a_state_waits_for_its_final_values(lab):
+    plain, parameters = lab.adamw()
+    lab.take_steps(plain, parameters, range(2), missing=False)
+    ways = {
+        "or": lambda s: (s | {"more": 1})["exp_avg"],
+        "ror": lambda s: ({"more": 1} | s)["exp_avg"],
+        "copy": lambda s: s.copy()["exp_avg"],
+        "reversed": lambda s: {k: dict.__getitem__(s, k) for k in reversed(s)}["exp_avg"],
+        "setdefault": lambda s: s.setdefault("exp_avg", None),
+        "popitem": lambda s: s.popitem()[1],
+    }
+    for name, read in ways.items():
+        optimizer, others = lab.adamw(offload=True)
+        lab.take_steps(optimizer, others, range(2), missing=False)
+        key = "exp_avg_sq" if name == "popitem" else "exp_avg"
+        expected = plain.state[parameters[0]][key].cpu()
+        assert torch.equal(read(optimizer.state[others[0]]), expected), name
+
+
+def test_a_state_is_the_mapping_that_a_plain_one_would_be(lab):
+    optimizer, parameters = lab.adamw(offload=True)
+    lab.take_steps(optimizer, parameters, range(1), missing=False)
+    inner = optimizer.state[parameters[0]]
+    with pytest.raises(TypeError):
+        inner | [("a", 1)]
+    assert type(inner | {}) is dict
+    assert list(reversed(inner)) == ["exp_avg_sq", "exp_avg", "step"]
+    inner |= {"exp_avg": torch.full(parameters[0].shape, 3.0)}
+    assert inner["exp_avg"].is_pinned()
+    assert (inner["exp_avg"] == 3).all()
+    assert [inner.popitem()[0] for _ in range(3)] == ["exp_avg_sq", "exp_avg", "step"]
+    with pytest.raises(KeyError):
+        inner.popitem()
+    state = optimizer.state
+    state |= {parameters[1]: {"exp_avg": torch.ones(33)}}
+    assert state is optimizer.state
+    assert list(state[parameters[1]]) == ["exp_avg"]
+    assert state[parameters[1]]["exp_avg"].is_pinned()
+    merged = state | {"other": {}}
+    assert type(merged) is collections.defaultdict
+    assert merged[parameters[2]] is state[parameters[2]]
+    assert "other" not in state
+
+
+def broken(saved, how):
+    entry = saved["state"][3]
+    if how == "repair":
+        saved["state"][4] = {"exp_avg": entry["exp_avg"]}
+    elif how == "layout":
+        entry["exp_avg"] = entry["exp_avg"].cpu().to_sparse()
+    elif how == "meta":
+        entry["exp_avg"] = entry["exp_avg"].to("meta")
+    elif how == "value":
+        entry["more"] = threading.Lock()
+    return saved
+
+
+@pytest.mark.parametrize("how", ["repair", "layout", "meta", "value", "host"])
+def test_a_load_that_fails_leaves_the_optimizer_as_it_was(lab, monkeypatch, how):
+    source, others = lab.adamw(amsgrad=True)
+    lab.take_steps(source, others, range(3), missing=False)
+    saved = broken(copy.deepcopy(source.state_dict()), how)
+    for group in saved["param_groups"]:
+        group["lr"] = 0.5
+    optimizer, parameters = lab.adamw(offload=True)
+    lab.take_steps(optimizer, parameters, range(2), missing=False)
+    before = lab.read(optimizer, parameters)
+    groups = optimizer.param_groups
+    with monkeypatch.context() as patch:
+        if how == "host":
+            patch.setattr(_slab, "available_host_bytes", lambda: 100)
+        with pytest.raises((KeyError, TypeError, residency.RefusedError)):
+            optimizer.load_state_dict(saved)
+    assert optimizer.param_groups is groups
+    lab.assert_equal(lab.read(optimizer, parameters), before)
+    plain, ps = lab.adamw()
+    lab.take_steps(plain, ps, range(2), missing=False)
+    lab.take_steps(plain, ps, range(2, 4))
+    lab.take_steps(optimizer, parameters, range(2, 4))
+    lab.assert_equal(lab.read(optimizer, parameters), lab.read(plain, ps))
+
+
+def test_a_resident_state_is_the_parameters_and_not_that_of_whoever_gets_its_address(lab):
+    optimizer, parameters = lab.adamw()
+    residency.offload_optimizer(optimizer, resident="1MiB")
+    resident = optimizer._residency.resident
+    assert {id(p) for p in resident} == {id(p) for p in parameters}
+    assert all(isinstance(p, torch.Tensor) for p in resident)

@@ -136,6 +136,28 @@ def test_a_missing_compiler_is_named_with_its_package(
     assert "ninja" not in message
 
 
+def test_a_launcher_before_the_compiler_is_no_part_of_its_name(
+    cache: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = tmp_path / "launch it"
+    launcher.write_text(f'#!/bin/sh\necho launched >> {tmp_path}/log\nexec "$@"\n')
+    launcher.chmod(0o755)
+    shorter = tmp_path / "launch"
+    shorter.symlink_to(launcher)
+    monkeypatch.setenv("CXX", f"{shorter} g++")
+    assert _load(source) == 42
+    assert "launched" in (tmp_path / "log").read_text()
+    _write(source, 43)
+    monkeypatch.setenv("CXX", f"'{launcher}' no-such-compiler -O1")
+    assert "the C++ compiler no-such-compiler (" in _error(source)
+
+
+def test_sources_that_cannot_be_read_are_named(cache: Path, tmp_path: Path) -> None:
+    message = _error(tmp_path / "gone.cpp")
+    assert "gone.cpp" in message
+    assert "Install the package again" in message
+
+
 def test_a_missing_ninja_is_named_with_its_package(
     cache: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

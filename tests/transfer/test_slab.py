@@ -122,6 +122,22 @@ def test_room_is_checked_before_anything_is_pinned(monkeypatch):
     assert arena.pinned_bytes == 0
 
 
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: out of memory"), MemoryError()])
+def test_memory_that_cannot_be_locked_is_refused_and_the_arena_stays_usable(monkeypatch, error):
+    arena = SlabArena()
+    kept = arena.allocate(512)
+
+    def fail(num_bytes):
+        raise error
+
+    with monkeypatch.context() as broken:
+        broken.setattr(_slab._device, "allocate_pinned", fail)
+        with pytest.raises(RefusedError, match="page-locked"):
+            arena.allocate(2048)
+    assert arena.used_bytes == kept.num_bytes
+    assert arena.allocate(2048).num_bytes == 2048
+
+
 def test_a_slab_is_pinned_where_there_is_an_accelerator(device, pinned_bytes):
     before = pinned_bytes()
     arena = SlabArena()

@@ -12,6 +12,8 @@ from residency._cli import _demo_verb
 from residency._errors import ResidencyError
 
 _VERBS = (_demo_verb,)
+# What the extra `demo` brings, and `rich`, which an incomplete installation may lack.
+_OPTIONAL_PACKAGES = frozenset({"ninja", "rich", "setuptools", "transformers"})
 _EXIT_ERROR = 2
 _EXIT_INTERRUPTED = 130
 
@@ -27,12 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.run(arguments))
     except KeyboardInterrupt:
         return _fail(arguments, "interrupted", _EXIT_INTERRUPTED)
-    except ImportError as error:
-        return _fail(arguments, _missing_package(error), _EXIT_ERROR)
     except ResidencyError as error:
         return _fail(arguments, str(error), _EXIT_ERROR)
     except Exception as error:
-        message = f"{type(error).__name__}: {error} (--debug shows the traceback)"
+        message = _missing_package(error)
+        if message is None:
+            message = f"{type(error).__name__}: {error} (--debug shows the traceback)"
         return _fail(arguments, message, _EXIT_ERROR)
 
 
@@ -57,8 +59,12 @@ def _fail(arguments: argparse.Namespace, message: str, status: int) -> int:
     return status
 
 
-def _missing_package(error: ImportError) -> str:
+def _missing_package(error: Exception) -> str | None:
+    """Returns what to install, or None when the error is anything but a package of ours."""
+    # An import that fails inside an installed package has another cause, which it says itself.
+    if not isinstance(error, ModuleNotFoundError) or error.name not in _OPTIONAL_PACKAGES:
+        return None
     return (
-        f"a package that this verb needs cannot be imported ({error}). "
+        f"this verb needs the package {error.name}, which is not installed. "
         "Install what the command line can use with: pip install 'residency[demo]'"
     )

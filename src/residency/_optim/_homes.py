@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from residency._errors import RefusedError
 from residency._transfer import Gate, Lanes, Region, SlabArena, gate_of, lanes_of
 
 
@@ -60,15 +61,22 @@ class Homes:
             shape: A contiguous shape instead.
         """
         self.version += 1
-        wanted = like.shape if shape is None else shape
-        model = torch.empty(wanted, dtype=like.dtype, device="meta")
-        # What is not dense is copied row by row (raw_bytes), so its home is contiguous.
-        if shape is None and torch.ops.aten.is_non_overlapping_and_dense.default(like):
-            model = torch.empty_like(like, device="meta", memory_format=torch.preserve_format)
+        model = _model_of(like, shape)
         num_bytes = model.numel() * model.element_size()
         region = self.arena.allocate(num_bytes)
         tensor = self.arena.tensor(region, model.dtype, model.shape, model.stride())
         return Home(tensor, region)
+
+    def fits(self, home: Home | None, like: Tensor, shape: torch.Size | None = None) -> bool:
+        """Says whether a home is such as ``allocate`` would make."""
+        if home is None:
+            return False
+        tensor, model = home.tensor, _model_of(like, shape)
+        return (tensor.dtype, tensor.shape, tensor.stride()) == (
+            model.dtype,
+            model.shape,
+            model.stride(),
+        )
 
     def fill(self, home: Home | None, value: Tensor) -> Home:
         """Copies a value home, blocking the host, into ``home`` where it fits and a new home
@@ -85,6 +93,15 @@ class Homes:
         return home
 
 
+def _model_of(like: Tensor, shape: torch.Size | None) -> Tensor:
+    if shape is not None:
+        return torch.empty(shape, dtype=like.dtype, device="meta")
+    # What is not dense is copied row by row (raw_bytes), so its home is contiguous.
+    if not torch.ops.aten.is_non_overlapping_and_dense.default(like):
+        return torch.empty(like.shape, dtype=like.dtype, device="meta")
+    return torch.empty_like(like, device="meta", memory_format=torch.preserve_format)
+
+
 class ParameterState(dict[str, Any]):
     """Is the state of one parameter: a dict whose device tensors live at home.
 
@@ -92,9 +109,10 @@ class ParameterState(dict[str, Any]):
         homes_by_key: The homes of the values that live on the host between steps.
         is_resident: Whether the values stay on the device instead.
         written: The event after the newest copy home, None when nothing is under way.
+        made_for: The shape and the dtype of the parameter that the values belong to.
     """
 
-    __slots__ = ("_homes", "homes_by_key", "is_resident", "written")
+    __slots__ = ("_homes", "homes_by_key", "is_resident", "made_for", "written")
 
     def __init__(self, homes: Homes, *, is_resident: bool) -> None:
         super().__init__()
@@ -102,6 +120,24 @@ class ParameterState(dict[str, Any]):
         self.homes_by_key: dict[str, Home] = {}
         self.is_resident = is_resident
         self.written: torch.Event | None = None
+        self.made_for: tuple[torch.Size, torch.dtype] | None = None
+
+    def check_parameter(self, parameter: Tensor) -> None:
+        """Takes note of a parameter's shape and dtype, for which values are made from now on.
+
+        Raises:
+            RefusedError: There are values, which were made for another shape or dtype.
+        """
+        now = (parameter.shape, parameter.dtype)
+        if self and self.made_for not in (None, now):
+            assert self.made_for is not None
+            raise RefusedError(
+                f"a parameter has the shape {tuple(now[0])} and dtype {now[1]} now, and its state "
+                f"was made for {tuple(self.made_for[0])} and {self.made_for[1]}. Nothing was "
+                "stepped: put the parameter's data back, or delete its entry in optimizer.state, "
+                "or load a state for it."
+            )
+        self.made_for = now
 
     def fence(self) -> None:
         """Blocks the host until no copy home is under way."""
@@ -121,14 +157,12 @@ class ParameterState(dict[str, Any]):
         """
         self.fence()
         if not isinstance(value, Tensor):
-            self._leave_home(key)
-            dict.__setitem__(self, key, value)
+            self.keep(key, value)
             return
         if on_device is None:
             on_device = self._belongs_on_device(key, value)
         if not on_device:
-            self._leave_home(key)
-            dict.__setitem__(self, key, value.cpu())
+            self.keep(key, value.cpu())
         elif self.is_resident:
             dict.__setitem__(self, key, value.to(self._homes.device))
         else:
@@ -139,6 +173,11 @@ class ParameterState(dict[str, Any]):
         """Makes ``home`` the place of ``key``."""
         self.homes_by_key[key] = home
         dict.__setitem__(self, key, home.tensor)
+
+    def keep(self, key: str, value: Any) -> None:
+        """Keeps a value as it is, without a home."""
+        self._leave_home(key)
+        dict.__setitem__(self, key, value)
 
     def forget(self, key: str) -> None:
         """Removes a key without waiting."""
@@ -186,6 +225,10 @@ class ParameterState(dict[str, Any]):
         self.fence()
         return dict.__iter__(self)
 
+    def __reversed__(self) -> Iterator[str]:
+        self.fence()
+        return dict.__reversed__(self)
+
     def __repr__(self) -> str:
         self.fence()
         return dict.__repr__(self)
@@ -215,7 +258,9 @@ class ParameterState(dict[str, Any]):
         return value
 
     def popitem(self) -> tuple[str, Any]:
-        key = next(reversed(list(dict.keys(self))))
+        if not self:
+            raise KeyError("popitem(): dictionary is empty")  # in dict's words
+        key = next(dict.__reversed__(self))
         return key, self.pop(key)
 
     def clear(self) -> None:
@@ -232,9 +277,16 @@ class ParameterState(dict[str, Any]):
         for key, value in dict(*args, **kwargs).items():
             self.place(key, value)
 
-    def __ior__(self, other: Any) -> ParameterState:  # type: ignore[override, misc]  # as update
+    def __ior__(self, other: Any) -> ParameterState:  # type: ignore[override]  # as update
         self.update(other)
         return self
+
+    # A union is a plain dict with the values that the homes have now.
+    def __or__(self, other: Any) -> Any:
+        return dict(self) | other if isinstance(other, dict) else NotImplemented
+
+    def __ror__(self, other: Any) -> Any:
+        return other | dict(self) if isinstance(other, dict) else NotImplemented
 
     def copy(self) -> dict[str, Any]:
         return dict(self)
@@ -249,7 +301,7 @@ class ParameterState(dict[str, Any]):
 class State(defaultdict[Any, Any]):
     """Is ``optimizer.state``: a mapping from a parameter to its ``ParameterState``."""
 
-    def __init__(self, homes: Homes, resident: set[int]) -> None:
+    def __init__(self, homes: Homes, resident: set[Tensor]) -> None:
         super().__init__(None)
         self._homes = homes
         self._resident = resident
@@ -263,7 +315,9 @@ class State(defaultdict[Any, Any]):
         """Returns the state of a parameter, made empty where there is none, without waiting."""
         inner = self.peek(parameter)
         if inner is None:
-            inner = ParameterState(self._homes, is_resident=id(parameter) in self._resident)
+            inner = ParameterState(self._homes, is_resident=parameter in self._resident)
+            if isinstance(parameter, Tensor):
+                inner.made_for = (parameter.shape, parameter.dtype)
             dict.__setitem__(self, parameter, inner)
         return inner
 
@@ -287,6 +341,7 @@ class State(defaultdict[Any, Any]):
         for stale in [k for k in dict.keys(inner) if k not in values]:
             inner.forget(stale)
         inner.update(values)
+        inner.made_for = (key.shape, key.dtype)
 
     # Whatever removes a parameter's state makes plans stale: their copies name homes that went.
     def __delitem__(self, key: Any) -> None:
@@ -320,6 +375,16 @@ class State(defaultdict[Any, Any]):
     def update(self, *args: Any, **kwargs: Any) -> None:
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
+
+    def __ior__(self, other: Any) -> State:
+        self.update(other)
+        return self
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other if isinstance(other, dict) else NotImplemented
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy() if isinstance(other, dict) else NotImplemented
 
     def __deepcopy__(self, memo: dict[int, Any]) -> defaultdict[Any, Any]:
         return copy.deepcopy(defaultdict(dict, dict(self)), memo)

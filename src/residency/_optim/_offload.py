@@ -8,27 +8,24 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 
 from residency import _device
 from residency._errors import InvalidArgumentError, RefusedError
-from residency._optim._homes import Homes, ParameterState, State
+from residency._optim._homes import State
 from residency._optim._offload_data import Offload
 from residency._optim._offloaded import (
     OffloadedOptimizer,
     adopt_foreign_state,
     refuse_foreign_step,
 )
-from residency._optim._plan import Member
+from residency._optim._placement import follow_parameters, members_of, place_state, plain_state
 from residency._optim._separable import separability
 from residency._optim._shadow import PRIVATE
-from residency._transfer import align_up, copy_to_host
+from residency._optim._validate import check_groups, device_of
 from residency._units import parse_bytes
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -55,13 +52,17 @@ def offload_optimizer(
         InvalidArgumentError: A size does not parse, or there are no slots.
         RefusedError: The optimizer cannot be stepped in parts with the same bits, or the host has
             no room. Nothing has moved.
+        torch.OutOfMemoryError: State that is to stay resident has no room on the device, to which
+            it was not moved yet. Nothing has moved.
 
     Memory:
         Device bytes of state during a step, the first included, are at most
         ``resident + slots * max(bucket, s)``, where ``s`` is the state of the largest parameter
-        that cannot be cut (0 for element-wise optimizers with contiguous parameters and a bucket of
-        at least 64 elements), each state rounded up to 512 bytes. Pinned host bytes are those of
-        the state, each rounded up to 512, plus what is left at the end of each slab.
+        that cannot be cut, each state rounded up to 512 bytes. Only the element-wise classes of
+        ``torch.optim`` cut, and only contiguous parameters; for them ``s`` is 0 with a bucket of at
+        least 64 elements. Any other class, a subclass of theirs too, moves whole parameters.
+        Pinned host bytes are those of the state, each rounded up to 512, plus what is left at the
+        end of each slab.
     """
     settings = _settings(resident, bucket, slots)
     if isinstance(optimizer, OffloadedOptimizer):
@@ -70,17 +71,16 @@ def offload_optimizer(
             "onload_optimizer first."
         )
     base = type(optimizer)
-    device = _validated_device(optimizer)
+    check_groups(base.__name__, optimizer.param_groups)
+    device = device_of(base.__name__, [m.parameter for m in members_of(optimizer)])
     _validate_step_patch(optimizer)
-    offload = Offload(base, separability(optimizer), settings["bucket"], settings["slots"])
+    kind = separability(optimizer, base, optimizer.param_groups)
+    offload = Offload(
+        base, kind, settings["bucket"], settings["slots"], resident_bytes=settings["resident"]
+    )
     if device.type != "cpu":
-        offload.homes = Homes(device)
-        offload.resident = _choose_resident(offload, optimizer, settings["resident"])
-        offload.homes.arena.reserve(_announced_bytes(offload, optimizer))
-        offload.state = _moved_state(offload.homes, offload, optimizer)
+        place_state(optimizer, offload, device)
     optimizer.__dict__[PRIVATE] = offload
-    if offload.state is not None:
-        optimizer.state = offload.state
     optimizer.__class__ = _offloaded_class(base)  # type: ignore[assignment]  # a subclass
     _remake_step_patch(optimizer)
     offload.guard = optimizer.register_step_pre_hook(refuse_foreign_step)
@@ -99,7 +99,10 @@ def onload_optimizer(optimizer: OptimizerT) -> OptimizerT:
         The same object.
 
     Raises:
-        RefusedError: The optimizer is not offloaded.
+        RefusedError: The optimizer is not offloaded; something that no LR scheduler of torch made
+            sits on its ``step``; its parameters are on several devices. Nothing has changed.
+        torch.OutOfMemoryError: The device has no room for the whole state. The optimizer is
+            offloaded as before.
 
     Memory:
         The device holds the whole state again. Pinned memory stays for homes that the caller still
@@ -112,10 +115,12 @@ def onload_optimizer(optimizer: OptimizerT) -> OptimizerT:
         )
     _validate_step_patch(optimizer)
     adopt_foreign_state(optimizer, offload)
+    follow_parameters(optimizer, offload)
     if isinstance(offload.state, State) and offload.homes is not None:
         # Complete before anything is swapped: a device without room leaves the optimizer offloaded.
-        optimizer.state = _plain_state(offload.state, offload.homes.device)
+        plain = plain_state(offload.state, offload.homes.device)
         _device.synchronize(offload.homes.device)
+        optimizer.state = plain
     if offload.guard is not None:
         offload.guard.remove()
     del optimizer.__dict__[PRIVATE]
@@ -137,43 +142,6 @@ def _settings(resident: int | str, bucket: int | str, slots: int) -> dict[str, i
     if sizes["bucket"] < 1:
         raise InvalidArgumentError("bucket is 0 bytes; expected room for at least one element.")
     return sizes
-
-
-def _validated_device(optimizer: Optimizer) -> torch.device:
-    name = type(optimizer).__name__
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for group in optimizer.param_groups:
-        for flag, reason in (
-            ("capturable", "a captured step replays fixed addresses, and streamed state has none"),
-            ("differentiable", "a step inside the graph would keep every slot alive"),
-        ):
-            if group.get(flag):
-                raise RefusedError(f"{name} has {flag}=True: {reason}. Build it with {flag}=False.")
-        if len({id(p) for p in group["params"]}) != len(group["params"]):
-            raise RefusedError(f"{name} has a group that lists a parameter twice. List it once.")
-    for parameter in parameters:
-        if type(parameter) not in (Tensor, torch.nn.Parameter):
-            raise RefusedError(
-                f"{name} has a parameter of type {type(parameter).__name__}; only torch.Tensor and "
-                "torch.nn.Parameter are supported."
-            )
-        if type(parameter.data) is not Tensor:
-            raise RefusedError(
-                f"{name} has a parameter over a {type(parameter.data).__name__}; only plain "
-                "tensors are supported."
-            )
-    if not parameters:
-        raise RefusedError(f"{name} has no parameters; add a group with some first.")
-    devices = {p.device for p in parameters}
-    if len(devices) != 1:
-        raise RefusedError(
-            f"{name} has parameters on {sorted(map(str, devices))}; expected them on one device."
-        )
-    device: torch.device = devices.pop()
-    accelerator = _device.accelerator()
-    if device.type != "cpu" and (accelerator is None or accelerator.type != device.type):
-        raise RefusedError(f"{name} has its parameters on {device}, which is no accelerator here.")
-    return device
 
 
 def _validate_step_patch(optimizer: Optimizer) -> None:
@@ -224,87 +192,3 @@ def _offloaded_class(base: type[Optimizer]) -> type[Optimizer]:
         found = type(base.__name__, (OffloadedOptimizer, base), namespace)
         _classes[base] = found
     return found
-
-
-def _members(optimizer: Optimizer) -> list[Member]:
-    return [
-        Member(index, parameter)
-        for index, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-    ]
-
-
-def _expected_bytes(
-    offload: Offload, optimizer: Optimizer, member: Member, *, exact: bool = False
-) -> int:
-    """Returns the bytes that a parameter's state has or will get, at most.
-
-    With ``exact``, a state that does not exist yet counts only where its size is certain.
-    """
-    values = dict.get(optimizer.state, member.parameter)
-    if values:
-        tensors = [v for v in values.values() if isinstance(v, Tensor) and not v.is_cpu]
-        return sum(align_up(t.numel() * t.element_size()) for t in tensors)
-    size = offload.size_of(optimizer, member)
-    if size is None or (exact and not (size.is_exact and member.parameter.requires_grad)):
-        return 0
-    return size.bytes_for(member.parameter.numel())
-
-
-def _announced_bytes(offload: Offload, optimizer: Optimizer) -> int:
-    members = [m for m in _members(optimizer) if id(m.parameter) not in offload.resident]
-    return sum(_expected_bytes(offload, optimizer, m, exact=True) for m in members)
-
-
-def _choose_resident(offload: Offload, optimizer: Optimizer, budget_bytes: int) -> set[int]:
-    chosen: set[int] = set()
-    if not budget_bytes:
-        return chosen
-    left = budget_bytes
-    for member in _members(optimizer):
-        is_born = bool(dict.get(optimizer.state, member.parameter))
-        if not is_born and offload.size_of(optimizer, member) is None:
-            continue  # what cannot be estimated cannot be promised to fit
-        num_bytes = _expected_bytes(offload, optimizer, member)
-        if num_bytes <= left:
-            chosen.add(id(member.parameter))
-            left -= num_bytes
-    return chosen
-
-
-def _moved_state(homes: Homes, offload: Offload, optimizer: Optimizer) -> State:
-    """Builds the offloaded state, with copies home queued behind what the device does now."""
-    state = State(homes, offload.resident)
-    for parameter, values in optimizer.state.items():
-        if not (isinstance(parameter, Tensor) and isinstance(values, dict)):
-            state[parameter] = values
-            continue
-        inner = state.of(parameter)
-        moving: list[Tensor] = []
-        regions = []
-        for key, value in values.items():
-            if inner.is_resident or not isinstance(value, Tensor) or value.is_cpu:
-                dict.__setitem__(inner, key, value)
-                continue
-            home = homes.allocate(value)
-            inner.settle(key, home)
-            moving.append(value)
-            regions.append(home.region)
-        if moving:
-            inner.written = copy_to_host(moving, regions, lanes=homes.lanes, gate=homes.gate)
-            homes.newest = inner.written
-            homes.gate.before_free(moving)
-    return state
-
-
-def _plain_state(state: State, device: torch.device) -> defaultdict[Any, Any]:
-    plain: defaultdict[Any, Any] = defaultdict(dict)
-    for parameter, inner in state.items():
-        if not isinstance(inner, ParameterState):
-            plain[parameter] = inner
-            continue
-        plain[parameter] = {
-            key: value.to(device) if key in inner.homes_by_key else value
-            for key, value in inner.items()
-        }
-    return plain

@@ -8,13 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from residency._optim._homes import Homes, State
 from residency._optim._plan import Member, Plan, make_plan
-from residency._optim._separable import Separability, StateSize, state_size
+from residency._optim._schema import Schema, StateSize, state_schema
+from residency._optim._separable import Separability
 
 
 @dataclass(slots=True)
@@ -25,18 +26,20 @@ class Offload:
         base: The class that the optimizer had.
         homes: Where its state lives; None when the parameters are on the host, and nothing moves.
         state: The mapping that is ``optimizer.state``.
-        resident: The ids of the parameters whose state stays on the device.
+        resident_bytes: Bytes of state that may stay on the device.
+        resident: The parameters whose state stays on the device.
         is_entered: Whether a step came in through the offloaded class.
-        loading: The saved state, while ``load_state_dict`` runs.
+        loading: The saved dict, while ``load_state_dict`` runs.
     """
 
     base: type[Optimizer]
     separability: Separability
     bucket_bytes: int
     num_slots: int
+    resident_bytes: int = 0
     homes: Homes | None = None
     state: State | None = None
-    resident: set[int] = field(default_factory=set)
+    resident: set[Tensor] = field(default_factory=set)
     guard: RemovableHandle | None = None
     is_entered: bool = False
     loading: dict[Any, Any] | None = None
@@ -47,16 +50,19 @@ class Offload:
     copied_to_host_bytes: int = 0
     _plan: Plan | None = None
     _plan_key: tuple[Any, ...] = ()
-    _sizes: dict[tuple[int, torch.dtype, int], StateSize | None] = field(default_factory=dict)
+    _schemas: dict[tuple[Any, ...], Schema | None] = field(default_factory=dict)
 
     def plan_for(self, optimizer: Optimizer, members: list[Member]) -> Plan:
         """Returns the plan for a step over ``members``, made anew only when something changed."""
         assert self.homes is not None
         assert self.state is not None
-        layout = tuple((id(m.parameter), m.group_index, m.parameter.shape) for m in members)
+        layout = tuple(
+            (id(m.parameter), m.group_index, m.parameter.shape, m.parameter.stride())
+            for m in members
+        )
         settings = tuple(_settings_of(group) for group in optimizer.param_groups)
         if self._plan_key[2:] != (settings,):
-            self._sizes.clear()  # another momentum may make state where there was none
+            self._schemas.clear()  # another momentum may make state where there was none
         key = (self.homes.version, layout, settings)
         if self._plan is None or key != self._plan_key:
             self._plan = make_plan(
@@ -71,18 +77,25 @@ class Offload:
         return self._plan
 
     def size_of(self, optimizer: Optimizer, member: Member) -> StateSize | None:
-        """Estimates the state of a parameter that has none yet; None when it cannot be known."""
+        """Returns the size of the state that a first step makes; None when it cannot be known."""
+        schema = self.schema_of(optimizer, member)
+        return None if schema is None else StateSize.of(schema.values())
+
+    def schema_of(self, optimizer: Optimizer, member: Member) -> Schema | None:
+        """Returns what a first step makes on the device for a parameter; None when it cannot be
+        known.
+        """
         parameter = member.parameter
-        key = (member.group_index, parameter.dtype, parameter.dim())
-        if key not in self._sizes:
+        key = (member.group_index, parameter.dtype, parameter.shape, parameter.stride())
+        if key not in self._schemas:
             group = optimizer.param_groups[member.group_index]
-            self._sizes[key] = state_size(optimizer, self.base, group, parameter)
-        return self._sizes[key]
+            self._schemas[key] = state_schema(optimizer, self.base, group, parameter)
+        return self._schemas[key]
 
     def forget_plan(self) -> None:
         """Plans anew at the next step."""
         self._plan = None
-        self._sizes.clear()
+        self._schemas.clear()
 
 
 def _settings_of(group: dict[str, Any]) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ or is refused by the guard.
 
 from __future__ import annotations
 
-import copy
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,10 +19,14 @@ from torch.optim import Optimizer
 
 from residency._errors import RefusedError
 from residency._optim._homes import ParameterState, State
+from residency._optim._loading import prepare_load
 from residency._optim._offload_data import Offload
+from residency._optim._placement import follow_parameters, members_of
+from residency._optim._separable import separability
 from residency._optim._shadow import PRIVATE, raw_step
 from residency._optim._statistics import OffloadStatistics
 from residency._optim._stream import StreamedStep
+from residency._optim._validate import check_groups, device_of
 
 
 class OffloadedOptimizer(Optimizer):
@@ -45,9 +49,18 @@ class OffloadedOptimizer(Optimizer):
             What the closure returned, or None.
 
         Raises:
-            RefusedError: A gradient is sparse, or a parameter is on another device than at the
-                offload; nothing was stepped.
-            ResidencyError: The step turned out to couple its parameters.
+            RefusedError: A gradient is sparse, the parameters are on several devices, one has
+                another shape or dtype than its state was made for, or the host has no room for the
+                state that this step makes. Nothing was stepped, and a step after the cause is gone
+                continues exactly. Only for a class whose first step could not be foreseen (its own
+                code fails on meta and on small host tensors), the last may come midway.
+            torch.OutOfMemoryError: The device has no room for the slots, then nothing was stepped;
+                or none for what the step itself allocates. Then, as in torch's own step, some
+                parameters have been stepped and others not, group values and attributes are as
+                before, and stepping again would step the former twice: reload a checkpoint, or
+                accept it as one would without an offload.
+            ResidencyError: The step turned out to couple its parameters, or to change a tensor that
+                its parts share. Some parameters have been stepped.
         """
         offload = _offload_of(self)
         offload.is_entered = True
@@ -57,7 +70,12 @@ class OffloadedOptimizer(Optimizer):
             offload.is_entered = False
 
     def prime(self) -> None:
-        """Pins the host memory for the announced state now, so that the first step need not."""
+        """Pins the host memory for the announced state now, so that the first step need not.
+
+        Raises:
+            RefusedError: The host has no room, or memory cannot be page-locked. What was pinned
+                before serves the first step.
+        """
         offload = _offload_of(self)
         if offload.homes is not None:
             offload.homes.arena.prime()
@@ -109,13 +127,22 @@ class OffloadedOptimizer(Optimizer):
         make float32 moments of bfloat16 parameters bfloat16.
 
         Raises:
-            ValueError: The parameter groups do not match, as torch raises it; nothing was loaded.
+            ValueError: The parameter groups do not match, as torch raises it.
+            RefusedError: A saved value is not dense, or the host has no room for the new homes.
+            Exception: What the class' own repair of old states raises, such as a KeyError.
+
+        In each of these cases the optimizer is as it was.
+
+        Memory:
+            No copy of what fits the homes there are. State that stays resident is on the device
+            twice for a moment.
         """
         offload = _offload_of(self)
+        adopt_foreign_state(self, offload)
+        follow_parameters(self, offload)
         if offload.homes is None:
             super().load_state_dict(state_dict)
             return
-        adopt_foreign_state(self, offload)
 
         def take_state(optimizer: Optimizer, adapted: dict[str, Any]) -> dict[str, Any]:
             offload.loading = adapted
@@ -133,22 +160,30 @@ class OffloadedOptimizer(Optimizer):
         """Adds a group, whose state will live where the others' does.
 
         Raises:
-            RefusedError: A parameter is not on the optimizer's device; no group was added.
+            TypeError: The group or its parameters are of a wrong type, as torch raises it.
+            ValueError: A parameter is not a leaf, or is in another group, as torch raises it.
+            RefusedError: The group is one that ``offload_optimizer`` would refuse, or its
+                parameters are not on the device of the others. In each of these cases no group was
+                added.
         """
         offload = _offload_of(self)
-        params = param_group["params"]
-        listed = [params] if isinstance(params, Tensor) else list(params)
-        param_group["params"] = listed
-        if offload.homes is not None:
-            for entry in listed:
-                parameter = entry[1] if isinstance(entry, tuple) else entry
-                if isinstance(parameter, Tensor) and parameter.device != offload.homes.device:
-                    raise RefusedError(
-                        f"a parameter of shape {tuple(parameter.shape)} is on {parameter.device}, "
-                        f"the optimizer was offloaded from {offload.homes.device}. Move it there "
-                        "first."
-                    )
-        super().add_param_group(param_group)
+        name = offload.base.__name__
+        before = dict(param_group) if isinstance(param_group, dict) else {}
+        num_groups = len(self.param_groups)
+        try:
+            # Torch first: it fills the group in, and its own errors come as without an offload.
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "optimizer contains a parameter group with dupl")
+                super().add_param_group(param_group)
+            check_groups(name, self.param_groups[num_groups:])
+            device_of(name, [m.parameter for m in members_of(self)])
+            separability(self, offload.base, self.param_groups)
+        except BaseException:
+            del self.param_groups[num_groups:]
+            if isinstance(param_group, dict):
+                param_group.clear()
+                param_group.update(before)
+            raise
         offload.forget_plan()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -158,14 +193,15 @@ class OffloadedOptimizer(Optimizer):
             return
         others = dict(state)
         values = others.pop("state", None)
-        if "param_groups" in others:
-            self.param_groups = others["param_groups"]
         if offload.loading is not None:
-            values = _by_parameter(offload.loading, self.param_groups)
-        if values is not None:
-            _load(offload, offload.state, values, self.param_groups)
+            groups = others.get("param_groups", self.param_groups)
+            values = _by_parameter(offload.loading, groups)
+        if values is None:
+            values = {key: dict(inner) for key, inner in offload.state.items()}
+        assert offload.homes is not None
+        prepared = prepare_load(self, offload, values, others)
+        prepared.finish(self, offload.state, offload.homes)
         offload.forget_plan()
-        super().__setstate__(others)  # the classes' own repairs of old states, on the homes
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RefusedError(
@@ -181,7 +217,8 @@ OffloadedOptimizer.step.hooked = True  # type: ignore[attr-defined]  # it runs t
 @torch._disable_dynamo  # type: ignore[attr-defined]  # what torch.optim itself uses
 def _step(optimizer: OffloadedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
     offload = _offload_of(optimizer)
-    _refuse_moved_parameters(optimizer, offload)
+    adopt_foreign_state(optimizer, offload)
+    follow_parameters(optimizer, offload)
     if offload.homes is None or offload.state is None:
         offload.num_steps += 1
         return raw_step(offload.base)(optimizer, *([] if closure is None else [closure]))
@@ -203,18 +240,6 @@ def adopt_foreign_state(optimizer: Optimizer, offload: Offload) -> None:
         del offload.state[stale]
     offload.state.update(foreign)
     optimizer.state = offload.state
-
-
-def _refuse_moved_parameters(optimizer: Optimizer, offload: Offload) -> None:
-    expected = torch.device("cpu") if offload.homes is None else offload.homes.device
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.device != expected:
-                raise RefusedError(
-                    f"a parameter of shape {tuple(parameter.shape)} is on {parameter.device} now, "
-                    f"and was on {expected} when the optimizer was offloaded. Nothing was stepped: "
-                    "call onload_optimizer and offload_optimizer again after moving the model."
-                )
 
 
 _hooked_step: Callable[..., Any] = Optimizer.profile_hook_step(_step)
@@ -249,46 +274,3 @@ def _by_parameter(
     parameters = [p for group in groups for p in group["params"]]
     of_name = dict(zip(names, parameters, strict=True))
     return {of_name.get(name, name): value for name, value in saved["state"].items()}
-
-
-def _load(
-    offload: Offload, state: State, values: Mapping[Any, Any], groups: list[dict[str, Any]]
-) -> None:
-    for stale in [key for key in state if key not in values]:
-        del state[stale]
-    group_of = {id(p): group for group in groups for p in group["params"]}
-    for parameter, saved in values.items():
-        if not (isinstance(parameter, Tensor) and isinstance(saved, dict)):
-            state[parameter] = copy.deepcopy(saved)
-            continue
-        inner = state.of(parameter)
-        for key in [k for k in dict.keys(inner) if k not in saved]:
-            inner.forget(key)
-        for key, value in saved.items():
-            group = group_of.get(id(parameter), {})
-            _load_value(inner, key, value, _is_made_on_device(offload.base, key, group))
-        inner.reorder(list(saved))
-
-
-def _load_value(inner: ParameterState, key: str, value: Any, is_made_on_device: bool) -> None:
-    if not isinstance(value, Tensor):
-        inner.place(key, copy.deepcopy(value))
-        return
-    is_known = isinstance(dict.get(inner, key), Tensor)
-    on_device = inner.is_on_device(key) if is_known else is_made_on_device
-    # A host value is copied: the step advances it in place, and the saved one is not ours.
-    inner.place(key, value if on_device else value.detach().cpu().clone(), on_device=on_device)
-
-
-def _is_made_on_device(base: type[Optimizer], key: str, group: dict[str, Any]) -> bool:
-    """Says whether a class' first step makes this state on the device.
-
-    Where a scalar lives decides in which arithmetic it advances. Torch's own loading puts NAdam's
-    ``mu_product`` on the device and ASGD's ``step`` on the host, unlike their first steps, and a
-    run resumed there ends at other bits than an uninterrupted one.
-
-    Source: ``_init_group`` of each class; ``Optimizer._process_value_according_to_param_policy``.
-    """
-    if key == "step":
-        return bool(group.get("fused")) or issubclass(base, torch.optim.ASGD)
-    return not (key == "mu_product" and issubclass(base, torch.optim.NAdam))

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from residency._optim._homes import Home, ParameterState, State
-from residency._optim._separable import CUT, StateSize
+from residency._optim._schema import StateSize
+from residency._optim._separable import CUT
 from residency._transfer import Run, align_up
 
 
@@ -96,7 +97,7 @@ def make_plan(
     members: Iterable[Member],
     state: State,
     *,
-    resident: set[int],
+    resident: set[Tensor],
     bucket_bytes: int,
     can_cut: bool,
     size_of: Callable[[Member], StateSize | None],
@@ -106,7 +107,7 @@ def make_plan(
     Args:
         members: The parameters, in group order.
         state: The optimizer's state.
-        resident: The ids of the parameters whose state stays on the device.
+        resident: The parameters whose state stays on the device.
         bucket_bytes: The most bytes of state in a unit, unless one parameter that cannot be cut has
             more.
         can_cut: Whether the optimizer is element-wise.
@@ -115,12 +116,12 @@ def make_plan(
     stay: list[Piece] = []
     streamed, births = _Packer(bucket_bytes), _Packer(bucket_bytes)
     for member in members:
-        if id(member.parameter) in resident:
+        if member.parameter in resident:
             stay.append(Piece(*member))
             continue
         inner = state.peek(member.parameter)
         size = known_size(inner) if inner else size_of(member)
-        packer = streamed if inner or (size is not None and not size.bytes_for(1)) else births
+        packer = streamed if inner or (size is not None and not size.num_bytes) else births
         is_cuttable = can_cut and _is_cuttable(member.parameter, inner)
         packer.add(member, size, is_cuttable=is_cuttable)
     return Plan(
@@ -132,14 +133,7 @@ def make_plan(
 
 def known_size(inner: ParameterState) -> StateSize:
     """Returns the size of a state that exists, as far as it moves."""
-    tensors = [home.tensor for home in inner.homes_by_key.values()]
-    large = [t for t in tensors if t.dim() > 0]
-    return StateSize(tuple(t.element_size() for t in large), len(tensors) - len(large), True)
-
-
-def moved_bytes(inner: ParameterState) -> int:
-    """Returns the bytes that a state takes in a slot."""
-    return sum(align_up(home.num_bytes) for home in inner.homes_by_key.values())
+    return StateSize.of(home.tensor for home in inner.homes_by_key.values())
 
 
 def _is_cuttable(parameter: Tensor, inner: ParameterState | None) -> bool:
@@ -157,18 +151,17 @@ class _Packer:
         self._open_bytes = 0
 
     def add(self, member: Member, size: StateSize | None, *, is_cuttable: bool) -> None:
-        num_bytes = None if size is None else size.bytes_for(member.parameter.numel())
-        if size is None or num_bytes is None:
+        if size is None:
             self._close()
             self._units.append([Piece(*member)])
-        elif num_bytes > self._bucket_bytes and is_cuttable:
+        elif size.num_bytes > self._bucket_bytes and is_cuttable:
             self._close()
             self._units += [[piece] for piece in self._cut(member, size)]
         else:
-            if self._open_bytes + num_bytes > self._bucket_bytes:
+            if self._open_bytes + size.num_bytes > self._bucket_bytes:
                 self._close()
             self._open.append(Piece(*member))
-            self._open_bytes += num_bytes
+            self._open_bytes += size.num_bytes
 
     def finish(self) -> list[list[Piece]]:
         self._close()

@@ -1,8 +1,10 @@
-"""Whether an optimizer may be stepped in parts, and how large the state is that it will make.
+"""Whether an optimizer may be stepped in parts.
 
-The classes of ``torch.optim`` are known; any other is tried out on tiny host tensors: all
-parameters together against one at a time and against cuts of each, bitwise. Invariant: neither the
-user's optimizer nor torch's random state is changed.
+The classes of ``torch.optim`` are known; any other, a subclass of theirs too, is tried out on small
+host tensors: all parameters together against one at a time, bitwise. It is never cut, because what
+a step does with a small tensor says nothing about a large one: second moments are factored,
+momentum is quantised in blocks, from some size on. Invariant: neither the user's optimizer nor
+torch's random state is changed.
 """
 
 from __future__ import annotations
@@ -10,21 +12,30 @@ from __future__ import annotations
 import copy
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from residency._errors import RefusedError
-from residency._optim._shadow import Commit, quiet_global_hooks, shadow_step
-from residency._transfer import align_up
+from residency._errors import RefusedError, ResidencyError
+from residency._optim._attributes import copied, is_equal, on_host
+from residency._optim._shadow import (
+    Commit,
+    is_torchs_own,
+    quiet_global_hooks,
+    shadow_step,
+    stand_in,
+)
 
 # Cuts fall on whole vectors: CPU kernels round a bf16 tail differently, measured with SGD, RMSprop
 # and ASGD.
 CUT = 64
 _NUM_STEPS = 3
+# The last is above where classes commonly begin to treat a tensor as a large one (4,096 elements,
+# 128 rows and columns).
+_LENGTHS = (2 * CUT, 3 * CUT, 320 * CUT)
+_ROW = {2 * CUT: 8, 3 * CUT: 8, 320 * CUT: 160}
 
 
 class Separability(enum.Enum):
@@ -46,13 +57,19 @@ _REFUSED = {
 }
 
 
-def separability(optimizer: Optimizer) -> Separability:
+def separability(
+    optimizer: Optimizer, base: type[Optimizer], groups: Sequence[dict[str, Any]]
+) -> Separability:
     """Finds out how an optimizer may be cut.
+
+    Args:
+        optimizer: Is not changed.
+        base: The class that it has, or had before it was offloaded.
+        groups: Its groups, or those that it is to get.
 
     Raises:
         RefusedError: Its step couples the parameters, or cannot be tried out.
     """
-    base = type(optimizer)
     for refused, reason in _REFUSED.items():
         if issubclass(base, refused):
             raise RefusedError(
@@ -60,23 +77,23 @@ def separability(optimizer: Optimizer) -> Separability:
             )
     if base in _ELEMENT_WISE:
         return Separability.ELEMENT_WISE
-    if base in _PER_PARAMETER:
-        return Separability.PER_PARAMETER
-    return _try_out(optimizer, base)
+    if base not in _PER_PARAMETER:
+        _try_out(optimizer, base, groups)
+    return Separability.PER_PARAMETER
 
 
-def _try_out(optimizer: Optimizer, base: type[Optimizer]) -> Separability:
+def _try_out(optimizer: Optimizer, base: type[Optimizer], groups: Sequence[dict[str, Any]]) -> None:
     random_state = torch.get_rng_state()
     try:
         with quiet_global_hooks():
-            together = _Trial(optimizer, base)
+            together = _Trial(optimizer, base, groups)
             together.run([[*together.parameters, *together.idle]])
             if together.has_moved_idle():
                 raise RefusedError(
                     f"{base.__name__} cannot be offloaded: its step changes parameters that have "
                     "no gradient. Keep its state on the device."
                 )
-            apart = _Trial(optimizer, base)
+            apart = _Trial(optimizer, base, groups)
             apart.run([[p] for p in apart.parameters])
             if not together.is_equal(apart):
                 raise RefusedError(
@@ -84,9 +101,10 @@ def _try_out(optimizer: Optimizer, base: type[Optimizer]) -> Separability:
                     "(stepped one at a time they end at other values than together). Keep its "
                     "state on the device."
                 )
-            return _try_cuts(optimizer, base, together)
     except RefusedError:
         raise
+    except ResidencyError as error:
+        raise RefusedError(f"{base.__name__} cannot be offloaded: {error}") from error
     except Exception as error:
         raise RefusedError(
             f"{base.__name__} cannot be offloaded: its step failed on small host tensors "
@@ -96,79 +114,67 @@ def _try_out(optimizer: Optimizer, base: type[Optimizer]) -> Separability:
         torch.set_rng_state(random_state)
 
 
-def _try_cuts(optimizer: Optimizer, base: type[Optimizer], whole: _Trial) -> Separability:
-    try:
-        cut = _Trial(optimizer, base, is_cut=True)
-        cut.run([[p] for p in cut.parameters])
-    except Exception:  # a matrix optimizer may refuse a cut outright, which answers the question
-        return Separability.PER_PARAMETER
-    return Separability.ELEMENT_WISE if whole.is_equal(cut) else Separability.PER_PARAMETER
-
-
 class _Trial:
-    """Steps tiny stand-ins for an optimizer's parameters and remembers where they end."""
+    """Steps small stand-ins for an optimizer's parameters and remembers where they end."""
 
     def __init__(
-        self, optimizer: Optimizer, base: type[Optimizer], *, is_cut: bool = False
+        self, optimizer: Optimizer, base: type[Optimizer], groups: Sequence[dict[str, Any]]
     ) -> None:
-        self._optimizer = optimizer
         self._base = base
         self._groups: list[dict[str, Any]] = []
-        self._pieces: list[list[Tensor]] = []
         self._state: dict[Tensor, dict[str, Any]] = {}
+        self.parameters: list[Tensor] = []
         self.idle: list[Tensor] = []
-        for group in optimizer.param_groups:
-            tiny: list[Tensor] = []
+        known: dict[int, Tensor] = {}
+        for group in groups:
+            small: list[Tensor] = []
             for index, parameter in enumerate(_kinds(group["params"])):
-                pieces = self._stand_in(parameter, index, is_cut)
-                self._pieces.append(pieces)
-                tiny += pieces
+                made = self._stand_in(optimizer, parameter, index)
+                known.setdefault(id(parameter), made)
+                small.append(made)
+            self.parameters += small
             # A parameter without a gradient must be left alone, because none of its state will be
             # there.
-            idle = torch.nn.Parameter(torch.ones(_tiny_shape(2, 0)))
+            idle = torch.nn.Parameter(torch.ones(_small_shape(2, 0)))
             self.idle.append(idle)
-            self._groups.append({**host_group(group), "params": [*tiny, idle]})
-        self.parameters = [p for pieces in self._pieces for p in pieces]
+            self._groups.append({**host_group(group, base), "params": [*small, idle]})
+        # Parameters that an attribute names and no stand-in represents have no gradient either.
+        self._model = stand_in(
+            optimizer, base, parameter_of=lambda p: known.get(id(p), self.idle[0])
+        )
+        self._model.param_groups = self._groups
 
-    def _stand_in(self, parameter: Tensor, index: int, is_cut: bool) -> list[Tensor]:
-        shape = _tiny_shape(parameter.dim(), index)
+    def _stand_in(self, optimizer: Optimizer, parameter: Tensor, index: int) -> Tensor:
+        shape = _small_shape(parameter.dim(), index)
         generator = torch.Generator().manual_seed(index)
-        value = torch.randn(shape, generator=generator).to(parameter.dtype)
-        inner = dict(self._optimizer.state.get(parameter, {}))
-        state = {k: _shrink(k, v, parameter, shape) for k, v in inner.items()}
-        if not is_cut or value.numel() <= CUT:
-            pieces: list[Tensor] = [torch.nn.Parameter(value)]
-        else:
-            flat = value.flatten()
-            pieces = [torch.nn.Parameter(flat[a:b].clone()) for a, b in ((0, CUT), (CUT, None))]
-        for piece, (start, stop) in zip(pieces, _bounds(pieces), strict=True):
-            if state:
-                self._state[piece] = {
-                    k: v.flatten()[start:stop].clone()
-                    if isinstance(v, Tensor) and v.numel() == value.numel() and len(pieces) > 1
-                    else copy.deepcopy(v)
-                    for k, v in state.items()
-                }
-        return pieces
+        made = torch.nn.Parameter(torch.randn(shape, generator=generator).to(parameter.dtype))
+        values = dict(dict.get(optimizer.state, parameter) or {})
+        if values:
+            self._state[made] = {k: _shrink(k, v, parameter, shape) for k, v in values.items()}
+        return made
 
     def run(self, parts: Sequence[Sequence[Tensor]]) -> None:
         """Takes a few steps, each in the given parts, with gradients of very different sizes."""
         for step in range(_NUM_STEPS):
             generator = torch.Generator().manual_seed(1000 + step)
-            for pieces in self._pieces:
-                count = sum(piece.numel() for piece in pieces)
-                gradient = torch.randn(count, generator=generator) * 10.0**step
-                for piece, (start, stop) in zip(pieces, _bounds(pieces), strict=True):
-                    piece.grad = gradient[start:stop].view(piece.shape).to(piece.dtype)
-            # Only groups are written, and these are not the user's.
-            commit = Commit(_Groups(self._groups))  # type: ignore[arg-type]  # as said above
-            for part in parts:
+            for parameter in self.parameters:
+                gradient = torch.randn(parameter.shape, generator=generator) * 10.0**step
+                parameter.grad = gradient.to(parameter.dtype)
+            commit = Commit(self._model)
+            for index, part in enumerate(parts):
                 members = set(part)
                 groups = [
                     {**g, "params": [p for p in g["params"] if p in members]} for g in self._groups
                 ]
                 state = {p: self._state[p] for p in part if p in self._state}
-                outcome = shadow_step(self._optimizer, self._base, groups, state)
+                is_last = index == len(parts) - 1
+                outcome = shadow_step(self._model, self._base, groups, state, not is_last)
+                if not outcome.state.keys() <= members:
+                    raise RefusedError(
+                        f"{self._base.__name__} cannot be offloaded: its step keeps state for "
+                        "other parameters than those that it is given. Keep its state on the "
+                        "device."
+                    )
                 self._state.update(outcome.state)
                 commit.add(outcome)
             commit.write()
@@ -179,50 +185,45 @@ class _Trial:
 
     def is_equal(self, other: _Trial) -> bool:
         """Says whether another trial ended at the same bits, parameters and state."""
-        for mine, theirs in zip(self._pieces, other._pieces, strict=True):
-            if not _is_same(list(mine), list(theirs)):
+        for mine, theirs in zip(self.parameters, other.parameters, strict=True):
+            if not _is_same(mine, theirs):
                 return False
-            ours, cut = self._state.get(mine[0], {}), [other._state.get(p, {}) for p in theirs]
-            if any(set(each) != set(ours) for each in cut):
+            ours, others = self._state.get(mine, {}), other._state.get(theirs, {})
+            if ours.keys() != others.keys():
                 return False
             for key, value in ours.items():
-                if not isinstance(value, Tensor):
-                    if any(each[key] != value for each in cut):
+                if isinstance(value, Tensor) and isinstance(others[key], Tensor):
+                    if not _is_same(value, others[key]):
                         return False
-                elif value.dim() == 0 or len(cut) == 1:
-                    if not all(_is_same([value], [each[key]]) for each in cut):
-                        return False
-                elif not _is_same([value], [each[key] for each in cut]):
+                elif not is_equal(value, others[key]):
                     return False
         return True
 
 
-class _Groups:
-    """Stands in for an optimizer whose group values are committed."""
-
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
-        self.param_groups = groups
-
-
-def host_group(group: dict[str, Any]) -> dict[str, Any]:
-    """Returns a group's values as they are for parameters on the host."""
-    values = {k: v.cpu().clone() if isinstance(v, Tensor) else v for k, v in group.items()}
-    return {**values, **({"fused": None} if "fused" in group else {})}
+def host_group(group: dict[str, Any], base: type[Optimizer]) -> dict[str, Any]:
+    """Returns copies of a group's values, as they are for parameters on the host."""
+    host = {k: v for k, v in group.items() if k != "params"}
+    if is_torchs_own(base):  # no step of theirs changes a value in place
+        host = {k: on_host(v) if isinstance(v, Tensor) else v for k, v in host.items()}
+    else:
+        host = copied(host, owner=base.__name__, instead={}, tensor_of=on_host)
+    return {**host, **({"fused": None} if "fused" in group else {})}
 
 
 def _kinds(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Returns one parameter of each kind, once for each length that stand-ins have."""
     found: dict[tuple[torch.dtype, int], Tensor] = {}
     for parameter in parameters:
         found.setdefault((parameter.dtype, parameter.dim()), parameter)
-    kinds = list(found.values())
-    return kinds if len(kinds) > 2 else kinds * 3
+    return [parameter for parameter in found.values() for _ in _LENGTHS]
 
 
-def _tiny_shape(num_dims: int, index: int) -> tuple[int, ...]:
+def _small_shape(num_dims: int, index: int) -> tuple[int, ...]:
     if num_dims == 0:
         return ()
-    length = CUT * (2 + index % 2)
-    return (length,) if num_dims == 1 else (*[1] * (num_dims - 2), length // 8, 8)
+    length = _LENGTHS[index % len(_LENGTHS)]
+    row = _ROW[length]
+    return (length,) if num_dims == 1 else (*[1] * (num_dims - 2), length // row, row)
 
 
 def _shrink(key: str, value: Any, parameter: Tensor, shape: tuple[int, ...]) -> Any:
@@ -241,65 +242,6 @@ def _shrink(key: str, value: Any, parameter: Tensor, shape: tuple[int, ...]) -> 
     return sample.repeat(-(-count // max(sample.numel(), 1)))[:count].view(shape).clone()
 
 
-def _bounds(pieces: Sequence[Tensor]) -> list[tuple[int, int]]:
-    bounds, start = [], 0
-    for piece in pieces:
-        bounds.append((start, start + piece.numel()))
-        start += piece.numel()
-    return bounds
-
-
-def _is_same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
-    a = torch.cat([t.detach().flatten() for t in left])
-    b = torch.cat([t.detach().flatten() for t in right])
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    a, b = a.detach().flatten(), b.detach().flatten()
     return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-@dataclass(frozen=True, slots=True)
-class StateSize:
-    """Is what a parameter's state will take, estimated from a tiny one.
-
-    Attributes:
-        itemsizes: Bytes per element of each state that has as many elements as the parameter, or
-            fewer.
-        num_scalars: States with one element.
-        is_exact: Whether every state is a scalar or has the parameter's shape.
-    """
-
-    itemsizes: tuple[int, ...]
-    num_scalars: int
-    is_exact: bool
-
-    def bytes_for(self, num_elements: int) -> int:
-        """Returns the bytes for so many elements, each state rounded up as in a slab."""
-        sizes = sum(align_up(num_elements * itemsize) for itemsize in self.itemsizes)
-        return sizes + align_up(1) * self.num_scalars
-
-
-def state_size(
-    optimizer: Optimizer, base: type[Optimizer], group: dict[str, Any], parameter: Tensor
-) -> StateSize | None:
-    """Estimates the state that the first step will make for a parameter.
-
-    Returns:
-        None where the step cannot be tried out on the host.
-    """
-    tiny = torch.nn.Parameter(torch.ones(_tiny_shape(parameter.dim(), 0)).to(parameter.dtype))
-    tiny.grad = torch.ones_like(tiny)
-    groups = [{**host_group(group), "params": [tiny]}]
-    random_state = torch.get_rng_state()
-    try:
-        with quiet_global_hooks():
-            state = shadow_step(optimizer, base, groups, {}).state.get(tiny, {})
-    except Exception:  # whatever it is, the first step itself will say it; the size stays unknown
-        return None
-    finally:
-        torch.set_rng_state(random_state)
-    tensors = [v for v in state.values() if isinstance(v, Tensor)]
-    # The state of a 0-dim parameter cannot be told from a scalar: count both the dear way.
-    large = [t for t in tensors if t.dim() > 0]
-    return StateSize(
-        tuple(t.element_size() for t in large),
-        len(tensors) - len(large),
-        all(t.shape == tiny.shape for t in large),
-    )

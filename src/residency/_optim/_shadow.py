@@ -1,16 +1,22 @@
 """Runs an optimizer's own step on a part of its parameters, without touching the optimizer.
 
 A shadow is an instance of the same class with the same attributes, but its own ``state`` and
-``param_groups``, restricted to the part; its hooks are empty. Invariant: the user's object is never
-half-stepped, and what the step changes outside of state (group values, attributes) is committed
-once, after all parts, and only when all parts agree.
+``param_groups``, restricted to the part; its hooks are empty. Invariant: every part sees the
+attributes and group values from before the step, and what a step changes there, in place or not, is
+changed once, by the last part, and only when all parts agree.
+
+[Note: what parts see] All parts but the last get copies; the last gets the optimizer's own objects,
+so that one plain step's changes happen to them, with their identity kept. The classes of
+``torch.optim`` replace attributes and change none in place, so their parts share. Tensors are
+always shared, host scalars aside: a step that changes one in place is found by its version.
 """
 
 from __future__ import annotations
 
 import contextlib
+import types
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +25,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from residency._errors import ResidencyError
+from residency._errors import RefusedError, ResidencyError
+from residency._optim._attributes import copied, is_equal, on_host, reachable
 
 PRIVATE = "_residency"
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_OWN = frozenset({"step", "state", "param_groups", PRIVATE, *_HOOKS})
+_MISSING = object()
 
 
 def raw_step(base: type[Optimizer]) -> Callable[..., Any]:
@@ -54,9 +64,14 @@ def quiet_global_hooks() -> Iterator[None]:
             each.update(before)
 
 
+def is_torchs_own(base: type[Optimizer]) -> bool:
+    """Says whether a class is one of ``torch.optim`` itself, whose steps are known."""
+    return vars(torch.optim).get(base.__name__) is base
+
+
 @dataclass(slots=True)
 class Outcome:
-    """Is what one shadow step left behind."""
+    """Is what one shadow step left behind: state, and all attributes and group values."""
 
     state: Mapping[Tensor, dict[str, Any]]
     group_values: list[dict[str, Any]]
@@ -68,61 +83,136 @@ def shadow_step(
     base: type[Optimizer],
     groups: Sequence[dict[str, Any]],
     state: Mapping[Tensor, dict[str, Any]],
+    is_copied: bool,
 ) -> Outcome:
     """Steps some parameters with the optimizer's own code.
 
     Args:
-        optimizer: Lends its attributes; is not changed.
+        optimizer: Lends its attributes.
         base: The class whose step runs.
         groups: All groups, each with the parameters of this part only.
-        state: The state of those parameters, on the device that the step expects.
+        state: The state of those parameters, on the device that the step expects; a defaultdict
+            is used itself, so that what a failing step left there can be read.
+        is_copied: Whether the step works on copies of the attributes and group values.
 
     Returns:
-        The state after the step, and the group values and attributes that it replaced.
+        The state, the attributes and the group values after the step.
+
+    Raises:
+        RefusedError: An attribute cannot be copied; nothing was stepped.
+        ResidencyError: The step changed a shared tensor in place.
     """
     shadow = object.__new__(base)
-    shadow.__dict__.update(optimizer.__dict__)
-    for name in ("step", PRIVATE):
-        shadow.__dict__.pop(name, None)
-    shadow._optimizer_step_pre_hooks = OrderedDict()
-    shadow._optimizer_step_post_hooks = OrderedDict()
-    shadow.state = defaultdict(dict, state)
-    shadow.param_groups = [dict(group) for group in groups]
-    before = dict(shadow.__dict__)
-    raw_step(base)(shadow)
-    attributes = {
-        name: value
-        for name, value in shadow.__dict__.items()
-        if name not in ("state", "param_groups") and before.get(name, shadow) is not value
-    }
-    values = [
-        {
-            name: value
-            for name, value in after.items()
-            if name != "params" and group.get(name, shadow) is not value
-        }
-        for group, after in zip(groups, shadow.param_groups, strict=True)
+    lent = {k: v for k, v in optimizer.__dict__.items() if k not in _OWN}
+    values = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    if is_copied:
+        instead: dict[int, Any] = {id(optimizer): shadow}
+        # Hooks are nobody's to change during a step, and hold whatever users put there.
+        hooks = {k: v for k, v in lent.items() if k.startswith("_optimizer_")}
+        others = {k: v for k, v in lent.items() if k not in hooks}
+        lent = {**hooks, **copied(others, owner=base.__name__, instead=instead)}
+        values = [copied(each, owner=base.__name__, instead=instead) for each in values]
+    shadow.__dict__.update(lent)
+    for name, value in lent.items():
+        if isinstance(value, types.MethodType) and value.__self__ is optimizer:
+            shadow.__dict__[name] = types.MethodType(value.__func__, shadow)
+    shadow.__dict__.update({name: OrderedDict() for name in _HOOKS})
+    shadow.state = state if isinstance(state, defaultdict) else defaultdict(dict, state)
+    shadow.param_groups = [
+        {**each, "params": list(group["params"])}
+        for each, group in zip(values, groups, strict=True)
     ]
-    return Outcome(shadow.state, values, attributes)
+    watch = () if is_torchs_own(base) else _watched(optimizer, lent, values)
+    raw_step(base)(shadow)
+    for name, tensor, version in watch:
+        if tensor._version != version:
+            raise ResidencyError(
+                f"{base.__name__}.step changed the tensor in {name!r} in place, which would happen "
+                "once for each part of the parameters. Replace it with a new tensor in the step, "
+                "or keep it in the state of a parameter."
+            )
+    after = [{k: v for k, v in g.items() if k != "params"} for g in shadow.param_groups]
+    return Outcome(shadow.state, after, {k: v for k, v in shadow.__dict__.items() if k not in _OWN})
+
+
+def _watched(
+    optimizer: Optimizer, attributes: dict[str, Any], values: Sequence[dict[str, Any]]
+) -> list[tuple[str, Tensor, int]]:
+    """Lists the shared tensors with their versions, parameters aside: a step is to change those."""
+    parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [
+        (name, found, found._version)
+        for names in (attributes, *values)
+        for name, value in names.items()
+        for found in reachable(value)
+        if isinstance(found, Tensor)
+        and id(found) not in parameters
+        and not found.is_inference()
+        and not (found.is_cpu and found.numel() == 1)
+    ]
+
+
+def stand_in(
+    optimizer: Optimizer, base: type[Optimizer], *, parameter_of: Callable[[Tensor], Tensor]
+) -> Optimizer:
+    """Returns an instance with copies of the attributes on the host, to try steps out on.
+
+    It has no parameters and no state. Tensors are copied too, so that no step reaches the user's.
+
+    Args:
+        optimizer: Is not changed.
+        base: Its class.
+        parameter_of: What stands for a parameter that an attribute refers to.
+
+    Raises:
+        RefusedError: An attribute cannot be copied, or is an optimizer itself.
+    """
+    made = object.__new__(base)
+    instead: dict[int, Any] = {id(optimizer): made}
+    for group in optimizer.param_groups:
+        instead.update((id(p), parameter_of(p)) for p in group["params"])
+    attributes: dict[str, Any] = {}
+    for name, value in optimizer.__dict__.items():
+        if name in _OWN:
+            continue
+        if name.startswith("_optimizer_"):
+            attributes[name] = OrderedDict()
+            continue
+        for found in reachable(value):
+            if isinstance(found, Optimizer) and found is not optimizer:
+                raise RefusedError(
+                    f"{base.__name__} cannot be offloaded: its {name!r} holds another optimizer, a "
+                    f"{type(found).__name__}, which steps parameters of its own choice. Offload "
+                    "that one instead."
+                )
+        attributes[name] = value
+    made.__dict__.update(
+        copied(attributes, owner=base.__name__, instead=instead, tensor_of=on_host)
+    )
+    made.__dict__.update({name: OrderedDict() for name in _HOOKS})
+    made.state, made.param_groups = defaultdict(dict), []
+    return made
 
 
 class Commit:
-    """Collects what the parts of a step replaced outside of state, and writes it to the optimizer
-    once.
+    """Collects what the parts of a step left outside of state, and writes the last one's to the
+    optimizer, once.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._first: Outcome | None = None
+        self._last: Outcome | None = None
 
     def add(self, outcome: Outcome) -> None:
-        """Takes a part's outcome.
+        """Takes a part's outcome; the last part's was not ``is_copied``.
 
         Raises:
             ResidencyError: It differs from the first part's, so the step couples its parameters.
         """
+        self._last = Outcome({}, outcome.group_values, outcome.attributes)
         if self._first is None:
-            self._first = Outcome({}, outcome.group_values, outcome.attributes)
+            self._first = self._last
             return
         pairs = [
             ("attribute", self._first.attributes, outcome.attributes),
@@ -135,7 +225,7 @@ class Commit:
         ]
         for what, first, other in pairs:
             for name in first.keys() | other.keys():
-                if not _is_equal(first.get(name), other.get(name)):
+                if not is_equal(first.get(name, _MISSING), other.get(name, _MISSING)):
                     raise ResidencyError(
                         f"{type(self._optimizer).__name__}.step left the {what} {name!r} at "
                         f"{first.get(name)!r} for one part of the parameters and at "
@@ -146,29 +236,26 @@ class Commit:
 
     def write(self) -> None:
         """Writes the agreed values to the optimizer."""
-        if self._first is None:
+        if self._last is None:
             return
-        groups = self._optimizer.param_groups
-        for group, values in zip(groups, self._first.group_values, strict=True):
-            group.update(values)
-        self._optimizer.__dict__.update(self._first.attributes)
+        for group, values in zip(
+            self._optimizer.param_groups, self._last.group_values, strict=True
+        ):
+            _replace(group, values, keep=("params",))
+        attributes = {
+            name: types.MethodType(value.__func__, self._optimizer)
+            if isinstance(value, types.MethodType) and isinstance(value.__self__, Optimizer)
+            else value
+            for name, value in self._last.attributes.items()
+        }
+        _replace(self._optimizer.__dict__, attributes, keep=_OWN)
 
 
-def _is_equal(left: Any, right: Any) -> bool:
-    if left is right:
-        return True
-    if isinstance(left, Tensor) or isinstance(right, Tensor):
-        return (
-            isinstance(left, Tensor)
-            and isinstance(right, Tensor)
-            and left.device == right.device
-            and left.dtype == right.dtype
-            and torch.equal(left, right)
-        )
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(_is_equal(left[k], right[k]) for k in left)
-    if isinstance(left, list | tuple):
-        return len(left) == len(right) and all(map(_is_equal, left, right))
-    return bool(left == right)
+def _replace(target: dict[str, Any], values: Mapping[str, Any], *, keep: Collection[str]) -> None:
+    for name in [n for n in target if n not in values and n not in keep]:
+        del target[name]
+    for name, value in values.items():
+        before = target.get(name, _MISSING)
+        is_method = isinstance(value, types.MethodType) and before == value
+        if before is not value and not is_method:
+            target[name] = value

@@ -27,7 +27,13 @@ from residency._errors import RefusedError, ResidencyError
 from residency._optim._homes import Home, Homes, State
 from residency._optim._offload_data import Offload
 from residency._optim._plan import Member, Piece, Plan, Unit
-from residency._optim._shadow import Commit, Outcome, quiet_global_hooks, shadow_step
+from residency._optim._shadow import (
+    Commit,
+    Outcome,
+    is_torchs_own,
+    quiet_global_hooks,
+    shadow_step,
+)
 from residency._transfer import Run
 from residency._transfer._lanes import raw_bytes
 
@@ -68,11 +74,20 @@ class StreamedStep:
         self._current = _device.current_stream(homes.device)
         self._commit = Commit(optimizer)
         self._alive: deque[list[Tensor]] = deque()
+        self._reserved: dict[tuple[int, str], Home] = {}
+        self._num_parts_left = 0
 
     def run(self) -> None:
         """Steps every parameter that has a gradient, then commits group values and attributes."""
         members = members_with_gradient(self._optimizer)
+        for member in members:
+            inner = self._state.peek(member.parameter)
+            if inner is not None:
+                inner.check_parameter(member.parameter)
         plan = self._offload.plan_for(self._optimizer, members)
+        self._reserve_homes(plan)
+        num_parts = bool(plan.resident) + len(plan.streamed) + len(plan.births)
+        self._num_parts_left = max(num_parts, 1)
         with quiet_global_hooks():
             try:
                 self._step_streamed(plan)
@@ -89,6 +104,16 @@ class StreamedStep:
         self._offload.num_steps += 1
         self._offload.num_buckets = len(plan.streamed) + len(plan.births)
 
+    def _reserve_homes(self, plan: Plan) -> None:
+        """Makes the homes for all state that this step makes, before any parameter is stepped: a
+        host without room then leaves everything as it was.
+        """
+        for piece in (piece for unit in plan.births for piece in unit.pieces if piece.is_last):
+            member = Member(piece.group_index, piece.parameter)
+            schema = self._offload.schema_of(self._optimizer, member) or {}
+            for key, like in schema.items():
+                self._reserved[id(piece.parameter), key] = self._homes.allocate(like)
+
     def _step_streamed(self, plan: Plan) -> None:
         units = plan.streamed
         num_slots = min(self._offload.num_slots, len(units))
@@ -102,7 +127,10 @@ class StreamedStep:
         for index, unit in enumerate(units):
             slot = slots[index % num_slots]
             self._await(ready.pop(index))
-            self._alive.append(self._step_unit(unit, slot))
+            born = self._step_unit(unit, slot)
+            if born:  # rare, and beyond the slots: they go before the next unit makes more
+                self._gate.before_free(born)
+                del born
             following = index + num_slots
             if following < len(units):
                 ready[following] = self._load(units[following], slot)
@@ -188,7 +216,9 @@ class StreamedStep:
             values = self._state_before(piece, each)
             if values or (piece.is_whole and self._state.peek(piece.parameter) is not None):
                 state[proxy] = values
-        outcome = shadow_step(self._optimizer, self._offload.base, groups, state)
+        self._num_parts_left -= 1
+        is_copied = self._num_parts_left > 0 and not is_torchs_own(self._offload.base)
+        outcome = shadow_step(self._optimizer, self._offload.base, groups, state, is_copied)
         self._commit.add(outcome)
         return outcome, proxies
 
@@ -241,7 +271,9 @@ class StreamedStep:
                 f"{tuple(value.shape)} for a cut of {piece.stop} elements; it is not element-wise."
             )
         home: Home | None = inner.homes_by_key.get(key)
-        if home is None or home.tensor.shape != shape or home.tensor.dtype != value.dtype:
+        if home is None:
+            home = self._reserved.pop((id(piece.parameter), key), None)
+        if home is None or not self._homes.fits(home, value, shape if is_cut else None):
             home = self._homes.allocate(value, shape if is_cut else None)
         inner.settle(key, home)
         buffer = raw_bytes(value)

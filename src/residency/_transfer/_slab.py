@@ -14,13 +14,13 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from residency import _device
 from residency._errors import RefusedError
+from residency._transfer._host_memory import available_host_bytes
 from residency._units import MIB, format_bytes, parse_bytes
 
 # The caching allocator's own granularity: an entry lies in a slot as it would lie in an allocation.
@@ -130,7 +130,12 @@ class SlabArena:
         self._announced_bytes = align_up(total_bytes)
 
     def prime(self) -> None:
-        """Allocates the slabs for everything announced now, rather than at the first use."""
+        """Allocates the slabs for everything announced now, rather than at the first use.
+
+        Raises:
+            RefusedError: The host has no room, or memory cannot be page-locked; slabs that were
+                allocated before stay for the next use.
+        """
         while (missing := self._announced_bytes - self.pinned_bytes) > 0:
             self._add_slab(min(_power_of_two_at_most(missing), _LARGEST_SLAB))
 
@@ -138,7 +143,8 @@ class SlabArena:
         """Returns a range for an entry; give it back with ``release``, or never after ``tensor``.
 
         Raises:
-            RefusedError: A new slab is needed and the host has no room for it.
+            RefusedError: A new slab is needed and the host has no room for it, or it cannot be
+                page-locked.
         """
         self._collect()
         wanted = align_up(max(num_bytes, 1))
@@ -194,7 +200,14 @@ class SlabArena:
 
     def _add_slab(self, size: int) -> Slab:
         _require_host_room(size)
-        slab = Slab(size)
+        try:
+            slab = Slab(size)
+        except (RuntimeError, MemoryError) as error:  # the driver's, or a limit on locked pages
+            raise RefusedError(
+                f"{format_bytes(size)} of host memory could not be page-locked ({error}). Nothing "
+                "was changed; give the process more memory that it may lock (ulimit -l), or keep "
+                "more state on the device with `resident=`."
+            ) from error
         self._slabs.append(slab)
         return slab
 
@@ -208,47 +221,11 @@ class SlabArena:
             self._slabs = [s for s in self._slabs if s.free_bytes < s.num_bytes]
 
 
-def available_host_bytes() -> int | None:
-    """Returns the host bytes that can still be had: free RAM, or less where a cgroup says so.
-
-    Returns:
-        None where the system does not say.
-    """
-    found = [n for n in (_available_ram(), _available_in_cgroup()) if n is not None]
-    return min(found) if found else None
-
-
 def _require_host_room(num_bytes: int) -> None:
     available = available_host_bytes()
     if available is not None and num_bytes > available:
         raise RefusedError(
             f"{format_bytes(num_bytes)} of host memory are needed and {format_bytes(available)} "
-            "are available (free RAM, or what the cgroup leaves). Nothing was pinned; keep more "
+            "are available (free RAM, or what the cgroup leaves). Nothing was changed; keep more "
             "state on the device with `resident=`, or give the process more host memory."
         )
-
-
-def _available_ram() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return parse_bytes(f"{line.split()[1]} KiB")  # which the kernel writes as kB
-    return None
-
-
-def _available_in_cgroup() -> int | None:
-    for limit, usage in (("memory.max", "memory.current"), _CGROUP_V1):
-        try:
-            most = Path("/sys/fs/cgroup", limit).read_text().strip()
-            used = Path("/sys/fs/cgroup", usage).read_text().strip()
-        except OSError:
-            continue
-        if most.isdigit() and used.isdigit():
-            return max(0, int(most) - int(used))
-    return None
-
-
-_CGROUP_V1 = ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")

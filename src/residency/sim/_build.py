@@ -13,6 +13,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -56,12 +57,19 @@ def load_extension(
         defines: Preprocessor macros to set; those that differ are different extensions.
 
     Raises:
-        BuildError: A compiler, ninja, setuptools or Python's headers are missing, the cache cannot
-            be written, or the compiler failed.
+        BuildError: A compiler, ninja, setuptools or Python's headers are missing, the sources
+            cannot be read, the cache cannot be written, or the compiler failed.
     """
-    files = sorted(_SOURCES.iterdir()) if sources is None else sorted(sources)
-    flags = [*_FLAGS, *(f"-D{define}" for define in defines)]
-    folder = cache_directory() / f"{name}-{_fingerprint(files, flags)}"
+    try:
+        files = sorted(_SOURCES.iterdir()) if sources is None else sorted(sources)
+        flags = [*_FLAGS, *(f"-D{define}" for define in defines)]
+        fingerprint = _fingerprint(files, flags)
+    except OSError as error:
+        raise BuildError(
+            f"The sources of the simulated accelerator cannot be read: {error}. Install the "
+            "package again, as a user who may read it."
+        ) from error
+    folder = cache_directory() / f"{name}-{fingerprint}"
     library = folder / f"{name}.so"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -117,10 +125,10 @@ def _build(
 
 
 def _check_tools() -> None:
-    compiler = os.environ.get("CXX", "g++")
     missing = []
-    if shutil.which(compiler) is None:
-        missing.append(f"the C++ compiler {compiler} (apt-get install g++)")
+    for program in _programs(_compiler()):
+        if shutil.which(program) is None:
+            missing.append(f"the C++ compiler {program} (apt-get install g++)")
     if _ninja_folder() is None:
         missing.append(f"ninja ({_INSTALL_PYTHON_PARTS})")
     if importlib.util.find_spec("setuptools") is None:
@@ -132,6 +140,28 @@ def _check_tools() -> None:
             "The simulated accelerator is compiled at its first use, and this machine lacks "
             f"{'; '.join(missing)}. Install what is named and run this again."
         )
+
+
+def _compiler() -> list[str]:
+    return shlex.split(os.environ.get("CXX", "")) or ["g++"]
+
+
+def _programs(compiler: Sequence[str]) -> list[str]:
+    """Returns the programs of a command such as ``ccache g++ -m64``: the first words."""
+    return [*compiler[:1], *(word for word in compiler[1:2] if not word.startswith("-"))]
+
+
+def _as_one_program(compiler: Sequence[str], work: Path) -> str:
+    """Returns a program that runs ``compiler``: torch quotes ``CXX`` as if it were one word."""
+    if len(compiler) == 1:
+        return compiler[0]
+    folder = work / "bin"
+    folder.mkdir()
+    # Torch warns about a compiler whose name it does not know.
+    script = folder / Path(_programs(compiler)[-1]).name
+    script.write_text(f'#!/bin/sh\nexec {shlex.join(compiler)} "$@"\n')
+    script.chmod(0o755)
+    return str(script)
 
 
 def _ninja_folder() -> str | None:
@@ -146,9 +176,10 @@ def _compile(name: str, sources: Sequence[Path], flags: Sequence[str], work: Pat
     # torch counts the builds of a name in a process: it would skip one that is tried again after it
     # failed, and give one whose sources changed another name.
     cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)
-    path = os.environ.get("PATH", "")
-    os.environ["PATH"] = os.pathsep.join(filter(None, [_ninja_folder(), path]))
+    before = {name: os.environ.get(name) for name in ("PATH", "CXX")}
+    os.environ["PATH"] = os.pathsep.join(filter(None, [_ninja_folder(), before["PATH"]]))
     try:
+        os.environ["CXX"] = _as_one_program(_compiler(), work)
         cpp_extension.load(
             name,
             [str(source) for source in sources],
@@ -163,7 +194,10 @@ def _compile(name: str, sources: Sequence[Path], flags: Sequence[str], work: Pat
             f"The compiler said:\n{error}"
         ) from error
     finally:
-        os.environ["PATH"] = path
+        for variable, value in before.items():
+            os.environ.pop(variable, None)
+            if value is not None:
+                os.environ[variable] = value
     return work / f"{name}.so"
 
 

@@ -1,0 +1,177 @@
+"""Loads a saved state into the homes, in two steps: everything that can fail, then the copies.
+
+Invariant: when the first step raises, the optimizer is as it was before the load.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from residency._errors import RefusedError
+from residency._optim._homes import Home, Homes, State
+from residency._optim._offload_data import Offload
+from residency._optim._schema import state_schema
+from residency._optim._shadow import PRIVATE
+
+
+@dataclass(slots=True)
+class _Entry:
+    """Is one value on its way in: with a home it is copied there, without it is kept as it is."""
+
+    value: Any
+    home: Home | None = None
+
+
+@dataclass(slots=True)
+class PreparedLoad:
+    """Holds all that a load needs, so that nothing is left that can fail.
+
+    Attributes:
+        groups: The groups after the load.
+        attributes: What the class' own repair of old states replaced on the optimizer.
+        entries: By parameter and key, in the saved order; other keys of a state dict as they are.
+    """
+
+    groups: list[dict[str, Any]]
+    attributes: dict[str, Any]
+    entries: dict[Any, Any] = field(default_factory=dict)
+
+    def finish(self, optimizer: Optimizer, state: State, homes: Homes) -> None:
+        """Fills the homes and puts groups, attributes and state in place."""
+        state.fence()
+        if homes.newest is not None:
+            homes.newest.synchronize()  # a new home's range may have belonged to a copy under way
+        optimizer.__dict__.update(self.attributes)
+        optimizer.param_groups = self.groups
+        for stale in [key for key in state if key not in self.entries]:
+            del state[stale]
+        for parameter, entries in self.entries.items():
+            if not (isinstance(parameter, Tensor) and isinstance(entries, dict)):
+                state[parameter] = entries
+                continue
+            inner = state.of(parameter)
+            for key in [k for k in dict.keys(inner) if k not in entries]:
+                inner.forget(key)
+            for key, entry in entries.items():
+                if entry.home is not None:
+                    inner.settle(key, homes.fill(entry.home, entry.value))
+                else:
+                    inner.keep(key, entry.value)
+            inner.reorder(list(entries))
+            inner.made_for = (parameter.shape, parameter.dtype)
+
+
+def prepare_load(
+    optimizer: Optimizer,
+    offload: Offload,
+    values: Mapping[Any, Any],
+    others: Mapping[str, Any],
+) -> PreparedLoad:
+    """Checks a saved state and makes room for it, without a change to the optimizer.
+
+    Args:
+        optimizer: An offloaded one.
+        offload: What it knows.
+        values: The saved state by parameter.
+        others: What else is set on the optimizer, ``param_groups`` among it.
+
+    Raises:
+        RefusedError: A value cannot be kept in a home, or the host has no room.
+    """
+    assert offload.homes is not None
+    assert offload.state is not None
+    plain = {k: dict(v) if isinstance(v, dict) else v for k, v in values.items()}
+    repaired = _repaired(optimizer, offload.base, {**others, "state": defaultdict(dict, plain)})
+    attributes = {
+        name: value
+        for name, value in repaired.__dict__.items()
+        if name not in ("state", "param_groups")
+        and optimizer.__dict__.get(name, repaired) is not value
+    }
+    prepared = PreparedLoad(repaired.param_groups, attributes)
+    group_of = {p: group for group in repaired.param_groups for p in group["params"]}
+    for parameter, saved in repaired.state.items():
+        if not (isinstance(parameter, Tensor) and isinstance(saved, dict)):
+            prepared.entries[parameter] = copy.deepcopy(saved)
+            continue
+        needs_device = _device_rule(optimizer, offload, group_of.get(parameter), parameter)
+        prepared.entries[parameter] = {
+            key: _entry(offload, offload.state, offload.homes, parameter, key, value, needs_device)
+            for key, value in saved.items()
+        }
+    return prepared
+
+
+def _repaired(optimizer: Optimizer, base: type[Optimizer], saved: Mapping[str, Any]) -> Optimizer:
+    """Returns an instance with the saved state on which the class has run its own repairs of old
+    states (``__setstate__``), so that a saved state that it cannot repair changes nothing.
+    """
+    made = object.__new__(base)
+    hidden = ("step", "state", "param_groups", PRIVATE)
+    made.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in hidden})
+    made.param_groups = optimizer.param_groups
+    made.__setstate__(dict(saved))
+    return made
+
+
+def _device_rule(
+    optimizer: Optimizer, offload: Offload, group: dict[str, Any] | None, parameter: Tensor
+) -> Callable[[str, Tensor], bool]:
+    """Returns the rule that says which values go where steps see them on the device.
+
+    Where a scalar lives decides in which arithmetic it advances. Torch's own loading puts NAdam's
+    ``mu_product`` on the device and ASGD's ``step`` on the host, unlike their first steps, and a
+    run resumed there ends at other bits than an uninterrupted one.
+
+    Source: ``_init_group`` of each class; ``Optimizer._process_value_according_to_param_policy``.
+    """
+    schema = None
+    if group is not None:
+        schema = state_schema(optimizer, offload.base, group, parameter)
+    inner = offload.state.peek(parameter) if offload.state is not None else None
+
+    def needs_device(key: str, value: Tensor) -> bool:
+        if schema is not None:
+            return key in schema or value.dim() > 0
+        if inner is not None and isinstance(dict.get(inner, key), Tensor):
+            return inner.is_on_device(key)
+        return value.dim() > 0 or (parameter.dim() == 0 and key != "step")
+
+    return needs_device
+
+
+def _entry(
+    offload: Offload,
+    state: State,
+    homes: Homes,
+    parameter: Tensor,
+    key: str,
+    value: Any,
+    needs_device: Callable[[str, Tensor], bool],
+) -> _Entry:
+    if not isinstance(value, Tensor):
+        return _Entry(copy.deepcopy(value))
+    if value.layout is not torch.strided or value.is_meta:
+        raise RefusedError(
+            f"the saved state {key!r} is a tensor on {value.device} of layout {value.layout}; "
+            "expected dense values. Nothing was loaded."
+        )
+    value = value.detach()
+    if not needs_device(key, value):
+        # A copy: the step advances it in place, and the saved one is not ours.
+        return _Entry(value.cpu().clone())
+    if parameter in offload.resident:
+        return _Entry(value.to(homes.device, copy=True))
+    inner = state.peek(parameter)
+    home = inner.homes_by_key.get(key) if inner is not None else None
+    if home is None or (home.tensor.shape, home.tensor.dtype) != (value.shape, value.dtype):
+        home = homes.allocate(value)
+    return _Entry(value, home)

@@ -1,0 +1,181 @@
+"""Puts the state of an optimizer where its parameters' device demands: into homes on the host for
+an accelerator, or into a plain mapping where the parameters are on the host themselves.
+
+Invariant: a placement that fails leaves the optimizer's state as it was.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from residency import _device
+from residency._optim._homes import Homes, ParameterState, State
+from residency._optim._offload_data import Offload
+from residency._optim._plan import Member
+from residency._optim._schema import StateSize
+from residency._optim._validate import device_of
+from residency._transfer import copy_to_host
+
+_Values = Mapping[str, Any]
+
+
+def members_of(optimizer: Optimizer) -> list[Member]:
+    """Returns all parameters with the indices of their groups."""
+    return [
+        Member(index, parameter)
+        for index, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    ]
+
+
+def place_state(optimizer: Optimizer, offload: Offload, device: torch.device) -> None:
+    """Places the state for parameters on ``device``.
+
+    Args:
+        optimizer: Has its state in a plain mapping, on whatever devices.
+        offload: Gets homes and a state, or loses those it had.
+        device: Where all parameters are.
+
+    Raises:
+        RefusedError: The host has no room for the homes; nothing has moved.
+    """
+    if device.type == "cpu":
+        optimizer.state = plain_state(optimizer.state, device)
+        offload.homes, offload.state, offload.resident = None, None, set()
+        offload.forget_plan()
+        return
+    homes = Homes(device)
+    resident = _choose_resident(offload, optimizer, offload.resident_bytes)
+    announced = [m for m in members_of(optimizer) if m.parameter not in resident]
+    homes.arena.reserve(sum(_expected_bytes(offload, optimizer, m) or 0 for m in announced))
+    state = _moved_state(homes, resident, offload, optimizer)
+    offload.homes, offload.state, offload.resident = homes, state, resident
+    offload.forget_plan()
+    optimizer.state = state
+
+
+def follow_parameters(optimizer: Optimizer, offload: Offload) -> None:
+    """Places the state anew when the parameters are on another device than it was placed for.
+
+    Raises:
+        RefusedError: They are on several devices, or the host has no room; nothing has moved.
+    """
+    parameters = [m.parameter for m in members_of(optimizer)]
+    placed_for = torch.device("cpu") if offload.homes is None else offload.homes.device
+    if all(parameter.device == placed_for for parameter in parameters):
+        return
+    device = device_of(type(optimizer).__name__, parameters)
+    before = optimizer.state
+    if offload.state is not None:
+        # Homes are host tensors already; what stays on the old device is moved once, here.
+        optimizer.state = plain_state(offload.state, torch.device("cpu"))
+    try:
+        place_state(optimizer, offload, device)
+    except BaseException:
+        optimizer.state = before
+        raise
+    _device.release_pinned_cache()
+
+
+def plain_state(state: Mapping[Any, Any], device: torch.device) -> defaultdict[Any, Any]:
+    """Returns a state as a plain mapping, for parameters on ``device``.
+
+    What steps need on the device goes there; what they keep on the host is as it was.
+    """
+    plain: defaultdict[Any, Any] = defaultdict(dict)
+    for parameter, values in state.items():
+        if not (isinstance(parameter, Tensor) and isinstance(values, dict)):
+            plain[parameter] = values
+            continue
+        homes = values.homes_by_key if isinstance(values, ParameterState) else {}
+        plain[parameter] = {
+            # A home is copied even to the host, where its page-locked memory would stay in use.
+            key: value.to(device, copy=key in homes)
+            if isinstance(value, Tensor) and (key in homes or not value.is_cpu)
+            else value
+            for key, value in values.items()
+        }
+    return plain
+
+
+def _values(optimizer: Optimizer, parameter: Tensor) -> _Values:
+    values = dict.get(optimizer.state, parameter)
+    return values if isinstance(values, dict) else {}
+
+
+def _device_keys(offload: Offload, optimizer: Optimizer, member: Member) -> set[str]:
+    """Returns the keys of an existing state that steps need on the parameters' device.
+
+    Where a scalar lives decides in which arithmetic it advances, so it stays where it is, unless
+    the whole state is on the host because the parameter was when it was made: then it goes where a
+    first step would make it.
+    """
+    values = _values(optimizer, member.parameter)
+    tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
+    on_device = {key for key, value in tensors.items() if not value.is_cpu}
+    if on_device or not tensors:
+        return on_device
+    schema = offload.schema_of(optimizer, member) or {}
+    return {key for key, value in tensors.items() if value.dim() > 0 or key in schema}
+
+
+def _expected_bytes(offload: Offload, optimizer: Optimizer, member: Member) -> int | None:
+    """Returns the bytes that a parameter's state has or will get; None when it is unknown."""
+    values = _values(optimizer, member.parameter)
+    if values:
+        keys = _device_keys(offload, optimizer, member)
+        return StateSize.of(values[key] for key in keys).num_bytes
+    if not member.parameter.requires_grad:
+        return 0
+    size = offload.size_of(optimizer, member)
+    return None if size is None else size.num_bytes
+
+
+def _choose_resident(offload: Offload, optimizer: Optimizer, budget_bytes: int) -> set[Tensor]:
+    chosen: set[Tensor] = set()
+    left = budget_bytes
+    for member in members_of(optimizer) if budget_bytes else ():
+        num_bytes = _expected_bytes(offload, optimizer, member)
+        # What cannot be estimated cannot be promised to fit.
+        if num_bytes is not None and num_bytes <= left:
+            chosen.add(member.parameter)
+            left -= num_bytes
+    return chosen
+
+
+def _moved_state(
+    homes: Homes, resident: set[Tensor], offload: Offload, optimizer: Optimizer
+) -> State:
+    """Builds the offloaded state, with copies home queued behind what the device does now."""
+    state = State(homes, resident)
+    members = {m.parameter: m for m in members_of(optimizer)}
+    for parameter, values in optimizer.state.items():
+        if parameter not in members or not isinstance(values, dict):
+            state[parameter] = values
+            continue
+        inner = state.of(parameter)
+        inner.made_for = (parameter.shape, parameter.dtype)
+        keys = _device_keys(offload, optimizer, members[parameter])
+        moving: list[Tensor] = []
+        regions = []
+        for key, value in values.items():
+            if key in keys and not inner.is_resident and value.device == homes.device:
+                home = homes.allocate(value)
+                inner.settle(key, home)
+                moving.append(value)
+                regions.append(home.region)
+            elif isinstance(value, Tensor):
+                inner.place(key, value, on_device=key in keys)
+            else:
+                dict.__setitem__(inner, key, value)
+        if moving:
+            inner.written = copy_to_host(moving, regions, lanes=homes.lanes, gate=homes.gate)
+            homes.newest = inner.written
+            homes.gate.before_free(moving)
+    return state

@@ -1,0 +1,131 @@
+"""What state an optimizer's first step makes for a parameter, known before that step.
+
+The step is tried out on a meta tensor of the parameter's own shape, which has no bytes, so that a
+class that treats large tensors in another way shows it. A step that reads a value fails there, as
+some do after they made their state; then a step on a small host tensor says whether that was all of
+it. Invariant: neither the optimizer nor torch's random state is changed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from residency._optim._separable import host_group
+from residency._optim._shadow import is_torchs_own, quiet_global_hooks, shadow_step, stand_in
+from residency._transfer import align_up
+
+_SMALL = 8
+
+Schema = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StateSize:
+    """Is what a parameter's state takes in a slot or a slab.
+
+    Attributes:
+        num_bytes: Of the whole parameter, each state rounded up to the alignment.
+        itemsizes: Bytes per element of each state that has dimensions.
+        num_scalars: States without dimensions.
+    """
+
+    num_bytes: int
+    itemsizes: tuple[int, ...]
+    num_scalars: int
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor]) -> StateSize:
+        """Returns the size of a state that consists of ``tensors``."""
+        found = list(tensors)
+        large = [t for t in found if t.dim() > 0]
+        return cls(
+            sum(align_up(t.numel() * t.element_size()) for t in found),
+            tuple(t.element_size() for t in large),
+            len(found) - len(large),
+        )
+
+
+def state_schema(
+    optimizer: Optimizer, base: type[Optimizer], group: Mapping[str, Any], parameter: Tensor
+) -> Schema | None:
+    """Returns what the first step will make on the device for a parameter, as meta tensors.
+
+    Args:
+        optimizer: Is not changed.
+        base: The class that it has, or had before it was offloaded.
+        group: The parameter's group.
+        parameter: One without state.
+
+    Returns:
+        By key, in the order in which the step makes them; None where it cannot be known.
+    """
+    random_state = torch.get_rng_state()
+    try:
+        with quiet_global_hooks():
+            return _tried_out(optimizer, base, dict(group), parameter)
+    finally:
+        torch.set_rng_state(random_state)
+
+
+def _tried_out(
+    optimizer: Optimizer, base: type[Optimizer], group: dict[str, Any], parameter: Tensor
+) -> Schema | None:
+    stand = torch.empty_strided(
+        parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
+    )
+    found, is_whole = _state_after(optimizer, base, group, stand)
+    is_fused = bool(group.get("fused"))
+    schema = {
+        key: torch.empty_like(value, device="meta", memory_format=torch.preserve_format)
+        for key, value in found.items()
+        # Fused steps keep `step` on the device; on meta tensors none is fused.
+        if isinstance(value, Tensor) and (not value.is_cpu or (key == "step" and is_fused))
+    }
+    if is_whole:
+        return schema
+    small = torch.ones([_SMALL] * parameter.dim(), dtype=parameter.dtype)
+    states, is_whole = _state_after(optimizer, base, group, small)
+    if is_whole and states.keys() == found.keys():
+        return schema
+    return _scaled(states, small, parameter) if is_whole else None
+
+
+def _scaled(states: dict[str, Any], small: Tensor, parameter: Tensor) -> Schema | None:
+    schema: Schema = {}
+    for key, value in states.items():
+        if not isinstance(value, Tensor):
+            continue
+        if value.dim() > 0 and value.shape != small.shape:
+            return None
+        # Whether a scalar stays on the host is not to be seen there: count it as if it did not.
+        like = torch.empty_like(parameter, device="meta") if value.dim() > 0 else value
+        schema[key] = torch.empty_like(like, dtype=value.dtype, device="meta")
+    return schema
+
+
+def _state_after(
+    optimizer: Optimizer, base: type[Optimizer], group: dict[str, Any], stand: Tensor
+) -> tuple[dict[str, Any], bool]:
+    """Returns the state that a first step makes for a stand-in, and whether it ended well."""
+    state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+    try:
+        made = torch.nn.Parameter(stand)
+        made.grad = torch.ones_like(stand)
+        lender = optimizer
+        if not is_torchs_own(base):
+            lender = stand_in(optimizer, base, parameter_of=lambda _: made)
+        groups = [{**host_group(group, base), "params": [made]}]
+        if lender is not optimizer:
+            lender.param_groups = groups
+        shadow_step(lender, base, groups, state, False)
+        is_whole = True
+    except Exception:  # whatever it is, the first step itself will say it
+        is_whole = False
+    return next(iter(state.values()), {}), is_whole

@@ -1,0 +1,60 @@
+"""Available host memory: the tightest group counts, and page cache that can go does not."""
+
+from pathlib import Path
+
+import pytest
+
+from residency._transfer._host_memory import available_in_cgroups
+
+V2 = ("memory.max", "memory.current", "inactive_file")
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def write_group(folder: Path, files: tuple[str, str, str], limit: object, used: int, cache: int):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / files[0]).write_text(f"{limit}\n")
+    (folder / files[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 1\n{files[2]} {cache}\nactive_file 5\n")
+
+
+def available(tmp_path: Path, line: str | None) -> int | None:
+    proc = tmp_path / "proc"
+    if line is not None:
+        (proc / "self").mkdir(parents=True)
+        (proc / "self" / "cgroup").write_text(f"12:cpu,cpuacct:/elsewhere\n{line}\n")
+    return available_in_cgroups(root=tmp_path / "cgroup", proc=proc)
+
+
+@pytest.mark.parametrize(
+    ("files", "mount", "line"),
+    [(V2, ".", "0::/a/b"), (V2, "unified", "0::/a/b"), (V1, "memory", "4:memory:/a/b")],
+    ids=["v2", "hybrid", "v1"],
+)
+def test_the_tightest_of_the_process_own_group_and_those_above_counts(
+    tmp_path: Path, files: tuple[str, str, str], mount: str, line: str
+) -> None:
+    root = tmp_path / "cgroup" / mount
+    write_group(root, files, "max" if files is V2 else 2**63 - 4096, 9000, 0)
+    write_group(root / "a", files, 5000, 4500, 1000)
+    write_group(root / "a" / "b", files, 9000, 4000, 500)
+    write_group(root / "other", files, 10, 10, 0)
+    assert available(tmp_path, line) == 5000 - (4500 - 1000)
+
+
+def test_page_cache_that_can_go_is_not_in_use(tmp_path: Path) -> None:
+    write_group(tmp_path / "cgroup", V2, 8000, 7900, 7000)
+    assert available(tmp_path, "0::/") == 7100
+
+
+@pytest.mark.parametrize("line", ["0::/docker/abc", "0::/../..", None])
+def test_a_path_from_outside_the_container_leads_to_the_mount(
+    tmp_path: Path, line: str | None
+) -> None:
+    write_group(tmp_path / "cgroup", V2, 8000, 1000, 0)
+    assert available(tmp_path, line) == 7000
+
+
+def test_a_group_over_its_limit_leaves_nothing_and_none_leaves_no_answer(tmp_path: Path) -> None:
+    assert available(tmp_path / "none", "0::/") is None
+    write_group(tmp_path / "cgroup", V2, 1000, 3000, 500)
+    assert available(tmp_path, "0::/") == 0

@@ -1,10 +1,17 @@
-"""What the stacks train: a text of bytes, and a plain network that reads it."""
+"""What the stacks train: a text of bytes, and a plain network that reads it.
+
+The frameworks are imported by fixtures, and these tests run last: a framework has hundreds of
+thousands of objects, which every later garbage collection would go through, and the device's
+fixture collects twice a test.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +19,35 @@ from torch import nn
 from torch.nn import functional
 
 VOCABULARY = 256
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts these tests behind all others, in their own order."""
+    items.sort(key=lambda item: item.path.is_relative_to(Path(__file__).parent))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> Iterator[None]:
+    """Keeps what was imported before a module's tests out of their collections."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def framework(quick_collections: None) -> Callable[..., Any]:
+    """Imports a package, or skips; the parts that are named are those that it would load later."""
+
+    def load(name: str, *parts: str) -> Any:
+        package = pytest.importorskip(name)
+        for part in parts:
+            getattr(package, part)
+        gc.collect()
+        gc.freeze()
+        return package
+
+    return load
 
 
 @pytest.fixture
@@ -56,7 +92,10 @@ def _same(found: object, expected: object, where: str) -> None:
     if isinstance(expected, torch.Tensor):
         assert isinstance(found, torch.Tensor), where
         assert found.dtype == expected.dtype, where
-        assert torch.equal(found.detach().cpu(), expected.detach().cpu()), where
+        ours, theirs = found.detach().cpu(), expected.detach().cpu()
+        assert ours.shape == theirs.shape, where
+        num_other = int((ours != theirs).sum())
+        assert num_other == 0, f"{where}: {num_other} of {ours.numel()} differ: {ours - theirs}"
     elif isinstance(expected, dict):
         assert isinstance(found, dict), where
         assert list(found) == list(expected), where

@@ -10,16 +10,21 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-accelerate = pytest.importorskip("accelerate")
-
 pytestmark = pytest.mark.sim
 
 AssertSame = Callable[[object, object], None]
 Make = Callable[[], Any]
 
 
+@pytest.fixture(scope="module")
+def accelerate(framework: Callable[..., Any]) -> Any:
+    return framework("accelerate")
+
+
 @pytest.fixture
-def start(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def start(
+    accelerate: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Any]]:
     """Makes an Accelerator on the device, or on the host; its state is one per process."""
     from accelerate.state import AcceleratorState
 

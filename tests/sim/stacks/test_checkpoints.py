@@ -48,6 +48,14 @@ def _train(pair: Pair, text: torch.Tensor, first: int, last: int) -> None:
         optimizer.step()
 
 
+def _begin(make_reader: Make, text: torch.Tensor, place: object) -> tuple[Pair, Pair]:
+    """Returns a run of four steps on the host, and the first two of them on the given device."""
+    whole, first = _start(make_reader, "cpu"), _start(make_reader, place)
+    _train(whole, text, 0, 4)
+    _train(first, text, 0, 2)
+    return whole, first
+
+
 def _states(pair: Pair) -> list[Any]:
     return copy.deepcopy([pair[0].state_dict(), pair[1].state_dict()])
 
@@ -66,10 +74,7 @@ def test_a_run_resumes_from_a_file_on_either_device(
     text: torch.Tensor,
     assert_same: AssertSame,
 ) -> None:
-    whole = _start(make_reader, "cpu")
-    _train(whole, text, 0, 4)
-    first = _start(make_reader, start)
-    _train(first, text, 0, 2)
+    whole, first = _begin(make_reader, text, start)
     torch.save(_states(first), tmp_path / "run.pt")
     second = _start(make_reader, end)
     saved = torch.load(tmp_path / "run.pt", map_location=end, mmap=is_mapped)
@@ -153,10 +158,7 @@ def test_a_run_resumes_from_a_distributed_checkpoint(
     text: torch.Tensor,
     assert_same: AssertSame,
 ) -> None:
-    whole = _start(make_reader, "cpu")
-    _train(whole, text, 0, 4)
-    first = _start(make_reader, device)
-    _train(first, text, 0, 2)
+    whole, first = _begin(make_reader, text, device)
     SAVES[name](first, tmp_path / "checkpoint")
     second = _start(make_reader, device)
     _load(second, tmp_path / "checkpoint")

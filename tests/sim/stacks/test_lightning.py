@@ -10,80 +10,106 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-lightning = pytest.importorskip("lightning.pytorch")
-
-from lightning.pytorch.accelerators import Accelerator  # noqa: E402 - where it is installed
-from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
-from lightning.pytorch.strategies import SingleDeviceStrategy  # noqa: E402
-
 AssertSame = Callable[[object, object], None]
 Make = Callable[[], Any]
+Fit = Callable[..., tuple[Any, Any]]
+
+pytestmark = [
+    pytest.mark.sim,
+    # Lightning asks torch's pytree in a way that torch 2.13 gives up.
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+    # Advice of Lightning's on workers and logging, which a run of four steps does not need.
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+]
 
 
-class SimulatedAccelerator(Accelerator):
-    """All that Lightning asks of a device."""
-
-    def setup_device(self, device: torch.device) -> None:
-        torch.accelerator.set_device_index(device)
-
-    def teardown(self) -> None:
-        torch.accelerator.empty_cache()
-
-    @staticmethod
-    def parse_devices(devices: Any) -> Any:
-        return devices
-
-    @staticmethod
-    def get_parallel_devices(devices: int) -> list[torch.device]:
-        return [torch.device("sim", index) for index in range(devices)]
-
-    @staticmethod
-    def auto_device_count() -> int:
-        return torch.accelerator.device_count()
-
-    @staticmethod
-    def is_available() -> bool:
-        return torch.accelerator.is_available()
-
-    @staticmethod
-    def name() -> str:
-        return "sim"
-
-    def get_device_stats(self, device: Any) -> dict[str, Any]:
-        return dict(torch.accelerator.memory_stats(device))
+@pytest.fixture(scope="module")
+def lightning(framework: Callable[..., Any]) -> Any:
+    return framework("lightning.pytorch")
 
 
-class Module(lightning.LightningModule):
-    def __init__(self, reader: Any) -> None:
-        super().__init__()
-        self.reader = reader
-        self.losses: list[float] = []
-        self.dtypes: set[torch.dtype] = set()
-        reader.heads.register_forward_hook(lambda *hooked: self.dtypes.add(hooked[2].dtype))
+@pytest.fixture(scope="module")
+def make_accelerator(lightning: Any) -> Callable[[], Any]:
+    class SimulatedAccelerator(lightning.accelerators.Accelerator):
+        """All that Lightning asks of a device."""
 
-    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
-        assert batch[0].device.type == self.reader.out.weight.device.type == self.device.type
-        loss: torch.Tensor = self.reader.loss(batch[0])
-        self.losses.append(loss.item())
-        return loss
+        def setup_device(self, device: torch.device) -> None:
+            torch.accelerator.set_device_index(device)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, foreach=True)
+        def teardown(self) -> None:
+            torch.accelerator.empty_cache()
+
+        @staticmethod
+        def parse_devices(devices: Any) -> Any:
+            return devices
+
+        @staticmethod
+        def get_parallel_devices(devices: int) -> list[torch.device]:
+            return [torch.device("sim", index) for index in range(devices)]
+
+        @staticmethod
+        def auto_device_count() -> int:
+            return torch.accelerator.device_count()
+
+        @staticmethod
+        def is_available() -> bool:
+            return torch.accelerator.is_available()
+
+        @staticmethod
+        def name() -> str:
+            return "sim"
+
+        def get_device_stats(self, device: Any) -> dict[str, Any]:
+            return dict(torch.accelerator.memory_stats(device))
+
+    return SimulatedAccelerator
+
+
+@pytest.fixture(scope="module")
+def make_module(lightning: Any) -> Callable[[Any], Any]:
+    class Module(lightning.LightningModule):
+        def __init__(self, reader: Any) -> None:
+            super().__init__()
+            self.reader = reader
+            self.losses: list[float] = []
+            self.dtypes: set[torch.dtype] = set()
+            reader.heads.register_forward_hook(lambda *hooked: self.dtypes.add(hooked[2].dtype))
+
+        def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+            assert batch[0].device.type == self.reader.out.weight.device.type == self.device.type
+            loss: torch.Tensor = self.reader.loss(batch[0])
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2, foreach=True)
+
+    return Module
 
 
 @pytest.fixture
 def fit(
-    device: torch.device, make_reader: Make, text: torch.Tensor, tmp_path: Path
-) -> Callable[..., tuple[Module, Any]]:
+    lightning: Any,
+    make_accelerator: Callable[[], Any],
+    make_module: Callable[[Any], Any],
+    device: torch.device,
+    make_reader: Make,
+    text: torch.Tensor,
+    tmp_path: Path,
+) -> Fit:
+    from lightning.pytorch.plugins.precision import MixedPrecision
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
     def fit(
         *,
         place: str = "sim",
         epochs: int = 2,
         resume: Path | None = None,
         is_mixed: bool = False,
-    ) -> tuple[Module, Any]:
+    ) -> tuple[Any, Any]:
         # `precision="bf16-mixed"` would be CUDA's autocast: Lightning knows that and the CPU's.
-        kind = SimulatedAccelerator() if place == "sim" else None
+        kind = make_accelerator() if place == "sim" else None
         where = (
             {"strategy": SingleDeviceStrategy(device=str(device), accelerator=kind)}
             if kind
@@ -100,7 +126,7 @@ def fit(
             **where,
             **({"plugins": [MixedPrecision("bf16-mixed", str(device.type))]} if is_mixed else {}),
         )
-        module = Module(make_reader())
+        module = make_module(make_reader())
         loader = DataLoader(TensorDataset(text[:8]), batch_size=4)  # an epoch is two steps
         trainer.fit(module, loader, ckpt_path=resume)
         return module, trainer
@@ -108,24 +134,12 @@ def fit(
     return fit
 
 
-pytestmark = [
-    pytest.mark.sim,
-    # Lightning asks torch's pytree in a way that torch 2.13 gives up.
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
-    # Advice of Lightning's on workers and logging, which a run of four steps does not need.
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The number of training batches"),
-]
-
-
-def _states(fitted: tuple[Module, Any]) -> list[Any]:
+def _states(fitted: tuple[Any, Any]) -> list[Any]:
     module, trainer = fitted
     return [module.losses, module.state_dict(), trainer.optimizers[0].state_dict()]
 
 
-def test_a_run_ends_at_the_cpu_s_bits(
-    fit: Callable[..., tuple[Module, Any]], assert_same: AssertSame
-) -> None:
+def test_a_run_ends_at_the_cpu_s_bits(fit: Fit, assert_same: AssertSame) -> None:
     found, expected = fit(), fit(place="cpu")
     assert found[0].losses[-1] < found[0].losses[0]
     assert_same(_states(found), _states(expected))
@@ -133,7 +147,7 @@ def test_a_run_ends_at_the_cpu_s_bits(
 
 @pytest.mark.parametrize("is_mixed", [False, True], ids=["32", "bf16-mixed"])
 def test_a_checkpoint_resumes_to_the_bits_of_an_uninterrupted_run(
-    fit: Callable[..., tuple[Module, Any]],
+    fit: Fit,
     assert_same: AssertSame,
     tmp_path: Path,
     is_mixed: bool,
@@ -148,7 +162,7 @@ def test_a_checkpoint_resumes_to_the_bits_of_an_uninterrupted_run(
 
 
 def test_mixed_precision_computes_what_autocast_computes_on_the_device(
-    fit: Callable[..., tuple[Module, Any]],
+    fit: Fit,
     make_reader: Make,
     text: torch.Tensor,
     assert_same: AssertSame,

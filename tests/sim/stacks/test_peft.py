@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
-
 pytestmark = [
     pytest.mark.sim,
     # PEFT asks transformers 5.23 by a name that is given up in its version 6.
@@ -21,7 +18,15 @@ pytestmark = [
 AssertSame = Callable[[object, object], None]
 
 
+@pytest.fixture(scope="module")
+def peft(framework: Callable[..., Any]) -> Any:
+    framework("transformers", "LlamaForCausalLM")
+    return framework("peft")
+
+
 def _base() -> Any:
+    import transformers  # PEFT needs it
+
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
@@ -35,7 +40,7 @@ def _base() -> Any:
     )
 
 
-def _adapted(place: object) -> Any:
+def _adapted(peft: Any, place: object) -> Any:
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
     return peft.get_peft_model(_base(), config).to(place)
 
@@ -61,9 +66,9 @@ def _logits(model: Any, text: torch.Tensor) -> torch.Tensor:
 
 
 def test_an_adapter_is_trained_saved_loaded_switched_and_merged(
-    device: torch.device, text: torch.Tensor, tmp_path: Path, assert_same: AssertSame
+    peft: Any, device: torch.device, text: torch.Tensor, tmp_path: Path, assert_same: AssertSame
 ) -> None:
-    expected, found = _adapted("cpu"), _adapted(device)
+    expected, found = _adapted(peft, "cpu"), _adapted(peft, device)
     assert _train(found, text) == _train(expected, text)
     assert_same(found, expected)
     found.save_pretrained(tmp_path)

@@ -11,16 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
-
 pytestmark = pytest.mark.sim
 
 AssertSame = Callable[[object, object], None]
 Make = Callable[[], Any]
 
 
+@pytest.fixture(scope="module")
+def transformers(framework: Callable[..., Any]) -> Any:
+    return framework("transformers", "AutoModelForCausalLM", "Qwen3ForCausalLM", "Trainer")
+
+
 @pytest.fixture
-def make_model() -> Make:
+def make_model(transformers: Any) -> Make:
     """Makes a tiny Qwen3 on the host, each time with the same weights."""
     config = transformers.Qwen3Config(
         vocab_size=256,
@@ -41,7 +44,11 @@ def make_model() -> Make:
 
 
 def test_a_model_loads_onto_the_device(
-    device: torch.device, make_model: Make, tmp_path: Path, assert_same: AssertSame
+    transformers: Any,
+    device: torch.device,
+    make_model: Make,
+    tmp_path: Path,
+    assert_same: AssertSame,
 ) -> None:
     model = make_model()
     model.save_pretrained(tmp_path)
@@ -105,6 +112,7 @@ class Lines(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 @pytest.fixture
 def train(
+    transformers: Any,
     device: torch.device,
     make_model: Make,
     text: torch.Tensor,
@@ -187,7 +195,9 @@ def test_the_trainer_s_bf16_is_autocast_on_the_device(
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
-def test_transformers_learns_of_bf16_whenever_it_is_imported(is_first: bool) -> None:
+def test_transformers_learns_of_bf16_whenever_it_is_imported(
+    transformers: Any, is_first: bool
+) -> None:
     imports = "import transformers.training_args, transformers.modeling_utils"
     enables = "from residency import sim; sim.enable('1GiB')"
     first, second = (imports, enables) if is_first else (enables, imports)

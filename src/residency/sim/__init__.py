@@ -88,10 +88,8 @@ def enable(
         Device memory is host memory, taken segment by segment, touched when first poisoned.
     """
     capacity_bytes = _parse_capacity(capacity)
-    _check_schedule(schedule)
+    _check_options(schedule, clock)
     face, name = _face(device), share_name(share)
-    if clock is not None:
-        clock.rates()  # refused now if they mean nothing
     is_new = _prepare(face, capacity_bytes, dry, name)
     settings: dict[str, Any] = {"schedule": schedule, "check_races": check_races, "dry": dry}
     settings |= {"clock": clock, "workspaces": workspaces}
@@ -161,7 +159,9 @@ def _parse_capacity(capacity: int | str) -> int:
     return capacity_bytes
 
 
-def _check_schedule(schedule: str) -> None:
+def _check_options(schedule: str, clock: Clock | None) -> None:
+    if clock is not None:
+        clock.rates()  # refused now if they mean nothing
     if schedule not in _SCHEDULES:
         raise InvalidArgumentError(
             f"schedule is {schedule!r}; expected one of {', '.join(map(repr, _SCHEDULES))}."

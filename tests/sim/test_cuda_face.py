@@ -53,10 +53,10 @@ def start(*arguments: object, variables: dict[str, str] | None = None) -> subpro
     )
 
 
-def finish(process: subprocess.Popen[str]) -> str:
+def finish(process: subprocess.Popen[str], *, seconds: int = 120) -> str:
     with process:
         try:
-            output = process.communicate(timeout=120)[0]
+            output = process.communicate(timeout=seconds)[0]
         finally:
             process.kill()
     assert process.returncode == 0, output
@@ -67,7 +67,8 @@ def finish(process: subprocess.Popen[str]) -> str:
 def built() -> None:
     """The extension is there: what limits a worker's time is not the compiler."""
     sim.enable("1GiB")
-    finish(start("-W", "default", "-c", "from residency import sim; sim.enable(device='cuda')"))
+    script = "from residency import sim; sim.enable(device='cuda')"
+    finish(start("-W", "default", "-c", script), seconds=290)
 
 
 @pytest.fixture(scope="module")

@@ -488,7 +488,7 @@ def _check_invariants(live: list[torch.Tensor]) -> None:
 
 
 @pytest.fixture(params=[False, True], ids=["segments", "expandable"])
-def expands(request: pytest.FixtureRequest, empty_device: None) -> Iterator[bool]:
+def expands(request: pytest.FixtureRequest, sim_device: torch.device) -> Iterator[bool]:
     torch.sim.set_allocator_settings(f"expandable_segments:{request.param}")
     yield request.param
     torch.sim.set_allocator_settings("expandable_segments:False")

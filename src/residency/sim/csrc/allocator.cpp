@@ -110,7 +110,7 @@ void CachingAllocator::count_reserved(Pool& pool, int64_t difference) {
   count(pool, [&](size_t type) { adjust(stats_.reserved_bytes[type], difference); });
   if (!pool.owner) return;
   pool.owner->reserved_bytes += static_cast<size_t>(difference);
-  auto& of_the_pool = stats_.reserved_bytes_by_private_pools[pool.owner->id];
+  auto& of_the_pool = pool_figures_[pool.owner->id];
   count(pool, [&](size_t type) { adjust(of_the_pool[type], difference); });
 }
 

@@ -23,11 +23,11 @@
 #include <vector>
 
 #include "streams.h"
+#include "torch_versions.h"
 
 namespace sim {
 
 using DeviceStats = c10::CachingDeviceAllocator::DeviceStats;
-using PoolId = c10::MempoolId_t;
 
 // Where segments come from, and what must happen before one goes back.
 struct MemorySource {
@@ -153,6 +153,7 @@ class CachingAllocator {
   size_t reserved_bytes() const { return reserved_bytes_; }
   size_t allocated_bytes() const;
   DeviceStats& stats() { return stats_; }
+  PoolFigures& pool_figures() { return pool_figures_; }  // bytes reserved by private pools
 
   // Lays out a segment as it is known to have been; `requested` is 0 for a free block.
   struct Layout {
@@ -205,6 +206,7 @@ class CachingAllocator {
   ska::flat_hash_map<const void*, Block*> allocated_;
   size_t reserved_bytes_ = 0;
   DeviceStats stats_;
+  PoolFigures pool_figures_;
   std::optional<double> fraction_;
   std::map<PoolId, std::unique_ptr<PrivatePool>> private_pools_;
   std::vector<std::pair<PoolId, std::function<bool(StreamId)>>> directed_;  // the latest last

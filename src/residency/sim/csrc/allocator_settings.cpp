@@ -78,8 +78,8 @@ struct Kept {
   size_t rounding_bytes = Config::max_non_split_rounding_size();
   bool expands = Config::use_expandable_segments();
   bool background = Config::pinned_use_background_threads();
-  size_t round_threshold = Config::pinned_max_round_threshold();
-  size_t cached_bytes = Config::pinned_max_cached_size();
+  size_t round_threshold = pinned_max_round_threshold();
+  size_t cached_bytes = pinned_max_cached_bytes();
 };
 
 std::string megabytes(size_t num_bytes) { return std::to_string(num_bytes >> 20); }

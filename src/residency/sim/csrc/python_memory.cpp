@@ -46,9 +46,8 @@ py::dict figures_of_pool(const c10::CachingAllocator::StatArray& stats) {
 }
 
 py::dict private_pool_stats() {
-  const auto stats = with_allocator([](CachingAllocator& allocator) {
-    return allocator.stats().reserved_bytes_by_private_pools;
-  });
+  const auto stats =
+      with_allocator([](CachingAllocator& allocator) { return allocator.pool_figures(); });
   py::dict result;
   for (const auto& [id, of_a_pool] : stats) {
     result[py::make_tuple(id.first, id.second)] = figures_of_pool(of_a_pool);

@@ -45,20 +45,21 @@ struct TorchAllocator final : c10::DeviceAllocator {
       DeviceStats stats = allocator.stats();
       stats.max_split_size =
           static_cast<int64_t>(c10::CachingAllocator::AcceleratorAllocatorConfig::max_split_size());
+      show_private_pools(stats, allocator.pool_figures());
       return stats;
     });
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {
     Machine::get().with_allocator([](CachingAllocator& allocator) {
       DeviceStats& stats = allocator.stats();
-      for_each_stat(stats, [](auto& stat) { stat.reset_accumulated(); });
+      for_each_stat(allocator, [](auto& stat) { stat.reset_accumulated(); });
       stats.num_alloc_retries = stats.num_ooms = stats.num_sync_all_streams = 0;
       stats.num_device_alloc = stats.num_device_free = 0;
     });
   }
   void resetPeakStats(c10::DeviceIndex) override {
     Machine::get().with_allocator([](CachingAllocator& allocator) {
-      for_each_stat(allocator.stats(), [](auto& stat) { stat.reset_peak(); });
+      for_each_stat(allocator, [](auto& stat) { stat.reset_peak(); });
     });
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
@@ -66,14 +67,15 @@ struct TorchAllocator final : c10::DeviceAllocator {
   }
 
   template <class Apply>
-  static void for_each_stat(DeviceStats& stats, Apply apply) {
+  static void for_each_stat(CachingAllocator& allocator, Apply apply) {
+    DeviceStats& stats = allocator.stats();
     for (auto* array : {&stats.allocation, &stats.segment, &stats.active, &stats.inactive_split,
                         &stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes,
                         &stats.inactive_split_bytes, &stats.requested_bytes}) {
       for (auto& stat : *array) apply(stat);
     }
-    for (auto& [_, of_a_pool] : stats.reserved_bytes_by_private_pools) {
-      for (auto& stat : of_a_pool) apply(stat);
+    for (auto& [_, figures] : allocator.pool_figures()) {
+      for (auto& stat : figures) apply(stat);
     }
     apply(stats.oversize_allocations);
     apply(stats.oversize_segments);

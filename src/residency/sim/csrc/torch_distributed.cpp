@@ -10,6 +10,7 @@
 #include <map>
 
 #include "torch_distributed.h"
+#include "torch_versions.h"
 
 namespace sim {
 namespace {
@@ -59,7 +60,7 @@ class Scaling {
     c10d::ReduceOp& op = options.reduceOp;
     if (op == c10d::ReduceOp::AVG) divisor_ = num_ranks;
     if (op == c10d::ReduceOp::PREMUL_SUM) {
-      const auto* premul = static_cast<c10d::PreMulSumSupplement*>(op.supplement_.get());
+      const auto* premul = static_cast<c10d::RESIDENCY_PREMUL_SUM*>(op.supplement_.get());
       factor_ = premul->tensor_factor.defined() ? premul->tensor_factor.item<double>()
                                                 : premul->double_factor;
     }
@@ -190,7 +191,7 @@ class Simccl final : public c10d::Backend {
 
   Ptr<c10d::Work> reduce_scatter_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
-    return scatter_sums(OpType::REDUCE_SCATTER_TENSOR_COALESCED, outputs, inputs, options);
+    return scatter_sums(OpType::RESIDENCY_SCATTER_COALESCED, outputs, inputs, options);
   }
 
   // ------------------------------------------------------------------------------ all to all

@@ -1,7 +1,7 @@
 """The simulated accelerator in CUDA's place: scripts that say ``cuda`` run, and compute the same.
 
-The face is for good in a process, so each test starts some; ``cuda_face_worker.py`` runs most cases
-in one of them.
+The face is for good in a process, so each test starts some; two workers run most cases, those of
+frameworks apart.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from residency.sim import _cuda_face
 pytestmark = pytest.mark.sim
 
 HERE = Path(__file__).parent
-WORKER = HERE / "cuda_face_worker.py"
-LINES = WORKER.read_text().splitlines()
+WORKERS = ("cuda_face_worker", "cuda_frameworks_worker")
 CASES = [
-    line.removeprefix("def ").split("(")[0]
-    for before, line in itertools.pairwise(LINES)
+    (worker, line.removeprefix("def ").split("(")[0])
+    for worker in WORKERS
+    for before, line in itertools.pairwise((HERE / f"{worker}.py").read_text().splitlines())
     if before == "@case"
 ]
 RUN_ON = """
@@ -72,15 +72,25 @@ def built() -> None:
 
 
 @pytest.fixture(scope="module")
-def outcomes(built: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("face")
-    finish(start(WORKER, folder))
-    return json.loads((folder / "outcomes.json").read_text())
+def outcomes(built: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    folders = {worker: tmp_path_factory.mktemp(worker) for worker in WORKERS}
+    # Frameworks warn their users of this and that while they are imported.
+    flags = {"cuda_frameworks_worker": ["-W", "default"]}
+    processes = [
+        start(*flags.get(worker, []), HERE / f"{worker}.py", folder)
+        for worker, folder in folders.items()
+    ]
+    for process in processes:
+        finish(process)
+    return {
+        worker: json.loads((folder / "outcomes.json").read_text())
+        for worker, folder in folders.items()
+    }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_in_the_place_of_cuda(outcomes: dict[str, str], case: str) -> None:
-    assert outcomes.get(case) == "passed", outcomes.get(case)
+@pytest.mark.parametrize(("worker", "case"), CASES)
+def test_in_the_place_of_cuda(outcomes: dict[str, dict[str, str]], worker: str, case: str) -> None:
+    assert outcomes[worker].get(case) == "passed", outcomes[worker].get(case)
 
 
 @pytest.mark.parametrize(

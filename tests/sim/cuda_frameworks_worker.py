@@ -1,7 +1,7 @@
 """Frameworks as their users call them on a GPU, in one process in which the simulator is CUDA.
 
-Nothing in here knows of the simulator but ``main``; tests/sim/test_cuda_face.py reads what became of
-each case.
+Nothing in here but ``main`` knows of the simulator; tests/sim/test_cuda_face.py reads what became
+of each case.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ accelerator = torch.accelerator
 
 
 @pytest.fixture(autouse=True)
-def empty_device() -> Iterator[None]:
+def empty_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)  # the demo sets it, for good
     gc.collect()
     sim.enable("2GiB")
     accelerator.empty_cache()
@@ -39,6 +40,7 @@ def empty_device() -> Iterator[None]:
     accelerator.reset_peak_memory_stats()
     yield
     gc.collect()
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     sim.enable()
 
 

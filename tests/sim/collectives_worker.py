@@ -24,14 +24,20 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from residency import sim
 
 Case = Callable[[], None]
-CASES: dict[str, Case] = {}
+CASES: dict[int, dict[str, Case]] = {2: {}, 4: {}}  # by the number of ranks that they need
 SIZE = 12
 SCHEDULE, DEVICE = sys.argv[2:4]
+NUM_RANKS = int(sys.argv[4])
 BACKEND = {"sim": "simccl", "cuda": "nccl"}[DEVICE]
 
 
 def case(function: Case) -> Case:
-    CASES[function.__name__] = function
+    CASES[2][function.__name__] = function
+    return function
+
+
+def case_of_four(function: Case) -> Case:
+    CASES[4][function.__name__] = function
     return function
 
 
@@ -422,15 +428,61 @@ def ddp() -> None:
     trains_as_on_the_host(lambda device: nn.parallel.DistributedDataParallel(Tiny().to(device)))
 
 
+@case_of_four
+def groups_of_some_ranks() -> None:
+    def run(device: str) -> list[torch.Tensor]:
+        mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("rows", "columns"))
+        results = []
+        for name in ("rows", "columns"):
+            group = mesh.get_group(name)
+            summed = values().to(device)
+            dist.all_reduce(summed, group=group)
+            gathered = torch.empty(2 * SIZE, device=device)
+            dist.all_gather_into_tensor(gathered, values(seed=1).to(device), group=group)
+            scattered = torch.empty(SIZE // 2, device=device)
+            dist.reduce_scatter_tensor(scattered, values(seed=2).to(device), group=group)
+            results += [summed, gathered, scattered]
+        return results
+
+    same_on_both(run)
+
+
+@case_of_four
+def dtensor_on_a_mesh() -> None:
+    def run(device: str) -> list[torch.Tensor]:
+        mesh = init_device_mesh(device, (2, 2))
+        blocks = distribute_tensor(torch.arange(35.0).reshape(5, 7), mesh, [Shard(0), Shard(1)])
+        columns = blocks.redistribute(mesh, [Shard(1), Shard(1)])
+        product = (blocks.t() @ blocks).redistribute(mesh, [Replicate(), Shard(0)])
+        return [blocks.to_local(), columns.to_local(), product.to_local(), product.full_tensor()]
+
+    same_on_both(run)
+
+
+@case_of_four
+def four_shards() -> None:
+    trains_as_on_the_host(lambda device: sharded(device, (4,)))
+
+
+@case_of_four
+def two_replicas_of_two_shards() -> None:
+    trains_as_on_the_host(lambda device: sharded(device, (2, 2)))
+
+
+@case_of_four
+def four_replicas() -> None:
+    trains_as_on_the_host(lambda device: nn.parallel.DistributedDataParallel(Tiny().to(device)))
+
+
 def main(own_rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     sim.enable("1GiB", schedule=SCHEDULE, check_races=True, device=DEVICE)
-    store = dist.FileStore(str(folder / "store"), 2)
+    store = dist.FileStore(str(folder / "store"), NUM_RANKS)
     dist.init_process_group(
-        f"cpu:gloo,{DEVICE}:{BACKEND}", store=store, rank=own_rank, world_size=2
+        f"cpu:gloo,{DEVICE}:{BACKEND}", store=store, rank=own_rank, world_size=NUM_RANKS
     )
     outcomes = {}
-    for name, function in CASES.items():
+    for name, function in CASES[NUM_RANKS].items():
         try:
             function()
             outcomes[name] = "passed"
@@ -441,4 +493,4 @@ def main(own_rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[4]))
+    main(int(sys.argv[1]), Path(sys.argv[5]))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -19,17 +20,18 @@ pytestmark = pytest.mark.sim
 
 WORKER = Path(__file__).with_name("collectives_worker.py")
 RANKS = 2
-CASES = [
-    line.removeprefix("def ").split("(")[0]
-    for before, line in zip(
-        WORKER.read_text().splitlines(), WORKER.read_text().splitlines()[1:], strict=False
-    )
-    if before == "@case"
-]
+
+
+def _cases(decorator: str) -> list[str]:
+    lines = itertools.pairwise(WORKER.read_text().splitlines())
+    found = [line for before, line in lines if before == decorator]
+    return [line.removeprefix("def ").split("(")[0] for line in found]
+
+
 Outcomes = list[dict[str, str]]
 
 
-def _run_ranks(folder: Path, *arguments: str) -> list[str]:
+def _run_ranks(folder: Path, *arguments: str, num_ranks: int = RANKS) -> list[str]:
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     source = str(Path(sim.__file__).parents[2])
     environment["PYTHONPATH"] = os.pathsep.join([source, environment.get("PYTHONPATH", "")])
@@ -41,7 +43,7 @@ def _run_ranks(folder: Path, *arguments: str) -> list[str]:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(RANKS)
+        for rank in range(num_ranks)
     ]
     outputs = []
     try:
@@ -55,18 +57,37 @@ def _run_ranks(folder: Path, *arguments: str) -> list[str]:
     return outputs
 
 
-@pytest.fixture(scope="module", params=["late sim", "overtake sim", "late cuda"])
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def _outcomes(folder: Path, settings: str, num_ranks: int) -> Outcomes:
     sim.enable("1GiB")  # builds the extension if need be: the ranks' time limit is for the cases
-    folder = tmp_path_factory.mktemp("ranks")
-    _run_ranks(folder, str(WORKER), *request.param.split())
-    return [json.loads((folder / f"outcomes{rank}.json").read_text()) for rank in range(RANKS)]
+    arguments = [str(WORKER), *settings.split(), str(num_ranks)]
+    _run_ranks(folder, *arguments, num_ranks=num_ranks)
+    files = [folder / f"outcomes{rank}.json" for rank in range(num_ranks)]
+    return [json.loads(file.read_text()) for file in files]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_two_ranks(outcomes: Outcomes, case: str) -> None:
-    for rank in range(RANKS):
-        assert outcomes[rank].get(case) == "passed", f"rank {rank}: {outcomes[rank].get(case)}"
+def _check(outcomes: Outcomes, case: str) -> None:
+    for rank, of_rank in enumerate(outcomes):
+        assert of_rank.get(case) == "passed", f"rank {rank}: {of_rank.get(case)}"
+
+
+@pytest.fixture(scope="module", params=["late sim", "overtake sim", "late cuda"])
+def of_two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return _outcomes(tmp_path_factory.mktemp("ranks"), request.param, 2)
+
+
+@pytest.mark.parametrize("case", _cases("@case"))
+def test_two_ranks(of_two: Outcomes, case: str) -> None:
+    _check(of_two, case)
+
+
+@pytest.fixture(scope="module", params=["late sim", "overtake sim"])
+def of_four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return _outcomes(tmp_path_factory.mktemp("ranks"), request.param, 4)
+
+
+@pytest.mark.parametrize("case", _cases("@case_of_four"))
+def test_four_ranks(of_four: Outcomes, case: str) -> None:
+    _check(of_four, case)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,7 @@ A case gets the same result from the device's collectives as from gloo's on host
 from __future__ import annotations
 
 import gc
-import json
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,25 +18,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from worker_cases import Cases
 
 from residency import sim
 
-Case = Callable[[], None]
-CASES: dict[int, dict[str, Case]] = {2: {}, 4: {}}  # by the number of ranks that they need
+case, case_of_four = Cases(), Cases()
 SIZE = 12
 SCHEDULE, DEVICE = sys.argv[2:4]
-NUM_RANKS = int(sys.argv[4])
 BACKEND = {"sim": "simccl", "cuda": "nccl"}[DEVICE]
-
-
-def case(function: Case) -> Case:
-    CASES[2][function.__name__] = function
-    return function
-
-
-def case_of_four(function: Case) -> Case:
-    CASES[4][function.__name__] = function
-    return function
+NUM_RANKS = int(sys.argv[4])
 
 
 def rank() -> int:
@@ -481,14 +469,7 @@ def main(own_rank: int, folder: Path) -> None:
     dist.init_process_group(
         f"cpu:gloo,{DEVICE}:{BACKEND}", store=store, rank=own_rank, world_size=NUM_RANKS
     )
-    outcomes = {}
-    for name, function in CASES[NUM_RANKS].items():
-        try:
-            function()
-            outcomes[name] = "passed"
-        except (Exception, pytest.fail.Exception):
-            outcomes[name] = traceback.format_exc()
-        (folder / f"outcomes{own_rank}.json").write_text(json.dumps(outcomes))
+    {2: case, 4: case_of_four}[NUM_RANKS].run(folder / f"outcomes{own_rank}.json")
     dist.destroy_process_group()
 
 

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import os
 import sys
-import traceback
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,17 +19,13 @@ from torch.distributed import HashStore
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from worker_cases import Cases
 
 import residency
 from residency import sim
 
-CASES: dict[str, Callable[[], None]] = {}
+case = Cases()
 MIB = 1 << 20
-
-
-def case(function: Callable[[], None]) -> Callable[[], None]:
-    CASES[function.__name__] = function
-    return function
 
 
 @case
@@ -347,16 +340,7 @@ def dry_mode_steps_a_model_of_billions_of_parameters() -> None:
 
 def main(folder: Path) -> None:
     sim.enable("1GiB", check_races=True, device="cuda")
-    outcomes = {}
-    for name, function in CASES.items():
-        try:
-            function()
-            outcomes[name] = "passed"
-        except (Exception, pytest.fail.Exception):
-            outcomes[name] = traceback.format_exc()
-        gc.collect()
-        torch.cuda.synchronize()
-    (folder / "outcomes.json").write_text(json.dumps(outcomes))
+    case.run(folder / "outcomes.json")
 
 
 if __name__ == "__main__":

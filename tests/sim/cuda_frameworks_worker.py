@@ -7,25 +7,17 @@ of each case.
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import sys
 import tempfile
-import traceback
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
+from worker_cases import Cases
 
-CASES: dict[str, Callable[[], None]] = {}
-
-
-def case(function: Callable[[], None]) -> Callable[[], None]:
-    CASES[function.__name__] = function
-    return function
+case = Cases()
 
 
 def text() -> torch.Tensor:
@@ -204,16 +196,7 @@ def main(folder: Path) -> None:
 
     sim.enable("1GiB", check_races=True, device="cuda")
     warnings.simplefilter("ignore")  # the frameworks' advice to their users
-    outcomes = {}
-    for name, function in CASES.items():
-        try:
-            function()
-            outcomes[name] = "passed"
-        except Exception:
-            outcomes[name] = traceback.format_exc()
-        gc.collect()
-        torch.cuda.synchronize()
-    (folder / "outcomes.json").write_text(json.dumps(outcomes))
+    case.run(folder / "outcomes.json")
 
 
 if __name__ == "__main__":

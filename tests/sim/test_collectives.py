@@ -58,7 +58,6 @@ def _run_ranks(folder: Path, *arguments: str, num_ranks: int = RANKS) -> list[st
 
 
 def _outcomes(folder: Path, settings: str, num_ranks: int) -> Outcomes:
-    sim.enable("1GiB")  # builds the extension if need be: the ranks' time limit is for the cases
     arguments = [str(WORKER), *settings.split(), str(num_ranks)]
     _run_ranks(folder, *arguments, num_ranks=num_ranks)
     files = [folder / f"outcomes{rank}.json" for rank in range(num_ranks)]
@@ -71,7 +70,9 @@ def _check(outcomes: Outcomes, case: str) -> None:
 
 
 @pytest.fixture(scope="module", params=["late sim", "overtake sim", "late cuda"])
-def of_two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def of_two(
+    built: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Outcomes:
     return _outcomes(tmp_path_factory.mktemp("ranks"), request.param, 2)
 
 
@@ -81,7 +82,9 @@ def test_two_ranks(of_two: Outcomes, case: str) -> None:
 
 
 @pytest.fixture(scope="module", params=["late sim", "overtake sim"])
-def of_four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def of_four(
+    built: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Outcomes:
     return _outcomes(tmp_path_factory.mktemp("ranks"), request.param, 4)
 
 
@@ -95,7 +98,7 @@ def test_four_ranks(of_four: Outcomes, case: str) -> None:
 )
 @pytest.mark.parametrize("end", ["dist.destroy_process_group()", "pass"])
 def test_group_of_the_device_alone_ends_cleanly(
-    tmp_path: Path, device: str, backend: str, end: str
+    built: None, tmp_path: Path, device: str, backend: str, end: str
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -53,22 +53,14 @@ def start(*arguments: object, variables: dict[str, str] | None = None) -> subpro
     )
 
 
-def finish(process: subprocess.Popen[str], *, seconds: int = 120) -> str:
+def finish(process: subprocess.Popen[str]) -> str:
     with process:
         try:
-            output = process.communicate(timeout=seconds)[0]
+            output = process.communicate(timeout=120)[0]
         finally:
             process.kill()
     assert process.returncode == 0, output
     return output
-
-
-@pytest.fixture(scope="module")
-def built() -> None:
-    """The extension is there: what limits a worker's time is not the compiler."""
-    sim.enable("1GiB")
-    script = "from residency import sim; sim.enable(device='cuda')"
-    finish(start("-W", "default", "-c", script), seconds=290)
 
 
 @pytest.fixture(scope="module")

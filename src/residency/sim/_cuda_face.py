@@ -59,12 +59,21 @@ def register(core: Any) -> None:
     ]
     if torch.version.cuda is None:
         vars(torch.version)["cuda"] = _CUDA_VERSION
-    pools = _allocator.functions(core)
-    vars(torch.cuda).update({name: pools[name] for name in ("MemPool", "use_mem_pool")})
+    vars(torch.cuda).update(MemPool=_make_pool(core), use_mem_pool=_allocator.use_mem_pool)
     torch.backends.cudnn.enabled = False  # else torch warns that there is none
     _teach_storages(core)
     if dist.is_available():
         _offer_nccl(core)
+
+
+def _make_pool(core: Any) -> type:
+    class MemPool(_allocator.MemPool):
+        """A private pool, as a class, because torch asks what is one."""
+
+        def __init__(self) -> None:
+            super().__init__(core)
+
+    return MemPool
 
 
 def _teach_storages(core: Any) -> None:
@@ -101,6 +110,8 @@ def _offer_nccl(core: Any) -> None:
     group = _make_nccl(core.Simccl)
     for module in (dist, distributed_c10d, torch._C._distributed_c10d):
         vars(module)["ProcessGroupNCCL"] = group
+        if "ProcessGroupNCCL2" in vars(module):  # torch 2.15's own, which it takes by default
+            vars(module)["ProcessGroupNCCL2"] = group
     for module in (constants, distributed_c10d):
         vars(module)["default_pg_nccl_timeout"] = timeout
     vars(distributed_c10d)["_NCCL_AVAILABLE"] = True
@@ -130,7 +141,9 @@ def _make_nccl(simccl: Any) -> Any:
 
         Options = NcclOptions
 
-        def __new__(cls, store: Any, rank: int, size: int, options: Any = None) -> Any:
+        def __new__(
+            cls, store: Any, rank: int, size: int, options: Any = None, device_id: Any = None
+        ) -> Any:
             given = options if options is not None else NcclOptions()
             timeout = given if isinstance(given, timedelta) else given._timeout
             return simccl(dist.ProcessGroupGloo(store, rank, size, timeout))

@@ -7,6 +7,7 @@ simulated one in CUDA's place.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -41,12 +42,18 @@ def device(tested_device: torch.device) -> torch.device:
 
 @pytest.fixture
 def pinned_bytes(device: torch.device) -> Callable[[], int]:
-    """Pinned host bytes, those that torch keeps for reuse included."""
-    if _REAL:
-        return lambda: int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
-    from residency import sim
+    """Pinned host bytes that are in use: what torch only keeps for reuse is given back first."""
+    from residency import _device, sim
 
-    return lambda: sim.pinned_memory_stats()["pinned_bytes.current"]
+    gc.collect()
+
+    def in_use() -> int:
+        _device.release_pinned_cache()
+        if _REAL:
+            return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
+        return sim.pinned_memory_stats()["pinned_bytes.current"]
+
+    return in_use
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,12 @@
 """What the optimizer tests share: parameters whose shapes expose a missing wait, and runs to
 compare."""
 
-import gc
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import residency
-from residency import _device
 
 SHAPES = ((64, 48), (33,), (), (128, 40), (7, 5, 3), (16, 16), (1000,))
 MATRICES = ((64, 48), (33, 17), (7, 5), (128, 40), (16, 16))
@@ -112,15 +110,3 @@ def lab(device):
         device=device,
     )
     torch.set_num_threads(num_threads)
-
-
-@pytest.fixture
-def pinned_bytes(pinned_bytes):
-    """Pinned bytes that are in use: what torch only keeps for reuse is given back first."""
-    gc.collect()
-
-    def in_use():
-        _device.release_pinned_cache()
-        return pinned_bytes()
-
-    return in_use

@@ -171,7 +171,10 @@ def _check_options(schedule: str, clock: Clock | None) -> None:
 def _prepare(face: str, capacity_bytes: int, dry: bool, share: str | None) -> bool:
     """Loads the device, or checks that its settings can change; returns whether it is new."""
     is_new = not _backend.is_registered()
-    _backend.load(face) if is_new else _check_change(capacity_bytes, dry, share)
+    if is_new:
+        _backend.load(face)
+    else:
+        _check_change(capacity_bytes, dry, share)
     return is_new
 
 

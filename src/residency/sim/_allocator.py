@@ -50,8 +50,10 @@ class MemPool:
     ``torch.cuda.MemPool``, which the CPU build of torch has in name only.
     """
 
-    def __init__(self, core: Any) -> None:
-        self._core = core
+    _core: Any  # of the subclass that `functions` makes
+
+    def __init__(self) -> None:
+        core = self._core
         self._id = (0, next(_pool_numbers))
         core.add_pool_user(self._id)
 
@@ -82,7 +84,7 @@ def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
 
 
 def functions(core: Any) -> dict[str, Any]:
-    """Returns the functions of ``torch.sim`` that concern the allocator."""
+    """Returns what concerns the allocator in ``torch.sim``, and what of it ``torch.cuda`` gets."""
 
     def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
         if isinstance(fraction, bool) or not isinstance(fraction, float | int):
@@ -101,7 +103,8 @@ def functions(core: Any) -> dict[str, Any]:
             ) from None
 
     return {
-        "MemPool": lambda: MemPool(core),
+        # A class, because torch asks what is one.
+        "MemPool": type("MemPool", (MemPool,), {"_core": core, "__doc__": MemPool.__doc__}),
         "clear_workspaces": core.clear_workspaces,
         "get_per_process_memory_fraction": lambda device=None: core.memory_fraction(),
         "private_pool_stats": core.private_pool_stats,

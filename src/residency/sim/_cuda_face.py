@@ -59,21 +59,12 @@ def register(core: Any) -> None:
     ]
     if torch.version.cuda is None:
         vars(torch.version)["cuda"] = _CUDA_VERSION
-    vars(torch.cuda).update(MemPool=_make_pool(core), use_mem_pool=_allocator.use_mem_pool)
+    pools = _allocator.functions(core)
+    vars(torch.cuda).update({name: pools[name] for name in ("MemPool", "use_mem_pool")})
     torch.backends.cudnn.enabled = False  # else torch warns that there is none
     _teach_storages(core)
     if dist.is_available():
         _offer_nccl(core)
-
-
-def _make_pool(core: Any) -> type:
-    class MemPool(_allocator.MemPool):
-        """A private pool, as a class, because torch asks what is one."""
-
-        def __init__(self) -> None:
-            super().__init__(core)
-
-    return MemPool
 
 
 def _teach_storages(core: Any) -> None:

@@ -46,35 +46,48 @@ class Failing:
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=lambda v: v if isinstance(v, str) else "")
 def test_a_host_without_room_at_any_allocation_leaves_all_as_it_was(
-    lab, monkeypatch, name, options
+    lab, monkeypatch, pinned_bytes, name, options
 ):
-    plain, others = build(lab, name, options, offload=False)
-    lab.take_steps(plain, others, range(2), missing=False)
-    expected = lab.read(plain, others)
     at, num_failures = 0, 0
+    pinned = pinned_bytes()
     while at == num_failures:
-        optimizer, parameters = build(lab, name, options, offload=True)
-        before = lab.read(optimizer, parameters)
-        lab.set_gradients(parameters, 0, missing=False)
+        optimizer, parameters = build(lab, name, options, offload=False)
+        lab.take_steps(optimizer, parameters[:2], range(1), missing=False)
+        before, attributes = lab.read(optimizer, parameters), dict(vars(optimizer))
         with monkeypatch.context() as patch:
             failing = Failing(patch, at)
             try:
-                optimizer.step()
+                residency.offload_optimizer(optimizer, bucket=lab.bucket)
                 has_failed = False
             except residency.RefusedError:
                 has_failed = True
         assert has_failed == (failing.num_calls > at)
         if has_failed:
             num_failures += 1
+            assert type(optimizer) is getattr(torch.optim, name)
+            assert dict(vars(optimizer)) == attributes
             lab.assert_equal(lab.read(optimizer, parameters), before)
-            assert optimizer.statistics().num_steps == 0
-            assert optimizer._residency.homes.arena.used_bytes == 0
-            optimizer.step()
-        lab.take_steps(optimizer, parameters, range(1, 2), missing=False)
-        lab.assert_equal(lab.read(optimizer, parameters), expected)
+            assert pinned_bytes() == pinned
         at += 1
         assert at < 100
     assert num_failures >= len(parameters)
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_a_step_allocates_no_host_memory(lab, monkeypatch, pinned_bytes, pin):
+    optimizer, parameters = build(lab, "AdamW", {}, offload=False)
+    before = pinned_bytes()
+    residency.offload_optimizer(optimizer, bucket=lab.bucket, pin=pin)
+    pinned = pinned_bytes()
+    assert (pinned > before) == pin
+    with monkeypatch.context() as patch:
+        failing = Failing(patch, 0)
+        lab.take_steps(optimizer, parameters, range(3))
+    assert not failing.num_calls
+    assert pinned_bytes() == pinned
+    plain, others = build(lab, "AdamW", {}, offload=False)
+    lab.take_steps(plain, others, range(3))
+    lab.assert_equal(lab.read(optimizer, parameters), lab.read(plain, others))
 
 
 def test_a_device_without_room_for_the_slots_leaves_all_as_it_was(lab, monkeypatch):

@@ -1,5 +1,6 @@
 """The bounds that the docstrings state, computed from ``numel * itemsize``, and the way back."""
 
+import copy
 import gc
 import io
 
@@ -158,13 +159,74 @@ def test_statistics_count_every_byte(lab):
     assert second.num_buckets == first.num_buckets
 
 
-def test_priming_pins_what_the_first_step_needs(lab, pinned_bytes):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("AdamW", {}),
+        ("AdamW", {"fused": True}),
+        ("SGD", {"momentum": 0.9, "dampening": 0.5}),
+        ("Rprop", {}),
+        ("ASGD", {}),
+        ("NAdam", {}),
+        ("Adafactor", {}),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_a_primed_optimizer_has_the_keys_of_a_stepped_one_and_steps_as_a_fresh_one(
+    lab, pinned_bytes, name, options
+):
+    results = []
+    for is_primed in (False, True):
+        parameters = lab.parameters()
+        optimizer = getattr(torch.optim, name)(lab.groups(parameters), lr=1e-2, **options)
+        residency.offload_optimizer(optimizer, bucket=lab.bucket)
+        before = pinned_bytes(), torch.accelerator.memory_allocated()
+        values = [p.detach().clone() for p in parameters]
+        if is_primed:
+            torch.accelerator.synchronize()
+            torch.accelerator.reset_peak_memory_stats()
+            base = torch.accelerator.memory_allocated()
+            optimizer.prime()
+            assert torch.accelerator.max_memory_allocated() == base
+            assert pinned_bytes() == before[0]
+            assert all(torch.equal(p, v) for p, v in zip(parameters, values, strict=True))
+            template = optimizer.state_dict()["state"]
+            for state in template.values():
+                assert all(not v.any() for v in state.values() if isinstance(v, torch.Tensor))
+        lab.take_steps(optimizer, parameters, range(1), missing=False)
+        if is_primed:
+            after = optimizer.state_dict()["state"]
+            assert [list(s) for s in template.values()] == [list(s) for s in after.values()]
+            for index, state in template.items():
+                kinds = {k: (v.shape, v.dtype, v.device) for k, v in state.items()}
+                now = after[index].items()
+                assert kinds == {k: (v.shape, v.dtype, v.device) for k, v in now}
+        lab.take_steps(optimizer, parameters, range(1, 4))
+        results.append(lab.read(optimizer, parameters))
+    lab.assert_equal(*results)
+
+
+@pytest.mark.parametrize("how", ["in place", "loaded", "assigned"])
+def test_what_is_written_into_a_template_counts(lab, how):
+    source, others = lab.adamw()
+    lab.take_steps(source, others, range(3), missing=False)
+    saved = copy.deepcopy(source.state_dict())
     optimizer, parameters = lab.adamw(offload=True)
     optimizer.prime()
-    primed = pinned_bytes()
-    assert optimizer.statistics().pinned_bytes > 0
-    lab.take_steps(optimizer, parameters, range(1), missing=False)
-    assert pinned_bytes() <= 2 * primed
+    with torch.no_grad():
+        for p, other in zip(parameters, others, strict=True):
+            p.copy_(other)
+    if how == "loaded":
+        optimizer.load_state_dict(saved)
+    for p, index in zip(parameters, saved["state"], strict=True):
+        for key, value in saved["state"][index].items():
+            if how == "in place":
+                optimizer.state[p][key].copy_(value)
+            elif how == "assigned":
+                optimizer.state[p][key] = value
+    lab.take_steps(optimizer, parameters, range(3, 5))
+    lab.take_steps(source, others, range(3, 5))
+    lab.assert_equal(lab.read(optimizer, parameters), lab.read(source, others))
 
 
 def test_a_setting_that_makes_new_state_later_keeps_to_the_bound(lab):

@@ -15,7 +15,10 @@ SIZES = st.integers(0, 5000)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.booleans(), SIZES, st.integers(0, 50)), max_size=40), SIZES)
+@given(
+    st.lists(st.tuples(st.booleans(), SIZES, st.integers(0, 50)), max_size=40),
+    st.lists(SIZES, max_size=9),
+)
 def test_entries_never_overlap_and_every_byte_is_either_used_or_free(actions, announced):
     arena = SlabArena()
     arena.reserve(announced)
@@ -32,25 +35,36 @@ def test_entries_never_overlap_and_every_byte_is_either_used_or_free(actions, an
             assert slab != other or stop <= start
         assert arena.used_bytes == sum(r.num_bytes for r in live)
         assert all(r.offset + r.num_bytes <= r.slab.num_bytes for r in live)
-    for region in live:
+    for region in [*live, arena.allocate(1)]:
         arena.release(region)
     assert arena.used_bytes == 0
-    assert arena.pinned_bytes == 0
+    assert arena.slab_bytes == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 40_000), min_size=1, max_size=30))
-def test_an_announced_total_is_laid_out_in_powers_of_two_that_add_up_to_it(sizes):
+def test_reserved_slabs_are_powers_of_two_and_exceed_the_entries_by_less_than_the_largest(sizes):
     arena = SlabArena()
-    total = sum(map(align_up, sizes))
-    arena.reserve(total)
+    arena.reserve(sizes)
+    pinned = arena.slab_bytes
     regions = [arena.allocate(size) for size in sizes]
+    assert arena.slab_bytes == pinned
     slabs = {id(r.slab): r.slab for r in regions}.values()
     assert all(slab.num_bytes & (slab.num_bytes - 1) == 0 for slab in slabs)
-    # Each slab leaves less than one entry at its end; the newest is the smallest that holds its
-    # first.
-    largest = max(map(align_up, sizes))
-    assert arena.pinned_bytes < total + len(slabs) * 2 * largest
+    assert pinned < sum(map(align_up, sizes)) + max(slab.num_bytes for slab in slabs)
+
+
+def test_a_large_state_in_like_entries_wastes_little_at_the_ends_of_slabs():
+    entries = [300 << 20] * 270  # 79 GiB in entries that do not divide a slab
+    assert sum(_slab._slab_sizes(entries)) < 1.05 * sum(entries)
+
+
+def test_an_arena_that_does_not_pin_takes_just_the_bytes_of_the_entries():
+    arena = SlabArena(pin=False)
+    arena.reserve([5000, 1])
+    regions = [arena.allocate(5000), arena.allocate(1)]
+    assert arena.slab_bytes == align_up(5000) + align_up(1)
+    assert not regions[0].slab.data.is_pinned()
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64]
@@ -104,22 +118,20 @@ def test_a_tensor_outlives_its_arena():
     assert torch.equal(tensor, torch.full((128,), 2.0))
 
 
-def test_priming_allocates_what_was_announced():
+def test_reserving_allocates_at_once():
     arena = SlabArena()
-    arena.reserve(5 * 512)
-    assert arena.pinned_bytes == 0
-    arena.prime()
-    assert arena.pinned_bytes == 5 * 512
+    arena.reserve([5 * 512])
+    assert arena.slab_bytes == 8 * 512
 
 
 def test_room_is_checked_before_anything_is_pinned(monkeypatch):
     monkeypatch.setattr(_slab, "available_host_bytes", lambda: 10_000)
     arena = SlabArena()
     with pytest.raises(RefusedError, match=r"9\.77 KiB"):
-        arena.reserve(20_000)
+        arena.reserve([10_000, 5_000])
     with pytest.raises(RefusedError):
         arena.allocate(20_000)
-    assert arena.pinned_bytes == 0
+    assert arena.slab_bytes == 0
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA error: out of memory"), MemoryError()])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import ItemsView, Iterator, ValuesView
+from collections.abc import Hashable, ItemsView, Iterator, Mapping, ValuesView
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,15 +21,23 @@ import torch
 from torch import Tensor
 
 from residency._errors import RefusedError
+from residency._optim._sharding import is_sharded, layout_of, local_of, moved, wrapped_like
 from residency._transfer import Gate, Lanes, Region, SlabArena, gate_of, lanes_of
 
 
 @dataclass(slots=True)
 class Home:
-    """Is the place of one state tensor: its tensor, which callers see, and the range under it."""
+    """Is the place of one state tensor.
+
+    Attributes:
+        tensor: The bytes; of a sharded state, the local tensor.
+        region: The range under them.
+        value: What callers see: the tensor, or a ``DTensor`` around it.
+    """
 
     tensor: Tensor
     region: Region
+    value: Tensor
 
     @property
     def num_bytes(self) -> int:
@@ -43,35 +51,49 @@ class Homes:
         device: The accelerator that the parameters are on.
         version: Changes whenever a home appears, moves or goes; plans are made for one version.
         newest: The event after the newest copy home, of whatever parameter.
+        reserved: Homes for state that is not made yet, by parameter and key.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, pin: bool = True) -> None:
         self.device = device
-        self.arena = SlabArena()
+        self.arena = SlabArena(pin=pin)
         self.lanes: Lanes = lanes_of(device)
         self.gate: Gate = gate_of(device)
         self.version = 0
         self.newest: torch.Event | None = None
+        self.reserved: dict[Tensor, dict[str, Home]] = {}
 
-    def allocate(self, like: Tensor, shape: torch.Size | None = None) -> Home:
+    def allocate(
+        self, like: Tensor, shape: torch.Size | None = None, *, shard_of: Tensor | None = None
+    ) -> Home:
         """Makes an unfilled home for a tensor like this one.
 
         Args:
-            like: Gives the dtype and, unless ``shape`` is given, the shape and (dense) strides.
+            like: Gives the dtype, what callers see and, unless ``shape`` is given, the shape and
+                (dense) strides.
             shape: A contiguous shape instead.
+            shard_of: The parameter whose mesh and placements callers see, instead of those of
+                ``like``.
         """
         self.version += 1
-        model = _model_of(like, shape)
+        model = _model_of(local_of(like), shape)
         num_bytes = model.numel() * model.element_size()
         region = self.arena.allocate(num_bytes)
         tensor = self.arena.tensor(region, model.dtype, model.shape, model.stride())
-        return Home(tensor, region)
+        return Home(tensor, region, wrapped_like(tensor, like if shard_of is None else shard_of))
+
+    def reserve(self, parameter: Tensor, schema: Mapping[str, Tensor]) -> None:
+        """Makes homes for state to come, where there are none that fit."""
+        reserved = self.reserved.setdefault(parameter, {})
+        for key, like in schema.items():
+            if not self.fits(reserved.get(key), like):
+                reserved[key] = self.allocate(like)
 
     def fits(self, home: Home | None, like: Tensor, shape: torch.Size | None = None) -> bool:
         """Says whether a home is such as ``allocate`` would make."""
         if home is None:
             return False
-        tensor, model = home.tensor, _model_of(like, shape)
+        tensor, model = home.tensor, _model_of(local_of(like), shape)
         return (tensor.dtype, tensor.shape, tensor.stride()) == (
             model.dtype,
             model.shape,
@@ -82,14 +104,16 @@ class Homes:
         """Copies a value home, blocking the host, into ``home`` where it fits and a new home
         otherwise.
         """
-        value = value.detach()
-        if home is None or home.tensor.shape != value.shape or home.tensor.dtype != value.dtype:
+        local = local_of(value).detach()
+        if home is None or home.tensor.shape != local.shape or home.tensor.dtype != local.dtype:
             home = self.allocate(value)
             # The range may have belonged to a tensor whose last copy home has not landed yet.
             if self.newest is not None:
                 self.newest.synchronize()
-        if home.tensor.data_ptr() != value.data_ptr() or value.numel() == 0:
-            home.tensor.copy_(value)
+        if home.tensor.data_ptr() != local.data_ptr() or local.numel() == 0:
+            home.tensor.copy_(local)
+        if is_sharded(value):
+            home.value = wrapped_like(home.tensor, value)
         return home
 
 
@@ -109,35 +133,58 @@ class ParameterState(dict[str, Any]):
         homes_by_key: The homes of the values that live on the host between steps.
         is_resident: Whether the values stay on the device instead.
         written: The event after the newest copy home, None when nothing is under way.
-        made_for: The shape and the dtype of the parameter that the values belong to.
+        made_for: The layout of the parameter that the values belong to.
+        reserved: Homes for values that are not there yet.
+        template: Versions of the zeros that ``prime`` put here, by key, until a value is placed.
     """
 
-    __slots__ = ("_homes", "homes_by_key", "is_resident", "made_for", "written")
+    __slots__ = (
+        "_homes",
+        "homes_by_key",
+        "is_resident",
+        "made_for",
+        "reserved",
+        "template",
+        "written",
+    )
 
-    def __init__(self, homes: Homes, *, is_resident: bool) -> None:
+    def __init__(
+        self, homes: Homes, *, is_resident: bool, reserved: dict[str, Home] | None = None
+    ) -> None:
         super().__init__()
         self._homes = homes
         self.homes_by_key: dict[str, Home] = {}
         self.is_resident = is_resident
         self.written: torch.Event | None = None
-        self.made_for: tuple[torch.Size, torch.dtype] | None = None
+        self.made_for: Hashable = None
+        self.reserved = {} if reserved is None else reserved
+        self.template: dict[str, int] | None = None
 
     def check_parameter(self, parameter: Tensor) -> None:
-        """Takes note of a parameter's shape and dtype, for which values are made from now on.
+        """Takes note of a parameter's layout, for which values are made from now on.
 
         Raises:
-            RefusedError: There are values, which were made for another shape or dtype.
+            RefusedError: There are values, which were made for another layout.
         """
-        now = (parameter.shape, parameter.dtype)
+        now = layout_of(parameter)
         if self and self.made_for not in (None, now):
-            assert self.made_for is not None
             raise RefusedError(
-                f"a parameter has the shape {tuple(now[0])} and dtype {now[1]} now, and its state "
-                f"was made for {tuple(self.made_for[0])} and {self.made_for[1]}. Nothing was "
-                "stepped: put the parameter's data back, or delete its entry in optimizer.state, "
-                "or load a state for it."
+                f"a parameter has the layout {now} now, and its state was made for "
+                f"{self.made_for}. Nothing was stepped: put the parameter's data back, or delete "
+                "its entry in optimizer.state, or load a state for it."
             )
         self.made_for = now
+
+    def is_template(self) -> bool:
+        """Says whether the values are still the zeros that ``prime`` put here.
+
+        A load may write into them in place (``dcp.load`` does), with or without a new version.
+        """
+        tensors = {k: local_of(v) for k, v in dict.items(self) if isinstance(v, Tensor)}
+        return self.template is not None and all(
+            key in tensors and tensors[key]._version == version and not tensors[key].count_nonzero()
+            for key, version in self.template.items()
+        )
 
     def fence(self) -> None:
         """Blocks the host until no copy home is under way."""
@@ -156,6 +203,7 @@ class ParameterState(dict[str, Any]):
                 on the host, as torch keeps ``step``.
         """
         self.fence()
+        self.template = None
         if not isinstance(value, Tensor):
             self.keep(key, value)
             return
@@ -164,15 +212,18 @@ class ParameterState(dict[str, Any]):
         if not on_device:
             self.keep(key, value.cpu())
         elif self.is_resident:
-            dict.__setitem__(self, key, value.to(self._homes.device))
+            dict.__setitem__(self, key, moved(value, self._homes.device))
         else:
-            home = self._homes.fill(self.homes_by_key.get(key), value)
-            self.settle(key, home)
+            home = self.homes_by_key.get(key) or self.reserved.get(key)
+            self.settle(key, self._homes.fill(home, value))
 
     def settle(self, key: str, home: Home) -> None:
         """Makes ``home`` the place of ``key``."""
+        self.reserved.pop(key, None)
+        if self.homes_by_key.get(key) is not home:
+            self._homes.version += 1
         self.homes_by_key[key] = home
-        dict.__setitem__(self, key, home.tensor)
+        dict.__setitem__(self, key, home.value)
 
     def keep(self, key: str, value: Any) -> None:
         """Keeps a value as it is, without a home."""
@@ -315,9 +366,13 @@ class State(defaultdict[Any, Any]):
         """Returns the state of a parameter, made empty where there is none, without waiting."""
         inner = self.peek(parameter)
         if inner is None:
-            inner = ParameterState(self._homes, is_resident=parameter in self._resident)
+            inner = ParameterState(
+                self._homes,
+                is_resident=parameter in self._resident,
+                reserved=self._homes.reserved.setdefault(parameter, {}),
+            )
             if isinstance(parameter, Tensor):
-                inner.made_for = (parameter.shape, parameter.dtype)
+                inner.made_for = layout_of(parameter)
             dict.__setitem__(self, parameter, inner)
         return inner
 
@@ -341,7 +396,7 @@ class State(defaultdict[Any, Any]):
         for stale in [k for k in dict.keys(inner) if k not in values]:
             inner.forget(stale)
         inner.update(values)
-        inner.made_for = (key.shape, key.dtype)
+        inner.made_for = layout_of(key)
 
     # Whatever removes a parameter's state makes plans stale: their copies name homes that went.
     def __delitem__(self, key: Any) -> None:

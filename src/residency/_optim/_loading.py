@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes, State
 from residency._optim._offload_data import Offload
-from residency._optim._schema import state_schema
-from residency._optim._shadow import PRIVATE
+from residency._optim._schema import Schema, state_schema
+from residency._optim._shadow import PRIVATE, is_torchs_own
+from residency._optim._sharding import layout_of, local_of, moved
 
 
 @dataclass(slots=True)
@@ -58,6 +59,7 @@ class PreparedLoad:
                 state[parameter] = entries
                 continue
             inner = state.of(parameter)
+            inner.reserved.clear()  # taken, or of no use for the dtypes that were loaded
             for key in [k for k in dict.keys(inner) if k not in entries]:
                 inner.forget(key)
             for key, entry in entries.items():
@@ -66,7 +68,8 @@ class PreparedLoad:
                 else:
                     inner.keep(key, entry.value)
             inner.reorder(list(entries))
-            inner.made_for = (parameter.shape, parameter.dtype)
+            inner.made_for = layout_of(parameter)
+            inner.template = None
 
 
 def prepare_load(
@@ -102,7 +105,15 @@ def prepare_load(
         if not (isinstance(parameter, Tensor) and isinstance(saved, dict)):
             prepared.entries[parameter] = copy.deepcopy(saved)
             continue
-        needs_device = _device_rule(optimizer, offload, group_of.get(parameter), parameter)
+        group = group_of.get(parameter)
+        schema = None
+        if group is not None:
+            schema = state_schema(
+                optimizer, offload.base, group, parameter, is_local=offload.is_local
+            )
+        if schema is not None and is_torchs_own(offload.base):
+            _check_shapes(schema, saved)
+        needs_device = _device_rule(offload, schema, parameter)
         prepared.entries[parameter] = {
             key: _entry(offload, offload.state, offload.homes, parameter, key, value, needs_device)
             for key, value in saved.items()
@@ -122,8 +133,19 @@ def _repaired(optimizer: Optimizer, base: type[Optimizer], saved: Mapping[str, A
     return made
 
 
+def _check_shapes(schema: Schema, saved: Mapping[str, Any]) -> None:
+    for key, expected in schema.device.items():
+        value = saved.get(key)
+        if isinstance(value, Tensor) and local_of(value).shape != local_of(expected).shape:
+            raise RefusedError(
+                f"the saved state {key!r} has the shape {tuple(local_of(value).shape)}, and its "
+                f"parameter's is {tuple(local_of(expected).shape)} here (of a sharded one, the "
+                "local shape). Nothing was loaded."
+            )
+
+
 def _device_rule(
-    optimizer: Optimizer, offload: Offload, group: dict[str, Any] | None, parameter: Tensor
+    offload: Offload, schema: Schema | None, parameter: Tensor
 ) -> Callable[[str, Tensor], bool]:
     """Returns the rule that says which values go where steps see them on the device.
 
@@ -133,14 +155,11 @@ def _device_rule(
 
     Source: ``_init_group`` of each class; ``Optimizer._process_value_according_to_param_policy``.
     """
-    schema = None
-    if group is not None:
-        schema = state_schema(optimizer, offload.base, group, parameter)
     inner = offload.state.peek(parameter) if offload.state is not None else None
 
     def needs_device(key: str, value: Tensor) -> bool:
         if schema is not None:
-            return key in schema or value.dim() > 0
+            return key in schema.device or value.dim() > 0
         if inner is not None and isinstance(dict.get(inner, key), Tensor):
             return inner.is_on_device(key)
         return value.dim() > 0 or (parameter.dim() == 0 and key != "step")
@@ -169,9 +188,12 @@ def _entry(
         # A copy: the step advances it in place, and the saved one is not ours.
         return _Entry(value.cpu().clone())
     if parameter in offload.resident:
-        return _Entry(value.to(homes.device, copy=True))
+        return _Entry(moved(value, homes.device, copy=True))
     inner = state.peek(parameter)
     home = inner.homes_by_key.get(key) if inner is not None else None
-    if home is None or (home.tensor.shape, home.tensor.dtype) != (value.shape, value.dtype):
+    local = local_of(value)
+    if home is None:
+        home = homes.reserved.get(parameter, {}).get(key)
+    if home is None or (home.tensor.shape, home.tensor.dtype) != (local.shape, local.dtype):
         home = homes.allocate(value)
     return _Entry(value, home)

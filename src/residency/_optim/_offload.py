@@ -34,7 +34,12 @@ _classes: weakref.WeakKeyDictionary[type[Optimizer], type[Optimizer]] = weakref.
 
 
 def offload_optimizer(
-    optimizer: OptimizerT, *, resident: int | str = 0, bucket: int | str = "128MiB", slots: int = 3
+    optimizer: OptimizerT,
+    *,
+    resident: int | str = 0,
+    bucket: int | str = "128MiB",
+    slots: int = 3,
+    pin: bool = True,
 ) -> OptimizerT:
     """Moves an optimizer's state to the host; from now on a step streams it through the device.
 
@@ -44,6 +49,7 @@ def offload_optimizer(
         resident: Bytes of state that may stay on the device, taken in group order.
         bucket: Bytes of state that move together.
         slots: Buckets that may be on the device at once; 3 lets both copies and the step overlap.
+        pin: Whether the homes are page-locked; without, copies block the host.
 
     Returns:
         The same object.
@@ -64,7 +70,7 @@ def offload_optimizer(
         Pinned host bytes are those of the state, each rounded up to 512, plus what is left at the
         end of each slab.
     """
-    settings = _settings(resident, bucket, slots)
+    settings = _settings(resident, bucket, slots, pin)
     if isinstance(optimizer, OffloadedOptimizer):
         raise RefusedError(
             f"this {type(optimizer).__name__} is offloaded already. To change its settings, call "
@@ -75,9 +81,7 @@ def offload_optimizer(
     device = device_of(base.__name__, [m.parameter for m in members_of(optimizer)])
     _validate_step_patch(optimizer)
     kind = separability(optimizer, base, optimizer.param_groups)
-    offload = Offload(
-        base, kind, settings["bucket"], settings["slots"], resident_bytes=settings["resident"]
-    )
+    offload = Offload(base, kind, **settings)
     if device.type != "cpu":
         place_state(optimizer, offload, device)
     optimizer.__dict__[PRIVATE] = offload
@@ -131,15 +135,18 @@ def onload_optimizer(optimizer: OptimizerT) -> OptimizerT:
     return optimizer
 
 
-def _settings(resident: int | str, bucket: int | str, slots: int) -> dict[str, int]:
+def _settings(resident: int | str, bucket: int | str, slots: int, pin: bool) -> dict[str, Any]:
+    if not isinstance(pin, bool):
+        raise InvalidArgumentError(f"pin is {pin!r}; expected True or False.")
     if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
         raise InvalidArgumentError(f"slots is {slots!r}; expected a whole number of at least 1.")
     sizes = {
-        "resident": parse_bytes(resident, name="resident"),
-        "bucket": parse_bytes(bucket, name="bucket"),
-        "slots": slots,
+        "resident_bytes": parse_bytes(resident, name="resident"),
+        "bucket_bytes": parse_bytes(bucket, name="bucket"),
+        "num_slots": slots,
+        "pin": pin,
     }
-    if sizes["bucket"] < 1:
+    if sizes["bucket_bytes"] < 1:
         raise InvalidArgumentError("bucket is 0 bytes; expected room for at least one element.")
     return sizes
 

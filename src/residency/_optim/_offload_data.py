@@ -16,6 +16,7 @@ from residency._optim._homes import Homes, State
 from residency._optim._plan import Member, Plan, make_plan
 from residency._optim._schema import Schema, StateSize, state_schema
 from residency._optim._separable import Separability
+from residency._optim._sharding import layout_of, local_of
 
 
 @dataclass(slots=True)
@@ -40,6 +41,7 @@ class Offload:
     homes: Homes | None = None
     state: State | None = None
     resident: set[Tensor] = field(default_factory=set)
+    pin: bool = True
     guard: RemovableHandle | None = None
     is_entered: bool = False
     loading: dict[Any, Any] | None = None
@@ -52,12 +54,17 @@ class Offload:
     _plan_key: tuple[Any, ...] = ()
     _schemas: dict[tuple[Any, ...], Schema | None] = field(default_factory=dict)
 
+    @property
+    def is_local(self) -> bool:
+        """Says whether steps see local tensors of sharded parameters, and cuts of them."""
+        return self.separability is Separability.ELEMENT_WISE
+
     def plan_for(self, optimizer: Optimizer, members: list[Member]) -> Plan:
         """Returns the plan for a step over ``members``, made anew only when something changed."""
         assert self.homes is not None
         assert self.state is not None
         layout = tuple(
-            (id(m.parameter), m.group_index, m.parameter.shape, m.parameter.stride())
+            (id(m.parameter), m.group_index, layout_of(m.parameter), local_of(m.parameter).stride())
             for m in members
         )
         settings = tuple(_settings_of(group) for group in optimizer.param_groups)
@@ -70,7 +77,7 @@ class Offload:
                 self.state,
                 resident=self.resident,
                 bucket_bytes=self.bucket_bytes,
-                can_cut=self.separability is Separability.ELEMENT_WISE,
+                can_cut=self.is_local,
                 size_of=lambda member: self.size_of(optimizer, member),
             )
             self._plan_key = key
@@ -79,17 +86,19 @@ class Offload:
     def size_of(self, optimizer: Optimizer, member: Member) -> StateSize | None:
         """Returns the size of the state that a first step makes; None when it cannot be known."""
         schema = self.schema_of(optimizer, member)
-        return None if schema is None else StateSize.of(schema.values())
+        return None if schema is None else StateSize.of(schema.device.values())
 
     def schema_of(self, optimizer: Optimizer, member: Member) -> Schema | None:
         """Returns what a first step makes on the device for a parameter; None when it cannot be
         known.
         """
         parameter = member.parameter
-        key = (member.group_index, parameter.dtype, parameter.shape, parameter.stride())
+        key = (member.group_index, layout_of(parameter), local_of(parameter).stride())
         if key not in self._schemas:
             group = optimizer.param_groups[member.group_index]
-            self._schemas[key] = state_schema(optimizer, self.base, group, parameter)
+            self._schemas[key] = state_schema(
+                optimizer, self.base, group, parameter, is_local=self.is_local
+            )
         return self._schemas[key]
 
     def forget_plan(self) -> None:

@@ -21,9 +21,10 @@ from residency._errors import RefusedError
 from residency._optim._homes import ParameterState, State
 from residency._optim._loading import prepare_load
 from residency._optim._offload_data import Offload
-from residency._optim._placement import follow_parameters, members_of
+from residency._optim._placement import follow_parameters, members_of, prime_state
 from residency._optim._separable import separability
 from residency._optim._shadow import PRIVATE, raw_step
+from residency._optim._sharding import local_of
 from residency._optim._statistics import OffloadStatistics
 from residency._optim._stream import StreamedStep
 from residency._optim._validate import check_groups, device_of
@@ -70,15 +71,25 @@ class OffloadedOptimizer(Optimizer):
             offload.is_entered = False
 
     def prime(self) -> None:
-        """Pins the host memory for the announced state now, so that the first step need not.
+        """Makes the state of every parameter that has none, as a template for a load.
+
+        ``dcp.load`` and ``get_optimizer_state_dict`` need the tensors that they are to fill; torch
+        makes them by a step with zero gradients. Here they are zeros in the homes, and `step` is
+        zero; parameters, counters and settings are not touched. Whoever steps without a load steps
+        as a fresh optimizer.
 
         Raises:
-            RefusedError: The host has no room, or memory cannot be page-locked. What was pinned
-                before serves the first step.
+            RefusedError: The host has no room, or what a first step makes cannot be foreseen for
+                this class. Nothing was changed.
+
+        Memory:
+            No device memory but that of states that stay there (``resident=``).
         """
         offload = _offload_of(self)
-        if offload.homes is not None:
-            offload.homes.arena.prime()
+        adopt_foreign_state(self, offload)
+        follow_parameters(self, offload)
+        if offload.homes is not None and offload.state is not None:
+            prime_state(self, offload, offload.homes, offload.state)
 
     def statistics(self) -> OffloadStatistics:
         """Returns the figures of this optimizer so far."""
@@ -86,14 +97,14 @@ class OffloadedOptimizer(Optimizer):
         inners = [v for v in dict.values(self.state) if isinstance(v, ParameterState)]
         homes = [home for inner in inners for home in inner.homes_by_key.values()]
         stay = [
-            value
+            local_of(value)
             for inner in inners
             for value in dict.values(inner)
             if inner.is_resident and isinstance(value, Tensor) and not value.is_cpu
         ]
         return OffloadStatistics(
             home_bytes=sum(home.num_bytes for home in homes),
-            pinned_bytes=offload.homes.arena.pinned_bytes if offload.homes else 0,
+            pinned_bytes=offload.homes.arena.slab_bytes if offload.homes and offload.pin else 0,
             resident_bytes=sum(t.numel() * t.element_size() for t in stay),
             slot_bytes=offload.slot_bytes,
             num_slots=offload.num_slots,

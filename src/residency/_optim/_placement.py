@@ -6,6 +6,7 @@ Invariant: a placement that fails leaves the optimizer's state as it was.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -15,10 +16,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from residency import _device
+from residency._errors import RefusedError
 from residency._optim._homes import Homes, ParameterState, State
 from residency._optim._offload_data import Offload
 from residency._optim._plan import Member
-from residency._optim._schema import StateSize
+from residency._optim._schema import Schema, StateSize
+from residency._optim._sharding import layout_of, local_of, moved, wrapped_like
 from residency._optim._validate import device_of
 from residency._transfer import copy_to_host
 
@@ -50,11 +53,19 @@ def place_state(optimizer: Optimizer, offload: Offload, device: torch.device) ->
         offload.homes, offload.state, offload.resident = None, None, set()
         offload.forget_plan()
         return
-    homes = Homes(device)
+    homes = Homes(device, pin=offload.pin)
     resident = _choose_resident(offload, optimizer, offload.resident_bytes)
-    announced = [m for m in members_of(optimizer) if m.parameter not in resident]
-    homes.arena.reserve(sum(_expected_bytes(offload, optimizer, m) or 0 for m in announced))
+    announced = {
+        m.parameter: _expected(offload, optimizer, m)
+        for m in members_of(optimizer)
+        if m.parameter not in resident
+    }
+    likes = [local_of(like) for expected in announced.values() for like in expected.values()]
+    homes.arena.reserve([like.numel() * like.element_size() for like in likes])
     state = _moved_state(homes, resident, offload, optimizer)
+    for parameter, expected in announced.items():
+        if not _values(optimizer, parameter):
+            homes.reserve(parameter, expected)
     offload.homes, offload.state, offload.resident = homes, state, resident
     offload.forget_plan()
     optimizer.state = state
@@ -83,6 +94,52 @@ def follow_parameters(optimizer: Optimizer, offload: Offload) -> None:
     _device.release_pinned_cache()
 
 
+def prime_state(optimizer: Optimizer, offload: Offload, homes: Homes, state: State) -> None:
+    """Puts zeros where first steps would make state.
+
+    Raises:
+        RefusedError: The host has no room, or a first step cannot be foreseen.
+    """
+    schemas: dict[Tensor, Schema] = {}
+    for member in members_of(optimizer):
+        if state.peek(member.parameter) or not member.parameter.requires_grad:
+            continue
+        schema = offload.schema_of(optimizer, member)
+        if schema is None:
+            raise RefusedError(
+                f"{offload.base.__name__} cannot be primed: its first step failed on tensors "
+                "without bytes, so its state is not known before it. Nothing was changed."
+            )
+        if member.parameter not in offload.resident:
+            homes.reserve(member.parameter, schema.device)
+        schemas[member.parameter] = schema
+    state.fence()
+    if homes.newest is not None:
+        homes.newest.synchronize()
+    for parameter, schema in schemas.items():
+        inner = state.of(parameter)
+        for key, like in schema.values.items():
+            home = inner.reserved.get(key)
+            if home is not None and key in schema.device:
+                home.tensor.zero_()
+                inner.settle(key, home)
+            else:
+                inner.keep(key, _zero_of(like, key in schema.device, homes.device))
+        inner.template = {
+            key: local_of(value)._version
+            for key, value in dict.items(inner)
+            if isinstance(value, Tensor)
+        }
+
+
+def _zero_of(like: Any, is_on_device: bool, device: torch.device) -> Any:
+    if isinstance(like, Tensor):
+        place = device if is_on_device else torch.device("cpu")
+        return wrapped_like(torch.zeros_like(local_of(like), device=place), like)
+    is_number = isinstance(like, int | float) and not isinstance(like, bool)
+    return type(like)() if is_number else copy.deepcopy(like)
+
+
 def plain_state(state: Mapping[Any, Any], device: torch.device) -> defaultdict[Any, Any]:
     """Returns a state as a plain mapping, for parameters on ``device``.
 
@@ -96,7 +153,7 @@ def plain_state(state: Mapping[Any, Any], device: torch.device) -> defaultdict[A
         homes = values.homes_by_key if isinstance(values, ParameterState) else {}
         plain[parameter] = {
             # A home is copied even to the host, where its page-locked memory would stay in use.
-            key: value.to(device, copy=key in homes)
+            key: moved(value, device, copy=key in homes)
             if isinstance(value, Tensor) and (key in homes or not value.is_cpu)
             else value
             for key, value in values.items()
@@ -121,29 +178,32 @@ def _device_keys(offload: Offload, optimizer: Optimizer, member: Member) -> set[
     on_device = {key for key, value in tensors.items() if not value.is_cpu}
     if on_device or not tensors:
         return on_device
-    schema = offload.schema_of(optimizer, member) or {}
-    return {key for key, value in tensors.items() if value.dim() > 0 or key in schema}
+    schema = offload.schema_of(optimizer, member)
+    made = {} if schema is None else schema.device
+    return {key for key, value in tensors.items() if value.dim() > 0 or key in made}
 
 
-def _expected_bytes(offload: Offload, optimizer: Optimizer, member: Member) -> int | None:
-    """Returns the bytes that a parameter's state has or will get; None when it is unknown."""
+def _expected(offload: Offload, optimizer: Optimizer, member: Member) -> dict[str, Tensor]:
+    """Returns what a parameter's state has, or what its first step will make, on the device."""
     values = _values(optimizer, member.parameter)
     if values:
-        keys = _device_keys(offload, optimizer, member)
-        return StateSize.of(values[key] for key in keys).num_bytes
-    if not member.parameter.requires_grad:
-        return 0
-    size = offload.size_of(optimizer, member)
-    return None if size is None else size.num_bytes
+        return {
+            key: values[key] for key in values if key in _device_keys(offload, optimizer, member)
+        }
+    schema = offload.schema_of(optimizer, member) if member.parameter.requires_grad else None
+    return {} if schema is None else schema.device
 
 
 def _choose_resident(offload: Offload, optimizer: Optimizer, budget_bytes: int) -> set[Tensor]:
     chosen: set[Tensor] = set()
     left = budget_bytes
     for member in members_of(optimizer) if budget_bytes else ():
-        num_bytes = _expected_bytes(offload, optimizer, member)
-        # What cannot be estimated cannot be promised to fit.
-        if num_bytes is not None and num_bytes <= left:
+        # What cannot be foreseen cannot be promised to fit.
+        is_known = bool(_values(optimizer, member.parameter)) or (
+            offload.schema_of(optimizer, member) is not None
+        )
+        num_bytes = StateSize.of(_expected(offload, optimizer, member).values()).num_bytes
+        if is_known and num_bytes <= left:
             chosen.add(member.parameter)
             left -= num_bytes
     return chosen
@@ -160,7 +220,7 @@ def _moved_state(
             state[parameter] = values
             continue
         inner = state.of(parameter)
-        inner.made_for = (parameter.shape, parameter.dtype)
+        inner.made_for = layout_of(parameter)
         keys = _device_keys(offload, optimizer, members[parameter])
         moving: list[Tensor] = []
         regions = []
@@ -168,7 +228,7 @@ def _moved_state(
             if key in keys and not inner.is_resident and value.device == homes.device:
                 home = homes.allocate(value)
                 inner.settle(key, home)
-                moving.append(value)
+                moving.append(local_of(value))
                 regions.append(home.region)
             elif isinstance(value, Tensor):
                 inner.place(key, value, on_device=key in keys)

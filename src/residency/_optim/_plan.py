@@ -18,6 +18,7 @@ from torch import Tensor
 from residency._optim._homes import Home, ParameterState, State
 from residency._optim._schema import StateSize
 from residency._optim._separable import CUT
+from residency._optim._sharding import local_of
 from residency._transfer import Run, align_up
 
 
@@ -133,13 +134,14 @@ def make_plan(
 
 def known_size(inner: ParameterState) -> StateSize:
     """Returns the size of a state that exists, as far as it moves."""
-    return StateSize.of(home.tensor for home in inner.homes_by_key.values())
+    return StateSize.of(home.value for home in inner.homes_by_key.values())
 
 
 def _is_cuttable(parameter: Tensor, inner: ParameterState | None) -> bool:
     homes = [home.tensor for home in inner.homes_by_key.values()] if inner else []
-    return parameter.is_contiguous() and all(
-        t.dim() == 0 or (t.shape == parameter.shape and t.is_contiguous()) for t in homes
+    local = local_of(parameter)
+    return local.is_contiguous() and all(
+        t.dim() == 0 or (t.shape == local.shape and t.is_contiguous()) for t in homes
     )
 
 
@@ -173,7 +175,7 @@ class _Packer:
         self._open, self._open_bytes = [], 0
 
     def _cut(self, member: Member, size: StateSize) -> list[Piece]:
-        count = member.parameter.numel()
+        count = local_of(member.parameter).numel()
         overhead = align_up(1) * (len(size.itemsizes) + size.num_scalars)
         room = max(self._bucket_bytes - overhead, 0) // max(sum(size.itemsizes), 1)
         length = max(room // CUT * CUT, CUT)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,11 +19,22 @@ from torch.optim import Optimizer
 
 from residency._optim._separable import host_group
 from residency._optim._shadow import is_torchs_own, quiet_global_hooks, shadow_step, stand_in
-from residency._transfer import align_up
+from residency._optim._sharding import is_sharded, local_of, planned_bytes, wrapped_like
 
 _SMALL = 8
 
-Schema = dict[str, Tensor]
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """Is the state that a first step makes for one parameter.
+
+    Attributes:
+        device: By key, what it keeps on the device, as meta tensors (a ``DTensor`` around one).
+        values: All that it makes, by key, in the order in which it does; those of ``device`` too.
+    """
+
+    device: dict[str, Tensor]
+    values: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,68 +57,101 @@ class StateSize:
         found = list(tensors)
         large = [t for t in found if t.dim() > 0]
         return cls(
-            sum(align_up(t.numel() * t.element_size()) for t in found),
+            sum(planned_bytes(t) for t in found),
             tuple(t.element_size() for t in large),
             len(found) - len(large),
         )
 
 
 def state_schema(
-    optimizer: Optimizer, base: type[Optimizer], group: Mapping[str, Any], parameter: Tensor
+    optimizer: Optimizer,
+    base: type[Optimizer],
+    group: Mapping[str, Any],
+    parameter: Tensor,
+    *,
+    is_local: bool,
 ) -> Schema | None:
-    """Returns what the first step will make on the device for a parameter, as meta tensors.
+    """Returns what the first step will make for a parameter.
 
     Args:
         optimizer: Is not changed.
         base: The class that it has, or had before it was offloaded.
         group: The parameter's group.
         parameter: One without state.
+        is_local: Whether the step sees a sharded parameter's local tensor.
 
     Returns:
-        By key, in the order in which the step makes them; None where it cannot be known.
+        None where it cannot be known.
     """
     random_state = torch.get_rng_state()
     try:
         with quiet_global_hooks():
-            return _tried_out(optimizer, base, dict(group), parameter)
+            return _tried_out(optimizer, base, dict(group), parameter, is_local)
     finally:
         torch.set_rng_state(random_state)
 
 
 def _tried_out(
-    optimizer: Optimizer, base: type[Optimizer], group: dict[str, Any], parameter: Tensor
+    optimizer: Optimizer,
+    base: type[Optimizer],
+    group: dict[str, Any],
+    parameter: Tensor,
+    is_local: bool,
 ) -> Schema | None:
-    stand = torch.empty_strided(
-        parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
-    )
+    seen = local_of(parameter) if is_local else parameter
+    stand = torch.empty_strided(seen.shape, seen.stride(), dtype=seen.dtype, device="meta")
     found, is_whole = _state_after(optimizer, base, group, stand)
     is_fused = bool(group.get("fused"))
-    schema = {
+    made = {
         key: torch.empty_like(value, device="meta", memory_format=torch.preserve_format)
         for key, value in found.items()
         # Fused steps keep `step` on the device; on meta tensors none is fused.
         if isinstance(value, Tensor) and (not value.is_cpu or (key == "step" and is_fused))
     }
-    if is_whole:
-        return schema
-    small = torch.ones([_SMALL] * parameter.dim(), dtype=parameter.dtype)
-    states, is_whole = _state_after(optimizer, base, group, small)
-    if is_whole and states.keys() == found.keys():
-        return schema
-    return _scaled(states, small, parameter) if is_whole else None
+    if not is_whole:
+        small = torch.ones([_SMALL] * parameter.dim(), dtype=parameter.dtype)
+        states, is_whole = _state_after(optimizer, base, group, small)
+        if not is_whole:
+            return None
+        if states.keys() != found.keys():
+            scaled = _scaled(states, small, stand)
+            if scaled is None:
+                return None
+            found, made = states, scaled
+    device = _as_shards(made, stand, parameter)
+    return None if device is None else Schema(device, {**found, **device})
 
 
-def _scaled(states: dict[str, Any], small: Tensor, parameter: Tensor) -> Schema | None:
-    schema: Schema = {}
+def _scaled(states: dict[str, Any], small: Tensor, stand: Tensor) -> dict[str, Tensor] | None:
+    made: dict[str, Tensor] = {}
     for key, value in states.items():
         if not isinstance(value, Tensor):
             continue
         if value.dim() > 0 and value.shape != small.shape:
             return None
         # Whether a scalar stays on the host is not to be seen there: count it as if it did not.
-        like = torch.empty_like(parameter, device="meta") if value.dim() > 0 else value
-        schema[key] = torch.empty_like(like, dtype=value.dtype, device="meta")
-    return schema
+        made[key] = torch.empty_like(
+            stand if value.dim() > 0 else value.to("meta"), dtype=value.dtype
+        )
+    return made
+
+
+def _as_shards(
+    made: dict[str, Tensor], stand: Tensor, parameter: Tensor
+) -> dict[str, Tensor] | None:
+    """Returns the states of a sharded parameter as the shards that they are; None where one has
+    another shape, whose placements only the step knows.
+    """
+    if not is_sharded(parameter):
+        return made
+    local = local_of(parameter)
+    shards: dict[str, Tensor] = {}
+    for key, value in made.items():
+        if value.dim() > 0 and value.shape != stand.shape:
+            return None
+        like = torch.empty_like(local, dtype=value.dtype, device="meta")
+        shards[key] = wrapped_like(like, parameter) if value.dim() > 0 else value
+    return shards
 
 
 def _state_after(

@@ -27,6 +27,7 @@ from residency._optim._shadow import (
     shadow_step,
     stand_in,
 )
+from residency._optim._sharding import local_of
 
 # Cuts fall on whole vectors: CPU kernels round a bf16 tail differently, measured with SGD, RMSprop
 # and ASGD.
@@ -230,7 +231,7 @@ def _shrink(key: str, value: Any, parameter: Tensor, shape: tuple[int, ...]) -> 
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     if value.dim() == 0:
-        return value.detach().cpu().clone()
+        return local_of(value).detach().cpu().clone()
     if value.shape != parameter.shape:
         raise RefusedError(
             f"the state {key!r} has shape {tuple(value.shape)} for a parameter of shape "
@@ -238,7 +239,9 @@ def _shrink(key: str, value: Any, parameter: Tensor, shape: tuple[int, ...]) -> 
             "tried out. Offload the optimizer before its first step."
         )
     count = torch.Size(shape).numel()
-    sample = value.detach().flatten()[:count].cpu()
+    sample = local_of(value).detach().flatten()[:count].cpu()
+    if not sample.numel():  # an empty shard
+        return torch.zeros(shape, dtype=value.dtype)
     return sample.repeat(-(-count // max(sample.numel(), 1)))[:count].view(shape).clone()
 
 

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from residency import _device
 from residency._errors import RefusedError, ResidencyError
-from residency._optim._homes import Home, Homes, State
+from residency._optim._homes import Home, Homes, ParameterState, State
 from residency._optim._offload_data import Offload
 from residency._optim._plan import Member, Piece, Plan, Unit
 from residency._optim._shadow import (
@@ -34,6 +34,7 @@ from residency._optim._shadow import (
     quiet_global_hooks,
     shadow_step,
 )
+from residency._optim._sharding import is_sharded, local_gradient, local_of, wrapped_like
 from residency._transfer import Run
 from residency._transfer._lanes import raw_bytes
 
@@ -74,8 +75,8 @@ class StreamedStep:
         self._current = _device.current_stream(homes.device)
         self._commit = Commit(optimizer)
         self._alive: deque[list[Tensor]] = deque()
-        self._reserved: dict[tuple[int, str], Home] = {}
         self._num_parts_left = 0
+        self._gradients: dict[Tensor, Tensor] = {}
 
     def run(self) -> None:
         """Steps every parameter that has a gradient, then commits group values and attributes."""
@@ -84,12 +85,21 @@ class StreamedStep:
             inner = self._state.peek(member.parameter)
             if inner is not None:
                 inner.check_parameter(member.parameter)
+            if inner is not None and inner.template is not None:
+                _forget_template(inner, self._homes)
         plan = self._offload.plan_for(self._optimizer, members)
         self._reserve_homes(plan)
         num_parts = bool(plan.resident) + len(plan.streamed) + len(plan.births)
         self._num_parts_left = max(num_parts, 1)
         with quiet_global_hooks():
             try:
+                if self._offload.is_local:
+                    # In group order on every rank, before plans, which may differ, have a say.
+                    self._gradients = {
+                        m.parameter: local_gradient(m.parameter)
+                        for m in members
+                        if is_sharded(m.parameter)
+                    }
                 self._step_streamed(plan)
                 self._step_births(plan)
                 if not members:  # counters in groups advance without gradients too
@@ -110,9 +120,9 @@ class StreamedStep:
         """
         for piece in (piece for unit in plan.births for piece in unit.pieces if piece.is_last):
             member = Member(piece.group_index, piece.parameter)
-            schema = self._offload.schema_of(self._optimizer, member) or {}
-            for key, like in schema.items():
-                self._reserved[id(piece.parameter), key] = self._homes.allocate(like)
+            schema = self._offload.schema_of(self._optimizer, member)
+            if schema is not None:
+                self._homes.reserve(piece.parameter, schema.device)
 
     def _step_streamed(self, plan: Plan) -> None:
         units = plan.streamed
@@ -179,7 +189,7 @@ class StreamedStep:
             {key: view.of(slot) for key, view in each.items()} if slot is not None else {}
             for each in unit.views
         ]
-        self._gate.before_write([piece.parameter for piece in unit.pieces])
+        self._gate.before_write([local_of(piece.parameter) for piece in unit.pieces])
         outcome, proxies = self._shadow(unit.pieces, views, slot)
         births: list[_Copy] = []
         for piece, proxy, each in zip(unit.pieces, proxies, views, strict=True):
@@ -210,7 +220,7 @@ class StreamedStep:
         state: dict[Tensor, dict[str, Any]] = {}
         proxies = []
         for piece, each in zip(pieces, views, strict=True):
-            proxy = piece.parameter if piece.is_whole else _cut(piece)
+            proxy = self._proxy(piece)
             proxies.append(proxy)
             groups[piece.group_index]["params"].append(proxy)
             values = self._state_before(piece, each)
@@ -222,14 +232,44 @@ class StreamedStep:
         self._commit.add(outcome)
         return outcome, proxies
 
+    def _proxy(self, piece: Piece) -> Tensor:
+        """Returns what the shadow steps in a parameter's place, with its gradient."""
+        parameter = piece.parameter
+        if piece.is_whole and not (self._offload.is_local and is_sharded(parameter)):
+            return parameter
+        proxy = local_of(parameter).detach()
+        gradient = self._gradients.get(parameter)
+        if gradient is None:
+            assert parameter.grad is not None
+            gradient = parameter.grad.detach()
+        if not piece.is_whole:
+            proxy = proxy.view(-1)[piece.start : piece.stop]
+            gradient = gradient.reshape(-1)[piece.start : piece.stop]
+        proxy.requires_grad_(parameter.requires_grad)
+        proxy.grad = gradient
+        return proxy
+
+    def _seen(self, local: Tensor, value: Tensor) -> Tensor:
+        """Returns a state as the step sees it, which steps local tensors or shards."""
+        return local if self._offload.is_local else wrapped_like(local, value)
+
+    def _shard(self, piece: Piece, value: Any) -> Any:
+        """Returns a state as callers see it: what is as large as a parameter's shard is one."""
+        if not isinstance(value, Tensor) or not self._offload.is_local or value.dim() == 0:
+            return value
+        is_shard = value.shape == local_of(piece.parameter).shape
+        return wrapped_like(value, piece.parameter) if is_shard else value
+
     def _state_before(self, piece: Piece, views: dict[str, Tensor]) -> dict[str, Any]:
         inner = self._state.peek(piece.parameter)
         values: dict[str, Any] = {}
         for key, value in dict.items(inner) if inner is not None else ():
             if key in views:
-                values[key] = views[key]
+                values[key] = self._seen(views[key], value)
             elif inner is not None and key in inner.homes_by_key:
                 continue  # made by an earlier piece in this very step
+            elif is_sharded(value):
+                values[key] = self._seen(local_of(value), value)
             else:
                 # Pieces share what the host keeps (`step`): each advances a copy, the last one
                 # counts.
@@ -246,16 +286,17 @@ class StreamedStep:
         inner = self._state.of(piece.parameter)
         for key, value in after.items():
             view = views.get(key)
-            if view is not None and _has_layout_of(value, view):
-                if value.data_ptr() != view.data_ptr():  # the step bound the key to a new tensor
-                    view.copy_(value)
+            local = local_of(value) if isinstance(value, Tensor) else value
+            if view is not None and _has_layout_of(local, view):
+                if local.data_ptr() != view.data_ptr():  # the step bound the key to a new tensor
+                    view.copy_(local)
             elif isinstance(value, Tensor) and not value.is_cpu and not inner.is_resident:
                 if piece.is_last or value.dim() > 0:
                     births.append(self._give_home(piece, key, value))
             elif piece.is_last:
                 if key in inner.homes_by_key:
                     inner.forget(key)
-                dict.__setitem__(inner, key, value)
+                dict.__setitem__(inner, key, self._shard(piece, value))
         if piece.is_last:
             for key in [k for k in dict.keys(inner) if k not in after]:
                 inner.forget(key)
@@ -264,7 +305,7 @@ class StreamedStep:
     def _give_home(self, piece: Piece, key: str, value: Tensor) -> _Copy:
         inner = self._state.of(piece.parameter)
         is_cut = not piece.is_whole and value.dim() > 0
-        shape = piece.parameter.shape if is_cut else value.shape
+        shape = local_of(piece.parameter).shape if is_cut else value.shape
         if is_cut and (piece.stop is None or value.numel() != piece.stop - piece.start):
             raise ResidencyError(
                 f"{self._offload.base.__name__}.step made a state {key!r} of shape "
@@ -272,24 +313,27 @@ class StreamedStep:
             )
         home: Home | None = inner.homes_by_key.get(key)
         if home is None:
-            home = self._reserved.pop((id(piece.parameter), key), None)
-        if home is None or not self._homes.fits(home, value, shape if is_cut else None):
-            home = self._homes.allocate(value, shape if is_cut else None)
+            home = inner.reserved.get(key)
+        cut_shape = shape if is_cut else None
+        if home is None or not self._homes.fits(home, value, cut_shape):
+            owner = piece.parameter if is_cut else self._shard(piece, value)
+            home = self._homes.allocate(value, cut_shape, shard_of=owner)
         inner.settle(key, home)
-        buffer = raw_bytes(value)
+        buffer = raw_bytes(local_of(value))
         start = piece.start * value.element_size() if is_cut else 0
         region = home.region
         run = Run(region.slab, region.offset + start, 0, buffer.numel())
         return buffer, [run] if buffer.numel() else []
 
 
-def _cut(piece: Piece) -> Tensor:
-    parameter = piece.parameter
-    proxy = parameter.detach().view(-1)[piece.start : piece.stop]
-    proxy.requires_grad_(parameter.requires_grad)
-    assert parameter.grad is not None
-    proxy.grad = parameter.grad.detach().reshape(-1)[piece.start : piece.stop]
-    return proxy
+def _forget_template(inner: ParameterState, homes: Homes) -> None:
+    """Makes a primed state what it was before, unless a load has written into it."""
+    if inner.is_template():
+        kept = dict(inner.homes_by_key)
+        inner.clear()
+        inner.reserved.update(kept)
+        homes.version += 1
+    inner.template = None
 
 
 def _has_layout_of(value: Any, view: Tensor) -> bool:

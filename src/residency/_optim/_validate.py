@@ -13,6 +13,7 @@ from torch import Tensor
 
 from residency import _device
 from residency._errors import RefusedError
+from residency._optim._sharding import is_sharded, local_of
 
 _FLAGS = {
     "capturable": "a captured step replays fixed addresses, and streamed state has none",
@@ -42,15 +43,20 @@ def check_groups(name: str, groups: Sequence[dict[str, Any]]) -> None:
 
 
 def _check_parameter(name: str, parameter: Tensor) -> None:
-    if type(parameter) not in (Tensor, torch.nn.Parameter):
+    if not is_sharded(parameter) and type(parameter) not in (Tensor, torch.nn.Parameter):
         raise RefusedError(
-            f"{name} has a parameter of type {type(parameter).__name__}; only torch.Tensor and "
-            "torch.nn.Parameter are supported."
+            f"{name} has a parameter of type {type(parameter).__name__}; only torch.Tensor, "
+            "torch.nn.Parameter and DTensor are supported."
         )
-    if type(parameter.data) is not Tensor:
+    bytes_of = type(local_of(parameter).data if is_sharded(parameter) else parameter.data)
+    if bytes_of is not Tensor:
         raise RefusedError(
-            f"{name} has a parameter over a {type(parameter.data).__name__}; only plain "
-            "tensors are supported."
+            f"{name} has a parameter over a {bytes_of.__name__}; only plain tensors are supported."
+        )
+    if is_sharded(parameter) and name == "Adafactor":
+        raise RefusedError(
+            "Adafactor has DTensor parameters, which torch's own step cannot take (2.13: its norms "
+            "are partial sums in place). Shard with another optimizer."
         )
     for what, tensor in (("parameter", parameter), ("gradient", parameter.grad)):
         if tensor is not None and tensor.layout is not torch.strided:

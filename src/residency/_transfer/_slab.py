@@ -10,6 +10,7 @@ again only when no tensor over it is left.
 from __future__ import annotations
 
 import ctypes
+import resource
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -25,8 +26,10 @@ from residency._units import MIB, format_bytes, parse_bytes
 
 # The caching allocator's own granularity: an entry lies in a slot as it would lie in an allocation.
 ALIGNMENT = 512
+_SMALLEST_RESERVED_SLAB = parse_bytes("64KiB")
 _LARGEST_UNANNOUNCED_SLAB = 64 * MIB
-_LARGEST_SLAB = parse_bytes("1GiB")
+# Large, because the gap at a slab's end may be as large as an entry.
+_LARGEST_SLAB = parse_bytes("8GiB")
 
 
 def align_up(num_bytes: int) -> int:
@@ -43,7 +46,7 @@ def _power_of_two_at_most(num_bytes: int) -> int:
 
 
 class Slab:
-    """Is one page-locked host allocation.
+    """Is one host allocation, page-locked unless that was not wanted.
 
     Attributes:
         data: ``uint8`` of shape ``[num_bytes]``. Copies are issued from it, not from the views,
@@ -53,8 +56,12 @@ class Slab:
 
     __slots__ = ("_free", "data")
 
-    def __init__(self, num_bytes: int) -> None:
-        self.data = _device.allocate_pinned(num_bytes)
+    def __init__(self, num_bytes: int, *, pin: bool = True) -> None:
+        self.data = (
+            _device.allocate_pinned(num_bytes)
+            if pin
+            else torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        )
         self._free = [(0, num_bytes)]
 
     @property
@@ -95,16 +102,20 @@ class Region:
 
 
 class SlabArena:
-    """Packs entries into slabs that it allocates as they are needed."""
+    """Packs entries into slabs, allocated ahead by ``reserve`` or as they are needed.
 
-    def __init__(self) -> None:
+    Attributes:
+        is_pinned: Whether slabs are page-locked.
+    """
+
+    def __init__(self, *, pin: bool = True) -> None:
+        self.is_pinned = pin
         self._slabs: list[Slab] = []
-        self._announced_bytes = 0
         # Ranges come back from finalizers, at any moment and on any thread: only append here.
         self._returned: deque[Region] = deque()
 
     @property
-    def pinned_bytes(self) -> int:
+    def slab_bytes(self) -> int:
         """Returns the bytes of all slabs."""
         self._collect()
         return sum(slab.num_bytes for slab in self._slabs)
@@ -112,32 +123,30 @@ class SlabArena:
     @property
     def used_bytes(self) -> int:
         """Returns the bytes of all live entries, each rounded up to ``ALIGNMENT``."""
-        return self.pinned_bytes - sum(slab.free_bytes for slab in self._slabs)
+        return self.slab_bytes - sum(slab.free_bytes for slab in self._slabs)
 
-    def reserve(self, total_bytes: int) -> None:
-        """Announces how many bytes of entries there will be in all, each rounded up to
-        ``ALIGNMENT``.
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Allocates slabs for entries that ``allocate`` is asked for next, in this order.
 
-        Slabs are then sized as the sum of powers of two that makes up the announced total, so that
-        the page-locked bytes exceed the entries only by what is left at the end of each slab.
+        Page-locked slabs are powers of two that add up to the entries, with what is left at the
+        end of each; others are one slab of just the size.
 
-        Raises:
-            RefusedError: The host has no room for the part that is not allocated yet.
-        """
-        missing = total_bytes - self.pinned_bytes
-        if missing > 0:
-            _require_host_room(missing)
-        self._announced_bytes = align_up(total_bytes)
-
-    def prime(self) -> None:
-        """Allocates the slabs for everything announced now, rather than at the first use.
+        Args:
+            sizes: The bytes of each entry.
 
         Raises:
-            RefusedError: The host has no room, or memory cannot be page-locked; slabs that were
-                allocated before stay for the next use.
+            RefusedError: The host has no room, or memory cannot be page-locked; nothing was
+                allocated.
         """
-        while (missing := self._announced_bytes - self.pinned_bytes) > 0:
-            self._add_slab(min(_power_of_two_at_most(missing), _LARGEST_SLAB))
+        entries = [align_up(max(size, 1)) for size in sizes]
+        planned = [sum(entries)] * bool(entries)
+        if self.is_pinned and entries:
+            # Entries just over half a slab fit no sum of powers of two; one slab takes them all.
+            one = [_power_of_two_at_least(sum(entries))]
+            planned = min(_slab_sizes(entries), one, key=sum)
+        _require_host_room(sum(planned))
+        made = [self._new_slab(size) for size in planned]
+        self._slabs += made
 
     def allocate(self, num_bytes: int) -> Region:
         """Returns a range for an entry; give it back with ``release``, or never after ``tensor``.
@@ -189,27 +198,21 @@ class SlabArena:
         return data.as_strided(tuple(shape), tuple(stride))
 
     def _grow(self, wanted: int) -> Slab:
-        size = _power_of_two_at_least(wanted)
-        missing = self._announced_bytes - self.used_bytes
-        if missing > 0:
-            size = max(size, min(_power_of_two_at_most(missing), _LARGEST_SLAB))
-        elif self._slabs and self._announced_bytes == 0:
-            so_far = _power_of_two_at_least(self.pinned_bytes)
-            size = max(size, min(so_far, _LARGEST_UNANNOUNCED_SLAB))
-        return self._add_slab(size)
-
-    def _add_slab(self, size: int) -> Slab:
+        so_far = _power_of_two_at_least(self.slab_bytes) if self._slabs else 0
+        size = max(_power_of_two_at_least(wanted), min(so_far, _LARGEST_UNANNOUNCED_SLAB))
         _require_host_room(size)
+        self._slabs.append(self._new_slab(size))
+        return self._slabs[-1]
+
+    def _new_slab(self, size: int) -> Slab:
         try:
-            slab = Slab(size)
+            return Slab(size, pin=self.is_pinned)
         except (RuntimeError, MemoryError) as error:  # the driver's, or a limit on locked pages
             raise RefusedError(
-                f"{format_bytes(size)} of host memory could not be page-locked ({error}). Nothing "
-                "was changed; give the process more memory that it may lock (ulimit -l), or keep "
-                "more state on the device with `resident=`."
+                f"{format_bytes(size)} of host memory could not be page-locked ({error}; "
+                f"{_locked_limit()}). Nothing was changed; raise that limit (ulimit -l), keep "
+                "more state on the device with `resident=`, or pass `pin=False`."
             ) from error
-        self._slabs.append(slab)
-        return slab
 
     def _collect(self) -> None:
         collected = False
@@ -219,6 +222,32 @@ class SlabArena:
             collected = True
         if collected:
             self._slabs = [s for s in self._slabs if s.free_bytes < s.num_bytes]
+
+
+def _slab_sizes(entries: Sequence[int]) -> list[int]:
+    """Returns sizes of slabs into which ``entries`` fit when each takes the first that has room."""
+    sizes: list[int] = []
+    left = list(entries)
+    while left:
+        total = sum(left)
+        small = total <= _SMALLEST_RESERVED_SLAB
+        size = _power_of_two_at_least(total) if small else _power_of_two_at_most(total)
+        size = max(min(size, _LARGEST_SLAB), _power_of_two_at_least(max(left)))
+        sizes.append(size)
+        room, rest = size, []
+        for entry in left:
+            if entry <= room:
+                room -= entry
+            else:
+                rest.append(entry)
+        left = rest
+    return sizes
+
+
+def _locked_limit() -> str:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    amount = "no limit" if limit == resource.RLIM_INFINITY else f"at most {format_bytes(limit)}"
+    return f"the system says that this process may lock {amount}"
 
 
 def _require_host_room(num_bytes: int) -> None:

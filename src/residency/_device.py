@@ -30,8 +30,8 @@ def new_stream(device: torch.device) -> torch.Stream:
 
 
 def new_event(device: torch.device) -> torch.Event:
-    """Makes an event that is not recorded yet; waiting on it as it is does nothing."""
-    return torch.Event(device.type)
+    """Makes a timed event that is not recorded yet; waiting on it as it is does nothing."""
+    return torch.Event(device.type, enable_timing=True)
 
 
 def is_pinning_available() -> bool:

@@ -17,6 +17,7 @@ from residency._optim._plan import Member, Plan, make_plan
 from residency._optim._schema import Schema, StateSize, state_schema
 from residency._optim._separable import Separability
 from residency._optim._sharding import layout_of, local_of
+from residency._optim._statistics import Timeline
 
 
 @dataclass(slots=True)
@@ -50,6 +51,7 @@ class Offload:
     num_steps: int = 0
     copied_to_device_bytes: int = 0
     copied_to_host_bytes: int = 0
+    timeline: Timeline | None = None
     _plan: Plan | None = None
     _plan_key: tuple[Any, ...] = ()
     _schemas: dict[tuple[Any, ...], Schema | None] = field(default_factory=dict)
@@ -59,8 +61,14 @@ class Offload:
         """Says whether steps see local tensors of sharded parameters, and cuts of them."""
         return self.separability is Separability.ELEMENT_WISE
 
-    def plan_for(self, optimizer: Optimizer, members: list[Member]) -> Plan:
-        """Returns the plan for a step over ``members``, made anew only when something changed."""
+    def plan_for(
+        self, optimizer: Optimizer, members: list[Member], *, is_template: bool = False
+    ) -> Plan:
+        """Returns the plan for a step over ``members``, made anew only when something changed.
+
+        A template step, of which only the state is wanted, has buckets of half the size: what the
+        step itself allocates then fits one bucket too.
+        """
         assert self.homes is not None
         assert self.state is not None
         layout = tuple(
@@ -70,13 +78,13 @@ class Offload:
         settings = tuple(_settings_of(group) for group in optimizer.param_groups)
         if self._plan_key[2:] != (settings,):
             self._schemas.clear()  # another momentum may make state where there was none
-        key = (self.homes.version, layout, settings)
+        key = (self.homes.version, (is_template, *layout), settings)
         if self._plan is None or key != self._plan_key:
             self._plan = make_plan(
                 members,
                 self.state,
                 resident=self.resident,
-                bucket_bytes=self.bucket_bytes,
+                bucket_bytes=self.bucket_bytes // (2 if is_template else 1),
                 can_cut=self.is_local,
                 size_of=lambda member: self.size_of(optimizer, member),
             )

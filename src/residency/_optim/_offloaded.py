@@ -25,9 +25,10 @@ from residency._optim._placement import follow_parameters, members_of, prime_sta
 from residency._optim._separable import separability
 from residency._optim._shadow import PRIVATE, raw_step
 from residency._optim._sharding import local_of
-from residency._optim._statistics import OffloadStatistics
+from residency._optim._statistics import OffloadStatistics, Timeline, bytes_per_second
 from residency._optim._stream import StreamedStep
 from residency._optim._validate import check_groups, device_of
+from residency._units import format_bytes
 
 
 class OffloadedOptimizer(Optimizer):
@@ -92,8 +93,9 @@ class OffloadedOptimizer(Optimizer):
             prime_state(self, offload, offload.homes, offload.state)
 
     def statistics(self) -> OffloadStatistics:
-        """Returns the figures of this optimizer so far."""
+        """Returns the figures of this optimizer so far; waits for the newest step to end."""
         offload = _offload_of(self)
+        times = offload.timeline or Timeline()
         inners = [v for v in dict.values(self.state) if isinstance(v, ParameterState)]
         homes = [home for inner in inners for home in inner.homes_by_key.values()]
         stay = [
@@ -112,6 +114,28 @@ class OffloadedOptimizer(Optimizer):
             num_steps=offload.num_steps,
             copied_to_device_bytes=offload.copied_to_device_bytes,
             copied_to_host_bytes=offload.copied_to_host_bytes,
+            step_to_device_bytes=sum(num_bytes for _, _, num_bytes in times.loads),
+            step_to_host_bytes=sum(num_bytes for _, _, num_bytes in times.stores),
+            to_device_bytes_per_second=bytes_per_second(times.loads),
+            to_host_bytes_per_second=bytes_per_second(times.stores),
+            exposed_seconds=times.exposed_seconds() if offload.timeline else None,
+        )
+
+    def __repr__(self) -> str:
+        offload = self.__dict__.get(PRIVATE)
+        if not isinstance(offload, Offload):
+            return super().__repr__()
+        if offload.homes is None:
+            return f"{super().__repr__()}\noffloaded: parameters on the host, nothing moves"
+        num_parameters = sum(len(group["params"]) for group in self.param_groups)
+        kind = "pinned" if offload.pin else "not pinned"
+        return (
+            f"{super().__repr__()}\n"
+            f"offloaded: {format_bytes(offload.homes.arena.used_bytes)} of homes on the host "
+            f"({format_bytes(offload.homes.arena.slab_bytes)}, {kind}); "
+            f"{len(offload.resident)} of {num_parameters} parameters have resident state "
+            f"(at most {format_bytes(offload.resident_bytes)}); the rest streams through "
+            f"{offload.num_slots} slots of {format_bytes(offload.bucket_bytes)}"
         )
 
     def state_dict(self) -> dict[str, Any]:

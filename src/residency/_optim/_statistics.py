@@ -1,8 +1,40 @@
-"""The figures of one offloaded optimizer."""
+"""The figures of one offloaded optimizer, and the clock readings that some of them come from."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Holds the events of one step, which are read only when somebody asks for the figures.
+
+    Attributes:
+        loads: Around each unit's copies to the device, with their bytes.
+        stores: Around each unit's copies to the host, with their bytes.
+        stalls: Around each wait of the computing stream for copies.
+    """
+
+    loads: list[tuple[torch.Event, torch.Event, int]] = field(default_factory=list)
+    stores: list[tuple[torch.Event, torch.Event, int]] = field(default_factory=list)
+    stalls: list[tuple[torch.Event, torch.Event]] = field(default_factory=list)
+
+    def exposed_seconds(self) -> float:
+        """Returns the time for which the computing stream waited for copies; blocks the host."""
+        return sum(_seconds(start, end) for start, end in self.stalls)
+
+
+def bytes_per_second(copies: list[tuple[torch.Event, torch.Event, int]]) -> float | None:
+    """Returns the rate of copies while they ran, or None without any; blocks the host."""
+    seconds = sum(_seconds(start, end) for start, end, _ in copies)
+    return sum(num_bytes for _, _, num_bytes in copies) / seconds if seconds else None
+
+
+def _seconds(start: torch.Event, end: torch.Event) -> float:
+    end.synchronize()
+    return max(start.elapsed_time(end), 0.0) / 1e3
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,7 +43,7 @@ class OffloadStatistics:
 
     Attributes:
         home_bytes: Bytes of the state that lives on the host, ``numel * itemsize``.
-        pinned_bytes: Bytes of page-locked host memory that hold it.
+        pinned_bytes: Bytes of page-locked host memory for it, present and to come.
         resident_bytes: Bytes of the state that stays on the device.
         slot_bytes: Bytes of one device buffer in the newest step.
         num_slots: Device buffers at most in use at once.
@@ -19,6 +51,12 @@ class OffloadStatistics:
         num_steps: Steps taken since the offload.
         copied_to_device_bytes: Bytes copied to the device by steps so far.
         copied_to_host_bytes: Bytes copied to the host by steps so far.
+        step_to_device_bytes: Bytes that the newest step copied to the device.
+        step_to_host_bytes: Bytes that the newest step copied to the host.
+        to_device_bytes_per_second: Rate of those copies while they ran, None without any.
+        to_host_bytes_per_second: Rate of those copies while they ran, None without any.
+        exposed_seconds: Time for which the newest step's computation waited for copies, None
+            before the first step.
     """
 
     home_bytes: int
@@ -30,3 +68,8 @@ class OffloadStatistics:
     num_steps: int
     copied_to_device_bytes: int
     copied_to_host_bytes: int
+    step_to_device_bytes: int
+    step_to_host_bytes: int
+    to_device_bytes_per_second: float | None
+    to_host_bytes_per_second: float | None
+    exposed_seconds: float | None

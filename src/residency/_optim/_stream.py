@@ -35,6 +35,7 @@ from residency._optim._shadow import (
     shadow_step,
 )
 from residency._optim._sharding import is_sharded, local_gradient, local_of, wrapped_like
+from residency._optim._statistics import Timeline
 from residency._transfer import Run
 from residency._transfer._lanes import raw_bytes
 
@@ -76,6 +77,8 @@ class StreamedStep:
         self._commit = Commit(optimizer)
         self._alive: deque[list[Tensor]] = deque()
         self._num_parts_left = 0
+        self._num_births_alive = offload.num_slots
+        self._timeline = Timeline()
         self._gradients: dict[Tensor, Tensor] = {}
 
     def run(self) -> None:
@@ -87,7 +90,10 @@ class StreamedStep:
                 inner.check_parameter(member.parameter)
             if inner is not None and inner.template is not None:
                 _forget_template(inner, self._homes)
-        plan = self._offload.plan_for(self._optimizer, members)
+        if not self._state and _has_no_rate(self._optimizer):
+            self._num_births_alive = 1
+        is_template = self._num_births_alive == 1 < self._offload.num_slots
+        plan = self._offload.plan_for(self._optimizer, members, is_template=is_template)
         self._reserve_homes(plan)
         num_parts = bool(plan.resident) + len(plan.streamed) + len(plan.births)
         self._num_parts_left = max(num_parts, 1)
@@ -112,6 +118,7 @@ class StreamedStep:
                 self._drop_alive(keep=0)
         self._commit.write()
         self._offload.num_steps += 1
+        self._offload.timeline = self._timeline
         self._offload.num_buckets = len(plan.streamed) + len(plan.births)
 
     def _reserve_homes(self, plan: Plan) -> None:
@@ -150,12 +157,12 @@ class StreamedStep:
             # The bound counts buffers of both kinds: the slots go before the first birth.
             self._drop_alive(keep=0)
         for unit in plan.births:
-            self._drop_alive(keep=self._offload.num_slots - 1)
+            self._drop_alive(keep=self._num_births_alive - 1)
             slot = self._allocate(unit.num_bytes)
             self._allow_h2d()
             self._await(self._load(unit, slot))
             self._alive.append([slot, *self._step_unit(unit, slot)])
-            if self._offload.num_slots == 1:
+            if self._num_births_alive == 1:
                 self._drop_alive(keep=0)
 
     def _allocate(self, num_bytes: int) -> Tensor:
@@ -169,17 +176,27 @@ class StreamedStep:
         if not unit.loads:
             return None
         self._gate.before_write([slot], stream=self._lanes.h2d)
-        self._offload.copied_to_device_bytes += sum(run.num_bytes for run in unit.loads)
-        return self._lanes.load(slot, unit.loads)
+        num_bytes = sum(run.num_bytes for run in unit.loads)
+        self._offload.copied_to_device_bytes += num_bytes
+        begun = self._lanes.mark(self._lanes.h2d)
+        ready = self._lanes.load(slot, unit.loads)
+        self._timeline.loads.append((begun, ready, num_bytes))
+        return ready
 
     def _await(self, ready: torch.Event | None) -> None:
         if ready is not None:
+            begun = self._lanes.mark(self._current)
             self._current.wait_event(ready)
+            self._timeline.stalls.append((begun, self._lanes.mark(self._current)))
 
     def _drop_alive(self, *, keep: int) -> None:
+        if len(self._alive) <= keep:
+            return
+        begun = self._lanes.mark(self._current)
         while len(self._alive) > keep:
             self._gate.before_free(self._alive[0])
             self._alive.popleft()
+        self._timeline.stalls.append((begun, self._lanes.mark(self._current)))
 
     def _step_unit(self, unit: Unit, slot: Tensor | None) -> list[Tensor]:
         """Steps one unit and queues its copies home; returns the new tensors that those copies
@@ -204,14 +221,17 @@ class StreamedStep:
 
     def _store(self, unit: Unit, copies: Sequence[_Copy]) -> None:
         self._lanes.d2h.wait_event(self._lanes.mark(self._current))
+        begun = self._lanes.mark(self._lanes.d2h)
         written = self._lanes.store(copies)
+        num_bytes = sum(run.num_bytes for _, runs in copies for run in runs)
+        self._timeline.stores.append((begun, written, num_bytes))
         self._gate.reading([buffer for buffer, _ in copies], written, self._lanes.d2h)
         self._homes.newest = written
         for piece in unit.pieces:
             inner = self._state.peek(piece.parameter)
             if inner is not None and inner.homes_by_key:
                 inner.written = written
-        self._offload.copied_to_host_bytes += sum(r.num_bytes for _, runs in copies for r in runs)
+        self._offload.copied_to_host_bytes += num_bytes
 
     def _shadow(
         self, pieces: Sequence[Piece], views: Sequence[dict[str, Tensor]], slot: Tensor | None
@@ -324,6 +344,17 @@ class StreamedStep:
         region = home.region
         run = Run(region.slab, region.offset + start, 0, buffer.numel())
         return buffer, [run] if buffer.numel() else []
+
+
+def _has_no_rate(optimizer: Optimizer) -> bool:
+    """Says whether all learning rates are zero: how ``torch.distributed.checkpoint`` makes the
+    state of a fresh optimizer before a load. Rates on the device are not looked at.
+    """
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        if rate is None or (isinstance(rate, Tensor) and not rate.is_cpu) or rate != 0:
+            return False
+    return True
 
 
 def _forget_template(inner: ParameterState, homes: Homes) -> None:

@@ -134,6 +134,7 @@ class ParameterState(dict[str, Any]):
         is_resident: Whether the values stay on the device instead.
         written: The event after the newest copy home, None when nothing is under way.
         made_for: The layout of the parameter that the values belong to.
+        master_versions: Those of the parameter when its master was last written to it.
         reserved: Homes for values that are not there yet.
         template: Versions of the zeros that ``prime`` put here, by key, until a value is placed.
     """
@@ -143,6 +144,7 @@ class ParameterState(dict[str, Any]):
         "homes_by_key",
         "is_resident",
         "made_for",
+        "master_versions",
         "reserved",
         "template",
         "written",
@@ -157,6 +159,7 @@ class ParameterState(dict[str, Any]):
         self.is_resident = is_resident
         self.written: torch.Event | None = None
         self.made_for: Hashable = None
+        self.master_versions: tuple[int, int] | None = None
         self.reserved = {} if reserved is None else reserved
         self.template: dict[str, int] | None = None
 

@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 
 from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes, State
+from residency._optim._masters import as_masters_state
 from residency._optim._offload_data import Offload
-from residency._optim._schema import Schema, state_schema
+from residency._optim._schema import Schema
 from residency._optim._shadow import PRIVATE, is_torchs_own
 from residency._optim._sharding import layout_of, local_of, moved
 
@@ -69,7 +70,7 @@ class PreparedLoad:
                     inner.keep(key, entry.value)
             inner.reorder(list(entries))
             inner.made_for = layout_of(parameter)
-            inner.template = None
+            inner.template = inner.master_versions = None
 
 
 def prepare_load(
@@ -108,9 +109,7 @@ def prepare_load(
         group = group_of.get(parameter)
         schema = None
         if group is not None:
-            schema = state_schema(
-                optimizer, offload.base, group, parameter, is_local=offload.is_local
-            )
+            schema = offload.schema_in(optimizer, group, parameter)
         if schema is not None and is_torchs_own(offload.base):
             _check_shapes(schema, saved)
         needs_device = _device_rule(offload, schema, parameter)
@@ -184,6 +183,8 @@ def _entry(
             "expected dense values. Nothing was loaded."
         )
     value = value.detach()
+    if offload.has_master(parameter):
+        value = as_masters_state(value, parameter)
     if not needs_device(key, value):
         # A copy: the step advances it in place, and the saved one is not ours.
         return _Entry(value.cpu().clone())

@@ -16,6 +16,7 @@ from torch.optim import Optimizer, lr_scheduler
 from residency import _device
 from residency._errors import InvalidArgumentError, RefusedError
 from residency._optim._homes import State
+from residency._optim._masters import check_masters_place
 from residency._optim._offload_data import Offload
 from residency._optim._offloaded import (
     OffloadedOptimizer,
@@ -40,6 +41,7 @@ def offload_optimizer(
     bucket: int | str = "128MiB",
     slots: int = 3,
     pin: bool = True,
+    master_weights: bool = False,
 ) -> OptimizerT:
     """Moves an optimizer's state to the host; from now on a step streams it through the device.
 
@@ -50,6 +52,8 @@ def offload_optimizer(
         bucket: Bytes of state that move together.
         slots: Buckets that may be on the device at once; 3 lets both copies and the step overlap.
         pin: Whether the homes are page-locked; without, copies block the host.
+        master_weights: Whether bfloat16 and float16 parameters get float32 masters, which are
+            stepped in their place and rounded; they are state, under the key ``master_weight``.
 
     Returns:
         The same object.
@@ -70,7 +74,7 @@ def offload_optimizer(
         Pinned host bytes are those of the state, each rounded up to 512, plus what is left at the
         end of each slab.
     """
-    settings = _settings(resident, bucket, slots, pin)
+    settings = _settings(resident, bucket, slots, pin, master_weights)
     if isinstance(optimizer, OffloadedOptimizer):
         raise RefusedError(
             f"this {type(optimizer).__name__} is offloaded already. To change its settings, call "
@@ -82,6 +86,7 @@ def offload_optimizer(
     _validate_step_patch(optimizer)
     kind = separability(optimizer, base, optimizer.param_groups)
     offload = Offload(base, kind, **settings)
+    check_masters_place(base.__name__, master_weights, device)
     if device.type != "cpu":
         place_state(optimizer, offload, device)
     optimizer.__dict__[PRIVATE] = offload
@@ -103,7 +108,8 @@ def onload_optimizer(optimizer: OptimizerT) -> OptimizerT:
         The same object.
 
     Raises:
-        RefusedError: The optimizer is not offloaded; something that no LR scheduler of torch made
+        RefusedError: The optimizer is not offloaded, or has master weights; something that no LR
+            scheduler of torch made
             sits on its ``step``; its parameters are on several devices. Nothing has changed.
         torch.OutOfMemoryError: The device has no room for the whole state. The optimizer is
             offloaded as before.
@@ -118,6 +124,12 @@ def onload_optimizer(optimizer: OptimizerT) -> OptimizerT:
             f"this {type(optimizer).__name__} is not offloaded, so there is no way back."
         )
     _validate_step_patch(optimizer)
+    if offload.master_weights:
+        raise RefusedError(
+            f"this {type(optimizer).__name__} has master weights, which a plain one has no place "
+            "for: it would go on from rounded parameters. Save state_dict() and load it into an "
+            "optimizer that is offloaded with master_weights=True."
+        )
     adopt_foreign_state(optimizer, offload)
     follow_parameters(optimizer, offload)
     if isinstance(offload.state, State) and offload.homes is not None:
@@ -135,9 +147,12 @@ def onload_optimizer(optimizer: OptimizerT) -> OptimizerT:
     return optimizer
 
 
-def _settings(resident: int | str, bucket: int | str, slots: int, pin: bool) -> dict[str, Any]:
-    if not isinstance(pin, bool):
-        raise InvalidArgumentError(f"pin is {pin!r}; expected True or False.")
+def _settings(
+    resident: int | str, bucket: int | str, slots: int, pin: bool, master_weights: bool
+) -> dict[str, Any]:
+    for name, value in (("pin", pin), ("master_weights", master_weights)):
+        if not isinstance(value, bool):
+            raise InvalidArgumentError(f"{name} is {value!r}; expected True or False.")
     if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
         raise InvalidArgumentError(f"slots is {slots!r}; expected a whole number of at least 1.")
     sizes = {
@@ -145,6 +160,7 @@ def _settings(resident: int | str, bucket: int | str, slots: int, pin: bool) -> 
         "bucket_bytes": parse_bytes(bucket, name="bucket"),
         "num_slots": slots,
         "pin": pin,
+        "master_weights": master_weights,
     }
     if sizes["bucket_bytes"] < 1:
         raise InvalidArgumentError("bucket is 0 bytes; expected room for at least one element.")

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from residency._optim._homes import Homes, State
+from residency._optim._masters import needs_master
 from residency._optim._plan import Member, Plan, make_plan
 from residency._optim._schema import Schema, StateSize, state_schema
 from residency._optim._separable import Separability
@@ -43,6 +44,7 @@ class Offload:
     state: State | None = None
     resident: set[Tensor] = field(default_factory=set)
     pin: bool = True
+    master_weights: bool = False
     guard: RemovableHandle | None = None
     is_entered: bool = False
     loading: dict[Any, Any] | None = None
@@ -87,6 +89,7 @@ class Offload:
                 bucket_bytes=self.bucket_bytes // (2 if is_template else 1),
                 can_cut=self.is_local,
                 size_of=lambda member: self.size_of(optimizer, member),
+                has_master=self.has_master,
             )
             self._plan_key = key
         return self._plan
@@ -104,10 +107,25 @@ class Offload:
         key = (member.group_index, layout_of(parameter), local_of(parameter).stride())
         if key not in self._schemas:
             group = optimizer.param_groups[member.group_index]
-            self._schemas[key] = state_schema(
-                optimizer, self.base, group, parameter, is_local=self.is_local
-            )
+            self._schemas[key] = self.schema_in(optimizer, group, parameter)
         return self._schemas[key]
+
+    def schema_in(
+        self, optimizer: Optimizer, group: dict[str, Any], parameter: Tensor
+    ) -> Schema | None:
+        """Returns ``schema_of`` for a group that the optimizer may not have yet."""
+        return state_schema(
+            optimizer,
+            self.base,
+            group,
+            parameter,
+            is_local=self.is_local,
+            has_master=self.has_master(parameter),
+        )
+
+    def has_master(self, parameter: Tensor) -> bool:
+        """Says whether a float32 master is stepped in a parameter's place."""
+        return self.master_weights and needs_master(parameter)
 
     def forget_plan(self) -> None:
         """Plans anew at the next step."""

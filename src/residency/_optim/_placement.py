@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from residency import _device
 from residency._errors import RefusedError
 from residency._optim._homes import Homes, ParameterState, State
+from residency._optim._masters import MASTER, as_masters_state, check_masters_place, master_like
 from residency._optim._offload_data import Offload
 from residency._optim._plan import Member
 from residency._optim._schema import Schema, StateSize
@@ -49,6 +50,7 @@ def place_state(optimizer: Optimizer, offload: Offload, device: torch.device) ->
         RefusedError: The host has no room for the homes; nothing has moved.
     """
     if device.type == "cpu":
+        check_masters_place(offload.base.__name__, offload.master_weights, device)
         optimizer.state = plain_state(optimizer.state, device)
         offload.homes, offload.state, offload.resident = None, None, set()
         offload.forget_plan()
@@ -64,8 +66,8 @@ def place_state(optimizer: Optimizer, offload: Offload, device: torch.device) ->
     homes.arena.reserve([like.numel() * like.element_size() for like in likes])
     state = _moved_state(homes, resident, offload, optimizer)
     for parameter, expected in announced.items():
-        if not _values(optimizer, parameter):
-            homes.reserve(parameter, expected)
+        inner = state.peek(parameter) or ()
+        homes.reserve(parameter, {key: like for key, like in expected.items() if key not in inner})
     offload.homes, offload.state, offload.resident = homes, state, resident
     offload.forget_plan()
     optimizer.state = state
@@ -187,9 +189,13 @@ def _expected(offload: Offload, optimizer: Optimizer, member: Member) -> dict[st
     """Returns what a parameter's state has, or what its first step will make, on the device."""
     values = _values(optimizer, member.parameter)
     if values:
-        return {
+        found = {
             key: values[key] for key in values if key in _device_keys(offload, optimizer, member)
         }
+        if offload.has_master(member.parameter):
+            found = {k: as_masters_state(v, member.parameter) for k, v in found.items()}
+            found.setdefault(MASTER, master_like(member.parameter))
+        return found
     schema = offload.schema_of(optimizer, member) if member.parameter.requires_grad else None
     return {} if schema is None else schema.device
 
@@ -224,7 +230,11 @@ def _moved_state(
         keys = _device_keys(offload, optimizer, members[parameter])
         moving: list[Tensor] = []
         regions = []
-        for key, value in values.items():
+        has_master = offload.has_master(parameter)
+        for key, saved in values.items():
+            value = saved
+            if has_master and isinstance(saved, Tensor):
+                value = as_masters_state(saved, parameter)
             if key in keys and not inner.is_resident and value.device == homes.device:
                 home = homes.allocate(value)
                 inner.settle(key, home)

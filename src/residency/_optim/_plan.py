@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from residency._optim._homes import Home, ParameterState, State
+from residency._optim._masters import MASTER, master_like
 from residency._optim._schema import StateSize
 from residency._optim._separable import CUT
 from residency._optim._sharding import local_of
@@ -102,6 +103,7 @@ def make_plan(
     bucket_bytes: int,
     can_cut: bool,
     size_of: Callable[[Member], StateSize | None],
+    has_master: Callable[[Tensor], bool],
 ) -> Plan:
     """Plans a step over the parameters that have a gradient.
 
@@ -113,6 +115,7 @@ def make_plan(
             more.
         can_cut: Whether the optimizer is element-wise.
         size_of: Estimates the state of a parameter that has none yet.
+        has_master: Whether a parameter's master is part of its state.
     """
     stay: list[Piece] = []
     streamed, births = _Packer(bucket_bytes), _Packer(bucket_bytes)
@@ -121,8 +124,10 @@ def make_plan(
             stay.append(Piece(*member))
             continue
         inner = state.peek(member.parameter)
-        size = known_size(inner) if inner else size_of(member)
-        packer = streamed if inner or (size is not None and not size.num_bytes) else births
+        lacks_master = has_master(member.parameter) and MASTER not in (inner or ())
+        size = known_size(inner, member.parameter, lacks_master) if inner else size_of(member)
+        is_made = bool(inner) and not lacks_master
+        packer = streamed if is_made or (size is not None and not size.num_bytes) else births
         is_cuttable = can_cut and _is_cuttable(member.parameter, inner)
         packer.add(member, size, is_cuttable=is_cuttable)
     return Plan(
@@ -132,9 +137,10 @@ def make_plan(
     )
 
 
-def known_size(inner: ParameterState) -> StateSize:
-    """Returns the size of a state that exists, as far as it moves."""
-    return StateSize.of(home.value for home in inner.homes_by_key.values())
+def known_size(inner: ParameterState, parameter: Tensor, lacks_master: bool) -> StateSize:
+    """Returns the size of a state that exists, as far as it moves, and of a master to be made."""
+    master = [master_like(parameter)] if lacks_master else []
+    return StateSize.of([*(home.value for home in inner.homes_by_key.values()), *master])
 
 
 def _is_cuttable(parameter: Tensor, inner: ParameterState | None) -> bool:

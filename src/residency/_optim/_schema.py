@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from residency._optim._masters import MASTER, master_like
 from residency._optim._separable import host_group
 from residency._optim._shadow import is_torchs_own, quiet_global_hooks, shadow_step, stand_in
 from residency._optim._sharding import is_sharded, local_of, planned_bytes, wrapped_like
@@ -70,6 +71,7 @@ def state_schema(
     parameter: Tensor,
     *,
     is_local: bool,
+    has_master: bool = False,
 ) -> Schema | None:
     """Returns what the first step will make for a parameter.
 
@@ -79,6 +81,7 @@ def state_schema(
         group: The parameter's group.
         parameter: One without state.
         is_local: Whether the step sees a sharded parameter's local tensor.
+        has_master: Whether it sees a float32 master instead, which is then part of the state.
 
     Returns:
         None where it cannot be known.
@@ -86,7 +89,18 @@ def state_schema(
     random_state = torch.get_rng_state()
     try:
         with quiet_global_hooks():
-            return _tried_out(optimizer, base, dict(group), parameter, is_local)
+            seen = local_of(parameter) if is_local else parameter
+            stand = torch.empty_strided(
+                seen.shape,
+                seen.stride(),
+                dtype=torch.float32 if has_master else seen.dtype,
+                device="meta",
+            )
+            schema = _tried_out(optimizer, base, dict(group), parameter, stand)
+            if schema is None or not has_master:
+                return schema
+            master = {MASTER: master_like(parameter)}
+            return Schema({**master, **schema.device}, {**master, **schema.values})
     finally:
         torch.set_rng_state(random_state)
 
@@ -96,10 +110,8 @@ def _tried_out(
     base: type[Optimizer],
     group: dict[str, Any],
     parameter: Tensor,
-    is_local: bool,
+    stand: Tensor,
 ) -> Schema | None:
-    seen = local_of(parameter) if is_local else parameter
-    stand = torch.empty_strided(seen.shape, seen.stride(), dtype=seen.dtype, device="meta")
     found, is_whole = _state_after(optimizer, base, group, stand)
     is_fused = bool(group.get("fused"))
     made = {
@@ -109,7 +121,7 @@ def _tried_out(
         if isinstance(value, Tensor) and (not value.is_cpu or (key == "step" and is_fused))
     }
     if not is_whole:
-        small = torch.ones([_SMALL] * parameter.dim(), dtype=parameter.dtype)
+        small = torch.ones([_SMALL] * parameter.dim(), dtype=stand.dtype)
         states, is_whole = _state_after(optimizer, base, group, small)
         if not is_whole:
             return None

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from residency import _device
 from residency._errors import RefusedError, ResidencyError
 from residency._optim._homes import Home, Homes, ParameterState, State
+from residency._optim._masters import MASTER, take_foreign_writes, versions_of
 from residency._optim._offload_data import Offload
 from residency._optim._plan import Member, Piece, Plan, Unit
 from residency._optim._shadow import (
@@ -78,6 +79,7 @@ class StreamedStep:
         self._alive: deque[list[Tensor]] = deque()
         self._num_parts_left = 0
         self._num_births_alive = offload.num_slots
+        self._is_foreign = False
         self._timeline = Timeline()
         self._gradients: dict[Tensor, Tensor] = {}
 
@@ -210,8 +212,11 @@ class StreamedStep:
         outcome, proxies = self._shadow(unit.pieces, views, slot)
         births: list[_Copy] = []
         for piece, proxy, each in zip(unit.pieces, proxies, views, strict=True):
-            if proxy in outcome.state:
-                self._collect(piece, each, outcome.state[proxy], births)
+            after = outcome.state.get(proxy)
+            if self._offload.has_master(piece.parameter):
+                after = {MASTER: self._round(piece, proxy), **(after or {})}
+            if after is not None:
+                self._collect(piece, each, after, births)
         copies = [*births]
         if slot is not None and unit.stores:
             copies.append((slot, unit.stores))
@@ -240,7 +245,7 @@ class StreamedStep:
         state: dict[Tensor, dict[str, Any]] = {}
         proxies = []
         for piece, each in zip(pieces, views, strict=True):
-            proxy = self._proxy(piece)
+            proxy = self._proxy(piece, each)
             proxies.append(proxy)
             groups[piece.group_index]["params"].append(proxy)
             values = self._state_before(piece, each)
@@ -252,9 +257,11 @@ class StreamedStep:
         self._commit.add(outcome)
         return outcome, proxies
 
-    def _proxy(self, piece: Piece) -> Tensor:
+    def _proxy(self, piece: Piece, views: dict[str, Tensor]) -> Tensor:
         """Returns what the shadow steps in a parameter's place, with its gradient."""
         parameter = piece.parameter
+        if self._offload.has_master(parameter):
+            return self._master(piece, views)
         if piece.is_whole and not (self._offload.is_local and is_sharded(parameter)):
             return parameter
         proxy = local_of(parameter).detach()
@@ -268,6 +275,44 @@ class StreamedStep:
         proxy.requires_grad_(parameter.requires_grad)
         proxy.grad = gradient
         return proxy
+
+    def _master(self, piece: Piece, views: dict[str, Tensor]) -> Tensor:
+        """Returns a piece's master with its gradient in float32."""
+        parameter, low = piece.parameter, self._low(piece)
+        inner = self._state.of(parameter)
+        if piece.start == 0:  # stepping the first piece changes the versions
+            self._is_foreign = inner.master_versions != versions_of(parameter)
+        master = views.get(MASTER)
+        if master is None and inner.is_resident and MASTER in inner:
+            master = local_of(dict.__getitem__(inner, MASTER)).detach()
+        if master is None:
+            master = low.float()
+        elif self._is_foreign:
+            take_foreign_writes(master, low)
+        assert parameter.grad is not None
+        if self._offload.is_local:
+            proxy = master
+            gradient = self._gradients.get(parameter, parameter.grad).detach()
+            if not piece.is_whole:
+                gradient = gradient.reshape(-1)[piece.start : piece.stop]
+        else:
+            proxy, gradient = wrapped_like(master, parameter), parameter.grad.detach()
+        proxy.requires_grad_(parameter.requires_grad)
+        proxy.grad = gradient.float()
+        return proxy
+
+    def _low(self, piece: Piece) -> Tensor:
+        low = local_of(piece.parameter).detach()
+        return low if piece.is_whole else low.view(-1)[piece.start : piece.stop]
+
+    def _round(self, piece: Piece, proxy: Tensor) -> Tensor:
+        """Writes a stepped master to its parameter; returns it as a state."""
+        proxy.grad = None
+        master = proxy.detach()
+        self._low(piece).copy_(local_of(master))
+        if piece.is_last:
+            self._state.of(piece.parameter).master_versions = versions_of(piece.parameter)
+        return master
 
     def _seen(self, local: Tensor, value: Tensor) -> Tensor:
         """Returns a state as the step sees it, which steps local tensors or shards."""
@@ -284,6 +329,8 @@ class StreamedStep:
         inner = self._state.peek(piece.parameter)
         values: dict[str, Any] = {}
         for key, value in dict.items(inner) if inner is not None else ():
+            if key == MASTER and self._offload.has_master(piece.parameter):
+                continue  # it is the proxy
             if key in views:
                 values[key] = self._seen(views[key], value)
             elif inner is not None and key in inner.homes_by_key:

@@ -1,0 +1,153 @@
+"""Float32 masters of low-precision parameters, against a reference that keeps them on the device."""
+
+import copy
+
+import pytest
+import torch
+
+import residency
+
+CASES = [
+    ("AdamW", {}),
+    ("AdamW", {"fused": True}),
+    ("SGD", {"momentum": 0.9}),
+    ("NAdam", {}),
+    ("Adafactor", {}),
+    ("Muon", {}),
+]
+
+
+class Reference:
+    """Steps float32 copies on the device and rounds them into the parameters."""
+
+    def __init__(self, lab, name, options, parameters):
+        self.parameters = parameters
+        self.masters = [torch.nn.Parameter(p.detach().float()) for p in parameters]
+        self.optimizer = getattr(torch.optim, name)(lab.groups(self.masters), lr=1e-2, **options)
+
+    def step(self):
+        for p, master in zip(self.parameters, self.masters, strict=True):
+            master.grad = None if p.grad is None else p.grad.float()
+        self.optimizer.step()
+        with torch.no_grad():
+            for p, master in zip(self.parameters, self.masters, strict=True):
+                if p.grad is not None:
+                    p.copy_(master)
+
+
+def streamed(lab, name="AdamW", options=None, **settings):
+    shapes = {"shapes": lab.matrices} if name == "Muon" else {}
+    parameters = lab.parameters(dtype=torch.bfloat16, **shapes)
+    optimizer = getattr(torch.optim, name)(lab.groups(parameters), lr=1e-2, **(options or {}))
+    settings = {"bucket": lab.bucket, "slots": 2, **settings}
+    return residency.offload_optimizer(optimizer, master_weights=True, **settings), parameters
+
+
+def assert_is(lab, optimizer, parameters, reference):
+    for p, other in zip(parameters, reference.parameters, strict=True):
+        assert torch.equal(p.detach().cpu(), other.detach().cpu())
+    states = lab.read(optimizer, parameters).state
+    others = lab.read(reference.optimizer, reference.masters).state
+    for state, other, master in zip(states, others, reference.masters, strict=True):
+        assert list(state) == ["master_weight", *other]
+        assert torch.equal(state["master_weight"], master.detach().cpu())
+        for key, value in other.items():
+            assert state[key].dtype == value.dtype
+            assert torch.equal(state[key], value), key
+
+
+@pytest.mark.parametrize("resident", [0, "30KiB"])
+@pytest.mark.parametrize(("name", "options"), CASES, ids=lambda v: v if isinstance(v, str) else "")
+def test_steps_equal_those_of_masters_on_the_device(lab, name, options, resident):
+    optimizer, parameters = streamed(lab, name, options, resident=resident)
+    shapes = {"shapes": lab.matrices} if name == "Muon" else {}
+    reference = Reference(lab, name, options, lab.parameters(dtype=torch.bfloat16, **shapes))
+    lab.take_steps(optimizer, parameters, range(6))
+    lab.take_steps(reference, reference.parameters, range(6))
+    assert_is(lab, optimizer, parameters, reference)
+
+
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+@pytest.mark.parametrize("is_primed", [False, True])
+def test_a_resumed_run_goes_on_from_the_masters(lab, order, is_primed):
+    reference = Reference(lab, "AdamW", {}, lab.parameters(dtype=torch.bfloat16))
+    lab.take_steps(reference, reference.parameters, range(5))
+    optimizer, parameters = streamed(lab)
+    lab.take_steps(optimizer, parameters, range(3))
+    saved = copy.deepcopy(optimizer.state_dict())
+    weights = [p.detach().clone() for p in parameters]
+    resumed, fresh = streamed(lab)
+    if is_primed:
+        resumed.prime()
+
+    def load_model():
+        with torch.no_grad():
+            for p, value in zip(fresh, weights, strict=True):
+                p.copy_(value)
+
+    if order == "model first":
+        load_model()
+    resumed.load_state_dict(saved)
+    if order == "optimizer first":
+        load_model()
+    lab.take_steps(resumed, fresh, range(3, 5))
+    assert_is(lab, resumed, fresh, reference)
+
+
+def test_what_somebody_else_writes_to_a_parameter_counts(lab):
+    optimizer, parameters = streamed(lab)
+    reference = Reference(lab, "AdamW", {}, lab.parameters(dtype=torch.bfloat16))
+    for each, all_parameters in ((optimizer, parameters), (reference, reference.parameters)):
+        lab.take_steps(each, all_parameters, range(2))
+        with torch.no_grad():
+            for p in all_parameters:
+                p.view(-1)[:2].fill_(0.25)
+    with torch.no_grad():
+        for master in reference.masters:
+            master.view(-1)[:2].fill_(0.25)
+    lab.take_steps(optimizer, parameters, range(2, 4))
+    lab.take_steps(reference, reference.parameters, range(2, 4))
+    assert_is(lab, optimizer, parameters, reference)
+
+
+def test_an_optimizer_that_has_stepped_goes_on_in_float32(lab):
+    reference = Reference(lab, "AdamW", {}, lab.parameters(dtype=torch.bfloat16))
+    parameters = lab.parameters(dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(lab.groups(parameters), lr=1e-2)
+    lab.take_steps(optimizer, parameters, range(2))
+    with torch.no_grad():
+        for p, other, master in zip(
+            parameters, reference.parameters, reference.masters, strict=True
+        ):
+            other.copy_(p)
+            master.copy_(p)
+            reference.optimizer.state[master] = {
+                k: v.float() for k, v in copy.deepcopy(optimizer.state[p]).items()
+            }
+    residency.offload_optimizer(optimizer, bucket=lab.bucket, master_weights=True)
+    lab.take_steps(optimizer, parameters, range(2, 5), missing=False)
+    lab.take_steps(reference, reference.parameters, range(2, 5), missing=False)
+    assert_is(lab, optimizer, parameters, reference)
+
+
+def test_float32_parameters_get_no_master(lab):
+    parameters = lab.parameters()
+    optimizer = torch.optim.AdamW(lab.groups(parameters), lr=1e-2)
+    residency.offload_optimizer(optimizer, bucket=lab.bucket, master_weights=True)
+    lab.take_steps(optimizer, parameters, range(3))
+    plain, others = lab.adamw()
+    lab.take_steps(plain, others, range(3))
+    lab.assert_equal(lab.read(optimizer, parameters), lab.read(plain, others))
+
+
+def test_master_weights_are_refused_where_nothing_streams_and_cannot_be_undone(lab):
+    optimizer, parameters = streamed(lab)
+    lab.take_steps(optimizer, parameters, range(1))
+    with pytest.raises(residency.RefusedError, match="master weights"):
+        residency.onload_optimizer(optimizer)
+    on_host = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))])
+    with pytest.raises(residency.RefusedError, match="on the host"):
+        residency.offload_optimizer(on_host, master_weights=True)
+    assert type(on_host) is torch.optim.AdamW
+    with pytest.raises(residency.InvalidArgumentError, match="master_weights is 1"):
+        residency.offload_optimizer(on_host, master_weights=1)

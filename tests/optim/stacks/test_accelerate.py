@@ -23,7 +23,7 @@ class Coupled(torch.optim.SGD):
 
 @pytest.fixture
 def prepare(framework, device, monkeypatch, make_net):
-    """Returns an accelerator with a prepared network, optimizer and, unless told otherwise, schedule."""
+    """Returns an accelerator with a prepared network and optimizer, and mostly a schedule."""
     accelerate = framework("accelerate")
     from accelerate.state import AcceleratorState
 

@@ -4,9 +4,9 @@ The same tests run on the simulated accelerator (late and overtaking work, races
 poisoned) and, with ``RESIDENCY_TEST_DEVICE=cuda``, on a real one; with ``sim-as-cuda``, on the
 simulated one in CUDA's place.
 
-[Note: frameworks] They are imported by fixtures, and the tests in folders named ``stacks``, which
-do so, run last: a framework has hundreds of thousands of objects, which every later garbage
-collection would go through, and the device's fixture collects twice a test.
+[Note: frameworks] They are imported by fixtures, and the tests that do so, in folders named
+``stacks`` and of the docs, run last: a framework has hundreds of thousands of objects, which every
+later garbage collection would go through, and the device's fixture collects twice a test.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _REAL = _FACE is None
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the stacks last; leaves out what the device under test cannot run, with the reason."""
-    items.sort(key=lambda item: item.path.parent.name == "stacks")
+    late = ("stacks", "test_docs.py")  # [Note: frameworks]
+    items.sort(key=lambda item: item.path.parent.name in late or item.path.name in late)
     for item in items:
         if _REAL and item.get_closest_marker("sim"):
             item.add_marker(pytest.mark.skip(reason="tests the simulated accelerator itself"))

@@ -3,14 +3,19 @@
 The same tests run on the simulated accelerator (late and overtaking work, races checked, memory
 poisoned) and, with ``RESIDENCY_TEST_DEVICE=cuda``, on a real one; with ``sim-as-cuda``, on the
 simulated one in CUDA's place.
+
+[Note: frameworks] They are imported by fixtures, and the tests that do so, in folders named
+``stacks`` and of the docs, run last: a framework has hundreds of thousands of objects, which every
+later garbage collection would go through, and the device's fixture collects twice a test.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +29,9 @@ _REAL = _FACE is None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves out what the device under test cannot run, with the reason."""
+    """Puts the stacks last; leaves out what the device under test cannot run, with the reason."""
+    late = ("stacks", "test_docs.py")  # [Note: frameworks]
+    items.sort(key=lambda item: item.path.parent.name in late or item.path.name in late)
     for item in items:
         if _REAL and item.get_closest_marker("sim"):
             item.add_marker(pytest.mark.skip(reason="tests the simulated accelerator itself"))
@@ -54,6 +61,30 @@ def pinned_bytes(device: torch.device) -> Callable[[], int]:
         return sim.pinned_memory_stats()["pinned_bytes.current"]
 
     return in_use
+
+
+@pytest.fixture(scope="module")
+def quick_collections() -> Iterator[None]:
+    """Keeps what was imported before a module's tests out of their collections."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def framework(quick_collections: None) -> Callable[..., Any]:
+    """Imports a package, or skips; the parts that are named are those that it would load later."""
+
+    def load(name: str, *parts: str) -> Any:
+        package = pytest.importorskip(name)
+        for part in parts:
+            getattr(package, part)
+        gc.collect()
+        gc.freeze()
+        return package
+
+    return load
 
 
 @pytest.fixture(scope="session")

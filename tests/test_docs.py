@@ -24,7 +24,11 @@ PAGES = sorted(p for p in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")] if _e
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_examples_of_a_page_run(page: Path, device: torch.device) -> None:
+def test_the_examples_of_a_page_run(
+    page: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Accelerate finds accelerators by name, and does not know the simulated one's.
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", str(device))
     # What a reader has before the first line: a model on the accelerator.
     names = {"torch": torch, "model": torch.nn.Linear(8, 8).to(device)}
     for example in _examples(page):

@@ -1,5 +1,6 @@
 """Hooks, schedulers and the profiler see an offloaded optimizer as they see a plain one."""
 
+import copy
 import warnings
 
 import pytest
@@ -51,31 +52,85 @@ def test_the_profiler_sees_one_range_with_the_name_of_the_class(lab):
     assert names.count("Optimizer.step#AdamW.step") == 1
 
 
-@pytest.mark.parametrize("when", ["before", "after", "before and onloaded", "after and onloaded"])
-@pytest.mark.parametrize("kind", ["LambdaLR", "OneCycleLR"])
-def test_a_scheduler_drives_the_offloaded_optimizer_without_a_warning(lab, when, kind):
-    def schedule(optimizer):
-        if kind == "LambdaLR":
-            return lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
-        return lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
+def one_cycle(optimizer):
+    return lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
 
-    def steps(offload):
-        parameters = lab.parameters()
-        optimizer = torch.optim.AdamW(lab.groups(parameters), lr=1e-2)
-        scheduler = schedule(optimizer) if "before" in when or not offload else None
-        if offload:
-            residency.offload_optimizer(optimizer, bucket=lab.bucket)
-        scheduler = scheduler or schedule(optimizer)
-        for step in range(4):
-            if offload and step == 2 and "onloaded" in when:
-                residency.onload_optimizer(optimizer)
-            lab.take_steps(optimizer, parameters, [step])
+
+def in_sequence(optimizer):
+    warm = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+    return lr_scheduler.SequentialLR(
+        optimizer, [warm, lr_scheduler.ExponentialLR(optimizer, 0.5)], milestones=[2]
+    )
+
+
+ADAMW = torch.optim.AdamW
+SCHEDULES = {
+    "LambdaLR": (ADAMW, lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch)),
+    "OneCycleLR of betas": (ADAMW, one_cycle),
+    "OneCycleLR of momentum": (lambda ps, lr: torch.optim.SGD(ps, lr, momentum=0.9), one_cycle),
+    "ReduceLROnPlateau": (ADAMW, lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0)),
+    "SequentialLR": (ADAMW, in_sequence),
+}
+
+
+def advance(scheduler):
+    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+        scheduler.step(1.0)  # it never gets better: the rate falls at every second call
+    else:
+        scheduler.step()
+
+
+def begin(lab, kind, when, *, offload):
+    make, schedule = SCHEDULES[kind]
+    parameters = lab.parameters()
+    optimizer = make(lab.groups(parameters), lr=1e-2)
+    scheduler = schedule(optimizer) if "before" in when else None
+    if offload:
+        residency.offload_optimizer(optimizer, bucket=lab.bucket)
+    return parameters, optimizer, scheduler or schedule(optimizer)
+
+
+def go_on(lab, begun, steps):
+    parameters, optimizer, scheduler = begun
+    for step in steps:
+        lab.take_steps(optimizer, parameters, [step])
+        if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+            scheduler.step(1.0)  # it never gets better: the rate falls at every second call
+        else:
             scheduler.step()
-        return lab.read(optimizer, parameters)
 
+
+@pytest.mark.parametrize("when", ["before", "after", "before and onloaded", "after and onloaded"])
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_scheduler_drives_the_offloaded_optimizer_without_a_warning(lab, when, kind):
+    ends = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        lab.assert_equal(steps(True), steps(False))
+        for offload in (True, False):
+            parameters, optimizer, _ = begun = begin(lab, kind, when, offload=offload)
+            go_on(lab, begun, range(2))
+            if offload and "onloaded" in when:
+                residency.onload_optimizer(optimizer)
+            go_on(lab, begun, range(2, 4))
+            ends.append(lab.read(optimizer, parameters))
+    lab.assert_equal(*ends)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_schedule_and_its_offloaded_optimizer_resume_from_their_state_dicts(lab, when, kind):
+    plain, first, second = (begin(lab, kind, when, offload=way) for way in (False, True, True))
+    go_on(lab, plain, range(6))
+    go_on(lab, first, range(3))
+    with torch.no_grad():
+        for new, old in zip(second[0], first[0], strict=True):
+            new.copy_(old)
+    for new, old in zip(second[1:], first[1:], strict=True):
+        new.load_state_dict(copy.deepcopy(old.state_dict()))
+    go_on(lab, second, range(3, 6))
+    rates = {group["lr"] for group in plain[1].param_groups}
+    assert rates.isdisjoint({1e-2, 3e-3}), "the schedule did nothing"
+    lab.assert_equal(lab.read(second[1], second[0]), lab.read(plain[1], plain[0]))
 
 
 def test_load_hooks_see_the_whole_dict_before_and_the_loaded_state_after(lab):

@@ -1,4 +1,4 @@
-"""Float32 masters of low-precision parameters, against a reference that keeps them on the device."""
+"""Float32 masters of low-precision parameters equal a reference that keeps them on the device."""
 
 import copy
 

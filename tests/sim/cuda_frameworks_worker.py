@@ -124,6 +124,41 @@ def accelerate_prepares_accumulates_clips_and_saves() -> None:
 
 
 @case
+def accelerate_s_own_fp16_scales_the_steps_of_an_offloaded_optimizer() -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    import residency
+
+    def train(offload: str) -> Any:
+        AcceleratorState._reset_state(True)
+        accelerator = Accelerator(mixed_precision="fp16")
+        assert isinstance(accelerator.scaler, torch.amp.GradScaler)
+        model = tiny_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if offload == "before":
+            residency.offload_optimizer(optimizer, bucket="16KiB")
+        loader = DataLoader(TensorDataset(text()), batch_size=4)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        if offload == "after":
+            residency.offload_optimizer(optimizer, bucket="16KiB")
+        for step, (batch,) in enumerate(loader):
+            loss = model(input_ids=batch, labels=batch).loss
+            accelerator.backward(loss * (float("inf") if step == 2 else 1.0))
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            assert optimizer.step_was_skipped == (step == 2)
+            optimizer.zero_grad()
+        if offload:
+            assert optimizer.optimizer.statistics().num_buckets > 1
+        return accelerator.unwrap_model(model)
+
+    plain = train("")
+    for offload in ("before", "after"):
+        assert_equal(train(offload), plain)
+
+
+@case
 def lightning_trains_on_the_gpu_in_every_precision_and_resumes() -> None:
     import lightning.pytorch as lightning
 

@@ -202,8 +202,8 @@ class ParameterState(dict[str, Any]):
             key: The state's name.
             value: A tensor is copied to its home; anything else is kept as it is.
             on_device: Whether steps need the value on the device; None finds out: a device tensor
-                does, a host tensor does what the value before it did, and a fresh host scalar stays
-                on the host, as torch keeps ``step``.
+                does, a host tensor and a scalar do what the value before it did, and a fresh host
+                scalar stays on the host, as torch keeps ``step``.
         """
         self.fence()
         self.template = None
@@ -255,11 +255,13 @@ class ParameterState(dict[str, Any]):
         return key in self.homes_by_key or (isinstance(value, Tensor) and not value.is_cpu)
 
     def _belongs_on_device(self, key: str, value: Tensor) -> bool:
-        if not value.is_cpu:
-            return True
-        if isinstance(dict.get(self, key), Tensor):
+        before = dict.get(self, key)
+        # Loops that move a whole state to the device and back move the host's scalars, too. Those
+        # go home as the others do: where a scalar lives decides in which arithmetic it advances.
+        are_scalars = isinstance(before, Tensor) and before.dim() == value.dim() == 0
+        if isinstance(before, Tensor) and (value.is_cpu or are_scalars):
             return self.is_on_device(key)
-        return value.dim() > 0
+        return not value.is_cpu or value.dim() > 0
 
     def __setitem__(self, key: str, value: Any) -> None:
         self.place(key, value)

@@ -6,12 +6,10 @@ was refused steps as if nothing had been asked.
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch.optim import Optimizer, lr_scheduler
+from torch.optim import Optimizer
 
 from residency import _device
 from residency._errors import InvalidArgumentError, RefusedError
@@ -26,7 +24,9 @@ from residency._optim._offloaded import (
 from residency._optim._placement import follow_parameters, members_of, place_state, plain_state
 from residency._optim._separable import separability
 from residency._optim._shadow import PRIVATE
+from residency._optim._step_patch import remake_step_patch, validate_step_patch
 from residency._optim._validate import check_groups, device_of
+from residency._optim._wrappers import reaching_inside
 from residency._units import parse_bytes
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -34,6 +34,7 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 _classes: weakref.WeakKeyDictionary[type[Optimizer], type[Optimizer]] = weakref.WeakKeyDictionary()
 
 
+@reaching_inside
 def offload_optimizer(
     optimizer: OptimizerT,
     *,
@@ -47,7 +48,8 @@ def offload_optimizer(
 
     Args:
         optimizer: Changed in place: its class becomes a subclass of ``OffloadedOptimizer`` and of
-            its own.
+            its own. Of what accelerate's ``prepare`` returned, the optimizer inside is changed; its
+            figures are at ``wrapper.optimizer.statistics()``.
         resident: Bytes of state that may stay on the device, taken in group order.
         bucket: Bytes of state that move together.
         slots: Buckets that may be on the device at once; 3 lets both copies and the step overlap.
@@ -83,7 +85,7 @@ def offload_optimizer(
     base = type(optimizer)
     check_groups(base.__name__, optimizer.param_groups)
     device = device_of(base.__name__, [m.parameter for m in members_of(optimizer)])
-    _validate_step_patch(optimizer)
+    validate_step_patch(optimizer)
     kind = separability(optimizer, base, optimizer.param_groups)
     offload = Offload(base, kind, **settings)
     check_masters_place(base.__name__, master_weights, device)
@@ -91,18 +93,20 @@ def offload_optimizer(
         place_state(optimizer, offload, device)
     optimizer.__dict__[PRIVATE] = offload
     optimizer.__class__ = _offloaded_class(base)  # type: ignore[assignment]  # a subclass
-    _remake_step_patch(optimizer)
+    remake_step_patch(optimizer)
     offload.guard = optimizer.register_step_pre_hook(refuse_foreign_step)
     hooks: Any = optimizer._optimizer_step_pre_hooks  # an OrderedDict
     hooks.move_to_end(offload.guard.id, last=False)
     return optimizer
 
 
+@reaching_inside
 def onload_optimizer(optimizer: OptimizerT) -> OptimizerT:
     """Undoes ``offload_optimizer``: the state is back on the device, and nothing pinned is left.
 
     Args:
-        optimizer: Changed in place: it gets its own class and a plain state back.
+        optimizer: Changed in place: it gets its own class and a plain state back. Of what
+            accelerate's ``prepare`` returned, the optimizer inside does.
 
     Returns:
         The same object.
@@ -123,7 +127,7 @@ def onload_optimizer(optimizer: OptimizerT) -> OptimizerT:
         raise RefusedError(
             f"this {type(optimizer).__name__} is not offloaded, so there is no way back."
         )
-    _validate_step_patch(optimizer)
+    validate_step_patch(optimizer)
     if offload.master_weights:
         raise RefusedError(
             f"this {type(optimizer).__name__} has master weights, which a plain one has no place "
@@ -141,7 +145,7 @@ def onload_optimizer(optimizer: OptimizerT) -> OptimizerT:
         offload.guard.remove()
     del optimizer.__dict__[PRIVATE]
     optimizer.__class__ = offload.base  # type: ignore[assignment]  # the class that it had
-    _remake_step_patch(optimizer)
+    remake_step_patch(optimizer)
     offload.state = offload.homes = None
     _device.release_pinned_cache()
     return optimizer
@@ -165,46 +169,6 @@ def _settings(
     if sizes["bucket_bytes"] < 1:
         raise InvalidArgumentError("bucket is 0 bytes; expected room for at least one element.")
     return sizes
-
-
-def _validate_step_patch(optimizer: Optimizer) -> None:
-    patch = optimizer.__dict__.get("step")
-    if patch is None or _is_scheduler_patch(patch, type(optimizer)):
-        return
-    raise RefusedError(
-        f"this {type(optimizer).__name__} has a `step` attribute of its own ({patch!r}) that no LR "
-        "scheduler of torch made; it would go around the swap. Swap before the optimizer is "
-        "wrapped."
-    )
-
-
-def _is_scheduler_patch(patch: Any, owner: type[Optimizer]) -> bool:
-    made_by = getattr(patch, "__globals__", None)
-    return (
-        getattr(patch, "_wrapped_by_lr_sched", False)
-        and (made_by is vars(lr_scheduler) or made_by is globals())
-        and getattr(patch, "__wrapped__", None) is owner.step
-    )
-
-
-def _remake_step_patch(optimizer: Optimizer) -> None:
-    """Makes the LR scheduler's patch again: it closes over the step function of the class
-    before.
-    """
-    if optimizer.__dict__.pop("step", None) is None:
-        return
-    owner = weakref.ref(optimizer)
-    function: Callable[..., Any] = type(optimizer).step
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        found = owner()
-        assert found is not None
-        found._opt_called = True  # type: ignore[attr-defined]  # as the scheduler's
-        return function(found, *args, **kwargs)
-
-    wrapper._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = wrapper  # type: ignore[method-assign]
 
 
 def _offloaded_class(base: type[Optimizer]) -> type[Optimizer]:

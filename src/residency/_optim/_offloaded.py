@@ -288,7 +288,8 @@ def refuse_foreign_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         raise RefusedError(
             f"this call reached {type(optimizer).__name__}.step from before the offload, through a "
             "bound method or a patch that was made earlier. Nothing was stepped: call "
-            "optimizer.step(), or offload the optimizer before it is wrapped."
+            "optimizer.step(), or offload the optimizer before it is wrapped. With accelerate and "
+            "a GradScaler, pass what prepare returned to offload_optimizer, not what is inside."
         )
 
 

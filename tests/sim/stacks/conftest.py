@@ -1,17 +1,10 @@
-"""What the stacks train: a text of bytes, and a plain network that reads it.
-
-The frameworks are imported by fixtures, and these tests run last: a framework has hundreds of
-thousands of objects, which every later garbage collection would go through, and the device's
-fixture collects twice a test.
-"""
+"""What the stacks train: a text of bytes, and a plain network that reads it."""
 
 from __future__ import annotations
 
 import argparse
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,33 +14,9 @@ from torch.nn import functional
 VOCABULARY = 256
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts these tests behind all others, in their own order."""
-    items.sort(key=lambda item: item.path.is_relative_to(Path(__file__).parent))
-
-
 @pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """Keeps what was imported before a module's tests out of their collections."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture(scope="module")
-def framework(quick_collections: None) -> Callable[..., Any]:
-    """Imports a package, or skips; the parts that are named are those that it would load later."""
-
-    def load(name: str, *parts: str) -> Any:
-        package = pytest.importorskip(name)
-        for part in parts:
-            getattr(package, part)
-        gc.collect()
-        gc.freeze()
-        return package
-
-    return load
+def _quick(quick_collections: None) -> None:
+    """Freezes what was imported before every module's tests, also of those without a framework."""
 
 
 @pytest.fixture

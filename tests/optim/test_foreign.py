@@ -1,5 +1,6 @@
 """Optimizers from outside ``torch.optim``: what a step changes besides state, and large tensors."""
 
+import abc
 import collections
 import threading
 
@@ -114,6 +115,19 @@ class LateTensorAttribute(TensorAttribute):
     first = 5
 
 
+class Abstract(abc.ABC, FromSizeOn):
+    """Has another layout in Python than a class whose first base is an optimizer."""
+
+
+class Slotted(Abstract):
+    __slots__ = ("unused",)
+
+
+class Sealed(FromSizeOn):
+    def __init_subclass__(cls):
+        raise TypeError("Sealed has no subclasses")
+
+
 def run(lab, cls, *, offload, steps, **settings):
     parameters = lab.parameters(shapes=LARGE)
     optimizer = cls(lab.groups(parameters), lr=1e-2)
@@ -123,12 +137,34 @@ def run(lab, cls, *, offload, steps, **settings):
     return optimizer, parameters
 
 
-@pytest.mark.parametrize("cls", [FromSizeOn, Scaled, Reading])
+@pytest.mark.parametrize("cls", [FromSizeOn, Scaled, Reading, Abstract, Slotted])
 def test_a_class_that_treats_large_tensors_in_another_way_is_streamed_exactly(lab, cls):
     plain, others = run(lab, cls, offload=False, steps=range(5))
     streamed, parameters = run(lab, cls, offload=True, steps=range(5))
     assert streamed.statistics().num_buckets > 1
     lab.assert_equal(lab.read(streamed, parameters), lab.read(plain, others))
+
+
+@pytest.mark.parametrize("cls", [Abstract, Slotted])
+def test_a_class_of_another_layout_is_swapped_in_front_of_its_own_and_back(lab, cls):
+    streamed, _ = run(lab, cls, offload=True, steps=range(1))
+    assert isinstance(streamed, residency.OffloadedOptimizer)
+    assert isinstance(streamed, cls)
+    assert type(streamed).__mro__[1:3] == (residency.OffloadedOptimizer, cls)
+    residency.onload_optimizer(streamed)
+    assert type(streamed) is cls
+
+
+def test_a_class_whose_instances_cannot_change_theirs_is_refused_before_anything_moves(lab):
+    parameters = lab.parameters(shapes=LARGE)
+    optimizer = Sealed(parameters, lr=1e-2)
+    lab.take_steps(optimizer, parameters, range(1))
+    before = dict(vars(optimizer))
+    with pytest.raises(residency.RefusedError, match="TypeError: Sealed has no subclasses"):
+        residency.offload_optimizer(optimizer)
+    assert type(optimizer) is Sealed
+    assert all(vars(optimizer)[name] is value for name, value in before.items())
+    assert vars(optimizer).keys() == before.keys()
 
 
 @pytest.mark.parametrize("cls", [FromSizeOn, Scaled, Counting])

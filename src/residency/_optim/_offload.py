@@ -74,6 +74,7 @@ def offload_optimizer(
     check_groups(base.__name__, optimizer.param_groups)
     device = device_of(base.__name__, [m.parameter for m in members_of(optimizer)])
     _validate_step_patch(optimizer)
+    swapped = _offloaded_class(base)
     kind = separability(optimizer, base, optimizer.param_groups)
     offload = Offload(
         base, kind, settings["bucket"], settings["slots"], resident_bytes=settings["resident"]
@@ -81,7 +82,7 @@ def offload_optimizer(
     if device.type != "cpu":
         place_state(optimizer, offload, device)
     optimizer.__dict__[PRIVATE] = offload
-    optimizer.__class__ = _offloaded_class(base)  # type: ignore[assignment]  # a subclass
+    optimizer.__class__ = swapped  # type: ignore[assignment]  # a subclass
     _remake_step_patch(optimizer)
     offload.guard = optimizer.register_step_pre_hook(refuse_foreign_step)
     hooks: Any = optimizer._optimizer_step_pre_hooks  # an OrderedDict
@@ -189,6 +190,30 @@ def _offloaded_class(base: type[Optimizer]) -> type[Optimizer]:
     if found is None:
         # Same names: the profiler's range and torch.save's errors are made of them.
         namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-        found = type(base.__name__, (OffloadedOptimizer, base), namespace)
+        try:
+            metaclass: Any = type(base)
+            found = _metaclass_of(metaclass)(base.__name__, (base, OffloadedOptimizer), namespace)
+            # Tried on one that nobody has, before anything moves.
+            object.__new__(base).__class__ = found
+        except Exception as error:  # whatever `__init_subclass__` or a metaclass raises
+            raise RefusedError(
+                f"{base.__name__} cannot be offloaded: its instances cannot become those of a "
+                f"subclass ({type(error).__name__}: {error}). Keep its state on the device."
+            ) from error
         _classes[base] = found
     return found
+
+
+@functools.cache
+def _metaclass_of(metaclass: Any) -> Any:
+    """Returns a metaclass whose classes look at ``OffloadedOptimizer`` before all their bases.
+
+    An instance may change its class only where both have the same layout, which Python takes from
+    the first base; that of ``class Foreign(abc.ABC, Optimizer)`` is another than ours.
+    """
+
+    def mro(cls: type) -> list[type]:
+        own, *others = metaclass.mro(cls)
+        return [own, OffloadedOptimizer, *(c for c in others if c is not OffloadedOptimizer)]
+
+    return type(metaclass.__name__, (metaclass,), {"mro": mro})

@@ -112,7 +112,7 @@ class TensorAttribute(torch.optim.SGD):
 class LateTensorAttribute(TensorAttribute):
     """Does so only after the steps of any trial."""
 
-    first = 5
+    first = 12
 
 
 class Abstract(abc.ABC, FromSizeOn):
@@ -126,6 +126,48 @@ class Slotted(Abstract):
 class Sealed(FromSizeOn):
     def __init_subclass__(cls):
         raise TypeError("Sealed has no subclasses")
+
+
+class Faintly(FromSizeOn):
+    """Decays by a factor that all gradients set together, and that float32 rounds to 1."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = sum(grad.square().mean().item() for grad in grads)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.mul_(1 - 1e-9 * norm / (1 + norm))
+        super().step(closure)
+
+
+class EveryFifth(FromSizeOn):
+    """Couples its parameters, but only now and then."""
+
+    calls = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.calls += 1
+        if self.calls % 5 == 0:
+            grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+            torch.nn.utils.clip_grads_with_norm_(
+                [p for g in self.param_groups for p in g["params"] if p.grad is not None],
+                1.0,
+                torch.nn.utils.get_total_norm(grads),
+            )
+        super().step(closure)
+
+
+class Noisy(FromSizeOn):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.add_(torch.randn_like(p.grad))
+        super().step(closure)
 
 
 def run(lab, cls, *, offload, steps, **settings):
@@ -244,9 +286,22 @@ def test_a_tensor_that_a_step_changes_in_place_is_found_at_the_offload_or_at_the
     assert optimizer.table.sum() == 0
     late = LateTensorAttribute(parameters, lr=1e-2)
     residency.offload_optimizer(late, bucket=4000)
-    lab.take_steps(late, parameters, range(4))
+    lab.take_steps(late, parameters, range(11))
     with pytest.raises(residency.ResidencyError, match="'table' in place"):
-        lab.take_steps(late, parameters, range(4, 5))
+        lab.take_steps(late, parameters, range(11, 12))
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"), [(Faintly, "couples"), (EveryFifth, "couples"), (Noisy, "random numbers")]
+)
+def test_a_class_that_couples_faintly_or_rarely_or_by_chance_is_refused(lab, cls, reason):
+    parameters = lab.parameters(shapes=LARGE)
+    optimizer = cls(parameters, lr=1e-2)
+    before = torch.get_rng_state()
+    with pytest.raises(residency.RefusedError, match=reason):
+        residency.offload_optimizer(optimizer)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert optimizer.state == {}
 
 
 def test_an_attribute_that_cannot_be_copied_is_refused_by_its_name(lab):

@@ -1,5 +1,6 @@
 """Optimizers from outside ``torch.optim``: what a step changes besides state, and large tensors."""
 
+import abc
 import collections
 import threading
 
@@ -111,7 +112,62 @@ class TensorAttribute(torch.optim.SGD):
 class LateTensorAttribute(TensorAttribute):
     """Does so only after the steps of any trial."""
 
-    first = 5
+    first = 12
+
+
+class Abstract(abc.ABC, FromSizeOn):
+    """Has another layout in Python than a class whose first base is an optimizer."""
+
+
+class Slotted(Abstract):
+    __slots__ = ("unused",)
+
+
+class Sealed(FromSizeOn):
+    def __init_subclass__(cls):
+        raise TypeError("Sealed has no subclasses")
+
+
+class Faintly(FromSizeOn):
+    """Decays by a factor that all gradients set together, and that float32 rounds to 1."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = sum(grad.square().mean().item() for grad in grads)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.mul_(1 - 1e-9 * norm / (1 + norm))
+        super().step(closure)
+
+
+class EveryFifth(FromSizeOn):
+    """Couples its parameters, but only now and then."""
+
+    calls = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.calls += 1
+        if self.calls % 5 == 0:
+            grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+            torch.nn.utils.clip_grads_with_norm_(
+                [p for g in self.param_groups for p in g["params"] if p.grad is not None],
+                1.0,
+                torch.nn.utils.get_total_norm(grads),
+            )
+        super().step(closure)
+
+
+class Noisy(FromSizeOn):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.add_(torch.randn_like(p.grad))
+        super().step(closure)
 
 
 def run(lab, cls, *, offload, steps, **settings):
@@ -123,12 +179,34 @@ def run(lab, cls, *, offload, steps, **settings):
     return optimizer, parameters
 
 
-@pytest.mark.parametrize("cls", [FromSizeOn, Scaled, Reading])
+@pytest.mark.parametrize("cls", [FromSizeOn, Scaled, Reading, Abstract, Slotted])
 def test_a_class_that_treats_large_tensors_in_another_way_is_streamed_exactly(lab, cls):
     plain, others = run(lab, cls, offload=False, steps=range(5))
     streamed, parameters = run(lab, cls, offload=True, steps=range(5))
     assert streamed.statistics().num_buckets > 1
     lab.assert_equal(lab.read(streamed, parameters), lab.read(plain, others))
+
+
+@pytest.mark.parametrize("cls", [Abstract, Slotted])
+def test_a_class_of_another_layout_is_swapped_in_front_of_its_own_and_back(lab, cls):
+    streamed, _ = run(lab, cls, offload=True, steps=range(1))
+    assert isinstance(streamed, residency.OffloadedOptimizer)
+    assert isinstance(streamed, cls)
+    assert type(streamed).__mro__[1:3] == (residency.OffloadedOptimizer, cls)
+    residency.onload_optimizer(streamed)
+    assert type(streamed) is cls
+
+
+def test_a_class_whose_instances_cannot_change_theirs_is_refused_before_anything_moves(lab):
+    parameters = lab.parameters(shapes=LARGE)
+    optimizer = Sealed(parameters, lr=1e-2)
+    lab.take_steps(optimizer, parameters, range(1))
+    before = dict(vars(optimizer))
+    with pytest.raises(residency.RefusedError, match="TypeError: Sealed has no subclasses"):
+        residency.offload_optimizer(optimizer)
+    assert type(optimizer) is Sealed
+    assert all(vars(optimizer)[name] is value for name, value in before.items())
+    assert vars(optimizer).keys() == before.keys()
 
 
 @pytest.mark.parametrize("cls", [FromSizeOn, Scaled, Counting])
@@ -208,9 +286,22 @@ def test_a_tensor_that_a_step_changes_in_place_is_found_at_the_offload_or_at_the
     assert optimizer.table.sum() == 0
     late = LateTensorAttribute(parameters, lr=1e-2)
     residency.offload_optimizer(late, bucket=4000)
-    lab.take_steps(late, parameters, range(4))
+    lab.take_steps(late, parameters, range(11))
     with pytest.raises(residency.ResidencyError, match="'table' in place"):
-        lab.take_steps(late, parameters, range(4, 5))
+        lab.take_steps(late, parameters, range(11, 12))
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"), [(Faintly, "couples"), (EveryFifth, "couples"), (Noisy, "random numbers")]
+)
+def test_a_class_that_couples_faintly_or_rarely_or_by_chance_is_refused(lab, cls, reason):
+    parameters = lab.parameters(shapes=LARGE)
+    optimizer = cls(parameters, lr=1e-2)
+    before = torch.get_rng_state()
+    with pytest.raises(residency.RefusedError, match=reason):
+        residency.offload_optimizer(optimizer)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert optimizer.state == {}
 
 
 def test_an_attribute_that_cannot_be_copied_is_refused_by_its_name(lab):

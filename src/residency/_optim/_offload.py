@@ -6,6 +6,7 @@ was refused steps as if nothing had been asked.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any, TypeVar
 
@@ -74,7 +75,7 @@ def offload_optimizer(
         ``torch.optim`` cut, and only contiguous parameters; for them ``s`` is 0 with a bucket of at
         least 64 elements. Any other class, a subclass of theirs too, moves whole parameters.
         Pinned host bytes are those of the state, each rounded up to 512, plus what is left at the
-        end of each slab.
+        end of each slab. Masters take a float32 copy of a unit's gradients beside the slots.
     """
     settings = _settings(resident, bucket, slots, pin, master_weights)
     if isinstance(optimizer, OffloadedOptimizer):
@@ -86,17 +87,13 @@ def offload_optimizer(
     check_groups(base.__name__, optimizer.param_groups)
     device = device_of(base.__name__, [m.parameter for m in members_of(optimizer)])
     validate_step_patch(optimizer)
+    swapped = _offloaded_class(base)
     kind = separability(optimizer, base, optimizer.param_groups)
     offload = Offload(base, kind, **settings)
     check_masters_place(base.__name__, master_weights, device)
     if device.type != "cpu":
         place_state(optimizer, offload, device)
-    optimizer.__dict__[PRIVATE] = offload
-    optimizer.__class__ = _offloaded_class(base)  # type: ignore[assignment]  # a subclass
-    remake_step_patch(optimizer)
-    offload.guard = optimizer.register_step_pre_hook(refuse_foreign_step)
-    hooks: Any = optimizer._optimizer_step_pre_hooks  # an OrderedDict
-    hooks.move_to_end(offload.guard.id, last=False)
+    _swap(optimizer, offload, swapped)
     return optimizer
 
 
@@ -151,6 +148,15 @@ def onload_optimizer(optimizer: OptimizerT) -> OptimizerT:
     return optimizer
 
 
+def _swap(optimizer: Optimizer, offload: Offload, swapped: type[Optimizer]) -> None:
+    optimizer.__dict__[PRIVATE] = offload
+    optimizer.__class__ = swapped
+    remake_step_patch(optimizer)
+    offload.guard = optimizer.register_step_pre_hook(refuse_foreign_step)
+    hooks: Any = optimizer._optimizer_step_pre_hooks  # an OrderedDict
+    hooks.move_to_end(offload.guard.id, last=False)
+
+
 def _settings(
     resident: int | str, bucket: int | str, slots: int, pin: bool, master_weights: bool
 ) -> dict[str, Any]:
@@ -176,6 +182,32 @@ def _offloaded_class(base: type[Optimizer]) -> type[Optimizer]:
     if found is None:
         # Same names: the profiler's range and torch.save's errors are made of them.
         namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-        found = type(base.__name__, (OffloadedOptimizer, base), namespace)
+        try:
+            metaclass: Any = type(base)
+            found = _metaclass_of(metaclass)(base.__name__, (base, OffloadedOptimizer), namespace)
+            # Tried on one that nobody has, before anything moves.
+            object.__new__(base).__class__ = found
+        except Exception as error:  # whatever `__init_subclass__` or a metaclass raises
+            raise RefusedError(
+                f"{base.__name__} cannot be offloaded: its instances cannot become those of a "
+                f"subclass ({type(error).__name__}: {error}). Keep its state on the device."
+            ) from error
         _classes[base] = found
     return found
+
+
+@functools.cache
+def _metaclass_of(metaclass: Any) -> Any:
+    """Returns a metaclass whose classes look at ``OffloadedOptimizer`` before all their bases.
+
+    An instance may change its class only where both have the same layout, which Python takes from
+    the first base; that of ``class Foreign(abc.ABC, Optimizer)`` is another than ours.
+    """
+
+    def mro(cls: type) -> list[type]:
+        own, *others = metaclass.mro(cls)
+        if OffloadedOptimizer not in cls.__bases__:  # a class of somebody's above ours, Lightning's
+            return [own, *others]
+        return [own, OffloadedOptimizer, *(c for c in others if c is not OffloadedOptimizer)]
+
+    return type(metaclass.__name__, (metaclass,), {"mro": mro})

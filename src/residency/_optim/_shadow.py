@@ -32,6 +32,7 @@ PRIVATE = "_residency"
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OWN = frozenset({"step", "state", "param_groups", PRIVATE, *_HOOKS})
 _MISSING = object()
+_MIDWAY = "Some parameters have been stepped: reload a checkpoint, and do not offload it."
 
 
 def raw_step(base: type[Optimizer]) -> Callable[..., Any]:
@@ -199,8 +200,9 @@ class Commit:
     optimizer, once.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, advice: str = _MIDWAY) -> None:
         self._optimizer = optimizer
+        self._advice = advice
         self._first: Outcome | None = None
         self._last: Outcome | None = None
 
@@ -228,10 +230,9 @@ class Commit:
                 if not is_equal(first.get(name, _MISSING), other.get(name, _MISSING)):
                     raise ResidencyError(
                         f"{type(self._optimizer).__name__}.step left the {what} {name!r} at "
-                        f"{first.get(name)!r} for one part of the parameters and at "
-                        f"{other.get(name)!r} for another, so it cannot be stepped in parts. "
-                        "Some parameters have been stepped: reload a checkpoint, and do not "
-                        "offload it."
+                        f"{_shown(first.get(name))} for one part of the parameters and at "
+                        f"{_shown(other.get(name))} for another, so it cannot be stepped in "
+                        f"parts. {self._advice}"
                     )
 
     def write(self) -> None:
@@ -249,6 +250,11 @@ class Commit:
             for name, value in self._last.attributes.items()
         }
         _replace(self._optimizer.__dict__, attributes, keep=_OWN)
+
+
+def _shown(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _replace(target: dict[str, Any], values: Mapping[str, Any], *, keep: Collection[str]) -> None:

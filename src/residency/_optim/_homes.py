@@ -172,7 +172,7 @@ class ParameterState(dict[str, Any]):
         now = layout_of(parameter)
         if self and self.made_for not in (None, now):
             raise RefusedError(
-                f"a parameter has the layout {now} now, and its state was made for "
+                f"a parameter has the shape, dtype and shard {now} now, and its state was made for "
                 f"{self.made_for}. Nothing was stepped: put the parameter's data back, or delete "
                 "its entry in optimizer.state, or load a state for it."
             )

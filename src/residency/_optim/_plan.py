@@ -58,10 +58,8 @@ class SlotView(NamedTuple):
     stride: tuple[int, ...]
 
     def of(self, slot: Tensor) -> Tensor:
-        """Returns the state's tensor in ``slot``."""
-        num_bytes = self.shape.numel() * self.dtype.itemsize
-        flat = slot.narrow(0, self.offset, num_bytes).view(self.dtype)
-        return flat.as_strided(self.shape, self.stride, flat.storage_offset())
+        """Returns the state's tensor in ``slot``, a view of it in the state's dtype."""
+        return slot.as_strided(self.shape, self.stride, self.offset // self.dtype.itemsize)
 
 
 @dataclass(slots=True)

@@ -20,9 +20,13 @@ from torch import Tensor
 
 from residency._transfer import align_up
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
 
 def is_sharded(value: Any) -> bool:
     """Says whether a value is a ``DTensor``, without importing that part of torch."""
+    if type(value) in _PLAIN:  # nearly always, and asked for every state of every step
+        return False
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 

@@ -204,10 +204,7 @@ class StreamedStep:
         """Steps one unit and queues its copies home; returns the new tensors that those copies
         read.
         """
-        views = [
-            {key: view.of(slot) for key, view in each.items()} if slot is not None else {}
-            for each in unit.views
-        ]
+        views = _views_in(slot, unit)
         self._gate.before_write([local_of(piece.parameter) for piece in unit.pieces])
         outcome, proxies = self._shadow(unit.pieces, views, slot)
         births: list[_Copy] = []
@@ -353,6 +350,8 @@ class StreamedStep:
         inner = self._state.of(piece.parameter)
         for key, value in after.items():
             view = views.get(key)
+            if value is view or (view is None and dict.get(inner, key) is value):
+                continue  # changed in place, as nearly always
             local = local_of(value) if isinstance(value, Tensor) else value
             if view is not None and _has_layout_of(local, view):
                 if local.data_ptr() != view.data_ptr():  # the step bound the key to a new tensor
@@ -364,7 +363,7 @@ class StreamedStep:
                 if key in inner.homes_by_key:
                     inner.forget(key)
                 dict.__setitem__(inner, key, self._shard(piece, value))
-        if piece.is_last:
+        if piece.is_last and list(dict.keys(inner)) != list(after):
             for key in [k for k in dict.keys(inner) if k not in after]:
                 inner.forget(key)
             inner.reorder(list(after))
@@ -391,6 +390,16 @@ class StreamedStep:
         region = home.region
         run = Run(region.slab, region.offset + start, 0, buffer.numel())
         return buffer, [run] if buffer.numel() else []
+
+
+def _views_in(slot: Tensor | None, unit: Unit) -> list[dict[str, Tensor]]:
+    """Returns the states of a unit as views of its slot, for each piece by key."""
+    if slot is None:
+        return [{} for _ in unit.pieces]
+    dtypes = {view.dtype for each in unit.views for view in each.values()}
+    # Entries and slots are aligned to more than any itemsize.
+    typed = {dtype: slot.view(dtype) for dtype in dtypes}
+    return [{key: view.of(typed[view.dtype]) for key, view in each.items()} for each in unit.views]
 
 
 def _has_no_rate(optimizer: Optimizer) -> bool:

@@ -319,7 +319,7 @@ def tensor_parallel_with_partial_gradients() -> None:
     kinds = {type(p) for q in model.parameters() for p in q.grad.placements}
     assert Partial in kinds, "no gradient is a partial sum; the case shows nothing"
     assert {q.placements for q in model.parameters()} >= {(Replicate(),), (Shard(0),), (Shard(1),)}
-    for name in ("AdamW", "fused", "SGD", "NAdam"):
+    for name in ELEMENT_WISE:
         both_train_alike(tensor_parallel, name)
     both_train_alike(tensor_parallel, "AdamW", resident=4096, slots=1)
     both_train_alike(tensor_parallel, "Muon", chosen=matrices)

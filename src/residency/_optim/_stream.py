@@ -34,7 +34,13 @@ from residency._optim._shadow import (
     quiet_global_hooks,
     shadow_step,
 )
-from residency._optim._sharding import is_sharded, local_gradient, local_of, wrapped_like
+from residency._optim._sharding import (
+    has_partial_gradient,
+    is_sharded,
+    local_gradient,
+    local_of,
+    wrapped_like,
+)
 from residency._transfer import Run
 from residency._transfer._lanes import raw_bytes
 
@@ -77,6 +83,7 @@ class StreamedStep:
         self._alive: deque[list[Tensor]] = deque()
         self._num_parts_left = 0
         self._gradients: dict[Tensor, Tensor] = {}
+        self._is_local = offload.is_local
 
     def run(self) -> None:
         """Steps every parameter that has a gradient, then commits group values and attributes."""
@@ -219,6 +226,10 @@ class StreamedStep:
         groups = [{**group, "params": []} for group in self._optimizer.param_groups]
         state: dict[Tensor, dict[str, Any]] = {}
         proxies = []
+        # One step takes shards or local tensors: torch's loops over several cannot mix them.
+        self._is_local = self._offload.is_local and not any(
+            piece.is_whole and has_partial_gradient(piece.parameter) for piece in pieces
+        )
         for piece, each in zip(pieces, views, strict=True):
             proxy = self._proxy(piece)
             proxies.append(proxy)
@@ -235,7 +246,7 @@ class StreamedStep:
     def _proxy(self, piece: Piece) -> Tensor:
         """Returns what the shadow steps in a parameter's place, with its gradient."""
         parameter = piece.parameter
-        if piece.is_whole and not (self._offload.is_local and is_sharded(parameter)):
+        if piece.is_whole and not (self._is_local and is_sharded(parameter)):
             return parameter
         proxy = local_of(parameter).detach()
         gradient = self._gradients.get(parameter)
@@ -251,11 +262,11 @@ class StreamedStep:
 
     def _seen(self, local: Tensor, value: Tensor) -> Tensor:
         """Returns a state as the step sees it, which steps local tensors or shards."""
-        return local if self._offload.is_local else wrapped_like(local, value)
+        return local if self._is_local else wrapped_like(local, value)
 
     def _shard(self, piece: Piece, value: Any) -> Any:
         """Returns a state as callers see it: what is as large as a parameter's shard is one."""
-        if not isinstance(value, Tensor) or not self._offload.is_local or value.dim() == 0:
+        if not isinstance(value, Tensor) or not self._is_local or value.dim() == 0:
             return value
         is_shard = value.shape == local_of(piece.parameter).shape
         return wrapped_like(value, piece.parameter) if is_shard else value

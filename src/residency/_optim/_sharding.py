@@ -75,6 +75,21 @@ def local_gradient(parameter: Tensor) -> Tensor:
     return local_of(gradient).detach()
 
 
+def has_partial_gradient(parameter: Tensor) -> bool:
+    """Says whether the gradient of a replicated parameter is still to be summed over ranks.
+
+    Some steps scale it before the sum, so only a step on ``DTensor`` has torch's bits.
+    """
+    gradient: Any = parameter.grad
+    return (
+        is_sharded(gradient)
+        and is_sharded(parameter)
+        and any(p.is_partial() for p in gradient.placements)
+        # Then it is whole, or cut alike, on every rank: all of them call the collectives.
+        and all(p.is_replicate() for p in parameter.placements)  # type: ignore[attr-defined]
+    )
+
+
 def layout_of(parameter: Tensor) -> Hashable:
     """Returns what a parameter's state was made for: shape, dtype, and where its shard lies."""
     if not is_sharded(parameter):

@@ -35,12 +35,19 @@ from residency._optim._shadow import (
     quiet_global_hooks,
     shadow_step,
 )
-from residency._optim._sharding import is_sharded, local_gradient, local_of, wrapped_like
+from residency._optim._sharding import (
+    has_partial_gradient,
+    is_sharded,
+    local_gradient,
+    local_of,
+    wrapped_like,
+)
 from residency._optim._statistics import Timeline
 from residency._transfer import Run
 from residency._transfer._lanes import raw_bytes
 
 _Copy = tuple[Tensor, Sequence[Run]]
+_MISSING = object()
 
 
 def members_with_gradient(optimizer: Optimizer) -> list[Member]:
@@ -82,6 +89,7 @@ class StreamedStep:
         self._is_foreign = False
         self._timeline = Timeline()
         self._gradients: dict[Tensor, Tensor] = {}
+        self._is_local = offload.is_local
 
     def run(self) -> None:
         """Steps every parameter that has a gradient, then commits group values and attributes."""
@@ -92,9 +100,9 @@ class StreamedStep:
                 inner.check_parameter(member.parameter)
             if inner is not None and inner.template is not None:
                 _forget_template(inner, self._homes)
-        if not self._state and _has_no_rate(self._optimizer):
+        is_template = not self._state and _has_no_rate(self._optimizer)
+        if is_template:
             self._num_births_alive = 1
-        is_template = self._num_births_alive == 1 < self._offload.num_slots
         plan = self._offload.plan_for(self._optimizer, members, is_template=is_template)
         self._reserve_homes(plan)
         num_parts = bool(plan.resident) + len(plan.streamed) + len(plan.births)
@@ -241,6 +249,10 @@ class StreamedStep:
         groups = [{**group, "params": []} for group in self._optimizer.param_groups]
         state: dict[Tensor, dict[str, Any]] = {}
         proxies = []
+        # One step takes shards or local tensors: torch's loops over several cannot mix them.
+        self._is_local = self._offload.is_local and not any(
+            piece.is_whole and has_partial_gradient(piece.parameter) for piece in pieces
+        )
         for piece, each in zip(pieces, views, strict=True):
             proxy = self._proxy(piece, each)
             proxies.append(proxy)
@@ -259,7 +271,7 @@ class StreamedStep:
         parameter = piece.parameter
         if self._offload.has_master(parameter):
             return self._master(piece, views)
-        if piece.is_whole and not (self._offload.is_local and is_sharded(parameter)):
+        if piece.is_whole and not (self._is_local and is_sharded(parameter)):
             return parameter
         proxy = local_of(parameter).detach()
         gradient = self._gradients.get(parameter)
@@ -287,7 +299,7 @@ class StreamedStep:
         elif self._is_foreign:
             take_foreign_writes(master, low)
         assert parameter.grad is not None
-        if self._offload.is_local:
+        if self._is_local:
             proxy = master
             gradient = self._gradients.get(parameter, parameter.grad).detach()
             if not piece.is_whole:
@@ -313,11 +325,11 @@ class StreamedStep:
 
     def _seen(self, local: Tensor, value: Tensor) -> Tensor:
         """Returns a state as the step sees it, which steps local tensors or shards."""
-        return local if self._offload.is_local else wrapped_like(local, value)
+        return local if self._is_local else wrapped_like(local, value)
 
     def _shard(self, piece: Piece, value: Any) -> Any:
         """Returns a state as callers see it: what is as large as a parameter's shard is one."""
-        if not isinstance(value, Tensor) or not self._offload.is_local or value.dim() == 0:
+        if not isinstance(value, Tensor) or not self._is_local or value.dim() == 0:
             return value
         is_shard = value.shape == local_of(piece.parameter).shape
         return wrapped_like(value, piece.parameter) if is_shard else value
@@ -350,7 +362,8 @@ class StreamedStep:
         inner = self._state.of(piece.parameter)
         for key, value in after.items():
             view = views.get(key)
-            if value is view or (view is None and dict.get(inner, key) is value):
+            before = dict.get(inner, key, _MISSING) if view is None else view
+            if value is before:
                 continue  # changed in place, as nearly always
             local = local_of(value) if isinstance(value, Tensor) else value
             if view is not None and _has_layout_of(local, view):

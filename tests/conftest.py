@@ -4,6 +4,10 @@ The same tests run on the simulated accelerator (late and overtaking work, races
 poisoned) and, with ``RESIDENCY_TEST_DEVICE=cuda``, on a real one; with ``sim-as-cuda``, on the
 simulated one in CUDA's place.
 
+[Note: threads] One thread computes, in the whole session. A kernel's last bits depend on how many
+share its work, each of torch's own threads keeps the number that held when it began, and tests
+compare bits that different threads computed. Tiny tensors are quicker so, too.
+
 [Note: frameworks] They are imported by fixtures, and the tests that do so, in folders named
 ``stacks`` and of the docs, run last: a framework has hundreds of thousands of objects, which every
 later garbage collection would go through, and the device's fixture collects twice a test.
@@ -26,6 +30,11 @@ pytest_plugins = ["residency.testing.plugin", "pytester"]  # the first also wher
 
 _FACE = simulated_device_type()
 _REAL = _FACE is None
+
+
+def pytest_configure() -> None:
+    """Sets the number of threads before any of torch's own begins. [Note: threads]"""
+    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -83,8 +83,6 @@ def align(num_bytes):
 @pytest.fixture
 def lab(device):
     """The helpers above, with the device filled in."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny tensors: threads cost more than they bring
 
     def parameters(**kwargs):
         return make_parameters(device, **kwargs)
@@ -96,7 +94,7 @@ def lab(device):
             residency.offload_optimizer(optimizer, bucket=BUCKET)
         return optimizer, made
 
-    yield SimpleNamespace(
+    return SimpleNamespace(
         parameters=parameters,
         adamw=adamw,
         groups=make_groups,
@@ -109,4 +107,3 @@ def lab(device):
         matrices=MATRICES,
         device=device,
     )
-    torch.set_num_threads(num_threads)

@@ -88,7 +88,7 @@ def give_back() -> int:
     _device.release_pinned_cache()
     torch.accelerator.reset_peak_memory_stats()
     torch.accelerator.reset_accumulated_memory_stats()
-    if _device.accelerator() == torch.device("sim", 0):
+    if str(_device.accelerator()) == "sim:0":  # a type that torch knows only where it is enabled
         from residency import sim
 
         sim.reset_peak_pinned_memory_stats()

@@ -88,12 +88,3 @@ def assert_same() -> Callable[[object, object], None]:
 def _dict_of(tree: object) -> object:
     """Returns the state dict of a module or an optimizer, and any other tree as it is."""
     return tree.state_dict() if isinstance(tree, nn.Module | torch.optim.Optimizer) else tree
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Bits are compared: how kernels share work between threads depends on what ran before."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)

@@ -10,7 +10,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from residency._errors import InvalidArgumentError, RefusedError, ResidencyError
+from residency._errors import (
+    CheckpointError,
+    CorruptSaveError,
+    InvalidArgumentError,
+    RefusedError,
+    ResidencyError,
+)
 
 if TYPE_CHECKING:
     from residency._optim import OffloadedOptimizer, offload_optimizer, onload_optimizer
@@ -18,6 +24,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "CheckpointError",
+    "CorruptSaveError",
     "InvalidArgumentError",
     "OffloadedOptimizer",
     "RefusedError",

@@ -1,6 +1,8 @@
 """The errors of the package, one tree. Each also is the builtin that a caller would expect.
 
 ResidencyError
+├── CheckpointError (RuntimeError)      a save or a restore could not be carried out
+│   └── CorruptSaveError                bytes on disk are not those that were written
 ├── InvalidArgumentError (ValueError)   a size, a count or a name that means nothing
 ├── QueuedWorkError (RuntimeError)      work failed that nobody had waited for
 ├── RefusedError (RuntimeError)         it cannot be done exactly, so nothing was done
@@ -16,6 +18,33 @@ class ResidencyError(Exception):
 
 class InvalidArgumentError(ResidencyError, ValueError):
     """Says that an argument means nothing: a size that does not parse, an unknown name."""
+
+
+class CheckpointError(ResidencyError, RuntimeError):
+    """Says that a save or a restore could not be carried out."""
+
+
+class CorruptSaveError(CheckpointError):
+    """Says that bytes on disk are not those that were written.
+
+    Attributes:
+        file: The file, relative to its save's directory.
+        tensor: The name of the tensor that the bytes belong to, where one is known.
+        offset: Where in the file the damage is, in bytes, where it is known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        file: str | None = None,
+        tensor: str | None = None,
+        offset: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.file = file
+        self.tensor = tensor
+        self.offset = offset
 
 
 class QueuedWorkError(ResidencyError, RuntimeError):

@@ -28,6 +28,7 @@ from residency import _device
 from residency._checkpoint import _rng
 from residency._checkpoint._blocks import make_blocks
 from residency._checkpoint._capture import Capture, capture, check_verify, make_room, sizes_of
+from residency._checkpoint._disk._layout import step_name
 from residency._checkpoint._disk._manifest import file_name
 from residency._checkpoint._disk._parts import FilePlan, Part
 from residency._checkpoint._disk._publish import CheckpointDirectory, Retention, SaveRequest
@@ -193,7 +194,7 @@ class Checkpointer:
         self._raise_failure()
         _check_state(step, state, rng)
         self._use_directory()
-        save = Save(step, self._directory.folder(step))
+        save = Save(step, self._directory.path / step_name(step))
         arena = self._free_arena()
         if arena is None:
             save.is_skipped = True

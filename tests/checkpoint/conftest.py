@@ -19,7 +19,12 @@ class Run:
     """Trains a normalised, tied network on its own random numbers."""
 
     def __init__(
-        self, device: torch.device, *, offload: bool, kind: Any = torch.optim.AdamW
+        self,
+        device: torch.device,
+        *,
+        offload: bool,
+        kind: Any = torch.optim.AdamW,
+        bucket: int = BUCKET,
     ) -> None:
         self.device = device
         self.generator = torch.Generator().manual_seed(7)
@@ -31,7 +36,7 @@ class Run:
         settings = {"momentum": 0.9} if kind is torch.optim.SGD else {}
         self.optimizer = kind(self.model.parameters(), lr=1e-2, **settings)
         if offload:
-            residency.offload_optimizer(self.optimizer, bucket=BUCKET)
+            residency.offload_optimizer(self.optimizer, bucket=bucket)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
         self.extra = {"seen": 0, "best": float("inf"), "history": [1.5, (2, "b")]}
 
@@ -116,7 +121,7 @@ def lab(device: torch.device) -> SimpleNamespace:
     def run(**settings: Any) -> Run:
         return Run(device, **settings)
 
-    return SimpleNamespace(run=run, same=assert_same, copied=copied, device=device, bucket=BUCKET)
+    return SimpleNamespace(run=run, same=assert_same, copied=copied, device=device)
 
 
 @pytest.fixture

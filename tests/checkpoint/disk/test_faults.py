@@ -42,9 +42,8 @@ def test_a_call_that_fails_is_reported_and_leaves_old_or_new(
     for at in range(saves.num_calls(path, scenario)):
         saves.prepare(path, scenario)
         system = saves.FaultySystem(at, saves.failing(number))
-        try:
-            saves.save(path, *saves.SCENARIOS[scenario][1], system)
-        except (CheckpointError, RefusedError) as error:
+        error = error_of(lambda: saves.save(path, *saves.SCENARIOS[scenario][1], system))
+        if error is not None:
             num_reported += 1
             assert isinstance(error.__cause__, OSError)
             assert error.__cause__.errno == number
@@ -55,6 +54,14 @@ def test_a_call_that_fails_is_reported_and_leaves_old_or_new(
             saves.check_whole(path, published(saves, scenario))
         saves.check_after_fault(path, scenario)
     assert num_reported >= MIN_CALLS / 2
+
+
+def error_of(save: Callable[[], None]) -> Exception | None:
+    try:
+        save()
+    except (CheckpointError, RefusedError) as error:
+        return error
+    return None
 
 
 # What is not needed for a save that is whole: giving back, and what follows publication.

@@ -179,4 +179,7 @@ def _meet(one: Stored, other: Stored) -> bool:
 
 def without_copies(shards: Iterable[Stored]) -> list[Stored]:
     """Returns the shards, of several at one place with one shape the first only."""
-    return list({(s.offsets, s.shape): s for s in reversed(list(shards))}.values())[::-1]
+    first: dict[tuple[tuple[int, ...], tuple[int, ...]], Stored] = {}
+    for shard in shards:
+        first.setdefault((shard.offsets, shard.shape), shard)
+    return list(first.values())

@@ -185,7 +185,7 @@ FAULTS: dict[str, tuple[Callable[[Metadata], object], type[Exception], str]] = {
         "makes no sense",
     ),
     "no entries": (
-        lambda found: vars(found).pop("state_dict_metadata"),
+        lambda found: vars(found).update(state_dict_metadata=None),
         CorruptSaveError,
         "makes no sense",
     ),

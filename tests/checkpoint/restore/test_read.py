@@ -51,7 +51,8 @@ class Collector:
 @pytest.mark.parametrize("is_checked", [True, False])
 @pytest.mark.parametrize("seed", range(6))
 def test_ranges_of_any_place_and_size_arrive_whole(tmp_path, monkeypatch, is_checked, seed):
-    monkeypatch.setattr(_read, "_READ_BYTES", 3000)
+    monkeypatch.setattr(_read, "_CALL_BYTES", 3000)
+    monkeypatch.setattr(_read, "_STEP_BYTES", 800)
     monkeypatch.setattr(_read, "SCRATCH_BYTES", 700)
     monkeypatch.setattr(_read, "_BRIDGED_BYTES", 300)
     monkeypatch.setattr(_read, "_UNCHECKED_CHUNK_BYTES", 5000)

@@ -1,9 +1,10 @@
 """Reads wanted ranges of files into host memory, checking every chunk that it touches.
 
 Bytes go by ``os.preadv`` straight to where they are wanted, or into a slot of a ring from which the
-caller carries them on. Where checksums are known, a file is read in whole chunks, so that no byte is
-handed on as good which is not; what nobody wants of a chunk goes to a scratch buffer. Invariant:
-host memory beside the targets is the ring, plus ``SCRATCH_BYTES`` for each thread.
+caller carries them on. Where checksums are known, a file is read in whole chunks, and what nobody
+wants of a chunk goes to a scratch buffer. Invariant: a read that ends without an error has handed
+on bytes of chunks only that are as they were written, and host memory beside the targets was the
+ring, plus ``SCRATCH_BYTES`` for each thread.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from residency._units import parse_bytes
 
 SCRATCH_BYTES = parse_bytes("256KiB")
 _UNCHECKED_CHUNK_BYTES = parse_bytes("8MiB")
-# Small enough that the checksum finds the bytes in the cache, large enough for the system call.
-_READ_BYTES = parse_bytes("1MiB")
+_CALL_BYTES = parse_bytes("4MiB")  # at the most what is handed on at once
+# Small enough that the checksum finds the bytes in the cache, large enough for a system call.
+_STEP_BYTES = parse_bytes("256KiB")
 _BRIDGED_BYTES = parse_bytes("64KiB")  # a gap that is cheaper to read than to skip
 _MOST_BUFFERS = 512  # Linux takes 1024 in a call
 _NUM_THREADS = 2
@@ -331,10 +333,12 @@ class _Reader:
                 if slot is None:
                     return False
             buffers, arrivals = self._buffers(spans, slot)
-            self._fill(task, spans[0].start, list(buffers))
-            if task.crc32 is not None:
-                for buffer in buffers:
-                    crc = zlib.crc32(buffer, crc)
+            offset = spans[0].start
+            for step in _steps(buffers):
+                self._fill(task, offset, list(step))
+                for buffer in step:
+                    crc = crc if task.crc32 is None else zlib.crc32(buffer, crc)
+                    offset += buffer.nbytes
             for span, buffer in zip(spans, buffers, strict=True):
                 _copy_to_others(span, buffer)
             if slot is not None:
@@ -345,9 +349,9 @@ class _Reader:
 
     def _calls(self, task: _Task) -> Iterator[list[_Span]]:
         """Yields neighbouring spans that one system call reads, cut where they are too long."""
-        slot_bytes = self._ring.slot_bytes if self._ring is not None else _READ_BYTES
+        slot_bytes = self._ring.slot_bytes if self._ring is not None else _CALL_BYTES
         call: list[_Span] = []
-        left, scratch_left = _READ_BYTES, SCRATCH_BYTES
+        left, scratch_left = _CALL_BYTES, SCRATCH_BYTES
         slot_left = slot_bytes
         spans = list(reversed(_bridged(task.spans)))
         while spans:
@@ -360,7 +364,7 @@ class _Reader:
                 room = min(room, slot_left)
             if is_new or room == 0 or len(call) == _MOST_BUFFERS:
                 yield call
-                call, left, scratch_left, slot_left = [], _READ_BYTES, SCRATCH_BYTES, slot_bytes
+                call, left, scratch_left, slot_left = [], _CALL_BYTES, SCRATCH_BYTES, slot_bytes
                 spans.append(span)
                 continue
             taken = min(room, span.stop - span.start)
@@ -432,6 +436,23 @@ class _Reader:
             tensor=names[0],
             offset=start if offset is None else offset,
         )
+
+
+def _steps(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """Yields buffers and pieces of them, a few at a time."""
+    step: list[memoryview] = []
+    left = _STEP_BYTES
+    for whole in buffers:
+        buffer = whole
+        while buffer.nbytes:
+            step.append(buffer[:left])
+            left -= step[-1].nbytes
+            buffer = buffer[step[-1].nbytes :]
+            if not left:
+                yield step
+                step, left = [], _STEP_BYTES
+    if step:
+        yield step
 
 
 def _bridged(spans: Sequence[_Span]) -> list[_Span]:

@@ -5,6 +5,7 @@ gets), ``_homes`` (where the state lives), ``_plan`` (what moves together) and `
 itself).
 """
 
+from residency._optim import _lend as _lend  # makes saves find an offloaded optimizer's state
 from residency._optim._offload import offload_optimizer, onload_optimizer
 from residency._optim._offloaded import OffloadedOptimizer
 from residency._optim._statistics import OffloadStatistics

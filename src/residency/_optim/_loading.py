@@ -16,12 +16,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from residency._errors import RefusedError
-from residency._optim._homes import Home, Homes, State
+from residency._optim._homes import Home, Homes
 from residency._optim._masters import as_masters_state
 from residency._optim._offload_data import Offload
 from residency._optim._schema import Schema
 from residency._optim._shadow import PRIVATE, is_torchs_own
-from residency._optim._sharding import layout_of, local_of, moved
+from residency._optim._sharding import layout_of
+from residency._optim._state import State
+from residency._transfer import lending, local_of, moved
 
 
 @dataclass(slots=True)
@@ -195,6 +197,10 @@ def _entry(
     local = local_of(value)
     if home is None:
         home = homes.reserved.get(parameter, {}).get(key)
-    if home is None or (home.tensor.shape, home.tensor.dtype) != (local.shape, local.dtype):
+    if (
+        home is None
+        or (home.tensor.shape, home.tensor.dtype) != (local.shape, local.dtype)
+        or lending.is_lent(home.tensor)
+    ):
         home = homes.allocate(value)
     return _Entry(value, home)

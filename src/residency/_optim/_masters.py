@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from residency._errors import RefusedError
-from residency._optim._sharding import local_of, wrapped_like
+from residency._transfer import local_of, wrapped_like
 
 MASTER = "master_weight"
 

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from residency import _device
 from residency._errors import InvalidArgumentError, RefusedError
-from residency._optim._homes import State
 from residency._optim._masters import check_masters_place
 from residency._optim._offload_data import Offload
 from residency._optim._offloaded import (
@@ -25,6 +24,7 @@ from residency._optim._offloaded import (
 from residency._optim._placement import follow_parameters, members_of, place_state, plain_state
 from residency._optim._separable import separability
 from residency._optim._shadow import PRIVATE
+from residency._optim._state import State
 from residency._optim._step_patch import remake_step_patch, validate_step_patch
 from residency._optim._validate import check_groups, device_of
 from residency._optim._wrappers import reaching_inside

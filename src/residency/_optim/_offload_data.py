@@ -12,13 +12,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from residency._optim._homes import Homes, State
+from residency._optim._homes import Homes
 from residency._optim._masters import needs_master
 from residency._optim._plan import Member, Plan, make_plan
 from residency._optim._schema import Schema, StateSize, state_schema
 from residency._optim._separable import Separability
-from residency._optim._sharding import layout_of, local_of
+from residency._optim._sharding import layout_of
+from residency._optim._state import State
 from residency._optim._statistics import Timeline
+from residency._transfer import local_of
 
 
 @dataclass(slots=True)

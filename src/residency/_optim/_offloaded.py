@@ -18,16 +18,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from residency._errors import RefusedError
-from residency._optim._homes import ParameterState, State
 from residency._optim._loading import prepare_load
 from residency._optim._offload_data import Offload
 from residency._optim._placement import follow_parameters, members_of, prime_state
 from residency._optim._separable import separability
 from residency._optim._shadow import PRIVATE, raw_step
-from residency._optim._sharding import local_of
+from residency._optim._state import ParameterState, State
 from residency._optim._statistics import OffloadStatistics, Timeline, bytes_per_second
 from residency._optim._stream import StreamedStep
 from residency._optim._validate import check_groups, device_of
+from residency._transfer import local_of
 from residency._units import format_bytes
 
 

@@ -17,15 +17,17 @@ from torch.optim import Optimizer
 
 from residency import _device
 from residency._errors import RefusedError
-from residency._optim._homes import Homes, ParameterState, State
+from residency._optim._homes import Homes
 from residency._optim._masters import MASTER, as_masters_state, check_masters_place, master_like
 from residency._optim._offload_data import Offload
 from residency._optim._plan import Member
 from residency._optim._schema import Schema, StateSize
-from residency._optim._sharding import layout_of, local_of, moved, wrapped_like
+from residency._optim._sharding import layout_of
+from residency._optim._state import ParameterState, State
 from residency._optim._validate import device_of
-from residency._transfer import copy_to_host
+from residency._transfer import copy_to_host, local_of, moved, wrapped_like
 
+_SPARE_BUCKETS = 2
 _Values = Mapping[str, Any]
 
 
@@ -55,7 +57,7 @@ def place_state(optimizer: Optimizer, offload: Offload, device: torch.device) ->
         offload.homes, offload.state, offload.resident = None, None, set()
         offload.forget_plan()
         return
-    homes = Homes(device, pin=offload.pin)
+    homes = Homes(device, pin=offload.pin, spare_bytes=_SPARE_BUCKETS * offload.bucket_bytes)
     resident = _choose_resident(offload, optimizer, offload.resident_bytes)
     announced = {
         m.parameter: _expected(offload, optimizer, m)

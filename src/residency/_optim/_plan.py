@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from residency._optim._homes import Home, ParameterState, State
+from residency._optim._homes import Home
 from residency._optim._masters import MASTER, master_like
 from residency._optim._schema import StateSize
 from residency._optim._separable import CUT
-from residency._optim._sharding import local_of
-from residency._transfer import Run, align_up
+from residency._optim._state import ParameterState, State
+from residency._transfer import Run, align_up, local_of
 
 
 class Member(NamedTuple):
@@ -130,8 +130,8 @@ def make_plan(
         packer.add(member, size, is_cuttable=is_cuttable)
     return Plan(
         tuple(stay),
-        tuple(_lay_out(pieces, state) for pieces in streamed.finish()),
-        tuple(_lay_out(pieces, state) for pieces in births.finish()),
+        tuple(lay_out(pieces, state) for pieces in streamed.finish()),
+        tuple(lay_out(pieces, state) for pieces in births.finish()),
     )
 
 
@@ -192,7 +192,8 @@ class _Packer:
         ]
 
 
-def _lay_out(pieces: Sequence[Piece], state: State) -> Unit:
+def lay_out(pieces: Sequence[Piece], state: State) -> Unit:
+    """Returns the unit of these pieces: where their states lie in a slot, and the copies."""
     unit = Unit(pieces)
     loads: list[tuple[Run, bool]] = []
     stores: list[tuple[Run, bool]] = []

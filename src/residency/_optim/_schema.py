@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from residency._optim._masters import MASTER, master_like
 from residency._optim._separable import host_group
 from residency._optim._shadow import is_torchs_own, quiet_global_hooks, shadow_step, stand_in
-from residency._optim._sharding import is_sharded, local_of, planned_bytes, wrapped_like
+from residency._optim._sharding import planned_bytes
+from residency._transfer import is_sharded, local_of, wrapped_like
 
 _SMALL = 8
 

@@ -28,7 +28,7 @@ from residency._optim._shadow import (
     shadow_step,
     stand_in,
 )
-from residency._optim._sharding import local_of
+from residency._transfer import local_of
 
 # Cuts fall on whole vectors: CPU kernels round a bf16 tail differently, measured with SGD, RMSprop
 # and ASGD.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,10 +24,10 @@ from torch.optim import Optimizer
 
 from residency import _device
 from residency._errors import RefusedError, ResidencyError
-from residency._optim._homes import Home, Homes, ParameterState, State
+from residency._optim._homes import Home, Homes
 from residency._optim._masters import MASTER, take_foreign_writes, versions_of
 from residency._optim._offload_data import Offload
-from residency._optim._plan import Member, Piece, Plan, Unit
+from residency._optim._plan import Member, Piece, Plan, Unit, lay_out
 from residency._optim._shadow import (
     Commit,
     Outcome,
@@ -35,15 +35,10 @@ from residency._optim._shadow import (
     quiet_global_hooks,
     shadow_step,
 )
-from residency._optim._sharding import (
-    has_partial_gradient,
-    is_sharded,
-    local_gradient,
-    local_of,
-    wrapped_like,
-)
+from residency._optim._sharding import has_partial_gradient, local_gradient
+from residency._optim._state import ParameterState, State
 from residency._optim._statistics import Timeline
-from residency._transfer import Run
+from residency._transfer import Run, is_sharded, lending, local_of, wrapped_like
 from residency._transfer._lanes import raw_bytes
 
 _Copy = tuple[Tensor, Sequence[Run]]
@@ -89,6 +84,7 @@ class StreamedStep:
         self._is_foreign = False
         self._timeline = Timeline()
         self._gradients: dict[Tensor, Tensor] = {}
+        self._left_homes: dict[Tensor, list[Home]] = {}
         self._is_local = offload.is_local
 
     def run(self) -> None:
@@ -213,7 +209,7 @@ class StreamedStep:
         read.
         """
         views = _views_in(slot, unit)
-        self._gate.before_write([local_of(piece.parameter) for piece in unit.pieces])
+        self._gate.before_write(self._written_in_place(unit))
         outcome, proxies = self._shadow(unit.pieces, views, slot)
         births: list[_Copy] = []
         for piece, proxy, each in zip(unit.pieces, proxies, views, strict=True):
@@ -223,11 +219,39 @@ class StreamedStep:
             if after is not None:
                 self._collect(piece, each, after, births)
         copies = [*births]
-        if slot is not None and unit.stores:
-            copies.append((slot, unit.stores))
+        stores = self._stores_of(unit)
+        if slot is not None and stores:
+            copies.append((slot, stores))
         if copies:
             self._store(unit, copies)
         return [buffer for buffer, _ in births]
+
+    def _written_in_place(self, unit: Unit) -> Iterator[Tensor]:
+        for piece in unit.pieces:
+            yield local_of(piece.parameter)
+            inner = self._state.peek(piece.parameter)
+            if inner is not None and inner.is_resident:
+                yield from (local_of(v) for v in dict.values(inner) if isinstance(v, Tensor))
+
+    def _stores_of(self, unit: Unit) -> Sequence[Run]:
+        """Returns the copies home of a unit: off the homes that a save reads.
+
+        The bytes on their way to the device are still read from the old homes, of which a cut's
+        parameter needs the rest in later units, so those stay until the step ends.
+        """
+        if not (lending or self._left_homes):
+            return unit.stores
+        is_moved = False
+        for piece in unit.pieces:
+            inner = self._state.peek(piece.parameter)
+            for key, home in list(inner.homes_by_key.items()) if inner is not None else ():
+                writable = self._homes.writable(home)
+                if writable is not home:
+                    assert inner is not None
+                    self._left_homes.setdefault(piece.parameter, []).append(home)
+                    inner.settle(key, writable)
+            is_moved = is_moved or piece.parameter in self._left_homes
+        return lay_out(unit.pieces, self._state).stores if is_moved else unit.stores
 
     def _store(self, unit: Unit, copies: Sequence[_Copy]) -> None:
         self._lanes.d2h.wait_event(self._lanes.mark(self._current))

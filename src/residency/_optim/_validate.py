@@ -13,7 +13,7 @@ from torch import Tensor
 
 from residency import _device
 from residency._errors import RefusedError
-from residency._optim._sharding import is_sharded, local_of
+from residency._transfer import is_sharded, local_of
 
 _FLAGS = {
     "capturable": "a captured step replays fixed addresses, and streamed state has none",

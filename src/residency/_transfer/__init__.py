@@ -3,6 +3,9 @@
 from residency._transfer._gate import Gate, copy_to_host, gate_of
 from residency._transfer._host_memory import available_host_bytes
 from residency._transfer._lanes import Lanes, Run, lanes_of, reset_lanes
+from residency._transfer._lending import Lending, lending
+from residency._transfer._owner import Lent, StateOwner, owner_of, register_owner
+from residency._transfer._sharding import is_sharded, local_of, moved, wrapped_like
 from residency._transfer._slab import (
     ALIGNMENT,
     Region,
@@ -10,19 +13,33 @@ from residency._transfer._slab import (
     SlabArena,
     align_up,
 )
+from residency._transfer._writers import before_write, mutating, watch_optimizers
 
 __all__ = [
     "ALIGNMENT",
     "Gate",
     "Lanes",
+    "Lending",
+    "Lent",
     "Region",
     "Run",
     "Slab",
     "SlabArena",
+    "StateOwner",
     "align_up",
     "available_host_bytes",
+    "before_write",
     "copy_to_host",
     "gate_of",
+    "is_sharded",
     "lanes_of",
+    "lending",
+    "local_of",
+    "moved",
+    "mutating",
+    "owner_of",
+    "register_owner",
     "reset_lanes",
+    "watch_optimizers",
+    "wrapped_like",
 ]

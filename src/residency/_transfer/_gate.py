@@ -79,12 +79,12 @@ def _storages(tensors: Iterable[Tensor]) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
 
 
-_gates: dict[torch.device, Gate] = {}
+gates: dict[torch.device, Gate] = {}
 
 
 def gate_of(device: torch.device) -> Gate:
     """Returns the gate of a device, made at the first call; everybody shares it."""
-    return _gates.setdefault(device, Gate(device))
+    return gates.setdefault(device, Gate(device))
 
 
 def copy_to_host(

@@ -6,11 +6,69 @@ lends its bytes to a save and how it takes a restore's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from residency._transfer._lending import lending
+
+
+class Lent:
+    """Is a state on the host that its owner lends: nobody writes it until it is given back.
+
+    Attributes:
+        tensor: The bytes; of a sharded state, the local tensor.
+        value: What callers see: the tensor, or a ``DTensor`` around it.
+        written: The event after which the bytes are final, or None when they are.
+    """
+
+    def __init__(
+        self, tensor: Tensor, value: Tensor, written: torch.Event | None, *, keep: bool = False
+    ) -> None:
+        self.tensor = tensor
+        self.value = value
+        self.written = written
+        self._is_out = True
+        lending.lend(tensor, keep=keep)
+
+    def give_back(self) -> None:
+        """Ends the loan; from any thread, and again without effect."""
+        if self._is_out:
+            self._is_out = False
+            lending.give_back(self.tensor)
 
 
 class StateOwner(Protocol):
     """Lends and takes the state of one kind of optimizer."""
+
+    def lend(self, optimizer: Any, *, keep: bool = False) -> Mapping[Any, Mapping[str, Any]]:
+        """Returns the state by parameter and key, without a wait; what is on the host is lent.
+
+        Args:
+            optimizer: Whose state.
+            keep: Whether the loans may last for good: room for a second set is made at once.
+
+        Returns:
+            Device tensors and Python values as they are; states at home on the host as ``Lent``,
+            each of which the borrower gives back.
+
+        Raises:
+            RefusedError: The host has no room for what steps take meanwhile.
+        """
+
+    def set_spare(self, optimizer: Any, num_bytes: int | None) -> None:
+        """Sets how much host memory steps may take while states are lent, and allocates it.
+
+        Args:
+            optimizer: One that is on the host.
+            num_bytes: The most bytes beside the homes; a step that needs more waits. None is as
+                much as the state itself.
+
+        Raises:
+            RefusedError: The host has no room.
+        """
 
 
 _owners: dict[type, StateOwner] = {}

@@ -106,10 +106,12 @@ class SlabArena:
 
     Attributes:
         is_pinned: Whether slabs are page-locked.
+        is_kept: Whether slabs stay when nothing in them is in use; set it to reuse them.
     """
 
-    def __init__(self, *, pin: bool = True) -> None:
+    def __init__(self, *, pin: bool = True, keep: bool = False) -> None:
         self.is_pinned = pin
+        self.is_kept = keep
         self._slabs: list[Slab] = []
         # Ranges come back from finalizers, at any moment and on any thread: only append here.
         self._returned: deque[Region] = deque()
@@ -155,16 +157,29 @@ class SlabArena:
             RefusedError: A new slab is needed and the host has no room for it, or it cannot be
                 page-locked.
         """
+        found = self.find_room(num_bytes)
+        if found is not None:
+            return found
+        wanted = align_up(max(num_bytes, 1))
+        slab = self._grow(wanted)
+        offset = slab.take(wanted)
+        assert offset is not None
+        return Region(slab, offset, wanted)
+
+    def find_room(self, num_bytes: int) -> Region | None:
+        """Returns a range in the slabs that there are, or None."""
         self._collect()
         wanted = align_up(max(num_bytes, 1))
         for slab in self._slabs:
             offset = slab.take(wanted)
             if offset is not None:
                 return Region(slab, offset, wanted)
-        slab = self._grow(wanted)
-        offset = slab.take(wanted)
-        assert offset is not None
-        return Region(slab, offset, wanted)
+        return None
+
+    def free_all(self) -> None:
+        """Drops the slabs in which nothing is in use."""
+        self._collect()
+        self._slabs = [s for s in self._slabs if s.free_bytes < s.num_bytes]
 
     def release(self, region: Region) -> None:
         """Gives a range back; may be called from any thread and from a finalizer."""
@@ -220,7 +235,7 @@ class SlabArena:
             region = self._returned.popleft()
             region.slab.put_back(region.offset, region.num_bytes)
             collected = True
-        if collected:
+        if collected and not self.is_kept:
             self._slabs = [s for s in self._slabs if s.free_bytes < s.num_bytes]
 
 

@@ -1,0 +1,282 @@
+"""What bytes a save copies: tensors that overlap in one storage become one block, copied once.
+
+A block is the span of a storage that is needed, never the whole storage of a small view. Where one
+tensor of a block covers it densely, the block is stored as that tensor, under its name; the others
+are described as views of it. Invariant: the blocks of a save do not overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from residency._checkpoint._disk._manifest import Record
+from residency._checkpoint._encode import Leaf
+from residency._checkpoint._tree import check_plain_layout
+from residency._errors import RefusedError
+from residency._transfer import Lent, is_sharded, local_of
+
+# What safetensors has; everything else is stored as bytes. Source: safetensors 0.8,
+# `safetensors/src/tensor.rs`, Dtype.
+STORED_DTYPES: dict[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.complex64: "C64",
+}
+_SUFFIX_OF_SPAN = ".__storage__"
+
+
+class Layout(NamedTuple):
+    """Is how a tensor lies in its block: ``start`` is in bytes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """Is a span of one storage.
+
+    Attributes:
+        record: How the block is stored.
+        span: The bytes, ``uint8`` of shape ``[num_bytes]``, a view of the caller's storage.
+        gather: How the stored tensor lies in the span, where its elements are not in order.
+        is_early: Whether others than optimizers may change the bytes.
+        lent: The loan, of a state that lives on the host.
+        layouts: How the tensors over the block lie in the span, by name.
+        num_bytes: The bytes of the span.
+    """
+
+    record: Record
+    span: Tensor
+    gather: Layout | None
+    is_early: bool
+    lent: Lent | None
+    layouts: dict[str, Layout]
+    num_bytes: int
+
+
+class Blocks(NamedTuple):
+    """Are what a save writes, and what its document says of tensors beyond the files' headers."""
+
+    blocks: list[Block]
+    special: dict[str, Any]
+
+
+class _Placed(NamedTuple):
+    leaf: Leaf
+    local: Tensor
+    first: int
+    last: int
+
+
+def make_blocks(
+    leaves: Mapping[str, Leaf], *, writer_of: Mapping[str, int] | None = None, rank: int = 0
+) -> Blocks:
+    """Finds the spans that hold the bytes of all leaves.
+
+    Args:
+        leaves: The tensors by name.
+        writer_of: For what several ranks have, the rank that writes it.
+        rank: This process's.
+
+    Raises:
+        RefusedError: A tensor has no plain layout, or is a partial sum.
+    """
+    special: dict[str, Any] = {}
+    by_storage: dict[tuple[torch.device, int], list[_Placed]] = {}
+    blocks: list[Block] = []
+    for leaf in leaves.values():
+        local = local_of(leaf.value).detach() if leaf.lent is None else leaf.lent.tensor
+        check_plain_layout(leaf, local)
+        note = _shard_note(leaf, local)
+        writer = _first_replica(leaf.value) if note else (writer_of or {}).get(leaf.name, rank)
+        if writer != rank:
+            note["of_rank"] = writer
+        if note:
+            special[leaf.name] = note
+        if writer != rank or note.get("offsets", ()) is None:
+            continue
+        if local.numel() == 0:
+            blocks.append(_block_of([_Placed(leaf, local, 0, 0)], special))
+            continue
+        first = int(local.storage_offset()) * local.element_size()
+        last = first + _span_elements(local) * local.element_size()
+        key = local.device, local.untyped_storage().data_ptr()
+        by_storage.setdefault(key, []).append(_Placed(leaf, local, first, last))
+    for placed in by_storage.values():
+        blocks += [_block_of(cluster, special) for cluster in _clusters(placed)]
+    order = {name: index for index, name in enumerate(leaves)}
+    blocks.sort(key=lambda block: min(order[name] for name in block.layouts))
+    return Blocks(blocks, special)
+
+
+def _span_elements(tensor: Tensor) -> int:
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in steps)
+
+
+def _clusters(placed: list[_Placed]) -> list[list[_Placed]]:
+    """Groups the tensors of one storage that overlap, directly or through others."""
+    clusters: list[list[_Placed]] = []
+    reach = -1
+    for each in sorted(placed, key=lambda p: (p.first, -p.last)):
+        if each.first < reach:
+            clusters[-1].append(each)
+        else:
+            clusters.append([each])
+        reach = max(reach, each.last)
+    return clusters
+
+
+def _block_of(cluster: list[_Placed], special: dict[str, Any]) -> Block:
+    first = cluster[0].first
+    last = max(each.last for each in cluster)
+    span = _bytes_of(cluster[0].local, first, last)
+    is_early = any(each.leaf.is_early for each in cluster)
+    lent = cluster[0].leaf.lent
+    layouts = {
+        each.leaf.name: Layout(
+            each.local.dtype, tuple(each.local.shape), each.local.stride(), each.first - first
+        )
+        for each in cluster
+    }
+    whole = _whole_of(cluster, last - first)
+    if whole is None:
+        name = cluster[0].leaf.name + _SUFFIX_OF_SPAN
+        record = Record(name, "U8", (last - first,), last - first)
+        seen, gather = layouts, None
+    else:
+        layout = layouts[whole.leaf.name]
+        record = _record(whole.leaf, layout, special)
+        is_in_order = whole.local.is_contiguous()
+        gather = None if is_in_order else layout
+        others = {n: each for n, each in layouts.items() if n != record.name}
+        seen = others if is_in_order else dict.fromkeys(others, _in_order(layout))
+    for name, layout in seen.items():
+        special.setdefault(name, {}).update(_view_note(layout, record.name))
+    return Block(record, span, gather, is_early, lent, layouts, last - first)
+
+
+def _whole_of(cluster: list[_Placed], num_bytes: int) -> _Placed | None:
+    """Returns the tensor as which a span is stored, or None where it is stored as bytes."""
+    if len(cluster) == 1:
+        local = cluster[0].local
+        # An expanded tensor repeats its elements.
+        is_short = local.numel() <= max(_span_elements(local), 0)
+        return cluster[0] if is_short else None
+    whole = next(
+        (
+            each
+            for each in cluster
+            if each.last - each.first == num_bytes
+            and torch.ops.aten.is_non_overlapping_and_dense.default(each.local)
+        ),
+        None,
+    )
+    if whole is None or whole.local.is_contiguous():
+        return whole
+    # What is stored in another order than it lies in has no views but itself.
+    is_one = all(
+        (each.local.dtype, each.local.shape, each.local.stride(), each.first)
+        == (whole.local.dtype, whole.local.shape, whole.local.stride(), whole.first)
+        for each in cluster
+    )
+    return whole if is_one else None
+
+
+def _in_order(layout: Layout) -> Layout:
+    stride = torch.empty(layout.shape, device="meta").stride()
+    return layout._replace(stride=stride, start=0)
+
+
+def _bytes_of(tensor: Tensor, first: int, last: int) -> Tensor:
+    itemsize = tensor.element_size()
+    if tensor.numel() == 0:
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    # A storage may be longer than a whole number of elements, a span never is.
+    flat = tensor.as_strided(((last - first) // itemsize,), (1,), first // itemsize)
+    return flat.view(torch.uint8)
+
+
+def _record(leaf: Leaf, layout: Layout, special: dict[str, Any]) -> Record:
+    num_bytes = torch.Size(layout.shape).numel() * layout.dtype.itemsize
+    stored = STORED_DTYPES.get(layout.dtype)
+    offsets = _offsets_of(leaf.value) if is_sharded(leaf.value) else None
+    if stored is None:
+        note = {"dtype": _name_of(layout.dtype), "shape": list(layout.shape)}
+        special.setdefault(leaf.name, {}).update(note)
+        return Record(leaf.name, "U8", (num_bytes,), num_bytes)
+    return Record(leaf.name, stored, layout.shape, num_bytes, offsets)
+
+
+def _view_note(layout: Layout, of: str) -> dict[str, Any]:
+    return {
+        "dtype": _name_of(layout.dtype),
+        "shape": list(layout.shape),
+        "stride": list(layout.stride),
+        "of": of,
+        "start": layout.start,
+    }
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shard_note(leaf: Leaf, local: Tensor) -> dict[str, Any]:
+    """Returns what the document says of a shard: where in the whole it lies."""
+    if not is_sharded(leaf.value):
+        return {}
+    placements: Any = leaf.value.placements  # type: ignore[attr-defined]
+    if any(placement.is_partial() for placement in placements):
+        raise RefusedError(
+            f"{leaf.name} is a DTensor with partial sums ({placements}), which no single rank can "
+            "save. Nothing was saved; redistribute it to Replicate() or Shard() first."
+        )
+    offsets = _offsets_of(leaf.value)
+    return {
+        "whole_shape": list(leaf.value.shape),
+        "offsets": None if local.numel() == 0 and leaf.value.numel() else list(offsets),
+    }
+
+
+def _offsets_of(value: Tensor) -> tuple[int, ...]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    found: Any = compute_local_shape_and_global_offset(
+        value.shape,
+        value.device_mesh,  # type: ignore[attr-defined]
+        value.placements,  # type: ignore[attr-defined]
+    )
+    return tuple(found[1])
+
+
+def _first_replica(value: Tensor) -> int:
+    """Returns the rank that writes this shard: of those that have it, the first on the mesh."""
+    mesh: Any = value.device_mesh  # type: ignore[attr-defined]
+    placements: Any = value.placements  # type: ignore[attr-defined]
+    where = [
+        0 if placement.is_replicate() else coordinate
+        for placement, coordinate in zip(placements, mesh.get_coordinate(), strict=True)
+    ]
+    return int(mesh.mesh[tuple(where)])

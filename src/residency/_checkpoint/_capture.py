@@ -1,0 +1,275 @@
+"""Takes the bytes of a state tree as they are at one call, while training goes on.
+
+What the host holds is copied at the call; what the device holds is copied on the d2h lane, buffers
+first, with an event after every group; what an offloaded optimizer holds is lent. Nothing waits on
+the host, and no device memory is allocated. Invariant: every region and every loan is given back
+exactly once, after the last copy into it.
+
+[Note: the order of a capture] Tensors that others than optimizers may change come first, and the
+current stream waits for that group alone before the call returns. Parameters and states follow;
+their writers wait at the gate, which knows for each storage the event after its copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from residency import _device
+from residency._checkpoint._blocks import Block, Blocks, Layout, make_blocks
+from residency._checkpoint._sums import Sums
+from residency._checkpoint._tree import Description, describe, end_loans
+from residency._errors import CheckpointError
+from residency._transfer import (
+    Gate,
+    Lanes,
+    Region,
+    SlabArena,
+    gate_of,
+    lanes_of,
+    watch_optimizers,
+)
+from residency._units import parse_bytes
+
+_GROUP_BYTES = parse_bytes("64MiB")
+
+
+class Group:
+    """Is what one event covers: copies of some blocks to the host.
+
+    Attributes:
+        event: The event after the copies, None where they are done.
+        sources: What keeps the copied storages alive until then.
+        sums: Those over all bytes before and after, where they were asked for.
+    """
+
+    def __init__(self) -> None:
+        self.event: torch.Event | None = None
+        self.sources: list[Tensor] = []
+        self.sums: Sums | None = None
+
+    def finish(self) -> None:
+        """Blocks the host until the copies are done; may be called from any thread, and again."""
+        if self.event is not None:
+            self.event.synchronize()
+            self.event = None
+            self.sources = []
+            if self.sums is not None:
+                self.sums.let_go()
+
+
+class Held:
+    """Holds the bytes of one block on the host until they are released.
+
+    Attributes:
+        block: What the bytes are.
+        group: The copies that bring them.
+    """
+
+    def __init__(self, block: Block, arena: SlabArena, region: Region | None) -> None:
+        self.block = block
+        self.group = Group()
+        self._arena = arena
+        self._region = region
+        self._is_released = False
+
+    @property
+    def host(self) -> Tensor:
+        """Returns the span's bytes, ``uint8`` of shape ``[num_bytes]``."""
+        if self._region is None:
+            return self.block.span
+        return self._region.slab.data.narrow(0, self._region.offset, self.block.num_bytes)
+
+    def final(self) -> Tensor:
+        """Returns the span's bytes once they are final.
+
+        Raises:
+            CheckpointError: Somebody wrote into the source while it was copied.
+        """
+        lent = self.block.lent
+        if lent is not None and lent.written is not None:
+            lent.written.synchronize()
+        self.group.finish()
+        if self.group.sums is not None and self.group.sums.differs(self.block):
+            names = ", ".join(self.block.layouts)
+            raise CheckpointError(
+                f"{names} was written while it was being copied, by code that passes no gate. "
+                "The save was dropped; put that write into `with residency.mutating(tensor):`."
+            )
+        return self.host
+
+    def stored(self) -> memoryview:
+        """Returns the final bytes in the order in which they are stored."""
+        final = self.final()
+        if self.block.gather is not None:
+            final = view_of(final, self.block.gather).contiguous().view(-1).view(torch.uint8)
+        return _memory_of(final)
+
+    def release(self) -> None:
+        """Gives the memory back; waits for a copy into it that is still under way."""
+        if self._is_released:
+            return
+        self._is_released = True
+        self.group.finish()
+        if self.block.lent is not None:
+            self.block.lent.give_back()
+        elif self._region is not None:
+            self._arena.release(self._region)
+
+
+class Capture:
+    """Is a state tree's bytes at one moment, on their way to the host or there.
+
+    Attributes:
+        description: The tree.
+        blocks: What was copied, and how tensors lie in it.
+        held: The bytes, for each block.
+    """
+
+    def __init__(self, description: Description, blocks: Blocks, held: Sequence[Held]) -> None:
+        self.description = description
+        self.blocks = blocks
+        self.held = tuple(held)
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """Returns the JSON document of the tree."""
+        return {"tree": self.description.tree, "tensors": self.blocks.special}
+
+    def release(self) -> None:
+        """Gives all memory back."""
+        for held in self.held:
+            held.release()
+
+
+def capture(
+    tree: Any,
+    *,
+    arena: SlabArena,
+    keep: bool = False,
+    verify: bool = False,
+    writer_of: Mapping[str, int] | None = None,
+    rank: int = 0,
+) -> Capture:
+    """Begins to copy a state tree; returns when all copies are queued.
+
+    Args:
+        tree: See ``describe``.
+        arena: Where the bytes go, page-locked for copies that do not block the host.
+        keep: Whether what is lent may be kept for good.
+        verify: Whether to compare sums over all bytes before and after the copies.
+        writer_of: See ``make_blocks``; None lets rank 0 write what a
+            ``DistributedDataParallel`` module makes equal everywhere.
+        rank: This process's.
+
+    Raises:
+        RefusedError: Something in the tree cannot be saved, or the host has no room. Nothing is
+            held.
+
+    Memory:
+        Device: none (``verify``: 8 bytes per 16 KiB, and up to 32 KiB for each tensor). Host: the
+        bytes of all blocks that are not lent, each rounded up to 512.
+    """
+    description = describe(tree, keep=keep)
+    held: list[Held] = []
+    try:
+        if writer_of is None:
+            writer_of = dict.fromkeys(description.replicated, 0)
+        blocks = make_blocks(description.leaves, writer_of=writer_of, rank=rank)
+        taken = {id(block.lent) for block in blocks.blocks}
+        end_loans(leaf for leaf in description.leaves.values() if id(leaf.lent) not in taken)
+        for block in blocks.blocks:
+            held.append(_room_for(block, arena))
+        _copy(held, verify=verify)
+    except BaseException:
+        for each in held:
+            each.release()
+        end_loans(description.leaves.values())
+        raise
+    return Capture(description, blocks, held)
+
+
+def _room_for(block: Block, arena: SlabArena) -> Held:
+    is_lent = block.lent is not None
+    return Held(block, arena, None if is_lent else arena.allocate(block.num_bytes))
+
+
+def _copy(held: Sequence[Held], *, verify: bool) -> None:
+    to_copy = [each for each in held if each.block.lent is None and each.block.num_bytes]
+    on_device: dict[torch.device, list[Held]] = {}
+    for each in to_copy:
+        if each.block.span.is_cpu:
+            each.host.copy_(each.block.span)
+        else:
+            on_device.setdefault(each.block.span.device, []).append(each)
+    for device, each_of in on_device.items():
+        watch_optimizers()
+        _copy_from(device, each_of, verify=verify)
+
+
+def _copy_from(device: torch.device, held: Sequence[Held], *, verify: bool) -> None:
+    """Queues the copies from one device. [Note: the order of a capture]"""
+    lanes, gate = lanes_of(device), gate_of(device)
+    current = _device.current_stream(device)
+    early = [each for each in held if each.block.is_early]
+    late = [each for each in held if not each.block.is_early]
+    groups = [*_groups(early), *_groups(late)]
+    before = [Sums([e.block for e in group]) if verify else None for group in groups]
+    lanes.d2h.wait_event(lanes.mark(current))
+    num_early = sum(1 for group in groups if group[0].block.is_early)
+    for index, (members, sums) in enumerate(zip(groups, before, strict=True)):
+        _copy_group(members, sums, lanes, gate)
+        if index + 1 == num_early:
+            current.wait_event(lanes.mark(lanes.d2h))
+
+
+def _copy_group(members: Sequence[Held], sums: Sums | None, lanes: Lanes, gate: Gate) -> None:
+    group = Group()
+    group.sources = [each.block.span for each in members]
+    with lanes.d2h:
+        for each in members:
+            each.host.copy_(each.block.span, non_blocking=True)
+        if sums is not None:
+            sums.compare()
+    group.sums = sums
+    group.event = lanes.mark(lanes.d2h)
+    gate.reading(group.sources, group.event, lanes.d2h)
+    for each in members:
+        each.group = group
+        each.block.span = each.block.span.new_empty(0)  # the group alone keeps the storage
+
+
+def _groups(held: Iterable[Held]) -> Iterator[list[Held]]:
+    group: list[Held] = []
+    num_bytes = 0
+    for each in held:
+        if group and num_bytes + each.block.num_bytes > _GROUP_BYTES:
+            yield group
+            group, num_bytes = [], 0
+        group.append(each)
+        num_bytes += each.block.num_bytes
+    if group:
+        yield group
+
+
+def view_of(span: Tensor, layout: Layout) -> Tensor:
+    """Returns a tensor that lies in a span of bytes; its start is aligned to its elements."""
+    count = 1 + sum((n - 1) * s for n, s in zip(layout.shape, layout.stride, strict=True))
+    if 0 in layout.shape:
+        return torch.empty(layout.shape, dtype=layout.dtype)
+    flat = span.narrow(0, layout.start, count * layout.dtype.itemsize).view(layout.dtype)
+    return flat.as_strided(layout.shape, layout.stride, flat.storage_offset())
+
+
+def _memory_of(data: Tensor) -> memoryview:
+    """Returns the memory of host bytes; it keeps the tensor alive."""
+    size = data.numel()
+    if not size:
+        return memoryview(b"")
+    buffer = (ctypes.c_char * size).from_address(data.data_ptr())
+    buffer.tensor = data  # type: ignore[attr-defined]  # the buffer owns what it points to
+    return memoryview(buffer).cast("B")

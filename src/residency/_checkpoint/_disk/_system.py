@@ -1,0 +1,231 @@
+"""The system calls of a save, in one object, so that a test can let any one of them fail, count
+them, or end the process in the midst of one.
+
+Every call goes through `System.perform`. A call that a signal interrupted is made again, so that
+nobody above has to think of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+# What a file system answers when it knows no such operation, or not for this file.
+UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
+# Where there is no such flag (macOS, Windows), files are opened without it.
+O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+
+
+class System:
+    """Makes system calls."""
+
+    def perform(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Makes one call; a test overrides this to see and change what happens.
+
+        Args:
+            name: The name of the method that makes the call, such as ``"pwritev"``.
+            function: What makes the call.
+            arguments: Its arguments.
+        """
+        return function(*arguments)
+
+    def _call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        while True:
+            try:
+                return self.perform(name, function, *arguments)
+            except InterruptedError:
+                continue
+
+    def open(self, path: Path, flags: int) -> int:
+        """Opens a file or a directory, which is closed where another program is executed."""
+        return int(self._call("open", os.open, path, flags, 0o666))
+
+    def close(self, fd: int) -> None:
+        """Closes a file."""
+        self._call("close", os.close, fd)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Writes buffers at an offset; returns how many bytes were written, maybe fewer."""
+        return int(self._call("pwritev", os.pwritev, fd, buffers, offset))
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fills buffers from an offset; returns how many bytes were read, 0 at the end."""
+        return int(self._call("preadv", os.preadv, fd, buffers, offset))
+
+    def fsync(self, fd: int) -> None:
+        """Returns when a file's bytes, or a directory's entries, are on the disk."""
+        self._call("fsync", os.fsync, fd)
+
+    def ftruncate(self, fd: int, num_bytes: int) -> None:
+        """Gives a file a length."""
+        self._call("ftruncate", os.ftruncate, fd, num_bytes)
+
+    def fallocate(self, fd: int, num_bytes: int) -> None:
+        """Reserves a file's blocks from its start, and makes the file as long."""
+        self._call("fallocate", _fallocate, fd, num_bytes)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Renames, in the place of what has the new name."""
+        self._call("rename", os.rename, source, target)
+
+    def symlink(self, target: str, path: Path) -> None:
+        """Makes a symbolic link at ``path``."""
+        self._call("symlink", os.symlink, target, path)
+
+    def mkdir(self, path: Path) -> None:
+        """Makes a directory; one that exists is an error."""
+        self._call("mkdir", os.mkdir, path)
+
+    def unlink(self, path: Path) -> None:
+        """Removes a file's name."""
+        self._call("unlink", os.unlink, path)
+
+    def rmdir(self, path: Path) -> None:
+        """Removes an empty directory."""
+        self._call("rmdir", os.rmdir, path)
+
+    def listdir(self, path: Path) -> list[str]:
+        """Returns the names in a directory, sorted."""
+        return sorted(self._call("listdir", os.listdir, path))
+
+    def stat(self, path: Path) -> os.stat_result:
+        """Returns what the file system knows of a file."""
+        found: os.stat_result = self._call("stat", os.stat, path)
+        return found
+
+    def fstat(self, fd: int) -> os.stat_result:
+        """Returns what the file system knows of an open file."""
+        found: os.stat_result = self._call("fstat", os.fstat, fd)
+        return found
+
+    def statvfs(self, path: Path) -> os.statvfs_result:
+        """Returns the room of the file system that a path lies on."""
+        found: os.statvfs_result = self._call("statvfs", os.statvfs, path)
+        return found
+
+    def flock(self, fd: int, operation: int) -> None:
+        """Locks or unlocks an open file."""
+        self._call("flock", fcntl.flock, fd, operation)
+
+    def sleep(self, seconds: float) -> None:
+        """Waits."""
+        self._call("sleep", time.sleep, seconds)
+
+    def now_seconds(self) -> float:
+        """Returns a clock that only goes forward."""
+        return time.monotonic()
+
+
+SYSTEM = System()
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _fallocate(fd: int, num_bytes: int) -> None:
+    # Not os.posix_fallocate: where the file system cannot reserve, the C library writes to every
+    # block instead, which takes as long as the save.
+    if sys.platform != "linux":
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+    if _libc().fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def close_quietly(system: System, fd: int) -> None:
+    """Closes a file of which nothing is expected any more."""
+    with suppress(OSError):
+        system.close(fd)
+
+
+def sync_folder(system: System, path: Path) -> None:
+    """Returns when a directory's entries are on the disk."""
+    fd = system.open(path, os.O_RDONLY)
+    try:
+        system.fsync(fd)
+    finally:
+        close_quietly(system, fd)
+
+
+def read_file(system: System, path: Path) -> bytes:
+    """Returns all bytes of a file."""
+    fd = system.open(path, os.O_RDONLY)
+    try:
+        return read_bytes(system, fd, system.fstat(fd).st_size, 0)
+    finally:
+        close_quietly(system, fd)
+
+
+def read_bytes(system: System, fd: int, num_bytes: int, offset: int) -> bytes:
+    """Returns bytes of an open file, fewer where it ends before."""
+    data = bytearray(num_bytes)
+    return bytes(data[: read_into(system, fd, memoryview(data), offset)])
+
+
+def read_into(system: System, fd: int, view: memoryview, offset: int) -> int:
+    """Fills a buffer from an open file; returns how many bytes there were."""
+    done = 0
+    while done < view.nbytes:
+        num_bytes = system.preadv(fd, [view[done:]], offset + done)
+        if num_bytes == 0:
+            break
+        done += num_bytes
+    return done
+
+
+def write_bytes(system: System, fd: int, data: bytes, offset: int = 0) -> None:
+    """Writes all of a buffer."""
+    view = memoryview(data)
+    while view.nbytes:
+        num_bytes = system.pwritev(fd, [view], offset)
+        if num_bytes == 0:
+            raise OSError(errno.EIO, "the file system wrote nothing, and named no error")
+        view, offset = view[num_bytes:], offset + num_bytes
+
+
+def write_file(system: System, path: Path, data: bytes) -> None:
+    """Writes a file that is either whole and on the disk or not there under its name.
+
+    The caller brings the directory's entry to the disk.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    fd = system.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        write_bytes(system, fd, data)
+        system.fsync(fd)
+    finally:
+        close_quietly(system, fd)
+    system.rename(partial, path)
+
+
+def exists(system: System, path: Path) -> bool:
+    """Returns whether something has this name."""
+    try:
+        system.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def remove_folder(system: System, path: Path) -> None:
+    """Removes a directory of files; nothing to remove is fine."""
+    try:
+        names = system.listdir(path)
+    except FileNotFoundError:
+        return
+    for name in names:
+        with suppress(FileNotFoundError):
+            system.unlink(path / name)
+    with suppress(FileNotFoundError):
+        system.rmdir(path)

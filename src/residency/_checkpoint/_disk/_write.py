@@ -1,0 +1,384 @@
+"""Writes one rank's files: two threads take chunk after chunk of all files in order, wait for the
+bytes of that chunk only, sum them and write them.
+
+The chunks of a file are independent: what comes later never delays what is at hand. O_DIRECT is
+used where the file system takes it; that it does not may show when the file is opened or only when
+it is written, and the file then goes on without. Bytes that lie at a page go to the disk from where
+they are, others through a buffer of one chunk that each thread has.
+
+Memory: 2 x (chunk + 4 KiB) on the host for buffers, plus the files' headers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from residency._checkpoint._disk._header import ALIGNMENT, layout_order, make_header
+from residency._checkpoint._disk._manifest import FileRecord
+from residency._checkpoint._disk._parts import FilePlan, Lease, Part
+from residency._checkpoint._disk._system import (
+    O_DIRECT,
+    SYSTEM,
+    UNSUPPORTED,
+    System,
+    close_quietly,
+)
+from residency._errors import CheckpointError
+from residency._units import MIB
+
+__all__ = ["CHUNK_BYTES", "FilePlan", "Part", "write_files"]
+
+CHUNK_BYTES = 4 * MIB
+NUM_THREADS = 2  # a third one writes no faster, and takes a core from the training
+
+_MAX_BUFFERS = 64  # of one call; far below what any system allows
+_MIN_FOREIGN_COPY_BYTES = 65536  # a shorter copy is quicker than letting other threads run
+
+_logger = logging.getLogger("residency")
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Is what a chunk takes from one lease, or from the header where there is no lease."""
+
+    lease: Lease | None
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    file: _File
+    index: int
+    offset: int
+    num_bytes: int
+    pieces: tuple[_Piece, ...]
+
+
+class _File:
+    """One file on its way to the disk.
+
+    It is opened with the first chunk and closed, durable, with the last.
+    """
+
+    def __init__(
+        self, system: System, path: Path, leases: Sequence[Lease], *, chunk_bytes: int, direct: bool
+    ) -> None:
+        self.path = path
+        self.is_direct = direct and O_DIRECT != 0
+        self._system = system
+        self._chunk_bytes = chunk_bytes
+        order = layout_order([lease.record for lease in leases])
+        self._leases = [leases[index] for index in order]
+        header = make_header([lease.record for lease in self._leases], file=path.name)
+        self._header_crc32 = zlib.crc32(header)
+        # Memory of its own begins at a page, so that the first chunk needs no copy either.
+        self.header = memoryview(mmap.mmap(-1, len(header)))
+        self.header[:] = header
+        sizes = [lease.record.num_bytes for lease in self._leases]
+        self.num_bytes = len(header) + sum(sizes)
+        self.crc32 = [0] * -(-self.num_bytes // chunk_bytes)
+        self._num_pending = len(self.crc32)
+        self._fds: dict[bool, int] = {}
+        self._lock = threading.Lock()
+
+    def chunks(self) -> Iterator[_Chunk]:
+        """Yields the file's chunks in order, and says to each lease how many it lies in."""
+        size = self._chunk_bytes
+        start = len(self.header)
+        for lease in self._leases:
+            stop = start + lease.record.num_bytes
+            lease.expect((stop - 1) // size - start // size + 1)
+            start = stop
+        sources: list[tuple[Lease | None, int]] = [(None, len(self.header))]
+        sources += [(lease, lease.record.num_bytes) for lease in self._leases]
+        position, pieces, room = 0, list[_Piece](), size
+        for lease, num_bytes in sources:
+            done = 0
+            while done < num_bytes:
+                taken = min(room, num_bytes - done)
+                pieces.append(_Piece(lease, done, taken))
+                done, room = done + taken, room - taken
+                if room == 0:
+                    yield self._chunk(position, pieces)
+                    position, pieces, room = position + size, [], size
+        if pieces:
+            yield self._chunk(position, pieces)
+
+    def _chunk(self, position: int, pieces: list[_Piece]) -> _Chunk:
+        num_bytes = sum(piece.num_bytes for piece in pieces)
+        return _Chunk(self, position // self._chunk_bytes, position, num_bytes, tuple(pieces))
+
+    def opens_direct(self) -> bool:
+        """Returns whether the file is to be written past the page cache, as far as is known."""
+        if self.is_direct:
+            try:
+                self.descriptor(direct=True)
+            except OSError as error:
+                if error.errno not in UNSUPPORTED:
+                    raise
+                self.is_direct = False
+        return self.is_direct
+
+    def descriptor(self, *, direct: bool) -> int:
+        """Returns the open file, for aligned writes or for any; opens it at the first call."""
+        with self._lock:
+            if direct not in self._fds:
+                is_first = not self._fds
+                flags = os.O_WRONLY | os.O_CREAT | (O_DIRECT if direct else 0)
+                fd = self._fds[direct] = self._system.open(self.path, flags)
+                if is_first:
+                    self._reserve(fd)
+            return self._fds[direct]
+
+    def _reserve(self, fd: int) -> None:
+        # A disk without the room is known before the first byte, and the blocks lie together.
+        try:
+            self._system.fallocate(fd, self.num_bytes)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+
+    def written(self) -> None:
+        """Says that one more chunk is written; the last makes the file durable and closes it."""
+        with self._lock:
+            self._num_pending -= 1
+            if self._num_pending:
+                return
+        if True in self._fds and self.num_bytes % ALIGNMENT:
+            self._system.ftruncate(self._fds[True], self.num_bytes)  # the last page was padded
+        for fd in self._fds.values():
+            self._system.fsync(fd)
+        for direct in list(self._fds):
+            self._system.close(self._fds.pop(direct))
+
+    def abandon(self) -> None:
+        """Closes what is open, after a failure."""
+        while self._fds:
+            close_quietly(self._system, self._fds.popitem()[1])
+
+    def record(self) -> FileRecord:
+        """Returns what the manifest is to say of the file."""
+        return FileRecord(
+            self.num_bytes,
+            len(self.header),
+            self._header_crc32,
+            self._chunk_bytes,
+            tuple(self.crc32),
+        )
+
+
+def write_files(
+    folder: Path,
+    files: Sequence[tuple[str, Sequence[Lease]]],
+    *,
+    system: System = SYSTEM,
+    on_bytes: Callable[[int], None] | None = None,
+    direct: bool = True,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> dict[str, FileRecord]:
+    """Writes files and returns what is to be known of each, once all of them are on the disk.
+
+    Args:
+        folder: The directory, which exists and has no such files yet.
+        files: The name of each file and the leases of its parts.
+        system: Makes the system calls.
+        on_bytes: Is called with the size of each piece written, one call at a time. One that raises
+            is logged and not called again.
+        direct: Whether to bypass the page cache where the file system lets us.
+        chunk_bytes: What is summed and written at once; a multiple of 4096.
+
+    Raises:
+        CheckpointError: A part could not be had, or a call failed (the first, as the cause). No
+            thread runs any more, every file is closed, and what is left of them is worth nothing.
+    """
+    images = [
+        _File(system, folder / name, leases, chunk_bytes=chunk_bytes, direct=direct)
+        for name, leases in files
+    ]
+    crew = _Crew(system, images, on_bytes, chunk_bytes)
+    try:
+        crew.run()
+    finally:
+        for image in images:
+            image.abandon()
+    return {image.path.name: image.record() for image in images}
+
+
+class _Crew:
+    """The threads of one save, the chunks they share, and the first failure."""
+
+    def __init__(
+        self,
+        system: System,
+        files: Sequence[_File],
+        on_bytes: Callable[[int], None] | None,
+        chunk_bytes: int,
+    ) -> None:
+        self._system = system
+        self._chunk_bytes = chunk_bytes
+        self._chunks = (chunk for file in files for chunk in file.chunks())
+        self._on_bytes = on_bytes
+        self._failure: BaseException | None = None
+        self._lock = threading.Lock()
+        self._reporting = threading.Lock()
+
+    def run(self) -> None:
+        """Returns when all is written; raises the first failure when no thread runs any more."""
+        threads = [
+            threading.Thread(target=self._work, name=f"residency-write-{index}", daemon=True)
+            for index in range(NUM_THREADS)
+        ]
+        started = []
+        try:
+            for thread in threads:
+                thread.start()
+                started.append(thread)
+            for thread in started:
+                thread.join()
+        except BaseException as error:  # an interrupt: the threads end with their present chunk
+            self._fail(error)
+            raise
+        finally:
+            for thread in started:
+                thread.join()
+        if isinstance(self._failure, CheckpointError):
+            raise self._failure
+        if self._failure is not None:
+            raise CheckpointError(f"a writer thread died: {self._failure!r}") from self._failure
+
+    def _work(self) -> None:
+        bounce: memoryview | None = None
+        try:
+            while (chunk := self._next_chunk()) is not None:
+                if bounce is None:
+                    bounce = memoryview(mmap.mmap(-1, self._chunk_bytes + ALIGNMENT))
+                with _naming(chunk.file.path):
+                    is_written = self._write(chunk, bounce)
+                if is_written:
+                    self._report(chunk.num_bytes)
+        except BaseException as error:
+            self._fail(error)
+
+    def _next_chunk(self) -> _Chunk | None:
+        with self._lock:
+            return None if self._failure is not None else next(self._chunks, None)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._failure = self._failure or error
+
+    def _report(self, num_bytes: int) -> None:
+        with self._reporting:
+            if self._on_bytes is None:
+                return
+            try:
+                self._on_bytes(num_bytes)
+            except Exception:
+                _logger.exception("the progress callback of a save failed; it is not called again")
+                self._on_bytes = None
+
+    def _write(self, chunk: _Chunk, bounce: memoryview) -> bool:
+        """Returns whether the chunk is written; not, when another one failed meanwhile."""
+        file = chunk.file
+        direct = file.opens_direct()
+        buffers = []
+        for piece in chunk.pieces:
+            if self._failure is not None:
+                return False  # what comes later may never be final
+            view = file.header if piece.lease is None else piece.lease.view()
+            buffers.append(view[piece.start : piece.start + piece.num_bytes])
+        if len(buffers) > _MAX_BUFFERS or (direct and not all(map(_is_aligned, buffers))):
+            buffers = [_gather(buffers, bounce)]
+        crc32 = 0
+        for buffer in buffers:
+            crc32 = zlib.crc32(buffer, crc32)
+        file.crc32[chunk.index] = crc32
+        if not (direct and self._write_direct(chunk, buffers, bounce)):
+            fd = file.descriptor(direct=False)
+            _write_all(self._system, fd, buffers, chunk.offset, multiple=1)
+        buffers.clear()  # nobody looks at a part's bytes after its release
+        for piece in chunk.pieces:
+            if piece.lease is not None:
+                piece.lease.written()
+        file.written()
+        return True
+
+    def _write_direct(self, chunk: _Chunk, buffers: list[memoryview], bounce: memoryview) -> bool:
+        """Returns whether the file system took it; if not, it has to go through the page cache."""
+        padding = -chunk.num_bytes % ALIGNMENT
+        if padding:  # only in a file's last chunk, which then lies in the thread's own buffer
+            bounce[chunk.num_bytes : chunk.num_bytes + padding] = bytes(padding)
+            buffers = [bounce[: chunk.num_bytes + padding]]
+        fd = chunk.file.descriptor(direct=True)
+        try:
+            _write_all(self._system, fd, buffers, chunk.offset, multiple=ALIGNMENT)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            chunk.file.is_direct = False
+            return False
+        return True
+
+
+def _write_all(
+    system: System, fd: int, buffers: Sequence[memoryview], offset: int, *, multiple: int
+) -> None:
+    """Writes all of the buffers; goes on after a write that was cut short, at a multiple."""
+    left = list(buffers)
+    while left:
+        num_bytes = system.pwritev(fd, left, offset)
+        num_bytes -= num_bytes % multiple
+        if num_bytes == 0 and multiple > 1:
+            raise OSError(errno.EINVAL, "less than a page was written")
+        if num_bytes == 0:
+            raise OSError(errno.EIO, "the file system wrote nothing, and named no error")
+        offset += num_bytes
+        while left and num_bytes >= left[0].nbytes:
+            num_bytes -= left.pop(0).nbytes
+        if num_bytes:
+            left[0] = left[0][num_bytes:]
+
+
+def _gather(buffers: Sequence[memoryview], bounce: memoryview) -> memoryview:
+    """Copies buffers one behind the other and returns where they lie."""
+    start = 0
+    for buffer in buffers:
+        stop = start + buffer.nbytes
+        if buffer.nbytes < _MIN_FOREIGN_COPY_BYTES or buffer.readonly:
+            bounce[start:stop] = buffer
+        else:
+            # A copy of megabytes, in which the training thread can run.
+            ctypes.memmove(_address(bounce[start:stop]), _address(buffer), buffer.nbytes)
+        start = stop
+    return bounce[:start]
+
+
+def _is_aligned(buffer: memoryview) -> bool:
+    # The address of memory that is read-only cannot be had without looking behind Python's back.
+    if buffer.readonly or buffer.nbytes % ALIGNMENT:
+        return False
+    return _address(buffer) % ALIGNMENT == 0
+
+
+def _address(buffer: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Gives an error of the system the name of the file."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be written: {error}") from error

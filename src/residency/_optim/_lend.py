@@ -1,0 +1,69 @@
+"""Lends the state of an offloaded optimizer to a save, and keeps the steps meanwhile off it.
+
+A save gets the homes themselves. A step that is to write into one that is lent takes another home
+for it, out of a bounded spare; without room there it waits until a loan ends. Invariant: what is
+lent has the bytes of the moment of the loan until it is given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from residency._optim._homes import Home
+from residency._optim._offload_data import Offload
+from residency._optim._offloaded import OffloadedOptimizer, adopt_foreign_state
+from residency._optim._placement import follow_parameters
+from residency._optim._shadow import PRIVATE
+from residency._optim._state import ParameterState
+from residency._transfer import Lent, align_up, register_owner
+
+
+class OffloadOwner:
+    """Speaks for ``OffloadedOptimizer``."""
+
+    def lend(self, optimizer: Any, *, keep: bool = False) -> Mapping[Any, Mapping[str, Any]]:
+        """Returns the state by parameter and key, without a wait; see ``StateOwner``."""
+        offload: Offload = optimizer.__dict__[PRIVATE]
+        adopt_foreign_state(optimizer, offload)
+        follow_parameters(optimizer, offload)
+        states = dict(dict.items(optimizer.state))
+        if offload.homes is not None:
+            homes = [h for s in states.values() for h in _homes_of(s)]
+            if keep:
+                offload.homes.arena.reserve([home.num_bytes for home in homes])
+            offload.homes.make_spare([home.num_bytes for home in homes])
+        return {
+            key: _lent(inner, keep) if isinstance(inner, ParameterState) else inner
+            for key, inner in states.items()
+        }
+
+    def set_spare(self, optimizer: Any, num_bytes: int | None) -> None:
+        """Sets and allocates what steps may take while states are lent; see ``StateOwner``."""
+        homes = optimizer.__dict__[PRIVATE].homes
+        if homes is None:
+            return
+        sizes = [home.num_bytes for s in dict.values(optimizer.state) for home in _homes_of(s)]
+        sizes += [h.num_bytes for made in homes.reserved.values() for h in made.values()]
+        homes.spare_bytes = sum(map(align_up, sizes)) if num_bytes is None else num_bytes
+        homes.make_spare(sizes)
+
+
+def _homes_of(values: Any) -> list[Home]:
+    return list(values.homes_by_key.values()) if isinstance(values, ParameterState) else []
+
+
+def _lent(inner: ParameterState, keep: bool) -> dict[str, Any]:
+    if inner.template is not None and inner.is_template():
+        return {}
+    values: dict[str, Any] = {}
+    for key, value in dict.items(inner):
+        home = inner.homes_by_key.get(key)
+        if home is None:
+            values[key] = value
+        else:
+            values[key] = Lent(home.tensor, home.value, inner.written, keep=keep)
+    return values
+
+
+register_owner(OffloadedOptimizer, OffloadOwner())

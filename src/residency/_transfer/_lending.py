@@ -1,0 +1,72 @@
+"""Host memory that is lent to a save: until it is given back, nobody writes into it.
+
+An optimizer whose state lives on the host lends a save the very tensors instead of copies. Whoever
+would write into one, the next step first of all, asks here and writes elsewhere, or waits.
+Invariant: a loan ends on whatever thread the save runs, exactly once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+
+class Lending:
+    """Counts the loans of each storage."""
+
+    def __init__(self) -> None:
+        self._loans: dict[int, int] = {}
+        self._kept: set[int] = set()
+        self._returned = threading.Condition()
+
+    def __bool__(self) -> bool:
+        return bool(self._loans)
+
+    def lend(self, tensor: Tensor, *, keep: bool = False) -> None:
+        """Begins a loan of a host tensor's storage; the borrower keeps the tensor until it ends.
+
+        Args:
+            tensor: Host memory.
+            keep: Whether the loan may last for good, so that nobody must wait for its end.
+        """
+        with self._returned:
+            key = tensor.data_ptr()
+            self._loans[key] = self._loans.get(key, 0) + 1
+            if keep:
+                self._kept.add(key)
+
+    def give_back(self, tensor: Tensor) -> None:
+        """Ends a loan; may be called from any thread."""
+        with self._returned:
+            key = tensor.data_ptr()
+            left = self._loans[key] - 1
+            if left:
+                self._loans[key] = left
+            else:
+                del self._loans[key]
+                self._kept.discard(key)
+            self._returned.notify_all()
+
+    def is_lent(self, tensor: Tensor) -> bool:
+        """Says whether somebody reads the tensor's storage."""
+        return bool(self._loans) and tensor.data_ptr() in self._loans
+
+    def is_kept(self, tensor: Tensor) -> bool:
+        """Says whether one of the loans of the tensor's storage may last for good."""
+        return tensor.data_ptr() in self._kept
+
+    def wait_until(self, is_done: Callable[[], bool]) -> None:
+        """Blocks the host until ``is_done``, which is asked again whenever a loan ends."""
+        with self._returned:
+            self._returned.wait_for(is_done)
+
+    def wait_for(self, tensors: Iterable[Tensor]) -> None:
+        """Blocks the host until none of these is lent."""
+        if self._loans:
+            waited = list(tensors)
+            self.wait_until(lambda: not any(self.is_lent(tensor) for tensor in waited))
+
+
+lending = Lending()

@@ -1,0 +1,55 @@
+"""What a ``DTensor`` is to whoever moves bytes: a local tensor, which has the bytes, in a wrapper
+that says of what it is the shard.
+
+Copies know local tensors only; whatever a caller can see is wrapped again, with the mesh and the
+placements that it had.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def is_sharded(value: Any) -> bool:
+    """Says whether a value is a ``DTensor``, without importing that part of torch."""
+    if type(value) in _PLAIN:  # nearly always, and asked for every state of every step
+        return False
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Returns the tensor with the bytes: that of a ``DTensor``, or the tensor itself."""
+    if not is_sharded(tensor):
+        return tensor
+    local: Any = tensor._local_tensor  # type: ignore[attr-defined]  # to_local() is autograd's
+    # A collective may still be under way; on the device, the current stream waits for it.
+    return local.wait() if type(local).__name__ == "AsyncCollectiveTensor" else local  # type: ignore[no-any-return]
+
+
+def wrapped_like(local: Tensor, model: Tensor) -> Tensor:
+    """Returns ``local`` as the shard of what ``model`` is; itself where that is no ``DTensor``.
+
+    ``DTensor.from_local`` would move the bytes to the device of the mesh.
+    """
+    if not is_sharded(model) or is_sharded(local):
+        return local
+    spec: Any = model._spec  # type: ignore[attr-defined]
+    if spec.tensor_meta.dtype != local.dtype:
+        meta = spec.tensor_meta._replace(dtype=local.dtype)
+        spec = dataclasses.replace(copy.copy(spec), tensor_meta=meta)
+    made: Tensor = sys.modules["torch.distributed.tensor"].DTensor(local, spec, requires_grad=False)
+    return made
+
+
+def moved(tensor: Tensor, device: torch.device, *, copy: bool = False) -> Tensor:
+    """Returns a tensor with its bytes on another device, as the shard that it was."""
+    return wrapped_like(local_of(tensor).detach().to(device, copy=copy), tensor)

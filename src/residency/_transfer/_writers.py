@@ -1,0 +1,95 @@
+"""The writers that pass the gate without knowing of it: every optimizer's step, and what a caller
+names.
+
+A step of any ``torch.optim.Optimizer`` waits, on the device, for the copies of its own parameters
+and states that are still under way; one with a closure waits after the closure's forward and
+backward. Whoever writes otherwise says so with ``mutating``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from residency._transfer._gate import gates
+from residency._transfer._lending import lending
+from residency._transfer._owner import owner_of
+from residency._transfer._sharding import local_of
+
+
+def before_write(tensors: Iterable[Tensor]) -> None:
+    """Orders a write behind the copies that still read these tensors.
+
+    Args:
+        tensors: On a device, the current stream waits; of host memory that is lent to a save, the
+            host does, until it is given back.
+    """
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(local_of(tensor))
+    for device, each in by_device.items():
+        if device.type == "cpu":
+            lending.wait_for(each)
+        elif device in gates:
+            gates[device].before_write(each)
+
+
+@contextmanager
+def mutating(*tensors: Tensor) -> Iterator[None]:
+    """Names tensors that the body writes without an optimizer's step: a moving average, a kernel of
+    one's own, the replay of a captured graph, ``load_state_dict``.
+
+    A snapshot reads a tensor on a stream of its own while training goes on. Code in this body
+    comes after such reads: the current stream waits for them, the host does not, but for state of
+    an offloaded optimizer, which a save borrows.
+
+    Args:
+        tensors: What the body writes; parameters, buffers, or states.
+    """
+    before_write(tensors)
+    yield
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """Makes the steps of all optimizers pass the gate, from the first call on."""
+    torch.optim.optimizer.register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if not any(gates.values()) or owner_of(optimizer) is not None:
+        return None  # an owner's step passes the gate part by part
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        before_write(_written_by(optimizer))
+        return None
+    waiting = _waiting_after(closure, optimizer)
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": waiting}
+    return (args[0], waiting, *args[2:]), kwargs
+
+
+def _waiting_after(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+    @functools.wraps(closure)
+    def evaluate() -> Any:
+        loss = closure()
+        before_write(_written_by(optimizer))
+        return loss
+
+    return evaluate
+
+
+def _written_by(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+    for values in optimizer.state.values():
+        if isinstance(values, dict):
+            yield from (v for v in values.values() if isinstance(v, Tensor) and not v.is_cpu)

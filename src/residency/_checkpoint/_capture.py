@@ -13,7 +13,7 @@ their writers wait at the gate, which knows for each storage the event after its
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from residency import _device
 from residency._checkpoint._blocks import Block, Blocks, Layout, make_blocks
 from residency._checkpoint._sums import Sums
 from residency._checkpoint._tree import Description, describe, end_loans
-from residency._errors import CheckpointError
+from residency._errors import CheckpointError, InvalidArgumentError
 from residency._transfer import (
     Gate,
     Lanes,
@@ -102,6 +102,18 @@ class Held:
             )
         return self.host
 
+    def is_done(self) -> bool:
+        """Says whether the bytes are final, without a wait."""
+        events = [self.group.event, self.block.lent.written if self.block.lent else None]
+        return all(event is None or event.query() for event in events)
+
+    def keep(self, final: Tensor) -> Tensor:
+        """Hands the final bytes over for good: the tensor that it returns keeps the memory."""
+        self._is_released = True
+        if self._region is None:
+            return final
+        return self._arena.tensor(self._region, torch.uint8, [self.block.num_bytes], [1])
+
     def stored(self) -> memoryview:
         """Returns the final bytes in the order in which they are stored."""
         final = self.final()
@@ -152,8 +164,7 @@ def capture(
     arena: SlabArena,
     keep: bool = False,
     verify: bool = False,
-    writer_of: Mapping[str, int] | None = None,
-    rank: int = 0,
+    rank: int | None = None,
 ) -> Capture:
     """Begins to copy a state tree; returns when all copies are queued.
 
@@ -162,9 +173,8 @@ def capture(
         arena: Where the bytes go, page-locked for copies that do not block the host.
         keep: Whether what is lent may be kept for good.
         verify: Whether to compare sums over all bytes before and after the copies.
-        writer_of: See ``make_blocks``; None lets rank 0 write what a
-            ``DistributedDataParallel`` module makes equal everywhere.
-        rank: This process's.
+        rank: This process's, where each tensor that several ranks have is wanted of one alone;
+            None takes all that is here.
 
     Raises:
         RefusedError: Something in the tree cannot be saved, or the host has no room. Nothing is
@@ -177,11 +187,10 @@ def capture(
     description = describe(tree, keep=keep)
     held: list[Held] = []
     try:
-        if writer_of is None:
-            writer_of = dict.fromkeys(description.replicated, 0)
-        blocks = make_blocks(description.leaves, writer_of=writer_of, rank=rank)
+        blocks = make_blocks(description.leaves, replicated=description.replicated, rank=rank)
         taken = {id(block.lent) for block in blocks.blocks}
         end_loans(leaf for leaf in description.leaves.values() if id(leaf.lent) not in taken)
+        _make_room(blocks.blocks, arena)
         for block in blocks.blocks:
             held.append(_room_for(block, arena))
         _copy(held, verify=verify)
@@ -191,6 +200,18 @@ def capture(
         end_loans(description.leaves.values())
         raise
     return Capture(description, blocks, held)
+
+
+def sizes_of(blocks: Iterable[Block]) -> list[int]:
+    """Returns the bytes of each block that is copied, for ``SlabArena.reserve``."""
+    return [block.num_bytes for block in blocks if block.lent is None]
+
+
+def _make_room(blocks: Iterable[Block], arena: SlabArena) -> None:
+    """Allocates, for a first capture, just what it takes."""
+    sizes = sizes_of(blocks)
+    if sizes and not arena.slab_bytes:
+        arena.reserve(sizes)
 
 
 def _room_for(block: Block, arena: SlabArena) -> Held:
@@ -273,3 +294,14 @@ def _memory_of(data: Tensor) -> memoryview:
     buffer = (ctypes.c_char * size).from_address(data.data_ptr())
     buffer.tensor = data  # type: ignore[attr-defined]  # the buffer owns what it points to
     return memoryview(buffer).cast("B")
+
+
+def check_verify(verify: str) -> bool:
+    """Returns whether sums are compared.
+
+    Raises:
+        InvalidArgumentError: It is neither of the two words.
+    """
+    if verify not in ("gate", "full"):
+        raise InvalidArgumentError(f"verify is {verify!r}; expected 'gate' or 'full'.")
+    return verify == "full"

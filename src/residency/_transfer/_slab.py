@@ -22,6 +22,7 @@ from torch import Tensor
 from residency import _device
 from residency._errors import RefusedError
 from residency._transfer._host_memory import available_host_bytes
+from residency._transfer._lending import lending
 from residency._units import MIB, format_bytes, parse_bytes
 
 # The caching allocator's own granularity: an entry lies in a slot as it would lie in an allocation.
@@ -183,6 +184,7 @@ class SlabArena:
 
     def release(self, region: Region) -> None:
         """Gives a range back; may be called from any thread and from a finalizer."""
+        lending.end_at(region.slab.data.data_ptr() + region.offset)
         self._returned.append(region)
 
     def tensor(

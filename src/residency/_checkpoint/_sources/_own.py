@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 
-from residency._checkpoint._disk._header import parse_header
 from residency._checkpoint._disk._manifest import (
     MANIFEST,
     FileRecord,
@@ -20,7 +18,8 @@ from residency._checkpoint._disk._manifest import (
     StoredEntry,
     parse_manifest,
 )
-from residency._checkpoint._sources._safetensors import member, stored_at
+from residency._checkpoint._disk._stored import read_header
+from residency._checkpoint._sources._safetensors import stored_at
 from residency._checkpoint._sources._stored import Source, Stored, check_cover, without_copies
 from residency._errors import CorruptSaveError
 
@@ -53,7 +52,7 @@ def open_save(folder: Path) -> Source:
         entries: dict[str, list[StoredEntry]] = {}
         for file_name, record in rank.files.items():
             files[folder / file_name] = record
-            for entry in _entries(folder, file_name, record):
+            for entry in read_header(folder, file_name, record):
                 entries.setdefault(entry.record.name, []).append(entry)
         for name, stored in _described(folder, entries, rank.document):
             tensors.setdefault(name, []).append(stored)
@@ -69,24 +68,6 @@ def _tree(manifest: Manifest) -> Any:
     if "tree" not in document:
         raise CorruptSaveError(f"{MANIFEST} has a document without a tree.", file=MANIFEST)
     return document["tree"]
-
-
-def _entries(folder: Path, file_name: str, record: FileRecord) -> list[StoredEntry]:
-    path = member(folder, file_name, folder / MANIFEST)
-    num_bytes = path.stat().st_size
-    if num_bytes != record.num_bytes:
-        raise CorruptSaveError(
-            f"{path} has {num_bytes} bytes, and the manifest says {record.num_bytes}.",
-            file=file_name,
-            offset=min(num_bytes, record.num_bytes),
-        )
-    with path.open("rb") as stream:
-        header = stream.read(record.header_bytes)
-    if zlib.crc32(header) != record.header_crc32:
-        raise CorruptSaveError(
-            f"{path} has a header that is not the one that was written.", file=file_name, offset=0
-        )
-    return parse_header(header, num_bytes, file=file_name)
 
 
 def _described(
@@ -139,6 +120,5 @@ def _as_noted(stored: Stored, record: Record, note: Mapping[str, Any]) -> Stored
     if stride == torch.empty(shape, device="meta").stride():
         stride = None
     zeros = (0,) * len(shape)
-    return Stored(
-        stored.name, dtype, shape, shape, zeros, stored.file, start, num_bytes, None, stride
-    )
+    place = stored.file, stored.start + start, num_bytes
+    return Stored(stored.name, dtype, shape, shape, zeros, *place, None, stride)

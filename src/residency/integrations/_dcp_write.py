@@ -158,13 +158,13 @@ def planned_bytes(item: WriteItem) -> int:
 def reports_of(metadata: Metadata, shares: Sequence[Share]) -> list[RankReport]:
     """Gives each rank a document of the whole state, with notes of the tensors for that rank."""
     paths = metadata.planner_data or {}
-    nodes: dict[str, Any] = {
-        name: {"$": "tensor", "name": name} for name in _tensor_names(metadata)
-    }
+    tensors = _tensor_names(metadata)
+    nodes: dict[str, Any] = {name: {"$": "tensor", "name": name} for name in tensors}
     for share in shares:
         nodes |= share.nodes
-    where = {name: paths.get(name, (name,)) for name in nodes}
-    tree = _as_node(unflatten_state_dict({n: _Leaf(node) for n, node in nodes.items()}, where))
+    order = [name for name in paths if name in nodes]  # that of the state
+    where = {name: paths.get(name, (name,)) for name in dict.fromkeys((*order, *nodes))}
+    tree = _as_node(unflatten_state_dict({n: _Leaf(nodes[n]) for n in where}, where))
     writers: dict[str, int] = {}
     for share in shares:
         for name in share.notes:

@@ -54,7 +54,7 @@ from residency._checkpoint._disk._system import SYSTEM, remove_folder, sync_fold
 from residency._checkpoint._disk._write import write_files
 from residency._checkpoint._encode import Node
 from residency._checkpoint._sources import Source, Stored, open_source
-from residency._errors import CheckpointError, RefusedError
+from residency._errors import CheckpointError, CorruptSaveError, RefusedError
 from residency.integrations._dcp_read import Read, batches, elements, leaves, memory_of
 from residency.integrations._dcp_write import (
     Assignment,
@@ -121,6 +121,7 @@ class ResidencyStorageWriter(StorageWriter):
         Raises:
             RefusedError: Ranks are to save without a word to each other.
         """
+        self._abandon()
         if not kwargs.get("use_collectives", True):
             raise RefusedError(
                 "use_collectives=False would make a save of each rank, none of them whole. Nothing"
@@ -249,6 +250,7 @@ class ResidencyStorageReader(StorageReader):
         self._path = Path(path)
         self._source: Source | None = None
         self._nodes: dict[str, Node] = {}
+        self._tensors: dict[str, Sequence[Stored]] = {}
 
     @property
     def checkpoint_id(self) -> Path:
@@ -280,21 +282,18 @@ class ResidencyStorageReader(StorageReader):
                 " takes saves of residency. Use torch's own reader, or residency.restore."
             )
         self._source = source
-        entries: dict[str, Any] = {
-            name: TensorStorageMetadata(
-                TensorProperties(dtype=shards[0].dtype),
-                torch.Size(shards[0].whole_shape),
-                [ChunkStorageMetadata(torch.Size(s.offsets), torch.Size(s.shape)) for s in shards],
-            )
-            for name, shards in source.tensors.items()
-        }
+        entries: dict[str, Any] = {}
         paths: dict[str, Any] = {}
-        self._nodes = {}
+        self._nodes, self._tensors = {}, {}
         for path, node in leaves(source.values, ()):
             name = ".".join(map(str, path))
             paths[name] = path
-            if name not in entries:
-                entries[name], self._nodes[name] = BytesStorageMetadata(), node
+            if isinstance(node, dict) and node.get("$") == "tensor":
+                self._tensors[name] = shards = self._shards(source, node["name"])
+                entries[name] = _metadata_of(shards)
+            else:
+                self._nodes[name] = node
+                entries[name] = BytesStorageMetadata()
         return Metadata(
             entries,
             planner_data=paths,
@@ -339,7 +338,7 @@ class ResidencyStorageReader(StorageReader):
 
     def _place(self, item: ReadItem) -> Stored:
         index = item.storage_index
-        shards = self._opened().tensors[index.fqn]
+        shards = self._tensors[index.fqn]
         offsets = tuple(index.offset or ())
         return next((s for s in shards if s.offsets == offsets), shards[0])
 
@@ -348,9 +347,14 @@ class ResidencyStorageReader(StorageReader):
             raise CheckpointError("read_data was called on a reader that has read no metadata.")
         return self._source
 
+    def _shards(self, source: Source, name: str) -> Sequence[Stored]:
+        if name not in source.tensors:
+            raise CorruptSaveError(f"{self._path} has no bytes for {name!r}.", tensor=name)
+        return source.tensors[name]
+
     def _read_whole(self, name: str) -> Tensor:
         """Returns a tensor that stands within a value."""
-        [stored] = self._opened().tensors[name]
+        [stored] = self._shards(self._opened(), name)
         data = torch.empty(stored.num_bytes, dtype=torch.uint8)
         self._fetch_into([(stored, 0, data)])
         return elements(data, stored)
@@ -381,3 +385,9 @@ class ResidencyStorageReader(StorageReader):
 def _step_of(path: Path) -> int:
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else 0
+
+
+def _metadata_of(shards: Sequence[Stored]) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(s.offsets), torch.Size(s.shape)) for s in shards]
+    properties = TensorProperties(dtype=shards[0].dtype)
+    return TensorStorageMetadata(properties, torch.Size(shards[0].whole_shape), chunks)

@@ -1,0 +1,475 @@
+"""Reads wanted ranges of files into host memory, checking every chunk that it touches.
+
+Bytes go by ``os.preadv`` straight to where they are wanted, or into a slot of a ring from which the
+caller carries them on. Where checksums are known, a file is read in whole chunks, and what nobody
+wants of a chunk goes to a scratch buffer. Invariant: a read that ends without an error has handed
+on bytes of chunks only that are as they were written, and host memory beside the targets was the
+ring, plus ``SCRATCH_BYTES`` for each thread.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from residency._errors import CheckpointError, CorruptSaveError, InvalidArgumentError
+from residency._units import parse_bytes
+
+SCRATCH_BYTES = parse_bytes("256KiB")
+_UNCHECKED_CHUNK_BYTES = parse_bytes("8MiB")
+_CALL_BYTES = parse_bytes("4MiB")  # at the most what is handed on at once
+# Small enough that the checksum finds the bytes in the cache, large enough for a system call.
+_STEP_BYTES = parse_bytes("256KiB")
+_BRIDGED_BYTES = parse_bytes("64KiB")  # a gap that is cheaper to read than to skip
+_MOST_BUFFERS = 512  # Linux takes 1024 in a call
+_NUM_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """Is a range of a file, and where its bytes go.
+
+    Attributes:
+        start: Its first byte in the file.
+        num_bytes: How many are wanted, at least one.
+        tensor: Whose they are; errors name it.
+        target: Writable host memory of that size; None sends the bytes through the ring.
+        place: The caller's, who finds it again in an ``Arrival``.
+    """
+
+    start: int
+    num_bytes: int
+    tensor: str
+    target: memoryview | None = None
+    place: Any = None
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Checksums:
+    """Are the crc32 of a file's chunks, cut at multiples of ``chunk_bytes``."""
+
+    num_bytes: int
+    chunk_bytes: int
+    crc32: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class FileReads:
+    """Is what is wanted of one file.
+
+    Attributes:
+        path: The file.
+        wanted: The ranges, in any order; they may overlap.
+        checksums: What its bytes were, where that is known.
+    """
+
+    path: str | os.PathLike[str]
+    wanted: Sequence[Wanted]
+    checksums: Checksums | None = None
+
+
+class Arrival(NamedTuple):
+    """Says that bytes of a range without a target are in a slot.
+
+    Attributes:
+        wanted: The range.
+        first: Which of its bytes the first one is.
+        slot_offset: Where in the slot they begin.
+        num_bytes: How many they are.
+    """
+
+    wanted: Wanted
+    first: int
+    slot_offset: int
+    num_bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """Is one buffer of a ring.
+
+    Attributes:
+        memory: Its bytes.
+        owner: The caller's, such as the allocation that they belong to.
+        wait: Blocks until the bytes that were in it have been carried on.
+    """
+
+    memory: memoryview
+    owner: Any = None
+    wait: Callable[[], object] | None = None
+
+
+class Ring:
+    """Hands out slots, each to one user at a time."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.slot_bytes = min(slot.memory.nbytes for slot in slots)
+        self._free: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
+        for slot in slots:
+            self._free.put(slot)
+
+    def take(self) -> Slot | None:
+        """Waits for a slot whose bytes have been carried on; None when the ring is closed."""
+        slot = self._free.get()
+        if slot is None:
+            self._free.put(None)  # for the others that wait
+            return None
+        if slot.wait is not None:
+            slot.wait()
+            slot.wait = None
+        return slot
+
+    def give_back(self, slot: Slot, wait: Callable[[], object] | None = None) -> None:
+        """Returns a slot, to be used again after ``wait``."""
+        slot.wait = wait
+        self._free.put(slot)
+
+    def close(self) -> None:
+        """Wakes all who wait for a slot."""
+        self._free.put(None)
+
+
+Consumer = Callable[[Slot, Sequence[Arrival]], None]
+
+
+def read_files(
+    files: Sequence[FileReads],
+    *,
+    ring: Ring | None = None,
+    consume: Consumer | None = None,
+    on_bytes: Callable[[int], None] | None = None,
+) -> None:
+    """Reads what is wanted of some files.
+
+    Args:
+        files: What is wanted.
+        ring: For ranges without a target.
+        consume: Called in this thread with each slot that was filled; it gives the slot back.
+        on_bytes: Called in this thread with the bytes that a chunk brought.
+
+    Raises:
+        CorruptSaveError: A chunk is not what was written, or a file ends too early. Bytes that
+            were read before have been handed on.
+        CheckpointError: A file cannot be read.
+
+    Memory:
+        The ring, and ``SCRATCH_BYTES`` for each of two threads.
+    """
+    if ring is None and any(w.target is None for file in files for w in file.wanted):
+        raise InvalidArgumentError("a range has no target, and there is no ring to read it into.")
+    tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
+    num_tasks = 0
+    for file in files:
+        for task in _tasks_of(file):
+            tasks.put(task)
+            num_tasks += 1
+    if num_tasks:
+        _Pool(tasks, num_tasks, ring).run(consume, on_bytes)
+
+
+@dataclass(slots=True, eq=False)
+class _Span:
+    """Is a range of a file in which every byte is wanted by the same ranges."""
+
+    start: int
+    stop: int
+    wanted: tuple[Wanted, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    """Is one chunk of a file, or as much of one as is wanted."""
+
+    file: FileReads
+    spans: list[_Span] = field(default_factory=list)
+    crc32: int | None = None
+
+
+def _tasks_of(file: FileReads) -> Iterator[_Task]:
+    sums = file.checksums
+    grid = _UNCHECKED_CHUNK_BYTES if sums is None else sums.chunk_bytes
+    by_chunk: dict[int, _Task] = {}
+    for span in _spans(file.wanted):
+        if sums is not None and span.stop > sums.num_bytes:
+            raise CorruptSaveError(
+                f"{_name(file)} has {sums.num_bytes} bytes, and {span.wanted[0].tensor} would end "
+                f"at {span.stop}.",
+                file=_name(file),
+                tensor=span.wanted[0].tensor,
+                offset=sums.num_bytes,
+            )
+        for index in range(span.start // grid, (span.stop - 1) // grid + 1):
+            start, stop = max(span.start, index * grid), min(span.stop, (index + 1) * grid)
+            task = by_chunk.setdefault(index, _Task(file))
+            task.spans.append(_Span(start, stop, span.wanted))
+    for index in sorted(by_chunk):
+        task = by_chunk[index]
+        if sums is not None:
+            task.crc32 = sums.crc32[index]
+            _fill_gaps(task.spans, index * grid, min((index + 1) * grid, sums.num_bytes))
+        yield task
+
+
+def _spans(wanted: Sequence[Wanted]) -> Iterator[_Span]:
+    left = sorted(wanted, key=lambda w: w.start, reverse=True)
+    cuts = sorted({edge for w in wanted for edge in (w.start, w.stop)})
+    active: list[Wanted] = []
+    for start, stop in pairwise(cuts):
+        active = [w for w in active if w.stop > start]
+        while left and left[-1].start == start:
+            active.append(left.pop())
+        if active:
+            yield _Span(start, stop, tuple(active))
+
+
+def _fill_gaps(spans: list[_Span], first: int, last: int) -> None:
+    edges = [first, *(edge for span in spans for edge in (span.start, span.stop)), last]
+    gaps = [
+        _Span(start, stop)
+        for start, stop in zip(edges[::2], edges[1::2], strict=True)
+        if start < stop
+    ]
+    spans += gaps
+    spans.sort(key=lambda span: span.start)
+
+
+def _name(file: FileReads) -> str:
+    return os.path.basename(file.path)
+
+
+class _Filled(NamedTuple):
+    slot: Slot
+    arrivals: list[Arrival]
+
+
+class _Pool:
+    """Runs the tasks on threads, and hands what they filled to the calling thread."""
+
+    def __init__(self, tasks: queue.SimpleQueue[_Task], num_tasks: int, ring: Ring | None) -> None:
+        self._tasks = tasks
+        self._num_threads = min(_NUM_THREADS, num_tasks)
+        self._ring = ring
+        self._done: queue.SimpleQueue[_Filled | int | BaseException | None] = queue.SimpleQueue()
+        self._is_stopped = threading.Event()
+
+    def run(self, consume: Consumer | None, on_bytes: Callable[[int], None] | None) -> None:
+        threads = [
+            threading.Thread(target=self._work, name=f"residency-read-{index}", daemon=True)
+            for index in range(self._num_threads)
+        ]
+        for thread in threads:
+            thread.start()
+        num_left = len(threads)
+        try:
+            while num_left:
+                message = self._done.get()
+                if message is None:
+                    num_left -= 1
+                elif isinstance(message, BaseException):
+                    raise message
+                elif isinstance(message, int):
+                    if on_bytes is not None:
+                        on_bytes(message)
+                elif consume is not None:
+                    consume(message.slot, message.arrivals)
+        finally:
+            self._is_stopped.set()
+            if num_left and self._ring is not None:
+                self._ring.close()
+            for thread in threads:
+                thread.join()
+
+    def _work(self) -> None:
+        reader = _Reader(self._ring, self._done.put)
+        try:
+            while not self._is_stopped.is_set():
+                try:
+                    task = self._tasks.get_nowait()
+                except queue.Empty:
+                    break
+                if not reader.read(task):
+                    break
+                self._done.put(task.spans[-1].stop - task.spans[0].start)
+            self._done.put(None)
+        except BaseException as error:  # raised again in the calling thread
+            self._done.put(error)
+        finally:
+            reader.close()
+
+
+class _Reader:
+    """Is what one thread needs to read chunks."""
+
+    def __init__(self, ring: Ring | None, filled: Callable[[_Filled], None]) -> None:
+        self._ring = ring
+        self._filled = filled
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._path: str | os.PathLike[str] | None = None
+        self._file = -1
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def read(self, task: _Task) -> bool:
+        """Reads one chunk; says no when the ring was closed meanwhile."""
+        crc = 0
+        for spans in self._calls(task):
+            slot = None
+            if any(w.target is None for span in spans for w in span.wanted):
+                assert self._ring is not None
+                slot = self._ring.take()
+                if slot is None:
+                    return False
+            buffers, arrivals = self._buffers(spans, slot)
+            offset = spans[0].start
+            for step in _steps(buffers):
+                self._fill(task, offset, list(step))
+                for buffer in step:
+                    crc = crc if task.crc32 is None else zlib.crc32(buffer, crc)
+                    offset += buffer.nbytes
+            for span, buffer in zip(spans, buffers, strict=True):
+                _copy_to_others(span, buffer)
+            if slot is not None:
+                self._filled(_Filled(slot, arrivals))
+        if task.crc32 is not None and crc != task.crc32:
+            raise self._corrupt(task, "does not have the checksum that was written")
+        return True
+
+    def _calls(self, task: _Task) -> Iterator[list[_Span]]:
+        """Yields neighbouring spans that one system call reads, cut where they are too long."""
+        slot_bytes = self._ring.slot_bytes if self._ring is not None else _CALL_BYTES
+        call: list[_Span] = []
+        left, scratch_left = _CALL_BYTES, SCRATCH_BYTES
+        slot_left = slot_bytes
+        spans = list(reversed(_bridged(task.spans)))
+        while spans:
+            span = spans.pop()
+            is_new = bool(call) and span.start != call[-1].stop
+            room = left
+            if not span.wanted:
+                room = min(room, scratch_left)
+            elif any(w.target is None for w in span.wanted):
+                room = min(room, slot_left)
+            if is_new or room == 0 or len(call) == _MOST_BUFFERS:
+                yield call
+                call, left, scratch_left, slot_left = [], _CALL_BYTES, SCRATCH_BYTES, slot_bytes
+                spans.append(span)
+                continue
+            taken = min(room, span.stop - span.start)
+            call.append(_Span(span.start, span.start + taken, span.wanted))
+            left -= taken
+            if not span.wanted:
+                scratch_left -= taken
+            elif any(w.target is None for w in span.wanted):
+                slot_left -= taken
+            if span.start + taken < span.stop:
+                spans.append(_Span(span.start + taken, span.stop, span.wanted))
+        if call:
+            yield call
+
+    def _buffers(
+        self, spans: Sequence[_Span], slot: Slot | None
+    ) -> tuple[list[memoryview], list[Arrival]]:
+        """Returns where each span's bytes are read to, and what then is in the slot."""
+        buffers, arrivals = [], []
+        slot_used = scratch_used = 0
+        for span in spans:
+            size = span.stop - span.start
+            staged = [w for w in span.wanted if w.target is None]
+            if staged:
+                assert slot is not None
+                buffers.append(slot.memory[slot_used : slot_used + size])
+                arrivals += [Arrival(w, span.start - w.start, slot_used, size) for w in staged]
+                slot_used += size
+            elif span.wanted:
+                first = span.wanted[0]
+                assert first.target is not None
+                buffers.append(first.target[span.start - first.start :][:size])
+            else:
+                buffers.append(self._scratch[scratch_used : scratch_used + size])
+                scratch_used += size
+        return buffers, arrivals
+
+    def _fill(self, task: _Task, offset: int, buffers: list[memoryview]) -> None:
+        try:
+            if task.file.path != self._path or self._file < 0:
+                self.close()
+                self._file = os.open(task.file.path, os.O_RDONLY | os.O_CLOEXEC)
+                self._path = task.file.path
+            while buffers:
+                count = os.preadv(self._file, buffers, offset)
+                if count == 0:
+                    raise self._corrupt(task, f"ends at byte {offset}", offset)
+                offset += count
+                while buffers and count >= buffers[0].nbytes:
+                    count -= buffers.pop(0).nbytes
+                if count:
+                    buffers[0] = buffers[0][count:]
+        except OSError as error:
+            raise CheckpointError(
+                f"{os.fspath(task.file.path)} could not be read at byte {offset}: {error}."
+            ) from error
+
+    def _corrupt(self, task: _Task, what: str, offset: int | None = None) -> CorruptSaveError:
+        start, stop = task.spans[0].start, task.spans[-1].stop
+        names = list(dict.fromkeys(w.tensor for span in task.spans for w in span.wanted))
+        if offset is not None:  # what lies before it was read
+            behind = [w.tensor for s in task.spans if s.stop > offset for w in s.wanted]
+            names = list(dict.fromkeys(behind)) or names
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return CorruptSaveError(
+            f"{_name(task.file)} {what} (bytes {start} to {stop}, which hold {shown}). Some of "
+            "what was to be filled has bytes of this save already: restore from another one.",
+            file=_name(task.file),
+            tensor=names[0],
+            offset=start if offset is None else offset,
+        )
+
+
+def _steps(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """Yields buffers and pieces of them, a few at a time."""
+    step: list[memoryview] = []
+    left = _STEP_BYTES
+    for whole in buffers:
+        buffer = whole
+        while buffer.nbytes:
+            step.append(buffer[:left])
+            left -= step[-1].nbytes
+            buffer = buffer[step[-1].nbytes :]
+            if not left:
+                yield step
+                step, left = [], _STEP_BYTES
+    if step:
+        yield step
+
+
+def _bridged(spans: Sequence[_Span]) -> list[_Span]:
+    """Returns the spans with short gaps between them as spans that nobody wants."""
+    bridged: list[_Span] = []
+    for span in spans:
+        if bridged and 0 < span.start - bridged[-1].stop <= _BRIDGED_BYTES:
+            bridged.append(_Span(bridged[-1].stop, span.start))
+        bridged.append(span)
+    return bridged
+
+
+def _copy_to_others(span: _Span, source: memoryview) -> None:
+    """Copies what was read once to all others that want it in host memory."""
+    targets = [w for w in span.wanted if w.target is not None]
+    is_read_into = len(targets) == len(span.wanted)  # the first one's target is the buffer
+    for wanted in targets[1:] if is_read_into else targets:
+        assert wanted.target is not None
+        first = span.start - wanted.start
+        wanted.target[first : first + source.nbytes] = source

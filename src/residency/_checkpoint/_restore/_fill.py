@@ -1,0 +1,371 @@
+"""Moves bytes from files into tensors, in place: straight into host memory, and through a ring of
+page-locked slots and the h2d lane onto the device.
+
+Invariant: what is beside the targets is the ring, on the host, and for a device tensor whose
+elements are not in order one slot, on the device. Writers of device storage pass the gate first,
+and the current stream waits for the lane.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from residency import _device
+from residency._checkpoint._disk._read import (
+    Arrival,
+    Checksums,
+    FileReads,
+    Ring,
+    Slot,
+    Wanted,
+    read_files,
+)
+from residency._checkpoint._restore._boxes import (
+    Box,
+    count_stretches,
+    row_major,
+    spans,
+    stretches,
+)
+from residency._checkpoint._restore._plan import Assignment, Target, box_of
+from residency._checkpoint._sources._stored import Stored
+from residency._errors import InvalidArgumentError, RefusedError
+from residency._transfer import Lanes, Run, Slab, gate_of, lanes_of
+from residency._units import format_bytes, parse_bytes
+
+_NUM_SLOTS = 8
+_SMALLEST_SLOT = parse_bytes("4KiB")
+_FEW_STRETCHES = 64
+_LONG_STRETCH = parse_bytes("16KiB")
+_ALIGNMENT = 16  # no dtype has a larger element
+
+
+def staging_bytes_of(staging: int | str) -> int:
+    """Returns the bytes of a ring: the largest power of two within what is asked for.
+
+    Raises:
+        InvalidArgumentError: The size does not parse, or has no room for two slots.
+    """
+    num_bytes = parse_bytes(staging, name="staging")
+    if num_bytes < 2 * _SMALLEST_SLOT:
+        raise InvalidArgumentError(
+            f"staging is {format_bytes(num_bytes)}; expected at least "
+            f"{format_bytes(2 * _SMALLEST_SLOT)}, two slots."
+        )
+    return 1 << (num_bytes.bit_length() - 1)
+
+
+def fill(
+    assignments: Iterable[Assignment],
+    *,
+    checksums: Mapping[Path, Checksums],
+    staging_bytes: int,
+    on_bytes: Callable[[int], None] | None = None,
+) -> None:
+    """Fills targets with what is stored of them.
+
+    Args:
+        assignments: What goes where; dtypes and shapes agree.
+        checksums: Of files, where they are known.
+        staging_bytes: The ring's, a power of two.
+        on_bytes: Called with the bytes that were read.
+
+    Raises:
+        CorruptSaveError: The files are not what was written. Some targets have been filled.
+        CheckpointError: A file cannot be read.
+        RefusedError: The ring cannot be page-locked.
+
+    Memory:
+        A ring of ``staging_bytes`` on the host, less where less is moved, page-locked where it
+        feeds a device; for device tensors whose elements are not in order a copy of at most one
+        slot on the device, and on the host. All of it is given back.
+    """
+    work = _sorted_out(assignments)
+    devices = {target.local.device for target in work.targets if not target.local.is_cpu}
+    for device in devices:
+        written = [t.local for t in work.targets if t.local.device == device]
+        gate_of(device).before_write(written)
+        lanes = lanes_of(device)
+        lanes.h2d.wait_event(lanes.mark(_device.current_stream(device)))
+    ring = None
+    if work.needs_ring:
+        ring = Staging(min(staging_bytes, work.ring_bytes), pin=bool(devices))
+    try:
+        with torch.no_grad():
+            _read_in_order(work, checksums, ring, on_bytes)
+            _wait_for_lanes(devices)
+            if ring is not None:
+                for part in work.of_tensors:
+                    _carry(part, ring)
+                _wait_for_lanes(devices)
+                _read_out_of_order(work.out_of_order, checksums, ring)
+    finally:
+        _wait_for_lanes(devices)
+        if ring is not None and devices:
+            del ring
+            _device.release_pinned_cache()
+
+
+def _wait_for_lanes(devices: Iterable[torch.device]) -> None:
+    for device in devices:
+        lanes = lanes_of(device)
+        _device.current_stream(device).wait_event(lanes.mark(lanes.h2d))
+
+
+class Staging:
+    """Is a ring of slots in one allocation."""
+
+    def __init__(self, num_bytes: int, *, pin: bool) -> None:
+        try:
+            self._slab = Slab(num_bytes, pin=pin)
+        except (RuntimeError, MemoryError) as error:
+            raise RefusedError(
+                f"a staging ring of {format_bytes(num_bytes)} could not be page-locked ({error}). "
+                "Nothing was changed; pass a smaller `staging`."
+            ) from error
+        num_slots = _NUM_SLOTS if num_bytes >= _NUM_SLOTS * _SMALLEST_SLOT else 2
+        self.slot_bytes = num_bytes // num_slots
+        memory = memory_of(self._slab.data)
+        self.ring = Ring(
+            [
+                Slot(memory[start : start + self.slot_bytes], owner=start)
+                for start in range(0, num_slots * self.slot_bytes, self.slot_bytes)
+            ]
+        )
+
+    def take(self) -> Slot:
+        """Waits for a slot."""
+        slot = self.ring.take()
+        assert slot is not None, "the ring is closed only when a read fails"
+        return slot
+
+    def values(
+        self,
+        slot: Slot,
+        offset: int,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        stride: Sequence[int],
+    ) -> Tensor:
+        """Returns what lies in a slot as a tensor."""
+        typed = self._slab.data[slot.owner + offset : slot.owner + self.slot_bytes]
+        whole = typed.numel() // dtype.itemsize * dtype.itemsize
+        return typed[:whole].view(dtype).as_strided(tuple(shape), tuple(stride), None)
+
+    def run(self, slot: Slot, slot_offset: int, target_offset: int, num_bytes: int) -> Run:
+        """Returns the copy of a slot's bytes to a place in a device buffer."""
+        return Run(self._slab, slot.owner + slot_offset, target_offset, num_bytes)
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """Returns the bytes of a host tensor in row-major order; the caller keeps the tensor."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_char * num_bytes).from_address(tensor.data_ptr())).cast("B")
+
+
+class _Part(NamedTuple):
+    """Is the box of a target that one stored shard has."""
+
+    target: Target
+    shard: Stored
+    box: Box
+
+    @property
+    def view(self) -> Tensor:
+        """The target's elements of the box."""
+        view = self.target.local
+        inner = self.box.within(self.target.box)
+        for dim, (start, size) in enumerate(zip(inner.offsets, inner.shape, strict=True)):
+            view = view.narrow(dim, start, size)
+        return view
+
+
+@dataclass(slots=True)
+class _Work:
+    """Is what there is to fill, by how it is filled.
+
+    Attributes:
+        in_order: From files, where elements lie in order on both sides.
+        of_tensors: From host tensors.
+        out_of_order: From files, where they do not.
+    """
+
+    targets: list[Target] = field(default_factory=list)
+    in_order: list[_Part] = field(default_factory=list)
+    of_tensors: list[_Part] = field(default_factory=list)
+    out_of_order: list[_Part] = field(default_factory=list)
+
+    @property
+    def needs_ring(self) -> bool:
+        is_staged = any(not part.target.local.is_cpu for part in self.in_order)
+        return bool(is_staged or self.of_tensors or self.out_of_order)
+
+    @property
+    def ring_bytes(self) -> int:
+        """A ring that all of it fits into."""
+        parts = (*self.in_order, *self.of_tensors, *self.out_of_order)
+        total = sum(part.box.numel * part.shard.dtype.itemsize for part in parts)
+        return max(1 << total.bit_length(), 2 * _SMALLEST_SLOT)
+
+
+def _sorted_out(assignments: Iterable[Assignment]) -> _Work:
+    work = _Work()
+    for target, shards in ((a.target, a.shards) for a in assignments):
+        if target.local.numel() == 0:
+            continue
+        work.targets.append(target)
+        for shard in shards:
+            box = target.box.overlap(box_of(shard))
+            if box is None:
+                continue
+            part = _Part(target, shard, box)
+            if shard.tensor is not None:
+                work.of_tensors.append(part)
+            elif _is_in_order(part):
+                work.in_order.append(part)
+            else:
+                work.out_of_order.append(part)
+    return work
+
+
+def _is_in_order(part: _Part) -> bool:
+    target, shard, box = part
+    if not target.local.is_contiguous():
+        return False
+    if shard.stride is not None and tuple(shard.stride) != row_major(shard.shape):
+        return False
+    count = count_stretches(box, box_of(shard), target.box)
+    return count <= _FEW_STRETCHES or box.numel // count * shard.dtype.itemsize >= _LONG_STRETCH
+
+
+def _read_in_order(
+    work: _Work,
+    checksums: Mapping[Path, Checksums],
+    ring: Staging | None,
+    on_bytes: Callable[[int], None] | None,
+) -> None:
+    wanted: dict[Path, list[Wanted]] = {}
+    for part in work.in_order:
+        assert part.shard.file is not None
+        wanted.setdefault(part.shard.file, []).extend(_ranges(part))
+
+    def consume(slot: Slot, arrivals: Sequence[Arrival]) -> None:
+        assert ring is not None
+        event = None
+        for each in arrivals:
+            flat, first = each.wanted.place
+            run = ring.run(slot, each.slot_offset, first + each.first, each.num_bytes)
+            event = lanes_of(flat.device).load(flat, [run])
+        ring.ring.give_back(slot, None if event is None else event.synchronize)
+
+    read_files(
+        [FileReads(path, ranges, checksums.get(path)) for path, ranges in wanted.items()],
+        ring=None if ring is None else ring.ring,
+        consume=consume,
+        on_bytes=on_bytes,
+    )
+
+
+def _ranges(part: _Part) -> Iterator[Wanted]:
+    """Yields the bytes of a part, with the places that they go to."""
+    local, shard = part.target.local, part.shard
+    flat = local.reshape(-1).view(torch.uint8)
+    memory = memory_of(local) if local.is_cpu else None
+    itemsize = shard.dtype.itemsize
+    for source, target, numel in stretches(part.box, box_of(shard), part.target.box):
+        start, first, size = shard.start + source * itemsize, target * itemsize, numel * itemsize
+        here = None if memory is None else memory[first : first + size]
+        yield Wanted(start, size, part.target.name, here, (flat, first))
+
+
+def _carry(part: _Part, ring: Staging) -> None:
+    """Copies from a host tensor, a slot at a time."""
+    source = part.shard.tensor
+    assert source is not None
+    shard = box_of(part.shard)
+    view = part.view
+    if view.is_cpu:
+        view.copy_(_narrowed(source, part.box.within(shard)))
+        return
+    itemsize = part.shard.dtype.itemsize
+    for span in spans(part.box, part.box, row_major(part.box.shape), ring.slot_bytes // itemsize):
+        slot = ring.take()
+        shape = span.part.shape
+        staged = ring.values(slot, 0, part.shard.dtype, shape, row_major(shape))
+        staged.copy_(_narrowed(source, span.part.within(shard)))
+        _deliver(_narrowed(view, span.part.within(part.box)), staged, ring, slot)
+
+
+def _narrowed(tensor: Tensor, box: Box) -> Tensor:
+    for dim, (start, size) in enumerate(zip(box.offsets, box.shape, strict=True)):
+        tensor = tensor.narrow(dim, start, size)
+    return tensor
+
+
+def _deliver(view: Tensor, staged: Tensor, ring: Staging, slot: Slot) -> None:
+    """Copies values that begin a slot to the device, and gives the slot back."""
+    if not view.is_contiguous():
+        view.copy_(staged)  # by way of a copy on the device, on the current stream
+        ring.ring.give_back(slot)
+        return
+    lanes: Lanes = lanes_of(view.device)
+    flat = view.reshape(-1).view(torch.uint8)
+    event = lanes.load(flat, [ring.run(slot, 0, 0, flat.numel())])
+    ring.ring.give_back(slot, event.synchronize)
+
+
+class _Staged(NamedTuple):
+    """Is a box on its way through a slot."""
+
+    view: Tensor
+    values: Tensor
+    wanted: Wanted
+    file: Path
+
+
+def _read_out_of_order(
+    parts: Sequence[_Part], checksums: Mapping[Path, Checksums], ring: Staging
+) -> None:
+    """Reads boxes with whatever lies between their elements into a slot, and copies the elements.
+
+    As many boxes share a slot as fit, because each read checks whole chunks.
+    """
+    if not parts:
+        return
+    slot = ring.take()
+    batch: list[_Staged] = []
+    used = 0
+    for part in parts:
+        shard, itemsize = part.shard, part.shard.dtype.itemsize
+        strides = tuple(shard.stride) if shard.stride is not None else row_major(shard.shape)
+        most = ring.slot_bytes // itemsize
+        for span in spans(part.box, box_of(shard), strides, most):
+            size = span.numel * itemsize
+            if used + size > ring.slot_bytes:
+                _copy_batch(batch, checksums)
+                batch, used = [], 0
+            values = ring.values(slot, used, shard.dtype, span.part.shape, strides)
+            start = shard.start + span.start * itemsize
+            wanted = Wanted(start, size, part.target.name, slot.memory[used : used + size])
+            view = _narrowed(part.target.local, span.part.within(part.target.box))
+            assert shard.file is not None
+            batch.append(_Staged(view, values, wanted, shard.file))
+            used += -(-size // _ALIGNMENT) * _ALIGNMENT
+    _copy_batch(batch, checksums)
+    ring.ring.give_back(slot)
+
+
+def _copy_batch(batch: Sequence[_Staged], checksums: Mapping[Path, Checksums]) -> None:
+    wanted: dict[Path, list[Wanted]] = {}
+    for each in batch:
+        wanted.setdefault(each.file, []).append(each.wanted)
+    read_files([FileReads(path, each, checksums.get(path)) for path, each in wanted.items()])
+    for each in batch:
+        each.view.copy_(each.values)  # waits for the device: the slot is filled again next

@@ -1,0 +1,198 @@
+"""What a restore fills, from where, and all that stands against it, before any byte moves.
+
+Invariant: making a plan changes nothing. A plan that is refused leaves every object as it was.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from residency._checkpoint._disk._read import Checksums
+from residency._checkpoint._restore._boxes import Box
+from residency._checkpoint._sources._stored import Stored
+from residency._errors import RefusedError
+from residency._transfer import is_sharded, local_of
+
+_MOST_LINES = 40
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """Is a tensor to fill.
+
+    Attributes:
+        name: How errors call it.
+        local: Its bytes, on the device or on the host; of a ``DTensor``, those of this rank.
+        box: Where in the whole tensor they are.
+        whole_shape: The whole tensor's.
+    """
+
+    name: str
+    local: Tensor
+    box: Box
+    whole_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Assignment:
+    """Is a target with what is stored of it, of which each element is in one place."""
+
+    target: Target
+    shards: Sequence[Stored]
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """Are what a checkpoint has and what is asked of it, where the two do not agree.
+
+    Attributes:
+        missing: Names that are to be filled and are not in the checkpoint.
+        unexpected: Names in the checkpoint that nothing takes.
+        differing: What is in both, but of another shape, dtype or kind, as sentences.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    differing: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.differing)
+
+    def __str__(self) -> str:
+        parts = [
+            *_listed("missing in the checkpoint", self.missing),
+            *_listed("in the checkpoint, with no place here", self.unexpected),
+            *_listed("different", self.differing),
+        ]
+        return "\n".join(parts)
+
+
+def _listed(title: str, lines: Sequence[str]) -> list[str]:
+    if not lines:
+        return []
+    more = len(lines) - _MOST_LINES
+    rest = [f"  and {more} more"] if more > 0 else []
+    return [f"{title} ({len(lines)}):", *(f"  {line}" for line in lines[:_MOST_LINES]), *rest]
+
+
+@dataclass(slots=True)
+class Plan:
+    """Collects what a restore is to do.
+
+    Attributes:
+        tensors: What is stored, by name.
+        checksums: Those of the files, where they are known.
+        assignments: Tensors to fill.
+        after: What puts values in place once all bytes are there.
+    """
+
+    tensors: Mapping[str, Sequence[Stored]]
+    checksums: Mapping[Path, Checksums] = field(default_factory=dict)
+    assignments: dict[int, Assignment] = field(default_factory=dict)
+    after: list[Callable[[], None]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    differing: list[str] = field(default_factory=list)
+
+    def fill(self, name: str, tensor: Tensor, stored_name: str | None = None) -> bool:
+        """Plans to fill a tensor, or notes why it cannot be.
+
+        A tensor that is asked for under several names, because it is tied, is filled from the last.
+
+        Args:
+            name: What the tensor is called.
+            tensor: Filled in place later; a ``DTensor`` in its local part.
+            stored_name: What it is called in the checkpoint, where that is another name.
+        """
+        shards = self.tensors.get(stored_name or name)
+        if shards is None:
+            self.missing.append(name)
+            return False
+        target = target_of(name, tensor)
+        problem = difference(target, shards)
+        if problem is not None:
+            self.differing.append(problem)
+            return False
+        self.assignments[id(tensor)] = Assignment(target, shards)
+        return True
+
+    def differences(self) -> Differences:
+        """Returns all that was noted."""
+        return Differences(tuple(self.missing), tuple(self.unexpected), tuple(self.differing))
+
+    def check(self, what: str, *, strict: bool) -> Differences:
+        """Refuses a plan with differences, or warns of what it leaves out.
+
+        Raises:
+            RefusedError: There are differences, and ``strict`` is set. All are in the message.
+        """
+        found = self.differences()
+        if not found:
+            return found
+        if strict:
+            raise RefusedError(
+                f"{what} does not fit; nothing was changed. Cast or rename what differs, or pass "
+                f"strict=False to leave it out.\n{found}"
+            )
+        warnings.warn(f"{what} does not fit; this is left out:\n{found}", stacklevel=3)
+        return found
+
+
+def target_of(name: str, tensor: Tensor) -> Target:
+    """Describes a tensor to fill.
+
+    Raises:
+        RefusedError: It is a partial sum, of which no rank has the value, or has no bytes.
+    """
+    local = local_of(tensor).detach()
+    shape = tuple(tensor.shape)
+    if local.is_meta:
+        raise RefusedError(
+            f"{name} is on meta and has no bytes to fill. Nothing was changed; call to_empty on "
+            "its module first."
+        )
+    if not is_sharded(tensor):
+        return Target(name, local, Box((0,) * len(shape), shape), shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sharded: Any = tensor
+    if any(placement.is_partial() for placement in sharded.placements):
+        raise RefusedError(
+            f"{name} is a DTensor with partial sums ({sharded.placements}), of which no rank has "
+            "the value. Nothing was changed; redistribute it first."
+        )
+    found: Any = compute_local_shape_and_global_offset(
+        tensor.shape, sharded.device_mesh, sharded.placements
+    )
+    return Target(name, local, Box(tuple(found[1]), tuple(local.shape)), shape)
+
+
+def box_of(shard: Stored) -> Box:
+    """Returns where in the whole tensor a stored shard is."""
+    return Box(tuple(shard.offsets), tuple(shard.shape))
+
+
+def difference(target: Target, shards: Sequence[Stored]) -> str | None:
+    """Returns what stands against filling a target from what is stored, or None."""
+    first = shards[0]
+    name, local = target.name, target.local
+    if tuple(first.whole_shape) != target.whole_shape:
+        return f"{name}: saved shape {tuple(first.whole_shape)}, here {target.whole_shape}"
+    if first.dtype != local.dtype:
+        return f"{name}: saved dtype {first.dtype}, here {local.dtype}"
+    if local.layout is not torch.strided:
+        return f"{name}: has the layout {local.layout} here, and only dense tensors are filled"
+    overlaps = (target.box.overlap(box_of(shard)) for shard in shards)
+    num_saved = sum(part.numel for part in overlaps if part is not None)
+    if num_saved < math.prod(target.box.shape):
+        wanted = math.prod(target.box.shape)
+        return f"{name}: of the {wanted} elements of this rank {num_saved} were saved"
+    return None

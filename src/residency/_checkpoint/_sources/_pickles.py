@@ -1,0 +1,329 @@
+"""Pickles of which nothing runs: what may be named in them is on a list, and is ours.
+
+[Note: pickles] A pickle is a program; what makes it dangerous is the global names that it may call.
+The list has harmless stand-ins for the few names that a tensor, a container or a metadata class of
+torch needs; every other is refused. So one reads where tensors lie without making one, which
+`torch.load` cannot. Stand-ins are made anew for each pickle or cannot be changed, since a pickle
+may also assign attributes to what it has named. What the list lacks may still be harmless: there
+`torch.load(weights_only=True)` decides.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from residency._errors import CorruptSaveError, RefusedError
+
+
+class UnknownNameError(pickle.UnpicklingError):
+    """Says that a pickle asks for a name that is not on the list."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Stands for a tensor: where in which storage its elements are."""
+
+    storage: str
+    storage_bytes: int
+    dtype: torch.dtype
+    start: int  # in bytes, from the storage's begin
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def __setstate__(self, state: object) -> None:  # else a dataclass has one that takes anything
+        raise pickle.UnpicklingError("a tensor's layout is not changed in a pickle")
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether the elements follow each other in row-major order, without gaps."""
+        expected = 1
+        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size == 0:
+                return True
+            if size != 1 and step != expected:
+                return False
+            expected *= size
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    key: str
+    num_elements: int
+    dtype: torch.dtype | None  # None: counted in bytes
+
+    def __setstate__(self, state: object) -> None:  # else a dataclass has one that takes anything
+        raise pickle.UnpicklingError("a storage is not changed in a pickle")
+
+
+class Record:
+    """Stands for an instance of a class of torch's: its attributes, and none of its code."""
+
+    state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __getitem__(self, name: str) -> Any:
+        if not isinstance(self.state, dict) or name not in self.state:
+            raise KeyError(f"{type(self).__name__}.{name}")
+        return self.state[name]
+
+    def get(self, name: str) -> Any:
+        """Returns an attribute, or None where the instance has none of this name."""
+        return self.state.get(name) if isinstance(self.state, dict) else None
+
+
+def read_tensors(data: bytes) -> Any:
+    """Reads the pickle of a `torch.save` file, with `Placed` for each tensor.
+
+    Raises:
+        UnknownNameError: It needs more than tensors, containers and plain values.
+        Exception: It is no pickle, or makes no sense; of any kind.
+    """
+    return _Unpickler(data, _tensor_names()).load()
+
+
+def read_metadata(data: bytes, path: Path) -> Record:
+    """Reads the `.metadata` of a directory of `torch.distributed.checkpoint`.
+
+    Raises:
+        CorruptSaveError: It is none.
+        RefusedError: It asks for a name that such a file does not need.
+    """
+    try:
+        found = _Unpickler(data, _metadata_names()).load()
+    except UnknownNameError as error:
+        raise refusal(path, error.name) from error
+    except Exception as error:
+        raise CorruptSaveError(f"{path} is no whole pickle: {error!r}.", file=path.name) from error
+    if not isinstance(found, Record) or type(found).__name__ != "Metadata":
+        problem = f"holds a {type(found).__name__} where a checkpoint's Metadata is expected"
+        raise CorruptSaveError(f"{path} {problem}.", file=path.name)
+    return found
+
+
+def load_weights_only(source: Path | io.BytesIO, path: Path, *, mmap: bool) -> Any:
+    """Loads what torch itself takes for harmless.
+
+    Args:
+        source: A path, or the bytes of one item of the file.
+        path: The file, for messages.
+        mmap: Whether tensors stay in the file until their pages are touched.
+
+    Raises:
+        CorruptSaveError: It is no whole `torch.save` file.
+        RefusedError: Loading it could run code.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of protocols: what it cannot read it refuses
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+    except pickle.UnpicklingError as error:
+        text = str(error)
+        name = re.search(r"(?:GLOBAL|instruction for|class) ([\w.]+\.\w+)", text)
+        if "Unsupported" in text or "Trying to" in text:
+            raise refusal(path, name[1] if name else None) from error
+        raise CorruptSaveError(
+            f"{path} cannot be unpickled: {text[:200]}.", file=path.name
+        ) from error
+    except RuntimeError as error:
+        if "weights_only" in str(error):
+            raise RefusedError(f"{path} cannot be read safely: {error}") from error
+        raise CorruptSaveError(
+            f"{path} is no whole file of torch.save: {error}.", file=path.name
+        ) from error
+    except (EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise CorruptSaveError(
+            f"{path} is no whole file of torch.save: {error!r}.", file=path.name
+        ) from error
+
+
+def refusal(path: Path, name: str | None) -> RefusedError:
+    """Returns the error for a pickle that could run code."""
+    asked = f"asks for {name}" if name else "asks for more than tensors and plain values"
+    return RefusedError(
+        f"{path} holds a pickle that {asked}, and loading it could run code; nothing of it was run."
+        " If you trust the file, load it with torch.load(..., weights_only=False) and save plain"
+        " tensors and values."
+    )
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the names that it was given, and no other. [Note: pickles]"""
+
+    def __init__(self, data: bytes, names: Mapping[tuple[str, str], Any]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._names = names
+
+    def find_class(self, module: str, name: str) -> Any:
+        module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
+        if (module, name) in self._names:
+            return self._names[module, name]
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+            return dtype
+        raise UnknownNameError(f"{module}.{name}")
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        kind, storage_type, key, _, num_elements = pid
+        if kind != "storage" or type(num_elements) is not int or num_elements < 0:
+            raise pickle.UnpicklingError(f"{pid!r} is no storage")
+        return _Storage(str(key), num_elements, storage_type.dtype)
+
+
+class _Frozen:
+    """Is a callable that a pickle cannot change."""
+
+    __slots__ = ("_call", "dtype")
+
+    def __init__(self, call: Callable[..., Any], dtype: torch.dtype | None = None) -> None:
+        object.__setattr__(self, "_call", call)
+        object.__setattr__(self, "dtype", dtype)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._call(*arguments)  # type: ignore[attr-defined]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(name)
+
+
+_STORAGES = {
+    "BFloat16Storage": torch.bfloat16,
+    "BoolStorage": torch.bool,
+    "ByteStorage": torch.uint8,
+    "CharStorage": torch.int8,
+    "ComplexDoubleStorage": torch.complex128,
+    "ComplexFloatStorage": torch.complex64,
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "IntStorage": torch.int32,
+    "LongStorage": torch.int64,
+    "ShortStorage": torch.int16,
+}
+
+
+def _tensor_names() -> dict[tuple[str, str], Any]:
+    calls: dict[tuple[str, str], Callable[..., Any]] = {
+        ("_codecs", "encode"): _encode,
+        ("builtins", "bytearray"): _bytearray,
+        ("builtins", "complex"): complex,
+        ("builtins", "set"): _set,
+        ("collections", "Counter"): Counter,
+        ("collections", "OrderedDict"): OrderedDict,
+        ("torch", "Size"): torch.Size,
+        ("torch", "device"): torch.device,
+        ("torch._utils", "_rebuild_parameter"): _parameter,
+        ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
+        ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+        ("torch._utils", "_rebuild_tensor_v3"): _tensor_of_dtype,
+    }
+    names: dict[tuple[str, str], Any] = {name: _Frozen(call) for name, call in calls.items()}
+    for name, dtype in _STORAGES.items():
+        names["torch", name] = _Frozen(_never, dtype)
+    names["torch.storage", "UntypedStorage"] = _Frozen(_never)
+    return names
+
+
+def _metadata_names() -> dict[tuple[str, str], Any]:
+    dcp = "torch.distributed.checkpoint"
+    classes = [
+        (f"{dcp}.filesystem", "_StorageInfo"),
+        (f"{dcp}.metadata", "BytesStorageMetadata"),
+        (f"{dcp}.metadata", "ChunkStorageMetadata"),
+        (f"{dcp}.metadata", "Metadata"),
+        (f"{dcp}.metadata", "MetadataIndex"),
+        (f"{dcp}.metadata", "StorageMeta"),
+        (f"{dcp}.metadata", "TensorProperties"),
+        (f"{dcp}.metadata", "TensorStorageMetadata"),
+    ]
+    names: dict[tuple[str, str], Any] = {
+        (module, name): type(name, (Record,), {}) for module, name in classes
+    }
+    calls: dict[tuple[str, str], Callable[..., Any]] = {
+        (f"{dcp}.metadata", "_MEM_FORMAT_ENCODING"): _ignored,
+        ("collections", "OrderedDict"): OrderedDict,
+        ("torch.serialization", "_get_layout"): _ignored,
+        ("torch", "Size"): torch.Size,
+    }
+    for module in ("pathlib", "pathlib._local"):
+        for name in ("PosixPath", "PurePosixPath", "WindowsPath"):
+            calls[module, name] = _ignored
+    return names | {name: _Frozen(call) for name, call in calls.items()}
+
+
+def _tensor(
+    storage: _Storage,
+    offset: int,
+    shape: Any,
+    stride: Any,
+    _requires_grad: bool,
+    _hooks: Any,
+    metadata: Any = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Placed:
+    if metadata:
+        raise UnknownNameError("a tensor with conjugate or negative bits")
+    dtype = dtype or storage.dtype or torch.uint8
+    shape, stride = tuple(shape), tuple(stride)
+    numbers = (offset, *shape, *stride)
+    if len(shape) != len(stride) or any(type(n) is not int or n < 0 for n in numbers):
+        raise pickle.UnpicklingError(f"no tensor has the layout {offset}, {shape}, {stride}")
+    storage_bytes = storage.num_elements * (storage.dtype or torch.uint8).itemsize
+    return Placed(storage.key, storage_bytes, dtype, offset * dtype.itemsize, shape, stride)
+
+
+def _tensor_of_dtype(
+    storage: _Storage,
+    offset: int,
+    shape: Any,
+    stride: Any,
+    requires_grad: bool,
+    hooks: Any,
+    dtype: torch.dtype,
+    metadata: Any = None,
+) -> Placed:
+    return _tensor(storage, offset, shape, stride, requires_grad, hooks, metadata, dtype=dtype)
+
+
+def _parameter(data: Placed, *_: Any) -> Placed:
+    return data
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"bytes are encoded as {encoding!r}")
+    return text.encode("latin1")
+
+
+def _bytearray(data: bytes = b"") -> bytearray:
+    if not isinstance(data, bytes):  # a number would ask for that many bytes
+        raise pickle.UnpicklingError("a bytearray is not made of bytes")
+    return bytearray(data)
+
+
+def _set(items: list[Any] | tuple[Any, ...] = ()) -> set[Any]:
+    return set(items)
+
+
+def _ignored(*_: Any) -> None:
+    return None
+
+
+def _never(*_: Any) -> Any:
+    raise pickle.UnpicklingError("a storage is not made in a pickle")

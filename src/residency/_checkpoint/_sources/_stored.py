@@ -1,0 +1,188 @@
+"""What a checkpoint on disk is to those who read it: names, and where the bytes of each lie.
+
+Nothing here has been read yet. A source is opened by looking at headers and pickles of layout only;
+it knows each tensor's dtype, shape and place, so that a restore can be planned, and refused, before
+any byte of a tensor moves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from residency._checkpoint._disk._manifest import FileRecord
+from residency._errors import CorruptSaveError, RefusedError
+
+
+@dataclass(frozen=True, slots=True)
+class TensorName:
+    """Stands for a tensor among a source's values.
+
+    Attributes:
+        name: The tensor's name in `Source.tensors`.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Says where the bytes of a tensor, or of one shard of it, are.
+
+    Either `file` is set, or `tensor`. In a file the elements lie in row-major order, without gaps,
+    in this machine's byte order, unless `stride` says otherwise.
+
+    Attributes:
+        name: The whole tensor's name.
+        dtype: What the bytes are elements of.
+        shape: Of what is stored here.
+        whole_shape: Of the whole tensor; `shape` where this is no shard.
+        offsets: Where in the whole tensor this begins, per dimension.
+        file: The file that has the bytes.
+        start: Where in the file they begin; no alignment is promised.
+        num_bytes: How many they are.
+        tensor: The elements on the host, where a file does not have them in row-major order. As a
+            rule its pages are those of a file, read when they are first touched.
+        stride: In elements, where the bytes in the file are not in row-major order.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    whole_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    file: Path | None = None
+    start: int = 0
+    num_bytes: int = 0
+    tensor: torch.Tensor | None = None
+    stride: tuple[int, ...] | None = None
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether there is more of the tensor than this."""
+        return self.shape != self.whole_shape
+
+
+@dataclass(slots=True)
+class Source:
+    """Is a checkpoint that has been opened: what it holds, and where.
+
+    Attributes:
+        path: What was opened.
+        kind: Its format: "dcp", "residency", "safetensors" or "torch.save".
+        tensors: By name, where each is; several entries are shards of one tensor, which together
+            cover it without overlap.
+        values: The saved structure, with a `TensorName` for each tensor; a flat dict by name
+            where the format keeps no structure.
+        documents: The documents of the ranks, of a save that this library wrote; else empty.
+        files: The sizes and checksums of its files, of a save that this library wrote.
+    """
+
+    path: Path
+    kind: str
+    tensors: Mapping[str, Sequence[Stored]]
+    values: Any
+    documents: Sequence[dict[str, Any]] = field(default=())
+    files: Mapping[Path, FileRecord] = field(default_factory=dict)
+
+    def close(self) -> None:
+        """Lets go of mapped files. The source is empty afterwards."""
+        self.tensors, self.values, self.documents, self.files = {}, {}, (), {}
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def whole_in_file(
+    name: str, dtype: torch.dtype, shape: Sequence[int], file: Path, start: int
+) -> Stored:
+    """Describes a whole tensor in row-major order in a file."""
+    shape = tuple(shape)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return Stored(name, dtype, shape, shape, (0,) * len(shape), file, start, num_bytes)
+
+
+def on_host(name: str, tensor: torch.Tensor, file: Path) -> Stored:
+    """Describes a whole tensor that is on the host already.
+
+    Raises:
+        RefusedError: It has no plain layout, or no bytes.
+    """
+    tensor = tensor.detach()
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    if not plain or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        found = f"{type(tensor).__name__}, {tensor.layout}, {tensor.dtype}"
+        raise RefusedError(
+            f"{name!r} in {file} is a tensor without a plain layout ({found}). Save what it is"
+            " made of instead."
+        )
+    if tensor.device.type != "cpu":
+        raise RefusedError(f"{name!r} in {file} is on {tensor.device.type!r}: it has no bytes.")
+    shape = tuple(tensor.shape)
+    return Stored(
+        name, tensor.dtype, shape, shape, (0,) * len(shape), num_bytes=tensor.nbytes, tensor=tensor
+    )
+
+
+def check_cover(name: str, shards: Sequence[Stored], file: Path) -> None:
+    """Checks that shards cover their tensor, each element once.
+
+    Raises:
+        CorruptSaveError: They leave a hole, overlap, lie outside, or differ in dtype.
+    """
+    whole = shards[0].whole_shape
+    for shard in shards:
+        if shard.dtype != shards[0].dtype:
+            problem = f"is {shards[0].dtype} in one shard and {shard.dtype} in another"
+            raise CorruptSaveError(f"{name!r} in {file} {problem}.", file=file.name, tensor=name)
+        ends = [start + size for start, size in zip(shard.offsets, shard.shape, strict=True)]
+        if any(end > size for end, size in zip(ends, whole, strict=True)):
+            problem = f"has a shard {shard.shape} at {shard.offsets}, outside of its shape {whole}"
+            raise CorruptSaveError(f"{name!r} in {file} {problem}.", file=file.name, tensor=name)
+    filled = [shard for shard in shards if math.prod(shard.shape)]
+    total, expected = sum(math.prod(shard.shape) for shard in filled), math.prod(whole)
+    if total != expected or _overlap(filled):
+        problem = f"has shards with {total} elements in all, of which some overlap or are missing"
+        raise CorruptSaveError(
+            f"{name!r} in {file} {problem}: shape {whole} has {expected}.",
+            file=file.name,
+            tensor=name,
+        )
+
+
+def _overlap(shards: Sequence[Stored]) -> bool:
+    """Says whether two shards share an element: a sweep along the dimension that cuts most."""
+    if len(shards) < 2:
+        return False
+    dimensions = range(len(shards[0].shape))
+    cut = max(dimensions, key=lambda d: len({shard.offsets[d] for shard in shards}), default=0)
+    active: list[Stored] = []
+    for shard in sorted(shards, key=lambda shard: shard.offsets[cut : cut + 1]):
+        active = [s for s in active if s.offsets[cut] + s.shape[cut] > shard.offsets[cut]]
+        if any(_meet(shard, other) for other in active):
+            return True
+        active.append(shard)
+    return False
+
+
+def _meet(one: Stored, other: Stored) -> bool:
+    return all(
+        max(a, b) < min(a + m, b + n)
+        for a, m, b, n in zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
+    )
+
+
+def without_copies(shards: Iterable[Stored]) -> list[Stored]:
+    """Returns the shards, of several at one place with one shape the first only."""
+    first: dict[tuple[tuple[int, ...], tuple[int, ...]], Stored] = {}
+    for shard in shards:
+        first.setdefault((shard.offsets, shard.shape), shard)
+    return list(first.values())

@@ -1,0 +1,193 @@
+"""The read engine: wanted ranges of files reach their places, and damage is named."""
+
+import os
+import random
+import subprocess
+import sys
+import threading
+import zlib
+from pathlib import Path
+
+import pytest
+
+import residency
+from residency import CheckpointError, CorruptSaveError
+from residency._checkpoint._disk import _read
+from residency._checkpoint._disk._read import Checksums, FileReads, Ring, Slot, Wanted, read_files
+
+
+def make_file(folder, num_bytes, *, chunk_bytes=4096, seed=1):
+    data = random.Random(seed).randbytes(num_bytes)
+    path = folder / "part.safetensors"
+    path.write_bytes(data)
+    cuts = range(0, num_bytes, chunk_bytes)
+    sums = [zlib.crc32(data[cut : cut + chunk_bytes]) for cut in cuts]
+    return path, data, Checksums(num_bytes, chunk_bytes, sums)
+
+
+def into_memory(start, num_bytes, name="t"):
+    target = bytearray(num_bytes)
+    return Wanted(start, num_bytes, name, memoryview(target)), target
+
+
+def make_ring(num_slots, slot_bytes):
+    return Ring([Slot(memoryview(bytearray(slot_bytes))) for _ in range(num_slots)])
+
+
+class Collector:
+    """Carries on what arrives, as the device side does."""
+
+    def __init__(self, ring):
+        self.ring = ring
+        self.found = {}
+
+    def __call__(self, slot, arrivals):
+        for wanted, first, offset, size in arrivals:
+            target = self.found.setdefault(wanted, bytearray(wanted.num_bytes))
+            target[first : first + size] = slot.memory[offset : offset + size]
+        self.ring.give_back(slot)
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+def test_ranges_of_any_place_and_size_arrive_whole(tmp_path, monkeypatch, is_checked, seed):
+    monkeypatch.setattr(_read, "_CALL_BYTES", 3000)
+    monkeypatch.setattr(_read, "_STEP_BYTES", 800)
+    monkeypatch.setattr(_read, "SCRATCH_BYTES", 700)
+    monkeypatch.setattr(_read, "_BRIDGED_BYTES", 300)
+    monkeypatch.setattr(_read, "_UNCHECKED_CHUNK_BYTES", 5000)
+    monkeypatch.setattr(_read, "_MOST_BUFFERS", 3)
+    path, data, sums = make_file(tmp_path, 50_001, chunk_bytes=4096)
+    chance = random.Random(seed)
+    wanted, targets = [], {}
+    for index in range(40):
+        size = chance.choice([1, 7, 500, 4096, 9000])
+        start = chance.randrange(len(data) - size)
+        if index % 2:
+            want, target = into_memory(start, size)
+            targets[want] = target
+        else:
+            want = Wanted(start, size, "t")
+        wanted.append(want)
+    ring = make_ring(3, 1100)
+    collector = Collector(ring)
+    read_files(
+        [FileReads(path, wanted, sums if is_checked else None)], ring=ring, consume=collector
+    )
+    for want in wanted:
+        found = targets.get(want) or collector.found[want]
+        assert found == data[want.start : want.stop]
+
+
+def test_bytes_read_are_told(tmp_path):
+    path, data, sums = make_file(tmp_path, 10_000)
+    wanted, _ = into_memory(0, len(data))
+    told = []
+    read_files([FileReads(path, [wanted], sums)], on_bytes=told.append)
+    assert sum(told) == len(data)
+
+
+def test_a_short_read_is_continued(tmp_path, monkeypatch):
+    path, data, sums = make_file(tmp_path, 30_000)
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, at: real(file, [buffers[0][:777]], at))
+    wanted, target = into_memory(5, 20_000)
+    read_files([FileReads(path, [wanted], sums)])
+    assert target == data[5:20_005]
+
+
+@pytest.mark.parametrize("place", range(0, 20_000, 997))
+def test_a_flipped_byte_is_named_with_file_tensor_and_chunk(tmp_path, place):
+    path, data, sums = make_file(tmp_path, 20_000)
+    damaged = bytearray(data)
+    damaged[place] ^= 1
+    path.write_bytes(damaged)
+    wanted = [into_memory(start, 5000, f"t{start}")[0] for start in range(0, 20_000, 5000)]
+    with pytest.raises(CorruptSaveError) as caught:
+        read_files([FileReads(path, wanted, sums)])
+    assert caught.value.file == path.name
+    assert caught.value.offset == place // 4096 * 4096
+    chunk = range(caught.value.offset, min(caught.value.offset + 4096, 20_000))
+    owners = {f"t{at // 5000 * 5000}" for at in chunk}
+    assert caught.value.tensor in owners
+    assert path.name in str(caught.value)
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+@pytest.mark.parametrize("length", [0, 1, 4096, 9000, 19_999])
+def test_a_truncated_file_is_named_with_the_byte_at_which_it_ends(tmp_path, length, is_checked):
+    path, _, sums = make_file(tmp_path, 20_000)
+    os.truncate(path, length)
+    wanted = [into_memory(start, 5000, f"t{start}")[0] for start in range(0, 20_000, 5000)]
+    with pytest.raises(CorruptSaveError, match=r"ends at byte|checksum") as caught:
+        read_files([FileReads(path, wanted, sums if is_checked else None)])
+    assert caught.value.file == path.name
+    assert caught.value.offset >= length // 4096 * 4096
+
+
+def test_a_range_beyond_the_file_is_refused_before_anything_is_read(tmp_path):
+    path, _, sums = make_file(tmp_path, 5000)
+    wanted, target = into_memory(4000, 2000)
+    with pytest.raises(CorruptSaveError, match="would end at 6000"):
+        read_files([FileReads(path, [wanted], sums)])
+    assert target == bytearray(2000)
+
+
+def test_a_missing_file_is_an_error_with_its_cause(tmp_path):
+    wanted, _ = into_memory(0, 10)
+    with pytest.raises(CheckpointError, match=r"nothing\.bin could not be read") as caught:
+        read_files([FileReads(tmp_path / "nothing.bin", [wanted])])
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+
+
+def test_a_consumer_that_fails_ends_the_threads(tmp_path):
+    path, data, sums = make_file(tmp_path, 100_000)
+    ring = make_ring(2, 4096)
+
+    def fail(slot, arrivals):
+        raise ValueError("the device is gone")
+
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="the device is gone"):
+        read_files([FileReads(path, [Wanted(0, len(data), "t")], sums)], ring=ring, consume=fail)
+    assert threading.active_count() == before
+
+
+def test_a_slot_is_used_again_only_after_its_wait(tmp_path):
+    path, data, sums = make_file(tmp_path, 40_000)
+    ring = make_ring(2, 4096)
+    pending, found = [], bytearray(len(data))
+
+    def consume(slot, arrivals):
+        copied = [(slot, arrival) for arrival in arrivals]
+        pending.append(copied)
+
+        def land():
+            for each, (_, first, offset, size) in copied:
+                found[first : first + size] = each.memory[offset : offset + size]
+            pending.remove(copied)
+
+        ring.give_back(slot, land)
+
+    read_files([FileReads(path, [Wanted(0, len(data), "t")], sums)], ring=ring, consume=consume)
+    assert len(pending) <= 2
+    for copied in pending:
+        for slot, (_, first, offset, size) in copied:
+            found[first : first + size] = slot.memory[offset : offset + size]
+    assert found == data
+
+
+def test_reading_imports_no_torch():
+    code = (
+        "import sys; from residency._checkpoint._disk import _read; print('torch' in sys.modules)"
+    )
+    source = str(Path(residency.__file__).parents[1])
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": source},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert result.stdout.strip() == "False"

@@ -68,6 +68,7 @@ def fill(
     checksums: Mapping[Path, Checksums],
     staging_bytes: int,
     on_bytes: Callable[[int], None] | None = None,
+    ring: Staging | None = None,
 ) -> None:
     """Fills targets with what is stored of them.
 
@@ -76,6 +77,7 @@ def fill(
         checksums: Of files, where they are known.
         staging_bytes: The ring's, a power of two.
         on_bytes: Called with the bytes that were read.
+        ring: One that the caller keeps for several fills, instead of one for this fill.
 
     Raises:
         CorruptSaveError: The files are not what was written. Some targets have been filled.
@@ -94,8 +96,8 @@ def fill(
         gate_of(device).before_write(written)
         lanes = lanes_of(device)
         lanes.h2d.wait_event(lanes.mark(_device.current_stream(device)))
-    ring = None
-    if work.needs_ring:
+    is_own_ring = ring is None and work.needs_ring
+    if is_own_ring:
         ring = Staging(min(staging_bytes, work.ring_bytes), pin=bool(devices))
     try:
         with torch.no_grad():
@@ -108,8 +110,8 @@ def fill(
                 _read_out_of_order(work.out_of_order, checksums, ring)
     finally:
         _wait_for_lanes(devices)
-        if ring is not None and devices:
-            del ring
+        if is_own_ring and devices:
+            ring = None
             _device.release_pinned_cache()
 
 

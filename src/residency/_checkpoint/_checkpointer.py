@@ -15,6 +15,7 @@ import secrets
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -32,10 +33,11 @@ from residency._checkpoint._disk._layout import step_name
 from residency._checkpoint._disk._manifest import file_name
 from residency._checkpoint._disk._parts import FilePlan, Part
 from residency._checkpoint._disk._publish import CheckpointDirectory, Retention, SaveRequest
-from residency._checkpoint._progress import show_progress
+from residency._checkpoint._progress import follow, progress_bar
+from residency._checkpoint._restore._state import restore_state
 from residency._checkpoint._save import Save, SaveStatistics, unreported
 from residency._checkpoint._tree import describe, end_loans, optimizers_in
-from residency._errors import InvalidArgumentError, RefusedError
+from residency._errors import CorruptSaveError, InvalidArgumentError, RefusedError
 from residency._transfer import SlabArena, owner_of
 from residency._units import parse_bytes
 
@@ -210,9 +212,94 @@ class Checkpointer:
         job = _Job(save, captured, arena, dict(metrics or {}), token)
         self._begin(job, begun)
         if progress:
-            show_progress(save, job.num_bytes)
+            with progress_bar(f"saving step {step}", job.num_bytes, is_shown=True) as advance:
+                follow(save, advance)
             save.wait()
         return save
+
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int | None = None,
+        strict: bool = True,
+        rng: bool = True,
+        eager: bool = False,
+        progress: bool = False,
+    ) -> int:
+        """Fills a state in place from a save.
+
+        Tensors get the saved bytes where they are; identity, ties, hooks and shards are kept. An
+        offloaded optimizer's state goes to its homes on the host; a plain one's waits on the host
+        and goes onto the device at the first step. Every chunk that is read is checked.
+
+        Args:
+            state: What was given to ``save``, or a part of it. Mappings and lists in it are filled
+                in place, too.
+            step: Which save; None is the newest whole one: where one turns out to be damaged, the
+                one before it is restored, with a warning.
+            strict: Whether names, shapes and dtypes that do not match are refused; else they are
+                left out, with a warning.
+            rng: Whether the random number generators go back, too.
+            eager: Whether a plain optimizer's state goes onto the device at once.
+            progress: Whether to draw a progress bar.
+
+        Returns:
+            The step of the save.
+
+        Raises:
+            RefusedError: There is no save, or it does not fit the state, or there is no room;
+                nothing was changed.
+            CorruptSaveError: The save is damaged, or all are. Tensors may hold some of its bytes.
+
+        Memory:
+            Device: the ring (64 MiB) at the most, and no state of an optimizer unless ``eager``.
+            Host: the ring, and what optimizers need to live.
+        """
+        self._check_open()
+        self._drain()
+        for candidate in self._candidates(step):
+            try:
+                self._restore_step(candidate, state, strict, rng, eager, progress)
+            except CorruptSaveError as error:
+                if step is not None:
+                    raise
+                damaged = error
+                warnings.warn(f"{error} An older save is tried.", stacklevel=2)
+            else:
+                return candidate
+        raise damaged
+
+    def _candidates(self, step: int | None) -> list[int]:
+        steps = self.steps()
+        if not steps:
+            raise RefusedError(
+                f"{str(self._directory.path)!r} has no published save; steps() is empty. Nothing "
+                "was changed."
+            )
+        if step is not None and step not in steps:
+            raise RefusedError(
+                f"{str(self._directory.path)!r} has no save of step {step}; it has {steps}. "
+                "Nothing was changed."
+            )
+        return steps[::-1] if step is None else [step]
+
+    def _restore_step(
+        self, step: int, state: Any, strict: bool, rng: bool, eager: bool, progress: bool
+    ) -> None:
+        save = self._directory.open(step)
+        total = sum(record.num_bytes for record in save.files.values())
+        with progress_bar(f"restoring step {step}", total, is_shown=progress) as advance:
+            restore_state(
+                state,
+                save,
+                rank=self._ranks.rank,
+                world_size=self._ranks.world_size,
+                strict=strict,
+                rng=rng,
+                eager=eager,
+                on_bytes=advance,
+            )
 
     def steps(self) -> list[int]:
         """Returns the steps of the published saves, ascending."""

@@ -1,13 +1,13 @@
-"""Turns the JSON nodes of a document back into Python values.
+"""Turns the nodes of a save's document back into values: the counterpart of the encoder.
 
-The counterpart of ``_encode``; the objects that ``_tree`` describes come back as their state dicts.
+No pickle and no import by name: every kind is one of this table, and a node of another is damage.
 """
 
 from __future__ import annotations
 
 import base64
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,107 +15,106 @@ from torch import Tensor
 
 from residency._errors import CorruptSaveError
 
-_CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
-    "size": torch.Size,
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "deque": deque,
-}
+Fetch = Callable[[str], Tensor]
 
 
-def decode(node: Any, tensor_of: Callable[[str], Tensor]) -> Any:
+def kind_of(node: Any) -> str | None:
+    """Returns the kind of a node that has one; plain values, lists and dicts have none."""
+    return node.get("$") if isinstance(node, dict) else None
+
+
+def tensor_names(node: Any) -> Iterator[str]:
+    """Yields the names of all tensors that a node's value is made of."""
+    if isinstance(node, list):
+        for each in node:
+            yield from tensor_names(each)
+    elif isinstance(node, dict):
+        kind = node.get("$")
+        if kind == "tensor":
+            yield node["name"]
+        elif kind in ("ndarray", "bytes", "bytearray"):
+            if "tensor" in node:
+                yield node["tensor"]
+        else:
+            for each in node.values():
+                yield from tensor_names(each)
+
+
+def decode(node: Any, fetch: Fetch) -> Any:
     """Returns the value of a node.
 
     Args:
-        node: What ``json.loads`` returned.
-        tensor_of: Returns the tensor of a name.
+        node: What JSON gave.
+        fetch: Returns the tensor of a name, with its bytes.
 
     Raises:
         CorruptSaveError: The node is of no kind that a save has.
     """
     if isinstance(node, list):
-        return [decode(each, tensor_of) for each in node]
+        return [decode(each, fetch) for each in node]
     if not isinstance(node, dict):
         return node
-    if "$" not in node:
-        return {key: decode(each, tensor_of) for key, each in node.items()}
-    try:
-        return _special(node["$"], node, tensor_of)
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
+    kind = node.get("$")
+    if kind is None:
+        return {key: decode(each, fetch) for key, each in node.items()}
+    decoder = _DECODERS.get(kind)
+    if decoder is None:
         raise CorruptSaveError(
-            f"the save's document has a node of kind {node.get('$')!r} that does not make sense "
-            f"({type(error).__name__}: {error}); it was not written by this version of residency."
-        ) from error
-
-
-def _special(kind: str, node: dict[str, Any], tensor_of: Callable[[str], Tensor]) -> Any:
-    if kind == "tensor":
-        return tensor_of(node["name"])
-    if kind in _CONTAINERS:
-        return _CONTAINERS[kind](decode(node["items"], tensor_of))
-    if kind in ("dict", "ordered"):
-        pairs = [(decode(k, tensor_of), decode(v, tensor_of)) for k, v in node["items"]]
-        return dict(pairs) if kind == "dict" else OrderedDict(pairs)
-    if kind == "float":
-        return float(node["value"])
-    if kind == "complex":
-        return complex(*(decode(part, tensor_of) for part in node["value"]))
-    if kind in ("bytes", "bytearray"):
-        make = bytes if kind == "bytes" else bytearray
-        if "tensor" in node:
-            return make(bytes(tensor_of(node["tensor"]).tolist()))
-        return make(base64.b64decode(node["value"]))
-    if kind == "dtype":
-        return getattr(torch, node["value"])
-    if kind == "device":
-        return torch.device(node["value"])
-    if kind == "ndarray":
-        return _array(node, tensor_of(node["tensor"]))
-    if kind == "module":
-        values = {name: tensor_of(name) for name in node["names"]}
-        return OrderedDict(
-            [(key, values[name]) for key, name in zip(node["keys"], node["names"], strict=True)]
-            + [(key, decode(each, tensor_of)) for key, each in node["extra"].items()]
+            f"the save has a node of kind {kind!r} where a value is expected; this release of "
+            "residency does not know it."
         )
-    if kind == "optimizer":
-        return optimizer_state_dict(node, tensor_of)
-    if kind == "scaler":
-        return _scaler_state_dict(node, tensor_of)
-    if kind == "stateful":
-        return decode(node["state"], tensor_of)
-    raise ValueError(f"unknown kind {kind!r}")
+    return decoder(node, fetch)
 
 
-def optimizer_state_dict(node: dict[str, Any], tensor_of: Callable[[str], Tensor]) -> Any:
-    """Returns the state dict that torch's ``Optimizer`` would give, its parameters numbered."""
-    numbers: dict[str, int] = {}
-    groups = []
-    for names, hyper in zip(node["parameters"], node["groups"], strict=True):
-        params = [numbers.setdefault(name, len(numbers)) for name in names]
-        groups.append({**decode(hyper, tensor_of), "params": params})
-    state: dict[Any, Any] = {
-        numbers[name]: decode(values, tensor_of) for name, values in node["state"].items()
-    }
-    state.update(decode(node["loose"], tensor_of))
-    return {"state": state, "param_groups": groups, **decode(node["others"], tensor_of)}
+def _items(node: Any, fetch: Fetch) -> list[Any]:
+    return [decode(each, fetch) for each in node["items"]]
 
 
-def _scaler_state_dict(node: dict[str, Any], tensor_of: Callable[[str], Tensor]) -> dict[str, Any]:
-    if not node["enabled"]:
-        return {}
-    scale, tracker = (decode(node[key], tensor_of) for key in ("scale", "growth_tracker"))
-    return {
-        "scale": scale.item() if isinstance(scale, Tensor) else scale,
-        "growth_factor": node["growth_factor"],
-        "backoff_factor": node["backoff_factor"],
-        "growth_interval": node["growth_interval"],
-        "_growth_tracker": tracker.item() if isinstance(tracker, Tensor) else tracker,
-    }
+def _pairs(node: Any, fetch: Fetch) -> list[tuple[Any, Any]]:
+    return [(decode(key, fetch), decode(value, fetch)) for key, value in node["items"]]
 
 
-def _array(node: dict[str, Any], data: Tensor) -> Any:
+def _complex(node: Any, fetch: Fetch) -> complex:
+    real, imaginary = (decode(each, fetch) for each in node["value"])
+    return complex(real, imaginary)
+
+
+def _bytes(node: Any, fetch: Fetch) -> bytes:
+    if "tensor" in node:
+        return bytes(fetch(node["tensor"]).numpy())
+    return base64.b64decode(node["value"])
+
+
+def _dtype(node: Any, fetch: Fetch) -> torch.dtype:
+    found = getattr(torch, node["value"], None)
+    if not isinstance(found, torch.dtype):
+        raise CorruptSaveError(f"this torch has no dtype {node['value']!r}, which the save names.")
+    return found
+
+
+def _array(node: Any, fetch: Fetch) -> Any:
     import numpy
 
-    flat = data.numpy().view(numpy.dtype(node["dtype"])).reshape(node["shape"]).copy()
-    return flat[()] if node["is_scalar"] else flat
+    # A copy: the array owns what it has, as the one that was saved did.
+    array = numpy.frombuffer(bytes(fetch(node["tensor"]).numpy()), dtype=node["dtype"])
+    array = array.reshape(node["shape"]).copy()
+    return array[()] if node.get("is_scalar") else array
+
+
+_DECODERS: dict[str, Callable[[Any, Fetch], Any]] = {
+    "bytearray": lambda node, fetch: bytearray(_bytes(node, fetch)),
+    "bytes": _bytes,
+    "complex": _complex,
+    "deque": lambda node, fetch: deque(_items(node, fetch)),
+    "device": lambda node, fetch: torch.device(node["value"]),
+    "dict": lambda node, fetch: dict(_pairs(node, fetch)),
+    "dtype": _dtype,
+    "float": lambda node, fetch: float(node["value"]),
+    "frozenset": lambda node, fetch: frozenset(_items(node, fetch)),
+    "ndarray": _array,
+    "ordered": lambda node, fetch: OrderedDict(_pairs(node, fetch)),
+    "set": lambda node, fetch: set(_items(node, fetch)),
+    "size": lambda node, fetch: torch.Size(_items(node, fetch)),
+    "tensor": lambda node, fetch: fetch(node["name"]),
+    "tuple": lambda node, fetch: tuple(_items(node, fetch)),
+}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from residency import _device
 from residency._checkpoint._capture import Capture, capture, check_verify, view_of
-from residency._checkpoint._decode import decode
+from residency._checkpoint._state_dicts import state_dicts
 from residency._transfer import SlabArena, is_sharded, wrapped_like
 
 
@@ -68,7 +68,7 @@ class Snapshot:
                     local = leaf.value._local_tensor  # type: ignore[attr-defined]
                     found = torch.empty(local.shape, dtype=local.dtype)
             tensors[name] = wrapped_like(found, leaf.value)
-        return decode(self._capture.description.tree, tensors.__getitem__)
+        return state_dicts(self._capture.description.tree, tensors.__getitem__)
 
 
 def snapshot(tree: Any, *, verify: str = "gate", pin: bool = True) -> Snapshot:

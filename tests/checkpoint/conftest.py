@@ -42,12 +42,11 @@ class Run:
 
     @property
     def state(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "scheduler": self.scheduler,
-            "extra": self.extra,
-        }
+        return {**self.objects, "extra": self.extra}
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
 
     def forward(self) -> Tensor:
         x = torch.randn(8, 16, generator=self.generator).to(self.device)
@@ -68,25 +67,36 @@ class Run:
         loss.backward()
         return loss
 
+    def clones(self) -> dict[str, Any]:
+        """Returns what a snapshot taken now must hold, read on the device in stream order; only
+        state that lives on the host is waited for.
+        """
+        return cloned({**{n: v.state_dict() for n, v in self.objects.items()}, "extra": self.extra})
+
     def copy(self) -> dict[str, Any]:
         """Returns what a snapshot taken now must hold, read with waits for everything."""
         torch.accelerator.synchronize()
-        tree = {
-            name: copied(value.state_dict())
-            for name, value in self.state.items()
-            if name != "extra"
-        }
-        return {**tree, "extra": copied(self.extra)}
+        return copied({**{n: v.state_dict() for n, v in self.objects.items()}, "extra": self.extra})
 
 
 def copied(value: Any) -> Any:
     """Copies a nested value; tensors to the host."""
+    return mapped(value, lambda tensor: tensor.detach().cpu().clone())
+
+
+def cloned(value: Any) -> Any:
+    """Copies a nested value; tensors where they are, on the current stream."""
+    return mapped(value, lambda tensor: tensor.detach().clone())
+
+
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Copies a nested value, its tensors changed."""
     if isinstance(value, Tensor):
-        return value.detach().cpu().clone()
+        return change(value)
     if isinstance(value, Mapping):
-        return {key: copied(each) for key, each in value.items()}
+        return {key: mapped(each, change) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(copied(each) for each in value)
+        return type(value)(mapped(each, change) for each in value)
     return value
 
 

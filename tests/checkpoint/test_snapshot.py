@@ -59,12 +59,15 @@ def test_a_snapshot_equals_the_moment_of_its_call(lab, offload, num_before):
 @BOTH
 def test_a_run_that_is_snapshotted_ends_at_the_bits_of_one_that_is_not(lab, offload):
     disturbed, alone = lab.run(offload=offload), lab.run(offload=False)
-    kept = []
+    snapshots, expected = [], []
     for _ in range(4):
         disturbed.step()
+        snapshots.append(residency.snapshot(disturbed.state))  # the step has not run yet
         alone.step()
-        kept.append(residency.snapshot(disturbed.state))
+        expected.append(alone.copy())
     lab.same(disturbed.copy(), alone.copy())
+    for snapshot, each in zip(snapshots, expected, strict=True):
+        lab.same(snapshot.tree, each)
 
 
 @BOTH

@@ -23,6 +23,7 @@ from residency._checkpoint._disk._layout import (
     Layout,
     check_token,
     new_token,
+    saving_name,
     step_name,
 )
 from residency._checkpoint._disk._lock import FileLock, WriterLock
@@ -254,7 +255,8 @@ class CheckpointDirectory:
                 if request.rank != 0:
                     return self._save(request, files, on_bytes, timeout_seconds, direct)
                 with self._locked():
-                    self.clean_up()
+                    # Not this save's own: another rank may have failed already, and left its mark.
+                    self._clean_up(spare=saving_name(request.step, request.token))
                     return self._save(request, files, on_bytes, timeout_seconds, direct)
 
     def _save(
@@ -381,10 +383,14 @@ class CheckpointDirectory:
         Raises:
             RefusedError: Another process writes here.
         """
-        removed = []
         with self._locked(), self._explaining("be cleaned up"):
-            self._layout.repair()
-            for folder in self._layout.saving():
+            return self._clean_up()
+
+    def _clean_up(self, spare: str = "") -> list[Path]:
+        removed = []
+        self._layout.repair()
+        for folder in self._layout.saving():
+            if folder.name != spare:
                 lock = FileLock(self._system, folder / WRITERS)
                 try:
                     if lock.take(shared=False) and lock.is_enforced:

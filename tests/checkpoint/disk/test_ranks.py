@@ -122,3 +122,25 @@ def test_a_rank_that_fails_tells_the_others_at_once(
     saves.save(tmp_path, 2, 33)
     saves.check_whole(tmp_path, {1: {11}, 2: {33}})
     assert [name for name in os.listdir(tmp_path) if name.startswith(".s")] == []
+
+
+def test_rank_0_that_is_refused_tells_the_others_at_once(
+    saves: ModuleType,
+    tmp_path: Path,
+    start: Callable[..., subprocess.Popen[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    saves.save(tmp_path, 1, 11)
+    writer = saves.directory(tmp_path)
+    writer.lock()
+    monkeypatch.setenv("RANK_TIMEOUT", LONG)
+    first, other = results([start("rank", tmp_path, r, 2, "together") for r in range(2)])
+    assert first is not None
+    assert first["error"] == "RefusedError"
+    assert other is not None
+    assert "rank 0 failed to save step 2" in other["message"]
+    assert f"is being written by process {os.getpid()}" in other["message"]
+    writer.save(saves.request(2, 33), timeout_seconds=0)
+    writer.unlock()
+    saves.check_whole(tmp_path, {1: {11}, 2: {33}})
+    assert [name for name in os.listdir(tmp_path) if name.startswith(".s")] == []

@@ -1,7 +1,8 @@
 """Small saves and systems that fail, for tests and for processes that are killed; without torch.
 
 As a script it is such a process: ``saves.py kill DIRECTORY SCENARIO`` kills a save at every system
-call, ``saves.py rank DIRECTORY RANK WORLD_SIZE TIMEOUT [KILL_AT]`` is one rank of a save.
+call, ``saves.py rank DIRECTORY RANK WORLD_SIZE TOKEN [CALL:COUNT]`` is one rank of a
+save, which waits ``$RANK_TIMEOUT`` seconds for others, and may be killed at a call.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def directory(path: Path, system: System | None = None) -> CheckpointDirectory:
 
 
 def save(path: Path, step: int, seed: int, system: System | None = None) -> None:
-    directory(path, system).save(request(step, seed), timeout_seconds=0)
+    directory(path, system or Unsynced()).save(request(step, seed), timeout_seconds=0)
 
 
 def contents(path: Path, step: int) -> dict[str, bytes]:
@@ -117,7 +118,14 @@ def check_whole(path: Path, allowed: dict[int, set[int]]) -> None:
     assert set(steps) <= set(allowed)
 
 
-class FaultySystem(System):
+class Unsynced(System):
+    """Does not wait for the disk: a process that is killed loses nothing by that."""
+
+    def perform(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        return None if name == "fsync" else function(*arguments)
+
+
+class FaultySystem(Unsynced):
     """Counts calls, and lets one of them fail.
 
     Args:
@@ -133,13 +141,13 @@ class FaultySystem(System):
 
     def perform(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         if name in CLOCKS:
-            return function(*arguments)
+            return super().perform(name, function, *arguments)
         with self._lock:
             self.names.append(name)
             is_hit = len(self.names) - 1 == self._at
         if is_hit and self._fault is not None:
             return self._fault(name, function, *arguments)
-        return function(*arguments)
+        return super().perform(name, function, *arguments)
 
 
 def failing(number: int) -> Callable[..., Any]:
@@ -226,19 +234,32 @@ def kill_at_every_call(path: Path, scenario: str) -> dict[str, int]:
     return dict(outcomes)
 
 
-def run_rank(path: Path, rank: int, world_size: int, timeout: float, kill_at: int | None) -> None:
+class KilledAt(System):
+    """Ends the process before the n-th call of a name: ``"rename:2"``."""
+
+    def __init__(self, where: str) -> None:
+        self._name, count = where.split(":")
+        self._left = int(count)
+        self._lock = threading.Lock()
+
+    def perform(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        with self._lock:
+            self._left -= name == self._name
+            if self._left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments)
+
+
+def run_rank(path: Path, rank: int, world_size: int, token: str, system: System) -> None:
     """Saves as one rank of step 2; prints the error, if there is one."""
-    system = FaultySystem(kill_at, killing)
-    where = directory(path, system)
+    share = request(2, 22, rank=rank, world_size=world_size, token=token)
+    timeout = float(os.environ["RANK_TIMEOUT"])
     try:
-        where.save(
-            request(2, 22, rank=rank, world_size=world_size, token="together"),
-            timeout_seconds=timeout,
-        )
+        directory(path, system).save(share, timeout_seconds=timeout)
     except Exception as error:
         print(json.dumps({"error": type(error).__name__, "message": str(error)}))
     else:
-        print(json.dumps({"error": None, "calls": len(system.names)}))
+        print(json.dumps({"error": None}))
 
 
 if __name__ == "__main__":
@@ -246,5 +267,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "kill":
         print(json.dumps(kill_at_every_call(Path(sys.argv[2]), sys.argv[3])))
     else:
-        at = int(sys.argv[6]) if len(sys.argv) > 6 else None
-        run_rank(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]), at)
+        chosen = KilledAt(sys.argv[6]) if len(sys.argv) > 6 else System()
+        run_rank(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5], chosen)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -42,7 +43,7 @@ def test_a_call_that_fails_is_reported_and_leaves_old_or_new(
     for at in range(saves.num_calls(path, scenario)):
         saves.prepare(path, scenario)
         system = saves.FaultySystem(at, saves.failing(number))
-        error = error_of(lambda: saves.save(path, *saves.SCENARIOS[scenario][1], system))
+        error = error_of(partial(saves.save, path, *saves.SCENARIOS[scenario][1], system))
         if error is not None:
             num_reported += 1
             assert isinstance(error.__cause__, OSError)

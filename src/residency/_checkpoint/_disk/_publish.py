@@ -250,16 +250,33 @@ class CheckpointDirectory:
         """
         with leased(request.files) as files:
             _check_request(request)
-            with self._explaining(f"take the save of step {request.step}"):
-                if request.rank != 0:
-                    return self._save(request, files, on_bytes, timeout_seconds, direct)
-                with self._locked():
-                    self.clean_up()
-                    return self._save(request, files, on_bytes, timeout_seconds, direct)
+            folder = SaveFolder(
+                self._layout,
+                self._system,
+                step=request.step,
+                token=request.token,
+                rank=request.rank,
+                world_size=request.world_size,
+            )
+            try:
+                with self._explaining(f"take the save of step {request.step}"):
+                    if request.rank != 0:
+                        return self._save(request, folder, files, on_bytes, timeout_seconds, direct)
+                    with self._locked():
+                        # Not this save's own: another rank may have failed, and left its mark.
+                        self._clean_up(spare=folder.path.name)
+                        return self._save(request, folder, files, on_bytes, timeout_seconds, direct)
+            except BaseException as error:
+                folder.fail(error)
+                folder.remove_files([name for name, _ in files])
+                raise
+            finally:
+                folder.leave()
 
     def _save(
         self,
         request: SaveRequest,
+        folder: SaveFolder,
         files: list[tuple[str, list[Lease]]],
         on_bytes: Callable[[int], None] | None,
         timeout_seconds: float,
@@ -267,33 +284,18 @@ class CheckpointDirectory:
     ) -> SaveFigures:
         needed = sum(lease.record.num_bytes for _, leases in files for lease in leases)
         self.check_writable(needed + _ROOM_BESIDE_TENSORS_BYTES)
-        folder = SaveFolder(
-            self._layout,
-            self._system,
-            step=request.step,
-            token=request.token,
-            rank=request.rank,
-            world_size=request.world_size,
-        )
         begin = self._system.now_seconds()
-        try:
-            folder.join()
-            written = write_files(
-                folder.path,
-                files,
-                system=self._system,
-                on_bytes=on_bytes,
-                direct=direct,
-                chunk_bytes=self._chunk_bytes,
-            )
-            middle = self._system.now_seconds()
-            self._publish(request, folder, written, timeout_seconds)
-        except BaseException as error:
-            folder.fail(error)
-            folder.remove_files([name for name, _ in files])
-            raise
-        finally:
-            folder.leave()
+        folder.join()
+        written = write_files(
+            folder.path,
+            files,
+            system=self._system,
+            on_bytes=on_bytes,
+            direct=direct,
+            chunk_bytes=self._chunk_bytes,
+        )
+        middle = self._system.now_seconds()
+        self._publish(request, folder, written, timeout_seconds)
         return SaveFigures(
             folder=self.path / step_name(request.step),
             num_bytes=sum(record.num_bytes for record in written.files.values()),
@@ -381,10 +383,14 @@ class CheckpointDirectory:
         Raises:
             RefusedError: Another process writes here.
         """
-        removed = []
         with self._locked(), self._explaining("be cleaned up"):
-            self._layout.repair()
-            for folder in self._layout.saving():
+            return self._clean_up()
+
+    def _clean_up(self, spare: str = "") -> list[Path]:
+        removed = []
+        self._layout.repair()
+        for folder in self._layout.saving():
+            if folder.name != spare:
                 lock = FileLock(self._system, folder / WRITERS)
                 try:
                     if lock.take(shared=False) and lock.is_enforced:

@@ -48,6 +48,7 @@ class SaveFolder:
         self._token = token
         self._rank = rank
         self._world_size = world_size
+        self._has_joined = False
         self._has_reported = False
         self._lock = FileLock(system, self.path / WRITERS)
 
@@ -59,6 +60,7 @@ class SaveFolder:
             # Someone who cleans up may remove the directory before it is locked.
             with suppress(FileNotFoundError):
                 if self._lock.take(shared=True) and self._lock.is_at_its_path():
+                    self._has_joined = True
                     self._raise_if_failed(self._system.listdir(self.path))
                     return
             self._lock.give_back()
@@ -150,6 +152,9 @@ class SaveFolder:
             if self._world_size == 1:
                 remove_folder(self._system, self.path)
                 return
+            if not self._has_joined:
+                with suppress(FileExistsError):
+                    self._system.mkdir(self.path)
             mark = json.dumps({"rank": self._rank, "reason": str(error) or repr(error)})
             write_file(self._system, self.path / _mark_name(self._rank), mark.encode("ascii"))
 

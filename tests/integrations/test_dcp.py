@@ -411,6 +411,29 @@ def test_a_planner_may_save_in_another_dtype_and_under_other_names(tmp_path: Pat
     assert list(open_source(tmp_path / "renamed").tensors) == ["new_w"]
 
 
+def test_a_planner_may_keep_its_plan_for_the_next_save(tmp_path: Path) -> None:
+    class Caching(DefaultSavePlanner):  # torch keeps the plans by the class's name
+        pass
+
+    for number in range(3):
+        state = {"w": torch.full((3,), float(number)), "n": number}
+        save(state, tmp_path / str(number), planner=Caching(enable_plan_caching=True))
+    for number in range(3):
+        target = load({"w": torch.zeros(3), "n": None}, tmp_path / str(number))
+        assert target["w"].tolist() == [number] * 3
+        assert target["n"] == number
+
+
+def test_a_second_writer_of_one_save_is_refused(tmp_path: Path) -> None:
+    first, second = (ResidencyStorageWriter(tmp_path / "s") for _ in range(2))
+    first.prepare_global_plan([SavePlan([])])
+    with pytest.raises(CheckpointException, match="is being written"):
+        dcp.save({"n": 2}, storage_writer=second)
+    first.reset()
+    dcp.save({"n": 2}, storage_writer=second)
+    assert load({"n": None}, tmp_path / "s") == {"n": 2}
+
+
 def test_a_planner_that_does_not_keep_its_plan_is_found_out(tmp_path: Path) -> None:
     class Liar(DefaultSavePlanner):
         def resolve_data(self, write_item: WriteItem) -> Any:

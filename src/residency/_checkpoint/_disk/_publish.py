@@ -23,6 +23,7 @@ from residency._checkpoint._disk._layout import (
     Layout,
     check_token,
     new_token,
+    saving_name,
     step_name,
 )
 from residency._checkpoint._disk._lock import FileLock, WriterLock
@@ -44,9 +45,11 @@ from residency._checkpoint._disk._system import (
     sync_folder,
     write_file,
 )
-from residency._checkpoint._disk._write import Written, write_files
+from residency._checkpoint._disk._write import CHUNK_BYTES, Written, write_files
 from residency._errors import CheckpointError, InvalidArgumentError, RefusedError
 from residency._units import MIB, format_bytes
+
+__all__ = ["CheckpointDirectory", "Retention", "SaveFigures", "SaveRequest", "StoredSave"]
 
 # Headers and the manifest of a state of usual make; what is above it shows when it is written.
 _ROOM_BESIDE_TENSORS_BYTES = MIB
@@ -134,10 +137,18 @@ class CheckpointDirectory:
     Args:
         path: The directory; it is made by the first call that writes.
         system: Makes the system calls.
+        chunk_bytes: What is summed and written at once; a multiple of 4096.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, system: System = SYSTEM) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        system: System = SYSTEM,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
         self.path = Path(path)
+        self._chunk_bytes = chunk_bytes
         self._system = system
         self._layout = Layout(system, self.path)
         self._lock = WriterLock(system, self.path / LOCK)
@@ -244,7 +255,8 @@ class CheckpointDirectory:
                 if request.rank != 0:
                     return self._save(request, files, on_bytes, timeout_seconds, direct)
                 with self._locked():
-                    self.clean_up()
+                    # Not this save's own: another rank may have failed already, and left its mark.
+                    self._clean_up(spare=saving_name(request.step, request.token))
                     return self._save(request, files, on_bytes, timeout_seconds, direct)
 
     def _save(
@@ -269,7 +281,12 @@ class CheckpointDirectory:
         try:
             folder.join()
             written = write_files(
-                folder.path, files, system=self._system, on_bytes=on_bytes, direct=direct
+                folder.path,
+                files,
+                system=self._system,
+                on_bytes=on_bytes,
+                direct=direct,
+                chunk_bytes=self._chunk_bytes,
             )
             middle = self._system.now_seconds()
             self._publish(request, folder, written, timeout_seconds)
@@ -366,10 +383,14 @@ class CheckpointDirectory:
         Raises:
             RefusedError: Another process writes here.
         """
-        removed = []
         with self._locked(), self._explaining("be cleaned up"):
-            self._layout.repair()
-            for folder in self._layout.saving():
+            return self._clean_up()
+
+    def _clean_up(self, spare: str = "") -> list[Path]:
+        removed = []
+        self._layout.repair()
+        for folder in self._layout.saving():
+            if folder.name != spare:
                 lock = FileLock(self._system, folder / WRITERS)
                 try:
                     if lock.take(shared=False) and lock.is_enforced:

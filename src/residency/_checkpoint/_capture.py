@@ -36,6 +36,8 @@ from residency._transfer import (
 from residency._units import parse_bytes
 
 _GROUP_BYTES = parse_bytes("64MiB")
+_PAGE = parse_bytes("4KiB")
+_LONG = parse_bytes("64KiB")
 
 
 class Group:
@@ -190,9 +192,9 @@ def capture(
         blocks = make_blocks(description.leaves, replicated=description.replicated, rank=rank)
         taken = {id(block.lent) for block in blocks.blocks}
         end_loans(leaf for leaf in description.leaves.values() if id(leaf.lent) not in taken)
-        _make_room(blocks.blocks, arena)
+        regions = iter(make_room(arena, sizes_of(blocks.blocks)))
         for block in blocks.blocks:
-            held.append(_room_for(block, arena))
+            held.append(Held(block, arena, None if block.lent is not None else next(regions)))
         _copy(held, verify=verify)
     except BaseException:
         for each in held:
@@ -207,16 +209,28 @@ def sizes_of(blocks: Iterable[Block]) -> list[int]:
     return [block.num_bytes for block in blocks if block.lent is None]
 
 
-def _make_room(blocks: Iterable[Block], arena: SlabArena) -> None:
-    """Allocates, for a first capture, just what it takes."""
-    sizes = sizes_of(blocks)
-    if sizes and not arena.slab_bytes:
-        arena.reserve(sizes)
+def make_room(arena: SlabArena, sizes: Sequence[int]) -> list[Region]:
+    """Takes ranges of these sizes, allocating just what they need where there is no room.
 
-
-def _room_for(block: Block, arena: SlabArena) -> Held:
-    is_lent = block.lent is not None
-    return Held(block, arena, None if is_lent else arena.allocate(block.num_bytes))
+    Long ones begin at pages of a slab, from where the disk takes them without a copy.
+    """
+    rounded = [-(-n // _PAGE) * _PAGE if n >= _LONG else n for n in sizes]
+    order = sorted(range(len(rounded)), key=lambda index: rounded[index] % _PAGE != 0)
+    for is_second in (False, True):
+        if is_second:
+            arena.free_all()
+            arena.reserve([rounded[index] for index in order])
+        regions: dict[int, Region] = {}
+        for index in order:
+            region = arena.find_room(rounded[index])
+            if region is None:
+                break
+            regions[index] = region
+        else:
+            return [regions[index] for index in range(len(sizes))]
+        for region in regions.values():
+            arena.release(region)
+    raise AssertionError("a slab has no room for what it was made for")
 
 
 def _copy(held: Sequence[Held], *, verify: bool) -> None:

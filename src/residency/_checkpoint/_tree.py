@@ -114,6 +114,18 @@ def parameter_names(tree: Any) -> dict[Tensor, str]:
     }
 
 
+def optimizers_in(tree: Any) -> Iterator[Optimizer]:
+    """Yields the optimizers of a tree, those inside of accelerate's wrappers."""
+    if isinstance(tree, Optimizer):
+        yield plain_optimizer(tree)
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from optimizers_in(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from optimizers_in(value)
+
+
 def _modules_in(tree: Any, path: str) -> Iterator[tuple[str, nn.Module]]:
     if isinstance(tree, nn.Module):
         yield path, tree

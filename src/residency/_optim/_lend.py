@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from residency._optim._homes import Home
 from residency._optim._offload_data import Offload
 from residency._optim._offloaded import OffloadedOptimizer, adopt_foreign_state
 from residency._optim._placement import follow_parameters
+from residency._optim._receive import receive_state
 from residency._optim._shadow import PRIVATE
 from residency._optim._state import ParameterState
-from residency._transfer import Lent, align_up, register_owner
+from residency._transfer import Incoming, Lent, Reception, register_owner
 
 
 class OffloadOwner:
@@ -45,8 +48,18 @@ class OffloadOwner:
             return
         sizes = [home.num_bytes for s in dict.values(optimizer.state) for home in _homes_of(s)]
         sizes += [h.num_bytes for made in homes.reserved.values() for h in made.values()]
-        homes.spare_bytes = sum(map(align_up, sizes)) if num_bytes is None else num_bytes
+        if num_bytes is not None:
+            homes.spare_bytes = num_bytes
         homes.make_spare(sizes)
+
+    def receive(
+        self, optimizer: Any, states: Mapping[Tensor, Mapping[str, Incoming | None]]
+    ) -> Reception | None:
+        """Makes room in the homes for a saved state; see ``StateOwner``."""
+        offload: Offload = optimizer.__dict__[PRIVATE]
+        adopt_foreign_state(optimizer, offload)
+        follow_parameters(optimizer, offload)
+        return None if offload.homes is None else receive_state(optimizer, offload, states)
 
 
 def _homes_of(values: Any) -> list[Home]:

@@ -113,8 +113,8 @@ def prepare_load(
         if group is not None:
             schema = offload.schema_in(optimizer, group, parameter)
         if schema is not None and is_torchs_own(offload.base):
-            _check_shapes(schema, saved)
-        needs_device = _device_rule(offload, schema, parameter)
+            check_shapes(schema, saved)
+        needs_device = device_rule(offload, schema, parameter)
         prepared.entries[parameter] = {
             key: _entry(offload, offload.state, offload.homes, parameter, key, value, needs_device)
             for key, value in saved.items()
@@ -134,7 +134,13 @@ def _repaired(optimizer: Optimizer, base: type[Optimizer], saved: Mapping[str, A
     return made
 
 
-def _check_shapes(schema: Schema, saved: Mapping[str, Any]) -> None:
+def entry_of(value: Any, home: Home | None = None) -> _Entry:
+    """Returns an entry of a ``PreparedLoad``: kept as it is, or brought into a home."""
+    return _Entry(value, home)
+
+
+def check_shapes(schema: Schema, saved: Mapping[str, Any]) -> None:
+    """Refuses saved states of other shapes than a first step makes."""
     for key, expected in schema.device.items():
         value = saved.get(key)
         if isinstance(value, Tensor) and local_of(value).shape != local_of(expected).shape:
@@ -145,7 +151,7 @@ def _check_shapes(schema: Schema, saved: Mapping[str, Any]) -> None:
             )
 
 
-def _device_rule(
+def device_rule(
     offload: Offload, schema: Schema | None, parameter: Tensor
 ) -> Callable[[str, Tensor], bool]:
     """Returns the rule that says which values go where steps see them on the device.

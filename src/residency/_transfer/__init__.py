@@ -4,7 +4,14 @@ from residency._transfer._gate import Gate, copy_to_host, gate_of
 from residency._transfer._host_memory import available_host_bytes
 from residency._transfer._lanes import Lanes, Run, lanes_of, reset_lanes
 from residency._transfer._lending import Lending, lending
-from residency._transfer._owner import Lent, StateOwner, owner_of, register_owner
+from residency._transfer._owner import (
+    Incoming,
+    Lent,
+    Reception,
+    StateOwner,
+    owner_of,
+    register_owner,
+)
 from residency._transfer._sharding import is_sharded, local_of, moved, wrapped_like
 from residency._transfer._slab import (
     ALIGNMENT,
@@ -18,9 +25,11 @@ from residency._transfer._writers import before_write, mutating, watch_optimizer
 __all__ = [
     "ALIGNMENT",
     "Gate",
+    "Incoming",
     "Lanes",
     "Lending",
     "Lent",
+    "Reception",
     "Region",
     "Run",
     "Slab",

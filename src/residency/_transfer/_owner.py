@@ -7,6 +7,7 @@ lends its bytes to a save and how it takes a restore's.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +41,37 @@ class Lent:
             lending.give_back(self.tensor)
 
 
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """Describes a saved state tensor whose bytes are still to come.
+
+    Attributes:
+        dtype: As it was saved.
+        shape: The whole tensor's.
+        is_host: Whether it was kept on the host between steps.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    is_host: bool
+
+
+class Reception(Protocol):
+    """Is the place that an optimizer has made for a saved state."""
+
+    @property
+    def targets(self) -> Mapping[tuple[Tensor, str], Tensor]:
+        """What the bytes go into, by parameter and key."""
+
+    def finish(self, values: Mapping[tuple[Tensor, str], Any], loose: Mapping[Any, Any]) -> None:
+        """Makes what was filled the optimizer's state; nothing is left that can fail.
+
+        Args:
+            values: By parameter and key, what is no tensor.
+            loose: What else the state has, by its keys.
+        """
+
+
 class StateOwner(Protocol):
     """Lends and takes the state of one kind of optimizer."""
 
@@ -63,11 +95,27 @@ class StateOwner(Protocol):
 
         Args:
             optimizer: One that is on the host.
-            num_bytes: The most bytes beside the homes; a step that needs more waits. None is as
-                much as the state itself.
+            num_bytes: The most bytes beside the homes, of which no more are allocated than the
+                state has; a step that needs more waits. None leaves what was set before.
 
         Raises:
             RefusedError: The host has no room.
+        """
+
+    def receive(
+        self, optimizer: Any, states: Mapping[Tensor, Mapping[str, Incoming | None]]
+    ) -> Reception | None:
+        """Makes room for a saved state, without a change to the state there is.
+
+        Args:
+            optimizer: Whose state it is to be.
+            states: By parameter and key, in the saved order; None stands for what is no tensor.
+
+        Returns:
+            None where this optimizer keeps its state as any other does.
+
+        Raises:
+            RefusedError: A state does not fit, or the host has no room.
         """
 
 

@@ -153,27 +153,24 @@ def test_a_consumer_that_fails_ends_the_threads(tmp_path):
     assert threading.active_count() == before
 
 
-def test_a_slot_is_used_again_only_after_its_wait(tmp_path):
+def test_a_slot_is_filled_again_only_when_it_was_given_back(tmp_path):
     path, data, sums = make_file(tmp_path, 40_000)
-    ring = make_ring(2, 4096)
-    pending, found = [], bytearray(len(data))
+    ring = make_ring(3, 4096)
+    kept, found = [], bytearray(len(data))
+
+    def land():
+        slot, arrivals = kept.pop(0)
+        for _, first, offset, size in arrivals:
+            found[first : first + size] = slot.memory[offset : offset + size]
+        ring.give_back(slot)
 
     def consume(slot, arrivals):
-        copied = [(slot, arrival) for arrival in arrivals]
-        pending.append(copied)
-
-        def land():
-            for each, (_, first, offset, size) in copied:
-                found[first : first + size] = each.memory[offset : offset + size]
-            pending.remove(copied)
-
-        ring.give_back(slot, land)
+        kept.append((slot, arrivals))
+        if len(kept) == 2:
+            land()
 
     read_files([FileReads(path, [Wanted(0, len(data), "t")], sums)], ring=ring, consume=consume)
-    assert len(pending) <= 2
-    for copied in pending:
-        for slot, (_, first, offset, size) in copied:
-            found[first : first + size] = slot.memory[offset : offset + size]
+    land()
     assert found == data
 
 

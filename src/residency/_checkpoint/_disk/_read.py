@@ -101,12 +101,10 @@ class Slot:
     Attributes:
         memory: Its bytes.
         owner: The caller's, such as the allocation that they belong to.
-        wait: Blocks until the bytes that were in it have been carried on.
     """
 
     memory: memoryview
     owner: Any = None
-    wait: Callable[[], object] | None = None
 
 
 class Ring:
@@ -119,19 +117,14 @@ class Ring:
             self._free.put(slot)
 
     def take(self) -> Slot | None:
-        """Waits for a slot whose bytes have been carried on; None when the ring is closed."""
+        """Waits for a slot; None when the ring is closed."""
         slot = self._free.get()
         if slot is None:
             self._free.put(None)  # for the others that wait
-            return None
-        if slot.wait is not None:
-            slot.wait()
-            slot.wait = None
         return slot
 
-    def give_back(self, slot: Slot, wait: Callable[[], object] | None = None) -> None:
-        """Returns a slot, to be used again after ``wait``."""
-        slot.wait = wait
+    def give_back(self, slot: Slot) -> None:
+        """Returns a slot whose bytes have been carried on."""
         self._free.put(slot)
 
     def close(self) -> None:

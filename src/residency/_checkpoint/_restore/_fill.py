@@ -9,6 +9,7 @@ and the current stream waits for the lane.
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,6 +69,7 @@ def fill(
     checksums: Mapping[Path, Checksums],
     staging_bytes: int,
     on_bytes: Callable[[int], None] | None = None,
+    ring: Staging | None = None,
 ) -> None:
     """Fills targets with what is stored of them.
 
@@ -76,6 +78,7 @@ def fill(
         checksums: Of files, where they are known.
         staging_bytes: The ring's, a power of two.
         on_bytes: Called with the bytes that were read.
+        ring: One that the caller keeps for several fills, instead of one for this fill.
 
     Raises:
         CorruptSaveError: The files are not what was written. Some targets have been filled.
@@ -94,8 +97,8 @@ def fill(
         gate_of(device).before_write(written)
         lanes = lanes_of(device)
         lanes.h2d.wait_event(lanes.mark(_device.current_stream(device)))
-    ring = None
-    if work.needs_ring:
+    is_own_ring = ring is None and work.needs_ring
+    if is_own_ring:
         ring = Staging(min(staging_bytes, work.ring_bytes), pin=bool(devices))
     try:
         with torch.no_grad():
@@ -108,8 +111,8 @@ def fill(
                 _read_out_of_order(work.out_of_order, checksums, ring)
     finally:
         _wait_for_lanes(devices)
-        if ring is not None and devices:
-            del ring
+        if is_own_ring and devices:
+            ring = None
             _device.release_pinned_cache()
 
 
@@ -132,6 +135,8 @@ class Staging:
             ) from error
         num_slots = _NUM_SLOTS if num_bytes >= _NUM_SLOTS * _SMALLEST_SLOT else 2
         self.slot_bytes = num_bytes // num_slots
+        self._under_way: deque[tuple[Slot, torch.Event]] = deque()
+        self._most_under_way = num_slots // 2
         memory = memory_of(self._slab.data)
         self.ring = Ring(
             [
@@ -145,6 +150,18 @@ class Staging:
         slot = self.ring.take()
         assert slot is not None, "the ring is closed only when a read fails"
         return slot
+
+    def give_back_after(self, slot: Slot, event: torch.Event) -> None:
+        """Returns a slot to the ring once its bytes are on the device.
+
+        Half of the slots may be under way, so that the other half is always there to be filled;
+        this thread alone waits for events.
+        """
+        self._under_way.append((slot, event))
+        while len(self._under_way) >= self._most_under_way:
+            oldest, landed = self._under_way.popleft()
+            landed.synchronize()
+            self.ring.give_back(oldest)
 
     def values(
         self,
@@ -258,12 +275,11 @@ def _read_in_order(
 
     def consume(slot: Slot, arrivals: Sequence[Arrival]) -> None:
         assert ring is not None
-        event = None
         for each in arrivals:
             flat, first = each.wanted.place
             run = ring.run(slot, each.slot_offset, first + each.first, each.num_bytes)
             event = lanes_of(flat.device).load(flat, [run])
-        ring.ring.give_back(slot, None if event is None else event.synchronize)
+        ring.give_back_after(slot, event)
 
     read_files(
         [FileReads(path, ranges, checksums.get(path)) for path, ranges in wanted.items()],
@@ -311,14 +327,13 @@ def _narrowed(tensor: Tensor, box: Box) -> Tensor:
 
 def _deliver(view: Tensor, staged: Tensor, ring: Staging, slot: Slot) -> None:
     """Copies values that begin a slot to the device, and gives the slot back."""
+    lanes: Lanes = lanes_of(view.device)
     if not view.is_contiguous():
         view.copy_(staged)  # by way of a copy on the device, on the current stream
-        ring.ring.give_back(slot)
+        ring.give_back_after(slot, lanes.mark(_device.current_stream(view.device)))
         return
-    lanes: Lanes = lanes_of(view.device)
     flat = view.reshape(-1).view(torch.uint8)
-    event = lanes.load(flat, [ring.run(slot, 0, 0, flat.numel())])
-    ring.ring.give_back(slot, event.synchronize)
+    ring.give_back_after(slot, lanes.load(flat, [ring.run(slot, 0, 0, flat.numel())]))
 
 
 class _Staged(NamedTuple):
@@ -368,4 +383,6 @@ def _copy_batch(batch: Sequence[_Staged], checksums: Mapping[Path, Checksums]) -
         wanted.setdefault(each.file, []).append(each.wanted)
     read_files([FileReads(path, each, checksums.get(path)) for path, each in wanted.items()])
     for each in batch:
-        each.view.copy_(each.values)  # waits for the device: the slot is filled again next
+        each.view.copy_(each.values)
+    for device in {each.view.device for each in batch if not each.view.is_cpu}:
+        lanes_of(device).mark(_device.current_stream(device)).synchronize()  # the slot is next

@@ -30,12 +30,14 @@ class Target:
 
     Attributes:
         name: How errors call it.
+        tensor: What the caller has.
         local: Its bytes, on the device or on the host; of a ``DTensor``, those of this rank.
         box: Where in the whole tensor they are.
         whole_shape: The whole tensor's.
     """
 
     name: str
+    tensor: Tensor
     local: Tensor
     box: Box
     whole_shape: tuple[int, ...]
@@ -91,12 +93,14 @@ class Plan:
         tensors: What is stored, by name.
         checksums: Those of the files, where they are known.
         assignments: Tensors to fill.
+        before: What makes room for bytes once the plan stands; it may refuse, with nothing changed.
         after: What puts values in place once all bytes are there.
     """
 
     tensors: Mapping[str, Sequence[Stored]]
     checksums: Mapping[Path, Checksums] = field(default_factory=dict)
     assignments: dict[int, Assignment] = field(default_factory=dict)
+    before: list[Callable[[], None]] = field(default_factory=list)
     after: list[Callable[[], None]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -160,7 +164,7 @@ def target_of(name: str, tensor: Tensor) -> Target:
             "its module first."
         )
     if not is_sharded(tensor):
-        return Target(name, local, Box((0,) * len(shape), shape), shape)
+        return Target(name, tensor, local, Box((0,) * len(shape), shape), shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     sharded: Any = tensor
@@ -172,7 +176,7 @@ def target_of(name: str, tensor: Tensor) -> Target:
     found: Any = compute_local_shape_and_global_offset(
         tensor.shape, sharded.device_mesh, sharded.placements
     )
-    return Target(name, local, Box(tuple(found[1]), tuple(local.shape)), shape)
+    return Target(name, tensor, local, Box(tuple(found[1]), tuple(local.shape)), shape)
 
 
 def box_of(shard: Stored) -> Box:

@@ -1,0 +1,305 @@
+"""Walks the user's state beside a save's document: every value finds its place, or is noted.
+
+What is in the state stays the object that it is and is filled in place, plain mappings and lists
+too; what cannot be changed in place (numbers, tuples) is put into its parent. Lists and mappings
+take what was saved: a longer list, more keys. Invariant: nothing changes before the plan's
+``after``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from residency._checkpoint._encode import joined
+from residency._checkpoint._restore._decode import decode, kind_of, tensor_names
+from residency._checkpoint._restore._modules import (
+    extra_state_names,
+    plan_module,
+    set_extra_state,
+)
+from residency._checkpoint._restore._optimizers import Settings, Thunk, plan_optimizer
+from residency._checkpoint._restore._plan import Plan
+from residency._checkpoint._restore._saves import Saved
+from residency._checkpoint._tree import parameter_names, plain_optimizer
+from residency._errors import CorruptSaveError
+
+_MAPPINGS = ("dict", "ordered")
+_OBJECTS: dict[str, tuple[str, type | None]] = {
+    "module": ("a module", nn.Module),
+    "optimizer": ("an optimizer", Optimizer),
+    "scaler": ("a GradScaler", torch.amp.GradScaler),
+    "stateful": ("an object with state_dict", None),
+}
+_MISSING = object()
+
+
+class DocumentPlan:
+    """Plans the restore of a state from a save of ours."""
+
+    def __init__(
+        self, plan: Plan, saved: Saved, state: Any, *, eager: bool, staging_bytes: int
+    ) -> None:
+        self._plan = plan
+        self._saved = saved
+        self._fresh: dict[str, Tensor] = {}
+        self._settings = Settings(
+            names=parameter_names(state),
+            fetch=self._fetch,
+            fresh=self._make_fresh,
+            eager=eager,
+            staging_bytes=staging_bytes,
+        )
+
+    def add(self, state: Mapping[str, Any]) -> None:
+        """Plans to fill what the state names; what else the save has is left alone."""
+        for name, value in state.items():
+            node = self._saved.tree.get(name, _MISSING)
+            if node is _MISSING:
+                self._plan.missing.append(name)
+                continue
+            self._plan.after.append(_setter(state, name, self.visit(name, node, value)))
+
+    def value(self, node: Any) -> Thunk:
+        """Plans to read a node's value anew; the tensors in it are on the host."""
+        for name in tensor_names(node):
+            self._make_fresh(name)
+        return lambda: decode(node, self._fetch)
+
+    def visit(self, path: str, node: Any, value: Any) -> Thunk:
+        """Plans to fill a value from its node; the thunk returns what is to stand in its place."""
+        kind = kind_of(node)
+        if not _is_fit(kind, value):
+            expected = _OBJECTS[kind][0] if kind in _OBJECTS else "a plain value or a container"
+            self._plan.differing.append(f"{path}: saved {expected}, here a {type(value).__name__}")
+            return lambda: value
+        if kind == "module":
+            return self._module(path, node, value)
+        if kind == "optimizer":
+            inner = plain_optimizer(value)
+            return _then(plan_optimizer(self._plan, path, node, inner, self._settings), value)
+        if kind == "scaler":
+            return self._scaler(node, value)
+        if kind == "stateful":
+            return self._stateful(path, node, value)
+        if kind == "tensor" and isinstance(value, Tensor):
+            self._plan.fill(path, value, node["name"])
+            return lambda: value
+        if isinstance(value, Mapping) and (kind in _MAPPINGS or _is_plain_dict(node)):
+            return self._mapping(path, node, value)
+        if isinstance(node, list) and type(value) is list:
+            return self._list(path, node, value)
+        if kind == "tuple" and type(value) is tuple:
+            return self._tuple(path, node, value)
+        return _in_place(value, self._new(path, node))
+
+    def _new(self, path: str, node: Any) -> Thunk:
+        """Plans a value for which there is nothing yet."""
+        objects = [label for kind, (label, _) in _OBJECTS.items() if _contains(node, kind)]
+        if objects:
+            self._plan.unexpected.append(f"{path} ({objects[0]}, which must exist to be filled)")
+            return lambda: None
+        return self.value(node)
+
+    def _module(self, path: str, node: Any, module: nn.Module) -> Thunk:
+        plan_module(
+            self._plan,
+            module,
+            prefix=f"{path}.",
+            saved=node["keys"],
+            stored_name=lambda name: joined(path, name),
+            fresh=self._make_fresh,
+            fetch=self._fetch,
+        )
+        extra = {name: self.value(each) for name, each in node["extra"].items()}
+        here = extra_state_names(module)
+        self._plan.missing += [joined(path, name) for name in sorted(here - extra.keys())]
+        self._plan.unexpected += [joined(path, name) for name in sorted(extra.keys() - here)]
+
+        def finish() -> nn.Module:
+            for name, thunk in extra.items():
+                set_extra_state(module, name, thunk())
+            return module
+
+        return finish
+
+    def _scaler(self, node: Any, scaler: torch.amp.GradScaler) -> Thunk:
+        scale, tracker = self.value(node["scale"]), self.value(node["growth_tracker"])
+
+        def finish() -> torch.amp.GradScaler:
+            if node["enabled"] and scaler.is_enabled():
+                scaler.load_state_dict(
+                    {
+                        "scale": float(scale()),
+                        "growth_factor": node["growth_factor"],
+                        "backoff_factor": node["backoff_factor"],
+                        "growth_interval": node["growth_interval"],
+                        "_growth_tracker": int(tracker()),
+                    }
+                )
+            return scaler
+
+        return finish
+
+    def _stateful(self, path: str, node: Any, value: Any) -> Thunk:
+        saved, here = node["class"].rpartition(".")[2], type(value).__qualname__.rpartition(".")[2]
+        if saved != here:
+            self._plan.differing.append(f"{path}: saved a {node['class']}, here a {here}")
+            return lambda: value
+        state = self.value(node["state"])
+
+        def finish() -> Any:
+            value.load_state_dict(state())
+            return value
+
+        return finish
+
+    def _mapping(self, path: str, node: Any, value: Mapping[Any, Any]) -> Thunk:
+        pairs = node["items"] if "$" in node else [[key, each] for key, each in node.items()]
+        thunks: dict[Any, Thunk] = {}
+        for key_node, each in pairs:
+            key = decode(key_node, self._no_tensor) if "$" in node else key_node
+            there = value.get(key, _MISSING)
+            below = joined(path, key)
+            is_new = there is _MISSING
+            thunks[key] = self._new(below, each) if is_new else self.visit(below, each, there)
+        self._plan.missing += [joined(path, key) for key in value if key not in thunks]
+
+        def finish() -> Any:
+            results = {key: thunk() for key, thunk in thunks.items()}
+            if not isinstance(value, MutableMapping):
+                return results
+            for key, result in results.items():
+                if key not in value or value[key] is not result:
+                    value[key] = result
+            return value
+
+        return finish
+
+    def _list(self, path: str, node: list[Any], value: list[Any]) -> Thunk:
+        thunks = [
+            self.visit(joined(path, i), each, value[i])
+            if i < len(value)
+            else self._new(joined(path, i), each)
+            for i, each in enumerate(node)
+        ]
+
+        def finish() -> list[Any]:
+            value[:] = [thunk() for thunk in thunks]
+            return value
+
+        return finish
+
+    def _tuple(self, path: str, node: Any, value: tuple[Any, ...]) -> Thunk:
+        items = node["items"]
+        if len(items) != len(value):
+            return self._new(path, node)
+        pairs = enumerate(zip(items, value, strict=True))
+        thunks = [self.visit(joined(path, i), each, there) for i, (each, there) in pairs]
+
+        def finish() -> tuple[Any, ...]:
+            results = tuple(thunk() for thunk in thunks)
+            is_same = all(a is b for a, b in zip(results, value, strict=True))
+            return value if is_same else results
+
+        return finish
+
+    def _make_fresh(self, name: str) -> None:
+        """Plans a host tensor; those that shared their bytes when they were saved do so again."""
+        if name in self._fresh:
+            return
+        view = self._saved.views.get(name)
+        if view is not None and view.start % view.dtype.itemsize == 0:
+            self._make_fresh(view.of)
+            base = self._fresh.get(view.of)
+            if base is None:
+                return
+            flat = base.reshape(-1).view(torch.uint8)[view.start :]
+            whole = flat[: flat.numel() // view.dtype.itemsize * view.dtype.itemsize]
+            self._fresh[name] = whole.view(view.dtype).as_strided(view.shape, view.stride)
+            return
+        shards = self._plan.tensors.get(name)
+        if not shards:
+            self._plan.missing.append(name)
+            return
+        made = torch.empty(tuple(shards[0].whole_shape), dtype=shards[0].dtype, device="cpu")
+        self._fresh[name] = made
+        self._plan.fill(name, made)
+
+    def _fetch(self, name: str) -> Tensor:
+        return self._fresh[name]
+
+    def _no_tensor(self, name: str) -> Tensor:
+        raise CorruptSaveError(f"the save has the tensor {name} where a key is expected.")
+
+
+def _is_plain_dict(node: Any) -> bool:
+    return isinstance(node, dict) and "$" not in node
+
+
+def _is_fit(kind: str | None, value: Any) -> bool:
+    """Says whether objects meet nodes of objects of their kind, and values those of values."""
+    if kind in _OBJECTS:
+        expected = _OBJECTS[kind][1]
+        is_object = any(isinstance(value, each) for _, each in _OBJECTS.values() if each)
+        if expected is None:
+            return not is_object and callable(getattr(value, "load_state_dict", None))
+        return isinstance(value, expected)
+    is_loaded = callable(getattr(value, "load_state_dict", None))
+    return isinstance(value, Mapping | Tensor) or not is_loaded
+
+
+def _contains(node: Any, kind: str) -> bool:
+    if isinstance(node, list):
+        return any(_contains(each, kind) for each in node)
+    if not isinstance(node, dict):
+        return False
+    return node.get("$") == kind or any(_contains(each, kind) for each in node.values())
+
+
+def _then(thunk: Thunk, value: Any) -> Thunk:
+    def finish() -> Any:
+        thunk()
+        return value
+
+    return finish
+
+
+def _setter(state: Mapping[str, Any], name: str, thunk: Thunk) -> Callable[[], None]:
+    def finish() -> None:
+        result = thunk()
+        if state[name] is not result and isinstance(state, MutableMapping):
+            state[name] = result
+
+    return finish
+
+
+def _in_place(value: Any, thunk: Thunk) -> Thunk:
+    """Returns a thunk that puts the contents into the object that is there, where it can."""
+
+    def finish() -> Any:
+        found = thunk()
+        if type(value) is not type(found) or value is None:
+            return found
+        if isinstance(value, set):
+            value.clear()
+            value.update(found)
+        elif isinstance(value, deque):
+            value.clear()
+            value.extend(found)
+        elif isinstance(value, bytearray):
+            value[:] = found
+        elif type(value).__module__ == "numpy" and type(value).__name__ == "ndarray":
+            if (value.shape, value.dtype) != (found.shape, found.dtype):
+                return found
+            value[...] = found
+        else:
+            return found
+        return value
+
+    return finish

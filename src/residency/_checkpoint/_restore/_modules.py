@@ -1,0 +1,91 @@
+"""Restores modules in place: parameters and persistent buffers keep their identity and their ties.
+
+[Note: hooks of a module] State-dict hooks decide which names there are, as in a save. What a hook
+hands out that is no storage of the module, and ``_extra_state`` that is a tensor, goes through
+``load_state_dict``, with its hooks; everything else is written in place, and load hooks do not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from residency._checkpoint._restore._plan import Plan
+from residency._checkpoint._tree import clean_name, plain_module
+from residency._transfer import local_of
+
+
+def plan_module(
+    plan: Plan,
+    module: nn.Module,
+    *,
+    prefix: str,
+    saved: Iterable[str],
+    stored_name: Callable[[str], str],
+    fresh: Callable[[str], None],
+    fetch: Callable[[str], Tensor],
+) -> None:
+    """Plans to fill a module's parameters and persistent buffers.
+
+    Args:
+        plan: Gets the tensors, and every difference.
+        module: Filled in place; wrappers around it are seen through.
+        prefix: What errors put before its names, such as ``"model."``.
+        saved: The names in the checkpoint, below the module.
+        stored_name: Returns a name's in the checkpoint.
+        fresh: Plans a host tensor for a name in the checkpoint.
+        fetch: Returns that tensor.
+    """
+    module = plain_module(module)
+    own = _storages(module)
+    names = dict.fromkeys(saved)
+    found: dict[str, Tensor] = {}
+    foreign: dict[str, str] = {}
+    for raw, value in module.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            continue
+        found[clean_name(raw)] = value
+        if local_of(value).untyped_storage()._cdata not in own:
+            foreign[clean_name(raw)] = raw
+    filled = {id(value) for name, value in found.items() if name in names}
+    for name, value in found.items():
+        if name not in names:
+            # One name of a tied tensor is enough; many formats keep one only.
+            if id(value) not in filled:
+                plan.missing.append(prefix + name)
+        elif name in foreign:
+            fresh(stored_name(name))
+        else:
+            plan.fill(prefix + name, value, stored_name(name))
+    plan.unexpected += [prefix + name for name in names if name not in found]
+    taken = {name: raw for name, raw in foreign.items() if name in names}
+    if taken:
+        plan.after.append(
+            lambda: _load(module, {r: fetch(stored_name(n)) for n, r in taken.items()})
+        )
+
+
+def set_extra_state(module: nn.Module, name: str, value: Any) -> None:
+    """Gives extra state to the part of a module that it belongs to."""
+    for path, part in plain_module(module).named_modules(remove_duplicate=False):
+        clean = clean_name(f"{path}." if path else "")
+        if f"{clean}_extra_state" == name:
+            part.set_extra_state(value)
+            return
+
+
+def extra_state_names(module: nn.Module) -> set[str]:
+    """Returns the names of extra state that is no tensor."""
+    values = plain_module(module).state_dict(keep_vars=True)
+    return {clean_name(raw) for raw, value in values.items() if not isinstance(value, Tensor)}
+
+
+def _storages(module: nn.Module) -> set[int]:
+    tensors = (*module.parameters(), *module.buffers())
+    return {local_of(tensor).untyped_storage()._cdata for tensor in tensors}
+
+
+def _load(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    module.load_state_dict(values, strict=False)

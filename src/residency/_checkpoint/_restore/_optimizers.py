@@ -1,0 +1,240 @@
+"""Restores optimizers: their groups at once, their states where each optimizer keeps them.
+
+States find their parameters by name, or by position where one side has no module to name them. The
+classes' own ``load_state_dict`` is not called: it casts, moves everything to the device and keeps a
+second copy. Its post-hooks run; its pre-hooks do not, as there is no state dict to give them.
+Settings that say how a step computes (`_HOW`) stay those of the optimizer that is restored.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from residency._checkpoint._restore._decode import decode, kind_of, tensor_names
+from residency._checkpoint._restore._plan import Plan
+from residency._checkpoint._restore._waiting import receive_plain
+from residency._transfer import Incoming, Reception, owner_of
+
+Thunk = Callable[[], Any]
+
+_HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Are what a restore was asked for, and what all of its parts need.
+
+    Attributes:
+        names: Those of the parameters of the modules in the state.
+        fetch: Returns the host tensor of a name, once its bytes are there.
+        fresh: Plans a host tensor for a name.
+        eager: Whether plain optimizers get their state on the device at once.
+        staging_bytes: The ring's.
+    """
+
+    names: Mapping[Tensor, str]
+    fetch: Callable[[str], Tensor]
+    fresh: Callable[[str], None]
+    eager: bool
+    staging_bytes: int
+
+
+def plan_optimizer(
+    plan: Plan, path: str, node: Mapping[str, Any], optimizer: Optimizer, settings: Settings
+) -> Thunk:
+    """Plans the restore of an optimizer, noting in the plan whatever does not fit.
+
+    Returns:
+        What puts groups and states in place, once bytes are there.
+    """
+    problem, order = _match(node, optimizer, settings.names)
+    if problem is not None:
+        plan.differing.append(f"{path}: {problem}")
+        return lambda: None
+    by_name: dict[str, Tensor] = {}
+    for index, group in enumerate(node["parameters"]):
+        mine = optimizer.param_groups[order[index].group]["params"]
+        for name, position in zip(group, order[index].positions, strict=True):
+            by_name[name] = mine[position]
+    states = _incoming(plan, path, node, by_name)
+    if states is None:
+        return lambda: None
+    tensors = {
+        (by_name[name], key): each["name"]
+        for name, values in node["state"].items()
+        for key, each in values.items()
+        if kind_of(each) == "tensor"
+    }
+    others = {
+        (by_name[name], key): each
+        for name, values in node["state"].items()
+        for key, each in values.items()
+        if kind_of(each) != "tensor"
+    }
+    for each in (*others.values(), node["groups"], node.get("loose") or {}):
+        for name in tensor_names(each):
+            settings.fresh(name)
+    made: list[Reception] = []
+
+    def make_room() -> None:
+        reception = _receive(optimizer, states, settings)
+        for (parameter, key), name in tensors.items():
+            plan.fill(name, reception.targets[parameter, key])
+        made.append(reception)
+
+    def finish() -> None:
+        values = {place: decode(each, settings.fetch) for place, each in others.items()}
+        made.pop().finish(values, decode(node.get("loose") or {}, settings.fetch))
+        for index, saved in enumerate(node["groups"]):
+            group = optimizer.param_groups[order[index].group]
+            for key, each in saved.items():
+                if key not in _HOW or key not in group:
+                    _set(group, key, decode(each, settings.fetch))
+        if owner_of(optimizer) is None:
+            # The class' own repairs, such as settings that its older versions did not save.
+            groups = optimizer.param_groups
+            optimizer.__setstate__({"state": optimizer.state, "param_groups": groups})
+        _run_hooks(path, optimizer)
+
+    plan.before.append(make_room)
+    return finish
+
+
+def _receive(
+    optimizer: Optimizer,
+    states: Mapping[Tensor, Mapping[str, Incoming | None]],
+    settings: Settings,
+) -> Reception:
+    owner = owner_of(optimizer)
+    received = None if owner is None else owner.receive(optimizer, states)
+    if received is not None:
+        return received
+    return receive_plain(
+        optimizer, states, eager=settings.eager, staging_bytes=settings.staging_bytes
+    )
+
+
+def _incoming(
+    plan: Plan, path: str, node: Mapping[str, Any], by_name: Mapping[str, Tensor]
+) -> dict[Tensor, dict[str, Incoming | None]] | None:
+    states: dict[Tensor, dict[str, Incoming | None]] = {}
+    is_whole = True
+    for name, values in node["state"].items():
+        incoming: dict[str, Incoming | None] = {}
+        for key, each in values.items():
+            incoming[key] = None
+            if kind_of(each) != "tensor":
+                continue
+            shards = plan.tensors.get(each["name"])
+            if not shards:
+                plan.missing.append(each["name"])
+                is_whole = False
+                continue
+            shape = tuple(shards[0].whole_shape)
+            is_cut = shards[0].shape != shape or len(shards) > 1
+            if is_cut and shape != tuple(by_name[name].shape):
+                plan.differing.append(
+                    f"{each['name']}: a shard of shape {shape}, of a parameter of shape "
+                    f"{tuple(by_name[name].shape)} here"
+                )
+                is_whole = False
+            incoming[key] = Incoming(shards[0].dtype, shape, each.get("place") == "host")
+        states[by_name[name]] = incoming
+    return states if is_whole else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Says which group of the optimizer a saved group is, and where in it each parameter."""
+
+    group: int
+    positions: Sequence[int]
+
+
+def _match(
+    node: Mapping[str, Any], optimizer: Optimizer, names: Mapping[Tensor, str]
+) -> tuple[str | None, list[_Place]]:
+    """Finds the saved groups in the optimizer; returns what stands against it, or None."""
+    if node["class"] != type(optimizer).__name__:
+        return f"saved a {node['class']}, here a {type(optimizer).__name__}", []
+    if node.get("others"):
+        keys = ", ".join(sorted(node["others"]))
+        return f"its state dict has {keys}, which only its own load_state_dict takes", []
+    saved: list[list[str]] = node["parameters"]
+    mine = _names_in(optimizer, names)
+    if len(saved) != len(mine):
+        sizes = [[len(group) for group in side] for side in (saved, mine)]
+        return f"saved groups of {sizes[0]} parameters, here of {sizes[1]}", []
+    left = set(range(len(mine)))
+    places = []
+    for index, group in enumerate(saved):
+        candidates = [i for i in sorted(left, key=lambda i: i != index) if _same(group, mine[i])]
+        if not candidates:
+            break
+        left.remove(candidates[0])
+        where = {name: position for position, name in enumerate(mine[candidates[0]])}
+        places.append(_Place(candidates[0], [where[name] for name in group]))
+    if len(places) == len(saved):
+        return None, places
+    is_nameless = any(all(n.isdecimal() for g in side for n in g) for side in (saved, mine))
+    if is_nameless and [len(g) for g in saved] == [len(g) for g in mine]:
+        return None, [_Place(index, range(len(group))) for index, group in enumerate(saved)]
+    return _unlike(saved, mine), []
+
+
+def _same(left: Sequence[str], right: Sequence[str]) -> bool:
+    return len(left) == len(right) and set(left) == set(right)
+
+
+def _unlike(saved: Sequence[Sequence[str]], mine: Sequence[Sequence[str]]) -> str:
+    ours = {name for group in mine for name in group}
+    theirs = {name for group in saved for name in group}
+    if ours == theirs:
+        return "the saved groups have the same parameters, shared out in another way"
+    only = [
+        f"{what} {', '.join(sorted(names)[:8])}"
+        for what, names in (("only saved:", theirs - ours), ("only here:", ours - theirs))
+        if names
+    ]
+    return f"other parameters than were saved ({'; '.join(only)})"
+
+
+def _names_in(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[list[str]]:
+    """Names the parameters as a save does."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    by_index = {p: str(index) for index, p in enumerate(parameters)}
+    found = {p: names.get(p, by_index[p]) for p in parameters}
+    if len(set(found.values())) < len(found):
+        found = by_index
+    return [[found[p] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _set(group: dict[str, Any], key: str, value: Any) -> None:
+    """Sets a value of a group; a rate that is a tensor here stays that tensor."""
+    before = group.get(key)
+    if isinstance(before, Tensor) and not isinstance(value, Tensor):
+        before.fill_(value)
+    elif isinstance(before, Tensor) and before.shape == value.shape:
+        before.copy_(value)
+    elif isinstance(before, float) and isinstance(value, Tensor) and value.dim() == 0:
+        group[key] = value.item()
+    else:
+        group[key] = value
+
+
+def _run_hooks(path: str, optimizer: Optimizer) -> None:
+    hooks: Any = optimizer.__dict__
+    if hooks.get("_optimizer_load_state_dict_pre_hooks"):
+        warnings.warn(
+            f"{path} has load_state_dict pre-hooks, which a restore does not run: it reads into "
+            "the state in place and has no state dict for them.",
+            stacklevel=2,
+        )
+    for hook in list((hooks.get("_optimizer_load_state_dict_post_hooks") or {}).values()):
+        hook(optimizer)

@@ -1,0 +1,67 @@
+"""The states of the random number generators: python, numpy, torch, and the accelerator's.
+
+Numpy's is captured only where numpy has been imported, and none of it waits for a device: the
+accelerator's generator keeps its seed and offset on the host.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from residency import _device
+
+
+def capture() -> dict[str, Any]:
+    """Returns the states, as Python values, arrays and host tensors that nobody changes.
+
+    Returns:
+        ``python``, ``numpy`` (None where it has not been imported), ``torch``, and
+        ``accelerator``: None, or a dict of its ``type`` and ``state``.
+    """
+    numpy: Any = sys.modules.get("numpy.random")
+    device = _device.accelerator()
+    accelerator = None
+    if device is not None:
+        accelerator = {"type": device.type, "state": _device.rng_state(device)}
+    return {
+        "python": random.getstate(),
+        "numpy": None if numpy is None else numpy.get_state(),
+        "torch": torch.get_rng_state(),
+        "accelerator": accelerator,
+    }
+
+
+def restore(values: Mapping[str, Any]) -> None:
+    """Sets the generators to states that ``capture`` returned.
+
+    An accelerator's state is left out, with a warning, where there is another accelerator or none.
+    """
+    random.setstate(_as_tuples(values["python"]))
+    if values.get("numpy") is not None:
+        import numpy
+
+        numpy.random.set_state(values["numpy"])
+    torch.set_rng_state(values["torch"])
+    saved = values.get("accelerator")
+    if saved is None:
+        return
+    device = _device.accelerator()
+    if device is None or device.type != saved["type"]:
+        here = "no accelerator" if device is None else f"an accelerator of type {device.type!r}"
+        warnings.warn(
+            f"the random state of an accelerator of type {saved['type']!r} was saved, and here is "
+            f"{here}; its generator is left as it is.",
+            stacklevel=2,
+        )
+        return
+    _device.set_rng_state(saved["state"], device)
+
+
+def _as_tuples(state: Any) -> Any:
+    return tuple(_as_tuples(each) for each in state) if isinstance(state, list | tuple) else state

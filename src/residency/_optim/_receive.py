@@ -1,0 +1,155 @@
+"""Makes room for a saved state in the homes, into which a restore then reads it without a copy.
+
+Invariant: until ``finish`` the mappings that callers see are as they were; of the homes that they
+show, the bytes are those of the save as soon as it has been read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from residency._errors import RefusedError
+from residency._optim._homes import Home, Homes
+from residency._optim._loading import PreparedLoad, check_shapes, device_rule, entry_of
+from residency._optim._masters import MASTER, as_masters_state
+from residency._optim._offload_data import Offload
+from residency._optim._shadow import is_torchs_own
+from residency._optim._state import State
+from residency._transfer import Incoming, local_of, moved, wrapped_like
+
+
+@dataclass(slots=True)
+class Received:
+    """Is the place for a saved state; see ``Reception``."""
+
+    optimizer: Optimizer
+    offload: Offload
+    states: Mapping[Tensor, Mapping[str, Incoming | None]]
+    targets: dict[tuple[Tensor, str], Tensor] = field(default_factory=dict)
+    homes: dict[tuple[Tensor, str], Home] = field(default_factory=dict)
+
+    def finish(self, values: Mapping[tuple[Tensor, str], Any], loose: Mapping[Any, Any]) -> None:
+        """Makes the homes that were filled the optimizer's state; see ``Reception``."""
+        assert self.offload.homes is not None
+        assert self.offload.state is not None
+        prepared = PreparedLoad(self.optimizer.param_groups, {}, dict(loose))
+        for parameter, entries in self.states.items():
+            prepared.entries[parameter] = {
+                key: self._entry(parameter, key, values) for key in entries
+            }
+        prepared.finish(self.optimizer, self.offload.state, self.offload.homes)
+        self.offload.forget_plan()
+
+    def _entry(self, parameter: Tensor, key: str, values: Mapping[tuple[Tensor, str], Any]) -> Any:
+        found = self.targets.get((parameter, key))
+        if found is None:
+            return entry_of(values[parameter, key])
+        home = self.homes.get((parameter, key))
+        if self.offload.has_master(parameter):
+            found = as_masters_state(found, parameter)
+        if home is None and parameter in self.offload.resident and found.dim() > 0:
+            assert self.offload.homes is not None
+            found = moved(found, self.offload.homes.device)
+        return entry_of(found, home)
+
+
+def receive_state(
+    optimizer: Optimizer,
+    offload: Offload,
+    states: Mapping[Tensor, Mapping[str, Incoming | None]],
+) -> Received:
+    """Makes room for a saved state; see ``StateOwner.receive``.
+
+    Memory:
+        What fits the homes there are is read into them. Host memory for the rest; for states that
+        stay resident and are there already none, else their bytes on the device.
+    """
+    assert offload.homes is not None
+    assert offload.state is not None
+    offload.state.fence()
+    if offload.homes.newest is not None:
+        offload.homes.newest.synchronize()  # what is read into must have no copy under way
+    received = Received(optimizer, offload, states)
+    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    for parameter, entries in states.items():
+        likes = {k: _like(parameter, each) for k, each in entries.items() if each is not None}
+        if MASTER in likes and not offload.has_master(parameter):
+            raise RefusedError(
+                "the saved optimizer has float32 master weights, and this one steps the rounded "
+                "parameters. Nothing was changed: offload it with master_weights=True."
+            )
+        schema = offload.schema_in(optimizer, group_of[parameter], parameter)
+        if schema is not None and is_torchs_own(offload.base):
+            check_shapes(schema, likes)
+        needs_device = device_rule(offload, schema, parameter)
+        for key, like in likes.items():
+            place = _place(received, parameter, key, like, needs_device(key, like))
+            received.targets[parameter, key] = place
+    return received
+
+
+def _place(
+    received: Received, parameter: Tensor, key: str, like: Tensor, is_on_device: bool
+) -> Tensor:
+    """Returns the tensor that a state's bytes are read into."""
+    offload = received.offload
+    assert offload.homes is not None
+    assert offload.state is not None
+    wanted = as_masters_state(like, parameter) if offload.has_master(parameter) else like
+    if not is_on_device:
+        return _empty(like, torch.device("cpu"))
+    if parameter in offload.resident:
+        inner = offload.state.peek(parameter)
+        there = dict.get(inner, key) if inner is not None else None
+        if isinstance(there, Tensor) and not there.is_cpu and _layout(there) == _layout(like):
+            return there
+        place = offload.homes.device if wanted.dtype == like.dtype else torch.device("cpu")
+        return _empty(like, place)
+    home = home_to_fill(offload.homes, offload.state, parameter, key, wanted)
+    received.homes[parameter, key] = home
+    # What is of another dtype than its master needs is read beside its home, and converted.
+    return home.value if wanted.dtype == like.dtype else _empty(like, torch.device("cpu"))
+
+
+def home_to_fill(homes: Homes, state: State, parameter: Tensor, key: str, like: Tensor) -> Home:
+    """Returns a home that may be written: the one that the state has, unless it does not fit.
+
+    One that a save still reads is left to it; where the spare is used up, the host waits for that
+    save.
+    """
+    inner = state.peek(parameter)
+    home = inner.homes_by_key.get(key) if inner is not None else None
+    if home is None:
+        home = homes.reserved.get(parameter, {}).get(key)
+    if home is not None and _layout(home.tensor) == _layout(local_of(like)):
+        return homes.writable(home)
+    return homes.allocate(like)
+
+
+def _like(parameter: Tensor, incoming: Incoming) -> Tensor:
+    """Returns what a saved state looks like here, on meta."""
+    if incoming.shape == tuple(parameter.shape) and incoming.shape:
+        local = torch.empty_like(
+            local_of(parameter).detach(),
+            dtype=incoming.dtype,
+            device="meta",
+            memory_format=torch.preserve_format,
+        )
+        return wrapped_like(local, parameter)
+    return torch.empty(incoming.shape, dtype=incoming.dtype, device="meta")
+
+
+def _empty(like: Tensor, device: torch.device) -> Tensor:
+    made = torch.empty_like(local_of(like), device=device, memory_format=torch.preserve_format)
+    return wrapped_like(made, like)
+
+
+def _layout(tensor: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
+    local = local_of(tensor)
+    return local.dtype, local.shape, local.stride()

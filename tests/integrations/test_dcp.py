@@ -90,7 +90,9 @@ def training_state() -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model(torch.randn(2, 3, 5, 5)).sum().backward()
+    model(torch.randn(2, 3, 5, 5))  # changes the statistics
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     return {
         "model": dict(model.state_dict()),
@@ -211,7 +213,8 @@ def test_a_model_and_its_optimizer_resume_through_state_dicts(tmp_path: Path) ->
         return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        model(torch.ones(2, 3)).square().sum().backward()
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach().square()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -154,6 +154,27 @@ def names_in(file: Path) -> list[str]:
         return list(opened.keys())
 
 
+class _Caching(DefaultSavePlanner):  # torch keeps the plans by the class's name
+    pass
+
+
+@case
+def plans_that_are_kept_serve_the_next_save() -> None:
+    for number in range(3):
+        # The second rank's plan changes at last.
+        size = 4 if RANK == 0 or number < 2 else 5
+        state = {"w": placed(torch.full((4,), float(number)), [Shard(0)]), "n": number}
+        state[f"of_{RANK}"] = torch.full((size,), number)
+        save(state, f"kept{number}", planner=_Caching(enable_plan_caching=True))
+    for number in range(3):
+        target: dict[str, Any] = {"w": torch.zeros(4), "n": 0}
+        target["of_1"] = torch.zeros(4 if number < 2 else 5, dtype=torch.int64)
+        load(target, f"kept{number}")
+        assert target["n"] == number
+        assert target["w"].tolist() == [number] * 4
+        assert target["of_1"].unique().tolist() == [number]
+
+
 @case
 def a_value_of_one_rank_reaches_both() -> None:
     save({"w": torch.ones(2), "both": 1, f"of_{RANK}": {"rank": RANK}}, "of_one")

@@ -90,7 +90,9 @@ def training_state() -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model(torch.randn(2, 3, 5, 5)).sum().backward()
+    model(torch.randn(2, 3, 5, 5))  # changes the statistics
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     return {
         "model": dict(model.state_dict()),
@@ -211,7 +213,8 @@ def test_a_model_and_its_optimizer_resume_through_state_dicts(tmp_path: Path) ->
         return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        model(torch.ones(2, 3)).square().sum().backward()
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach().square()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -409,6 +412,29 @@ def test_a_planner_may_save_in_another_dtype_and_under_other_names(tmp_path: Pat
     assert open_source(tmp_path / "half").tensors["w"][0].dtype == torch.float16
     save({"w": torch.ones(3)}, tmp_path / "renamed", planner=Renaming())
     assert list(open_source(tmp_path / "renamed").tensors) == ["new_w"]
+
+
+def test_a_planner_may_keep_its_plan_for_the_next_save(tmp_path: Path) -> None:
+    class Caching(DefaultSavePlanner):  # torch keeps the plans by the class's name
+        pass
+
+    for number in range(3):
+        state = {"w": torch.full((3,), float(number)), "n": number}
+        save(state, tmp_path / str(number), planner=Caching(enable_plan_caching=True))
+    for number in range(3):
+        target = load({"w": torch.zeros(3), "n": None}, tmp_path / str(number))
+        assert target["w"].tolist() == [number] * 3
+        assert target["n"] == number
+
+
+def test_a_second_writer_of_one_save_is_refused(tmp_path: Path) -> None:
+    first, second = (ResidencyStorageWriter(tmp_path / "s") for _ in range(2))
+    first.prepare_global_plan([SavePlan([])])
+    with pytest.raises(CheckpointException, match="is being written"):
+        dcp.save({"n": 2}, storage_writer=second)
+    first.reset()
+    dcp.save({"n": 2}, storage_writer=second)
+    assert load({"n": None}, tmp_path / "s") == {"n": 2}
 
 
 def test_a_planner_that_does_not_keep_its_plan_is_found_out(tmp_path: Path) -> None:

@@ -29,7 +29,6 @@ _TOP_LEVEL = "tensors"  # the file of what stands at the top of the state
 class Assignment:
     """Is what the coordinator tells a rank."""
 
-    token: str
     rank: int
     world_size: int
 

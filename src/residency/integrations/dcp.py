@@ -15,7 +15,9 @@ from __future__ import annotations
 import io
 import os
 import re
+import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,8 @@ from torch.futures import Future
 
 from residency import _device
 from residency._checkpoint._decode import decode
-from residency._checkpoint._disk._layout import Layout, new_token
+from residency._checkpoint._disk._layout import WRITERS, Layout, new_token
+from residency._checkpoint._disk._lock import FileLock
 from residency._checkpoint._disk._manifest import MANIFEST, Manifest, dump_manifest
 from residency._checkpoint._disk._parts import leased
 from residency._checkpoint._disk._publish import CheckpointDirectory
@@ -147,15 +150,15 @@ class ResidencyStorageWriter(StorageWriter):
         """Makes the directory in which all ranks write, and tells them.
 
         Raises:
-            RefusedError: It cannot be written to, or has no room.
+            RefusedError: It cannot be written to, has no room, or has another writer.
         """
         parent = self._path.absolute().parent
         CheckpointDirectory(parent).check_writable(
             sum(planned_bytes(item) for plan in plans for item in plan.items)
         )
-        told = [Assignment(new_token(), rank, len(plans)) for rank in range(len(plans))]
-        told = [replace(each, token=told[0].token) for each in told]
+        told = [Assignment(rank, len(plans)) for rank in range(len(plans))]
         self._folder = self._save_folder(told[0])
+        self._clear(self._folder.path)
         self._folder.join()
         return [replace(p, storage_data=each) for p, each in zip(plans, told, strict=True)]
 
@@ -218,14 +221,34 @@ class ResidencyStorageWriter(StorageWriter):
             self._abandon()
 
     def _save_folder(self, told: Assignment) -> SaveFolder:
+        """Returns the directory of a save under way.
+
+        Its name follows from the target's, and not from the plan: a planner may keep its plan, and
+        what a writer put into it, for later saves.
+        """
+        target = zlib.crc32(os.fsencode(self._path.name))
         return SaveFolder(
             Layout(SYSTEM, self._path.absolute().parent),
             SYSTEM,
             step=_step_of(self._path),
-            token=told.token,
+            token=f"dcp-{target:08x}",
             rank=told.rank,
             world_size=told.world_size,
         )
+
+    def _clear(self, folder: Path) -> None:
+        """Removes what a dead writer of this save left; a living one is not disturbed."""
+        lock = FileLock(SYSTEM, folder / WRITERS)
+        with suppress(FileNotFoundError):
+            try:
+                if not lock.take(shared=False):
+                    raise RefusedError(
+                        f"{self._path} is being written by another writer. Nothing was saved; give"
+                        " another path."
+                    )
+                remove_folder(SYSTEM, folder)
+            finally:
+                lock.give_back()
 
     def _abandon(self) -> None:
         folder, self._folder = self._folder, None

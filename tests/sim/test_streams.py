@@ -199,3 +199,21 @@ def test_autograd_on_the_device_waits_as_it_does_on_cuda(lane: torch.Stream) -> 
         (loss * 2.0).backward()
         assert weight.grad is not None
         assert weight.grad.sum().item() == 6.0 * SIZE
+
+
+def test_an_event_is_waited_for_through_a_stream_that_had_nothing_but_waits_left(
+    lane: torch.Stream,
+) -> None:
+    host, source = _host_tensor(), _device_tensor(1.0)
+    other = torch.Stream(device="sim")
+    current = torch.accelerator.current_stream()
+    with lane:
+        copy = source * 2.0
+    current.wait_stream(lane)  # all that the current stream has is this wait
+    other.wait_stream(current)
+    with other:
+        host.copy_(copy, non_blocking=True)
+    done = torch.Event("sim")
+    done.record(other)
+    done.synchronize()
+    assert host.eq(2.0).all()

@@ -2,12 +2,22 @@
 
 ``plugin`` is the pytest plugin, which pytest finds by itself where this package is installed: the
 fixtures `sim_device` and `tested_device`, the markers ``sim_device`` and ``device_memory``. What
-stands here is for tests and fixtures that want more than that. Importing this package imports
+stands here is for tests and fixtures that want more than that; ``verify_resume`` proves that a run
+resumes exactly. Importing this package imports
 neither torch nor pytest.
 """
 
 from residency._errors import QueuedWorkError
 from residency.testing._rest import settle
 from residency.testing._settings import simulated_device_type, tested_device_type
+from residency.testing._verify_resume import ResumeError, ResumeProof, verify_resume
 
-__all__ = ["QueuedWorkError", "settle", "simulated_device_type", "tested_device_type"]
+__all__ = [
+    "QueuedWorkError",
+    "ResumeError",
+    "ResumeProof",
+    "settle",
+    "simulated_device_type",
+    "tested_device_type",
+    "verify_resume",
+]

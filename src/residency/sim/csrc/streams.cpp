@@ -76,11 +76,17 @@ std::optional<Task> Streams::take(Ticket goal) {
     if (auto overtaker = take_overtaker(goal.stream)) return overtaker;
   }
   // The forced stream's next piece, or of the streams that it waits for, one behind the other.
-  for (StreamId stream = goal.stream; !is_reached(goal);) {
-    if (can_run(stream)) return pop(stream);
-    const auto& items = queues_[stream].items;
-    if (items.empty()) break;
-    stream = items.front().awaited.stream;
+  Ticket awaited = goal;
+  while (!is_reached(goal)) {
+    if (can_run(awaited.stream)) return pop(awaited.stream);
+    const auto& items = queues_[awaited.stream].items;
+    if (!items.empty()) {
+      awaited = items.front().awaited;
+    } else if (is_reached(awaited)) {
+      awaited = goal;  // nothing but waits that are over was left there: who waited for it goes on
+    } else {
+      break;  // what is awaited runs just now, and asks for this
+    }
   }
   return std::nullopt;
 }

@@ -1,0 +1,161 @@
+"""Loads a checkpoint of any known format into a module that exists."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from residency._checkpoint._disk._manifest import MANIFEST
+from residency._checkpoint._restore._document import DocumentPlan
+from residency._checkpoint._restore._fill import staging_bytes_of
+from residency._checkpoint._restore._modules import plan_module
+from residency._checkpoint._restore._plan import Differences, Plan
+from residency._checkpoint._restore._saves import Saved, StoredSave, saved_for_rank
+from residency._checkpoint._restore._state import carry_out
+from residency._checkpoint._sources import open_source
+from residency._errors import RefusedError
+
+
+def load_into(
+    module: nn.Module, path: str | Path, *, strict: bool = True, staging: int | str = "64MiB"
+) -> Differences:
+    """Fills a module's parameters and persistent buffers from a checkpoint, in place.
+
+    Parameters keep their identity, ties, hooks, shards and ``requires_grad``. Every difference is
+    found before a byte moves. State-dict hooks of the module name what there is; load hooks run
+    only for what a hook made anew.
+
+    Args:
+        module: On a device or the host, sharded or not.
+        path: A save of ours, a directory of ``torch.distributed.checkpoint``, a safetensors file
+            or directory, or a file of ``torch.save``.
+        strict: Whether missing and unexpected names and other shapes and dtypes are refused; else
+            they are left out, with a warning.
+        staging: The bytes of the ring through which a device is filled.
+
+    Returns:
+        What was left out.
+
+    Raises:
+        InvalidArgumentError: ``staging`` is no size.
+        RefusedError: The checkpoint does not fit, or cannot be read safely. Nothing was changed.
+        CorruptSaveError: The files are damaged. Some tensors may have been filled.
+        CheckpointError: A file cannot be read.
+
+    Memory:
+        At most the ring on the device and on the host, page-locked.
+    """
+    staging_bytes = staging_bytes_of(staging)
+    path = Path(path)
+    if (path / MANIFEST).is_file():
+        return load_save(module, open_save(path), strict=strict, staging_bytes=staging_bytes)
+    with open_source(path) as source:
+        plan = Plan(source.tensors)
+        names = list(source.tensors)
+        prefix = find_prefix(module, names)
+        fresh: dict[str, Tensor] = {}
+        plan_module(
+            plan,
+            module,
+            prefix="",
+            saved=[name[len(prefix) :] for name in names if name.startswith(prefix)],
+            stored_name=lambda name: prefix + name,
+            fresh=lambda name: _plan_fresh(plan, fresh, name),
+            fetch=fresh.__getitem__,
+        )
+        found = plan.check(str(path), strict=strict)
+        carry_out(plan, staging_bytes=staging_bytes)
+        return found
+
+
+def load_save(
+    module: nn.Module, save: StoredSave, *, strict: bool, staging_bytes: int
+) -> Differences:
+    """Fills a module from a save of ours; see ``load_into``."""
+    rank, world_size = _rank_and_world_size()
+    saved = saved_for_rank(save, rank=rank, world_size=world_size)
+    name = _module_in(saved, module)
+    plan = Plan(saved.tensors, saved.checksums)
+    document = DocumentPlan(plan, saved, {}, eager=False, staging_bytes=staging_bytes)
+    plan.after.append(_drop(document.visit(name, saved.tree[name], module)))
+    found = plan.check(f"{saved.folder.name}, {name}", strict=strict)
+    carry_out(plan, staging_bytes=staging_bytes)
+    return found
+
+
+def open_save(path: Path) -> StoredSave:
+    """Opens a published save by its directory."""
+    from residency._checkpoint._disk import _publish
+
+    step = json.loads((path / MANIFEST).read_text())["step"]
+    opened: StoredSave = _publish.CheckpointDirectory(path.parent).open(step)
+    return opened
+
+
+def find_prefix(module: nn.Module, names: Sequence[str]) -> str:
+    """Returns what stands before the module's names in a checkpoint: nothing, or a path such as
+    ``"model."`` under which most of them are.
+    """
+    mine = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    mine |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    counts: dict[str, int] = {"": sum(name in mine for name in names)}
+    for name in names:
+        parts = name.split(".")
+        for index in range(1, len(parts)):
+            if ".".join(parts[index:]) in mine:
+                prefix = ".".join(parts[:index]) + "."
+                counts[prefix] = counts.get(prefix, 0) + 1
+    best = max(counts.values())
+    return min((p for p, n in counts.items() if n == best), key=len) if best else ""
+
+
+def _module_in(saved: Saved, module: nn.Module) -> str:
+    """Returns the name of the module of a save that this one is.
+
+    Raises:
+        RefusedError: There is none, or several of which none has this one's names.
+    """
+    nodes: Mapping[str, Any] = {
+        name: node
+        for name, node in saved.tree.items()
+        if isinstance(node, dict) and node.get("$") == "module"
+    }
+    if len(nodes) == 1:
+        return next(iter(nodes))
+    mine = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    fitting = [name for name, node in nodes.items() if mine and mine <= set(node["keys"])]
+    if len(fitting) == 1:
+        return fitting[0]
+    there = ", ".join(nodes) or "none"
+    raise RefusedError(
+        f"{saved.folder} has the modules {there}, of which {len(fitting)} have all parameters of "
+        f"this {type(module).__name__}. Nothing was changed; restore it by its name with "
+        "Checkpointer.restore."
+    )
+
+
+def _plan_fresh(plan: Plan, fresh: dict[str, Tensor], name: str) -> None:
+    import torch
+
+    shards = plan.tensors[name]
+    fresh[name] = torch.empty(tuple(shards[0].whole_shape), dtype=shards[0].dtype, device="cpu")
+    plan.fill(name, fresh[name])
+
+
+def _drop(thunk: Any) -> Any:
+    def finish() -> None:
+        thunk()
+
+    return finish
+
+
+def _rank_and_world_size() -> tuple[int, int]:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1

@@ -1,0 +1,207 @@
+"""Proves that a resumed run goes on exactly as an uninterrupted one does."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from residency._errors import InvalidArgumentError, ResidencyError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class _Checkpointer(Protocol):
+    def save(self, step: int, state: Mapping[str, Any]) -> Any: ...
+    def restore(self, state: Mapping[str, Any]) -> Any: ...
+    def wait(self) -> Any: ...
+    def close(self) -> Any: ...
+
+
+MakeRun = Callable[[], tuple[Mapping[str, Any], Callable[[int], object]]]
+
+
+class ResumeError(ResidencyError, AssertionError):
+    """Says that a resumed run differs from an uninterrupted one, and where first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeProof:
+    """Is what was compared.
+
+    Attributes:
+        num_tensors: How many tensors were equal, bit for bit, states of generators among them.
+        num_values: How many other values were equal.
+        digest: Of all of them; the same for two runs that end at the same bits.
+    """
+
+    num_tensors: int
+    num_values: int
+    digest: str
+
+
+def verify_resume(
+    make_run: MakeRun,
+    *,
+    steps: int = 4,
+    save_after: int | None = None,
+    directory: str | Path | None = None,
+    make_checkpointer: Callable[[Path], _Checkpointer] | None = None,
+) -> ResumeProof:
+    """Trains without an interruption and with one, and compares every bit of both.
+
+    The uninterrupted run takes all steps and saves on its way, as training does. The resumed one is
+    made anew, with other random states, restores that save and takes the steps that are left.
+
+    Args:
+        make_run: Called twice. Returns the state, as ``Checkpointer.save`` takes it, and a function
+            that takes one step; it is called with the step's number, from 0. It must not seed the
+            random generators in a step, or a resume that forgets them goes unseen.
+        steps: How many steps an uninterrupted run takes.
+        save_after: After how many of them it saves; half of them if None.
+        directory: Where the save goes; a temporary directory if None.
+        make_checkpointer: Returns what saves and restores, for a directory; a
+            ``residency.Checkpointer`` if None.
+
+    Returns:
+        What was compared.
+
+    Raises:
+        InvalidArgumentError: There is no step before the save, or none after it.
+        ResumeError: The runs differ. The message names the first value that does: right after the
+            restore, where that differs already, else at the end.
+
+    Memory:
+        On the host, two copies of the state.
+    """
+    save_after = steps // 2 if save_after is None else save_after
+    if not 0 < save_after < steps:
+        raise InvalidArgumentError(
+            f"save_after is {save_after} of {steps} steps; expected at least one step before the "
+            "save and one after it."
+        )
+    make = _default_checkpointer if make_checkpointer is None else make_checkpointer
+    with tempfile.TemporaryDirectory() as temporary:
+        checkpointer = make(Path(temporary if directory is None else directory))
+        try:
+            return _verify(make_run, checkpointer, steps, save_after)
+        finally:
+            checkpointer.close()
+
+
+def _verify(
+    make_run: MakeRun, checkpointer: _Checkpointer, steps: int, save_after: int
+) -> ResumeProof:
+    import torch
+
+    state, step = make_run()
+    for index in range(save_after):
+        step(index)
+    at_save = _read(state)
+    checkpointer.save(save_after, state)
+    for index in range(save_after, steps):
+        step(index)
+    at_end = _read(state)
+    checkpointer.wait()
+    del state, step
+    torch.manual_seed(save_after)  # a restore that forgets the generators shows
+    state, step = make_run()
+    checkpointer.restore(state)
+    _compare(at_save, _read(state), f"right after the restore of step {save_after}")
+    for index in range(save_after, steps):
+        step(index)
+    return _compare(at_end, _read(state), f"after step {steps}")
+
+
+def _default_checkpointer(directory: Path) -> _Checkpointer:
+    import residency
+
+    made: _Checkpointer = residency.Checkpointer(directory)
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    tensors: dict[str, Tensor]
+    values: Any
+
+
+def _read(state: Mapping[str, Any]) -> _Seen:
+    """Returns host copies of all tensors of a state and of the generators, and all other values."""
+    from residency._checkpoint import _rng
+    from residency._checkpoint._encode import Encoder
+    from residency._checkpoint._tree import describe
+    from residency._transfer import local_of
+
+    found = describe(state)
+    generators = Encoder()
+    rng = generators.node("rng", _rng.capture())
+    tensors = {}
+    for name, leaf in {**found.leaves, **generators.leaves}.items():
+        local = local_of(leaf.value)
+        if leaf.lent is not None:
+            if leaf.lent.written is not None:
+                leaf.lent.written.synchronize()
+            local = leaf.lent.tensor
+        tensors[name] = local.detach().cpu().clone()
+        if leaf.lent is not None:
+            leaf.lent.give_back()
+    return _Seen(tensors, {"state": found.tree, "rng": rng})
+
+
+def _compare(expected: _Seen, found: _Seen, when: str) -> ResumeProof:
+    import hashlib
+
+    import torch
+
+    for name in (*expected.tensors, *found.tensors):
+        there, here = expected.tensors.get(name), found.tensors.get(name)
+        if there is None or here is None:
+            which = "resumed" if there is None else "uninterrupted"
+            raise ResumeError(f"{when}, only the {which} run has {name}.")
+        if (there.dtype, there.shape) != (here.dtype, here.shape):
+            raise ResumeError(
+                f"{when}, {name} is {there.dtype} of shape {tuple(there.shape)} in the "
+                f"uninterrupted run and {here.dtype} of shape {tuple(here.shape)} in the resumed."
+            )
+        left, right = (t.contiguous().reshape(-1).view(torch.uint8) for t in (there, here))
+        if not torch.equal(left, right):
+            place = int((left != right).nonzero()[0]) // there.element_size()
+            raise ResumeError(
+                f"{when}, {name} differs first, at element {place} of {there.numel()}: "
+                f"{there.reshape(-1)[place].item()} in the uninterrupted run, "
+                f"{here.reshape(-1)[place].item()} in the resumed. What it depends on is not "
+                "restored, or the steps are not deterministic."
+            )
+    values = dict(_flat("", expected.values))
+    others = dict(_flat("", found.values))
+    for name in (*values, *others):
+        if values.get(name) != others.get(name):
+            raise ResumeError(
+                f"{when}, {name} is {values.get(name)!r} in the uninterrupted run and "
+                f"{others.get(name)!r} in the resumed."
+            )
+    digest = hashlib.sha256(repr(sorted(values.items())).encode())
+    for name in sorted(expected.tensors):
+        digest.update(name.encode())
+        tensor = expected.tensors[name].contiguous().reshape(-1)
+        digest.update(tensor.view(torch.uint8).numpy().tobytes())
+    return ResumeProof(len(expected.tensors), len(values), digest.hexdigest())
+
+
+def _flat(name: str, node: Any) -> list[tuple[str, Any]]:
+    """Returns the values of a document's nodes with the paths to them; `place` of a tensor, which
+    an offload changes and a resumed run need not have, is no value.
+    """
+    if isinstance(node, Mapping):
+        if node.get("$") == "tensor":
+            return [(name, node["name"])]
+        items: Any = node.items()
+    elif isinstance(node, list):
+        items = enumerate(node)
+    else:
+        return [(name, node)]
+    return [pair for key, each in items for pair in _flat(f"{name}.{key}" if name else key, each)]

@@ -1,0 +1,115 @@
+"""Checkpoints of every format are loaded into a module that exists."""
+
+import pytest
+import torch
+from runs import Net
+
+from residency import InvalidArgumentError, RefusedError
+from residency._checkpoint._restore import _load_into
+from residency._checkpoint._restore._load_into import load_into, load_save
+
+
+def net(device, seed):
+    torch.manual_seed(seed)
+    model = Net().to(device)
+    with torch.no_grad():
+        model.norm.running_mean.add_(seed)
+    return model
+
+
+def values_of(model):
+    return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(left, right):
+    left, right = values_of(left), values_of(right)
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def write_torch_save(model, folder):
+    torch.save(values_of(model), folder / "model.pt")
+    return folder / "model.pt"
+
+
+def write_nested(model, folder):
+    torch.save({"epoch": 3, "model": values_of(model)}, folder / "model.pt")
+    return folder / "model.pt"
+
+
+def write_safetensors(model, folder):
+    safetensors = pytest.importorskip("safetensors.torch")
+    values = values_of(model)
+    del values["head.weight"]  # the format takes no ties
+    safetensors.save_file(values, folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+def write_dcp(model, folder):
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"model": values_of(model)}, checkpoint_id=folder / "dcp", no_dist=True)
+    return folder / "dcp"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("write", [write_torch_save, write_nested, write_safetensors, write_dcp])
+def test_stock_formats_fill_a_module_in_place(device, tmp_path, write):
+    first, second = net(device, 1), net(device, 2)
+    path = write(first, tmp_path)
+    before = dict(second.named_parameters(remove_duplicate=False))
+    pointers = {name: p.data_ptr() for name, p in before.items()}
+    torch.accelerator.synchronize()
+    held = torch.accelerator.memory_allocated()
+    assert not load_into(second, path, staging="64KiB")
+    assert torch.accelerator.memory_allocated() == held
+    assert_same(first, second)
+    after = dict(second.named_parameters(remove_duplicate=False))
+    assert all(after[name] is parameter for name, parameter in before.items())
+    assert {name: p.data_ptr() for name, p in after.items()} == pointers
+    assert second.head.weight is second.embed.weight
+
+
+def test_a_save_of_ours_fills_the_module_that_has_its_names(device, save):
+    first, other = net(device, 1), torch.nn.Linear(3, 3).to(device)
+    saved = save({"teacher": other, "student": first})
+    second = net(device, 2)
+    assert not load_save(second, saved, strict=True, staging_bytes=1 << 16)
+    assert_same(first, second)
+    with pytest.raises(RefusedError, match="has the modules teacher, student"):
+        load_save(torch.nn.Linear(3, 4, bias=False), saved, strict=True, staging_bytes=1 << 16)
+
+
+def test_what_does_not_fit_is_refused_with_nothing_changed_or_left_out(device, tmp_path):
+    first, second = net(device, 1), net(device, 2)
+    values = values_of(first)
+    values["surplus"] = torch.ones(3)
+    del values["scale"]
+    values["inner.bias"] = torch.ones(4)
+    torch.save(values, tmp_path / "model.pt")
+    before = values_of(second)
+    with pytest.raises(RefusedError) as caught:
+        load_into(second, tmp_path / "model.pt")
+    for part in ("surplus", "scale", "inner.bias: saved shape (4,), here (65,)"):
+        assert part in str(caught.value)
+    assert all(torch.equal(v, before[n]) for n, v in values_of(second).items())
+    with pytest.warns(UserWarning, match="surplus"):
+        found = load_into(second, tmp_path / "model.pt", strict=False)
+    assert found.unexpected == ("surplus",)
+    assert found.missing == ("scale",)
+    assert torch.equal(second.inner.weight.cpu(), first.inner.weight.cpu())
+    assert torch.equal(second.inner.bias.cpu(), before["inner.bias"])
+
+
+@pytest.mark.parametrize("staging", ["4KiB", "lots", -1])
+def test_a_staging_that_is_no_ring_is_refused(tmp_path, staging):
+    with pytest.raises(InvalidArgumentError, match="staging"):
+        load_into(torch.nn.Linear(2, 2), tmp_path, staging=staging)
+
+
+def test_a_prefix_is_found_where_most_names_have_one():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    find = _load_into.find_prefix
+    assert find(model, ["0.weight", "0.bias"]) == ""
+    assert find(model, ["net.model.0.weight", "net.model.0.bias", "other.x"]) == "net.model."
+    assert find(model, ["x", "y.z"]) == ""

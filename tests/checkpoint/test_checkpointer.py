@@ -84,7 +84,7 @@ def test_a_save_takes_no_device_memory_and_the_host_waits_for_nothing(
     run = lab.run(offload=offload)
     run.step()
     torch.accelerator.synchronize()
-    with residency.Checkpointer(tmp_path) as checkpointer:
+    with residency.Checkpointer(tmp_path, spare="all") as checkpointer:
         checkpointer.prepare(run.state)
         run.step()
         before = torch.accelerator.memory_allocated()

@@ -59,10 +59,16 @@ _LAZY_NAMES = {  # name -> the module that owns it
 }
 
 
+# What a name makes use of where it is there: a checkpointer asks which states are to come.
+_WITH = {"Checkpointer": "residency._optim"}
+
+
 def __getattr__(name: str) -> Any:
     if name in _LAZY_SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name in _LAZY_NAMES:
+        if name in _WITH:
+            importlib.import_module(_WITH[name])
         value = getattr(importlib.import_module(_LAZY_NAMES[name]), name)
         globals()[name] = value  # found without this function from now on
         return value

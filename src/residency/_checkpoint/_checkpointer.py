@@ -31,7 +31,7 @@ from residency._checkpoint._restore._state import restore_state
 from residency._checkpoint._save import Save, SaveStatistics, unreported
 from residency._checkpoint._tree import describe, end_loans, optimizers_in
 from residency._errors import CorruptSaveError, InvalidArgumentError, RefusedError
-from residency._transfer import SlabArena, owner_of
+from residency._transfer import SlabArena, owner_of, states_to_come
 
 _POLICIES = ("wait", "skip", "replace")
 _RANKS_TIMEOUT_SECONDS = 600.0
@@ -127,9 +127,8 @@ class Checkpointer:
         the tenth.
 
         Args:
-            state: What ``save`` will be given. Optimizer states that do not exist yet are not
-                counted, unless the optimizer is offloaded: prepare after the first step, or the
-                first save after it allocates for them.
+            state: What ``save`` will be given. Optimizer states that do not exist yet are
+                counted as the first step will make them, where that can be foreseen.
 
         Raises:
             RefusedError: Something in the state cannot be saved, or the host has no room.
@@ -144,8 +143,11 @@ class Checkpointer:
                 replicated=description.replicated,
                 rank=self._ranks.rank_to_write,
             )
+            sizes = sizes_of(blocks.blocks)
+            for optimizer in optimizers_in(state):
+                sizes += [like.numel() * like.element_size() for like in states_to_come(optimizer)]
             for arena in self._free_arenas:
-                for region in make_room(arena, sizes_of(blocks.blocks)):
+                for region in make_room(arena, sizes):
                     arena.release(region)
         finally:
             end_loans(description.leaves.values())

@@ -24,7 +24,7 @@ def capture() -> dict[str, Any]:
         ``python``, ``numpy`` (None where it has not been imported), ``torch``, and
         ``accelerator``: None, or a dict of its ``type`` and ``state``.
     """
-    numpy: Any = sys.modules.get("numpy.random")
+    numpy: Any = sys.modules.get("numpy")
     device = _device.accelerator()
     accelerator = None
     if device is not None:
@@ -32,7 +32,7 @@ def capture() -> dict[str, Any]:
         accelerator = {"type": device.type, "state": state}
     return {
         "python": random.getstate(),
-        "numpy": None if numpy is None else numpy.get_state(),
+        "numpy": None if numpy is None else numpy.random.get_state(),
         "torch": torch.get_rng_state(),
         "accelerator": accelerator,
     }

@@ -23,6 +23,7 @@ def _examples(page: Path) -> list[str]:
 PAGES = sorted(p for p in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")] if _examples(p))
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # said of dcp on one process
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_examples_of_a_page_run(
     page: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch

@@ -19,29 +19,43 @@ from residency._errors import (
 )
 
 if TYPE_CHECKING:
+    from residency._checkpoint import Checkpointer, Retention, Save, Snapshot, snapshot
     from residency._optim import OffloadedOptimizer, offload_optimizer, onload_optimizer
+    from residency._transfer import mutating
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
     "CheckpointError",
+    "Checkpointer",
     "CorruptSaveError",
     "InvalidArgumentError",
     "OffloadedOptimizer",
     "RefusedError",
     "ResidencyError",
+    "Retention",
+    "Save",
+    "Snapshot",
     "__version__",
+    "mutating",
     "offload_optimizer",
     "onload_optimizer",
     "sim",
+    "snapshot",
     "testing",
 ]
 
 _LAZY_SUBMODULES = frozenset({"sim", "testing"})
 _LAZY_NAMES = {  # name -> the module that owns it
+    "Checkpointer": "residency._checkpoint",
     "OffloadedOptimizer": "residency._optim",
+    "Retention": "residency._checkpoint",
+    "Save": "residency._checkpoint",
+    "Snapshot": "residency._checkpoint",
+    "mutating": "residency._transfer",
     "offload_optimizer": "residency._optim",
     "onload_optimizer": "residency._optim",
+    "snapshot": "residency._checkpoint",
 }
 
 

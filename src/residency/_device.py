@@ -96,6 +96,17 @@ def synchronize(device: torch.device | None = None) -> None:
         torch.accelerator.synchronize(device)
 
 
+def rng_state(device: torch.device) -> Tensor:
+    """Returns the state of the device's generator, bytes on the host; waits for nothing."""
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def set_rng_state(state: Tensor, device: torch.device) -> None:
+    """Puts the device's generator into a state that ``rng_state`` returned."""
+    torch.get_device_module(device).set_rng_state(state, device)
+
+
 def limit_memory(num_bytes: int, device: torch.device) -> bool:
     """Makes torch's allocator on a CUDA device refuse to hold more than ``num_bytes``.
 

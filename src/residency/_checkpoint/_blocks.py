@@ -7,7 +7,7 @@ are described as views of it. Invariant: the blocks of a save do not overlap.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ STORED_DTYPES: dict[torch.dtype, str] = {
     torch.uint64: "U64",
     torch.complex64: "C64",
 }
+_MAX_ITEMSIZE = torch.complex128.itemsize
 _SUFFIX_OF_SPAN = ".__storage__"
 
 
@@ -90,14 +91,15 @@ class _Placed(NamedTuple):
 
 
 def make_blocks(
-    leaves: Mapping[str, Leaf], *, writer_of: Mapping[str, int] | None = None, rank: int = 0
+    leaves: Mapping[str, Leaf], *, replicated: Collection[str] = (), rank: int | None = None
 ) -> Blocks:
     """Finds the spans that hold the bytes of all leaves.
 
     Args:
         leaves: The tensors by name.
-        writer_of: For what several ranks have, the rank that writes it.
-        rank: This process's.
+        replicated: Names of what every rank has, which rank 0 writes.
+        rank: This process's, where each tensor that several ranks have is wanted of one alone;
+            None takes all that is here.
 
     Raises:
         RefusedError: A tensor has no plain layout, or is a partial sum.
@@ -109,7 +111,11 @@ def make_blocks(
         local = local_of(leaf.value).detach() if leaf.lent is None else leaf.lent.tensor
         check_plain_layout(leaf, local)
         note = _shard_note(leaf, local)
-        writer = _first_replica(leaf.value) if note else (writer_of or {}).get(leaf.name, rank)
+        writer = rank
+        if rank is not None and note:
+            writer = _first_replica(leaf.value)
+        elif rank is not None and leaf.name in replicated:
+            writer = 0
         if writer != rank:
             note["of_rank"] = writer
         if note:
@@ -150,6 +156,8 @@ def _clusters(placed: list[_Placed]) -> list[list[_Placed]]:
 
 def _block_of(cluster: list[_Placed], special: dict[str, Any]) -> Block:
     first = cluster[0].first
+    if len({each.local.dtype for each in cluster}) > 1:
+        first = first // _MAX_ITEMSIZE * _MAX_ITEMSIZE  # each lies at a multiple of its itemsize
     last = max(each.last for each in cluster)
     span = _bytes_of(cluster[0].local, first, last)
     is_early = any(each.leaf.is_early for each in cluster)
@@ -210,12 +218,8 @@ def _in_order(layout: Layout) -> Layout:
 
 
 def _bytes_of(tensor: Tensor, first: int, last: int) -> Tensor:
-    itemsize = tensor.element_size()
-    if tensor.numel() == 0:
-        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    # A storage may be longer than a whole number of elements, a span never is.
-    flat = tensor.as_strided(((last - first) // itemsize,), (1,), first // itemsize)
-    return flat.view(torch.uint8)
+    span = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return span.set_(tensor.untyped_storage(), first, (last - first,), (1,)) if last else span
 
 
 def _record(leaf: Leaf, layout: Layout, special: dict[str, Any]) -> Record:

@@ -13,7 +13,7 @@ their writers wait at the gate, which knows for each storage the event after its
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from residency import _device
 from residency._checkpoint._blocks import Block, Blocks, Layout, make_blocks
 from residency._checkpoint._sums import Sums
 from residency._checkpoint._tree import Description, describe, end_loans
-from residency._errors import CheckpointError
+from residency._errors import CheckpointError, InvalidArgumentError
 from residency._transfer import (
     Gate,
     Lanes,
@@ -36,6 +36,8 @@ from residency._transfer import (
 from residency._units import parse_bytes
 
 _GROUP_BYTES = parse_bytes("64MiB")
+_PAGE = parse_bytes("4KiB")
+_LONG = parse_bytes("64KiB")
 
 
 class Group:
@@ -102,6 +104,18 @@ class Held:
             )
         return self.host
 
+    def is_done(self) -> bool:
+        """Says whether the bytes are final, without a wait."""
+        events = [self.group.event, self.block.lent.written if self.block.lent else None]
+        return all(event is None or event.query() for event in events)
+
+    def keep(self, final: Tensor) -> Tensor:
+        """Hands the final bytes over for good: the tensor that it returns keeps the memory."""
+        self._is_released = True
+        if self._region is None:
+            return final
+        return self._arena.tensor(self._region, torch.uint8, [self.block.num_bytes], [1])
+
     def stored(self) -> memoryview:
         """Returns the final bytes in the order in which they are stored."""
         final = self.final()
@@ -152,8 +166,7 @@ def capture(
     arena: SlabArena,
     keep: bool = False,
     verify: bool = False,
-    writer_of: Mapping[str, int] | None = None,
-    rank: int = 0,
+    rank: int | None = None,
 ) -> Capture:
     """Begins to copy a state tree; returns when all copies are queued.
 
@@ -162,9 +175,8 @@ def capture(
         arena: Where the bytes go, page-locked for copies that do not block the host.
         keep: Whether what is lent may be kept for good.
         verify: Whether to compare sums over all bytes before and after the copies.
-        writer_of: See ``make_blocks``; None lets rank 0 write what a
-            ``DistributedDataParallel`` module makes equal everywhere.
-        rank: This process's.
+        rank: This process's, where each tensor that several ranks have is wanted of one alone;
+            None takes all that is here.
 
     Raises:
         RefusedError: Something in the tree cannot be saved, or the host has no room. Nothing is
@@ -177,13 +189,12 @@ def capture(
     description = describe(tree, keep=keep)
     held: list[Held] = []
     try:
-        if writer_of is None:
-            writer_of = dict.fromkeys(description.replicated, 0)
-        blocks = make_blocks(description.leaves, writer_of=writer_of, rank=rank)
+        blocks = make_blocks(description.leaves, replicated=description.replicated, rank=rank)
         taken = {id(block.lent) for block in blocks.blocks}
         end_loans(leaf for leaf in description.leaves.values() if id(leaf.lent) not in taken)
+        regions = iter(make_room(arena, sizes_of(blocks.blocks)))
         for block in blocks.blocks:
-            held.append(_room_for(block, arena))
+            held.append(Held(block, arena, None if block.lent is not None else next(regions)))
         _copy(held, verify=verify)
     except BaseException:
         for each in held:
@@ -193,9 +204,33 @@ def capture(
     return Capture(description, blocks, held)
 
 
-def _room_for(block: Block, arena: SlabArena) -> Held:
-    is_lent = block.lent is not None
-    return Held(block, arena, None if is_lent else arena.allocate(block.num_bytes))
+def sizes_of(blocks: Iterable[Block]) -> list[int]:
+    """Returns the bytes of each block that is copied, for ``SlabArena.reserve``."""
+    return [block.num_bytes for block in blocks if block.lent is None]
+
+
+def make_room(arena: SlabArena, sizes: Sequence[int]) -> list[Region]:
+    """Takes ranges of these sizes, allocating just what they need where there is no room.
+
+    Long ones begin at pages of a slab, from where the disk takes them without a copy.
+    """
+    rounded = [-(-n // _PAGE) * _PAGE if n >= _LONG else n for n in sizes]
+    order = sorted(range(len(rounded)), key=lambda index: rounded[index] % _PAGE != 0)
+    for is_second in (False, True):
+        if is_second:
+            arena.free_all()
+            arena.reserve([rounded[index] for index in order])
+        regions: dict[int, Region] = {}
+        for index in order:
+            region = arena.find_room(rounded[index])
+            if region is None:
+                break
+            regions[index] = region
+        else:
+            return [regions[index] for index in range(len(sizes))]
+        for region in regions.values():
+            arena.release(region)
+    raise AssertionError("a slab has no room for what it was made for")
 
 
 def _copy(held: Sequence[Held], *, verify: bool) -> None:
@@ -273,3 +308,14 @@ def _memory_of(data: Tensor) -> memoryview:
     buffer = (ctypes.c_char * size).from_address(data.data_ptr())
     buffer.tensor = data  # type: ignore[attr-defined]  # the buffer owns what it points to
     return memoryview(buffer).cast("B")
+
+
+def check_verify(verify: str) -> bool:
+    """Returns whether sums are compared.
+
+    Raises:
+        InvalidArgumentError: It is neither of the two words.
+    """
+    if verify not in ("gate", "full"):
+        raise InvalidArgumentError(f"verify is {verify!r}; expected 'gate' or 'full'.")
+    return verify == "full"

@@ -28,8 +28,7 @@ def capture() -> dict[str, Any]:
     device = _device.accelerator()
     accelerator = None
     if device is not None:
-        state = torch.get_device_module(device).get_rng_state(device)
-        accelerator = {"type": device.type, "state": state}
+        accelerator = {"type": device.type, "state": _device.rng_state(device)}
     return {
         "python": random.getstate(),
         "numpy": None if numpy is None else numpy.random.get_state(),
@@ -61,7 +60,7 @@ def restore(values: Mapping[str, Any]) -> None:
             stacklevel=2,
         )
         return
-    torch.get_device_module(device).set_rng_state(saved["state"], device)
+    _device.set_rng_state(saved["state"], device)
 
 
 def _as_tuples(state: Any) -> Any:

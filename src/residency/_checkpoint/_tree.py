@@ -114,6 +114,18 @@ def parameter_names(tree: Any) -> dict[Tensor, str]:
     }
 
 
+def optimizers_in(tree: Any) -> Iterator[Optimizer]:
+    """Yields the optimizers of a tree, those inside of accelerate's wrappers."""
+    if isinstance(tree, Optimizer):
+        yield plain_optimizer(tree)
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from optimizers_in(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from optimizers_in(value)
+
+
 def _modules_in(tree: Any, path: str) -> Iterator[tuple[str, nn.Module]]:
     if isinstance(tree, nn.Module):
         yield path, tree
@@ -156,7 +168,7 @@ class _Walk:
         module = plain_module(module)
         parameters = set(module.parameters())
         storages = {p.detach().untyped_storage()._cdata for p in parameters if not is_sharded(p)}
-        keys, extra = [], {}
+        keys, names, extra = [], [], {}
         for raw, value in module.state_dict(keep_vars=True).items():
             name = clean_name(raw)
             full = joined(path, name)
@@ -169,11 +181,12 @@ class _Walk:
             )
             self.encoder.tensor(full, value, is_early=not is_own)
             keys.append(name)
+            names.append(full)
             if is_replicated:
                 self.replicated.add(full)
         if is_replicated:
             self._replicated_parameters |= parameters
-        return {"$": "module", "keys": keys, "extra": extra}
+        return {"$": "module", "keys": keys, "names": names, "extra": extra}
 
     def _optimizer(self, path: str, optimizer: Optimizer) -> Node:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -19,7 +19,7 @@ from residency._optim._placement import follow_parameters
 from residency._optim._receive import receive_state
 from residency._optim._shadow import PRIVATE
 from residency._optim._state import ParameterState
-from residency._transfer import Incoming, Lent, Reception, align_up, register_owner
+from residency._transfer import Incoming, Lent, Reception, register_owner
 
 
 class OffloadOwner:
@@ -48,7 +48,8 @@ class OffloadOwner:
             return
         sizes = [home.num_bytes for s in dict.values(optimizer.state) for home in _homes_of(s)]
         sizes += [h.num_bytes for made in homes.reserved.values() for h in made.values()]
-        homes.spare_bytes = sum(map(align_up, sizes)) if num_bytes is None else num_bytes
+        if num_bytes is not None:
+            homes.spare_bytes = num_bytes
         homes.make_spare(sizes)
 
     def receive(

@@ -1,8 +1,8 @@
 """Host memory that is lent to a save: until it is given back, nobody writes into it.
 
 An optimizer whose state lives on the host lends a save the very tensors instead of copies. Whoever
-would write into one, the next step first of all, asks here and writes elsewhere, or waits.
-Invariant: a loan ends on whatever thread the save runs, exactly once.
+would write into one, the next step first of all, asks here and writes elsewhere, or waits. A loan
+ends on whatever thread, and at the latest with the memory itself.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ class Lending:
             tensor: Host memory.
             keep: Whether the loan may last for good, so that nobody must wait for its end.
         """
+        key = tensor.data_ptr()
+        if not key:  # it has no bytes
+            return
         with self._returned:
-            key = tensor.data_ptr()
             self._loans[key] = self._loans.get(key, 0) + 1
             if keep:
                 self._kept.add(key)
@@ -40,14 +42,23 @@ class Lending:
     def give_back(self, tensor: Tensor) -> None:
         """Ends a loan; may be called from any thread."""
         with self._returned:
-            key = tensor.data_ptr()
-            left = self._loans[key] - 1
-            if left:
-                self._loans[key] = left
+            left = self._loans.get(tensor.data_ptr(), 0) - 1
+            if left > 0:
+                self._loans[tensor.data_ptr()] = left
             else:
-                del self._loans[key]
-                self._kept.discard(key)
+                self._forget(tensor.data_ptr())
             self._returned.notify_all()
+
+    def end_at(self, address: int) -> None:
+        """Ends all loans of memory that is in use no more; may be called from a finalizer."""
+        if address in self._loans:
+            with self._returned:
+                self._forget(address)
+                self._returned.notify_all()
+
+    def _forget(self, address: int) -> None:
+        self._loans.pop(address, None)
+        self._kept.discard(address)
 
     def is_lent(self, tensor: Tensor) -> bool:
         """Says whether somebody reads the tensor's storage."""

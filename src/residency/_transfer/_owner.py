@@ -95,8 +95,8 @@ class StateOwner(Protocol):
 
         Args:
             optimizer: One that is on the host.
-            num_bytes: The most bytes beside the homes; a step that needs more waits. None is as
-                much as the state itself.
+            num_bytes: The most bytes beside the homes, of which no more are allocated than the
+                state has; a step that needs more waits. None leaves what was set before.
 
         Raises:
             RefusedError: The host has no room.

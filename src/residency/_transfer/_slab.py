@@ -22,10 +22,12 @@ from torch import Tensor
 from residency import _device
 from residency._errors import RefusedError
 from residency._transfer._host_memory import available_host_bytes
+from residency._transfer._lending import lending
 from residency._units import MIB, format_bytes, parse_bytes
 
 # The caching allocator's own granularity: an entry lies in a slot as it would lie in an allocation.
 ALIGNMENT = 512
+_PAGE = parse_bytes("4KiB")
 _SMALLEST_RESERVED_SLAB = parse_bytes("64KiB")
 _LARGEST_UNANNOUNCED_SLAB = 64 * MIB
 # Large, because the gap at a slab's end may be as large as an entry.
@@ -45,6 +47,12 @@ def _power_of_two_at_most(num_bytes: int) -> int:
     return 1 << (num_bytes.bit_length() - 1)
 
 
+def _allocate_pages(num_bytes: int) -> Tensor:
+    """Allocates host bytes that begin at a page, as page-locked memory does."""
+    data = torch.empty(num_bytes + _PAGE, dtype=torch.uint8, device="cpu")
+    return data.narrow(0, -data.data_ptr() % _PAGE, num_bytes)
+
+
 class Slab:
     """Is one host allocation, page-locked unless that was not wanted.
 
@@ -57,11 +65,7 @@ class Slab:
     __slots__ = ("_free", "data")
 
     def __init__(self, num_bytes: int, *, pin: bool = True) -> None:
-        self.data = (
-            _device.allocate_pinned(num_bytes)
-            if pin
-            else torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-        )
+        self.data = _device.allocate_pinned(num_bytes) if pin else _allocate_pages(num_bytes)
         self._free = [(0, num_bytes)]
 
     @property
@@ -183,6 +187,7 @@ class SlabArena:
 
     def release(self, region: Region) -> None:
         """Gives a range back; may be called from any thread and from a finalizer."""
+        lending.end_at(region.slab.data.data_ptr() + region.offset)
         self._returned.append(region)
 
     def tensor(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from residency._transfer._gate import gates
 from residency._transfer._lending import lending
@@ -59,7 +60,7 @@ def mutating(*tensors: Tensor) -> Iterator[None]:
 @functools.cache
 def watch_optimizers() -> None:
     """Makes the steps of all optimizers pass the gate, from the first call on."""
-    torch.optim.optimizer.register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(

@@ -1,4 +1,8 @@
-"""The trap that tests of pickles set."""
+"""The trap that tests of pickles set.
+
+The tests of this folder need no device, and none of them runs a backward pass: torch's autograd
+counts the devices at the first one, and tests after these enable the simulated one.
+"""
 
 from __future__ import annotations
 

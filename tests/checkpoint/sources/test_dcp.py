@@ -35,7 +35,9 @@ def state() -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model(torch.randn(2, 3, 5, 5)).sum().backward()
+    model(torch.randn(2, 3, 5, 5))  # changes the statistics
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     return {
         "model": dict(model.state_dict()),
@@ -185,7 +187,7 @@ FAULTS: dict[str, tuple[Callable[[Metadata], object], type[Exception], str]] = {
         "makes no sense",
     ),
     "no entries": (
-        lambda found: vars(found).pop("state_dict_metadata"),
+        lambda found: vars(found).update(state_dict_metadata=None),
         CorruptSaveError,
         "makes no sense",
     ),

@@ -38,7 +38,9 @@ def training_state() -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model(torch.randn(5, 3)).sum().backward()
+    model(torch.randn(5, 3))  # changes the statistics
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     return {
         "model": model.state_dict(),

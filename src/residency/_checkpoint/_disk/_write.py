@@ -1,4 +1,4 @@
-"""Writes one rank's files: two threads take chunk after chunk of all files in order, wait for the
+"""Writes one rank's files: a few threads take chunk after chunk of all files in order, wait for the
 bytes of that chunk only, sum them and write them.
 
 The chunks of a file are independent: what comes later never delays what is at hand. O_DIRECT is
@@ -6,7 +6,7 @@ used where the file system takes it; that it does not may show when the file is 
 it is written, and the file then goes on without. Bytes that lie at a page go to the disk from where
 they are, others through a buffer of one chunk that each thread has.
 
-Memory: 2 x (chunk + 4 KiB) on the host for buffers, plus the files' headers.
+Memory: 3 x (chunk + 4 KiB) on the host for buffers, plus the files' headers.
 """
 
 from __future__ import annotations
@@ -36,15 +36,28 @@ from residency._checkpoint._disk._system import (
 from residency._errors import CheckpointError
 from residency._units import MIB
 
-__all__ = ["CHUNK_BYTES", "FilePlan", "Part", "write_files"]
+__all__ = ["CHUNK_BYTES", "FilePlan", "Part", "Written", "write_files"]
 
 CHUNK_BYTES = 4 * MIB
-NUM_THREADS = 2  # a third one writes no faster, and takes a core from the training
+NUM_THREADS = 3  # two keep a disk busy, while one sums
 
 _MAX_BUFFERS = 64  # of one call; far below what any system allows
 _MIN_FOREIGN_COPY_BYTES = 65536  # a shorter copy is quicker than letting other threads run
 
 _logger = logging.getLogger("residency")
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Says what was written.
+
+    Attributes:
+        files: What is to be known of each file, by its name.
+        is_direct: Whether all bytes went past the page cache.
+    """
+
+    files: dict[str, FileRecord]
+    is_direct: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +116,11 @@ class _File:
         sources: list[tuple[Lease | None, int]] = [(None, len(self.header))]
         sources += [(lease, lease.record.num_bytes) for lease in self._leases]
         position, pieces, room = 0, list[_Piece](), size
-        for lease, num_bytes in sources:
+        for source, num_bytes in sources:
             done = 0
             while done < num_bytes:
                 taken = min(room, num_bytes - done)
-                pieces.append(_Piece(lease, done, taken))
+                pieces.append(_Piece(source, done, taken))
                 done, room = done + taken, room - taken
                 if room == 0:
                     yield self._chunk(position, pieces)
@@ -186,7 +199,7 @@ def write_files(
     on_bytes: Callable[[int], None] | None = None,
     direct: bool = True,
     chunk_bytes: int = CHUNK_BYTES,
-) -> dict[str, FileRecord]:
+) -> Written:
     """Writes files and returns what is to be known of each, once all of them are on the disk.
 
     Args:
@@ -212,7 +225,10 @@ def write_files(
     finally:
         for image in images:
             image.abandon()
-    return {image.path.name: image.record() for image in images}
+    return Written(
+        {image.path.name: image.record() for image in images},
+        is_direct=all(image.is_direct for image in images),
+    )
 
 
 class _Crew:

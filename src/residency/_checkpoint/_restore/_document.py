@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from residency._checkpoint._decode import decode, kind_of, tensor_names
 from residency._checkpoint._encode import joined
-from residency._checkpoint._restore._decode import decode, kind_of, tensor_names
 from residency._checkpoint._restore._modules import (
     extra_state_names,
     plan_module,

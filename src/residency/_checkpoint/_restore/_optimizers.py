@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from residency._checkpoint._restore._decode import decode, kind_of, tensor_names
+from residency._checkpoint._decode import decode, kind_of, tensor_names
 from residency._checkpoint._restore._plan import Plan
 from residency._checkpoint._restore._waiting import receive_plain
 from residency._transfer import Incoming, Reception, owner_of

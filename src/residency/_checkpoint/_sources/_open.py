@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from residency._checkpoint._sources import _dcp, _safetensors, _torch_save
+from residency._checkpoint._disk._manifest import MANIFEST
+from residency._checkpoint._sources import _dcp, _own, _safetensors, _torch_save
 from residency._checkpoint._sources._stored import Source
 from residency._errors import CorruptSaveError, RefusedError
 
@@ -41,6 +42,8 @@ def open_source(path: str | os.PathLike[str]) -> Source:
         raise RefusedError(f"{path} is neither a file nor a directory. Expected is {KNOWN}.")
     if path.name.endswith(_safetensors.INDEX_SUFFIX):
         return _safetensors.open_index(path)
+    if path.name == MANIFEST:
+        return _own.open_save(path.parent)
     if path.name == _dcp.METADATA:
         return _dcp.open_directory(path.parent)
     with path.open("rb") as stream:
@@ -57,6 +60,8 @@ def open_source(path: str | os.PathLike[str]) -> Source:
 
 
 def _open_directory(path: Path) -> Source:
+    if (save := _own.newest_save(path)) is not None:
+        return _own.open_save(save)
     if (path / _dcp.METADATA).is_file():
         return _dcp.open_directory(path)
     files = sorted(file for file in path.iterdir() if file.is_file())

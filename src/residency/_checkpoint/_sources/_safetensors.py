@@ -1,21 +1,21 @@
 """Safetensors: one file, or a directory of files with or without an index.
 
-A header is trusted in nothing: what it says is checked against the file's size, its own shapes and
-its neighbours, as the format demands (no holes, no overlaps, nothing behind the last tensor).
-Shards are recognised by the offsets that torch's `HuggingFaceStorageWriter` puts into headers.
+Headers are parsed as strictly as those of our own saves. Shards are recognised by the offsets that
+torch's `HuggingFaceStorageWriter` puts into them.
 """
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
+from residency._checkpoint._blocks import STORED_DTYPES
+from residency._checkpoint._disk._header import header_length, parse_header
+from residency._checkpoint._disk._manifest import Record, parse_json
 from residency._checkpoint._sources._stored import (
     Source,
     Stored,
@@ -25,36 +25,17 @@ from residency._checkpoint._sources._stored import (
 )
 from residency._errors import CorruptSaveError, RefusedError
 
-MAX_HEADER_BYTES = 100_000_000  # what the reference implementation takes at the most
-SHARDS_KEY = "DCP_SHARDING_INFO"
 INDEX_SUFFIX = ".safetensors.index.json"
 SUFFIX = ".safetensors"
 
-# Name in a header -> name in torch, and elements of the header per element of torch.
-_TORCH_NAMES = {
-    "BF16": "bfloat16",
-    "BOOL": "bool",
-    "C64": "complex64",
-    "F16": "float16",
-    "F32": "float32",
-    "F64": "float64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    "I16": "int16",
-    "I32": "int32",
-    "I64": "int64",
-    "I8": "int8",
-    "U16": "uint16",
-    "U32": "uint32",
-    "U64": "uint64",
-    "U8": "uint8",
+_HALF_BYTES = "F4"  # two of the format's elements are one of torch's float4_e2m1fn_x2
+# By its name in a header; more than a save of this library stores as such.
+DTYPES = {name: dtype for dtype, name in STORED_DTYPES.items()} | {
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    _HALF_BYTES: torch.float4_e2m1fn_x2,
 }
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, t) for name, t in _TORCH_NAMES.items()}
-_HALF_BYTES = "F4"  # torch's float4_e2m1fn_x2 has two of its elements in one
-_WITHOUT_TORCH = {"F6_E2M3", "F6_E3M2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,41 +118,34 @@ def read_header(path: Path) -> _Header:
     num_bytes = path.stat().st_size
     with path.open("rb") as stream:
         prefix = stream.read(8)
-        header_bytes = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or header_bytes > min(MAX_HEADER_BYTES, num_bytes - 8):
-            _corrupt(
-                path, f"has {num_bytes} bytes and says that {header_bytes} of them are its header"
-            )
-        text = stream.read(header_bytes)
-    try:
-        header = json.loads(text, object_pairs_hook=_without_repetition)
-        metadata = header.pop("__metadata__", None) or {}
-        if not isinstance(metadata, dict):
-            raise TypeError(f"its metadata is {metadata!r}")
-        shards = json.loads(metadata[SHARDS_KEY]) if SHARDS_KEY in metadata else None
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptSaveError(
-            f"{path} has a header that is none of safetensors: {error}.", file=path.name
-        ) from error
-    data_start = 8 + header_bytes
+        header = prefix + stream.read(header_length(prefix, num_bytes, file=path.name) - 8)
     entries = {}
-    end = 0
-    for name, spans in sorted(header.items(), key=lambda item: _begin(path, *item)):
-        entries[name], begin, next_end = _entry(path, name, spans, shards, data_start)
-        if begin != end:
-            _corrupt(
-                path, f"has {name!r} at {begin}, and what is before it ends at {end}", name, begin
-            )
-        end = next_end
-        if data_start + end > num_bytes:
-            found = (
-                f"ends at byte {num_bytes}, inside of {name!r}, which goes to {data_start + end}"
-            )
-            _corrupt(path, found, name, num_bytes)
-    if data_start + end != num_bytes:
-        behind = num_bytes - data_start - end
-        _corrupt(path, f"has {behind} bytes behind its last tensor", offset=data_start + end)
-    return _Header(path, entries, shards is not None)
+    has_shards = False
+    for entry in parse_header(header, num_bytes, file=path.name):
+        record = entry.record
+        has_shards = has_shards or record.offsets is not None
+        entries[record.name] = stored_at(path, record, entry.start)
+    return _Header(path, entries, has_shards)
+
+
+def stored_at(path: Path, record: Record, start: int) -> Stored:
+    """Describes what a record says is in a file, as a whole tensor or a shard of that shape.
+
+    Raises:
+        CorruptSaveError: The record contradicts itself.
+        RefusedError: It has a dtype that torch lacks.
+    """
+    dtype, shape = DTYPES.get(record.dtype), record.shape
+    if dtype is None:
+        raise RefusedError(
+            f"{record.name!r} in {path} is {record.dtype}, for which torch has no dtype."
+        )
+    if record.dtype == _HALF_BYTES:
+        if not shape or shape[-1] % 2:
+            _corrupt(path, f"has {record.name!r} with half a byte in a row: {shape}", record.name)
+        shape = (*shape[:-1], shape[-1] // 2)
+    offsets = record.offsets or (0,) * len(shape)
+    return Stored(record.name, dtype, shape, shape, offsets, path, start, record.num_bytes)
 
 
 def member(folder: Path, name: object, said_by: Path) -> Path:
@@ -219,68 +193,9 @@ def _together(path: Path, name: str, shards: Sequence[Stored]) -> list[Stored]:
     return shards
 
 
-def _entry(
-    path: Path, name: str, entry: Any, shards: Any, data_start: int
-) -> tuple[Stored, int, int]:
-    """Returns what a header says of one tensor, with where its bytes begin and end in the data."""
-    dtype_name, shape = entry.get("dtype"), _sizes(entry.get("shape"))
-    begin, end = entry["data_offsets"]
-    if shape is None:
-        _corrupt(path, f"has the shape {entry.get('shape')!r} for {name!r}", name)
-    dtype = _dtype(path, name, dtype_name)
-    if dtype_name == _HALF_BYTES:
-        if not shape or shape[-1] % 2:
-            _corrupt(path, f"has {name!r} with an odd number of half bytes in a row: {shape}", name)
-        shape = (*shape[:-1], shape[-1] // 2)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if end - begin != num_bytes:
-        problem = (
-            f"gives {name!r} {end - begin} bytes, where {dtype} of shape {shape} has {num_bytes}"
-        )
-        _corrupt(path, problem, name, data_start + begin)
-    offsets = (0,) * len(shape)
-    if shards is not None:
-        said = shards.get(name) if isinstance(shards, dict) else None
-        found = _sizes(said.get("saved_offsets")) if isinstance(said, dict) else None
-        if found is None or len(found) != len(shape):
-            _corrupt(path, f"has {said!r} for the offsets of {name!r}", name)
-        offsets = found
-    stored = Stored(name, dtype, shape, shape, offsets, path, data_start + begin, num_bytes)
-    return stored, begin, end
-
-
-def _begin(path: Path, name: str, entry: Any) -> tuple[int, int]:
-    """Returns the data offsets of an entry, to sort by."""
-    found = _sizes(entry.get("data_offsets")) if isinstance(entry, dict) else None
-    if found is None or len(found) != 2 or found[0] > found[1]:
-        _corrupt(path, f"says of {name!r} {entry!r}", name)
-    return found[0], found[1]
-
-
-def _sizes(value: Any) -> tuple[int, ...] | None:
-    """Returns a list of natural numbers as a tuple, and None for anything else."""
-    if isinstance(value, list) and all(type(size) is int and size >= 0 for size in value):
-        return tuple(value)
-    return None
-
-
-def _dtype(path: Path, name: str, dtype_name: Any) -> torch.dtype:
-    if dtype_name == _HALF_BYTES:
-        return torch.float4_e2m1fn_x2
-    if dtype_name in _WITHOUT_TORCH:
-        raise RefusedError(f"{name!r} in {path} is {dtype_name}, for which torch has no dtype.")
-    if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
-        _corrupt(
-            path, f"says that {name!r} is {dtype_name!r}, which is no dtype of the format", name
-        )
-    return DTYPES[dtype_name]
-
-
 def _weight_map(path: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(path.read_bytes(), object_pairs_hook=_without_repetition)[
-            "weight_map"
-        ]
+        weight_map = parse_json(path.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CorruptSaveError(
             f"{path} is no index of safetensors files: {error!r}.", file=path.name
@@ -290,15 +205,6 @@ def _weight_map(path: Path) -> dict[str, str]:
     for name in weight_map.values():
         member(path.parent, name, path)
     return weight_map
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries = dict(pairs)
-    if len(entries) != len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{repeated!r} stands there twice")
-    return entries
 
 
 def _corrupt(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from residency._checkpoint._disk._manifest import FileRecord
 from residency._errors import CorruptSaveError, RefusedError
 
 
@@ -79,6 +80,7 @@ class Source:
         values: The saved structure, with a `TensorName` for each tensor; a flat dict by name
             where the format keeps no structure.
         documents: The documents of the ranks, of a save that this library wrote; else empty.
+        files: The sizes and checksums of its files, of a save that this library wrote.
     """
 
     path: Path
@@ -86,10 +88,11 @@ class Source:
     tensors: Mapping[str, Sequence[Stored]]
     values: Any
     documents: Sequence[dict[str, Any]] = field(default=())
+    files: Mapping[Path, FileRecord] = field(default_factory=dict)
 
     def close(self) -> None:
         """Lets go of mapped files. The source is empty afterwards."""
-        self.tensors, self.values, self.documents = {}, {}, ()
+        self.tensors, self.values, self.documents, self.files = {}, {}, (), {}
 
     def __enter__(self) -> Source:
         return self

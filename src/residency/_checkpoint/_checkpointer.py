@@ -1,0 +1,585 @@
+"""Saves a training state again and again, and restores the newest whole one.
+
+``save`` takes the bytes (``_capture``) and hands them to one thread, which writes and publishes
+them (``_disk``) in the order of the calls. Invariant: a save is published whole or not at all, and
+every failure is told exactly once, where it cannot be missed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import re
+import secrets
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from residency import _device
+from residency._checkpoint import _rng
+from residency._checkpoint._blocks import make_blocks
+from residency._checkpoint._capture import Capture, capture, check_verify, make_room, sizes_of
+from residency._checkpoint._disk._layout import step_name
+from residency._checkpoint._disk._manifest import file_name
+from residency._checkpoint._disk._parts import FilePlan, Part
+from residency._checkpoint._disk._publish import CheckpointDirectory, Retention, SaveRequest
+from residency._checkpoint._progress import follow, progress_bar
+from residency._checkpoint._restore._state import restore_state
+from residency._checkpoint._save import Save, SaveStatistics, unreported
+from residency._checkpoint._tree import describe, end_loans, optimizers_in
+from residency._errors import CorruptSaveError, InvalidArgumentError, RefusedError
+from residency._transfer import SlabArena, owner_of
+from residency._units import parse_bytes
+
+_POLICIES = ("wait", "skip", "replace")
+_RNG = "rng"
+_RANKS_TIMEOUT_SECONDS = 600.0
+
+_logger = logging.getLogger("residency")
+
+
+class Checkpointer:
+    """Saves a training state into a directory, beside training, and restores it.
+
+    A context manager; works without an accelerator too. In a job of several ranks, every rank makes
+    one, at the same place of its program, and calls the same methods; the directory is on a file
+    system that all of them share.
+
+    Args:
+        directory: Where the saves are; made at the first save.
+        keep: How many of the newest saves stay, or a ``Retention`` that also keeps the best by a
+            metric; None keeps all. Older ones go only when a newer one is published.
+        max_in_flight: Saves that may be under way at once; each takes host memory of its own.
+        policy: What ``save`` does when that many are: ``"wait"`` for the oldest, ``"skip"`` this
+            one, or ``"replace"`` the newest one that is not yet being written (of several ranks,
+            only ``"wait"``, which decides the same on all).
+        verify: ``"full"`` compares sums over all bytes on the device before and after they are
+            copied, and fails a save that somebody wrote into; ``"gate"`` trusts that all writers
+            pass the gate or use ``residency.mutating``.
+        spare: Host bytes that the steps of an offloaded optimizer may take while a save still reads
+            its state; a step that needs more waits for the disk. None is two buckets; ``"all"`` a
+            full second set, with which no step ever waits.
+
+    Raises:
+        InvalidArgumentError: An argument means nothing.
+
+    Memory:
+        Device: none; with ``verify="full"``, 8 bytes per 16 KiB and up to 32 KiB for each tensor,
+        during the copies. Pinned host memory, kept until ``close``: for each save in flight, the
+        bytes of the state but for what offloaded optimizers lend, of overlapping tensors their
+        common span once, each rounded up to 512 (to 4096 above 64 KiB), plus what is left at the
+        end of a power of two; and ``spare``. Host: two chunks of 4 MiB to write from.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int | Retention | None = None,
+        max_in_flight: int = 1,
+        policy: str = "wait",
+        verify: str = "gate",
+        spare: int | str | None = None,
+    ) -> None:
+        self._retention = _retention(keep)
+        _check_count("max_in_flight", max_in_flight)
+        if policy not in _POLICIES:
+            raise InvalidArgumentError(f"policy is {policy!r}; expected one of {_POLICIES}.")
+        self._is_verified = check_verify(verify)
+        self._spare_bytes = _spare_bytes(spare)
+        self._policy = policy
+        self._ranks = _Ranks()
+        if self._ranks.world_size > 1 and policy != "wait":
+            raise InvalidArgumentError(
+                f"policy is {policy!r} in a job of {self._ranks.world_size} ranks, which would "
+                "decide each for itself; expected 'wait'."
+            )
+        self._directory = CheckpointDirectory(Path(directory))
+        self._arenas = [
+            SlabArena(pin=_device.is_pinning_available(), keep=True) for _ in range(max_in_flight)
+        ]
+        self._free_arenas = list(self._arenas)
+        self._on_their_way: list[_Job] = []
+        self._writer: ThreadPoolExecutor | None = None
+        self._num_saves = 0
+        self._is_closed = False
+        self._is_locked = False
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"A save had failed, too: {failure}")
+
+    def prepare(self, state: Any) -> None:
+        """Allocates and pins now what saves of this state take, so that the first is as quick as
+        the tenth.
+
+        Args:
+            state: What ``save`` will be given. Optimizer states that do not exist yet are not
+                counted, unless the optimizer is offloaded: prepare after the first step, or the
+                first save after it allocates for them.
+
+        Raises:
+            RefusedError: Something in the state cannot be saved, or the host has no room.
+        """
+        self._use_directory()
+        description = describe(self._with_rng(state, True))
+        try:
+            for optimizer in optimizers_in(state):
+                self._set_spare(optimizer)
+            blocks = make_blocks(
+                description.leaves,
+                replicated=description.replicated,
+                rank=self._ranks.rank_to_write,
+            )
+            for arena in self._free_arenas:
+                for region in make_room(arena, sizes_of(blocks.blocks)):
+                    arena.release(region)
+        finally:
+            end_loans(description.leaves.values())
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        rng: bool = True,
+        progress: bool = False,
+    ) -> Save:
+        """Saves a state as it is now; returns when its bytes are copied or on their way.
+
+        Training may go on at once; see ``residency.snapshot`` for what waits for what.
+
+        Args:
+            step: The number of the save; one that exists is replaced when this one is whole.
+            state: Modules, optimizers, LR schedulers, ``GradScaler``, whatever has ``state_dict``
+                and ``load_state_dict``, tensors, arrays, plain values, and containers of all these,
+                by name. Host tensors and Python values are copied in the call.
+            metrics: Figures that a ``Retention`` may choose by.
+            rng: Whether the random number generators are saved, too.
+            progress: Whether to wait until the save is published, behind a progress bar.
+
+        Returns:
+            The save on its way.
+
+        Raises:
+            InvalidArgumentError: An argument means nothing.
+            RefusedError: Something in the state cannot be saved, another process writes into the
+                directory, it cannot be written to, or it or the host has no room.
+            CheckpointError, OSError: An earlier save failed; this one was not begun, and the next
+                one will be.
+        """
+        begun = time.perf_counter()
+        self._check_open()
+        self._raise_failure()
+        _check_state(step, state, rng)
+        self._use_directory()
+        save = Save(step, self._directory.path / step_name(step))
+        arena = self._free_arena()
+        if arena is None:
+            save.is_skipped = True
+            save._done.set()
+            return save
+        try:
+            captured = self._capture(state, rng, arena)
+        except BaseException:
+            self._free_arenas.append(arena)
+            raise
+        self._num_saves += 1
+        token = f"{self._ranks.token}-{self._num_saves}"
+        job = _Job(save, captured, arena, dict(metrics or {}), token)
+        self._begin(job, begun)
+        if progress:
+            with progress_bar(f"saving step {step}", job.num_bytes, is_shown=True) as advance:
+                follow(save, advance)
+            save.wait()
+        return save
+
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int | None = None,
+        strict: bool = True,
+        rng: bool = True,
+        eager: bool = False,
+        progress: bool = False,
+    ) -> int:
+        """Fills a state in place from a save.
+
+        Tensors get the saved bytes where they are; identity, ties, hooks and shards are kept. An
+        offloaded optimizer's state goes to its homes on the host; a plain one's waits on the host
+        and goes onto the device at the first step. Every chunk that is read is checked.
+
+        Args:
+            state: What was given to ``save``, or a part of it. Mappings and lists in it are filled
+                in place, too.
+            step: Which save; None is the newest whole one: where one turns out to be damaged, the
+                one before it is restored, with a warning.
+            strict: Whether names, shapes and dtypes that do not match are refused; else they are
+                left out, with a warning.
+            rng: Whether the random number generators go back, too.
+            eager: Whether a plain optimizer's state goes onto the device at once.
+            progress: Whether to draw a progress bar.
+
+        Returns:
+            The step of the save.
+
+        Raises:
+            RefusedError: There is no save, or it does not fit the state, or there is no room;
+                nothing was changed.
+            CorruptSaveError: The save is damaged, or all are. Tensors may hold some of its bytes.
+
+        Memory:
+            Device: the ring (64 MiB) at the most, and no state of an optimizer unless ``eager``.
+            Host: the ring, and what optimizers need to live.
+        """
+        self._check_open()
+        self._drain()
+        for candidate in self._candidates(step):
+            try:
+                self._restore_step(candidate, state, strict, rng, eager, progress)
+            except CorruptSaveError as error:
+                if step is not None:
+                    raise
+                damaged = error
+                warnings.warn(f"{error} An older save is tried.", stacklevel=2)
+            else:
+                return candidate
+        raise damaged
+
+    def _candidates(self, step: int | None) -> list[int]:
+        steps = self.steps()
+        if not steps:
+            raise RefusedError(
+                f"{str(self._directory.path)!r} has no published save; steps() is empty. Nothing "
+                "was changed."
+            )
+        if step is not None and step not in steps:
+            raise RefusedError(
+                f"{str(self._directory.path)!r} has no save of step {step}; it has {steps}. "
+                "Nothing was changed."
+            )
+        return steps[::-1] if step is None else [step]
+
+    def _restore_step(
+        self, step: int, state: Any, strict: bool, rng: bool, eager: bool, progress: bool
+    ) -> None:
+        save = self._directory.open(step)
+        total = sum(record.num_bytes for record in save.files.values())
+        with progress_bar(f"restoring step {step}", total, is_shown=progress) as advance:
+            restore_state(
+                state,
+                save,
+                rank=self._ranks.rank,
+                world_size=self._ranks.world_size,
+                strict=strict,
+                rng=rng,
+                eager=eager,
+                on_bytes=advance,
+            )
+
+    def steps(self) -> list[int]:
+        """Returns the steps of the published saves, ascending."""
+        return self._directory.steps()
+
+    def wait(self) -> None:
+        """Blocks until no save is on its way.
+
+        Raises:
+            CheckpointError, OSError: A save failed, and nobody was told yet.
+        """
+        self._drain()
+        self._raise_failure()
+
+    def close(self) -> None:
+        """Waits for saves on their way, then gives memory and directory back; again, does nothing.
+
+        Raises:
+            CheckpointError, OSError: A save failed, and nobody was told yet.
+        """
+        if self._is_closed:
+            return
+        self._drain()
+        self._is_closed = True
+        if self._writer is not None:
+            self._writer.shutdown()
+        self._arenas, self._free_arenas = [], []
+        if self._is_locked:
+            self._directory.unlock()
+            self._is_locked = False
+        _device.release_pinned_cache()
+        self._raise_failure()
+
+    def _capture(self, state: Mapping[str, Any], rng: bool, arena: SlabArena) -> Capture:
+        if self._spare_bytes is not None:
+            for optimizer in optimizers_in(state):
+                self._set_spare(optimizer)
+        return capture(
+            self._with_rng(state, rng),
+            arena=arena,
+            verify=self._is_verified,
+            rank=self._ranks.rank_to_write,
+        )
+
+    def _begin(self, job: _Job, begun: float) -> None:
+        copied = {True: 0, False: 0}
+        lent_bytes = 0
+        for held in job.captured.held:
+            if held.block.lent is not None:
+                lent_bytes += held.block.num_bytes
+            else:
+                copied[held.group.event is not None] += held.block.num_bytes
+        try:
+            if self._ranks.rank == 0:
+                self._directory.check_writable(job.num_bytes)
+        except BaseException:
+            job.captured.release()
+            self._free_arenas.append(job.arena)
+            raise
+        now = time.perf_counter()
+        job.begun = now
+        job.save._figures = SaveStatistics(
+            call_seconds=now - begun,
+            copied_from_device_bytes=copied[True],
+            copied_from_host_bytes=copied[False],
+            lent_bytes=lent_bytes,
+            pinned_bytes=sum(arena.slab_bytes for arena in self._arenas if arena.is_pinned),
+            written_bytes=0,
+            write_seconds=None,
+        )
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(1, thread_name_prefix="residency-save")
+        self._on_their_way.append(job)
+        job.future = self._writer.submit(self._write, job)
+
+    def _write(self, job: _Job) -> None:
+        """Writes and publishes one save; runs on the writer's thread."""
+        save = job.save
+        try:
+            request = SaveRequest(
+                step=save.step,
+                files=job.files(self._ranks.rank, self._ranks.world_size),
+                document=job.captured.document,
+                metrics=job.metrics,
+                rank=self._ranks.rank,
+                world_size=self._ranks.world_size,
+                token=job.token,
+            )
+            self._directory.save(
+                request, on_bytes=job.count, timeout_seconds=_RANKS_TIMEOUT_SECONDS
+            )
+            self._retire()
+        except BaseException as error:
+            save._error = error
+            unreported.append(save)
+        finally:
+            job.captured.release()
+            seconds = time.perf_counter() - job.begun
+            save._figures = replace(save._figures, write_seconds=seconds)
+            save._done.set()
+
+    def _retire(self) -> None:
+        if self._ranks.rank != 0 or self._retention is None:
+            return
+        try:
+            self._directory.apply(self._retention)
+        except OSError as error:  # the new save is whole; old ones go another time
+            _logger.warning("an old save in %s could not be removed: %s", self._directory, error)
+
+    def _free_arena(self) -> SlabArena | None:
+        """Returns host memory for a save, waiting where the policy says so; None to skip it."""
+        self._reap()
+        if self._free_arenas:
+            return self._free_arenas.pop()
+        if self._policy == "skip":
+            return None
+        if self._policy == "replace":
+            newest = self._on_their_way[-1]
+            if newest.future.cancel():
+                self._on_their_way.pop()
+                newest.captured.release()
+                newest.save.is_skipped = True
+                newest.save._done.set()
+                return newest.arena
+        self._on_their_way[0].save._done.wait()
+        self._reap()
+        return self._free_arenas.pop()
+
+    def _reap(self) -> None:
+        for job in [job for job in self._on_their_way if job.save.is_done()]:
+            self._on_their_way.remove(job)
+            self._free_arenas.append(job.arena)
+
+    def _drain(self) -> None:
+        for job in self._on_their_way:
+            job.save._done.wait()
+        self._reap()
+
+    def _raise_failure(self) -> None:
+        """Raises the first failure of a save of this checkpointer that nobody was told of."""
+        mine = [save for save in unreported if save.path.parent == self._directory.path]
+        if not mine:
+            return
+        for save in mine:
+            unreported.remove(save)
+        error = mine[0]._error
+        assert error is not None
+        for save in mine[1:]:
+            error.add_note(f"The save of step {save.step} failed, too: {save._error}")
+        raise error
+
+    def _use_directory(self) -> None:
+        if self._ranks.rank == 0 and not self._is_locked:
+            self._directory.lock()
+            self._is_locked = True
+            self._directory.clean_up()
+
+    def _set_spare(self, optimizer: Any) -> None:
+        owner = owner_of(optimizer)
+        if owner is not None:
+            owner.set_spare(optimizer, self._spare_bytes)
+
+    def _with_rng(self, state: Any, rng: bool) -> Any:
+        if not rng:
+            return state
+        return {**state, _RNG: _rng.capture()}
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RefusedError(
+                f"this checkpointer of {str(self._directory.path)!r} is closed; make another one."
+            )
+
+
+class _Job:
+    """Is one save with what it takes until it is written."""
+
+    def __init__(
+        self,
+        save: Save,
+        captured: Capture,
+        arena: SlabArena,
+        metrics: Mapping[str, float],
+        token: str,
+    ) -> None:
+        self.save = save
+        self.captured = captured
+        self.arena = arena
+        self.metrics = metrics
+        self.token = token
+        self.begun = 0.0
+        self.future: Future[None]
+        self.num_bytes = sum(held.block.record.num_bytes for held in captured.held)
+
+    def count(self, num_bytes: int) -> None:
+        self.save._written_bytes += num_bytes
+
+    def files(self, rank: int, world_size: int) -> list[FilePlan]:
+        """Returns a file for each top-level name of the state that has tensors."""
+        parts: dict[str, list[Part]] = {}
+        names = sorted(self.captured.description.tree, key=len, reverse=True)
+        for held in self.captured.held:
+            record = held.block.record
+            top = next(t for t in names if f"{record.name}.".startswith(f"{t}."))
+            parts.setdefault(top, []).append(Part(record, held.stored, held.release))
+        used: dict[str, str] = {}
+        for top in parts:
+            plain = re.sub(r"[^A-Za-z0-9_-]+", "_", top).lstrip("-") or "state"
+            while plain in used.values():
+                plain += "_"
+            used[top] = plain
+        return [
+            FilePlan(file_name(used[top], rank=rank, world_size=world_size), each)
+            for top, each in parts.items()
+        ]
+
+
+class _Ranks:
+    """Is this process's place among the ranks of the job, and a name that all of them know."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = 0, 1
+        self.token = secrets.token_hex(4)
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        if self.world_size > 1:
+            tokens = [self.token]
+            dist.broadcast_object_list(tokens, src=0)
+            self.token = tokens[0]
+
+    @property
+    def rank_to_write(self) -> int | None:
+        """Returns the rank for ``capture``; None when it is the only one."""
+        return self.rank if self.world_size > 1 else None
+
+
+def _retention(keep: int | Retention | None) -> Retention | None:
+    if keep is None or isinstance(keep, Retention):
+        return keep
+    _check_count("keep", keep)
+    return Retention(newest=keep)
+
+
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidArgumentError(f"{name} is {value!r}; expected a whole number of at least 1.")
+
+
+def _spare_bytes(spare: int | str | None) -> int | None:
+    if spare is None:
+        return None
+    return sys.maxsize if spare == "all" else parse_bytes(spare, name="spare")
+
+
+def _check_state(step: Any, state: Any, rng: bool) -> None:
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise InvalidArgumentError(f"step is {step!r}; expected a whole number of at least 0.")
+    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+        raise InvalidArgumentError(
+            f"the state is a {type(state).__name__}; expected a mapping with names as keys, such "
+            'as {"model": model, "optimizer": optimizer}.'
+        )
+    if rng and _RNG in state:
+        raise InvalidArgumentError(
+            f"the state has the name {_RNG!r}, under which the random number generators are saved; "
+            "give it another name, or pass rng=False."
+        )
+
+
+def _tell_at_exit() -> None:
+    """Ends the process with an error when a save failed and nobody was told."""
+    if not unreported:
+        return
+    for save in unreported:
+        print(f"residency: the save of step {save.step} at {save.path} failed:", file=sys.stderr)
+        traceback.print_exception(save._error)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)  # an exception would be printed, and the status stay 0
+
+
+atexit.register(_tell_at_exit)

@@ -1,0 +1,443 @@
+"""A directory of saves: what is published in it, and how a save becomes published.
+
+A save is written into a directory of its own beside its target. Its files are on the disk before
+its manifest is, the manifest before the directory gets the name that counts, and that name before
+anything older is removed. At every moment the directory holds the saves that it held before, or
+those and the new one; never a part of one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from residency._checkpoint._disk._layout import (
+    LOCK,
+    WRITERS,
+    Layout,
+    check_token,
+    new_token,
+    step_name,
+)
+from residency._checkpoint._disk._lock import FileLock, WriterLock
+from residency._checkpoint._disk._manifest import (
+    MANIFEST,
+    Manifest,
+    RankReport,
+    check_file_name,
+    dump_manifest,
+)
+from residency._checkpoint._disk._parts import FilePlan, Lease, leased
+from residency._checkpoint._disk._ranks import SaveFolder
+from residency._checkpoint._disk._stored import StoredSave, open_save, read_manifest
+from residency._checkpoint._disk._system import (
+    SYSTEM,
+    System,
+    close_quietly,
+    exists,
+    sync_folder,
+    write_file,
+)
+from residency._checkpoint._disk._write import CHUNK_BYTES, Written, write_files
+from residency._errors import CheckpointError, InvalidArgumentError, RefusedError
+from residency._units import MIB, format_bytes
+
+__all__ = ["CheckpointDirectory", "Retention", "SaveFigures", "SaveRequest", "StoredSave"]
+
+# Headers and the manifest of a state of usual make; what is above it shows when it is written.
+_ROOM_BESIDE_TENSORS_BYTES = MIB
+
+_logger = logging.getLogger("residency")
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Says which saves stay; the newest one always does.
+
+    Attributes:
+        newest: How many of the newest stay; None for all, or, with ``best``, for one.
+        best: How many stay for their metric, besides.
+        metric: The metric's name. A save without it, or with NaN, is none of the best.
+        greatest: Whether a greater metric is a better one.
+    """
+
+    newest: int | None = None
+    best: int = 0
+    metric: str | None = None
+    greatest: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgumentError for counts that mean nothing."""
+        if self.newest is not None and self.newest < 1:
+            raise InvalidArgumentError(
+                f"newest is {self.newest}; the newest save always stays, so expected at least 1."
+            )
+        if self.best < 0:
+            raise InvalidArgumentError(f"best is {self.best}; a count cannot be negative.")
+        if (self.best > 0) != (self.metric is not None):
+            raise InvalidArgumentError(
+                f"best is {self.best} and metric is {self.metric!r}; each needs the other."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """Is what one rank is to write.
+
+    Attributes:
+        step: The training step.
+        files: The rank's files; no two ranks have a name in common.
+        document: The rest of the rank's state, as JSON.
+        metrics: Figures of the step; those of rank 0 are kept.
+        rank: This rank, from 0.
+        world_size: The number of ranks.
+        token: Is the same on all ranks of this save, and on no other save.
+    """
+
+    step: int
+    files: Sequence[FilePlan]
+    document: dict[str, Any]
+    metrics: Mapping[str, float]
+    rank: int
+    world_size: int
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFigures:
+    """Says what a save of one rank did.
+
+    Attributes:
+        folder: The published save.
+        num_bytes: What this rank wrote.
+        write_seconds: Until its files were on the disk, waits for their bytes included.
+        publish_seconds: From then on, waits for other ranks included.
+        is_direct: Whether all bytes went past the page cache.
+    """
+
+    folder: Path
+    num_bytes: int
+    write_seconds: float
+    publish_seconds: float
+    is_direct: bool
+
+
+class CheckpointDirectory:
+    """Publishes saves in one directory, finds them, and removes them.
+
+    Making one reads nothing and creates nothing. One thread at a time may use it to write.
+
+    Args:
+        path: The directory; it is made by the first call that writes.
+        system: Makes the system calls.
+        chunk_bytes: What is summed and written at once; a multiple of 4096.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        system: System = SYSTEM,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        self.path = Path(path)
+        self._chunk_bytes = chunk_bytes
+        self._system = system
+        self._layout = Layout(system, self.path)
+        self._lock = WriterLock(system, self.path / LOCK)
+
+    def steps(self) -> list[int]:
+        """Returns the steps whose saves are published, ascending."""
+        return list(self._layout.published())
+
+    def folder(self, step: int) -> Path:
+        """Returns where the save of a step lies.
+
+        Raises:
+            CheckpointError: There is none.
+        """
+        published = self._layout.published()
+        if step not in published:
+            known = ", ".join(map(str, published)) or "none"
+            raise CheckpointError(f"{self.path} has no save of step {step}; it has: {known}.")
+        return self.path / published[step]
+
+    def open(self, step: int) -> StoredSave:
+        """Returns what the save of a step holds: manifest and headers are read, and all sizes.
+
+        Raises:
+            CheckpointError: There is no such save.
+            CorruptSaveError: It is not as it was written.
+        """
+        return open_save(self.folder(step), step, system=self._system)
+
+    def lock(self) -> None:
+        """Makes this object the directory's one writer, and repairs what a dead one left midway.
+
+        Calling it again is fine.
+
+        Raises:
+            RefusedError: Another process, or another object, writes here.
+            CheckpointError: A system call failed.
+        """
+        if self._lock.is_held:
+            return
+        with self._explaining("be locked"):
+            self.check_writable(0)
+            self._lock.take_or_refuse()
+            try:
+                self._layout.repair()
+            except BaseException:
+                self._lock.give_back()
+                raise
+
+    def unlock(self) -> None:
+        """Gives the directory back."""
+        self._lock.give_back()
+
+    def check_writable(self, num_bytes: int) -> None:
+        """Makes the directory, and returns if a save of this size can be written there now.
+
+        Raises:
+            RefusedError: It cannot, and why.
+        """
+        probe = self.path / f".probe-{new_token()}"
+        try:
+            self._make_folder(self.path)
+            self._layout.names()
+            close_quietly(self._system, self._system.open(probe, os.O_WRONLY | os.O_CREAT))
+            with suppress(FileNotFoundError):
+                self._system.unlink(probe)
+            found = self._system.statvfs(self.path)
+        except OSError as error:
+            raise RefusedError(
+                f"{self.path} cannot be written to: {error}. Nothing was saved."
+            ) from error
+        room = found.f_bavail * found.f_frsize
+        if room < num_bytes:
+            raise RefusedError(
+                f"{self.path} has {format_bytes(room)} left and the save needs "
+                f"{format_bytes(num_bytes)}: {room} of {num_bytes} bytes. Nothing was saved."
+            )
+
+    def save(
+        self,
+        request: SaveRequest,
+        *,
+        on_bytes: Callable[[int], None] | None = None,
+        timeout_seconds: float,
+        direct: bool = True,
+    ) -> SaveFigures:
+        """Writes one rank's share of a save, and returns when the whole save is published.
+
+        Args:
+            request: What to write. Every part is released exactly once, whatever happens.
+            on_bytes: Is called with each number of bytes written, one call at a time.
+            timeout_seconds: How long to wait for other ranks, once this one has written.
+            direct: Whether to write past the page cache where the file system lets us.
+
+        Raises:
+            RefusedError: Another process writes here, or the directory cannot take the save.
+            CheckpointError: Something failed, here or on another rank. The saves that were
+                published before are as they were; a save that replaces another step's has either
+                not happened or wholly.
+        """
+        with leased(request.files) as files:
+            _check_request(request)
+            folder = SaveFolder(
+                self._layout,
+                self._system,
+                step=request.step,
+                token=request.token,
+                rank=request.rank,
+                world_size=request.world_size,
+            )
+            try:
+                with self._explaining(f"take the save of step {request.step}"):
+                    if request.rank != 0:
+                        return self._save(request, folder, files, on_bytes, timeout_seconds, direct)
+                    with self._locked():
+                        # Not this save's own: another rank may have failed, and left its mark.
+                        self._clean_up(spare=folder.path.name)
+                        return self._save(request, folder, files, on_bytes, timeout_seconds, direct)
+            except BaseException as error:
+                folder.fail(error)
+                folder.remove_files([name for name, _ in files])
+                raise
+            finally:
+                folder.leave()
+
+    def _save(
+        self,
+        request: SaveRequest,
+        folder: SaveFolder,
+        files: list[tuple[str, list[Lease]]],
+        on_bytes: Callable[[int], None] | None,
+        timeout_seconds: float,
+        direct: bool,
+    ) -> SaveFigures:
+        needed = sum(lease.record.num_bytes for _, leases in files for lease in leases)
+        self.check_writable(needed + _ROOM_BESIDE_TENSORS_BYTES)
+        begin = self._system.now_seconds()
+        folder.join()
+        written = write_files(
+            folder.path,
+            files,
+            system=self._system,
+            on_bytes=on_bytes,
+            direct=direct,
+            chunk_bytes=self._chunk_bytes,
+        )
+        middle = self._system.now_seconds()
+        self._publish(request, folder, written, timeout_seconds)
+        return SaveFigures(
+            folder=self.path / step_name(request.step),
+            num_bytes=sum(record.num_bytes for record in written.files.values()),
+            write_seconds=middle - begin,
+            publish_seconds=self._system.now_seconds() - middle,
+            is_direct=written.is_direct,
+        )
+
+    def _publish(
+        self, request: SaveRequest, folder: SaveFolder, written: Written, timeout_seconds: float
+    ) -> None:
+        report = RankReport(request.document, written.files)
+        reports = [report]
+        if request.world_size > 1:
+            folder.report(report)
+            if request.rank != 0:
+                folder.await_publication(timeout_seconds)
+                return
+            reports = folder.collect(timeout_seconds)
+        manifest = Manifest(request.step, request.token, dict(request.metrics), reports)
+        write_file(self._system, folder.path / MANIFEST, dump_manifest(manifest))
+        folder.strip()
+        sync_folder(self._system, folder.path)
+        replaced = self._layout.publish(folder.path, request.step)
+        try:
+            if replaced is not None:
+                self._layout.remove(replaced)
+            self._layout.point_latest()
+        except OSError as error:  # the save is published: an error here would say that it is not
+            _logger.warning("%s was not tidied up after a save: %s", self.path, error)
+
+    def beyond(self, retention: Retention) -> list[int]:
+        """Returns the steps that a retention does not keep, ascending.
+
+        The newest save stays, and so does the newest whose manifest can be read.
+        """
+        steps = self.steps()
+        if retention.newest is None and retention.best == 0:
+            return []
+        kept = set(steps[-(retention.newest or 1) :])
+        kept.update(next(([step] for step in reversed(steps) if self._is_readable(step)), []))
+        if retention.metric is not None:
+            rated = [(self._rate(step, retention), step) for step in steps]
+            rated = [item for item in rated if item[0] is not None]
+            kept.update(step for _, step in sorted(rated)[-retention.best :])
+        return [step for step in steps if step not in kept]
+
+    def _is_readable(self, step: int) -> bool:
+        try:
+            read_manifest(self.folder(step), step, system=self._system)
+        except CheckpointError:
+            return False
+        return True
+
+    def _rate(self, step: int, retention: Retention) -> float | None:
+        """Returns how good a save is, greater for better, or None where that is not known."""
+        try:
+            manifest = read_manifest(self.folder(step), step, system=self._system)
+        except CheckpointError:
+            return None
+        value = manifest.metrics.get(str(retention.metric), math.nan)
+        if math.isnan(value):
+            return None
+        return value if retention.greatest else -value
+
+    def apply(self, retention: Retention) -> list[int]:
+        """Removes the saves that a retention does not keep, and returns their steps.
+
+        Raises:
+            RefusedError: Another process writes here.
+            CheckpointError: One could not be removed; no part of it counts as a save any more.
+        """
+        with self._locked():
+            removed = self.beyond(retention)
+            with self._explaining("be thinned out"):
+                for step in removed:
+                    self._layout.remove(self.folder(step))
+            return removed
+
+    def clean_up(self) -> list[Path]:
+        """Removes what saves of dead writers left, and returns what it was.
+
+        A save that a living process writes, on this machine or another, is left alone.
+
+        Raises:
+            RefusedError: Another process writes here.
+        """
+        with self._locked(), self._explaining("be cleaned up"):
+            return self._clean_up()
+
+    def _clean_up(self, spare: str = "") -> list[Path]:
+        removed = []
+        self._layout.repair()
+        for folder in self._layout.saving():
+            if folder.name != spare:
+                lock = FileLock(self._system, folder / WRITERS)
+                try:
+                    if lock.take(shared=False) and lock.is_enforced:
+                        self._layout.remove(folder)
+                        removed.append(folder)
+                except FileNotFoundError:
+                    continue  # its last writer removed it meanwhile
+                finally:
+                    lock.give_back()
+        return removed
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Holds the lock, for this block only if it was not held before."""
+        was_held = self._lock.is_held
+        self.lock()
+        try:
+            yield
+        finally:
+            if not was_held:
+                self.unlock()
+
+    @contextmanager
+    def _explaining(self, what: str) -> Iterator[None]:
+        """Turns an error of the system into one that says what could not be done."""
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(f"{self.path} could not {what}: {error}") from error
+
+    def _make_folder(self, path: Path) -> None:
+        if exists(self._system, path):
+            return
+        self._make_folder(path.parent)
+        with suppress(FileExistsError):
+            self._system.mkdir(path)
+
+
+def _check_request(request: SaveRequest) -> None:
+    """Raises InvalidArgumentError for what cannot be a save."""
+    check_token(request.token)
+    if request.step < 0:
+        raise InvalidArgumentError(f"step is {request.step}; a step cannot be negative.")
+    if not 0 <= request.rank < request.world_size:
+        raise InvalidArgumentError(f"rank {request.rank} is none of {request.world_size} ranks.")
+    names = [plan.name for plan in request.files]
+    for name in names:
+        check_file_name(name)
+        if names.count(name) > 1:
+            raise InvalidArgumentError(f"two files of a save are named {name!r}.")

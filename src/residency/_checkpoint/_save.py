@@ -1,0 +1,83 @@
+"""One save on its way to the disk, or there: what ``Checkpointer.save`` returns."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class SaveStatistics:
+    """Holds the figures of one save.
+
+    Attributes:
+        call_seconds: How long ``save`` kept the caller.
+        copied_from_device_bytes: Bytes that were copied from the device beside training.
+        copied_from_host_bytes: Bytes of host tensors, copied in the call.
+        lent_bytes: Bytes that an offloaded optimizer lent, which were not copied.
+        pinned_bytes: Page-locked memory that the checkpointer keeps for this and later saves.
+        written_bytes: Bytes written so far; of a finished save, the size of its files.
+        write_seconds: From the end of the call to publication; None before.
+    """
+
+    call_seconds: float
+    copied_from_device_bytes: int
+    copied_from_host_bytes: int
+    lent_bytes: int
+    pinned_bytes: int
+    written_bytes: int
+    write_seconds: float | None
+
+
+class Save:
+    """Is one save; made by ``Checkpointer.save``.
+
+    Attributes:
+        step: The training step that it was given.
+        path: The directory where it is, once it is published.
+        is_skipped: Whether it was not carried out, because others were still being written.
+    """
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step = step
+        self.path = path
+        self.is_skipped = False
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._written_bytes = 0
+        self._figures = SaveStatistics(0.0, 0, 0, 0, 0, 0, None)
+
+    def wait(self) -> Save:
+        """Blocks until the save is published; returns it.
+
+        Raises:
+            CheckpointError: It could not be written or published; earlier saves are as they were.
+            OSError: The system refused, such as a disk without room.
+        """
+        self._done.wait()
+        if self._error is not None:
+            if self in unreported:
+                unreported.remove(self)
+            raise self._error
+        return self
+
+    def is_done(self) -> bool:
+        """Says whether the save is published, or has failed, or was skipped."""
+        return self._done.is_set()
+
+    def statistics(self) -> SaveStatistics:
+        """Returns the figures of this save so far."""
+        return replace(self._figures, written_bytes=self._written_bytes)
+
+    def __repr__(self) -> str:
+        if self.is_skipped:
+            state = "skipped"
+        elif not self.is_done():
+            state = "on its way"
+        else:
+            state = "published" if self._error is None else f"failed: {self._error}"
+        return f"<Save of step {self.step} at {str(self.path)!r}, {state}>"
+
+
+unreported: list[Save] = []  # those that failed, and nobody was told

@@ -1,0 +1,248 @@
+"""``residency checkpoint``: lists, verifies and thins out the saves of a directory. It imports no
+torch, so that it answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from residency._checkpoint._disk._publish import CheckpointDirectory, Retention
+from residency._checkpoint._disk._verify import Verification, verify_save
+from residency._errors import CheckpointError, InvalidArgumentError
+from residency._units import format_bytes
+
+_EXIT_DAMAGED = 1
+_NOTHING = "-"
+_WIDTH = 100
+
+
+def add_parser(
+    verbs: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
+) -> None:
+    """Adds the verb to the command line, with the options that all verbs have in common."""
+    parser = verbs.add_parser(
+        "checkpoint", help="list, verify or prune the saves of a checkpoint directory"
+    )
+    tasks = parser.add_subparsers(title="tasks", metavar="TASK", required=True)
+
+    def add_task(name: str, run: Callable[[argparse.Namespace], int], text: str) -> Any:
+        task = tasks.add_parser(name, parents=[common], help=text, description=text)
+        task.add_argument(
+            "directory", metavar="DIR", type=Path, help="the checkpointer's directory"
+        )
+        task.add_argument("--json", action="store_true", help="print the data as JSON on stdout")
+        task.set_defaults(run=run)
+        return task
+
+    add_task("list", _list, "List the published saves.")
+    verify = add_task(
+        "verify",
+        _verify,
+        "Read every byte and compare its checksum. Exit status 0 when all is as it was written, "
+        "1 when something is damaged, 2 on an error.",
+    )
+    verify.add_argument("--step", type=int, metavar="N", help="verify this save only")
+    prune = add_task("prune", _prune, "Remove saves; the newest one always stays.")
+    prune.add_argument("--keep", type=int, metavar="N", help="keep the newest N")
+    prune.add_argument("--best", type=int, default=0, metavar="K", help="keep the K best, too")
+    prune.add_argument("--metric", metavar="NAME", help="what makes a save good; less is better")
+    prune.add_argument("--greatest", action="store_true", help="more of the metric is better")
+    prune.add_argument("--dry-run", action="store_true", help="remove nothing, say what would be")
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What there is to say of one save without reading its tensors."""
+
+    step: int
+    num_bytes: int | None
+    num_files: int | None
+    world_size: int | None
+    metrics: dict[str, float | str]
+    saved_at: str | None
+    damage: str | None
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    directory = _open_directory(arguments.directory)
+    rows = [_row(directory, step) for step in directory.steps()]
+    if arguments.json:
+        _print_json({"directory": str(directory.path), "saves": [asdict(row) for row in rows]})
+        return 0
+    _print_table(
+        f"{len(rows)} saves in {directory.path}",
+        ("step", "size", "files", "ranks", "metrics", "saved at", "damage"),
+        [
+            (
+                str(row.step),
+                _NOTHING if row.num_bytes is None else format_bytes(row.num_bytes),
+                _or_nothing(row.num_files),
+                _or_nothing(row.world_size),
+                "  ".join(f"{k}={_figure(v)}" for k, v in row.metrics.items()) or _NOTHING,
+                row.saved_at or _NOTHING,
+                row.damage or _NOTHING,
+            )
+            for row in rows
+        ],
+    )
+    return 0
+
+
+def _row(directory: CheckpointDirectory, step: int) -> _Row:
+    try:
+        found = directory.open(step)
+    except CheckpointError as error:
+        return _Row(step, None, None, None, {}, None, str(error))
+    seconds = found.folder.stat().st_mtime
+    return _Row(
+        step,
+        sum(record.num_bytes for record in found.files.values()),
+        len(found.files),
+        len(found.documents),
+        # JSON has no word for what is not finite.
+        {k: v if math.isfinite(v) else str(v) for k, v in found.metrics.items()},
+        datetime.fromtimestamp(seconds, tz=UTC).isoformat(" ", "seconds"),
+        None,
+    )
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    directory = _open_directory(arguments.directory)
+    steps = directory.steps() if arguments.step is None else [arguments.step]
+    if not steps:
+        raise InvalidArgumentError(f"{directory.path} holds no save to verify.")
+    for step in steps:
+        directory.folder(step)  # a step that is not there is an error before anything is read
+    with _show_progress(directory, steps) as advance:
+        results = [verify_save(directory, step, on_bytes=advance) for step in steps]
+    damaged = [result for result in results if result.damages]
+    if arguments.json:
+        _print_json(
+            {
+                "directory": str(directory.path),
+                "whole": not damaged,
+                "saves": [asdict(result) for result in results],
+            }
+        )
+    else:
+        _print_table(
+            f"{len(damaged)} of {len(results)} saves in {directory.path} are damaged",
+            ("step", "read", "result"),
+            [line for result in results for line in _lines(result)],
+        )
+    return _EXIT_DAMAGED if damaged else 0
+
+
+def _lines(result: Verification) -> list[tuple[str, str, str]]:
+    texts = [damage.reason for damage in result.damages] or ["whole"]
+    firsts = [(str(result.step), format_bytes(result.num_bytes)), *[("", "")] * (len(texts) - 1)]
+    return [(*first, text) for first, text in zip(firsts, texts, strict=True)]
+
+
+def _prune(arguments: argparse.Namespace) -> int:
+    if arguments.keep is None and not arguments.best:
+        raise InvalidArgumentError("prune needs --keep N, or --best K with --metric NAME.")
+    retention = Retention(arguments.keep, arguments.best, arguments.metric, arguments.greatest)
+    directory = _open_directory(arguments.directory)
+    if arguments.dry_run:
+        steps, leftovers = directory.beyond(retention), []
+    else:
+        directory.lock()
+        try:
+            leftovers = directory.clean_up()
+            steps = directory.apply(retention)
+        finally:
+            directory.unlock()
+    kept = [step for step in directory.steps() if step not in steps]
+    if arguments.json:
+        _print_json(
+            {
+                "directory": str(directory.path),
+                "dry_run": arguments.dry_run,
+                "removed": steps,
+                "kept": kept,
+                "leftovers": [folder.name for folder in leftovers],
+            }
+        )
+        return 0
+    word = "would be removed" if arguments.dry_run else "removed"
+    rows = [(str(step), word if step in steps else "kept") for step in sorted([*steps, *kept])]
+    rows += [(folder.name, "removed: a dead writer's") for folder in leftovers]
+    _print_table(f"{directory.path}: {len(steps)} {word}", ("step", "result"), rows)
+    return 0
+
+
+def _open_directory(path: Path) -> CheckpointDirectory:
+    """Returns the directory, or raises InvalidArgumentError where no checkpointer writes."""
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise InvalidArgumentError(f"{path} {what}; expected a checkpointer's directory.")
+    directory = CheckpointDirectory(path)
+    if directory.steps() or (path / ".lock").exists():
+        return directory
+    if (path / "manifest.json").exists():
+        raise InvalidArgumentError(
+            f"{path} is one save; give the directory that holds it: {path.absolute().parent}"
+        )
+    raise InvalidArgumentError(
+        f"{path} holds no saves; expected directories such as step-00000010 in it."
+    )
+
+
+@contextmanager
+def _show_progress(directory: CheckpointDirectory, steps: list[int]) -> Iterator[Any]:
+    """Shows a bar on stderr, so that stdout holds nothing but the result."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    total = 0
+    for step in steps:
+        try:
+            total += sum(record.num_bytes for record in directory.open(step).files.values())
+        except CheckpointError:
+            continue  # what is damaged is told by verifying it; its size is not known
+    columns = (
+        TextColumn("verifying"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("verifying", total=total)
+        yield lambda num_bytes: progress.advance(task, num_bytes)
+
+
+def _print_table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(*columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console = Console()
+    if not console.is_terminal:
+        console.width = _WIDTH
+    console.print(escape(title), highlight=False)
+    console.print(table)
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    print(json.dumps(document, indent=2))
+
+
+def _or_nothing(count: int | None) -> str:
+    return _NOTHING if count is None else str(count)
+
+
+def _figure(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"

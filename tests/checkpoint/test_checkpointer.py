@@ -1,0 +1,384 @@
+"""A checkpointer publishes saves whole and in order, within its memory, and tells each failure
+once.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import residency
+from residency import InvalidArgumentError, RefusedError
+from residency._checkpoint._disk._publish import CheckpointDirectory
+from residency._transfer import lending
+
+BUCKET = 2048
+BOTH = pytest.mark.parametrize("offload", [False, True], ids=["plain", "offloaded"])
+
+
+@pytest.fixture
+def held_writer(monkeypatch):
+    """Holds every write until the event that it returns is set."""
+    may_write = threading.Event()
+    save = CheckpointDirectory.save
+
+    def wait_and_save(self, request, **kwargs):
+        may_write.wait(20)  # a test that fails must not hang
+        return save(self, request, **kwargs)
+
+    monkeypatch.setattr(CheckpointDirectory, "save", wait_and_save)
+    yield may_write
+    may_write.set()
+
+
+@pytest.fixture
+def failing_writer(monkeypatch):
+    """Lets the writes of the steps in the list that it returns fail."""
+    steps: list[int] = []
+    save = CheckpointDirectory.save
+
+    def fail_or_save(self, request, **kwargs):
+        if request.step in steps:
+            raise OSError(28, "No space left on device")
+        return save(self, request, **kwargs)
+
+    monkeypatch.setattr(CheckpointDirectory, "save", fail_or_save)
+    return steps
+
+
+def weights(directory: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(directory / f"step-{step:08d}" / "model.safetensors")
+
+
+@BOTH
+def test_every_save_holds_the_weights_of_its_moment(lab, tmp_path, offload):
+    run = lab.run(offload=offload)
+    expected = {}
+    with residency.Checkpointer(tmp_path) as checkpointer:
+        for step in range(4):
+            run.step()
+            expected[step] = run.copy()["model"]
+            checkpointer.save(step, run.state)
+    assert residency.Checkpointer(tmp_path).steps() == [0, 1, 2, 3]
+    for step, model in expected.items():
+        found = weights(tmp_path, step)
+        for name, value in model.items():
+            if name != "3.weight":  # tied to 0.weight, and stored once
+                lab.same(found[f"model.{name}"], value)
+    assert os.readlink(tmp_path / "latest") == "step-00000003"
+
+
+@BOTH
+def test_a_save_takes_no_device_memory_and_the_host_waits_for_nothing(
+    lab, tmp_path, offload, held_writer
+):
+    run = lab.run(offload=offload)
+    run.step()
+    torch.accelerator.synchronize()
+    with residency.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.prepare(run.state)
+        run.step()
+        before = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        save = checkpointer.save(1, run.state)
+        assert torch.accelerator.max_memory_allocated() == before
+        if lab.device.type == "sim":
+            # Nothing runs here before the host waits for it, or for something that comes after it.
+            (job,) = checkpointer._on_their_way
+            on_device = [held for held in job.captured.held if held.group.event is not None]
+            assert on_device
+            assert not any(held.is_done() for held in on_device)
+        run.step()
+        held_writer.set()
+        save.wait()
+    figures = save.statistics()
+    assert figures.write_seconds is not None
+    assert figures.written_bytes >= figures.copied_from_device_bytes + figures.lent_bytes
+
+
+@BOTH
+def test_after_prepare_nothing_more_is_pinned(lab, tmp_path, pinned_bytes, offload):
+    run = lab.run(offload=offload)
+    run.step()
+    with residency.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.prepare(run.state)
+        prepared = pinned_bytes()
+        for step in range(4):
+            checkpointer.save(step, run.state)
+            run.step()
+            assert pinned_bytes() == prepared
+
+
+def test_close_gives_the_pinned_memory_back(lab, tmp_path, pinned_bytes):
+    run = lab.run(offload=False)
+    run.step()
+    before = pinned_bytes()
+    with residency.Checkpointer(tmp_path) as checkpointer:
+        save = checkpointer.save(0, run.state)
+        pinned = save.statistics().pinned_bytes
+        sizes = [v.numel() * v.element_size() for v in run.copy()["model"].values()]
+        assert pinned >= sum(sizes)
+    assert pinned_bytes() == before
+
+
+def test_with_the_policy_wait_a_save_waits_for_the_one_before(lab, tmp_path, held_writer):
+    run = lab.run(offload=False)
+    order = []
+    with residency.Checkpointer(tmp_path) as checkpointer:
+        first = checkpointer.save(0, run.state)
+        timer = threading.Timer(0.05, lambda: (order.append("released"), held_writer.set()))
+        timer.start()
+        second = checkpointer.save(1, run.state)
+        order.append("second")
+        assert first.is_done()
+        assert order == ["released", "second"]
+        second.wait()
+    assert checkpointer.steps() == [0, 1]
+
+
+def test_with_the_policy_skip_a_save_is_left_out(lab, tmp_path, held_writer):
+    run = lab.run(offload=False)
+    with residency.Checkpointer(tmp_path, policy="skip") as checkpointer:
+        first = checkpointer.save(0, run.state)
+        second = checkpointer.save(1, run.state)
+        assert second.is_skipped
+        assert second.wait().is_done()
+        held_writer.set()
+        first.wait()
+        third = checkpointer.save(2, run.state)
+        assert not third.is_skipped
+    assert checkpointer.steps() == [0, 2]
+
+
+def test_with_the_policy_replace_the_newest_waiting_save_gives_way(lab, tmp_path, held_writer):
+    run = lab.run(offload=True)
+    run.step()
+    with residency.Checkpointer(tmp_path, policy="replace", max_in_flight=2) as checkpointer:
+        saves = []
+        for step in range(4):
+            saves.append(checkpointer.save(step, run.state))
+        assert [save.is_skipped for save in saves] == [False, True, True, False]
+        held_writer.set()
+    assert checkpointer.steps() == [0, 3]
+
+
+def test_a_failure_is_told_by_the_next_save_once_and_the_one_after_works(
+    lab, tmp_path, failing_writer
+):
+    run = lab.run(offload=True)
+    run.step()
+    expected = run.copy()
+    failing_writer.append(1)
+    with residency.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, run.state).wait()
+        checkpointer.save(1, run.state)
+        checkpointer._drain()
+        with pytest.raises(OSError, match="No space left"):
+            checkpointer.save(2, run.state)
+        lab.same(run.copy(), expected)
+        checkpointer.save(3, run.state)
+        checkpointer.wait()
+    assert checkpointer.steps() == [0, 3]
+
+
+@pytest.mark.parametrize("where", ["save.wait", "wait", "close", "with"])
+def test_a_failure_is_told_wherever_somebody_asks_first(lab, tmp_path, failing_writer, where):
+    run = lab.run(offload=False)
+    failing_writer.append(0)
+    checkpointer = residency.Checkpointer(tmp_path)
+    save = checkpointer.save(0, run.state)
+    ask = {
+        "save.wait": save.wait,
+        "wait": checkpointer.wait,
+        "close": checkpointer.close,
+        "with": lambda: checkpointer.__exit__(None, None, None),
+    }[where]
+    with pytest.raises(OSError, match="No space left"):
+        ask()
+    assert "failed" in repr(save)
+    checkpointer.close()
+
+
+def test_an_error_of_the_body_is_not_hidden_by_a_failed_save(lab, tmp_path, failing_writer):
+    run = lab.run(offload=False)
+    failing_writer.append(0)
+
+    def train():
+        with residency.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(0, run.state)
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        train()
+    assert any("No space left" in note for note in caught.value.__notes__)
+
+
+def test_a_failure_that_nobody_was_told_ends_the_process_with_an_error(tmp_path):
+    script = textwrap.dedent(
+        """
+        import sys, torch, residency
+        from residency._checkpoint._disk._publish import CheckpointDirectory
+        def fail(self, request, **kwargs):
+            raise OSError(28, "No space left on device")
+        if "fail" in sys.argv:
+            CheckpointDirectory.save = fail
+        model = torch.nn.Linear(3, 3)
+        residency.Checkpointer(sys.argv[1]).save(5, {"model": model})
+        print("trained", end="")
+        """
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(residency.__file__).parents[1])}
+
+    def run(*arguments):
+        command = [sys.executable, "-c", script, str(tmp_path), *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    failed = run("fail")
+    assert failed.returncode == 1
+    assert failed.stdout == "trained"
+    assert "the save of step 5" in failed.stderr
+    assert "No space left on device" in failed.stderr
+    passed = run()
+    assert (passed.returncode, passed.stdout, passed.stderr) == (0, "trained", "")
+    assert residency.Checkpointer(tmp_path).steps() == [5]
+
+
+def test_only_as_many_saves_as_asked_for_stay_and_the_best(lab, tmp_path):
+    model = {"model": nn.Linear(2, 2)}
+    losses = [3.0, 1.0, 2.0, 4.0, 5.0]
+    keep = residency.Retention(newest=2, best=1, metric="loss")
+    with residency.Checkpointer(tmp_path, keep=keep) as checkpointer:
+        for step, loss in enumerate(losses):
+            checkpointer.save(step, model, metrics={"loss": loss})
+    assert checkpointer.steps() == [1, 3, 4]
+    with residency.Checkpointer(tmp_path, keep=1) as checkpointer:
+        checkpointer.save(9, model)
+    assert checkpointer.steps() == [9]
+
+
+def test_a_step_goes_on_while_its_states_are_lent_and_waits_only_without_spare(
+    lab, tmp_path, held_writer, monkeypatch
+):
+    """The spare is two buckets; the state has more."""
+    waits = []
+    wait_until = lending.wait_until
+
+    def note(is_done):
+        waits.append(is_done)
+        held_writer.set()
+        wait_until(is_done)
+
+    monkeypatch.setattr(lending, "wait_until", note)
+    run, alone = lab.run(offload=True, bucket=BUCKET), lab.run(offload=False)
+    for each in (run, alone):
+        each.step()
+    expected = run.copy()["optimizer"]["state"]
+    homes = run.optimizer.statistics().home_bytes
+    before = run.optimizer.statistics().pinned_bytes
+    with residency.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, run.state)
+        for each in (run, alone):
+            each.step()
+        assert homes > 3 * BUCKET
+        assert waits
+        assert run.optimizer.statistics().pinned_bytes - before <= 2 * BUCKET
+        checkpointer.wait()
+    found = load_file(tmp_path / "step-00000000" / "optimizer.safetensors")
+    names = [name for name, _ in run.model.named_parameters()]
+    for index, name in enumerate(names):
+        lab.same(found[f"optimizer.state.{name}.exp_avg"], expected[index]["exp_avg"])
+    lab.same(run.copy(), alone.copy())
+
+
+def test_with_a_full_second_set_no_step_waits_for_the_disk(lab, tmp_path, held_writer, monkeypatch):
+    run = lab.run(offload=True)
+    run.step()
+    expected = run.copy()["optimizer"]["state"][0]
+    with residency.Checkpointer(tmp_path, spare="all") as checkpointer:
+        checkpointer.save(0, run.state)
+        monkeypatch.setattr(lending, "wait_until", None)
+        run.step()
+        run.step()
+        held_writer.set()
+    found = load_file(tmp_path / "step-00000000" / "optimizer.safetensors")
+    lab.same(found["optimizer.state.0.weight.exp_avg_sq"], expected["exp_avg_sq"])
+
+
+def test_a_second_writer_of_the_directory_is_refused(lab, tmp_path):
+    model = {"model": nn.Linear(2, 2)}
+    with residency.Checkpointer(tmp_path) as first:
+        first.save(0, model).wait()
+        second = residency.Checkpointer(tmp_path)
+        assert second.steps() == [0]
+        with pytest.raises(RefusedError, match=str(os.getpid())):
+            second.save(1, model)
+    second.save(1, model).wait()
+    second.close()
+    assert first.steps() == [0, 1]
+    with pytest.raises(RefusedError, match="closed"):
+        first.save(2, model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"keep": 0}, "keep is 0"),
+        ({"keep": True}, "keep is True"),
+        ({"max_in_flight": 0}, "max_in_flight is 0"),
+        ({"policy": "hurry"}, "policy is 'hurry'"),
+        ({"verify": "never"}, "verify is 'never'"),
+        ({"spare": "2 buckets"}, "spare"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_arguments_that_mean_nothing_are_refused(tmp_path, arguments, words):
+    with pytest.raises(InvalidArgumentError, match=words):
+        residency.Checkpointer(tmp_path, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("step", "state", "words"),
+    [
+        (-1, {}, "step is -1"),
+        (1.0, {}, "step is 1.0"),
+        (True, {}, "step is True"),
+        (0, [1], "the state is a list"),
+        (0, {1: 2}, "names as keys"),
+        (0, {"rng": 1}, "pass rng=False"),
+    ],
+    ids=str,
+)
+def test_a_step_or_a_state_that_means_nothing_is_refused(tmp_path, step, state, words):
+    with (
+        residency.Checkpointer(tmp_path) as checkpointer,
+        pytest.raises(InvalidArgumentError, match=words),
+    ):
+        checkpointer.save(step, state)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_save_with_progress_is_published_when_it_returns(lab, tmp_path, capsys):
+    with residency.Checkpointer(tmp_path) as checkpointer:
+        save = checkpointer.save(7, {"model": nn.Linear(2, 2)}, progress=True)
+        assert save.is_done()
+        assert save.path.is_dir()
+    assert "saving step 7" in capsys.readouterr().err
+
+
+def test_a_directory_that_is_a_file_is_refused_before_anything_is_copied(lab, tmp_path, no_loans):
+    run = lab.run(offload=True)
+    run.step()
+    (tmp_path / "file").write_text("mine")
+    with residency.Checkpointer(tmp_path / "file") as checkpointer, pytest.raises(RefusedError):
+        checkpointer.save(0, run.state)
+    assert no_loans()
+    assert (tmp_path / "file").read_text() == "mine"

@@ -19,7 +19,7 @@ from residency._errors import (
 )
 
 if TYPE_CHECKING:
-    from residency._checkpoint import Checkpointer, Retention, Save, Snapshot, snapshot
+    from residency._checkpoint import Checkpointer, Retention, Save, Snapshot, load_into, snapshot
     from residency._optim import OffloadedOptimizer, offload_optimizer, onload_optimizer
     from residency._transfer import mutating
 
@@ -37,6 +37,7 @@ __all__ = [
     "Save",
     "Snapshot",
     "__version__",
+    "load_into",
     "mutating",
     "offload_optimizer",
     "onload_optimizer",
@@ -52,6 +53,7 @@ _LAZY_NAMES = {  # name -> the module that owns it
     "Retention": "residency._checkpoint",
     "Save": "residency._checkpoint",
     "Snapshot": "residency._checkpoint",
+    "load_into": "residency._checkpoint",
     "mutating": "residency._transfer",
     "offload_optimizer": "residency._optim",
     "onload_optimizer": "residency._optim",

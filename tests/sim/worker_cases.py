@@ -1,15 +1,21 @@
-"""The cases that a worker process runs; its test reads what became of each."""
+"""The cases that worker processes run, and what starts them; a test reads what became of each."""
 
 from __future__ import annotations
 
+import ast
 import gc
 import json
+import os
+import subprocess
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 
 import pytest
 import torch
+
+import residency
 
 Case = Callable[[], None]
 
@@ -36,3 +42,46 @@ class Cases:
             file.write_text(json.dumps(outcomes))
             gc.collect()
             torch.accelerator.synchronize()
+
+
+def cases_of(worker: Path, phases: Container[str]) -> list[tuple[str, str]]:
+    """Returns phase and name of each case of a worker: its functions, decorated with the phase."""
+    functions = [n for n in ast.parse(worker.read_text()).body if isinstance(n, ast.FunctionDef)]
+    return [
+        (decorator.id, function.name)
+        for function in functions
+        for decorator in function.decorator_list
+        if isinstance(decorator, ast.Name) and decorator.id in phases
+    ]
+
+
+def run_phase(
+    worker: Path, folder: Path, phase: str, num_ranks: int, *, killed: Container[int] = ()
+) -> list[dict[str, str]]:
+    """Runs a worker's phase, one process for each rank.
+
+    Returns:
+        What became of every case, for each rank but those that are killed.
+    """
+    source = str(Path(residency.__file__).parents[1])
+    path = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(worker), str(rank), str(num_ranks), phase, str(folder)],
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        for rank, process in enumerate(processes):
+            output = process.communicate(timeout=180)[0]
+            assert process.returncode == (-9 if rank in killed else 0), output
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    files = [folder / f"{phase}{rank}.json" for rank in range(num_ranks) if rank not in killed]
+    return [json.loads(file.read_text()) for file in files]

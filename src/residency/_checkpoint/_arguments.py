@@ -27,6 +27,13 @@ def check_count(name: str, value: Any) -> None:
         raise InvalidArgumentError(f"{name} is {value!r}; expected a whole number of at least 1.")
 
 
+def check_seconds(name: str, value: Any) -> float:
+    """Returns a time; raises InvalidArgumentError unless it is a number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise InvalidArgumentError(f"{name} is {value!r}; expected a number of seconds above 0.")
+    return float(value)
+
+
 def spare_bytes(spare: int | str | None) -> int | None:
     """Returns the spare in bytes, or None where each optimizer has its own."""
     if spare is None:

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,21 +21,27 @@ from typing import Any
 
 from residency import _device
 from residency._checkpoint import _rng
-from residency._checkpoint._arguments import RNG, check_count, check_state, retention, spare_bytes
+from residency._checkpoint._arguments import (
+    RNG,
+    check_count,
+    check_seconds,
+    check_state,
+    retention,
+    spare_bytes,
+)
 from residency._checkpoint._blocks import make_blocks
 from residency._checkpoint._capture import Capture, capture, check_verify, make_room, sizes_of
 from residency._checkpoint._disk._layout import step_name
-from residency._checkpoint._disk._publish import CheckpointDirectory, Retention, SaveRequest
+from residency._checkpoint._disk._publish import CheckpointDirectory, Retention
 from residency._checkpoint._job import Job, Ranks
 from residency._checkpoint._progress import follow, progress_bar
-from residency._checkpoint._restore._state import restore_state
-from residency._checkpoint._save import Save, SaveStatistics, unreported
+from residency._checkpoint._restore._state import PlannedState, plan_state
+from residency._checkpoint._save import Save, unreported
 from residency._checkpoint._tree import describe, end_loans, optimizers_in
 from residency._errors import CorruptSaveError, InvalidArgumentError, RefusedError
 from residency._transfer import SlabArena, owner_of, states_to_come
 
 _POLICIES = ("wait", "skip", "replace")
-_RANKS_TIMEOUT_SECONDS = 600.0
 
 _logger = logging.getLogger("residency")
 
@@ -60,6 +67,8 @@ class Checkpointer:
         spare: Host bytes that the steps of an offloaded optimizer may take while a save still reads
             its state; a step that needs more waits for the disk. None is two buckets; ``"all"`` a
             full second set, with which no step ever waits.
+        timeout_seconds: How long a rank that has written its share waits for the others; one that
+            says that it failed is not waited for.
 
     Raises:
         InvalidArgumentError: An argument means nothing.
@@ -81,6 +90,7 @@ class Checkpointer:
         policy: str = "wait",
         verify: str = "gate",
         spare: int | str | None = None,
+        timeout_seconds: float = 600.0,
     ) -> None:
         self._retention = retention(keep)
         check_count("max_in_flight", max_in_flight)
@@ -89,6 +99,7 @@ class Checkpointer:
         self._is_verified = check_verify(verify)
         self._spare_bytes = spare_bytes(spare)
         self._policy = policy
+        self._timeout_seconds = check_seconds("timeout_seconds", timeout_seconds)
         self._ranks = Ranks()
         if self._ranks.world_size > 1 and policy != "wait":
             raise InvalidArgumentError(
@@ -104,7 +115,9 @@ class Checkpointer:
         self._writer: ThreadPoolExecutor | None = None
         self._num_saves = 0
         self._is_closed = False
-        self._is_locked = False
+        self._process = os.getpid()
+        # Whoever forgets to close it leaves no lock behind.
+        weakref.finalize(self, self._directory.unlock).atexit = False
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -181,34 +194,30 @@ class Checkpointer:
             InvalidArgumentError: An argument means nothing.
             RefusedError: Something in the state cannot be saved, another process writes into the
                 directory, it cannot be written to, or it or the host has no room.
-            CheckpointError, OSError: An earlier save failed; this one was not begun, and the next
-                one will be.
+            CheckpointError, OSError: An earlier save failed. This one was not begun, and the next
+                one will be; of several ranks, which may be told at different calls, this one was.
         """
         begun = time.perf_counter()
         self._check_open()
-        self._raise_failure()
-        check_state(step, state, rng)
-        self._use_directory()
-        save = Save(step, self._directory.path / step_name(step))
-        arena = self._free_arena()
-        if arena is None:
-            save.is_skipped = True
-            save._done.set()
-            return save
+        if self._ranks.world_size == 1:
+            self._raise_failure()
+        self._num_saves += 1  # on every rank, whatever comes
+        token = self._ranks.token_of(self._num_saves)
         try:
-            captured = self._capture(state, rng, arena)
-        except BaseException:
-            self._free_arenas.append(arena)
+            check_state(step, state, rng)
+            job = self._begin(step, state, dict(metrics or {}), rng, token, begun)
+        except BaseException as error:
+            self._directory.give_up(self._ranks.request(step, token), error)
             raise
-        self._num_saves += 1
-        token = f"{self._ranks.token}-{self._num_saves}"
-        job = Job(save, captured, arena, dict(metrics or {}), token)
-        self._begin(job, begun)
+        if self._ranks.world_size > 1:
+            self._raise_failure()
+        if job is None:
+            return Save(step, self._directory.path / step_name(step), is_skipped=True)
         if progress:
             with progress_bar(f"saving step {step}", job.num_bytes, is_shown=True) as advance:
-                follow(save, advance)
-            save.wait()
-        return save
+                follow(job.save, advance)
+            job.save.wait()
+        return job.save
 
     def restore(
         self,
@@ -224,7 +233,8 @@ class Checkpointer:
 
         Tensors get the saved bytes where they are; identity, ties, hooks and shards are kept. An
         offloaded optimizer's state goes to its homes on the host; a plain one's waits on the host
-        and goes onto the device at the first step. Every chunk that is read is checked.
+        and goes onto the device at the first step. Every chunk that is read is checked. All ranks
+        restore the same save, or none does.
 
         Args:
             state: What was given to ``save``, or a part of it. Mappings and lists in it are filled
@@ -241,8 +251,8 @@ class Checkpointer:
             The step of the save.
 
         Raises:
-            RefusedError: There is no save, or it does not fit the state, or there is no room;
-                nothing was changed.
+            RefusedError: There is no save, or it does not fit the state, here or on another rank;
+                nothing was changed. Or there is no room; nothing was changed on this rank.
             CorruptSaveError: The save is damaged, or all are. Tensors may hold some of its bytes.
 
         Memory:
@@ -264,7 +274,7 @@ class Checkpointer:
         raise damaged
 
     def _candidates(self, step: int | None) -> list[int]:
-        steps = self.steps()
+        steps = self._ranks.of_first(self.steps)
         if not steps:
             raise RefusedError(
                 f"{str(self._directory.path)!r} has no published save; steps() is empty. Nothing "
@@ -280,10 +290,11 @@ class Checkpointer:
     def _restore_step(
         self, step: int, state: Any, strict: bool, rng: bool, eager: bool, progress: bool
     ) -> None:
-        save = self._directory.open(step)
-        total = sum(record.num_bytes for record in save.files.values())
-        with progress_bar(f"restoring step {step}", total, is_shown=progress) as advance:
-            restore_state(
+        made: list[PlannedState] = []
+
+        def plan() -> int:
+            save = self._directory.open(step)
+            planned = plan_state(
                 state,
                 save,
                 rank=self._ranks.rank,
@@ -291,8 +302,18 @@ class Checkpointer:
                 strict=strict,
                 rng=rng,
                 eager=eager,
-                on_bytes=advance,
             )
+            made.append(planned)
+            return sum(record.num_bytes for record in save.files.values())
+
+        what = f"restore step {step}"
+        try:
+            total = self._ranks.together(plan, what)
+            with progress_bar(f"restoring step {step}", total, is_shown=progress) as advance:
+                self._ranks.together(lambda: made[0].carry_out(advance), what)
+        finally:
+            for planned in made:  # where another rank failed, it holds tensors still
+                planned.drop()
 
     def steps(self) -> list[int]:
         """Returns the steps of the published saves, ascending."""
@@ -313,18 +334,51 @@ class Checkpointer:
         Raises:
             CheckpointError, OSError: A save failed, and nobody was told yet.
         """
-        if self._is_closed:
+        if self._is_closed or os.getpid() != self._process:
             return
         self._drain()
         self._is_closed = True
         if self._writer is not None:
             self._writer.shutdown()
         self._arenas, self._free_arenas = [], []
-        if self._is_locked:
-            self._directory.unlock()
-            self._is_locked = False
+        self._directory.unlock()
         _device.release_pinned_cache()
         self._raise_failure()
+
+    def _begin(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: dict[str, float],
+        rng: bool,
+        token: str,
+        begun: float,
+    ) -> Job | None:
+        """Takes the bytes and hands them to the writer; returns None for a save that is skipped."""
+        self._use_directory()
+        arena = self._free_arena()
+        if arena is None:
+            return None
+        captured: Capture | None = None
+        try:
+            captured = self._capture(state, rng, arena)
+            save = Save(step, self._directory.path / step_name(step))
+            job = Job(save, captured, arena, metrics, token)
+            if self._ranks.rank == 0:
+                self._directory.check_writable(job.num_bytes)
+            job.begun = time.perf_counter()
+            pinned_bytes = sum(each.slab_bytes for each in self._arenas if each.is_pinned)
+            save._figures = job.figures(job.begun - begun, pinned_bytes)
+            if self._writer is None:
+                self._writer = ThreadPoolExecutor(1, thread_name_prefix="residency-save")
+            job.future = self._writer.submit(self._write, job)
+        except BaseException:
+            if captured is not None:
+                captured.release()
+            self._free_arenas.append(arena)
+            raise
+        self._on_their_way.append(job)
+        return job
 
     def _capture(self, state: Mapping[str, Any], rng: bool, arena: SlabArena) -> Capture:
         if self._spare_bytes is not None:
@@ -337,54 +391,14 @@ class Checkpointer:
             rank=self._ranks.rank_to_write,
         )
 
-    def _begin(self, job: Job, begun: float) -> None:
-        copied = {True: 0, False: 0}
-        lent_bytes = 0
-        for held in job.captured.held:
-            if held.block.lent is not None:
-                lent_bytes += held.block.num_bytes
-            else:
-                copied[held.group.event is not None] += held.block.num_bytes
-        try:
-            if self._ranks.rank == 0:
-                self._directory.check_writable(job.num_bytes)
-        except BaseException:
-            job.captured.release()
-            self._free_arenas.append(job.arena)
-            raise
-        now = time.perf_counter()
-        job.begun = now
-        job.save._figures = SaveStatistics(
-            call_seconds=now - begun,
-            copied_from_device_bytes=copied[True],
-            copied_from_host_bytes=copied[False],
-            lent_bytes=lent_bytes,
-            pinned_bytes=sum(arena.slab_bytes for arena in self._arenas if arena.is_pinned),
-            written_bytes=0,
-            write_seconds=None,
-        )
-        if self._writer is None:
-            self._writer = ThreadPoolExecutor(1, thread_name_prefix="residency-save")
-        self._on_their_way.append(job)
-        job.future = self._writer.submit(self._write, job)
-
     def _write(self, job: Job) -> None:
         """Writes and publishes one save; runs on the writer's thread."""
         save = job.save
         try:
-            request = SaveRequest(
-                step=save.step,
-                files=job.files(self._ranks.rank, self._ranks.world_size),
-                document=job.captured.document,
-                metrics=job.metrics,
-                rank=self._ranks.rank,
-                world_size=self._ranks.world_size,
-                token=job.token,
-            )
             self._directory.save(
-                request, on_bytes=job.count, timeout_seconds=_RANKS_TIMEOUT_SECONDS
+                job.request(self._ranks), on_bytes=job.count, timeout_seconds=self._timeout_seconds
             )
-            self._retire()
+            self._retire(save.step)
         except BaseException as error:
             save._error = error
             unreported.append(save)
@@ -394,11 +408,11 @@ class Checkpointer:
             save._figures = replace(save._figures, write_seconds=seconds)
             save._done.set()
 
-    def _retire(self) -> None:
+    def _retire(self, step: int) -> None:
         if self._ranks.rank != 0 or self._retention is None:
             return
         try:
-            self._directory.apply(self._retention)
+            self._directory.apply(self._retention, spare=step)
         except OSError as error:  # the new save is whole; old ones go another time
             _logger.warning("an old save in %s could not be removed: %s", self._directory, error)
 
@@ -445,9 +459,8 @@ class Checkpointer:
         raise error
 
     def _use_directory(self) -> None:
-        if self._ranks.rank == 0 and not self._is_locked:
+        if self._ranks.rank == 0 and not self._directory.is_locked:
             self._directory.lock()
-            self._is_locked = True
             self._directory.clean_up()
 
     def _set_spare(self, optimizer: Any) -> None:
@@ -464,4 +477,10 @@ class Checkpointer:
         if self._is_closed:
             raise RefusedError(
                 f"this checkpointer of {str(self._directory.path)!r} is closed; make another one."
+            )
+        if os.getpid() != self._process:
+            raise RefusedError(
+                f"this checkpointer of {str(self._directory.path)!r} belongs to process "
+                f"{self._process}, from which this one was forked; expected calls there. Nothing "
+                "was done."
             )

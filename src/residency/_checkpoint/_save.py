@@ -44,11 +44,13 @@ class Save:
         is_skipped: Whether it was not carried out, because others were still being written.
     """
 
-    def __init__(self, step: int, path: Path) -> None:
+    def __init__(self, step: int, path: Path, *, is_skipped: bool = False) -> None:
         self.step = step
         self.path = path
-        self.is_skipped = False
+        self.is_skipped = is_skipped
         self._done = threading.Event()
+        if is_skipped:
+            self._done.set()
         self._error: BaseException | None = None
         self._written_bytes = 0
         self._figures = SaveStatistics(0.0, 0, 0, 0, 0, 0, None)
@@ -102,3 +104,4 @@ def _tell_at_exit() -> None:
 
 
 atexit.register(_tell_at_exit)
+os.register_at_fork(after_in_child=unreported.clear)  # they are the parent's to tell

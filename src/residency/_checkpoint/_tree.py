@@ -172,7 +172,7 @@ class _Walk:
         return self.encoder.node(path, value)
 
     def _module(self, path: str, module: nn.Module) -> Node:
-        is_replicated = isinstance(module, DistributedDataParallel)
+        common = _names_in_common(module)
         module = plain_module(module)
         parameters = set(module.parameters())
         storages = {p.detach().untyped_storage()._cdata for p in parameters if not is_sharded(p)}
@@ -190,10 +190,9 @@ class _Walk:
             self.encoder.tensor(full, value, is_early=not is_own)
             keys.append(name)
             names.append(full)
-            if is_replicated:
+            if raw in common:
                 self.replicated.add(full)
-        if is_replicated:
-            self._replicated_parameters |= parameters
+        self._replicated_parameters |= {p for n, p in module.named_parameters() if n in common}
         return {"$": "module", "keys": keys, "names": names, "extra": extra}
 
     def _optimizer(self, path: str, optimizer: Optimizer) -> Node:
@@ -290,6 +289,20 @@ class _Walk:
             "class": f"{kind.__module__}.{kind.__qualname__}",
             "state": self.encoder.node(path, value.state_dict()),
         }
+
+
+def _names_in_common(module: nn.Module) -> set[str]:
+    """Returns the names of what all ranks have, of a module in ``DistributedDataParallel``."""
+    while not isinstance(module, DistributedDataParallel):
+        inner = module._modules.get("_orig_mod")  # torch.compile's, around it
+        if inner is None:
+            return set()
+        module = inner
+    wrapped = module.module
+    names = {name for name, _ in wrapped.named_parameters(remove_duplicate=False)}
+    if module.broadcast_buffers:  # each forward begins with those of rank 0
+        names |= {name for name, _ in wrapped.named_buffers(remove_duplicate=False)}
+    return names - set(module.parameters_to_ignore)
 
 
 def check_plain_layout(leaf: Leaf, local: Tensor) -> None:

@@ -7,6 +7,7 @@ ends on whatever thread, and at the latest with the memory itself.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable
 
@@ -81,3 +82,11 @@ class Lending:
 
 
 lending = Lending()
+
+
+def _forget_all() -> None:
+    lending.__init__()  # type: ignore[misc]  # everybody has this very object
+
+
+# The parent's threads, which end loans, are not in a forked process; one may have held the lock.
+os.register_at_fork(after_in_child=_forget_all)

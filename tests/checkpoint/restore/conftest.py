@@ -10,8 +10,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import maker
 
-from residency._checkpoint._restore._state import restore_state
-
 
 @pytest.fixture
 def save(tmp_path):
@@ -27,4 +25,4 @@ def save(tmp_path):
 
 @pytest.fixture
 def restore():
-    return restore_state
+    return maker.restore_state

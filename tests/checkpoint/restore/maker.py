@@ -14,6 +14,7 @@ import torch
 from residency._checkpoint._blocks import make_blocks
 from residency._checkpoint._disk._manifest import FileRecord, Record, StoredEntry, file_name
 from residency._checkpoint._encode import Encoder
+from residency._checkpoint._restore._state import plan_state
 from residency._checkpoint._tree import describe
 
 CHUNK_BYTES = 8192
@@ -99,3 +100,10 @@ def safetensors_bytes(tensors):
         starts.append(at)
         at += len(data)
     return content, starts
+
+
+def restore_state(state, save, *, on_bytes=None, **settings):
+    """Plans a restore and carries it out; returns what was left out."""
+    planned = plan_state(state, save, **settings)
+    planned.carry_out(on_bytes)
+    return planned.differences

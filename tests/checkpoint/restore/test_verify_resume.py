@@ -7,7 +7,6 @@ from runs import Run
 
 from residency import InvalidArgumentError
 from residency._checkpoint import _rng
-from residency._checkpoint._restore._state import restore_state
 from residency.testing import ResumeError, verify_resume
 
 
@@ -25,7 +24,7 @@ class Keeper:
 
     def restore(self, state):
         kept = {name: value for name, value in state.items() if name not in self.forgets}
-        restore_state(kept, self.saved, rng=self.rng)
+        maker.restore_state(kept, self.saved, rng=self.rng)
 
     def wait(self):
         pass

@@ -151,6 +151,7 @@ class CheckpointDirectory:
         self._system = system
         self._layout = Layout(system, self.path)
         self._lock = WriterLock(system, self.path / LOCK)
+        self._given_up: SaveFolder | None = None
 
     def steps(self) -> list[int]:
         """Returns the steps whose saves are published, ascending."""
@@ -197,8 +198,15 @@ class CheckpointDirectory:
                 self._lock.give_back()
                 raise
 
+    @property
+    def is_locked(self) -> bool:
+        """Whether this object is the directory's one writer."""
+        return self._lock.is_held
+
     def unlock(self) -> None:
         """Gives the directory back."""
+        if self._given_up is not None:
+            self._given_up.leave()
         self._lock.give_back()
 
     def check_writable(self, num_bytes: int) -> None:
@@ -250,14 +258,7 @@ class CheckpointDirectory:
         """
         with leased(request.files) as files:
             _check_request(request)
-            folder = SaveFolder(
-                self._layout,
-                self._system,
-                step=request.step,
-                token=request.token,
-                rank=request.rank,
-                world_size=request.world_size,
-            )
+            folder = self._folder_of(request)
             try:
                 with self._explaining(f"take the save of step {request.step}"):
                     if request.rank != 0:
@@ -272,6 +273,35 @@ class CheckpointDirectory:
                 raise
             finally:
                 folder.leave()
+
+    def give_up(self, request: SaveRequest, error: BaseException) -> None:
+        """Tells the other ranks of a save that this one will not write its share.
+
+        Args:
+            request: What would have been written; its parts are left alone.
+            error: Why not; it is what they raise.
+        """
+        if request.world_size == 1:
+            return
+        folder = self._folder_of(request)
+        with suppress(CheckpointError, OSError):
+            _check_request(request)
+            self._make_folder(self.path)
+            folder.join()  # so that nobody cleans up before the others have seen it
+            folder.fail(error)
+        if self._given_up is not None:
+            self._given_up.leave()
+        self._given_up = folder
+
+    def _folder_of(self, request: SaveRequest) -> SaveFolder:
+        return SaveFolder(
+            self._layout,
+            self._system,
+            step=request.step,
+            token=request.token,
+            rank=request.rank,
+            world_size=request.world_size,
+        )
 
     def _save(
         self,
@@ -327,15 +357,15 @@ class CheckpointDirectory:
         except OSError as error:  # the save is published: an error here would say that it is not
             _logger.warning("%s was not tidied up after a save: %s", self.path, error)
 
-    def beyond(self, retention: Retention) -> list[int]:
+    def beyond(self, retention: Retention, *, spare: int | None = None) -> list[int]:
         """Returns the steps that a retention does not keep, ascending.
 
-        The newest save stays, and so does the newest whose manifest can be read.
+        The newest save stays, and so does the newest whose manifest can be read, and one to spare.
         """
         steps = self.steps()
         if retention.newest is None and retention.best == 0:
             return []
-        kept = set(steps[-(retention.newest or 1) :])
+        kept = {*steps[-(retention.newest or 1) :], spare}
         kept.update(next(([step] for step in reversed(steps) if self._is_readable(step)), []))
         if retention.metric is not None:
             rated = [(self._rate(step, retention), step) for step in steps]
@@ -361,15 +391,19 @@ class CheckpointDirectory:
             return None
         return value if retention.greatest else -value
 
-    def apply(self, retention: Retention) -> list[int]:
+    def apply(self, retention: Retention, *, spare: int | None = None) -> list[int]:
         """Removes the saves that a retention does not keep, and returns their steps.
+
+        Args:
+            retention: What stays.
+            spare: A step that stays, too: the one just saved, which need not be the highest.
 
         Raises:
             RefusedError: Another process writes here.
             CheckpointError: One could not be removed; no part of it counts as a save any more.
         """
         with self._locked():
-            removed = self.beyond(retention)
+            removed = self.beyond(retention, spare=spare)
             with self._explaining("be thinned out"):
                 for step in removed:
                     self._layout.remove(self.folder(step))

@@ -18,7 +18,40 @@ from residency._errors import RefusedError
 RNG = "rng"  # the top-level name that is not the caller's
 
 
-def restore_state(
+class PlannedState:
+    """Is a restore that can be carried out, and has changed nothing.
+
+    Attributes:
+        differences: What is left out.
+    """
+
+    def __init__(self, plan: Plan, differences: Differences, staging_bytes: int) -> None:
+        self.differences = differences
+        self._plan = plan
+        self._staging_bytes = staging_bytes
+
+    def carry_out(self, on_bytes: Callable[[int], None] | None = None) -> None:
+        """Makes room, moves the bytes, and puts values in place.
+
+        Args:
+            on_bytes: Called with the bytes that were read.
+
+        Raises:
+            RefusedError: There is no room; nothing was changed.
+            CorruptSaveError: The save is damaged. Tensors may hold its bytes: restore another one.
+
+        Memory:
+            On the device the ring at the most, and nothing for optimizer state that is not there
+            yet unless ``eager``. On the host the ring and what the optimizer needs to live.
+        """
+        carry_out(self._plan, staging_bytes=self._staging_bytes, on_bytes=on_bytes)
+
+    def drop(self) -> None:
+        """Lets go of every tensor."""
+        self._plan.clear()
+
+
+def plan_state(
     state: Mapping[str, Any],
     save: StoredSave,
     *,
@@ -28,9 +61,8 @@ def restore_state(
     staging: int | str = "64MiB",
     eager: bool = False,
     rng: bool = True,
-    on_bytes: Callable[[int], None] | None = None,
-) -> Differences:
-    """Fills a state from a save, in place.
+) -> PlannedState:
+    """Plans to fill a state from a save, in place; moves no byte.
 
     Args:
         state: What to fill, by the names that it was saved under; of what the save has besides,
@@ -43,18 +75,10 @@ def restore_state(
         eager: Whether plain optimizers get their state on the device at once, not at their first
             step.
         rng: Whether the random number generators go back, too, last of all.
-        on_bytes: Called with the bytes that were read.
-
-    Returns:
-        What was left out.
 
     Raises:
-        RefusedError: The state does not fit, or there is no room; nothing was changed.
-        CorruptSaveError: The save is damaged. Tensors may hold its bytes: restore another one.
-
-    Memory:
-        On the device the ring at the most, and nothing for optimizer state that is not there yet
-        unless ``eager``. On the host the ring and what the optimizer needs to live.
+        RefusedError: The state does not fit; nothing was changed.
+        CorruptSaveError: The save is damaged; nothing was changed.
     """
     staging_bytes = staging_bytes_of(staging)
     saved = saved_for_rank(save, rank=rank, world_size=world_size)
@@ -71,8 +95,7 @@ def restore_state(
                 stacklevel=2,
             )
     found = plan.check(f"the save {save.folder.name}", strict=strict)
-    carry_out(plan, staging_bytes=staging_bytes, on_bytes=on_bytes)
-    return found
+    return PlannedState(plan, found, staging_bytes)
 
 
 def carry_out(

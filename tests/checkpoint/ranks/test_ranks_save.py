@@ -1,0 +1,42 @@
+"""Several ranks make one save, restore it on as many ranks and on others, and fail together.
+
+``ranks_worker.py`` is one rank; a later phase reads what the ones before wrote.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "sim"))
+
+from worker_cases import cases_of, run_phase
+
+pytestmark = pytest.mark.sim
+
+WORKER = Path(__file__).with_name("ranks_worker.py")
+PHASES = {"one": 1, "two": 2, "four": 4, "dying": 2, "after": 1}
+KILLED = {"dying": [1]}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
+    """What became of every case, by phase and rank."""
+    from residency import sim
+
+    sim.enable("1GiB")  # built before processes are timed
+    folder = tmp_path_factory.mktemp("ranks")
+    return {
+        phase: run_phase(WORKER, folder, phase, num_ranks, killed=KILLED.get(phase, ()))
+        for phase, num_ranks in PHASES.items()
+    }
+
+
+@pytest.mark.parametrize(("phase", "case"), cases_of(WORKER, PHASES))
+def test_ranks_save_and_restore(
+    outcomes: dict[str, list[dict[str, str]]], phase: str, case: str
+) -> None:
+    for rank, of_rank in enumerate(outcomes[phase]):
+        assert of_rank.get(case) == "passed", f"rank {rank}: {of_rank.get(case)}"

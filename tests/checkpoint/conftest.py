@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import residency
+from residency._checkpoint._disk._publish import CheckpointDirectory
 
 BUCKET = 4096
 
@@ -140,3 +142,18 @@ def no_loans() -> Callable[[], bool]:
     from residency._transfer import lending
 
     return lambda: not lending
+
+
+@pytest.fixture
+def held_writer(monkeypatch):
+    """Holds every write until the event that it returns is set."""
+    may_write = threading.Event()
+    save = CheckpointDirectory.save
+
+    def wait_and_save(self, request, **kwargs):
+        may_write.wait(20)  # a test that fails must not hang
+        return save(self, request, **kwargs)
+
+    monkeypatch.setattr(CheckpointDirectory, "save", wait_and_save)
+    yield may_write
+    may_write.set()

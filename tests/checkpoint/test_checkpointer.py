@@ -26,21 +26,6 @@ BOTH = pytest.mark.parametrize("offload", [False, True], ids=["plain", "offloade
 
 
 @pytest.fixture
-def held_writer(monkeypatch):
-    """Holds every write until the event that it returns is set."""
-    may_write = threading.Event()
-    save = CheckpointDirectory.save
-
-    def wait_and_save(self, request, **kwargs):
-        may_write.wait(20)  # a test that fails must not hang
-        return save(self, request, **kwargs)
-
-    monkeypatch.setattr(CheckpointDirectory, "save", wait_and_save)
-    yield may_write
-    may_write.set()
-
-
-@pytest.fixture
 def failing_writer(monkeypatch):
     """Lets the writes of the steps in the list that it returns fail."""
     steps: list[int] = []

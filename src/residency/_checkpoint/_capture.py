@@ -155,9 +155,12 @@ class Capture:
         return {"tree": self.description.tree, "tensors": self.blocks.special}
 
     def release(self) -> None:
-        """Gives all memory back."""
+        """Gives all memory back, and lets go of what the caller has."""
         for held in self.held:
             held.release()
+        self.held = ()
+        self.blocks.blocks.clear()
+        self.description.leaves.clear()
 
 
 def capture(
@@ -240,6 +243,7 @@ def _copy(held: Sequence[Held], *, verify: bool) -> None:
     for each in to_copy:
         if each.block.span.is_cpu:
             each.host.copy_(each.block.span)
+            each.block.span = each.block.span.new_empty(0)
         else:
             on_device.setdefault(each.block.span.device, []).append(each)
     for device, each_of in on_device.items():

@@ -33,10 +33,11 @@ from residency._checkpoint._blocks import make_blocks
 from residency._checkpoint._capture import Capture, capture, check_verify, make_room, sizes_of
 from residency._checkpoint._disk._layout import step_name
 from residency._checkpoint._disk._publish import CheckpointDirectory, Retention
+from residency._checkpoint._encode import check_is_finite
 from residency._checkpoint._job import Job, Ranks
 from residency._checkpoint._progress import follow, progress_bar
 from residency._checkpoint._restore._state import PlannedState, plan_state
-from residency._checkpoint._save import Save, unreported
+from residency._checkpoint._save import Save, let_locals_go, unreported
 from residency._checkpoint._tree import describe, end_loans, optimizers_in
 from residency._errors import CorruptSaveError, InvalidArgumentError, RefusedError
 from residency._transfer import SlabArena, owner_of, states_to_come
@@ -381,6 +382,7 @@ class Checkpointer:
         return job
 
     def _capture(self, state: Mapping[str, Any], rng: bool, arena: SlabArena) -> Capture:
+        check_is_finite(state)
         if self._spare_bytes is not None:
             for optimizer in optimizers_in(state):
                 self._set_spare(optimizer)
@@ -402,6 +404,7 @@ class Checkpointer:
         except BaseException as error:
             save._error = error
             unreported.append(save)
+            let_locals_go(error)
         finally:
             job.captured.release()
             seconds = time.perf_counter() - job.begun
@@ -460,6 +463,8 @@ class Checkpointer:
 
     def _use_directory(self) -> None:
         if self._ranks.rank == 0 and not self._directory.is_locked:
+            self._drain()  # the directory was removed: a save on its way still holds the old lock
+            self._directory.unlock()
             self._directory.lock()
             self._directory.clean_up()
 

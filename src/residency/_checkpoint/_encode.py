@@ -11,7 +11,7 @@ import math
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -116,10 +116,13 @@ class Encoder:
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
             return self._array(name, value, numpy)
+        hint = "give one of those instead"
+        if is_dataclass(value):
+            hint = "give it these two methods, or save dataclasses.asdict of it"
         raise RefusedError(
             f"{name or 'the state'} is a {type(value).__module__}.{type(value).__qualname__}, and "
             "a save holds tensors, arrays, plain Python values and containers of them, and objects "
-            "with state_dict and load_state_dict. Nothing was saved; give one of those instead."
+            f"with state_dict and load_state_dict. Nothing was saved; {hint}."
         )
 
     def _array(self, name: str, value: Any, numpy: Any) -> Node:
@@ -152,6 +155,36 @@ class Encoder:
 
     def _items(self, name: str, values: Iterable[Any]) -> list[Node]:
         return [self.node(joined(name, index), each) for index, each in enumerate(values)]
+
+
+def check_is_finite(value: Any, name: str = "") -> None:
+    """Looks through the containers of a state for one that contains itself.
+
+    Raises:
+        RefusedError: By the path at which it stands again.
+    """
+    _check_is_finite(value, name, {})
+
+
+def _check_is_finite(value: Any, name: str, around: dict[int, str]) -> None:
+    if not isinstance(value, Mapping | list | tuple | deque):
+        return
+    if id(value) in around:
+        raise RefusedError(
+            f"{name} is {around[id(value)] or 'the state'} again, which contains it: a save of "
+            "it would have no end. Nothing was saved; take the inner one out."
+        )
+    around[id(value)] = name
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    try:
+        for key, each in items:
+            _check_is_finite(each, joined(name, key), around)
+    except RecursionError:
+        raise RefusedError(
+            f"{name.partition('.')[0] or 'the state'} is nested deeper than Python can follow. "
+            "Nothing was saved; make it flatter."
+        ) from None
+    del around[id(value)]
 
 
 def joined(name: str, key: object) -> str:

@@ -41,6 +41,7 @@ class Job:
         self.begun = 0.0
         self.future: Future[None]
         self.num_bytes = sum(held.block.record.num_bytes for held in captured.held)
+        captured.description.leaves.clear()  # what the caller drops during a save is free
 
     def count(self, num_bytes: int) -> None:
         self.save._written_bytes += num_bytes

@@ -87,6 +87,14 @@ class Save:
         return f"<Save of step {self.step} at {str(self.path)!r}, {state}>"
 
 
+def let_locals_go(error: BaseException) -> None:
+    """Lets the frames that an error remembers go of what they held, which is most of a state."""
+    found: BaseException | None = error
+    while found is not None:
+        traceback.clear_frames(found.__traceback__)
+        found = found.__cause__ or found.__context__
+
+
 unreported: list[Save] = []  # those that failed, and nobody was told
 
 

@@ -36,7 +36,7 @@ class Snapshot:
         if not self._is_complete:
             spans = {id(held.block): held.final() for held in self._capture.held}
             self._tree = self._build(spans)
-            self._end.detach()  # the tensors keep the memory from here on
+            self._end()  # the tensors keep the memory from here on
             self._is_complete = True
         return self
 

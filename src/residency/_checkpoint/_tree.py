@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from residency._checkpoint._encode import Encoder, Leaf, Node, joined
+from residency._checkpoint._encode import Encoder, Leaf, Node, check_is_finite, joined
 from residency._errors import RefusedError
 from residency._transfer import Lent, is_sharded, owner_of
 
@@ -55,6 +55,7 @@ def describe(tree: Any, *, keep: bool = False) -> Description:
         RefusedError: Something in it cannot be saved, by its name. Loans made so far are given
             back.
     """
+    check_is_finite(tree)
     walk = _Walk(tree, keep)
     try:
         node = walk.node("", tree)
@@ -284,10 +285,12 @@ class _Walk:
 
     def _stateful(self, path: str, value: Any) -> Node:
         kind = type(value)
+        state = value.state_dict()
+        check_is_finite(state, path)
         return {
             "$": "stateful",
             "class": f"{kind.__module__}.{kind.__qualname__}",
-            "state": self.encoder.node(path, value.state_dict()),
+            "state": self.encoder.node(path, state),
         }
 
 

@@ -78,7 +78,7 @@ class FileLock:
             return False
         try:
             named = self._system.stat(self.path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
         return os.path.samestat(named, self._system.fstat(self._fd))
 

@@ -200,8 +200,8 @@ class CheckpointDirectory:
 
     @property
     def is_locked(self) -> bool:
-        """Whether this object is the directory's one writer."""
-        return self._lock.is_held
+        """Whether this object is the directory's one writer; not, once the lock was removed."""
+        return self._lock.is_held and self._lock.is_at_its_path()
 
     def unlock(self) -> None:
         """Gives the directory back."""

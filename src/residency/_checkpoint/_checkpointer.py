@@ -155,6 +155,7 @@ class Checkpointer:
             )
             for arena in self._free_arenas:
                 for region in make_room(arena, sizes_of(blocks.blocks)):
+                    region.touch()
                     arena.release(region)
         finally:
             end_loans(description.leaves.values())

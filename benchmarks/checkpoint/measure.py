@@ -1,4 +1,4 @@
-"""Starts a case in a process of its own, and watches the memory of that process and its children."""
+"""Starts a case in a process of its own, and watches the memory of it and its children."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,17 +119,3 @@ def _tree_bytes(pid: int) -> int:
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # it has ended
     return total
-
-
-def load_average() -> str:
-    """Returns how busy the machine is, for the report."""
-    return f"{os.getloadavg()[0]:.1f}"
-
-
-def interleaved(names: Sequence[str], rounds: int) -> list[str]:
-    """Returns every name once a round, so that a slow moment hits all of them."""
-    return [name for _ in range(rounds) for name in names]
-
-
-def now() -> float:
-    return time.monotonic()

@@ -153,7 +153,8 @@ def torch_checkpointing_save(state: State) -> Iterator[Begin]:
 
     def begin(path: Path) -> Begun:
         written = manager.save(str(path), {"state": state.flat()})
-        assert written is not None and manager._staging_future is not None
+        assert written is not None
+        assert manager._staging_future is not None
         return Begun(manager._staging_future.result, written.result, written.done)
 
     yield begin

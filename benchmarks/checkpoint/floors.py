@@ -18,10 +18,12 @@ _CHUNK_BYTES = 1 << 22
 
 
 class Arena:
-    """Is host memory of which every page was touched."""
+    """Is host memory of which every page was touched, in large pages where the system has them."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._bytes = mmap.mmap(-1, -(-num_bytes // _PAGE) * _PAGE)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._bytes = mmap.mmap(-1, -(-num_bytes // _PAGE) * _PAGE, flags=flags)
+        self._bytes.madvise(mmap.MADV_HUGEPAGE)
         self._tensor = torch.frombuffer(self._bytes, dtype=torch.uint8)
         self._tensor.fill_(1)
 

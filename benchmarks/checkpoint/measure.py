@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 _SECONDS_BETWEEN_LOOKS = 0.02
-_TIMEOUT_SECONDS = 300.0
+_TIMEOUT_SECONDS = 120.0
 
 
 class CaseFailedError(Exception):

@@ -78,7 +78,7 @@ class Checkpointer:
         during the copies. Pinned host memory, kept until ``close``: for each save in flight, the
         bytes of the state but for what offloaded optimizers lend, of overlapping tensors their
         common span once, each rounded up to 512 (to 4096 above 64 KiB), plus what is left at the
-        end of a power of two; and ``spare``. Host: two chunks of 4 MiB to write from.
+        end of a power of two; and ``spare``. Host: four chunks of 4 MiB to write from.
     """
 
     def __init__(

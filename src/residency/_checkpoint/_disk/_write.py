@@ -6,7 +6,7 @@ used where the file system takes it; that it does not may show when the file is 
 it is written, and the file then goes on without. Bytes that lie at a page go to the disk from where
 they are, others through a buffer of one chunk that each thread has.
 
-Memory: 3 x (chunk + 4 KiB) on the host for buffers, plus the files' headers.
+Memory: 4 x (chunk + 4 KiB) on the host for buffers, plus the files' headers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from residency._units import MIB
 __all__ = ["CHUNK_BYTES", "FilePlan", "Part", "Written", "write_files"]
 
 CHUNK_BYTES = 4 * MIB
-NUM_THREADS = 3  # two keep a disk busy, while one sums
+NUM_THREADS = 4  # two keep a disk busy, while two sum
 
 _MAX_BUFFERS = 64  # of one call; far below what any system allows
 _MIN_FOREIGN_COPY_BYTES = 65536  # a shorter copy is quicker than letting other threads run

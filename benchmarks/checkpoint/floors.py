@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from residency._checkpoint._disk import _crc
 
 _PAGE = mmap.PAGESIZE
 _CHUNK_BYTES = 1 << 22
@@ -44,7 +45,7 @@ class Arena:
         def write(start: int) -> None:
             chunk = view[start : start + _CHUNK_BYTES]
             if crc32:
-                zlib.crc32(chunk)
+                _crc.crc32(chunk)
             done = 0
             while done < len(chunk):
                 done += os.pwrite(fd, chunk[done:], start + done)

@@ -92,10 +92,10 @@ def _safe_open(folder: Path, state: State) -> Load:
 
 
 def _load_into(folder: Path, state: State, *, ours: bool) -> Load:
-    from residency._checkpoint._restore._load_into import load_into
+    import residency
 
     path = folder / "ours" / f"step-{_STEP:08}" if ours else folder / "state.safetensors"
-    return Load(path, lambda: load_into(state.model, path, strict=ours))
+    return Load(path, lambda: residency.load_into(state.model, path, strict=ours))
 
 
 def _dcp_load(folder: Path, state: State) -> Load:

@@ -19,7 +19,7 @@ from residency._errors import (
 )
 
 if TYPE_CHECKING:
-    from residency._checkpoint import Checkpointer, Retention, Save, Snapshot, snapshot
+    from residency._checkpoint import Checkpointer, Retention, Save, Snapshot, load_into, snapshot
     from residency._optim import OffloadedOptimizer, offload_optimizer, onload_optimizer
     from residency._transfer import mutating
 
@@ -37,6 +37,7 @@ __all__ = [
     "Save",
     "Snapshot",
     "__version__",
+    "load_into",
     "mutating",
     "offload_optimizer",
     "onload_optimizer",
@@ -52,6 +53,7 @@ _LAZY_NAMES = {  # name -> the module that owns it
     "Retention": "residency._checkpoint",
     "Save": "residency._checkpoint",
     "Snapshot": "residency._checkpoint",
+    "load_into": "residency._checkpoint",
     "mutating": "residency._transfer",
     "offload_optimizer": "residency._optim",
     "onload_optimizer": "residency._optim",
@@ -59,10 +61,16 @@ _LAZY_NAMES = {  # name -> the module that owns it
 }
 
 
+# What a name makes use of where it is there: a checkpointer asks which states are to come.
+_WITH = {"Checkpointer": "residency._optim"}
+
+
 def __getattr__(name: str) -> Any:
     if name in _LAZY_SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name in _LAZY_NAMES:
+        if name in _WITH:
+            importlib.import_module(_WITH[name])
         value = getattr(importlib.import_module(_LAZY_NAMES[name]), name)
         globals()[name] = value  # found without this function from now on
         return value

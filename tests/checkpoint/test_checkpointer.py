@@ -85,7 +85,7 @@ def test_a_save_takes_no_device_memory_and_the_host_waits_for_nothing(
     run = lab.run(offload=offload)
     run.step()
     torch.accelerator.synchronize()
-    with residency.Checkpointer(tmp_path) as checkpointer:
+    with residency.Checkpointer(tmp_path, spare="all") as checkpointer:
         checkpointer.prepare(run.state)
         run.step()
         before = torch.accelerator.memory_allocated()
@@ -107,15 +107,18 @@ def test_a_save_takes_no_device_memory_and_the_host_waits_for_nothing(
 
 
 @BOTH
-def test_after_prepare_nothing_more_is_pinned(lab, tmp_path, pinned_bytes, offload):
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_after_prepare_nothing_more_is_pinned(lab, tmp_path, pinned_bytes, offload, num_before):
+    """Also when the first step, which makes the optimizer's state, comes after it."""
     run = lab.run(offload=offload)
-    run.step()
+    for _ in range(num_before):
+        run.step()
     with residency.Checkpointer(tmp_path) as checkpointer:
         checkpointer.prepare(run.state)
         prepared = pinned_bytes()
         for step in range(4):
-            checkpointer.save(step, run.state)
             run.step()
+            checkpointer.save(step, run.state)
             assert pinned_bytes() == prepared
 
 

@@ -23,7 +23,7 @@ ACTIONS = (
     "save",
     "snapshot",
     "restore",
-    # "load_into",
+    "load_into",
     "offload",
     "onload",
     "mutate",

@@ -14,10 +14,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from residency._checkpoint._checkpointer import Checkpointer
     from residency._checkpoint._disk._publish import Retention
+    from residency._checkpoint._restore._load_into import load_into
     from residency._checkpoint._save import Save, SaveStatistics
     from residency._checkpoint._snapshot import Snapshot, snapshot
 
-__all__ = ["Checkpointer", "Retention", "Save", "SaveStatistics", "Snapshot", "snapshot"]
+__all__ = [
+    "Checkpointer",
+    "Retention",
+    "Save",
+    "SaveStatistics",
+    "Snapshot",
+    "load_into",
+    "snapshot",
+]
 
 _MODULE_OF = {
     "Checkpointer": "_checkpointer",
@@ -25,6 +34,7 @@ _MODULE_OF = {
     "Save": "_save",
     "SaveStatistics": "_save",
     "Snapshot": "_snapshot",
+    "load_into": "_restore._load_into",
     "snapshot": "_snapshot",
 }
 

@@ -215,7 +215,8 @@ def make_room(arena: SlabArena, sizes: Sequence[int]) -> list[Region]:
     Long ones begin at pages of a slab, from where the disk takes them without a copy.
     """
     rounded = [-(-n // _PAGE) * _PAGE if n >= _LONG else n for n in sizes]
-    order = sorted(range(len(rounded)), key=lambda index: rounded[index] % _PAGE != 0)
+    # In one order for the same sizes, however they are listed.
+    order = sorted(range(len(rounded)), key=lambda i: (rounded[i] % _PAGE != 0, -rounded[i]))
     for is_second in (False, True):
         if is_second:
             arena.free_all()

@@ -7,42 +7,33 @@ every failure is told exactly once, where it cannot be missed.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import re
-import secrets
-import sys
 import time
-import traceback
 import warnings
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch.distributed as dist
-
 from residency import _device
 from residency._checkpoint import _rng
+from residency._checkpoint._arguments import RNG, check_count, check_state, retention, spare_bytes
 from residency._checkpoint._blocks import make_blocks
 from residency._checkpoint._capture import Capture, capture, check_verify, make_room, sizes_of
 from residency._checkpoint._disk._layout import step_name
-from residency._checkpoint._disk._manifest import file_name
-from residency._checkpoint._disk._parts import FilePlan, Part
 from residency._checkpoint._disk._publish import CheckpointDirectory, Retention, SaveRequest
+from residency._checkpoint._job import Job, Ranks
 from residency._checkpoint._progress import follow, progress_bar
 from residency._checkpoint._restore._state import restore_state
 from residency._checkpoint._save import Save, SaveStatistics, unreported
 from residency._checkpoint._tree import describe, end_loans, optimizers_in
 from residency._errors import CorruptSaveError, InvalidArgumentError, RefusedError
-from residency._transfer import SlabArena, owner_of
-from residency._units import parse_bytes
+from residency._transfer import SlabArena, owner_of, states_to_come
 
 _POLICIES = ("wait", "skip", "replace")
-_RNG = "rng"
 _RANKS_TIMEOUT_SECONDS = 600.0
 
 _logger = logging.getLogger("residency")
@@ -91,14 +82,14 @@ class Checkpointer:
         verify: str = "gate",
         spare: int | str | None = None,
     ) -> None:
-        self._retention = _retention(keep)
-        _check_count("max_in_flight", max_in_flight)
+        self._retention = retention(keep)
+        check_count("max_in_flight", max_in_flight)
         if policy not in _POLICIES:
             raise InvalidArgumentError(f"policy is {policy!r}; expected one of {_POLICIES}.")
         self._is_verified = check_verify(verify)
-        self._spare_bytes = _spare_bytes(spare)
+        self._spare_bytes = spare_bytes(spare)
         self._policy = policy
-        self._ranks = _Ranks()
+        self._ranks = Ranks()
         if self._ranks.world_size > 1 and policy != "wait":
             raise InvalidArgumentError(
                 f"policy is {policy!r} in a job of {self._ranks.world_size} ranks, which would "
@@ -109,7 +100,7 @@ class Checkpointer:
             SlabArena(pin=_device.is_pinning_available(), keep=True) for _ in range(max_in_flight)
         ]
         self._free_arenas = list(self._arenas)
-        self._on_their_way: list[_Job] = []
+        self._on_their_way: list[Job] = []
         self._writer: ThreadPoolExecutor | None = None
         self._num_saves = 0
         self._is_closed = False
@@ -136,9 +127,8 @@ class Checkpointer:
         the tenth.
 
         Args:
-            state: What ``save`` will be given. Optimizer states that do not exist yet are not
-                counted, unless the optimizer is offloaded: prepare after the first step, or the
-                first save after it allocates for them.
+            state: What ``save`` will be given. Optimizer states that do not exist yet are
+                counted as the first step will make them, where that can be foreseen.
 
         Raises:
             RefusedError: Something in the state cannot be saved, or the host has no room.
@@ -153,8 +143,11 @@ class Checkpointer:
                 replicated=description.replicated,
                 rank=self._ranks.rank_to_write,
             )
+            sizes = sizes_of(blocks.blocks)
+            for optimizer in optimizers_in(state):
+                sizes += [like.numel() * like.element_size() for like in states_to_come(optimizer)]
             for arena in self._free_arenas:
-                for region in make_room(arena, sizes_of(blocks.blocks)):
+                for region in make_room(arena, sizes):
                     region.touch()
                     arena.release(region)
         finally:
@@ -195,7 +188,7 @@ class Checkpointer:
         begun = time.perf_counter()
         self._check_open()
         self._raise_failure()
-        _check_state(step, state, rng)
+        check_state(step, state, rng)
         self._use_directory()
         save = Save(step, self._directory.path / step_name(step))
         arena = self._free_arena()
@@ -210,7 +203,7 @@ class Checkpointer:
             raise
         self._num_saves += 1
         token = f"{self._ranks.token}-{self._num_saves}"
-        job = _Job(save, captured, arena, dict(metrics or {}), token)
+        job = Job(save, captured, arena, dict(metrics or {}), token)
         self._begin(job, begun)
         if progress:
             with progress_bar(f"saving step {step}", job.num_bytes, is_shown=True) as advance:
@@ -345,7 +338,7 @@ class Checkpointer:
             rank=self._ranks.rank_to_write,
         )
 
-    def _begin(self, job: _Job, begun: float) -> None:
+    def _begin(self, job: Job, begun: float) -> None:
         copied = {True: 0, False: 0}
         lent_bytes = 0
         for held in job.captured.held:
@@ -376,7 +369,7 @@ class Checkpointer:
         self._on_their_way.append(job)
         job.future = self._writer.submit(self._write, job)
 
-    def _write(self, job: _Job) -> None:
+    def _write(self, job: Job) -> None:
         """Writes and publishes one save; runs on the writer's thread."""
         save = job.save
         try:
@@ -466,121 +459,10 @@ class Checkpointer:
     def _with_rng(self, state: Any, rng: bool) -> Any:
         if not rng:
             return state
-        return {**state, _RNG: _rng.capture()}
+        return {**state, RNG: _rng.capture()}
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise RefusedError(
                 f"this checkpointer of {str(self._directory.path)!r} is closed; make another one."
             )
-
-
-class _Job:
-    """Is one save with what it takes until it is written."""
-
-    def __init__(
-        self,
-        save: Save,
-        captured: Capture,
-        arena: SlabArena,
-        metrics: Mapping[str, float],
-        token: str,
-    ) -> None:
-        self.save = save
-        self.captured = captured
-        self.arena = arena
-        self.metrics = metrics
-        self.token = token
-        self.begun = 0.0
-        self.future: Future[None]
-        self.num_bytes = sum(held.block.record.num_bytes for held in captured.held)
-
-    def count(self, num_bytes: int) -> None:
-        self.save._written_bytes += num_bytes
-
-    def files(self, rank: int, world_size: int) -> list[FilePlan]:
-        """Returns a file for each top-level name of the state that has tensors."""
-        parts: dict[str, list[Part]] = {}
-        names = sorted(self.captured.description.tree, key=len, reverse=True)
-        for held in self.captured.held:
-            record = held.block.record
-            top = next(t for t in names if f"{record.name}.".startswith(f"{t}."))
-            parts.setdefault(top, []).append(Part(record, held.stored, held.release))
-        used: dict[str, str] = {}
-        for top in parts:
-            plain = re.sub(r"[^A-Za-z0-9_-]+", "_", top).lstrip("-") or "state"
-            while plain in used.values():
-                plain += "_"
-            used[top] = plain
-        return [
-            FilePlan(file_name(used[top], rank=rank, world_size=world_size), each)
-            for top, each in parts.items()
-        ]
-
-
-class _Ranks:
-    """Is this process's place among the ranks of the job, and a name that all of them know."""
-
-    def __init__(self) -> None:
-        self.rank, self.world_size = 0, 1
-        self.token = secrets.token_hex(4)
-        if dist.is_available() and dist.is_initialized():
-            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        if self.world_size > 1:
-            tokens = [self.token]
-            dist.broadcast_object_list(tokens, src=0)
-            self.token = tokens[0]
-
-    @property
-    def rank_to_write(self) -> int | None:
-        """Returns the rank for ``capture``; None when it is the only one."""
-        return self.rank if self.world_size > 1 else None
-
-
-def _retention(keep: int | Retention | None) -> Retention | None:
-    if keep is None or isinstance(keep, Retention):
-        return keep
-    _check_count("keep", keep)
-    return Retention(newest=keep)
-
-
-def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidArgumentError(f"{name} is {value!r}; expected a whole number of at least 1.")
-
-
-def _spare_bytes(spare: int | str | None) -> int | None:
-    if spare is None:
-        return None
-    return sys.maxsize if spare == "all" else parse_bytes(spare, name="spare")
-
-
-def _check_state(step: Any, state: Any, rng: bool) -> None:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise InvalidArgumentError(f"step is {step!r}; expected a whole number of at least 0.")
-    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
-        raise InvalidArgumentError(
-            f"the state is a {type(state).__name__}; expected a mapping with names as keys, such "
-            'as {"model": model, "optimizer": optimizer}.'
-        )
-    if rng and _RNG in state:
-        raise InvalidArgumentError(
-            f"the state has the name {_RNG!r}, under which the random number generators are saved; "
-            "give it another name, or pass rng=False."
-        )
-
-
-def _tell_at_exit() -> None:
-    """Ends the process with an error when a save failed and nobody was told."""
-    if not unreported:
-        return
-    for save in unreported:
-        print(f"residency: the save of step {save.step} at {save.path} failed:", file=sys.stderr)
-        traceback.print_exception(save._error)
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)  # an exception would be printed, and the status stay 0
-
-
-atexit.register(_tell_at_exit)

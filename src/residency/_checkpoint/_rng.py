@@ -24,14 +24,14 @@ def capture() -> dict[str, Any]:
         ``python``, ``numpy`` (None where it has not been imported), ``torch``, and
         ``accelerator``: None, or a dict of its ``type`` and ``state``.
     """
-    numpy: Any = sys.modules.get("numpy.random")
+    numpy: Any = sys.modules.get("numpy")
     device = _device.accelerator()
     accelerator = None
     if device is not None:
         accelerator = {"type": device.type, "state": _device.rng_state(device)}
     return {
         "python": random.getstate(),
-        "numpy": None if numpy is None else numpy.get_state(),
+        "numpy": None if numpy is None else numpy.random.get_state(),
         "torch": torch.get_rng_state(),
         "accelerator": accelerator,
     }

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
+import sys
 import threading
+import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -81,3 +86,19 @@ class Save:
 
 
 unreported: list[Save] = []  # those that failed, and nobody was told
+
+
+def _tell_at_exit() -> None:
+    """Ends the process with an error when a save failed and nobody was told."""
+    if not unreported:
+        return
+    for save in unreported:
+        print(f"residency: the save of step {save.step} at {save.path} failed:", file=sys.stderr)
+        traceback.print_exception(save._error)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)  # an exception would be printed, and the status stay 0
+
+
+atexit.register(_tell_at_exit)

@@ -7,6 +7,7 @@ their parameters, so that they find their way back in another order, and in anot
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,6 +115,13 @@ def parameter_names(tree: Any) -> dict[Tensor, str]:
     }
 
 
+def _is_plain_mapping(value: Any) -> bool:
+    """Says whether a mapping comes back as a dict; an ordered one does where it holds objects."""
+    if type(value) is OrderedDict:
+        return any(isinstance(each, nn.Module | Optimizer) for each in value.values())
+    return isinstance(value, Mapping)
+
+
 def optimizers_in(tree: Any) -> Iterator[Optimizer]:
     """Yields the optimizers of a tree, those inside of accelerate's wrappers."""
     if isinstance(tree, Optimizer):
@@ -152,7 +160,7 @@ class _Walk:
             return self._optimizer(path, plain_optimizer(value))
         if isinstance(value, torch.amp.GradScaler):
             return self._scaler(path, value)
-        if isinstance(value, Mapping) and all(type(k) is str and k[:1] != "$" for k in value):
+        if _is_plain_mapping(value) and all(type(k) is str and k[:1] != "$" for k in value):
             return {key: self.node(joined(path, key), each) for key, each in value.items()}
         if type(value) in (list, tuple):
             items = [self.node(joined(path, index), each) for index, each in enumerate(value)]

@@ -11,15 +11,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from residency._optim._homes import Home
 from residency._optim._offload_data import Offload
 from residency._optim._offloaded import OffloadedOptimizer, adopt_foreign_state
 from residency._optim._placement import follow_parameters
 from residency._optim._receive import receive_state
+from residency._optim._schema import state_schema
 from residency._optim._shadow import PRIVATE
 from residency._optim._state import ParameterState
-from residency._transfer import Incoming, Lent, Reception, register_owner
+from residency._transfer import (
+    Incoming,
+    Lent,
+    Reception,
+    is_sharded,
+    local_of,
+    register_forecast,
+    register_owner,
+)
 
 
 class OffloadOwner:
@@ -79,4 +89,30 @@ def _lent(inner: ParameterState, keep: bool) -> dict[str, Any]:
     return values
 
 
+def _states_to_come(optimizer: Optimizer) -> list[Tensor]:
+    """Returns what first steps will make and a save will copy; of an offloaded optimizer, that is
+    what does not live in homes.
+    """
+    offload = optimizer.__dict__.get(PRIVATE)
+    found: list[Tensor] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if dict.get(optimizer.state, parameter) or not parameter.requires_grad:
+                continue
+            base = type(optimizer) if offload is None else offload.base
+            schema = state_schema(optimizer, base, group, parameter, is_local=is_sharded(parameter))
+            if schema is None:
+                continue
+            homes = {}
+            if offload is not None and offload.homes is not None:
+                homes = {} if parameter in offload.resident else schema.device
+            found += [
+                local_of(value)
+                for key, value in schema.values.items()
+                if isinstance(value, Tensor) and key not in homes
+            ]
+    return found
+
+
 register_owner(OffloadedOptimizer, OffloadOwner())
+register_forecast(_states_to_come)

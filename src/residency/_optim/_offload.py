@@ -110,8 +110,8 @@ def onload_optimizer(optimizer: OptimizerT) -> OptimizerT:
 
     Raises:
         RefusedError: The optimizer is not offloaded, or has master weights; something that no LR
-            scheduler of torch made
-            sits on its ``step``; its parameters are on several devices. Nothing has changed.
+            scheduler of torch made sits on its ``step``; its parameters are on several devices.
+            Nothing has changed.
         torch.OutOfMemoryError: The device has no room for the whole state. The optimizer is
             offloaded as before.
 

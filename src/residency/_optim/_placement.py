@@ -191,9 +191,8 @@ def _expected(offload: Offload, optimizer: Optimizer, member: Member) -> dict[st
     """Returns what a parameter's state has, or what its first step will make, on the device."""
     values = _values(optimizer, member.parameter)
     if values:
-        found = {
-            key: values[key] for key in values if key in _device_keys(offload, optimizer, member)
-        }
+        keys = _device_keys(offload, optimizer, member)
+        found = {key: value for key, value in values.items() if key in keys}
         if offload.has_master(member.parameter):
             found = {k: as_masters_state(v, member.parameter) for k, v in found.items()}
             found.setdefault(MASTER, master_like(member.parameter))

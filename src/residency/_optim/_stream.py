@@ -293,24 +293,28 @@ class StreamedStep:
     def _proxy(self, piece: Piece, views: dict[str, Tensor]) -> Tensor:
         """Returns what the shadow steps in a parameter's place, with its gradient."""
         parameter = piece.parameter
-        if self._offload.has_master(parameter):
-            return self._master(piece, views)
-        if piece.is_whole and not (self._is_local and is_sharded(parameter)):
+        has_master = self._offload.has_master(parameter)
+        if not has_master and piece.is_whole and not (self._is_local and is_sharded(parameter)):
             return parameter
-        proxy = local_of(parameter).detach()
-        gradient = self._gradients.get(parameter)
-        if gradient is None:
-            assert parameter.grad is not None
-            gradient = parameter.grad.detach()
-        if not piece.is_whole:
-            proxy = proxy.view(-1)[piece.start : piece.stop]
-            gradient = gradient.reshape(-1)[piece.start : piece.stop]
+        proxy = self._master(piece, views) if has_master else self._low(piece)
+        gradient = self._gradient_of(piece)
         proxy.requires_grad_(parameter.requires_grad)
-        proxy.grad = gradient
+        proxy.grad = gradient.float() if has_master else gradient
         return proxy
 
+    def _gradient_of(self, piece: Piece) -> Tensor:
+        """Returns the gradient that a step sees: of the local tensor, cut as the piece is, or of
+        the whole shard.
+        """
+        parameter = piece.parameter
+        assert parameter.grad is not None
+        if not self._is_local:
+            return parameter.grad.detach()
+        gradient = self._gradients.get(parameter, parameter.grad).detach()
+        return gradient if piece.is_whole else gradient.reshape(-1)[piece.start : piece.stop]
+
     def _master(self, piece: Piece, views: dict[str, Tensor]) -> Tensor:
-        """Returns a piece's master with its gradient in float32."""
+        """Returns a piece's master, with what others wrote into the parameter taken over."""
         parameter, low = piece.parameter, self._low(piece)
         inner = self._state.of(parameter)
         if piece.start == 0:  # stepping the first piece changes the versions
@@ -322,17 +326,7 @@ class StreamedStep:
             master = low.float()
         elif self._is_foreign:
             take_foreign_writes(master, low)
-        assert parameter.grad is not None
-        if self._is_local:
-            proxy = master
-            gradient = self._gradients.get(parameter, parameter.grad).detach()
-            if not piece.is_whole:
-                gradient = gradient.reshape(-1)[piece.start : piece.stop]
-        else:
-            proxy, gradient = wrapped_like(master, parameter), parameter.grad.detach()
-        proxy.requires_grad_(parameter.requires_grad)
-        proxy.grad = gradient.float()
-        return proxy
+        return master if self._is_local else wrapped_like(master, parameter)
 
     def _low(self, piece: Piece) -> Tensor:
         low = local_of(piece.parameter).detach()

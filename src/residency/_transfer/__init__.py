@@ -10,7 +10,9 @@ from residency._transfer._owner import (
     Reception,
     StateOwner,
     owner_of,
+    register_forecast,
     register_owner,
+    states_to_come,
 )
 from residency._transfer._sharding import is_sharded, local_of, moved, wrapped_like
 from residency._transfer._slab import (
@@ -47,8 +49,10 @@ __all__ = [
     "moved",
     "mutating",
     "owner_of",
+    "register_forecast",
     "register_owner",
     "reset_lanes",
+    "states_to_come",
     "watch_optimizers",
     "wrapped_like",
 ]

@@ -6,7 +6,7 @@ lends its bytes to a save and how it takes a restore's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -120,6 +120,7 @@ class StateOwner(Protocol):
 
 
 _owners: dict[type, StateOwner] = {}
+_forecasters: list[Callable[[Any], list[Tensor]]] = []
 
 
 def register_owner(kind: type, owner: StateOwner) -> None:
@@ -130,3 +131,15 @@ def register_owner(kind: type, owner: StateOwner) -> None:
 def owner_of(optimizer: Any) -> StateOwner | None:
     """Returns who speaks for an optimizer, or None for one that keeps its state itself."""
     return next((owner for kind, owner in _owners.items() if isinstance(optimizer, kind)), None)
+
+
+def register_forecast(forecast: Callable[[Any], list[Tensor]]) -> None:
+    """Makes ``forecast`` the one that ``states_to_come`` asks."""
+    _forecasters[:] = [forecast]
+
+
+def states_to_come(optimizer: Any) -> list[Tensor]:
+    """Returns tensors without bytes, like those that an optimizer's first step will make and a save
+    will copy; none where nobody can tell.
+    """
+    return [like for forecast in _forecasters for like in forecast(optimizer)]

@@ -77,7 +77,9 @@ def test_a_save_of_ours_fills_the_module_that_has_its_names(device, save):
     assert not load_save(second, saved, strict=True, staging_bytes=1 << 16)
     assert_same(first, second)
     with pytest.raises(RefusedError, match="has the modules teacher, student"):
-        load_save(torch.nn.Linear(3, 4, bias=False), saved, strict=True, staging_bytes=1 << 16)
+        load_save(
+            torch.nn.Sequential(torch.nn.Linear(3, 4)), saved, strict=True, staging_bytes=1 << 16
+        )
 
 
 def test_what_does_not_fit_is_refused_with_nothing_changed_or_left_out(device, tmp_path):

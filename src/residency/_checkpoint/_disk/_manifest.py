@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import math
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from residency._checkpoint._disk._crc import crc32
 from residency._errors import CheckpointError, CorruptSaveError, InvalidArgumentError
 
 MANIFEST = "manifest.json"
@@ -218,7 +218,7 @@ def _unseal(data: bytes, file: str) -> dict[str, Any]:
 
 
 def _sum(fields: dict[str, Any]) -> int:
-    return zlib.crc32(_dump(fields, sort_keys=True))
+    return crc32(_dump(fields, sort_keys=True))
 
 
 def _dump(fields: dict[str, Any], *, sort_keys: bool = False) -> bytes:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import os
 import queue
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from residency._checkpoint._disk._crc import crc32
 from residency._errors import CheckpointError, CorruptSaveError, InvalidArgumentError
 from residency._units import parse_bytes
 
@@ -330,7 +330,7 @@ class _Reader:
             for step in _steps(buffers):
                 self._fill(task, offset, list(step))
                 for buffer in step:
-                    crc = crc if task.crc32 is None else zlib.crc32(buffer, crc)
+                    crc = crc if task.crc32 is None else crc32(buffer, crc)
                     offset += buffer.nbytes
             for span, buffer in zip(spans, buffers, strict=True):
                 _copy_to_others(span, buffer)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from residency._checkpoint._disk._crc import crc32
 from residency._checkpoint._disk._header import parse_header
 from residency._checkpoint._disk._manifest import (
     MANIFEST,
@@ -106,7 +106,7 @@ def read_header(
             f"{name} is {what}: it has {num_bytes} bytes, and had {record.num_bytes} when written",
             min(num_bytes, record.num_bytes),
         )
-    if zlib.crc32(header) != record.header_crc32:
+    if crc32(header) != record.header_crc32:
         _fail(name, f"the header of {name} is not as it was written", 0)
     return parse_header(header, num_bytes, file=name)
 

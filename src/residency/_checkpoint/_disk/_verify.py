@@ -6,11 +6,11 @@ Memory: one buffer of 4 MiB on the host.
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from residency._checkpoint._disk._crc import crc32
 from residency._checkpoint._disk._manifest import MANIFEST, FileRecord, StoredEntry
 from residency._checkpoint._disk._publish import CheckpointDirectory
 from residency._checkpoint._disk._stored import read_header, read_manifest
@@ -142,7 +142,7 @@ class _FileCheck:
         offset = start = index * self._record.chunk_bytes
         stop = min(start + self._record.chunk_bytes, self._record.num_bytes)
         reason = ""
-        crc32 = 0
+        summed = 0
         while offset < stop:
             view = self._buffer[: min(self._buffer.nbytes, stop - offset)]
             try:
@@ -150,7 +150,7 @@ class _FileCheck:
             except OSError as error:
                 reason = f"cannot be read: {error}"
                 break
-            crc32 = zlib.crc32(view[:num_bytes], crc32)
+            summed = crc32(view[:num_bytes], summed)
             offset += num_bytes
             self.num_bytes += num_bytes
             if self._on_bytes is not None:
@@ -158,9 +158,9 @@ class _FileCheck:
             if num_bytes < view.nbytes:
                 reason = f"end at {offset}, expected {self._record.num_bytes} bytes"
                 break
-        if not reason and crc32 == expected:
+        if not reason and summed == expected:
             return None
-        reason = reason or f"have the checksum {crc32:08x}, and had {expected:08x} when written"
+        reason = reason or f"have the checksum {summed:08x}, and had {expected:08x} when written"
         tensors = _tensors_in(entries, start, stop)
         owners = f" ({', '.join(tensors)})" if tensors else ""
         return Damage(

@@ -18,12 +18,12 @@ import logging
 import mmap
 import os
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from residency._checkpoint._disk._crc import crc32
 from residency._checkpoint._disk._header import ALIGNMENT, layout_order, make_header
 from residency._checkpoint._disk._manifest import FileRecord
 from residency._checkpoint._disk._parts import FilePlan, Lease, Part
@@ -95,7 +95,7 @@ class _File:
         order = layout_order([lease.record for lease in leases])
         self._leases = [leases[index] for index in order]
         header = make_header([lease.record for lease in self._leases], file=path.name)
-        self._header_crc32 = zlib.crc32(header)
+        self._header_crc32 = crc32(header)
         # Memory of its own begins at a page, so that the first chunk needs no copy either.
         self.header = memoryview(mmap.mmap(-1, len(header)))
         self.header[:] = header
@@ -332,10 +332,10 @@ class _Crew:
             direct and not all(_is_aligned(buffer, file.memory_alignment) for buffer in buffers)
         ):
             buffers = [_gather(buffers, bounce)]
-        crc32 = 0
+        summed = 0
         for buffer in buffers:
-            crc32 = zlib.crc32(buffer, crc32)
-        file.crc32[chunk.index] = crc32
+            summed = crc32(buffer, summed)
+        file.crc32[chunk.index] = summed
         if not (direct and self._write_direct(chunk, buffers, bounce)):
             fd = file.descriptor(direct=False)
             _write_all(self._system, fd, buffers, chunk.offset, multiple=1)

@@ -47,7 +47,7 @@ class DocumentPlan:
     ) -> None:
         self._plan = plan
         self._saved = saved
-        self._fresh: dict[str, Tensor] = {}
+        self._fresh = plan.fresh
         self._settings = Settings(
             names=parameter_names(state),
             fetch=self._fetch,

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from residency._checkpoint._disk._manifest import MANIFEST
 from residency._checkpoint._restore._document import DocumentPlan
@@ -57,15 +58,14 @@ def load_into(
         plan = Plan(source.tensors)
         names = list(source.tensors)
         prefix = find_prefix(module, names)
-        fresh: dict[str, Tensor] = {}
         plan_module(
             plan,
             module,
             prefix="",
             saved=[name[len(prefix) :] for name in names if name.startswith(prefix)],
             stored_name=lambda name: prefix + name,
-            fresh=lambda name: _plan_fresh(plan, fresh, name),
-            fetch=fresh.__getitem__,
+            fresh=lambda name: _plan_fresh(plan, name),
+            fetch=plan.fresh.__getitem__,
         )
         found = plan.check(str(path), strict=strict)
         carry_out(plan, staging_bytes=staging_bytes)
@@ -138,12 +138,10 @@ def _module_in(saved: Saved, module: nn.Module) -> str:
     )
 
 
-def _plan_fresh(plan: Plan, fresh: dict[str, Tensor], name: str) -> None:
-    import torch
-
-    shards = plan.tensors[name]
-    fresh[name] = torch.empty(tuple(shards[0].whole_shape), dtype=shards[0].dtype, device="cpu")
-    plan.fill(name, fresh[name])
+def _plan_fresh(plan: Plan, name: str) -> None:
+    first = plan.tensors[name][0]
+    plan.fresh[name] = torch.empty(tuple(first.whole_shape), dtype=first.dtype, device="cpu")
+    plan.fill(name, plan.fresh[name])
 
 
 def _drop(thunk: Any) -> Any:

@@ -93,6 +93,7 @@ class Plan:
         tensors: What is stored, by name.
         checksums: Those of the files, where they are known.
         assignments: Tensors to fill.
+        fresh: Host tensors that are made for values, by name.
         before: What makes room for bytes once the plan stands; it may refuse, with nothing changed.
         after: What puts values in place once all bytes are there.
     """
@@ -100,6 +101,7 @@ class Plan:
     tensors: Mapping[str, Sequence[Stored]]
     checksums: Mapping[Path, Checksums] = field(default_factory=dict)
     assignments: dict[int, Assignment] = field(default_factory=dict)
+    fresh: dict[str, Tensor] = field(default_factory=dict)
     before: list[Callable[[], None]] = field(default_factory=list)
     after: list[Callable[[], None]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -128,6 +130,11 @@ class Plan:
         self.assignments[id(tensor)] = Assignment(target, shards)
         return True
 
+    def clear(self) -> None:
+        """Lets go of every tensor."""
+        for each in (self.assignments, self.fresh, self.before, self.after):
+            each.clear()
+
     def differences(self) -> Differences:
         """Returns all that was noted."""
         return Differences(tuple(self.missing), tuple(self.unexpected), tuple(self.differing))
@@ -142,6 +149,7 @@ class Plan:
         if not found:
             return found
         if strict:
+            self.clear()
             raise RefusedError(
                 f"{what} does not fit; nothing was changed. Cast or rename what differs, or pass "
                 f"strict=False to leave it out.\n{found}"

@@ -83,6 +83,14 @@ def carry_out(
     Raises:
         RefusedError: There is no room, or states of optimizers are not whole; nothing was changed.
     """
+    try:
+        _carry_out(plan, staging_bytes, on_bytes)
+    finally:
+        # What puts values in place refers to what planned it, in a circle that holds tensors.
+        plan.clear()
+
+
+def _carry_out(plan: Plan, staging_bytes: int, on_bytes: Callable[[int], None] | None) -> None:
     left_out = plan.differences()
     for make_room in plan.before:
         make_room()

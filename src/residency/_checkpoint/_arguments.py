@@ -1,0 +1,50 @@
+"""What ``Checkpointer`` is given, checked before anything is done."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from residency._checkpoint._disk._publish import Retention
+from residency._errors import InvalidArgumentError
+from residency._units import parse_bytes
+
+RNG = "rng"  # the name in a state under which the random number generators are saved
+
+
+def retention(keep: int | Retention | None) -> Retention | None:
+    """Returns what stays, or None where all does."""
+    if keep is None or isinstance(keep, Retention):
+        return keep
+    check_count("keep", keep)
+    return Retention(newest=keep)
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raises InvalidArgumentError unless a value is a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidArgumentError(f"{name} is {value!r}; expected a whole number of at least 1.")
+
+
+def spare_bytes(spare: int | str | None) -> int | None:
+    """Returns the spare in bytes, or None where each optimizer has its own."""
+    if spare is None:
+        return None
+    return sys.maxsize if spare == "all" else parse_bytes(spare, name="spare")
+
+
+def check_state(step: Any, state: Any, rng: bool) -> None:
+    """Raises InvalidArgumentError unless these can be saved as a step and a state."""
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise InvalidArgumentError(f"step is {step!r}; expected a whole number of at least 0.")
+    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+        raise InvalidArgumentError(
+            f"the state is a {type(state).__name__}; expected a mapping with names as keys, such "
+            'as {"model": model, "optimizer": optimizer}.'
+        )
+    if rng and RNG in state:
+        raise InvalidArgumentError(
+            f"the state has the name {RNG!r}, under which the random number generators are saved; "
+            "give it another name, or pass rng=False."
+        )

@@ -6,6 +6,7 @@ a device copies beside training is here a copy in the call, which no save can do
 until the caller may go on is what is compared. See ``benchmarks.checkpoint`` for the parts.
 
     python -m benchmarks checkpoint --size=2GiB --rounds=3 --curve=256MiB,1GiB,4GiB
+    python -m benchmarks checkpoint --short         the strongest peers alone
     python -m benchmarks checkpoint --gpu           a real accelerator alone, 16 GiB on it
 """
 
@@ -50,6 +51,8 @@ _CURVE_LOADS = (
     "dcp.load",
     loads.FLOORS[1],
 )
+_SHORT_SAVES = (*_CURVE_SAVES[:-1], *saves.FLOORS)
+_SHORT_LOADS = (*_CURVE_LOADS[:3], *loads.FLOORS)
 _left_out: dict[str, str] = {}
 
 
@@ -67,11 +70,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="residency-bench-", dir=options.folder) as name:
         folder = Path(name)
         _check_room(folder, num_bytes)
-        timed, memory = _saves(folder, num_bytes, options.rounds)
+        short = options.short
+        names = list(_SHORT_SAVES if short else saves.SAVERS)
+        timed, memory = _saves(names, folder, num_bytes, options.rounds)
         _print(tables.save_table(timed, memory))
-        stepped = _rounds("steps", _STEP_CASES, folder, num_bytes, options.rounds, repeat=2)
+        names = [name for name in _STEP_CASES if not short or name in _SHORT_SAVES]
+        stepped = _rounds("steps", names, folder, num_bytes, options.rounds, repeat=2)
         _print(tables.steps_table(stepped))
-        loaded, loads_memory = _loads(folder, num_bytes, options.rounds)
+        names = list(_SHORT_LOADS if short else [*loads.LOADERS, *loads.MODEL_LOADERS])
+        loaded, loads_memory = _loads(names, folder, num_bytes, options.rounds)
         _print(tables.load_table(loaded, loads_memory))
         _print(tables.verdicts(timed, stepped, loaded, loads_memory))
         if options.curve:
@@ -88,6 +95,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--curve", default="256MiB,1GiB,4GiB", help="sizes to plot, or nothing")
     parser.add_argument("--folder", default=None, help="on the disk to measure")
+    parser.add_argument("--short", action="store_true", help="the strongest peers alone")
     parser.add_argument("--gpu", action="store_true", help="a real accelerator alone")
     return parser.parse_args()
 
@@ -142,14 +150,12 @@ def _memory(
     return found
 
 
-def _saves(folder: Path, num_bytes: int, rounds: int) -> tuple[Any, Any]:
-    names = list(saves.SAVERS)
+def _saves(names: Sequence[str], folder: Path, num_bytes: int, rounds: int) -> tuple[Any, Any]:
     timed = _rounds("save", names, folder, num_bytes, rounds, repeat=_NUM_SAVES)
     return timed, _memory("save", names, folder, num_bytes, repeat=2)
 
 
-def _loads(folder: Path, num_bytes: int, rounds: int) -> tuple[Any, Any]:
-    names = [*loads.LOADERS, *loads.MODEL_LOADERS]
+def _loads(names: Sequence[str], folder: Path, num_bytes: int, rounds: int) -> tuple[Any, Any]:
     with _files(folder, num_bytes) as files:
         timed = _rounds("load", names, files, num_bytes, rounds, repeat=2)
         return timed, _memory("load", names, files, num_bytes, repeat=1)

@@ -8,6 +8,7 @@ TORCH ?= torch==2.13.0
 GPU_PYTHON ?= python3
 TEST_ARGS ?=
 DEMO_ARGS ?=
+BENCH_ARGS ?=
 
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
@@ -17,7 +18,7 @@ STAMP := $(VENV)/.installed-$(shell (cat pyproject.toml constraints.txt; echo '$
 RUN := PATH="$(BIN):$$PATH"
 
 .DEFAULT_GOAL := test
-.PHONY: demo test check bench gpu
+.PHONY: demo test check bench bench-checkpoint gpu
 
 demo: $(STAMP)
 	$(RUN) residency demo $(DEMO_ARGS)
@@ -34,6 +35,10 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	$(RUN) python -m benchmarks
+
+# Beside the peers that are installed: BENCH_ARGS='--size=1GiB --rounds=1' make bench-checkpoint
+bench-checkpoint: $(STAMP)
+	$(RUN) python -m benchmarks checkpoint $(BENCH_ARGS)
 
 # For a machine with an accelerator: the tests on it, then the benchmarks with a dated report each.
 # Uses an interpreter that has torch with CUDA, the package's dependencies, pytest and hypothesis.

@@ -4,6 +4,7 @@ once.
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import residency
-from residency import InvalidArgumentError, RefusedError
+from residency import InvalidArgumentError, RefusedError, _device
 from residency._checkpoint._disk._publish import CheckpointDirectory
 from residency._transfer import lending
 
@@ -104,6 +105,20 @@ def test_after_prepare_nothing_more_is_pinned(lab, tmp_path, pinned_bytes, offlo
             run.step()
             checkpointer.save(step, run.state)
             assert pinned_bytes() == prepared
+
+
+def test_after_prepare_every_page_is_there_where_none_is_pinned(tmp_path, monkeypatch):
+    monkeypatch.setattr(_device, "is_pinning_available", lambda: False)
+    num_bytes = 64 << 20
+    state = {"weight": torch.ones(num_bytes // 4)}
+
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    with residency.Checkpointer(tmp_path) as checkpointer:
+        before = resident_bytes()
+        checkpointer.prepare(state)
+        assert resident_bytes() - before > num_bytes // 2  # other memory may have gone meanwhile
 
 
 def test_close_gives_the_pinned_memory_back(lab, tmp_path, pinned_bytes):

@@ -79,7 +79,7 @@ class Checkpointer:
         during the copies. Pinned host memory, kept until ``close``: for each save in flight, the
         bytes of the state but for what offloaded optimizers lend, of overlapping tensors their
         common span once, each rounded up to 512 (to 4096 above 64 KiB), plus what is left at the
-        end of a power of two; and ``spare``. Host: two chunks of 4 MiB to write from.
+        end of a power of two; and ``spare``. Host: four chunks of 4 MiB to write from.
     """
 
     def __init__(
@@ -162,6 +162,7 @@ class Checkpointer:
                 sizes += [like.numel() * like.element_size() for like in states_to_come(optimizer)]
             for arena in self._free_arenas:
                 for region in make_room(arena, sizes):
+                    region.touch()
                     arena.release(region)
         finally:
             end_loans(description.leaves.values())

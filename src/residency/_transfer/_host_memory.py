@@ -7,7 +7,10 @@ say, the answer is None, never a guess.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +30,22 @@ class _Files(NamedTuple):
 
 _V2 = _Files("memory.max", "memory.current", "inactive_file")
 _V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def ask_for_large_pages(address: int, num_bytes: int) -> None:
+    """Tells the system that a range of memory, which begins at a page, is best made of large ones.
+
+    Copies, checksums and direct writes of gigabytes then look up five hundred times fewer pages.
+    A system that has none, or does not want to, goes on with small ones.
+    """
+    advice: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux alone has it
+    if advice is not None:
+        _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def available_host_bytes() -> int | None:

@@ -13,7 +13,7 @@ import ctypes
 import resource
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from residency import _device
 from residency._errors import RefusedError
-from residency._transfer._host_memory import available_host_bytes
+from residency._transfer._host_memory import ask_for_large_pages, available_host_bytes
 from residency._transfer._lending import lending
 from residency._units import MIB, format_bytes, parse_bytes
 
@@ -50,7 +50,9 @@ def _power_of_two_at_most(num_bytes: int) -> int:
 def _allocate_pages(num_bytes: int) -> Tensor:
     """Allocates host bytes that begin at a page, as page-locked memory does."""
     data = torch.empty(num_bytes + _PAGE, dtype=torch.uint8, device="cpu")
-    return data.narrow(0, -data.data_ptr() % _PAGE, num_bytes)
+    data = data.narrow(0, -data.data_ptr() % _PAGE, num_bytes)
+    ask_for_large_pages(data.data_ptr(), num_bytes)
+    return data
 
 
 class Slab:
@@ -60,11 +62,13 @@ class Slab:
         data: ``uint8`` of shape ``[num_bytes]``. Copies are issued from it, not from the views,
             because torch's pinned allocator knows only its own tensors and keeps freed ones until
             copies ended.
+        is_pinned: Whether it is page-locked.
     """
 
-    __slots__ = ("_free", "data")
+    __slots__ = ("_free", "data", "is_pinned")
 
     def __init__(self, num_bytes: int, *, pin: bool = True) -> None:
+        self.is_pinned = pin
         self.data = _device.allocate_pinned(num_bytes) if pin else _allocate_pages(num_bytes)
         self._free = [(0, num_bytes)]
 
@@ -85,10 +89,10 @@ class Slab:
                 return offset
         return None
 
-    def put_back(self, offset: int, num_bytes: int) -> None:
-        """Frees a range and merges it with its free neighbours."""
+    def put_back(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Frees ranges, by offset and size, and merges them with their free neighbours."""
         merged: list[tuple[int, int]] = []
-        for start, size in sorted([*self._free, (offset, num_bytes)]):
+        for start, size in sorted([*self._free, *ranges]):
             if merged and merged[-1][0] + merged[-1][1] == start:
                 merged[-1] = (merged[-1][0], merged[-1][1] + size)
             else:
@@ -103,6 +107,14 @@ class Region:
     slab: Slab
     offset: int
     num_bytes: int
+
+    def touch(self) -> None:
+        """Writes to all of it, so that the system finds the pages now and not at the first copy.
+
+        Page-locked memory has its pages from the beginning.
+        """
+        if not self.slab.is_pinned:
+            self.slab.data.narrow(0, self.offset, self.num_bytes).zero_()
 
 
 class SlabArena:
@@ -235,12 +247,13 @@ class SlabArena:
             ) from error
 
     def _collect(self) -> None:
-        collected = False
+        ranges: dict[Slab, list[tuple[int, int]]] = {}  # a save gives back thousands at once
         while self._returned:
             region = self._returned.popleft()
-            region.slab.put_back(region.offset, region.num_bytes)
-            collected = True
-        if collected and not self.is_kept:
+            ranges.setdefault(region.slab, []).append((region.offset, region.num_bytes))
+        for slab, each in ranges.items():
+            slab.put_back(each)
+        if ranges and not self.is_kept:
             self._slabs = [s for s in self._slabs if s.free_bytes < s.num_bytes]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import random
 import threading
 import zlib
@@ -13,6 +14,7 @@ from types import ModuleType
 
 import pytest
 
+from residency._checkpoint._disk import _write
 from residency._checkpoint._disk._manifest import Record
 from residency._checkpoint._disk._parts import FilePlan, Part, leased
 from residency._checkpoint._disk._system import System
@@ -189,3 +191,32 @@ def test_progress_counts_every_byte_and_a_callback_that_fails_is_left_out(
         write(tmp_path, [part("a", 100_000)], on_bytes=fail)
     assert len(calls) == 1
     assert "no screen" in caplog.text
+
+
+class Aligned(System):
+    """Says what memory a file system takes, and takes no other."""
+
+    def __init__(self, alignment: int | None) -> None:
+        self.alignment = alignment
+
+    def perform(self, name: str, function: Callable[..., object], *arguments: object) -> object:
+        if name == "statx":
+            return self.alignment
+        return function(*arguments)
+
+
+@pytest.mark.parametrize(("alignment", "is_copied"), [(512, False), (4096, True), (None, True)])
+def test_memory_goes_to_the_disk_uncopied_where_the_file_system_takes_it(
+    tmp_path, monkeypatch, alignment, is_copied
+):
+    memory = memoryview(mmap.mmap(-1, 4 * CHUNK_BYTES))
+    home = memory[512 : 512 + 2 * CHUNK_BYTES]  # no page begins there
+    home[:] = random.Random(0).randbytes(home.nbytes)
+    gathered = []
+    gather = _write._gather
+    monkeypatch.setattr(_write, "_gather", lambda *given: gathered.append(given) or gather(*given))
+    system = Aligned(alignment)
+    written = write(tmp_path, [part("w", home.nbytes, lambda: home)], system)
+    if written.is_direct:  # not every file system has direct writes
+        assert bool(gathered) == is_copied
+    assert (tmp_path / "file").read_bytes().endswith(home.tobytes())

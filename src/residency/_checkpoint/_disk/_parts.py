@@ -19,7 +19,8 @@ class Part:
         record: What is stored.
         acquire: Returns the bytes, contiguous, and blocks until they are final. It is called at
             most once (not for a tensor without bytes, nor after a failure), from any thread. Memory
-            that is writable and begins at a page goes to the disk without a copy.
+            that is writable and begins at a page, or where else the file system takes it, goes to
+            the disk without a copy.
         release: Is called exactly once, from any thread: the bytes were written, or the save
             failed. It must not raise.
     """

@@ -3,10 +3,11 @@ bytes of that chunk only, sum them and write them.
 
 The chunks of a file are independent: what comes later never delays what is at hand. O_DIRECT is
 used where the file system takes it; that it does not may show when the file is opened or only when
-it is written, and the file then goes on without. Bytes that lie at a page go to the disk from where
-they are, others through a buffer of one chunk that each thread has.
+it is written, and the file then goes on without. Bytes that lie as the file system wants them (at a
+multiple of 512, or at a page where it does not say) go to the disk from where they are, others
+through a buffer of one chunk that each thread has.
 
-Memory: 3 x (chunk + 4 KiB) on the host for buffers, plus the files' headers.
+Memory: 4 x (chunk + 4 KiB) on the host for buffers, plus the files' headers.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from residency._units import MIB
 __all__ = ["CHUNK_BYTES", "FilePlan", "Part", "Written", "write_files"]
 
 CHUNK_BYTES = 4 * MIB
-NUM_THREADS = 3  # two keep a disk busy, while one sums
+NUM_THREADS = 4  # two keep a disk busy, while two sum
 
 _MAX_BUFFERS = 64  # of one call; far below what any system allows
 _MIN_FOREIGN_COPY_BYTES = 65536  # a shorter copy is quicker than letting other threads run
@@ -102,6 +103,7 @@ class _File:
         self.num_bytes = len(header) + sum(sizes)
         self.crc32 = [0] * -(-self.num_bytes // chunk_bytes)
         self._num_pending = len(self.crc32)
+        self.memory_alignment = ALIGNMENT
         self._fds: dict[bool, int] = {}
         self._lock = threading.Lock()
 
@@ -152,6 +154,8 @@ class _File:
                 fd = self._fds[direct] = self._system.open(self.path, flags)
                 if is_first:
                     self._reserve(fd)
+                if direct:
+                    self._ask_for_alignment(fd)
             return self._fds[direct]
 
     def _reserve(self, fd: int) -> None:
@@ -161,6 +165,16 @@ class _File:
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise
+
+    def _ask_for_alignment(self, fd: int) -> None:
+        # Homes of optimizer states begin at multiples of 512, which most disks take as they are.
+        try:
+            found = self._system.direct_alignment(fd)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+        else:
+            self.memory_alignment = min(found or ALIGNMENT, ALIGNMENT)
 
     def written(self) -> None:
         """Says that one more chunk is written; the last makes the file durable and closes it."""
@@ -314,7 +328,9 @@ class _Crew:
                 return False  # what comes later may never be final
             view = file.header if piece.lease is None else piece.lease.view()
             buffers.append(view[piece.start : piece.start + piece.num_bytes])
-        if len(buffers) > _MAX_BUFFERS or (direct and not all(map(_is_aligned, buffers))):
+        if len(buffers) > _MAX_BUFFERS or (
+            direct and not all(_is_aligned(buffer, file.memory_alignment) for buffer in buffers)
+        ):
             buffers = [_gather(buffers, bounce)]
         summed = 0
         for buffer in buffers:
@@ -380,11 +396,11 @@ def _gather(buffers: Sequence[memoryview], bounce: memoryview) -> memoryview:
     return bounce[:start]
 
 
-def _is_aligned(buffer: memoryview) -> bool:
+def _is_aligned(buffer: memoryview, alignment: int) -> bool:
     # The address of memory that is read-only cannot be had without looking behind Python's back.
-    if buffer.readonly or buffer.nbytes % ALIGNMENT:
+    if buffer.readonly or buffer.nbytes % alignment:
         return False
-    return _address(buffer) % ALIGNMENT == 0
+    return _address(buffer) % alignment == 0
 
 
 def _address(buffer: memoryview) -> int:

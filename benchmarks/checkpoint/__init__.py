@@ -1,0 +1,1 @@
+"""The parts of ``benchmarks.bench_checkpoint``: state, peers, floors, measuring, tables, plot."""

@@ -20,7 +20,7 @@ from residency._errors import (
 
 if TYPE_CHECKING:
     from residency._checkpoint import Checkpointer, Retention, Save, Snapshot, load_into, snapshot
-    from residency._memory import MemoryState, memory_state
+    from residency._memory import MemoryState, memory_state, phase, record
     from residency._optim import OffloadedOptimizer, offload_optimizer, onload_optimizer
     from residency._transfer import mutating
 
@@ -44,6 +44,8 @@ __all__ = [
     "mutating",
     "offload_optimizer",
     "onload_optimizer",
+    "phase",
+    "record",
     "sim",
     "snapshot",
     "testing",
@@ -62,6 +64,8 @@ _LAZY_NAMES = {  # name -> the module that owns it
     "mutating": "residency._transfer",
     "offload_optimizer": "residency._optim",
     "onload_optimizer": "residency._optim",
+    "phase": "residency._memory",
+    "record": "residency._memory",
     "snapshot": "residency._checkpoint",
 }
 

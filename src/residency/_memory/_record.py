@@ -1,0 +1,109 @@
+"""Starts and ends the recording of a process: the ledger, the known calls, and who is which rank."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch.distributed
+
+from residency._errors import InvalidArgumentError, RefusedError
+from residency._memory._known_calls import KnownCalls
+from residency._memory._ledger import Ledger, rank_path
+from residency._memory._phase import boundaries
+
+PATH_VARIABLE = "RESIDENCY_RECORD"
+PEAKS_VARIABLE = "RESIDENCY_RECORD_PEAKS"
+PEAKS = ("bounds", "exact")
+_log = logging.getLogger("residency")
+
+
+@contextmanager
+def record(
+    path: str | os.PathLike[str], *, peaks: str = "bounds", calls: bool = True
+) -> Iterator[Ledger]:
+    """Writes the memory figures of every phase in the block to a file, as they come.
+
+    The file is JSON Lines, each written at once: what was recorded can be read after a kill.
+    ``residency report`` shows it. With several ranks each writes a file of its own:
+    ``run.rank0.jsonl`` for ``run.jsonl``.
+
+    Args:
+        path: The file; one that is there is replaced.
+        peaks: ``"bounds"`` leaves torch's peak register alone: a phase's peak is exact when the
+            register rose in it, and marked as an upper bound otherwise. ``"exact"`` resets the
+            register at every boundary, so that ``max_memory_allocated`` of the script itself then
+            shows the peak since the last boundary only.
+        calls: Make phases of known calls as well: optimizer steps, saves, loads, evaluation and
+            generation of torch and of frameworks. Taken back at the end of the block.
+
+    Yields:
+        The `Ledger`.
+
+    Raises:
+        InvalidArgumentError: The path cannot be written, or ``peaks`` means nothing.
+        RefusedError: This process is recorded already.
+
+    Memory:
+        Nothing on the device; on the host, a number for each path of phases.
+    """
+    if peaks not in PEAKS:
+        raise InvalidArgumentError(f"peaks is {peaks!r}; expected 'bounds' or 'exact'.")
+    if boundaries.ledger is not None:
+        raise RefusedError(
+            f"this process is recorded to {str(boundaries.ledger.path)!r} already; "
+            "end that recording first."
+        )
+    rank, world_size = _place()
+    ledger = Ledger(
+        rank_path(Path(path), rank, world_size), peaks=peaks, rank=rank, world_size=world_size
+    )
+    known = KnownCalls()
+    boundaries.is_enabled = True
+    boundaries.ledger = ledger
+    if peaks == "exact":
+        _log.info("residency resets torch's peak register at every boundary of a phase")
+    try:
+        if calls:
+            known.start()
+        yield ledger
+    finally:
+        known.stop()
+        boundaries.ledger = None
+        ledger.close()
+
+
+def record_process() -> None:
+    """Records the process from here to its end, as the environment says.
+
+    For processes that nobody wrote a ``record`` into: whatever goes wrong is said on stderr, and
+    the process runs on.
+    """
+    base = Path(os.environ[PATH_VARIABLE])
+    rank, world_size = _place()
+    mine = rank_path(base, rank, world_size)
+    path = base
+    with suppress(FileExistsError):
+        # Among the processes of one rank, the first has the name; helpers say who they are.
+        os.close(os.open(mine, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        mine = Path()
+    if mine != Path():
+        path = base.with_suffix(f".pid{os.getpid()}{base.suffix}")
+    block = record(path, peaks=os.environ.get(PEAKS_VARIABLE, "bounds"))
+    block.__enter__()
+    atexit.register(block.__exit__, None, None, None)
+
+
+def _place() -> tuple[int, int]:
+    """Returns the rank of this process and how many there are."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    try:
+        rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    except ValueError:
+        return 0, 1
+    return rank, max(1, world_size)

@@ -341,6 +341,6 @@ def test_the_table_of_a_state_is_aligned(device: torch.device) -> None:
     tensor = _empty(3 * MIB)
     lines = str(memory_state()).splitlines()
     assert lines[0] == "memory of sim:0"
-    assert lines[1] == "  held           3.00 MiB    0.6%  allocated to live tensors"
-    assert lines[-1] == "  capacity     512.00 MiB  100.0%"
+    assert lines[1] == "  held             3.00 MiB    0.6%  allocated to live tensors"
+    assert lines[-1] == "  capacity       512.00 MiB  100.0%"
     del tensor

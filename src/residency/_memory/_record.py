@@ -1,4 +1,4 @@
-"""Starts and ends the recording of a process: the ledger, the known calls, and who is which rank."""
+"""Starts and ends the recording of a process: the ledger, the known calls, and which rank it is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import atexit
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed
@@ -86,14 +86,12 @@ def record_process() -> None:
     base = Path(os.environ[PATH_VARIABLE])
     rank, world_size = _place()
     mine = rank_path(base, rank, world_size)
-    path = base
-    with suppress(FileExistsError):
-        # Among the processes of one rank, the first has the name; helpers say who they are.
+    try:
         os.close(os.open(mine, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
-        mine = Path()
-    if mine != Path():
-        path = base.with_suffix(f".pid{os.getpid()}{base.suffix}")
-    block = record(path, peaks=os.environ.get(PEAKS_VARIABLE, "bounds"))
+    except FileExistsError:
+        # Among the processes of one rank the first has the name; its helpers say who they are.
+        base = base.with_suffix(f".pid{os.getpid()}{base.suffix}")
+    block = record(base, peaks=os.environ.get(PEAKS_VARIABLE, "bounds"))
     block.__enter__()
     atexit.register(block.__exit__, None, None, None)
 

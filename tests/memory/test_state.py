@@ -170,6 +170,7 @@ def test_segments_from_before_a_change_of_the_setting_hide_no_expandable_ones(
     del plain
 
 
+SOURCE = str(Path(residency.__file__).parents[1])
 NEIGHBOUR = """
 import sys, torch
 from residency import sim
@@ -190,7 +191,7 @@ def test_outside_is_what_another_process_has_reserved(device: torch.device) -> N
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(residency.__file__).parents[1])},
+        env={**os.environ, "PYTHONPATH": SOURCE},
     )
     try:
         assert process.stdout is not None

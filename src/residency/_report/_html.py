@@ -63,6 +63,8 @@ def write_page(runs: list[Run], file: Path) -> None:
         ) from error
     rows = [row for run in runs for row in summarise(run)]
     parts = [f"<h1>Device memory of {escape(runs[0].path.name)}</h1>"]
+    capacity = max(_capacity(run.boundaries()) for run in runs)
+    parts.append(f"<p class='muted'>Capacity {format_bytes(capacity)}.</p>")
     parts += [f"<p class='warning'>{escape(w)}</p>" for run in runs for w in run.warnings]
     parts += [_timeline(run, is_only=len(runs) == 1) for run in runs]
     parts += [_legend(), _table(rows)]
@@ -98,15 +100,12 @@ def _timeline(run: Run, *, is_only: bool) -> str:
         sizes = [boundary.bytes_of(name) for boundary in boundaries]
         if any(sizes) or name == "held":
             figure.add_trace(_area(go, name, colour, seconds, sizes, divisor, unit), 1, 1)
-    capacity = max((b.bytes_of("capacity") for b in boundaries), default=0)
-    if capacity:
-        line = {"color": "#1a1a1a", "dash": "dot", "width": 1}
-        ends = [seconds[0], seconds[-1]]
-        capacities = [capacity / divisor] * 2
-        figure.add_trace(go.Scatter(x=ends, y=capacities, name="capacity", line=line), 1, 1)
+    for trace in _levels(go, shown, boundaries, divisor, unit):
+        figure.add_trace(trace, 1, 1)
     for trace in _spans(go, shown):
         figure.add_trace(trace, 2, 1)
-    figure.update_yaxes(title_text=unit, rangemode="tozero", row=1, col=1)
+    top = 1.1 * _top(shown, boundaries) / divisor
+    figure.update_yaxes(title_text=unit, range=[0, top or 1], row=1, col=1)
     figure.update_yaxes(
         title_text="phases", showticklabels=False, range=[depth - 0.4, -0.6], row=2, col=1
     )
@@ -117,6 +116,7 @@ def _timeline(run: Run, *, is_only: bool) -> str:
         barmode="overlay",
         margin={"l": 60, "r": 20, "t": 20, "b": 50},
         hovermode="x unified",
+        uniformtext={"minsize": 9, "mode": "hide"},
     )
     title = "" if is_only else f"<h2>Rank {run.rank}</h2>"
     note = ""
@@ -146,6 +146,53 @@ def _area(
     )
 
 
+def _levels(
+    go: Any, visits: list[RecordedVisit], boundaries: list[Boundary], divisor: int, unit: str
+) -> list[Any]:
+    """Returns the lines over the stack: the peaks of the innermost phases, and the capacity."""
+    outer = {visit.phase.rpartition("/")[0] for visit in visits}
+    seconds: list[float | None] = []
+    peaks: list[float | None] = []
+    for visit in sorted(visits, key=lambda visit: visit.begin.seconds):
+        is_outer = visit.phase in outer
+        if visit.is_peak_exact and not is_outer:
+            peak = visit.peak / divisor
+            seconds += [visit.begin.seconds, visit.begin.seconds + visit.seconds, None]
+            peaks += [peak, peak, None]
+    dark = {"color": "#1a1a1a", "width": 1.5}
+    hover = f"%{{y:.2f}} {unit}"
+    traces = []
+    if peaks:
+        traces.append(
+            go.Scatter(
+                x=seconds, y=peaks, name="peak held", mode="lines", line=dark, hovertemplate=hover
+            )
+        )
+    capacity = _capacity(boundaries)
+    if capacity:
+        ends = [boundaries[0].seconds, boundaries[-1].seconds]
+        dotted = {**dark, "dash": "dot"}
+        level = [capacity / divisor] * 2
+        traces.append(
+            go.Scatter(
+                x=ends, y=level, name="capacity", mode="lines", line=dotted, hovertemplate=hover
+            )
+        )
+    return traces
+
+
+def _capacity(boundaries: list[Boundary]) -> int:
+    return max((boundary.bytes_of("capacity") for boundary in boundaries), default=0)
+
+
+def _top(visits: list[RecordedVisit], boundaries: list[Boundary]) -> int:
+    """Returns what the axis must show: all of the capacity only when half of it was in use."""
+    used = [b.reserved + b.bytes_of("outside") for b in boundaries]
+    most = max([*used, *(visit.peak for visit in visits if visit.is_peak_exact)], default=0)
+    capacity = _capacity(boundaries)
+    return capacity if 2 * most >= capacity else most
+
+
 def _spans(go: Any, visits: list[RecordedVisit]) -> list[Any]:
     """Returns one set of horizontal bars a phase, each visit at its place in time."""
     traces = []
@@ -164,6 +211,7 @@ def _spans(go: Any, visits: list[RecordedVisit]) -> list[Any]:
                 text=[leaf] * len(mine),
                 textposition="inside",
                 insidetextanchor="middle",
+                textangle=0,
                 marker_color=_PHASE_COLOURS[index % len(_PHASE_COLOURS)],
                 hovertext=[_told(visit) for visit in mine],
                 hoverinfo="text",
@@ -193,7 +241,7 @@ def _thin(boundaries: list[Boundary]) -> list[Boundary]:
 
 def _unit(boundaries: list[Boundary]) -> tuple[str, int]:
     """Returns the unit in which the largest figure is a small number, and its bytes."""
-    largest = max((b.bytes_of("capacity") or b.reserved for b in boundaries), default=0)
+    largest = max((b.reserved + b.bytes_of("outside") for b in boundaries), default=0)
     unit = format_bytes(largest).rpartition(" ")[2]
     return unit, parse_bytes(f"1 {unit}")
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import residency
 from residency._errors import InvalidArgumentError
+from residency._memory._format import PATH_VARIABLE, PEAKS, PEAKS_VARIABLE
 
 _SITE = Path(residency.__file__).parent / "_memory" / "_site"
 _SIGNALLED = 128  # what a shell adds to the number of the signal that ended a command
@@ -41,8 +42,8 @@ def add_parser(
     )  # fmt: skip
     parser.add_argument(
         "--peaks",
-        choices=("bounds", "exact"),
-        default="bounds",
+        choices=PEAKS,
+        default=PEAKS[0],
         help="exact: reset torch's peak register at every phase (default: leave it alone)",
     )
     parser.add_argument(
@@ -79,8 +80,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _environment(output: Path, peaks: str) -> dict[str, str]:
-    from residency._memory._record import PATH_VARIABLE, PEAKS_VARIABLE
-
     path = os.pathsep.join(filter(None, [str(_SITE), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, PATH_VARIABLE: str(output), PEAKS_VARIABLE: peaks}
 

@@ -12,13 +12,11 @@ from pathlib import Path
 import torch.distributed
 
 from residency._errors import InvalidArgumentError, RefusedError
+from residency._memory._format import PATH_VARIABLE, PEAKS, PEAKS_VARIABLE
 from residency._memory._known_calls import KnownCalls
-from residency._memory._ledger import Ledger, rank_path
+from residency._memory._ledger import Ledger
 from residency._memory._phase import boundaries
 
-PATH_VARIABLE = "RESIDENCY_RECORD"
-PEAKS_VARIABLE = "RESIDENCY_RECORD_PEAKS"
-PEAKS = ("bounds", "exact")
 _log = logging.getLogger("residency")
 
 
@@ -58,19 +56,23 @@ def record(
             f"this process is recorded to {str(boundaries.ledger.path)!r} already; "
             "end that recording first."
         )
-    rank, world_size = _place()
-    ledger = Ledger(
-        rank_path(Path(path), rank, world_size), peaks=peaks, rank=rank, world_size=world_size
-    )
+    with _recording(
+        Ledger(Path(path), peaks=peaks, place=_place, is_shared=False), calls
+    ) as ledger:
+        yield ledger
+
+
+@contextmanager
+def _recording(ledger: Ledger, calls: bool) -> Iterator[None]:
     known = KnownCalls()
     boundaries.is_enabled = True
     boundaries.ledger = ledger
-    if peaks == "exact":
+    if ledger.peaks == "exact":
         _log.info("residency resets torch's peak register at every boundary of a phase")
     try:
         if calls:
             known.start()
-        yield ledger
+        yield
     finally:
         known.stop()
         boundaries.ledger = None
@@ -80,18 +82,11 @@ def record(
 def record_process() -> None:
     """Records the process from here to its end, as the environment says.
 
-    For processes that nobody wrote a ``record`` into: whatever goes wrong is said on stderr, and
-    the process runs on.
+    The process gets a file with its first phase. A `record` of the program's own is refused.
     """
-    base = Path(os.environ[PATH_VARIABLE])
-    rank, world_size = _place()
-    mine = rank_path(base, rank, world_size)
-    try:
-        os.close(os.open(mine, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
-    except FileExistsError:
-        # Among the processes of one rank the first has the name; its helpers say who they are.
-        base = base.with_suffix(f".pid{os.getpid()}{base.suffix}")
-    block = record(base, peaks=os.environ.get(PEAKS_VARIABLE, "bounds"))
+    peaks = os.environ.get(PEAKS_VARIABLE, PEAKS[0])
+    path = Path(os.environ[PATH_VARIABLE])
+    block = _recording(Ledger(path, peaks=peaks, place=_place, is_shared=True), calls=True)
     block.__enter__()
     atexit.register(block.__exit__, None, None, None)
 

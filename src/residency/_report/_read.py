@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from residency._errors import InvalidArgumentError
-from residency._memory._ledger import FORMAT, VERSION
+from residency._memory._format import FORMAT, VERSION
 
 CLASSES = ("held", "returnable", "stuck", "draining", "pooled", "outside", "free")
 _MAX_WARNINGS = 20

@@ -20,6 +20,7 @@ from residency._errors import (
 
 if TYPE_CHECKING:
     from residency._checkpoint import Checkpointer, Retention, Save, Snapshot, load_into, snapshot
+    from residency._memory import MemoryState, memory_state, phase, record
     from residency._optim import OffloadedOptimizer, offload_optimizer, onload_optimizer
     from residency._transfer import mutating
 
@@ -30,6 +31,7 @@ __all__ = [
     "Checkpointer",
     "CorruptSaveError",
     "InvalidArgumentError",
+    "MemoryState",
     "OffloadedOptimizer",
     "RefusedError",
     "ResidencyError",
@@ -38,9 +40,12 @@ __all__ = [
     "Snapshot",
     "__version__",
     "load_into",
+    "memory_state",
     "mutating",
     "offload_optimizer",
     "onload_optimizer",
+    "phase",
+    "record",
     "sim",
     "snapshot",
     "testing",
@@ -49,14 +54,18 @@ __all__ = [
 _LAZY_SUBMODULES = frozenset({"sim", "testing"})
 _LAZY_NAMES = {  # name -> the module that owns it
     "Checkpointer": "residency._checkpoint",
+    "MemoryState": "residency._memory",
     "OffloadedOptimizer": "residency._optim",
     "Retention": "residency._checkpoint",
     "Save": "residency._checkpoint",
     "Snapshot": "residency._checkpoint",
     "load_into": "residency._checkpoint",
+    "memory_state": "residency._memory",
     "mutating": "residency._transfer",
     "offload_optimizer": "residency._optim",
     "onload_optimizer": "residency._optim",
+    "phase": "residency._memory",
+    "record": "residency._memory",
     "snapshot": "residency._checkpoint",
 }
 

@@ -7,8 +7,13 @@ nothing is pinned, and every memory figure is zero.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from residency._errors import InvalidArgumentError
 
 
 def accelerator() -> torch.device | None:
@@ -118,3 +123,121 @@ def limit_memory(num_bytes: int, device: torch.device) -> bool:
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total), device)
     return True
+
+
+# ---------------------------------------------------------------------------------- memory figures
+
+
+def resolve(device: torch.device | int | str | None) -> torch.device | None:
+    """Returns the accelerator that is meant, with its index; None where none is named nor there.
+
+    Raises:
+        InvalidArgumentError: What is named is no accelerator of this machine.
+    """
+    present = accelerator()
+    if device is None:
+        return present
+    try:
+        named = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise InvalidArgumentError(f"device is {device!r}: {first_line}") from None
+    if present is None or named.type != present.type:
+        there = "there is none" if present is None else f"this machine's is {present.type!r}"
+        raise InvalidArgumentError(f"device is {str(named)!r}; expected an accelerator: {there}.")
+    index = present.index if named.index is None else named.index
+    if index >= (count := torch.accelerator.device_count()):
+        raise InvalidArgumentError(f"device is {str(named)!r}; this machine has {count}.")
+    return torch.device(present.type, index)
+
+
+def allocator_figures(device: torch.device) -> Mapping[str, Any]:
+    """Returns the allocator's figures under torch's names; none before its first allocation.
+
+    Asking starts nothing: a process that has not touched the device is left able to fork.
+    """
+    if device.type == "cuda":  # names private pools, which `torch.accelerator` leaves out
+        cuda_figures: Mapping[str, Any] = torch.cuda.memory_stats(device)
+        return cuda_figures
+    return torch.accelerator.memory_stats(device)
+
+
+def device_room(device: torch.device) -> tuple[int, int] | None:
+    """Returns the device's free and total bytes; None where its backend does not tell them."""
+    try:
+        return torch.accelerator.get_memory_info(device)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def allocator_settings() -> str:
+    """Returns the allocator's settings as torch last took them; empty where it does not tell."""
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    return "" if read is None else str(read() or "")
+
+
+def free_in_private_pools(
+    device: torch.device, figures: Mapping[str, Any], *, walk: bool
+) -> tuple[int, int] | None:
+    """Returns the bytes that private pools keep free: in whole segments, and beside live blocks.
+
+    Args:
+        device: The accelerator.
+        figures: Its `allocator_figures`, which say whether there are private pools.
+        walk: Go through all segments if there are; on CUDA milliseconds for thousands of blocks.
+
+    Returns:
+        Both figures, or None where there are private pools whose segments were not seen.
+    """
+    read = getattr(torch.get_device_module(device), "free_in_used_pools", None)
+    if read is not None:  # the simulated accelerator's
+        whole, beside = read()
+        return int(whole), int(beside)
+    if not _has_private_pools(figures):
+        return 0, 0
+    if device.type != "cuda" or not walk:
+        return None
+    snapshot: Any = torch.cuda.memory_snapshot  # torch does not annotate it
+    try:
+        segments = snapshot(include_traces=False)
+    except (NotImplementedError, RuntimeError):
+        return None
+    whole = beside = 0
+    for segment in segments:
+        if segment["device"] != device.index or tuple(segment["segment_pool_id"]) == (0, 0):
+            continue
+        free = segment["total_size"] - segment["active_size"]
+        is_whole = segment["active_size"] == 0 and not segment.get("is_expandable", False)
+        whole, beside = whole + free * is_whole, beside + free * (not is_whole)
+    return whole, beside
+
+
+def _has_private_pools(figures: Mapping[str, Any]) -> bool:
+    """Says whether the allocator's figures count memory of private pools."""
+    return any(
+        value
+        for name, value in figures.items()
+        if name.startswith("reserved_bytes_by_private_pools") and name.endswith("all.current")
+    )
+
+
+def tag_memory_history(device: torch.device, text: str) -> Any:
+    """Attaches a text to the allocations that torch's own memory history records from here on.
+
+    Returns:
+        What was attached before, for `untag_memory_history`; None where there is no such thing.
+    """
+    read = getattr(torch._C, "_cuda_getMemoryMetadata", None)
+    if device.type != "cuda" or read is None:
+        return None
+    before = read()
+    tag: Any = {**before, "phase": text} if isinstance(before, dict) else text  # 2.15: a mapping
+    untag_memory_history(tag)
+    return before
+
+
+def untag_memory_history(before: Any) -> None:
+    """Puts back what `tag_memory_history` found; None for nothing."""
+    write = getattr(torch._C, "_cuda_setMemoryMetadata", None)
+    if before is not None and write is not None:
+        write(before)

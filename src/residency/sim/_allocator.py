@@ -106,6 +106,7 @@ def functions(core: Any) -> dict[str, Any]:
         # A class, because torch asks what is one.
         "MemPool": type("MemPool", (MemPool,), {"_core": core, "__doc__": MemPool.__doc__}),
         "clear_workspaces": core.clear_workspaces,
+        "free_in_used_pools": core.free_in_used_pools,
         "get_per_process_memory_fraction": lambda device=None: core.memory_fraction(),
         "private_pool_stats": core.private_pool_stats,
         "set_allocator_settings": set_allocator_settings,

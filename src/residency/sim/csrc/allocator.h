@@ -147,6 +147,13 @@ class CachingAllocator {
   void begin_allocating_to(PoolId id, std::function<bool(StreamId)> takes);
   void end_allocating_to(PoolId id);
   size_t free_bytes_in_private_pools() const;
+  // What `empty_cache` leaves with pools that have a user: whole free segments, and what is free
+  // beside live blocks. Memory of segments that grow counts as the latter.
+  struct FreeInPools {
+    size_t in_whole_segments = 0;
+    size_t beside_others = 0;
+  };
+  FreeInPools free_in_used_pools() const;
 
   Block* find(const void* address) const;    // the allocated block that starts there, or nullptr
   bool contains(const void* address) const;  // in any allocated block; looks through them all

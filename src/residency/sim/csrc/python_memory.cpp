@@ -83,6 +83,11 @@ void register_memory(py::module& module) {
   });
   module.def("empty_pool_cache", [](PoolId id) { Machine::get().empty_cache(id); }, no_gil());
   module.def("private_pool_stats", &private_pool_stats);
+  module.def("free_in_used_pools", [] {
+    const auto found =
+        with_allocator([](CachingAllocator& allocator) { return allocator.free_in_used_pools(); });
+    return std::make_pair(found.in_whole_segments, found.beside_others);
+  });
   module.def("blas_workspace_bytes", [](std::optional<std::string> config, int capability_major) {
     bool is_understood = true;
     const size_t num_bytes =

@@ -185,7 +185,7 @@ def floor_save(
     """Copies all bytes into an arena that is there, and writes it: what no save can do without."""
     from benchmarks.checkpoint.floors import Arena
 
-    arena = Arena(state.num_bytes)
+    arena = Arena(tensor.nbytes for tensor in state.flat().values())
 
     def begin(path: Path) -> Begun:
         arena.copy(state.flat().values())

@@ -56,9 +56,8 @@ def record(
             f"this process is recorded to {str(boundaries.ledger.path)!r} already; "
             "end that recording first."
         )
-    with _recording(
-        Ledger(Path(path), peaks=peaks, place=_place, is_shared=False), calls
-    ) as ledger:
+    ledger = Ledger(Path(path), peaks=peaks, place=_place, is_shared=False)
+    with _recording(ledger, calls):
         yield ledger
 
 

@@ -124,7 +124,7 @@ class Boundaries:
             else:
                 visit.peak, visit.is_peak_exact = _peak(visit.before, visit.after)
         if ledger is not None:
-            outcome = {"peak": visit.peak, "is_peak_exact": visit.is_peak_exact}
+            outcome: dict[str, Any] = {"peak": visit.peak, "is_peak_exact": visit.is_peak_exact}
             outcome |= {"seconds": round(visit.seconds, 6), "error": visit.error}
             ledger.write({**_line("end", visit, visit.after), **outcome})
 

@@ -20,7 +20,14 @@ from residency._errors import (
 
 if TYPE_CHECKING:
     from residency._checkpoint import Checkpointer, Retention, Save, Snapshot, load_into, snapshot
-    from residency._memory import Holder, MemoryState, holders, memory_state
+    from residency._memory import (
+        Holder,
+        MemoryState,
+        holders,
+        memory_state,
+        phase,
+        record,
+    )
     from residency._optim import OffloadedOptimizer, offload_optimizer, onload_optimizer
     from residency._transfer import mutating
 
@@ -46,6 +53,8 @@ __all__ = [
     "mutating",
     "offload_optimizer",
     "onload_optimizer",
+    "phase",
+    "record",
     "sim",
     "snapshot",
     "testing",
@@ -66,6 +75,8 @@ _LAZY_NAMES = {  # name -> the module that owns it
     "mutating": "residency._transfer",
     "offload_optimizer": "residency._optim",
     "onload_optimizer": "residency._optim",
+    "phase": "residency._memory",
+    "record": "residency._memory",
     "snapshot": "residency._checkpoint",
 }
 

@@ -221,18 +221,23 @@ def _has_private_pools(figures: Mapping[str, Any]) -> bool:
     )
 
 
-def tag_memory_history(text: str, device: torch.device) -> str | None:
+def tag_memory_history(device: torch.device, text: str) -> Any:
     """Attaches a text to the allocations that torch's own memory history records from here on.
 
     Returns:
-        The text that was attached before, or None where the backend has no such thing.
+        What was attached before, for `untag_memory_history`; None where there is no such thing.
     """
-    if device.type != "cuda":
-        return None
-    write = getattr(torch._C, "_cuda_setMemoryMetadata", None)
     read = getattr(torch._C, "_cuda_getMemoryMetadata", None)
-    if write is None or read is None:
+    if device.type != "cuda" or read is None:
         return None
     before = read()
-    write(text)
-    return str(before)
+    tag: Any = {**before, "phase": text} if isinstance(before, dict) else text  # 2.15: a mapping
+    untag_memory_history(tag)
+    return before
+
+
+def untag_memory_history(before: Any) -> None:
+    """Puts back what `tag_memory_history` found; None for nothing."""
+    write = getattr(torch._C, "_cuda_setMemoryMetadata", None)
+    if before is not None and write is not None:
+        write(before)

@@ -170,6 +170,7 @@ def test_segments_from_before_a_change_of_the_setting_hide_no_expandable_ones(
     del plain
 
 
+SOURCE = str(Path(residency.__file__).parents[1])
 NEIGHBOUR = """
 import sys, torch
 from residency import sim
@@ -190,7 +191,7 @@ def test_outside_is_what_another_process_has_reserved(device: torch.device) -> N
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(residency.__file__).parents[1])},
+        env={**os.environ, "PYTHONPATH": SOURCE},
     )
     try:
         assert process.stdout is not None
@@ -321,7 +322,7 @@ def test_a_device_that_is_not_there_is_named_in_the_error(
 
 
 @with_room
-@pytest.mark.parametrize("name", ["sim", "sim:0", 0, torch.device("sim")])
+@pytest.mark.parametrize("name", ["sim", "sim:0", 0])
 def test_a_device_may_be_given_as_torch_takes_it(device: torch.device, name: Any) -> None:
     assert memory_state(name).device == "sim:0"
 
@@ -341,6 +342,6 @@ def test_the_table_of_a_state_is_aligned(device: torch.device) -> None:
     tensor = _empty(3 * MIB)
     lines = str(memory_state()).splitlines()
     assert lines[0] == "memory of sim:0"
-    assert lines[1] == "  held           3.00 MiB    0.6%  allocated to live tensors"
-    assert lines[-1] == "  capacity     512.00 MiB  100.0%"
+    assert lines[1] == "  held             3.00 MiB    0.6%  allocated to live tensors"
+    assert lines[-1] == "  capacity       512.00 MiB  100.0%"
     del tensor

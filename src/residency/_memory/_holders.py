@@ -28,6 +28,7 @@ from residency._memory._holders_walk import Origin, Walk
 from residency._memory._owners import Owners, gradient_of
 from residency._units import format_bytes, parse_bytes
 
+_STORAGE: Any = torch._C.StorageBase
 _BLOCK_BYTES = 512  # what the allocator rounds up to
 _MOST_OTHERS = 4
 _MOST_ALIASES = 8
@@ -195,7 +196,7 @@ def _add_unnamed(walk: Walk, population: list[Any]) -> None:
 
 
 def _rank_in_cycle(thing: object) -> int:
-    """Orders objects by how well a cycle is named by them: instances before what they consist of."""
+    """Orders objects by how well they name a cycle: instances before what they consist of."""
     if _objects.is_a(thing, torch.Tensor) or _objects.is_a(thing, torch.UntypedStorage):
         return 2
     return int(type(thing) in _CONTAINERS)
@@ -207,7 +208,7 @@ def _group(walk: Walk, device: torch.device) -> list[_Group]:
         for storage in _storages(walk.objects[position]):
             if _objects.slot(storage, "device") != device:
                 continue
-            num_bytes = torch._C.StorageBase.nbytes(storage)
+            num_bytes = _STORAGE.nbytes(storage)
             if num_bytes:
                 key = _objects.slot(storage, "_cdata")
                 groups.setdefault(key, _Group(num_bytes, [])).positions.append(position)
@@ -222,7 +223,7 @@ def _storages(thing: Any) -> Iterator[Any]:
     try:
         storage = torch._C.TensorBase.untyped_storage(thing)
         if torch._C._dispatch_keys(thing).has(torch._C.DispatchKey.Python):
-            torch._C.StorageBase.data_ptr(storage)  # raises where another tensor has the bytes
+            _STORAGE.data_ptr(storage)  # raises where another tensor has the bytes
         yield storage
     except (NotImplementedError, RuntimeError):
         yield from ()

@@ -23,7 +23,7 @@ from residency._memory import _objects
 
 _OWN = f"{__package__}."  # frames of this package are not who holds a tensor
 _HOLDERS_OF_A_SNAPSHOT = 3  # the frame, the local here, the argument of getrefcount
-_MODULE_DICT: Any = types.ModuleType.__dict__["__dict__"]
+_MODULE_DICT: Any = _objects.type_dict(types.ModuleType)["__dict__"]
 
 
 def named_objects(touched: list[types.FrameType]) -> Iterator[tuple[object, str]]:

@@ -49,7 +49,7 @@ def class_path(cls: type) -> str:
 def slot(thing: object, name: str) -> Any:
     """Reads what C code stores under a name in an object; None where it stores nothing."""
     for cls in bases(type(thing)):
-        found = type_dict(cls).get(name)
+        found: Any = type_dict(cls).get(name)
         # What a subclass puts in its place, a property say, is passed over.
         if type(found) in (types.GetSetDescriptorType, types.MemberDescriptorType):
             try:

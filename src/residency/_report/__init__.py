@@ -1,1 +1,20 @@
 """Shows what a run recorded: tables, a page with a timeline, and files for other viewers."""
+
+from residency._report._exports import write_tensorboard, write_trace
+from residency._report._html import write_page
+from residency._report._read import Run, read_run, read_runs
+from residency._report._summary import Row, summarise
+from residency._report._table import compare, print_report
+
+__all__ = [
+    "Row",
+    "Run",
+    "compare",
+    "print_report",
+    "read_run",
+    "read_runs",
+    "summarise",
+    "write_page",
+    "write_tensorboard",
+    "write_trace",
+]

@@ -1,0 +1,77 @@
+"""Tells when a module has been imported, for patches that must not import it themselves.
+
+Loaded by its path in processes that may never import torch: nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_log = logging.getLogger("residency")
+
+
+class ImportWatch(MetaPathFinder):
+    """Calls a function with each of some modules as soon as it has been imported."""
+
+    def __init__(self, calls: Mapping[str, Callable[[ModuleType], None]]) -> None:
+        """Takes the functions by the modules' names; nothing happens until `start`."""
+        self._calls = dict(calls)
+        self._is_looking = False
+
+    def start(self) -> None:
+        """Calls for the modules that are there, and watches for the others."""
+        for name in [name for name in self._calls if name in sys.modules]:
+            self._tell(sys.modules[name])
+        sys.meta_path.insert(0, self)
+
+    def stop(self) -> None:
+        """Watches no longer."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Finds a watched module as Python would, with a loader that tells when it is done."""
+        if name not in self._calls or self._is_looking:
+            return None
+        self._is_looking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._is_looking = False
+        if spec is not None and spec.loader is not None:
+            spec.loader = _TellingLoader(spec.loader, self._tell)
+        return spec
+
+    def _tell(self, module: ModuleType) -> None:
+        call = self._calls.pop(module.__name__, None)
+        if call is None:
+            return
+        try:
+            call(module)
+        except Exception:
+            _log.exception("residency leaves %s as it is", module.__name__)
+
+
+class _TellingLoader(Loader):
+    def __init__(self, loader: Loader, tell: Callable[[ModuleType], None]) -> None:
+        self._loader = loader
+        self._tell = tell
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The module must look as if nobody had watched.
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._tell(module)

@@ -1,0 +1,130 @@
+"""Gives a script that names no phases some: calls of torch and of frameworks that all scripts make.
+
+The optimizer's step through torch's own hooks for it, the others by putting a function around
+them, also in modules that are imported later. Everything is taken back by `stop`; a function that
+somebody else has put another around by then stays, and does nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from residency._memory._imports import ImportWatch
+from residency._memory._phase import begin, end, open_phases
+
+_STEP = "optimizer_step"
+# module -> (name in it, phase)
+_CALLS: dict[str, tuple[tuple[str, str], ...]] = {
+    "torch": (("save", "save"), ("load", "load")),
+    "torch.distributed.checkpoint": (("save", "save"), ("async_save", "save"), ("load", "load")),
+    "residency._checkpoint._checkpointer": (
+        ("Checkpointer.save", "save"),
+        ("Checkpointer.restore", "load"),
+    ),
+    "transformers.modeling_utils": (
+        ("PreTrainedModel.from_pretrained", "load"),
+        ("PreTrainedModel.save_pretrained", "save"),
+    ),
+    "transformers.generation.utils": (("GenerationMixin.generate", "generate"),),
+    "transformers.trainer": (("Trainer.evaluate", "evaluate"), ("Trainer.predict", "evaluate")),
+    "peft.peft_model": (
+        ("PeftModel.from_pretrained", "load"),
+        ("PeftModel.save_pretrained", "save"),
+    ),
+    "accelerate.accelerator": (
+        ("Accelerator.save_state", "save"),
+        ("Accelerator.load_state", "load"),
+    ),
+    "lightning.pytorch.trainer.trainer": (
+        ("Trainer.validate", "evaluate"),
+        ("Trainer.test", "evaluate"),
+        ("Trainer.save_checkpoint", "save"),
+    ),
+}
+
+
+class KnownCalls:
+    """The phases that come from calls of libraries, while it is started."""
+
+    def __init__(self) -> None:
+        """Prepares; nothing is changed until `start`."""
+        self._is_on = False
+        self._undo: list[Callable[[], object]] = []
+        self._watch = ImportWatch(
+            {name: functools.partial(self._wrap_all, calls) for name, calls in _CALLS.items()}
+        )
+
+    def start(self) -> None:
+        """Puts the functions in place."""
+        self._is_on = True
+        self._undo += [
+            register_optimizer_step_pre_hook(self._before_step).remove,
+            register_optimizer_step_post_hook(self._after_step).remove,
+        ]
+        self._watch.start()
+
+    def stop(self) -> None:
+        """Takes everything back."""
+        self._is_on = False
+        self._watch.stop()
+        while self._undo:
+            self._undo.pop()()
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if any(visit._owner is optimizer for visit in open_phases()):
+            # The hook after a step that raised does not run.
+            end(optimizer, RuntimeError("the step did not finish"))
+        begin(_STEP, optimizer)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if any(visit._owner is optimizer for visit in open_phases()):
+            end(optimizer, None)
+
+    def _wrap_all(self, calls: tuple[tuple[str, str], ...], module: ModuleType) -> None:
+        for path, name in calls:
+            *owners, attribute = path.split(".")
+            owner: Any = module
+            for part in owners:
+                owner = getattr(owner, part)
+            # As it is stored, so that a class method stays one.
+            found = vars(owner).get(attribute)
+            if found is not None:
+                self._put(owner, attribute, found, self._around(found, name))
+
+    def _put(self, owner: Any, attribute: str, found: Any, wrapped: Any) -> None:
+        def take_back() -> None:
+            if vars(owner).get(attribute) is wrapped:
+                setattr(owner, attribute, found)
+
+        setattr(owner, attribute, wrapped)
+        self._undo.append(take_back)
+
+    def _around(self, found: Any, name: str) -> Any:
+        if isinstance(found, classmethod | staticmethod):
+            return type(found)(self._around(found.__func__, name))
+
+        @functools.wraps(found)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            visits = open_phases()
+            if not self._is_on or (visits and visits[-1].name == name):  # one call made of others
+                return found(*args, **kwargs)
+            owner = object()
+            begin(name, owner)
+            try:
+                result = found(*args, **kwargs)
+            except BaseException as error:
+                end(owner, error)
+                raise
+            end(owner, None)
+            return result
+
+        return called

@@ -1,0 +1,250 @@
+"""Named parts of the loop, and the memory figures at their boundaries.
+
+A boundary is one reading of the allocator and one of the device. Torch has one peak register, which
+can only be reset: it is left alone unless a recording asks for exact peaks. The peak of a phase is
+then exact if the register rose in it, and otherwise an upper bound that says so. [Note: peaks]
+
+[Note: peaks] Let ``before`` and ``after`` be the register at both boundaries. ``after > before``:
+the register's maximum was reached inside, and is the phase's. ``after == before``: the phase stayed
+at or below it; if the bytes held at a boundary equal it, that is the peak, else it is a bound.
+``after < before``: somebody reset it inside; the phase stayed below the larger of the two.
+With exact peaks the register is reset at every boundary, and what it showed is folded into every
+phase that is open, in whichever thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Any, Literal, ParamSpec, TypeVar
+
+from residency import _device
+from residency._errors import InvalidArgumentError
+from residency._memory import _state
+from residency._memory._ledger import Ledger, figures
+from residency._memory._post_mortem import explain
+from residency._memory._state import MemoryState
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_log = logging.getLogger("residency")
+# A thread starts with an empty one; a task of asyncio with a copy of its maker's.
+_open: ContextVar[tuple[Visit, ...]] = ContextVar("residency_phases", default=())
+
+
+class Visit:
+    """One run through a phase.
+
+    Attributes:
+        name: What the phase is called.
+        path: The names of the phases around it and its own, joined by ``/``.
+        number: How often a recording has seen this path before.
+        before: The memory at the phase's beginning.
+        after: The memory at its end; None until then.
+        peak: The most bytes that live tensors held in it, or an upper bound of that.
+        is_peak_exact: Whether `peak` is exact.
+        seconds: How long it took on the host.
+        error: The exception that left it, as ``Name: message``; None where none did.
+    """
+
+    def __init__(self, name: str, outer: tuple[Visit, ...], owner: object) -> None:
+        """Describes a visit that has not begun."""
+        self.name = name
+        self.path = "/".join([*(visit.name for visit in outer), name])
+        self.number = 0
+        self.before: MemoryState = _state.measure(None)
+        self.after: MemoryState | None = None
+        self.peak = 0
+        self.is_peak_exact = False
+        self.seconds = 0.0
+        self.error: str | None = None
+        self._outer = outer
+        self._owner = owner
+        self._started = 0.0
+        self._seen_peak = 0
+        self._tag: Any = None
+
+
+class Boundaries:
+    """Takes the figures at every boundary of the process, and hands them to the recording."""
+
+    def __init__(self) -> None:
+        """Starts enabled, with no recording."""
+        self.ledger: Ledger | None = None
+        self.is_enabled = True
+        self._lock = threading.Lock()
+        self._visits: list[Visit] = []  # open ones of every thread, while peaks are exact
+
+    def begin(self, visit: Visit) -> None:
+        """Takes the figures with which a phase begins."""
+        self._observe(self._begin, visit)
+
+    def end(self, visit: Visit) -> None:
+        """Takes the figures with which a phase ends."""
+        self._observe(self._end, visit)
+
+    def _observe(self, take: Callable[[Visit], None], visit: Visit) -> None:
+        if not self.is_enabled:
+            return
+        try:
+            take(visit)
+        except Exception:
+            self.is_enabled = False
+            _log.exception("residency stopped measuring phases; the run goes on without")
+
+    def _begin(self, visit: Visit) -> None:
+        device = _device.accelerator()
+        ledger = self.ledger
+        if device is not None:
+            visit._tag = _device.tag_memory_history(device, visit.path)
+        visit.before = self._read(ledger)
+        if ledger is not None:
+            if ledger.peaks == "exact":
+                with self._lock:
+                    self._visits.append(visit)
+            visit.number = ledger.count_visit(visit.path)
+            ledger.write(_line("begin", visit, visit.before))
+        visit._started = time.perf_counter()
+
+    def _end(self, visit: Visit) -> None:
+        visit.seconds = time.perf_counter() - visit._started
+        ledger = self.ledger
+        visit.after = self._read(ledger)
+        _device.untag_memory_history(visit._tag)
+        with self._lock:
+            if visit in self._visits:
+                self._visits.remove(visit)
+                visit.peak = max(visit._seen_peak, visit.before.held, visit.after.held)
+                visit.is_peak_exact = True
+            else:
+                visit.peak, visit.is_peak_exact = _peak(visit.before, visit.after)
+        if ledger is not None:
+            outcome = {"peak": visit.peak, "is_peak_exact": visit.is_peak_exact}
+            outcome |= {"seconds": round(visit.seconds, 6), "error": visit.error}
+            ledger.write({**_line("end", visit, visit.after), **outcome})
+
+    def _read(self, ledger: Ledger | None) -> MemoryState:
+        device = _device.accelerator()
+        state = _state.measure(device)
+        if device is not None and ledger is not None and ledger.peaks == "exact":
+            with self._lock:
+                for visit in self._visits:
+                    visit._seen_peak = max(visit._seen_peak, state.peak_held)
+                _device.reset_peak(device)
+        return state
+
+
+def _peak(before: MemoryState, after: MemoryState) -> tuple[int, bool]:
+    """Returns the peak between two states and whether it is exact. [Note: peaks]"""
+    bound = max(before.peak_held, after.peak_held)
+    if after.peak_held > before.peak_held:
+        return bound, True
+    return bound, bound == max(before.held, after.held)
+
+
+def _line(kind: str, visit: Visit, state: MemoryState) -> dict[str, Any]:
+    place = {"kind": kind, "phase": visit.path, "visit": visit.number}
+    return {**place, "thread": threading.get_ident(), "device": state.device, **figures(state)}
+
+
+boundaries = Boundaries()
+
+
+def open_phases() -> tuple[Visit, ...]:
+    """Returns the phases that this thread, or task, is in: the innermost one last."""
+    return _open.get()
+
+
+class phase:  # noqa: N801 - used as a function, as torch.no_grad is
+    """Names a part of the loop: a context manager and a decorator.
+
+    Its boundaries are measured, and written to the recording if there is one. Phases nest; each
+    thread has its own. An exception passes through and is recorded.
+
+    As a context manager it yields the `Visit`, which has the figures once the block has ended.
+
+    Args:
+        name: What the phase is called, such as ``"update_actor"``; without ``/``, which joins the
+            names of nested phases.
+
+    Raises:
+        InvalidArgumentError: The name is none, or a generator function is decorated.
+    """
+
+    def __init__(self, name: str) -> None:
+        if not isinstance(name, str) or not name.strip() or "/" in name:
+            raise InvalidArgumentError(
+                f"the phase's name is {name!r}; expected text without a slash, as in 'save'."
+            )
+        self.name = name
+
+    def __enter__(self) -> Visit:
+        return begin(self.name, self)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> Literal[False]:
+        end(self, error)
+        return False
+
+    def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
+        """Makes every call of the function a visit of the phase."""
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise InvalidArgumentError(
+                f"{function.__qualname__} is a generator, whose body runs after the call; "
+                "use `with residency.phase(...)` inside it."
+            )
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def awaited(*args: Any, **kwargs: Any) -> Any:
+                with phase(self.name):
+                    return await function(*args, **kwargs)
+
+            return awaited  # type: ignore[return-value]  # a coroutine function for another
+
+        @functools.wraps(function)
+        def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with phase(self.name):
+                return function(*args, **kwargs)
+
+        return called
+
+
+def begin(name: str, owner: object) -> Visit:
+    """Begins a visit that `end` ends when it is given the same owner."""
+    outer = _open.get()
+    visit = Visit(name, outer, owner)
+    boundaries.begin(visit)
+    _open.set((*outer, visit))
+    return visit
+
+
+def end(owner: object, error: BaseException | None) -> None:
+    """Ends the innermost visit of an owner, and what was left open inside it.
+
+    Where the visit is another thread's, nothing is ended: its own thread may still do so.
+    """
+    visits = _open.get()
+    last = next((i for i in reversed(range(len(visits))) if visits[i]._owner is owner), None)
+    if last is None:
+        _log.warning("residency: a phase was left by another thread than had entered it")
+        return
+    if error is not None:
+        explain(error, phase=visits[-1].path)
+    for visit in reversed(visits[last:]):
+        if error is not None:
+            visit.error = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        elif visit is not visits[last]:
+            visit.error = "left open"
+        boundaries.end(visit)
+    _open.set(visits[last]._outer)

@@ -1,0 +1,69 @@
+"""What a run's phases come to: how often, the peak, the classes at the end, and what grows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from residency._memory._growth import Growth, find_growth
+from residency._report._read import Boundary, RecordedVisit, Run
+
+# Free is the device's and falls as the others rise.
+_GROWING = ("held", "returnable", "stuck", "draining", "pooled", "outside")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One phase.
+
+    Attributes:
+        phase: Its path.
+        rank: Whose.
+        count: How many visits ended.
+        num_failed: How many of them by an exception.
+        peak: The highest peak of all visits.
+        is_peak_exact: Whether that peak is exact and not an upper bound.
+        last: The figures at the end of the last visit.
+        seconds: The time of all visits.
+        total: How all classes together go from visit to visit; None with too few visits.
+        growing: The classes that grow, the fastest first.
+    """
+
+    phase: str
+    rank: int
+    count: int
+    num_failed: int
+    peak: int
+    is_peak_exact: bool
+    last: Boundary
+    seconds: float
+    total: Growth | None
+    growing: tuple[Growth, ...]
+
+
+def summarise(run: Run) -> list[Row]:
+    """Returns the phases of a run in the order in which they first began."""
+    visits: dict[str, list[tuple[RecordedVisit, Boundary]]] = {}
+    for visit in run.visits:
+        if visit.end is not None:
+            visits.setdefault(visit.phase, []).append((visit, visit.end))
+    return [_row(phase, run.rank, found) for phase, found in visits.items()]
+
+
+def _row(phase: str, rank: int, found: list[tuple[RecordedVisit, Boundary]]) -> Row:
+    highest = max(visit.peak for visit, _ in found)
+    ends = [end for _, end in found]
+    series = {name: [end.bytes_of(name) for end in ends] for name in _GROWING}
+    growths = [find_growth(name, values) for name, values in series.items()]
+    growing = [growth for growth in growths if growth is not None and growth.is_growing]
+    return Row(
+        phase=phase,
+        rank=rank,
+        count=len(found),
+        num_failed=sum(visit.error is not None for visit, _ in found),
+        peak=highest,
+        is_peak_exact=any(visit.is_peak_exact for visit, _ in found if visit.peak == highest),
+        last=ends[-1],
+        seconds=sum(visit.seconds for visit, _ in found),
+        total=find_growth("all", [sum(s[i] for s in series.values()) for i in range(len(ends))]),
+        growing=tuple(sorted(growing, key=lambda growth: -growth.bytes_per_visit)),
+    )

@@ -44,7 +44,7 @@ def main() -> None:
         collection = seconds_of(gc.collect) - base_collection
         found = len(residency.holders())
         print(
-            f"{count:9,d} more objects  {seconds:6.2f} s  {seconds / count * 1e6:5.2f} us an object  "
+            f"{count:9,d} more objects  {seconds:6.2f} s  {seconds / count * 1e6:5.2f} us each  "
             f"{seconds / collection:5.1f} x a garbage collection  ({found} holders)"
         )
         del junk

@@ -333,6 +333,7 @@ def test_what_an_operation_saved_for_backward_is_named_with_it(make: Make) -> No
     assert f"saved by SquareBackward for {here} 'loss'" in paths
     assert f"{here} 'loss' graph's SquareBackward.scaled" in paths
     assert len(paths) == 3
+    assert loss.requires_grad
 
 
 def test_hooks_on_saved_tensors_are_not_called(make: Make) -> None:

@@ -90,7 +90,7 @@ def test_missing_waits_and_too_little_memory_fail_the_test_that_has_them(run_tes
             "E*device_memory(limit='32MiB'): the test had 32.00 MiB, and its tensors held at most "
             "20.00 MiB of them at once.",
             "E*residency: the device's memory when this failed:",
-            "E*20.00 MiB  OutOfMemoryError traceback -> test_fits() local 'held' *",
+            "E*20.00 MiB more were held when it failed, by values without a name of their own; *",
             "FAILED *::test_race?False?*",
             "FAILED *::test_stale_bytes?False?*",
             "FAILED *::test_fits?2?*",

@@ -25,10 +25,14 @@ from residency._errors import InvalidArgumentError
 from residency._memory import _state
 from residency._memory._holders import Holder, find_holders
 from residency._memory._state import MemoryState
-from residency._units import format_bytes, parse_bytes
+from residency._units import MIB, format_bytes, parse_bytes
 
 _HEADING = "residency: the device's memory when this failed"
-_ASKED = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)?) ?([KMGT]i?B|B|bytes)")
+_SIZE = r"(\d+(?:\.\d+)?) ?([KMGT]iB|B|bytes)"
+_ASKED = re.compile(rf"[Tt]ried to allocate {_SIZE}")
+_HELD = re.compile(rf"{_SIZE} is allocated by PyTorch")
+_RETURNABLE = "cached here and free: torch.accelerator.empty_cache() returns it"
+_LEAST_TOLD = MIB  # messages round sizes
 _MOST_HOLDERS = 8
 _SEARCH_SECONDS = 3.0
 _SHARE_OF_A_HOLDER = 2000  # smaller ones than this part of what is held are not looked for
@@ -101,9 +105,7 @@ def remedies(state: MemoryState, holders: list[Holder]) -> list[Remedy]:
         sums["cycle" if is_cycle else holder.kind] += holder.num_bytes
     copies, where = _copies(holders)
     found = [
-        Remedy(
-            state.returnable, "cached here and free: torch.accelerator.empty_cache() returns it"
-        ),
+        Remedy(state.returnable, _RETURNABLE),
         Remedy(state.draining, "freed, but a stream still uses it: synchronise before asking"),
         Remedy(sums["cycle"], "in reference cycles: gc.collect() frees it, or break the cycle"),
         Remedy(
@@ -179,8 +181,17 @@ def _holder_lines(holders: list[Holder]) -> Iterator[str]:
 
 
 def _remedy_lines(error: BaseException, state: MemoryState, holders: list[Holder]) -> Iterator[str]:
+    asked, held = (_size_in(str(error), pattern) for pattern in (_ASKED, _HELD))
     found = remedies(state, holders)
-    asked = _asked_bytes(str(error))
+    if held is not None:
+        # Torch's allocator had given back what it could before it failed. What is free now, too,
+        # are values without a name, let go as the error passed.
+        found = [remedy for remedy in found if remedy.text != _RETURNABLE]
+        if held - state.held >= _LEAST_TOLD:
+            yield (
+                f"{format_bytes(held - state.held)} more were held when it failed, "
+                "by values without a name of their own; they are let go by now."
+            )
     if not found:
         return
     if asked is None:
@@ -200,9 +211,9 @@ def _remedy_lines(error: BaseException, state: MemoryState, holders: list[Holder
         yield f"  {format_bytes(remedy.num_bytes):>12}  {remedy.text}"
 
 
-def _asked_bytes(message: str) -> int | None:
-    """Returns how much the allocation was to get, as torch's message says; None if it does not."""
-    match = _ASKED.search(message)
+def _size_in(message: str, pattern: re.Pattern[str]) -> int | None:
+    """Returns a size that torch's message tells, rounded as it is there; None if it does not."""
+    match = pattern.search(message)
     if match is None:
         return None
     unit = "B" if match[2] == "bytes" else match[2]

@@ -26,8 +26,9 @@ PAGES = sorted(p for p in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")] if _e
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # said of dcp on one process
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_examples_of_a_page_run(
-    page: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    page: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # where the examples' files go
     # Accelerate finds accelerators by name, and does not know the simulated one's.
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", str(device))
     # What a reader has before the first line: a model on the accelerator.

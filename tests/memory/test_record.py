@@ -293,6 +293,26 @@ def test_a_module_is_recorded_and_the_hidden_sitecustomize_runs(tmp_path: Path) 
     assert _phases(tmp_path / "out.jsonl") == ["optimizer_step", "optimizer_step", "save"]
 
 
+OWN = """
+import residency, torch
+with residency.phase("before"):
+    pass
+with residency.phase("around"), residency.record("own.jsonl"):
+    with residency.phase("own"):
+        torch.save({}, "x.pt")
+with residency.phase("after"):
+    pass
+"""
+
+
+def test_a_script_that_records_itself_runs_under_the_command_too(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(OWN)
+    done = _record(tmp_path, "--", sys.executable, "train.py")
+    assert done.returncode == 0, done.stderr
+    assert _phases(tmp_path / "own.jsonl") == ["around/own/save", "around/own"]
+    assert _phases(tmp_path / "run.jsonl") == ["before", "around", "after"]
+
+
 RANKED = """
 import torch
 import torch.distributed as dist

@@ -33,7 +33,7 @@ with_room = pytest.mark.sim_device(capacity=CAPACITY, schedule="late", check_rac
 
 
 def _empty(num_bytes: int) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, device="sim")
+    return torch.empty(num_bytes, dtype=torch.uint8, device=torch.accelerator.current_accelerator())
 
 
 def _reserved() -> int:
@@ -111,8 +111,8 @@ def test_what_drains_may_take_what_lies_beside_it_along(device: torch.device) ->
 
 @with_room
 def test_what_private_pools_keep_is_not_returnable(device: torch.device) -> None:
-    pool = torch.sim.MemPool()
-    with torch.sim.use_mem_pool(pool):
+    pool = torch.get_device_module().MemPool()
+    with torch.get_device_module().use_mem_pool(pool):
         kept, dropped = _empty(3 * MIB), _empty(40 * MIB)
     del dropped
     cached = _empty(30 * MIB)
@@ -133,7 +133,7 @@ def test_what_private_pools_keep_is_not_returnable(device: torch.device) -> None
 def test_with_expandable_segments_stuck_is_unknown_and_the_table_says_why(
     device: torch.device,
 ) -> None:
-    torch.sim.set_allocator_settings("expandable_segments:True")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     try:
         tensors = [_empty(10 * MIB), _empty(40 * MIB), _empty(10 * MIB)]
         del tensors[1]
@@ -150,7 +150,7 @@ def test_with_expandable_segments_stuck_is_unknown_and_the_table_says_why(
         del tensors
     finally:
         torch.accelerator.empty_cache()
-        torch.sim.set_allocator_settings("expandable_segments:False")
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
     assert memory_state().stuck == 0
 
 
@@ -159,14 +159,14 @@ def test_segments_from_before_a_change_of_the_setting_hide_no_expandable_ones(
     device: torch.device,
 ) -> None:
     plain = [_empty(30 * MIB), _empty(KIB)]
-    torch.sim.set_allocator_settings("expandable_segments:True")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     try:
         grown = _empty(30 * MIB)
         assert memory_state().stuck is None
         del grown
     finally:
         torch.accelerator.empty_cache()
-        torch.sim.set_allocator_settings("expandable_segments:False")
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
     del plain
 
 
@@ -236,7 +236,7 @@ def _play(steps: list[tuple[str, int]], lane: torch.Stream, pool: Any) -> None:
             with lane:
                 held.append(_empty(number))
         elif action == "hold in a pool":
-            with torch.sim.use_mem_pool(pool):
+            with torch.get_device_module().use_mem_pool(pool):
                 held.append(_empty(number))
         elif action.startswith("drop") and held:
             tensor = held.pop(number % len(held))
@@ -268,7 +268,9 @@ def test_empty_cache_gives_back_what_is_returnable_on_random_traces(
 @pytest.fixture(scope="module")
 def lent() -> tuple[torch.Stream, Any]:
     """A stream and a private pool for all traces."""
-    return torch.Stream(device="sim"), torch.sim.MemPool()
+    return torch.Stream(
+        device=torch.accelerator.current_accelerator()
+    ), torch.get_device_module().MemPool()
 
 
 # --------------------------------------------------------------------------------- recorded traces
@@ -308,8 +310,8 @@ def test_empty_cache_gives_back_what_is_returnable_on_recorded_traces(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("cuda:0", "expected an accelerator: this machine's is 'sim'"),
-        ("sim:7", "this machine has 1"),
+        ("xpu:0", "expected an accelerator: this machine's is"),
+        ("{type}:7", "this machine has 1"),
         ("no such thing", "Invalid device string"),
         ("cpu", "expected an accelerator"),
     ],
@@ -318,13 +320,14 @@ def test_a_device_that_is_not_there_is_named_in_the_error(
     device: torch.device, name: str, message: str
 ) -> None:
     with pytest.raises(residency.InvalidArgumentError, match=message):
-        memory_state(name)
+        memory_state(name.format(type=device.type))
 
 
 @with_room
-@pytest.mark.parametrize("name", ["sim", "sim:0", 0])
+@pytest.mark.parametrize("name", ["{type}", "{type}:0", 0])
 def test_a_device_may_be_given_as_torch_takes_it(device: torch.device, name: Any) -> None:
-    assert memory_state(name).device == "sim:0"
+    given = name if isinstance(name, int) else name.format(type=device.type)
+    assert memory_state(given).device == str(device)
 
 
 def test_without_an_accelerator_every_figure_is_zero(run_python: Callable[..., str]) -> None:
@@ -341,7 +344,7 @@ def test_without_an_accelerator_every_figure_is_zero(run_python: Callable[..., s
 def test_the_table_of_a_state_is_aligned(device: torch.device) -> None:
     tensor = _empty(3 * MIB)
     lines = str(memory_state()).splitlines()
-    assert lines[0] == "memory of sim:0"
+    assert lines[0] == f"memory of {device}"
     assert lines[1] == "  held             3.00 MiB    0.6%  allocated to live tensors"
     assert lines[-1] == "  capacity       512.00 MiB  100.0%"
     del tensor

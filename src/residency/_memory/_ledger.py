@@ -45,6 +45,7 @@ class Ledger:
     Attributes:
         path: The file of this process.
         peaks: ``"bounds"`` or ``"exact"``: whether torch's peak register is left alone.
+        is_shared: Whether it is the whole process's, as `residency record` asks for.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Ledger:
         self.path = path
         self.peaks = peaks
         self._place = place
-        self._is_shared = is_shared
+        self.is_shared = is_shared
         self._started = time.perf_counter()
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -88,7 +89,7 @@ class Ledger:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         try:
             self._file = os.open(
-                self.path, flags | (os.O_EXCL if self._is_shared else os.O_TRUNC), 0o644
+                self.path, flags | (os.O_EXCL if self.is_shared else os.O_TRUNC), 0o644
             )
         except FileExistsError:
             # Among the processes of one rank the first has the name; its helpers say who they are.

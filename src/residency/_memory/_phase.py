@@ -64,6 +64,7 @@ class Visit:
         self.is_peak_exact = False
         self.seconds = 0.0
         self.error: str | None = None
+        self._ledger: Ledger | None = None
         self._outer = outer
         self._owner = owner
         self._started = 0.0
@@ -104,6 +105,7 @@ class Boundaries:
         if device is not None:
             visit._tag = _device.tag_memory_history(device, visit.path)
         visit.before = self._read(ledger)
+        visit._ledger = ledger
         if ledger is not None:
             if ledger.peaks == "exact":
                 with self._lock:
@@ -114,8 +116,7 @@ class Boundaries:
 
     def _end(self, visit: Visit) -> None:
         visit.seconds = time.perf_counter() - visit._started
-        ledger = self.ledger
-        visit.after = self._read(ledger)
+        visit.after = self._read(self.ledger)
         _device.untag_memory_history(visit._tag)
         with self._lock:
             if visit in self._visits:
@@ -124,10 +125,10 @@ class Boundaries:
                 visit.is_peak_exact = True
             else:
                 visit.peak, visit.is_peak_exact = _peak(visit.before, visit.after)
-        if ledger is not None:
-            outcome = {"peak": visit.peak, "is_peak_exact": visit.is_peak_exact}
+        if visit._ledger is not None:  # the one that knows of its beginning
+            outcome: dict[str, Any] = {"peak": visit.peak, "is_peak_exact": visit.is_peak_exact}
             outcome |= {"seconds": round(visit.seconds, 6), "error": visit.error}
-            ledger.write({**_line("end", visit, visit.after), **outcome})
+            visit._ledger.write({**_line("end", visit, visit.after), **outcome})
 
     def _read(self, ledger: Ledger | None) -> MemoryState:
         device = _device.accelerator()

@@ -45,27 +45,27 @@ def record(
 
     Raises:
         InvalidArgumentError: The path cannot be written, or ``peaks`` means nothing.
-        RefusedError: This process is recorded already.
+        RefusedError: Another block records this process already.
 
     Memory:
         Nothing on the device; on the host, a number for each path of phases.
     """
     if peaks not in PEAKS:
         raise InvalidArgumentError(f"peaks is {peaks!r}; expected 'bounds' or 'exact'.")
-    if boundaries.ledger is not None:
+    outer = boundaries.ledger
+    if outer is not None and not outer.is_shared:
         raise RefusedError(
-            f"this process is recorded to {str(boundaries.ledger.path)!r} already; "
-            "end that recording first."
+            f"this process is recorded to {str(outer.path)!r} already; end that recording first."
         )
-    with _recording(
-        Ledger(Path(path), peaks=peaks, place=_place, is_shared=False), calls
-    ) as ledger:
+    ledger = Ledger(Path(path), peaks=peaks, place=_place, is_shared=False)
+    # Under `residency record` the block has a file of its own, and known calls are there already.
+    with _recording(ledger, calls and outer is None):
         yield ledger
 
 
 @contextmanager
 def _recording(ledger: Ledger, calls: bool) -> Iterator[None]:
-    known = KnownCalls()
+    known, outer = KnownCalls(), boundaries.ledger
     boundaries.is_enabled = True
     boundaries.ledger = ledger
     if ledger.peaks == "exact":
@@ -79,14 +79,15 @@ def _recording(ledger: Ledger, calls: bool) -> Iterator[None]:
         raise
     finally:
         known.stop()
-        boundaries.ledger = None
+        boundaries.ledger = outer
         ledger.close()
 
 
 def record_process() -> None:
     """Records the process from here to its end, as the environment says.
 
-    The process gets a file with its first phase. A `record` of the program's own is refused.
+    The process gets a file with its first phase. For the time of a `record` of the program's own,
+    its phases go to that one's file.
     """
     peaks = os.environ.get(PEAKS_VARIABLE, PEAKS[0])
     path = Path(os.environ[PATH_VARIABLE])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ def write_tensorboard(runs: list[Run], folder: Path) -> None:
         InvalidArgumentError: The folder cannot be written.
     """
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        tensorboard: Any = importlib.import_module("torch.utils.tensorboard")
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "torch writes TensorBoard's files with the package tensorboard, which is not "
@@ -29,7 +30,7 @@ def write_tensorboard(runs: list[Run], folder: Path) -> None:
         ) from error
     check_folder(folder)
     for run in runs:
-        writer: Any = SummaryWriter(str(folder / f"rank{run.rank}"))  # type: ignore[no-untyped-call]
+        writer = tensorboard.SummaryWriter(str(folder / f"rank{run.rank}"))
         started = float(run.header.get("started_at", 0.0))
         for visit in run.visits:
             if visit.end is None:

@@ -60,7 +60,8 @@ def register(core: Any) -> None:
     if torch.version.cuda is None:
         vars(torch.version)["cuda"] = _CUDA_VERSION
     pools = _allocator.functions(core)
-    vars(torch.cuda).update({name: pools[name] for name in ("MemPool", "use_mem_pool")})
+    shown = ("MemPool", "free_in_used_pools", "use_mem_pool")
+    vars(torch.cuda).update({name: pools[name] for name in shown})
     torch.backends.cudnn.enabled = False  # else torch warns that there is none
     _teach_storages(core)
     if dist.is_available():

@@ -20,7 +20,14 @@ from residency._errors import (
 
 if TYPE_CHECKING:
     from residency._checkpoint import Checkpointer, Retention, Save, Snapshot, load_into, snapshot
-    from residency._memory import MemoryState, memory_state, phase, record
+    from residency._memory import (
+        Holder,
+        MemoryState,
+        holders,
+        memory_state,
+        phase,
+        record,
+    )
     from residency._optim import OffloadedOptimizer, offload_optimizer, onload_optimizer
     from residency._transfer import mutating
 
@@ -30,6 +37,7 @@ __all__ = [
     "CheckpointError",
     "Checkpointer",
     "CorruptSaveError",
+    "Holder",
     "InvalidArgumentError",
     "MemoryState",
     "OffloadedOptimizer",
@@ -39,6 +47,7 @@ __all__ = [
     "Save",
     "Snapshot",
     "__version__",
+    "holders",
     "load_into",
     "memory_state",
     "mutating",
@@ -54,11 +63,13 @@ __all__ = [
 _LAZY_SUBMODULES = frozenset({"sim", "testing"})
 _LAZY_NAMES = {  # name -> the module that owns it
     "Checkpointer": "residency._checkpoint",
+    "Holder": "residency._memory",
     "MemoryState": "residency._memory",
     "OffloadedOptimizer": "residency._optim",
     "Retention": "residency._checkpoint",
     "Save": "residency._checkpoint",
     "Snapshot": "residency._checkpoint",
+    "holders": "residency._memory",
     "load_into": "residency._checkpoint",
     "memory_state": "residency._memory",
     "mutating": "residency._transfer",

@@ -41,6 +41,10 @@ def test_bytes_that_a_test_leaves_behind_fail_it_with_the_figures(run_tests) -> 
             "after it; device_memory(growth='1MiB') allows 1.00 MiB.",
             "The largest tensors on the device now: Tensor (1024, 1024) float32 of 4.00 MiB, "
             "Tensor (512, 1024) float32 of 2.00 MiB.",
+            "memory of sim:0",
+            "  held *6.00 MiB*allocated to live tensors",
+            "the largest:",
+            "*2.00 MiB  *.kept*0?",
         ]
     )
 
@@ -85,6 +89,8 @@ def test_missing_waits_and_too_little_memory_fail_the_test_that_has_them(run_tes
             "E*OutOfMemoryError: *total capacity of 32.00 MiB*",
             "E*device_memory(limit='32MiB'): the test had 32.00 MiB, and its tensors held at most "
             "20.00 MiB of them at once.",
+            "E*residency: the device's memory when this failed:",
+            "E*20.00 MiB more were held when it failed, by values without a name of their own; *",
             "FAILED *::test_race?False?*",
             "FAILED *::test_stale_bytes?False?*",
             "FAILED *::test_fits?2?*",

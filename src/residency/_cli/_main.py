@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = _missing_package(error)
         if message is None:
             message = f"{type(error).__name__}: {error} (--debug shows the traceback)"
+            message = "\n".join([message, *_explanation(error)])
         return _fail(arguments, message, _EXIT_ERROR)
 
 
@@ -57,6 +58,15 @@ def _fail(arguments: argparse.Namespace, message: str, status: int) -> int:
         traceback.print_exc()
     print(f"residency: {message}", file=sys.stderr)
     return status
+
+
+def _explanation(error: Exception) -> list[str]:
+    """Returns what is known of an error beside its message: why the device's memory ran out."""
+    if type(error).__name__ == "OutOfMemoryError":
+        from residency._memory._post_mortem import explain
+
+        explain(error)
+    return list(getattr(error, "__notes__", ()))
 
 
 def _missing_package(error: Exception) -> str | None:

@@ -9,17 +9,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from residency._memory._holders import Holder, holders
     from residency._memory._ledger import Ledger
     from residency._memory._phase import Visit, phase
     from residency._memory._record import record
     from residency._memory._state import MemoryState, memory_state
 
-__all__ = ["Ledger", "MemoryState", "Visit", "memory_state", "phase", "record"]
+__all__ = ["Holder", "Ledger", "MemoryState", "Visit", "holders", "memory_state", "phase", "record"]
 
 _MODULE_OF = {
+    "Holder": "_holders",
     "Ledger": "_ledger",
     "MemoryState": "_state",
     "Visit": "_phase",
+    "holders": "_holders",
     "memory_state": "_state",
     "phase": "_phase",
     "record": "_record",

@@ -28,6 +28,7 @@ from residency import _device
 from residency._errors import InvalidArgumentError
 from residency._memory import _state
 from residency._memory._ledger import Ledger, figures
+from residency._memory._post_mortem import explain
 from residency._memory._state import MemoryState
 
 _P = ParamSpec("_P")
@@ -239,6 +240,8 @@ def end(owner: object, error: BaseException | None) -> None:
     if last is None:
         _log.warning("residency: a phase was left by another thread than had entered it")
         return
+    if error is not None:
+        explain(error, phase=visits[-1].path)
     for visit in reversed(visits[last:]):
         if error is not None:
             visit.error = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -16,6 +16,7 @@ from residency._memory._format import PATH_VARIABLE, PEAKS, PEAKS_VARIABLE
 from residency._memory._known_calls import KnownCalls
 from residency._memory._ledger import Ledger
 from residency._memory._phase import boundaries
+from residency._memory._post_mortem import explain, explain_uncaught
 
 _log = logging.getLogger("residency")
 
@@ -73,6 +74,9 @@ def _recording(ledger: Ledger, calls: bool) -> Iterator[None]:
         if calls:
             known.start()
         yield
+    except torch.OutOfMemoryError as error:
+        explain(error)
+        raise
     finally:
         known.stop()
         boundaries.ledger = outer
@@ -90,6 +94,7 @@ def record_process() -> None:
     block = _recording(Ledger(path, peaks=peaks, place=_place, is_shared=True), calls=True)
     block.__enter__()
     atexit.register(block.__exit__, None, None, None)
+    explain_uncaught()
 
 
 def _place() -> tuple[int, int]:

@@ -50,6 +50,7 @@ class Watch:
         import torch
 
         from residency import _device
+        from residency._memory._post_mortem import explain as explain_out_of_memory
 
         limit_bytes = self._request.limit_bytes
         if isinstance(error, torch.OutOfMemoryError) and limit_bytes is not None:
@@ -58,11 +59,13 @@ class Watch:
                 f"{format_bytes(limit_bytes)}, and its tensors held at most "
                 f"{format_bytes(_device.max_memory_allocated())} of them at once."
             )
+        explain_out_of_memory(error)
         if failures := finish_work():
             error.add_note(str(queued_work_error("by the test", failures)))
 
     def _explain_growth(self, after_bytes: int) -> str:
         from residency import _device
+        from residency._memory._post_mortem import describe_device
 
         device = _device.accelerator()
         assert device is not None
@@ -73,7 +76,8 @@ class Watch:
             f"{format_bytes(after_bytes)} after it; "
             f"device_memory(growth={self._request.growth!r}) allows "
             f"{format_bytes(self._request.growth_bytes or 0)}.\n"
-            f"The largest tensors on the device now: {_describe_largest(device)}."
+            f"The largest tensors on the device now: {_describe_largest(device)}.\n"
+            f"{describe_device(device)}"
         )
 
 

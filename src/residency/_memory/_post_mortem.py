@@ -1,0 +1,243 @@
+"""Explains an out-of-memory error while what filled the device is still there.
+
+The error's traceback keeps the locals of the functions that it left, so that their tensors are
+still held, and can be named, where the error is caught. The explanation is a note on the error: the
+memory's classes, who holds the most, and the cheapest thing that would have made room.
+
+It allocates nothing on the device, waits for nothing, ends within seconds, and never fails: the
+error that a caller gets is the one that was raised.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+
+from residency import _device
+from residency._errors import InvalidArgumentError
+from residency._memory import _state
+from residency._memory._holders import Holder, find_holders
+from residency._memory._state import MemoryState
+from residency._units import MIB, format_bytes, parse_bytes
+
+_HEADING = "residency: the device's memory when this failed"
+_SIZE = r"(\d+(?:\.\d+)?) ?([KMGT]iB|B|bytes)"
+_ASKED = re.compile(rf"[Tt]ried to allocate {_SIZE}")
+_HELD = re.compile(rf"{_SIZE} is allocated by PyTorch")
+_RETURNABLE = "cached here and free: torch.accelerator.empty_cache() returns it"
+_LEAST_TOLD = MIB  # messages round sizes
+_MOST_HOLDERS = 8
+_SEARCH_SECONDS = 3.0
+_SHARE_OF_A_HOLDER = 2000  # smaller ones than this part of what is held are not looked for
+_KINDS = {
+    "parameter": "parameters",
+    "buffer": "buffers",
+    "gradient": "gradients",
+    "optimizer state": "optimizer states",
+    "autograd": "saved for backward",
+    "tensor": "other tensors",
+    "c++": "held by C++",
+}
+_log = logging.getLogger("residency")
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """Says what one change would have made room for: ``text`` with the bytes it gives."""
+
+    num_bytes: int
+    text: str
+
+
+def explain(error: BaseException, *, phase: str | None = None) -> None:
+    """Adds to an out-of-memory error a note that explains it; leaves every other error alone.
+
+    At most one note is added, however many blocks the error passes through.
+
+    Args:
+        error: Any exception, still with its traceback.
+        phase: The path of the phase in which it was raised.
+    """
+    if not isinstance(error, torch.OutOfMemoryError) or _is_explained(error):
+        return
+    try:
+        note = "\n".join(_lines(error, phase))
+    except Exception as problem:  # a second error would hide the first
+        _log.warning("residency could not explain an out-of-memory error", exc_info=True)
+        note = f"{_HEADING} could not be told: {type(problem).__name__}: {problem}"
+    error.add_note(note)
+
+
+def explain_uncaught() -> None:
+    """Explains an out-of-memory error that ends the process, before Python prints it."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        explain(error)
+        before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def describe_device(device: torch.device | None) -> str:
+    """Returns the memory's classes, who holds how much, and the largest holders with their paths.
+
+    Args:
+        device: What `_device.resolve` returned.
+    """
+    state = _state.measure(device)
+    found = find_holders(device, _least_bytes(state), seconds=_SEARCH_SECONDS)
+    return "\n".join([str(state), *_owner_lines(found), *_holder_lines(found)])
+
+
+def remedies(state: MemoryState, holders: list[Holder]) -> list[Remedy]:
+    """Returns what would have made room, the cheapest first, each with the bytes that it gives."""
+    sums: collections.Counter[str] = collections.Counter()
+    for holder in holders:
+        is_cycle = holder.path.startswith("reference cycle: ")
+        sums["cycle" if is_cycle else holder.kind] += holder.num_bytes
+    copies, where = _copies(holders)
+    found = [
+        Remedy(state.returnable, _RETURNABLE),
+        Remedy(state.draining, "freed, but a stream still uses it: synchronise before asking"),
+        Remedy(sums["cycle"], "in reference cycles: gc.collect() frees it, or break the cycle"),
+        Remedy(
+            state.stuck or 0,
+            "free, but in pieces between live tensors: "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True lets it be used",
+        ),
+        Remedy(copies, f"in copies of parameters or states, a clone for a save perhaps: {where}"),
+        Remedy(
+            sums["optimizer state"],
+            "of optimizer state: residency.offload_optimizer(optimizer) keeps it on the host",
+        ),
+        Remedy(sums["gradient"], "of gradients: optimizer.zero_grad() before this phase"),
+        Remedy(
+            sums["autograd"],
+            "saved for backward: activation checkpointing, a smaller batch, or torch.no_grad()",
+        ),
+        _largest_unowned(holders),
+        Remedy(state.outside, "used outside of this process's torch: other processes, contexts"),
+    ]
+    return [remedy for remedy in found if remedy.num_bytes > 0]
+
+
+def _largest_unowned(holders: list[Holder]) -> Remedy:
+    unowned = [holder for holder in holders if holder.kind == "tensor"]
+    if not unowned:
+        return Remedy(0, "")
+    return Remedy(unowned[0].num_bytes, f"to be let go, if it may: {unowned[0].path}")
+
+
+def _is_explained(error: BaseException) -> bool:
+    return any(str(note).startswith(_HEADING) for note in getattr(error, "__notes__", ()))
+
+
+def _lines(error: BaseException, phase: str | None) -> Iterator[str]:
+    device = _device.accelerator()
+    state = _state.measure(device)
+    yield _HEADING + (f", in the phase {phase!r}:" if phase else ":")
+    yield str(state)
+    found = find_holders(device, _least_bytes(state), seconds=_SEARCH_SECONDS, error=error)
+    yield from _owner_lines(found)
+    yield from _holder_lines(found)
+    yield from _remedy_lines(error, state, found)
+
+
+def _least_bytes(state: MemoryState) -> int:
+    return max(1, state.held // _SHARE_OF_A_HOLDER)
+
+
+def _owner_lines(holders: list[Holder]) -> Iterator[str]:
+    """Yields the sums of what each kind of owner holds, the largest first."""
+    sums: dict[str, list[int]] = {}
+    for holder in holders:
+        sums.setdefault(holder.kind, []).append(holder.num_bytes)
+    if sums:
+        yield "held by:"
+    for kind, sizes in sorted(sums.items(), key=lambda entry: -sum(entry[1])):
+        count = f" in {len(sizes)}" if kind != "c++" else ""
+        yield f"  {format_bytes(sum(sizes)):>12}  {_KINDS[kind]}{count}"
+
+
+def _holder_lines(holders: list[Holder]) -> Iterator[str]:
+    """Yields the largest holders with their paths."""
+    if holders:
+        yield "the largest:"
+    for holder in holders[:_MOST_HOLDERS]:
+        yield f"  {format_bytes(holder.num_bytes):>12}  {holder.path}"
+        for other in holder.others[:1]:
+            yield f"  {'':>12}  and {other}"
+    if len(holders) > _MOST_HOLDERS:
+        rest = sum(holder.num_bytes for holder in holders[_MOST_HOLDERS:])
+        yield f"  {format_bytes(rest):>12}  in {len(holders) - _MOST_HOLDERS} more"
+
+
+def _remedy_lines(error: BaseException, state: MemoryState, holders: list[Holder]) -> Iterator[str]:
+    asked, held = (_size_in(str(error), pattern) for pattern in (_ASKED, _HELD))
+    found = remedies(state, holders)
+    if held is not None:
+        # Torch's allocator had given back what it could before it failed. What is free now, too,
+        # are values without a name, let go as the error passed.
+        found = [remedy for remedy in found if remedy.text != _RETURNABLE]
+        if held - state.held >= _LEAST_TOLD:
+            yield (
+                f"{format_bytes(held - state.held)} more were held when it failed, "
+                "by values without a name of their own; they are let go by now."
+            )
+    if not found:
+        return
+    if asked is None:
+        yield "what would make room, the cheapest first:"
+        for remedy in found:
+            yield f"  {format_bytes(remedy.num_bytes):>12}  {remedy.text}"
+        return
+    short = max(0, asked - state.free)
+    yield f"{format_bytes(asked)} were asked for, and {format_bytes(short)} more were needed."
+    fitting = next((remedy for remedy in found if remedy.num_bytes >= short), None)
+    if fitting is not None:
+        yield "the cheapest that would have fitted:"
+        yield f"  {format_bytes(fitting.num_bytes):>12}  {fitting.text}"
+        return
+    yield "none of these would have been enough alone:"
+    for remedy in found:
+        yield f"  {format_bytes(remedy.num_bytes):>12}  {remedy.text}"
+
+
+def _size_in(message: str, pattern: re.Pattern[str]) -> int | None:
+    """Returns a size that torch's message tells, rounded as it is there; None if it does not."""
+    match = pattern.search(message)
+    if match is None:
+        return None
+    unit = "B" if match[2] == "bytes" else match[2]
+    try:
+        return parse_bytes(f"{int(float(match[1]) * 100)}{unit}") // 100
+    except InvalidArgumentError:
+        return None
+
+
+def _copies(holders: list[Holder]) -> tuple[int, str]:
+    """Returns the bytes of tensors that nobody owns, of an owned one's shape; and one's path.
+
+    Each owned tensor accounts for one copy.
+    """
+    owned = collections.Counter(
+        (holder.shape, holder.dtype)
+        for holder in holders
+        if holder.kind in ("parameter", "buffer", "optimizer state")
+    )
+    num_bytes, where = 0, ""
+    for holder in holders:  # the largest comes first
+        key = (holder.shape, holder.dtype)
+        if holder.kind == "tensor" and owned[key] > 0:
+            owned[key] -= 1
+            num_bytes += holder.num_bytes
+            where = where or holder.path
+    return num_bytes, where

@@ -1,0 +1,532 @@
+"""What keeps a tensor on the device is named, by every way in which Python code can keep one."""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import dataclasses
+import functools
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+import torch
+
+import residency
+from residency._memory._holders import find_holders
+
+pytestmark = pytest.mark.sim_device(schedule="late")  # it asks the device for nothing but figures
+
+NUM_ELEMENTS = 1 << 18
+MIB = 1 << 20
+kept_globally: Any = None
+Make = Callable[[], torch.Tensor]
+
+
+@pytest.fixture
+def make(device: torch.device) -> Make:
+    """Makes a tensor of 1 MiB on the device."""
+    return functools.partial(torch.ones, NUM_ELEMENTS, device=device)
+
+
+def only() -> residency.Holder:
+    """The one holder that there is."""
+    (holder,) = residency.holders()
+    return holder
+
+
+def test_nothing_on_the_device_has_no_holder(device: torch.device) -> None:
+    assert residency.holders(0) == []
+
+
+def test_a_local_of_a_running_function_is_named(make: Make) -> None:
+    def train() -> residency.Holder:
+        state_dict = {"model": {"w": make()}}
+        assert state_dict
+        return only()
+
+    holder = train()
+    name = "test_a_local_of_a_running_function_is_named.<locals>.train() local 'state_dict'"
+    assert holder.path == f"{name} ['model']['w']"
+    assert str(holder) == f"1.00 MiB  {holder.path}"
+    assert (holder.num_bytes, holder.kind, holder.others) == (MIB, "tensor", ())
+    assert (holder.shape, holder.dtype, holder.num_tensors) == ((NUM_ELEMENTS,), "float32", 1)
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+
+@dataclasses.dataclass
+class Data:
+    value: Any
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+class Cache:
+    entries: Any = None
+
+
+class Weak:
+    pass
+
+
+def _slotted(tensor: Any) -> Slotted:
+    thing = Slotted()
+    thing.value = tensor
+    return thing
+
+
+def _cached_attribute(tensor: Any) -> Weak:
+    thing = Weak()
+    thing.__dict__["a name"] = tensor
+    return thing
+
+
+def _closure(tensor: Any) -> Any:
+    def hook() -> Any:
+        return tensor
+
+    return hook
+
+
+def _nested_closure(tensor: Any) -> Any:
+    inside = {"w": [tensor]}
+    return lambda: inside
+
+
+def _default(tensor: Any) -> Any:
+    def hook(other: int = 1, value: Any = tensor, *, key: Any = None) -> Any:
+        return other, value, key
+
+    return hook
+
+
+def _keyword_default(tensor: Any) -> Any:
+    def hook(*, value: Any = tensor) -> Any:
+        return value
+
+    return hook
+
+
+def _generator(tensor: Any) -> Iterator[int]:
+    def steps(kept: Any) -> Iterator[int]:
+        yield 1
+        del kept
+
+    generator = steps([tensor])
+    next(generator)
+    return generator
+
+
+def _coroutine(tensor: Any) -> Any:
+    class Wait:
+        def __await__(self) -> Iterator[None]:
+            yield
+
+    async def load(kept: Any) -> None:
+        await Wait()
+        del kept
+
+    coroutine = load(tensor)
+    coroutine.send(None)
+    return coroutine
+
+
+def _error(tensor: Any) -> BaseException:
+    def fail(batch: Any) -> None:
+        raise ValueError(len(batch))
+
+    try:
+        fail([tensor])
+    except ValueError as error:
+        kept: BaseException = error.with_traceback(error.__traceback__.tb_next)  # type: ignore
+    del tensor
+    return kept
+
+
+def _cause(tensor: Any) -> BaseException:
+    error = RuntimeError("outer")
+    error.__cause__ = ValueError(tensor)
+    return error
+
+
+class Method:
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+    def call(self) -> None:
+        pass
+
+
+def _weak_keys(tensor: Any) -> Any:
+    return weakref.WeakKeyDictionary({Cache: tensor})
+
+
+WAYS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "dict": (lambda t: {"a": {1: t}}, "['a'][1]"),
+    "key_tuple": (lambda t: {("a", 2): t}, "[('a', 2)]"),
+    "default_dict": (lambda t: collections.defaultdict(list, {"a": [t]}), "['a'][0]"),
+    "ordered_dict": (lambda t: collections.OrderedDict(a=t), "['a']"),
+    "list": (lambda t: [None, [t]], "[1][0]"),
+    "tuple": (lambda t: (t,), "[0]"),
+    "named_tuple": (lambda t: Pair(1, [t]), ".right[0]"),
+    "deque": (lambda t: collections.deque([0, t]), "[1]"),
+    "set": (lambda t: {t}, " (in a set)"),
+    "key": (lambda t: {t: 1}, " (a key)"),
+    "instance": (Data, ".value"),
+    "slots": (_slotted, ".value"),
+    "attribute_dict": (_cached_attribute, ".a name"),
+    "closure": (_closure, " closure 'tensor'"),
+    "nested_closure": (_nested_closure, " closure 'inside' ['w'][0]"),
+    "default": (_default, " default 'value'"),
+    "keyword_default": (_keyword_default, " default 'value'"),
+    "partial": (lambda t: functools.partial(print, 1, t), ".args[1]"),
+    "partial_keyword": (lambda t: functools.partial(print, end=t), ".keywords['end']"),
+    "bound_method": (lambda t: Method(t).call, ".__self__.tensor"),
+    "generator": (_generator, " -> _generator.<locals>.steps() local 'kept' [0]"),
+    "coroutine": (_coroutine, " -> _coroutine.<locals>.load() local 'kept'"),
+    "exception": (_error, " traceback -> _error.<locals>.fail() local 'batch' [0]"),
+    "cause": (_cause, ".__cause__.args[0]"),
+    "subclass_attribute": (lambda t: [setattr(s := Stack(), "top", t), s][1], ".top"),
+    "weak_keys": (_weak_keys, ".data[<ReferenceType>]"),
+    "storage": (lambda t: t.untyped_storage(), ""),
+    "gradient": (lambda t: _with_gradient(t), ".grad"),
+}
+
+
+class Stack(list[Any]):
+    pass
+
+
+def _with_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    small = torch.ones(NUM_ELEMENTS, requires_grad=True, device=tensor.device)
+    small.grad = tensor
+    return small
+
+
+def test_every_way_to_keep_a_tensor_is_named(make: Make) -> None:
+    kept = {way: keep(make()) for way, (keep, _) in WAYS.items()}
+    here = "test_every_way_to_keep_a_tensor_is_named() local 'kept'"
+    wanted = {f"{here} [{way!r}]{trail}" for way, (_, trail) in WAYS.items()}
+    wanted.add(f"{here} ['gradient']")  # the tensor that has the gradient
+    assert {holder.path for holder in residency.holders()} == wanted
+    kept["coroutine"].close()
+
+
+def test_globals_classes_and_context_variables_are_named(make: Make) -> None:
+    global kept_globally
+    module = __name__
+    kept_globally = [make()]
+    try:
+        assert only().path == f"{module}.kept_globally[0]"
+    finally:
+        kept_globally = None
+    Cache.entries = {"x": make()}
+    try:
+        assert only().path == f"{module}.Cache.entries['x']"
+    finally:
+        Cache.entries = None
+    variable: contextvars.ContextVar[Any] = contextvars.ContextVar("batch")
+    context = contextvars.copy_context()
+    context.run(variable.set, make())
+    assert context.run(only).path == "context variable 'batch'"
+
+
+def test_another_threads_locals_and_the_targets_of_threads_are_named(make: Make) -> None:
+    is_running, go_on = threading.Event(), threading.Event()
+
+    def work(batch: Any) -> None:
+        is_running.set()
+        go_on.wait(60)
+
+    thread = threading.Thread(target=work, args=([make()],), name="loader")
+    thread.start()
+    is_running.wait(60)
+    try:
+        holder = only()
+    finally:
+        go_on.set()
+        thread.join()
+    assert holder.path.startswith("thread 'loader': ")
+    assert holder.path.endswith(".<locals>.work() local 'batch' [0]")
+
+
+def test_weak_references_do_not_hold(make: Make) -> None:
+    tensor = make()
+    table = weakref.WeakValueDictionary({"a": tensor})
+    reference = weakref.ref(tensor)
+    assert only().path == "test_weak_references_do_not_hold() local 'tensor'"
+    del tensor
+    assert residency.holders() == []
+    assert not table
+    assert reference() is None
+
+
+def test_parameters_gradients_and_states_go_by_the_models_names(device: torch.device) -> None:
+    layers = [torch.nn.Linear(512, 512, bias=False), torch.nn.BatchNorm1d(1 << 18)]
+    model = torch.nn.Sequential(collections.OrderedDict(zip(("up", "norm"), layers, strict=True)))
+    model.to(device)
+    layers.clear()
+    optimizer = torch.optim.Adam([model.up.weight], foreach=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    here = "test_parameters_gradients_and_states_go_by_the_models_names() local"
+    assert {(holder.path, holder.kind) for holder in residency.holders()} == {
+        (f"{here} 'model'.up.weight", "parameter"),
+        (f"{here} 'model'.up.weight.grad", "gradient"),
+        (f"{here} 'model'.norm.weight", "parameter"),
+        (f"{here} 'model'.norm.weight.grad", "gradient"),
+        (f"{here} 'model'.norm.bias", "parameter"),
+        (f"{here} 'model'.norm.bias.grad", "gradient"),
+        (f"{here} 'model'.norm.running_mean", "buffer"),
+        (f"{here} 'model'.norm.running_var", "buffer"),
+        (f"{here} 'optimizer'.state['up.weight']['exp_avg']", "optimizer state"),
+        (f"{here} 'optimizer'.state['up.weight']['exp_avg_sq']", "optimizer state"),
+    }
+    del model, parameter
+    assert f"{here} 'optimizer'.param_groups[0]['params'][0]" in {
+        holder.path for holder in residency.holders()
+    }
+    assert f"{here} 'optimizer'.state[param_groups[0]['params'][0]]['exp_avg']" in {
+        holder.path for holder in residency.holders()
+    }
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x + 1)
+        ctx.scaled = x * 2
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+def test_what_an_operation_saved_for_backward_is_named_with_it(make: Make) -> None:
+    weight = make().requires_grad_()
+    loss = (weight * 2).sin().sum()
+    here = "test_what_an_operation_saved_for_backward_is_named_with_it() local"
+    assert {(holder.path, holder.kind) for holder in residency.holders()} == {
+        (f"{here} 'weight'", "tensor"),
+        (f"saved by SinBackward0 for {here} 'loss'", "autograd"),
+    }
+    loss.backward()  # which lets go of them
+    assert {holder.path for holder in residency.holders()} == {
+        f"{here} 'weight'",
+        f"{here} 'weight'.grad",
+    }
+    weight.grad = None
+    del loss
+    loss = Square.apply(weight).sum()
+    paths = {holder.path for holder in residency.holders()}
+    assert f"saved by SquareBackward for {here} 'loss'" in paths
+    assert f"{here} 'loss' graph's SquareBackward.scaled" in paths
+    assert len(paths) == 3
+    assert loss.requires_grad
+
+
+def test_hooks_on_saved_tensors_are_not_called(make: Make) -> None:
+    unpacked = []
+    weight = make().requires_grad_()
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: {"packed": tensor}, lambda packed: unpacked.append(1) or packed["packed"]
+    )
+    with hooks:
+        loss = (weight * 2).sin().sum()
+    here = "test_hooks_on_saved_tensors_are_not_called() local"
+    paths = {holder.path for holder in residency.holders()}
+    assert f"packed by SinBackward0 for {here} 'loss' ['packed']" in paths
+    assert not unpacked
+    assert loss.requires_grad
+
+
+def test_a_reference_cycle_is_named_by_its_object(make: Make) -> None:
+    gc.disable()
+    try:
+        thing = Data(make())
+        thing.itself = thing  # type: ignore[attr-defined]
+        del thing
+        assert only().path == "reference cycle: Data.value"
+    finally:
+        gc.enable()
+    gc.collect()
+
+
+def test_bytes_that_only_cpp_holds_are_told(make: Make) -> None:
+    future: Any = torch.futures.Future()
+    future.set_result(make())  # its Python object lives with the C++ tensor
+    cpp = "held by C++ or autograd, not reachable from Python"
+    assert (only().path, only().kind) == (cpp, "c++")
+    gc.freeze()  # now that object is not to be seen: what the allocator has beyond the rest tells
+    try:
+        tensor = make()
+        assert [(holder.path, holder.kind, holder.num_bytes) for holder in residency.holders()] == [
+            (cpp, "c++", MIB),
+            ("test_bytes_that_only_cpp_holds_are_told() local 'tensor'", "tensor", MIB),
+        ]
+    finally:
+        gc.unfreeze()
+    assert future.done()
+    assert tensor.numel() == NUM_ELEMENTS
+
+
+def test_frozen_objects_are_found(make: Make) -> None:
+    kept = [{"a": make()}]
+    gc.freeze()
+    try:
+        assert only().path == "test_frozen_objects_are_found() local 'kept' [0]['a']"
+    finally:
+        gc.unfreeze()
+    assert kept
+
+
+def test_everyone_else_who_keeps_a_tensor_is_told_too(make: Make) -> None:
+    tensor = make()
+    listed = [tensor]
+    table = {"x": listed, "view": tensor[:10]}
+    holder = only()
+    here = "test_everyone_else_who_keeps_a_tensor_is_told_too() local"
+    assert holder.path == f"{here} 'tensor'"
+    assert set(holder.others) == {f"{here} 'listed' [0]", f"{here} 'table' ['view']"}
+    assert holder.num_tensors == 2
+    assert table
+
+
+def test_a_search_keeps_nothing_alive(make: Make) -> None:
+    gc.disable()
+    try:
+        thing = Data(make())
+        generator = _generator(make())
+        references = [weakref.ref(thing), weakref.ref(thing.value)]
+        assert len(residency.holders()) == 2
+        del thing
+        assert [reference() for reference in references] == [None, None]
+        assert len(residency.holders()) == 1
+        next(generator, None)  # it lets go of what it had
+        del generator
+        assert residency.holders(0) == []
+    finally:
+        gc.enable()
+
+
+def test_a_function_that_called_a_search_can_let_go(make: Make) -> None:
+    gc.disable()
+    try:
+
+        def inner() -> None:
+            residency.holders()
+
+        tensor = make()
+        reference = weakref.ref(tensor)
+        inner()
+        names = locals()  # the user's own dict of locals stays as it was
+        inner()
+        assert names["tensor"] is tensor
+        del names["tensor"], names, tensor
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+class Hostile:
+    """Breaks, and tells, whenever a line of its own is run."""
+
+    called: ClassVar[list[str]] = []
+
+    def __init__(self, tensor: Any) -> None:
+        object.__setattr__(self, "tensor", tensor)
+
+    def _break(self, *_: Any) -> Any:
+        Hostile.called.append("called")
+        raise SystemError("a search ran this")
+
+    __getattr__ = __getattribute__ = __eq__ = __repr__ = __str__ = __len__ = _break
+    __bool__ = __iter__ = __getitem__ = __instancecheck__ = __setattr__ = _break
+    __class__ = property(_break)  # type: ignore[assignment]
+    state_dict = property(_break)
+
+    def __hash__(self) -> int:
+        return 1
+
+
+class HostileTensor(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        Hostile.called.append("torch function")
+        raise SystemError("a search ran this")
+
+    grad = device = shape = property(Hostile._break)  # type: ignore[assignment]
+
+
+class HostileMeta(type):
+    def __getattribute__(cls, name: str) -> Any:
+        Hostile.called.append(name)
+        raise SystemError("a search ran this")
+
+
+def test_no_line_of_a_users_object_is_run(make: Make) -> None:
+    hostile_class = HostileMeta("Odd", (), {})
+    tensor = torch.Tensor._make_subclass(HostileTensor, make())
+    kept = [
+        Hostile(make()),
+        {Hostile(None): make()},
+        type.__call__(hostile_class),
+        tensor,
+    ]
+    Hostile.called.clear()
+    paths = {holder.path for holder in residency.holders()}
+    assert not Hostile.called
+    here = "test_no_line_of_a_users_object_is_run() local"
+    assert len(kept) == 4
+    assert paths == {
+        f"{here} 'kept' [0].tensor",
+        f"{here} 'kept' [1][<Hostile>]",
+        f"{here} 'tensor'",
+    }
+
+
+def test_storages_below_the_size_are_left_out_and_the_largest_comes_first(
+    device: torch.device,
+) -> None:
+    sizes = (300, 100, 200)
+    kept = [torch.ones(size, dtype=torch.uint8, device=device) for size in sizes]
+    assert [holder.num_bytes for holder in residency.holders(150)] == [300, 200]
+    assert [holder.num_bytes for holder in residency.holders("100B")] == [300, 200, 100]
+    assert kept
+
+
+def test_a_size_or_a_device_that_means_nothing_is_refused(device: torch.device) -> None:
+    with pytest.raises(residency.InvalidArgumentError, match="min_bytes is '1 GB'"):
+        residency.holders("1 GB")
+    with pytest.raises(residency.InvalidArgumentError, match="device is 'cpu'"):
+        residency.holders(device="cpu")
+
+
+def test_a_search_that_may_take_no_time_says_what_it_did_not_come_to(make: Make) -> None:
+    kept = [[[[make()]]]]
+    (holder,) = find_holders(kept[0][0][0][0].device, MIB, seconds=-1.0)
+    assert "the search did not come to" in holder.path
+
+
+def test_names_in_the_calling_frame_survive_a_tracer(make: Make) -> None:
+    import sys
+
+    tensor = make()
+    before = sys.gettrace()
+    sys.settrace(lambda *_: None)
+    try:
+        assert only().kind == "tensor"
+    finally:
+        sys.settrace(before)
+    assert tensor.numel() == NUM_ELEMENTS

@@ -1,0 +1,167 @@
+"""An out-of-memory error tells what filled the device and what would have fitted."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import residency
+from residency._memory import _post_mortem
+from residency._memory._post_mortem import explain
+
+pytestmark = [
+    pytest.mark.sim,
+    pytest.mark.sim_device(schedule="late", capacity="64MiB", workspaces=False),
+]
+MIB = 1 << 20
+
+
+def megabytes(number: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(number * MIB, dtype=torch.uint8, device=device)
+
+
+def note_of(fill: Callable[[], Any], name: str = "update_actor") -> str:
+    with pytest.raises(torch.OutOfMemoryError) as caught, residency.phase(name):
+        fill()
+    (note,) = caught.value.__notes__
+    return str(note)
+
+
+def test_an_error_in_a_phase_has_one_note_with_table_phase_holders_and_a_remedy(
+    device: torch.device,
+) -> None:
+    def fill() -> None:
+        batch = {"images": megabytes(40, device)}
+        batch["labels"] = megabytes(30, device)
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:  # noqa: SIM117 - one inside the other
+        with residency.phase("epoch"), residency.phase("forward"):
+            fill()
+    (note,) = caught.value.__notes__
+    lines = note.splitlines()
+    assert (
+        lines[0] == "residency: the device's memory when this failed, in the phase 'epoch/forward':"
+    )
+    assert lines[1] == "memory of sim:0"
+    here = "test_an_error_in_a_phase_has_one_note_with_table_phase_holders_and_a_remedy"
+    path = f"OutOfMemoryError traceback -> {here}.<locals>.fill() local 'batch' ['images']"
+    assert f"     40.00 MiB  {path}" in lines
+    assert "     40.00 MiB  other tensors in 1" in lines
+    assert "30.00 MiB were asked for, and 6.00 MiB more were needed." in lines
+
+
+def test_optimizer_states_that_would_have_fitted_on_the_host_are_offered(
+    device: torch.device,
+) -> None:
+    model = torch.nn.Linear(1024, 2048, bias=False, device=device)  # 8 MiB
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    model.weight.grad = torch.zeros_like(model.weight)
+    optimizer.step()
+    note = note_of(lambda: megabytes(40, device))
+    assert "the cheapest that would have fitted:" in note
+    assert "     16.00 MiB  of optimizer state: residency.offload_optimizer(optimizer)" in note
+    assert "local 'optimizer'.state['weight']['exp_avg']" in note
+
+
+def test_a_clone_for_a_save_is_offered_before_the_optimizers_states(device: torch.device) -> None:
+    model = torch.nn.Linear(1024, 2048, bias=False, device=device)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    model.weight.grad = torch.zeros_like(model.weight)
+    optimizer.step()
+    saved = {key: value.clone() for key, value in model.state_dict().items()}
+    note = note_of(lambda: megabytes(30, device))
+    assert "      8.00 MiB  in copies of parameters or states, a clone for a save perhaps: " in note
+    assert "local 'saved' ['weight']" in note
+    assert saved
+
+
+def test_cycles_and_pieces_between_live_tensors_are_offered(device: torch.device) -> None:
+    class Node:
+        pass
+
+    gc.disable()
+    try:
+        node: Any = Node()
+        node.itself, node.tensor = node, megabytes(40, device)
+        del node
+        note = note_of(lambda: megabytes(60, device))
+    finally:
+        gc.enable()
+        gc.collect()
+    assert "     40.00 MiB  in reference cycles: gc.collect() frees it" in note
+
+
+def test_another_error_gets_no_note(device: torch.device) -> None:
+    with pytest.raises(ValueError, match="other") as caught, residency.phase("epoch"):
+        raise ValueError("other")
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_an_explanation_that_fails_leaves_the_error_as_it_is(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(_post_mortem, "find_holders", fail)
+    note = note_of(lambda: megabytes(100, device))
+    assert note.endswith("could not be told: RuntimeError: broken")
+    assert "could not explain" in caplog.text
+
+
+def test_an_explanation_takes_nothing_on_a_full_device_and_keeps_nothing(
+    device: torch.device,
+) -> None:
+    kept = megabytes(64, device)
+    before = torch.accelerator.memory_stats()
+    error = torch.OutOfMemoryError("Tried to allocate 1.00 GiB")
+    explain(error)
+    assert torch.accelerator.memory_stats() == before
+    assert "64.00 MiB" in error.__notes__[0]
+    explain(error)
+    assert len(error.__notes__) == 1
+    del kept
+    assert torch.accelerator.memory_allocated() == 0
+
+
+def test_a_recording_explains_too(device: torch.device, tmp_path: Any) -> None:
+    with pytest.raises(torch.OutOfMemoryError) as caught, residency.record(tmp_path / "run.jsonl"):
+        megabytes(100, device)
+    assert caught.value.__notes__[0].startswith("residency: the device's memory when this failed:")
+
+
+def test_an_uncaught_error_of_a_recorded_process_is_explained_in_what_it_prints(
+    run_python: Callable[..., str], tmp_path: Any
+) -> None:
+    program = """
+import sys
+from residency import sim
+from residency._memory._post_mortem import explain_uncaught
+explain_uncaught()
+sys.stderr = sys.stdout
+device = sim.enable("16MiB")
+import torch
+kept = [torch.empty(12 << 20, dtype=torch.uint8, device=device)]
+torch.empty(8 << 20, dtype=torch.uint8, device=device)
+"""
+    printed = run_python(program, status=1)
+    assert "torch.OutOfMemoryError: sim out of memory" in printed
+    assert "12.00 MiB  __main__.kept[0]" in printed
+
+
+def test_the_command_line_shows_the_explanation(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from residency._cli import _main
+
+    def run(arguments: Any) -> int:
+        megabytes(100, device)
+        return 0
+
+    monkeypatch.setattr(_main._demo_verb, "run", run)
+    assert _main.main(["demo"]) == 2
+    assert "residency: the device's memory when this failed" in capsys.readouterr().err

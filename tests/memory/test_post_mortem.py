@@ -46,7 +46,7 @@ def test_an_error_in_a_phase_has_one_note_with_table_phase_holders_and_a_remedy(
     assert (
         lines[0] == "residency: the device's memory when this failed, in the phase 'epoch/forward':"
     )
-    assert lines[1] == "memory of sim:0"
+    assert lines[1] == f"memory of {device}"
     here = "test_an_error_in_a_phase_has_one_note_with_table_phase_holders_and_a_remedy"
     path = f"OutOfMemoryError traceback -> {here}.<locals>.fill() local 'batch' ['images']"
     assert f"     40.00 MiB  {path}" in lines

@@ -216,7 +216,7 @@ def _group(walk: Walk, device: torch.device) -> list[_Group]:
 
 
 def _storages(thing: Any) -> Iterator[Any]:
-    """Yields the storage of a tensor that has one, and those of a sparse tensor's parts."""
+    """Yields the storage of a tensor that has one; the parts of a sparse one are C++'s alone."""
     if _objects.is_a(thing, torch.UntypedStorage):
         yield thing
         return

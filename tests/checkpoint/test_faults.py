@@ -343,7 +343,8 @@ def test_a_save_of_a_lower_step_stays_and_one_of_the_same_step_is_replaced(tmp_p
         assert checkpointer.steps() == [3, 5]
         with torch.no_grad():
             model.weight.fill_(7)
-        checkpointer.save(5, state).wait()
+        checkpointer.save(5, state)
+        checkpointer.wait()
         assert checkpointer.steps() == [5]
         with torch.no_grad():
             model.weight.zero_()
@@ -364,5 +365,6 @@ def test_a_failed_save_removes_none_of_those_that_a_retention_would(tmp_path, ru
             with pytest.raises(CheckpointError):
                 checkpointer.save(1, run.state).wait()
         assert checkpointer.steps() == [0]
-        checkpointer.save(2, run.state).wait()
+        checkpointer.save(2, run.state)
+        checkpointer.wait()
         assert checkpointer.steps() == [2]

@@ -39,7 +39,7 @@ from residency._checkpoint._progress import follow, progress_bar
 from residency._checkpoint._restore._state import PlannedState, plan_state
 from residency._checkpoint._save import Save, let_locals_go, unreported
 from residency._checkpoint._tree import describe, end_loans, optimizers_in
-from residency._errors import CorruptSaveError, InvalidArgumentError, RefusedError
+from residency._errors import CorruptSaveError, InvalidArgumentError, RefusedError, ResidencyError
 from residency._transfer import SlabArena, owner_of, states_to_come
 
 _POLICIES = ("wait", "skip", "replace")
@@ -322,7 +322,7 @@ class Checkpointer:
         return self._directory.steps()
 
     def wait(self) -> None:
-        """Blocks until no save is on its way.
+        """Blocks until no save is on its way, and old ones that are not kept are gone.
 
         Raises:
             CheckpointError, OSError: A save failed, and nobody was told yet.
@@ -401,7 +401,6 @@ class Checkpointer:
             self._directory.save(
                 job.request(self._ranks), on_bytes=job.count, timeout_seconds=self._timeout_seconds
             )
-            self._retire(save.step)
         except BaseException as error:
             save._error = error
             unreported.append(save)
@@ -411,13 +410,18 @@ class Checkpointer:
             seconds = time.perf_counter() - job.begun
             save._figures = replace(save._figures, write_seconds=seconds)
             save._done.set()
+        if save._error is None:
+            self._retire(save.step)
 
     def _retire(self, step: int) -> None:
+        """Removes what the retention does not keep. The save counts already, and nobody waits for
+        the disk to let go of an old one, but for ``wait`` and ``close``.
+        """
         if self._ranks.rank != 0 or self._retention is None:
             return
         try:
             self._directory.apply(self._retention, spare=step)
-        except OSError as error:  # the new save is whole; old ones go another time
+        except (OSError, ResidencyError) as error:  # old ones go another time
             _logger.warning("an old save in %s could not be removed: %s", self._directory, error)
 
     def _free_arena(self) -> SlabArena | None:
@@ -447,6 +451,8 @@ class Checkpointer:
     def _drain(self) -> None:
         for job in self._on_their_way:
             job.save._done.wait()
+        if self._writer is not None:
+            self._writer.submit(bool).result()  # what was begun before it has ended
         self._reap()
 
     def _raise_failure(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.checkpoint import loads, saves
@@ -150,5 +150,4 @@ def _load_verdicts(runs: Runs, memory: Mapping[str, int | None]) -> list[str]:
 
 
 def _peers(runs: Runs, ours: str) -> list[str]:
-    is_peer: Callable[[str], bool] = lambda name: not name.startswith(("floor", ours))  # noqa: E731
-    return [name for name in runs if is_peer(name)]
+    return [name for name in runs if not name.startswith(("floor", ours))]

@@ -249,38 +249,37 @@ def _name_of(dtype: torch.dtype) -> str:
 
 def _shard_note(leaf: Leaf, local: Tensor) -> dict[str, Any]:
     """Returns what the document says of a shard: where in the whole it lies."""
-    if not is_sharded(leaf.value):
+    sharded: Any = leaf.value
+    if not is_sharded(sharded):
         return {}
-    placements: Any = leaf.value.placements  # type: ignore[attr-defined]
-    if any(placement.is_partial() for placement in placements):
+    if any(placement.is_partial() for placement in sharded.placements):
         raise RefusedError(
-            f"{leaf.name} is a DTensor with partial sums ({placements}), which no single rank can "
-            "save. Nothing was saved; redistribute it to Replicate() or Shard() first."
+            f"{leaf.name} is a DTensor with partial sums ({sharded.placements}), which no single "
+            "rank can save. Nothing was saved; redistribute it to Replicate() or Shard() first."
         )
-    offsets = _offsets_of(leaf.value)
+    offsets = _offsets_of(sharded)
     return {
-        "whole_shape": list(leaf.value.shape),
-        "offsets": None if local.numel() == 0 and leaf.value.numel() else list(offsets),
+        "whole_shape": list(sharded.shape),
+        "offsets": None if local.numel() == 0 and sharded.numel() else list(offsets),
     }
 
 
-def _offsets_of(value: Tensor) -> tuple[int, ...]:
+def _offsets_of(value: Any) -> tuple[int, ...]:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     found: Any = compute_local_shape_and_global_offset(
         value.shape,
-        value.device_mesh,  # type: ignore[attr-defined]
-        value.placements,  # type: ignore[attr-defined]
+        value.device_mesh,
+        value.placements,
     )
     return tuple(found[1])
 
 
-def _first_replica(value: Tensor) -> int:
+def _first_replica(value: Any) -> int:
     """Returns the rank that writes this shard: of those that have it, the first on the mesh."""
-    mesh: Any = value.device_mesh  # type: ignore[attr-defined]
-    placements: Any = value.placements  # type: ignore[attr-defined]
+    mesh = value.device_mesh
     where = [
         0 if placement.is_replicate() else coordinate
-        for placement, coordinate in zip(placements, mesh.get_coordinate(), strict=True)
+        for placement, coordinate in zip(value.placements, mesh.get_coordinate(), strict=True)
     ]
     return int(mesh.mesh[tuple(where)])

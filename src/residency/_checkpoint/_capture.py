@@ -12,7 +12,6 @@ their writers wait at the gate, which knows for each storage the event after its
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -31,6 +30,7 @@ from residency._transfer import (
     SlabArena,
     gate_of,
     lanes_of,
+    memory_of,
     watch_optimizers,
 )
 from residency._units import parse_bytes
@@ -121,7 +121,7 @@ class Held:
         final = self.final()
         if self.block.gather is not None:
             final = view_of(final, self.block.gather).contiguous().view(-1).view(torch.uint8)
-        return _memory_of(final)
+        return memory_of(final)
 
     def release(self) -> None:
         """Gives the memory back; waits for a copy into it that is still under way."""
@@ -303,16 +303,6 @@ def view_of(span: Tensor, layout: Layout) -> Tensor:
         return torch.empty(layout.shape, dtype=layout.dtype)
     flat = span.narrow(0, layout.start, count * layout.dtype.itemsize).view(layout.dtype)
     return flat.as_strided(layout.shape, layout.stride, flat.storage_offset())
-
-
-def _memory_of(data: Tensor) -> memoryview:
-    """Returns the memory of host bytes; it keeps the tensor alive."""
-    size = data.numel()
-    if not size:
-        return memoryview(b"")
-    buffer = (ctypes.c_char * size).from_address(data.data_ptr())
-    buffer.tensor = data  # type: ignore[attr-defined]  # the buffer owns what it points to
-    return memoryview(buffer).cast("B")
 
 
 def check_verify(verify: str) -> bool:

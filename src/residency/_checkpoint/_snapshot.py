@@ -11,7 +11,7 @@ from torch import Tensor
 from residency import _device
 from residency._checkpoint._capture import Capture, capture, check_verify, view_of
 from residency._checkpoint._state_dicts import state_dicts
-from residency._transfer import SlabArena, is_sharded, wrapped_like
+from residency._transfer import SlabArena, local_of, wrapped_like
 
 
 class Snapshot:
@@ -63,10 +63,8 @@ class Snapshot:
         for name, leaf in leaves.items():
             found = tensors.get(name)
             if found is None:  # no element of it is on this rank
-                found = torch.empty(leaf.value.shape, dtype=leaf.value.dtype)
-                if is_sharded(leaf.value):
-                    local = leaf.value._local_tensor  # type: ignore[attr-defined]
-                    found = torch.empty(local.shape, dtype=local.dtype)
+                local = local_of(leaf.value)
+                found = torch.empty(local.shape, dtype=local.dtype)
             tensors[name] = wrapped_like(found, leaf.value)
         return state_dicts(self._capture.description.tree, tensors.__getitem__)
 

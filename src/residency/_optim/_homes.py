@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -141,16 +142,20 @@ class Homes:
             model.stride(),
         )
 
+    def takes(self, home: Home | None, value: Tensor) -> TypeGuard[Home]:
+        """Says whether a value's bytes may go into a home: it is as large, and no save reads it."""
+        return (
+            home is not None
+            and (home.tensor.shape, home.tensor.dtype) == (value.shape, value.dtype)
+            and not lending.is_lent(home.tensor)
+        )
+
     def fill(self, home: Home | None, value: Tensor) -> Home:
         """Copies a value home, blocking the host, into ``home`` where it fits and a new home
         otherwise.
         """
         local = local_of(value).detach()
-        if (
-            home is None
-            or (home.tensor.shape, home.tensor.dtype) != (local.shape, local.dtype)
-            or lending.is_lent(home.tensor)
-        ):
+        if not self.takes(home, local):
             home = self.allocate(value)
             # The range may have belonged to a tensor whose last copy home has not landed yet.
             if self.newest is not None:

@@ -23,11 +23,11 @@ from residency._optim._schema import Schema
 from residency._optim._shadow import PRIVATE, is_torchs_own
 from residency._optim._sharding import layout_of
 from residency._optim._state import State
-from residency._transfer import lending, local_of, moved
+from residency._transfer import local_of, moved
 
 
 @dataclass(slots=True)
-class _Entry:
+class Entry:
     """Is one value on its way in: with a home it is copied there, without it is kept as it is."""
 
     value: Any
@@ -134,11 +134,6 @@ def _repaired(optimizer: Optimizer, base: type[Optimizer], saved: Mapping[str, A
     return made
 
 
-def entry_of(value: Any, home: Home | None = None) -> _Entry:
-    """Returns an entry of a ``PreparedLoad``: kept as it is, or brought into a home."""
-    return _Entry(value, home)
-
-
 def check_shapes(schema: Schema, saved: Mapping[str, Any]) -> None:
     """Refuses saved states of other shapes than a first step makes."""
     for key, expected in schema.device.items():
@@ -182,9 +177,9 @@ def _entry(
     key: str,
     value: Any,
     needs_device: Callable[[str, Tensor], bool],
-) -> _Entry:
+) -> Entry:
     if not isinstance(value, Tensor):
-        return _Entry(copy.deepcopy(value))
+        return Entry(copy.deepcopy(value))
     if value.layout is not torch.strided or value.is_meta:
         raise RefusedError(
             f"the saved state {key!r} is a tensor on {value.device} of layout {value.layout}; "
@@ -195,18 +190,13 @@ def _entry(
         value = as_masters_state(value, parameter)
     if not needs_device(key, value):
         # A copy: the step advances it in place, and the saved one is not ours.
-        return _Entry(value.cpu().clone())
+        return Entry(value.cpu().clone())
     if parameter in offload.resident:
-        return _Entry(moved(value, homes.device, copy=True))
+        return Entry(moved(value, homes.device, copy=True))
     inner = state.peek(parameter)
     home = inner.homes_by_key.get(key) if inner is not None else None
-    local = local_of(value)
     if home is None:
         home = homes.reserved.get(parameter, {}).get(key)
-    if (
-        home is None
-        or (home.tensor.shape, home.tensor.dtype) != (local.shape, local.dtype)
-        or lending.is_lent(home.tensor)
-    ):
+    if not homes.takes(home, local_of(value)):
         home = homes.allocate(value)
-    return _Entry(value, home)
+    return Entry(value, home)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes
-from residency._optim._loading import PreparedLoad, check_shapes, device_rule, entry_of
+from residency._optim._loading import Entry, PreparedLoad, check_shapes, device_rule
 from residency._optim._masters import MASTER, as_masters_state
 from residency._optim._offload_data import Offload
 from residency._optim._shadow import is_torchs_own
@@ -49,14 +49,14 @@ class Received:
     def _entry(self, parameter: Tensor, key: str, values: Mapping[tuple[Tensor, str], Any]) -> Any:
         found = self.targets.get((parameter, key))
         if found is None:
-            return entry_of(values[parameter, key])
+            return Entry(values[parameter, key])
         home = self.homes.get((parameter, key))
         if self.offload.has_master(parameter):
             found = as_masters_state(found, parameter)
         if home is None and parameter in self.offload.resident and found.dim() > 0:
             assert self.offload.homes is not None
             found = moved(found, self.offload.homes.device)
-        return entry_of(found, home)
+        return Entry(found, home)
 
 
 def receive_state(

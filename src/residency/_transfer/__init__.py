@@ -21,6 +21,7 @@ from residency._transfer._slab import (
     Slab,
     SlabArena,
     align_up,
+    memory_of,
 )
 from residency._transfer._writers import before_write, mutating, watch_optimizers
 
@@ -46,6 +47,7 @@ __all__ = [
     "lanes_of",
     "lending",
     "local_of",
+    "memory_of",
     "moved",
     "mutating",
     "owner_of",

@@ -39,6 +39,16 @@ def align_up(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
+def memory_of(tensor: Tensor) -> memoryview:
+    """Returns the bytes of a contiguous host tensor; they keep it alive."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    if not num_bytes:
+        return memoryview(b"")
+    buffer = (ctypes.c_char * num_bytes).from_address(tensor.data_ptr())
+    buffer.tensor = tensor  # type: ignore[attr-defined]  # the buffer owns what it points to
+    return memoryview(buffer).cast("B")
+
+
 def _power_of_two_at_least(num_bytes: int) -> int:
     return 1 << max(num_bytes - 1, 0).bit_length()
 
@@ -195,7 +205,7 @@ class SlabArena:
     def free_all(self) -> None:
         """Drops the slabs in which nothing is in use."""
         self._collect()
-        self._slabs = [s for s in self._slabs if s.free_bytes < s.num_bytes]
+        self._drop_unused()
 
     def release(self, region: Region) -> None:
         """Gives a range back; may be called from any thread and from a finalizer."""
@@ -254,7 +264,10 @@ class SlabArena:
         for slab, each in ranges.items():
             slab.put_back(each)
         if ranges and not self.is_kept:
-            self._slabs = [s for s in self._slabs if s.free_bytes < s.num_bytes]
+            self._drop_unused()
+
+    def _drop_unused(self) -> None:
+        self._slabs = [s for s in self._slabs if s.free_bytes < s.num_bytes]
 
 
 def _slab_sizes(entries: Sequence[int]) -> list[int]:

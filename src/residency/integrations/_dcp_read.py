@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -134,12 +133,3 @@ def elements(data: Tensor, stored: Stored) -> Tensor:
     if stored.stride is not None and data.numel():
         return flat.as_strided(stored.shape, stored.stride)
     return flat.view(stored.shape)
-
-
-def memory_of(data: Tensor) -> memoryview:
-    """Returns the memory of host bytes, which keeps the tensor alive."""
-    if not data.numel():
-        return memoryview(b"")
-    buffer = (ctypes.c_char * data.numel()).from_address(data.data_ptr())
-    buffer.tensor = data  # type: ignore[attr-defined]  # the buffer owns what it points to
-    return memoryview(buffer).cast("B")

@@ -19,7 +19,7 @@ from residency._checkpoint._disk._manifest import FileRecord, RankReport, Record
 from residency._checkpoint._disk._parts import FilePlan, Part
 from residency._checkpoint._encode import Encoder, Node
 from residency._errors import CheckpointError, RefusedError
-from residency.integrations._dcp_read import memory_of
+from residency._transfer import memory_of
 
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 _TOP_LEVEL = "tensors"  # the file of what stands at the top of the state

@@ -58,7 +58,8 @@ from residency._checkpoint._disk._write import write_files
 from residency._checkpoint._encode import Node
 from residency._checkpoint._sources import Source, Stored, open_source
 from residency._errors import CheckpointError, CorruptSaveError, RefusedError
-from residency.integrations._dcp_read import Read, batches, elements, leaves, memory_of
+from residency._transfer import memory_of
+from residency.integrations._dcp_read import Read, batches, elements, leaves
 from residency.integrations._dcp_write import (
     Assignment,
     RankPlan,

@@ -8,7 +8,6 @@ and the current stream waits for the lane.
 
 from __future__ import annotations
 
-import ctypes
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +37,7 @@ from residency._checkpoint._restore._boxes import (
 from residency._checkpoint._restore._plan import Assignment, Target, box_of
 from residency._checkpoint._sources._stored import Stored
 from residency._errors import InvalidArgumentError, RefusedError
-from residency._transfer import Lanes, Run, Slab, gate_of, lanes_of
+from residency._transfer import Lanes, Run, Slab, gate_of, lanes_of, memory_of
 from residency._units import format_bytes, parse_bytes
 
 _NUM_SLOTS = 8
@@ -179,12 +178,6 @@ class Staging:
     def run(self, slot: Slot, slot_offset: int, target_offset: int, num_bytes: int) -> Run:
         """Returns the copy of a slot's bytes to a place in a device buffer."""
         return Run(self._slab, slot.owner + slot_offset, target_offset, num_bytes)
-
-
-def memory_of(tensor: Tensor) -> memoryview:
-    """Returns the bytes of a host tensor in row-major order; the caller keeps the tensor."""
-    num_bytes = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_char * num_bytes).from_address(tensor.data_ptr())).cast("B")
 
 
 class _Part(NamedTuple):

@@ -1,0 +1,46 @@
+"""Finds a framework when one of its integrations is used, and speaks of it with its version."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from types import ModuleType
+
+from residency._errors import RefusedError
+
+
+def load_framework(*modules: str, extra: str) -> ModuleType:
+    """Imports the first of some modules that is installed.
+
+    Args:
+        modules: Names of modules that do the same job, the preferred one first.
+        extra: The extra of this package that brings the framework.
+
+    Raises:
+        ImportError: None of them is installed; the message gives the line that installs one.
+    """
+    for name in modules:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise  # it is there, and something that it needs is not
+    raise ImportError(
+        f"{' or '.join(modules)} is not installed; run: pip install 'residency[{extra}]'"
+    )
+
+
+def named_with_version(distribution: str) -> str:
+    """Returns a distribution's name and the version that is installed, for messages."""
+    try:
+        return f"{distribution} {importlib.metadata.version(distribution)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"{distribution} (of unknown version)"
+
+
+def missing_in(distribution: str, what: str, remedy: str) -> RefusedError:
+    """Returns the error for a framework whose version lacks what an integration hooks into."""
+    return RefusedError(
+        f"{named_with_version(distribution)} has no {what}, which this integration needs. "
+        f"Nothing was changed; {remedy}."
+    )

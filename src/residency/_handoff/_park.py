@@ -115,6 +115,11 @@ def unpark(module: Owner) -> int:
     return total
 
 
+def is_parked(owner: Owner) -> bool:
+    """Says whether ``park`` has moved something of an owner that is not back yet."""
+    return any(parking.is_parked for parking in _parkings.get(owner, ()))
+
+
 def _check(owner: object) -> None:
     if not isinstance(owner, nn.Module | Optimizer):
         raise InvalidArgumentError(

@@ -12,7 +12,7 @@ their writers wait at the gate, which knows for each storage the event after its
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +30,10 @@ from residency._transfer import (
     SlabArena,
     gate_of,
     lanes_of,
+    local_of,
     memory_of,
     watch_optimizers,
+    wrapped_like,
 )
 from residency._units import parse_bytes
 
@@ -154,6 +156,24 @@ class Capture:
         """Returns the JSON document of the tree."""
         return {"tree": self.description.tree, "tensors": self.blocks.special}
 
+    def tensors(self, bytes_of: Callable[[Held], Tensor]) -> dict[str, Tensor]:
+        """Returns host tensors for all leaves, by name; those that shared memory do so again.
+
+        Args:
+            bytes_of: Returns the final bytes of a block, ``uint8`` of shape ``[num_bytes]``.
+        """
+        found: dict[str, Tensor] = {}
+        for held in self.held:
+            host = bytes_of(held)
+            for name, layout in held.block.layouts.items():
+                found[name] = view_of(host, layout)
+        for name, leaf in self.description.leaves.items():
+            if name not in found:  # no element of it is on this rank
+                local = local_of(leaf.value)
+                found[name] = torch.empty(local.shape, dtype=local.dtype)
+            found[name] = wrapped_like(found[name], leaf.value)
+        return found
+
     def release(self) -> None:
         """Gives all memory back, and lets go of what the caller has."""
         for held in self.held:
@@ -189,7 +209,13 @@ def capture(
         Device: none (``verify``: 8 bytes per 16 KiB, and up to 32 KiB for each tensor). Host: the
         bytes of all blocks that are not lent, each rounded up to 512.
     """
-    description = describe(tree, keep=keep)
+    return capture_described(describe(tree, keep=keep), arena=arena, verify=verify, rank=rank)
+
+
+def capture_described(
+    description: Description, *, arena: SlabArena, verify: bool = False, rank: int | None = None
+) -> Capture:
+    """Is ``capture`` of what is described already; on failure its loans are given back."""
     held: list[Held] = []
     try:
         blocks = make_blocks(description.leaves, replicated=description.replicated, rank=rank)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from residency import _device
-from residency._checkpoint._capture import Capture, capture, check_verify, view_of
+from residency._checkpoint._capture import Capture, capture, check_verify
 from residency._checkpoint._state_dicts import state_dicts
-from residency._transfer import SlabArena, local_of, wrapped_like
+from residency._transfer import SlabArena
 
 
 class Snapshot:
@@ -54,18 +53,7 @@ class Snapshot:
         return self.wait()._tree
 
     def _build(self, spans: dict[int, Tensor]) -> Any:
-        tensors: dict[str, Tensor] = {}
-        leaves = self._capture.description.leaves
-        for held in self._capture.held:
-            host = held.keep(spans[id(held.block)])
-            for name, layout in held.block.layouts.items():
-                tensors[name] = view_of(host, layout)
-        for name, leaf in leaves.items():
-            found = tensors.get(name)
-            if found is None:  # no element of it is on this rank
-                local = local_of(leaf.value)
-                found = torch.empty(local.shape, dtype=local.dtype)
-            tensors[name] = wrapped_like(found, leaf.value)
+        tensors = self._capture.tensors(lambda held: held.keep(spans[id(held.block)]))
         return state_dicts(self._capture.description.tree, tensors.__getitem__)
 
 

@@ -7,14 +7,14 @@ lent has the bytes of the moment of the loan until it is given back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from residency._optim._homes import Home
-from residency._optim._offload_data import Offload
+from residency._optim._offload_data import Offload, offloaded
 from residency._optim._offloaded import OffloadedOptimizer, adopt_foreign_state
 from residency._optim._placement import follow_parameters
 from residency._optim._receive import receive_state
@@ -70,6 +70,33 @@ class OffloadOwner:
         adopt_foreign_state(optimizer, offload)
         follow_parameters(optimizer, offload)
         return None if offload.homes is None else receive_state(optimizer, offload, states)
+
+
+def lend_homes(addresses: Collection[int]) -> dict[int, Lent]:
+    """Lends the homes that begin at these addresses, of whatever offloaded optimizer.
+
+    Args:
+        addresses: Of tensors that a caller wants to keep as they are; most may be anything else.
+
+    Returns:
+        The loans by address; the borrower gives each back.
+
+    Raises:
+        RefusedError: The host has no room for what steps take meanwhile. Nothing is lent.
+    """
+    wanted = set(addresses) - {0}
+    found: list[tuple[Home, ParameterState]] = []
+    for optimizer in list(offloaded):
+        homes = optimizer.__dict__[PRIVATE].homes
+        inners = [i for i in dict.values(optimizer.state) if isinstance(i, ParameterState)]
+        mine = [(h, i) for i in inners for h in _homes_of(i) if h.tensor.data_ptr() in wanted]
+        if mine:
+            homes.make_spare([home.num_bytes for home, _ in mine])
+            found += mine
+    return {
+        home.tensor.data_ptr(): Lent(home.tensor, home.value, inner.written)
+        for home, inner in found
+    }
 
 
 def _homes_of(values: Any) -> list[Home]:

@@ -23,7 +23,12 @@ from residency._transfer._slab import (
     align_up,
     memory_of,
 )
-from residency._transfer._writers import before_write, mutating, watch_optimizers
+from residency._transfer._writers import (
+    before_write,
+    mutating,
+    watch_optimizers,
+    written_by_steps,
+)
 
 __all__ = [
     "ALIGNMENT",
@@ -57,4 +62,5 @@ __all__ = [
     "states_to_come",
     "watch_optimizers",
     "wrapped_like",
+    "written_by_steps",
 ]

@@ -9,6 +9,7 @@ backward. Whoever writes otherwise says so with ``mutating``.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,8 @@ from residency._transfer._gate import gates
 from residency._transfer._lending import lending
 from residency._transfer._owner import owner_of
 from residency._transfer._sharding import local_of
+
+_stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def before_write(tensors: Iterable[Tensor]) -> None:
@@ -63,9 +66,21 @@ def watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
+def written_by_steps() -> Iterator[Tensor]:
+    """Yields the tensors that steps write behind the gate, of the optimizers that have stepped
+    since ``watch_optimizers``; states that live on the host are not among them.
+    """
+    for optimizer in list(_stepped):
+        if owner_of(optimizer) is None:
+            yield from _written_by(optimizer)
+        else:  # asking for its states would wait for them
+            yield from (p for group in optimizer.param_groups for p in group["params"])
+
+
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    _stepped.add(optimizer)
     if not any(gates.values()) or owner_of(optimizer) is not None:
         return None  # an owner's step passes the gate part by part
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)

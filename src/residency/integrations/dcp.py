@@ -1,4 +1,5 @@
-"""A storage writer and reader for ``torch.distributed.checkpoint`` that use this library's format.
+"""Parts for ``torch.distributed.checkpoint``: a stager, a training state, and a storage writer and
+reader that use this library's format. The latter are here, the others in files of their own.
 
 What is written is a save as a `Checkpointer` publishes it: safetensors files and a manifest, with
 checksums and without a pickle, in a directory that gets its name when all is on the disk. What
@@ -60,6 +61,8 @@ from residency._checkpoint._sources import Source, Stored, open_source
 from residency._errors import CheckpointError, CorruptSaveError, RefusedError
 from residency._transfer import memory_of
 from residency.integrations._dcp_read import Read, batches, elements, leaves
+from residency.integrations._dcp_stager import PinnedStager
+from residency.integrations._dcp_state import TrainState, TrainStatePlanner
 from residency.integrations._dcp_write import (
     Assignment,
     RankPlan,
@@ -69,7 +72,13 @@ from residency.integrations._dcp_write import (
     reports_of,
 )
 
-__all__ = ["ResidencyStorageReader", "ResidencyStorageWriter"]
+__all__ = [
+    "PinnedStager",
+    "ResidencyStorageReader",
+    "ResidencyStorageWriter",
+    "TrainState",
+    "TrainStatePlanner",
+]
 
 _STEP = re.compile(r"step-(\d{8,})")
 

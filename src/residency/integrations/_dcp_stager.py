@@ -1,0 +1,341 @@
+"""Stages state dicts for ``dcp.async_save`` in page-locked memory that is used again.
+
+Device tensors are copied on the d2h lane behind the gate, homes of an offloaded optimizer are
+lent, and everything else is copied at the call. Invariant: a staged tensor has the bytes of the
+call until the save that writes it is over; the memory under it serves another save only when no
+tensor over it is left.
+
+[Note: when a save is over] Nothing tells a stager. A staged tensor's memory comes back when the
+last tensor over it dies; loans, which a step may wait for, end also with the thread that asked for
+the staged state, or when that thread asks for another. A planner or an exception's traceback that
+is kept so holds memory, and never a step.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.staging import AsyncStager
+
+from residency import _device
+from residency._checkpoint._capture import Capture, Held, capture_described
+from residency._checkpoint._encode import Leaf, check_is_finite, joined
+from residency._checkpoint._tree import Description, check_plain_layout
+from residency._errors import RefusedError
+from residency._optim._lend import lend_homes
+from residency._transfer import (
+    SlabArena,
+    local_of,
+    memory_of,
+    watch_optimizers,
+    written_by_steps,
+)
+
+_PATIENCE_SECONDS = 60.0
+_of_thread = threading.local()  # [Note: when a save is over]
+
+
+class PinnedStager(AsyncStager):
+    """Stages what ``dcp.async_save(..., async_stager=stager)`` writes, while training goes on.
+
+    The call returns when the copies are queued. What training writes meanwhile waits for them on
+    the device: the next step of an optimizer for its own parameters and states, everything else of
+    the current stream for the tensors that no optimizer is known to step. State of an offloaded
+    optimizer is lent, not copied; its next step writes to a spare. ``async_save`` then returns an
+    ``AsyncSaveResponse``; a failure is raised by ``upload_completion.result()``.
+
+    Keep one for all saves, and ``close`` it after the last.
+
+    Args:
+        pin: Whether the copies go to page-locked memory; without, they block the host.
+
+    Memory:
+        Device: none. Host: the bytes of the state dict that are not lent, of overlapping tensors
+        their common span once, each rounded up to 512, plus what is left at the end of each slab;
+        one set of them, which all saves share: a save waits until the one before is written. A
+        planner or an error that is kept keeps its save's set, and the next save makes another.
+    """
+
+    def __init__(self, *, pin: bool = True) -> None:
+        """Begins to watch which tensors optimizers step; allocates nothing yet."""
+        self._arena = SlabArena(pin=pin and _device.is_pinning_available())
+        self._arena.is_kept = True
+        self._newest: weakref.ref[_Staged] | None = None
+        self._flight: _Flight | None = None
+        self._is_closed = False
+        watch_optimizers()
+
+    def __enter__(self) -> PinnedStager:
+        """Returns the stager."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Closes it."""
+        self.close()
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Returns the bytes of the slabs, those in use and those that the next save will use."""
+        return self._arena.slab_bytes
+
+    def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> Future[dict[str, Any]]:
+        """Queues the copies; blocks the host only while the save before is being written.
+
+        Args:
+            state_dict: Tensors, ``DTensor`` and whatever can be pickled, in any containers.
+            kwargs: Not used; torch passes settings of its own stager.
+
+        Returns:
+            What ``result()`` returns, once the copies are there: the same structure, with host
+            tensors that share memory where the given ones did.
+
+        Raises:
+            RefusedError: The stager is closed; a tensor has no plain layout of bytes; a value
+                cannot be pickled; the host has no room; or the state that was staged before has
+                not been asked for in a minute. Nothing is held then.
+        """
+        if self._is_closed:
+            raise RefusedError("this stager is closed. Nothing was saved; make another one.")
+        if self._flight is not None:
+            self._flight.wait()
+        description, pickled = _described(state_dict)
+        captured = capture_described(description, arena=self._arena)
+        flight = _Flight(captured)
+        staged = _Staged(captured, pickled, flight)
+        # Held weakly: only who writes it keeps what was staged.
+        weakref.finalize(staged, flight.drop_unasked).atexit = False
+        self._flight, self._newest = flight, weakref.ref(staged)
+        return staged
+
+    def synchronize_staging(self) -> None:
+        """Blocks the host until the newest copies are complete; nobody needs to."""
+        staged = None if self._newest is None else self._newest()
+        if staged is not None:
+            staged.wait()
+
+    def close(self) -> None:
+        """Gives the slabs back, each when nothing in it is in use; may be called again."""
+        self._is_closed = True
+        self._flight = None
+        self._arena.is_kept = False
+        self._arena.free_all()
+        self._arena = SlabArena(pin=False)
+        _device.release_pinned_cache()
+
+
+class _Flight:
+    """Is one staged state between its call and the end of its save."""
+
+    def __init__(self, captured: Capture) -> None:
+        self._out = {id(held): held for held in captured.held}
+        self._lock = threading.RLock()  # a finalizer may run inside
+        self._caller = threading.get_ident()
+        self._is_own_thread = False
+        self._asked = threading.Event()
+        self._over = threading.Event()
+
+    def wait(self) -> None:
+        """Blocks the host until the save is over.
+
+        Where the caller's own thread has the staged state there is nothing to wait for.
+        """
+        if not self._asked.wait(_PATIENCE_SECONDS):
+            raise RefusedError(
+                "the state that was staged before has not been asked for in "
+                f"{_PATIENCE_SECONDS:.0f} s. Nothing was staged now; call result() on what stage "
+                "returned, or drop it."
+            )
+        if not self._is_own_thread:
+            self._over.wait()
+
+    def ask(self) -> None:
+        """Notes who has the staged state from now on. [Note: when a save is over]"""
+        self._is_own_thread = threading.get_ident() == self._caller
+        if not self._is_own_thread:
+            token = _Token()
+            weakref.finalize(token, self.end).atexit = False
+            _of_thread.token = token
+        self._asked.set()
+
+    def give_back(self, held: Held) -> None:
+        """Gives the memory of one block back, or ends its loan; again without effect."""
+        with self._lock:
+            found = self._out.pop(id(held), None)
+        if found is not None:
+            found.release()
+        if not self._out:
+            self._over.set()
+
+    def end(self) -> None:
+        """Ends the loans: nobody writes the save any more."""
+        with self._lock:
+            lent = [held for held in self._out.values() if held.block.lent is not None]
+        for held in lent:
+            self.give_back(held)
+        self._over.set()
+
+    def drop(self) -> None:
+        """Gives everything back."""
+        for held in list(self._out.values()):
+            self.give_back(held)
+        self._over.set()
+
+    def drop_unasked(self) -> None:
+        """Gives back what nobody has asked for, nor can any more."""
+        if not self._asked.is_set():
+            self.drop()
+            self._asked.set()
+
+
+class _Token:
+    """Dies with the thread that has it."""
+
+
+class _Staged(Future[dict[str, Any]]):
+    """Is the staged state: it is put together by who asks for it first, the writing thread."""
+
+    def __init__(self, captured: Capture, pickled: bytes, flight: _Flight) -> None:
+        super().__init__()
+        self._capture: Capture | None = captured
+        self._pickled = pickled
+        self._flight = flight
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        """Blocks the host until the copies are complete."""
+        with self._lock:
+            for held in self._capture.held if self._capture is not None else ():
+                held.final()
+
+    def result(self, timeout: float | None = None) -> dict[str, Any]:
+        """Returns the staged state, once the copies are complete."""
+        self._complete()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Returns what went wrong, or None."""
+        self._complete()
+        return super().exception(timeout)
+
+    def _complete(self) -> None:
+        with self._lock:
+            captured, self._capture = self._capture, None
+            if captured is None:
+                return
+            self._flight.ask()
+            try:
+                tensors = captured.tensors(lambda held: _lasting(held, self._flight))
+                made = _Loader(io.BytesIO(self._pickled), tensors).load()
+            except BaseException as error:
+                self._flight.drop()
+                self.set_exception(error)
+                return
+        self.set_result(made)
+
+
+def _lasting(held: Held, flight: _Flight) -> Tensor:
+    """Returns the final bytes of a block as a storage of their own, with whose end they return."""
+    memory = memory_of(held.final())
+    if not memory:
+        flight.give_back(held)
+        return torch.empty(0, dtype=torch.uint8)
+    weakref.finalize(memory.obj, flight.give_back, held).atexit = False
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class _Finder(pickle.Pickler):
+    """Copies the structure of a state dict, and collects its tensors under names."""
+
+    def __init__(self, target: io.BytesIO, paths: Mapping[int, str]) -> None:
+        super().__init__(target, protocol=pickle.HIGHEST_PROTOCOL)
+        self.found: dict[str, Tensor] = {}
+        self._paths = paths
+        self._names: dict[int, str] = {}
+
+    def persistent_id(self, value: Any) -> str | None:
+        """Returns the name of a tensor."""
+        if not isinstance(value, Tensor):
+            return None
+        if id(value) not in self._names:
+            name = self._paths.get(id(value), "a tensor inside of a value")
+            while name in self.found:
+                name += "'"
+            self._names[id(value)] = name
+            self.found[name] = value
+        return self._names[id(value)]
+
+
+class _Loader(pickle.Unpickler):
+    def __init__(self, source: io.BytesIO, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(source)
+        self._tensors = tensors
+
+    def persistent_load(self, name: Any) -> Tensor:
+        return self._tensors[name]
+
+
+def _described(state_dict: dict[str, Any]) -> tuple[Description, bytes]:
+    """Finds the tensors of a state dict; lends those that are homes of an optimizer."""
+    check_is_finite(state_dict)
+    paths: dict[int, str] = {}
+    _name("", state_dict, paths)
+    target = io.BytesIO()
+    finder = _Finder(target, paths)
+    try:
+        finder.dump(state_dict)
+    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+        raise RefusedError(
+            f"the state dict has a value that cannot be pickled ({error}). Nothing was saved; "
+            "take it out, or give its state_dict()."
+        ) from error
+    for name, value in finder.found.items():
+        check_plain_layout(Leaf(name, value, True), local_of(value))
+    return Description({}, _leaves(finder.found)), target.getvalue()
+
+
+def _leaves(found: Mapping[str, Tensor]) -> dict[str, Leaf]:
+    of_steps = {_place(tensor) for tensor in written_by_steps()}
+    on_host = [local for local in map(local_of, found.values()) if local.is_cpu]
+    lent = lend_homes({local.data_ptr() for local in on_host if local.numel()})
+    leaves: dict[str, Leaf] = {}
+    for name, value in found.items():
+        local = local_of(value)
+        loan = lent.get(local.data_ptr()) if local.is_cpu else None
+        if loan is not None and loan.tensor.nbytes == local.nbytes:
+            del lent[local.data_ptr()]
+        else:
+            loan = None  # a part of a home, or another tensor over one, is copied
+        leaves[name] = Leaf(name, value.detach(), _place(value) not in of_steps, loan)
+    for unused in lent.values():
+        unused.give_back()
+    return leaves
+
+
+def _name(path: str, value: Any, paths: dict[int, str]) -> None:
+    if isinstance(value, Tensor):
+        paths.setdefault(id(value), path)
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            _name(joined(path, key), each, paths)
+    elif isinstance(value, list | tuple):
+        for index, each in enumerate(value):
+            _name(joined(path, index), each, paths)
+
+
+def _place(tensor: Tensor) -> tuple[torch.device, int]:
+    local = local_of(tensor)
+    return local.device, local.untyped_storage().data_ptr()

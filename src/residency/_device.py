@@ -212,6 +212,14 @@ def free_in_private_pools(
     return whole, beside
 
 
+def has_private_pools(device: torch.device) -> bool:
+    """Says whether memory is reserved for private pools, as those of captured graphs are."""
+    pools = getattr(torch.get_device_module(device), "private_pool_stats", None)
+    if pools is not None:  # the simulated accelerator's
+        return any(figures["all"]["current"] for figures in pools().values())
+    return _has_private_pools(allocator_figures(device))
+
+
 def _has_private_pools(figures: Mapping[str, Any]) -> bool:
     """Says whether the allocator's figures count memory of private pools."""
     return any(

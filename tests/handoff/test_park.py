@@ -227,9 +227,13 @@ def test_gradients_that_change_while_they_are_away_come_back_changed(device, nod
     assert model.bias.grad.eq(6).all()
 
 
-def test_gradients_are_dropped_on_request(device) -> None:
+@pytest.mark.parametrize("node_lives", [False, True])
+def test_gradients_are_dropped_on_request(device, node_lives) -> None:
     model = tied(device)
     backward(model, device, 0)
+    nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in model.parameters()]
+    if not node_lives:
+        del nodes
     expected = blocks(*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters()))
     assert park(model, gradients="drop") == expected
     unpark(model)

@@ -38,12 +38,12 @@ def held() -> int:
     return torch.accelerator.memory_allocated()
 
 
-def no_host_room(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
+def no_host_room(monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
     monkeypatch.setattr(slab_module, "available_host_bytes", lambda: 4096)
     return residency.RefusedError
 
 
-def no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
+def no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
     def fail(num_bytes: int) -> torch.Tensor:
         raise RuntimeError("cudaHostAlloc failed")
 
@@ -51,7 +51,7 @@ def no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
     return residency.RefusedError
 
 
-def failing_copy(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
+def failing_copy(monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
     real = _parking.copy_to_host
 
     def copy_then_fail(*args: object, **kwargs: object) -> torch.Event:
@@ -62,29 +62,33 @@ def failing_copy(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
     return KeyboardInterrupt
 
 
-def failing_binding(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
+def failing_binding(monkeypatch: pytest.MonkeyPatch, at: int = 3) -> type[BaseException]:
     real, calls = Rebound.to_host, []
 
-    def fail_at_the_fifth(self: Rebound, storage: torch.UntypedStorage) -> None:
+    def fail_once(self: Rebound, storage: torch.UntypedStorage) -> None:
         calls.append(1)
-        if len(calls) == 5:
+        if len(calls) == at:
             raise KeyboardInterrupt
         real(self, storage)
 
-    monkeypatch.setattr(Rebound, "to_host", fail_at_the_fifth)
+    monkeypatch.setattr(Rebound, "to_host", fail_once)
     return KeyboardInterrupt
 
 
-@pytest.mark.parametrize("gradients", ["move", "drop"])
-@pytest.mark.parametrize("node_lives", [False, True])
+def failing_late_binding(monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
+    return failing_binding(monkeypatch, at=9)
+
+
+@pytest.mark.parametrize(("gradients", "node_lives"), [("move", True), ("drop", False)])
 @pytest.mark.parametrize(
-    "break_it", [no_host_room, no_pinned_memory, failing_copy, failing_binding]
+    "break_it",
+    [no_host_room, no_pinned_memory, failing_copy, failing_binding, failing_late_binding],
 )
 def test_a_parking_that_fails_leaves_everything_whole_on_the_device(
     device,
     monkeypatch: pytest.MonkeyPatch,
     pinned_bytes: Callable[[], int],
-    break_it: Callable[[pytest.MonkeyPatch], type[Exception]],
+    break_it: Callable[[pytest.MonkeyPatch], type[BaseException]],
     node_lives: bool,
     gradients: str,
 ) -> None:

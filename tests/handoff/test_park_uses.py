@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[st
 
     sim.enable("1GiB")
     folder = tmp_path_factory.mktemp("parked")
-    return {phase: run_phase(WORKER, folder, phase, PHASES[phase]) for phase in PHASES}
+    with ThreadPoolExecutor() as threads:
+        runs = {p: threads.submit(run_phase, WORKER, folder, p, PHASES[p]) for p in PHASES}
+        return {phase: run.result() for phase, run in runs.items()}
 
 
 @pytest.mark.parametrize(("phase", "case"), cases_of(WORKER, PHASES))

@@ -201,7 +201,9 @@ class Parking:
         owner = self._owner()
         named = [] if owner is None else tensors_of(owner)
         for slot, tensor in named:
-            if tensor.is_cpu and (slot in self._slots or id(tensor) in self._rebound):
+            # A gradient that came meanwhile belongs to where its parameter goes.
+            is_of_slot = slot in self._slots or slot.removesuffix(".grad") in self._slots
+            if tensor.is_cpu and (is_of_slot or id(tensor) in self._rebound):
                 seen.add(id(tensor))
                 yield slot, tensor
         # A parameter that nobody has any more stays away, and so does its gradient.
@@ -311,14 +313,18 @@ def _rebind_all(
     do: Callable[[Rebound, torch.UntypedStorage], None],
     undo: Callable[[Rebound, torch.UntypedStorage], None],
 ) -> None:
-    """Binds tensors to their new storages, or, where one fails, all of them to the old ones."""
+    """Binds tensors to their new storages, or, where one fails, all of them to the old ones.
+
+    Gradients come before their parameters in both directions: torch takes a gradient only where its
+    parameter is.
+    """
     done: list[_Move] = []
     try:
         for move in moves:
             do(move[0], move[1])
             done.append(move)
     except BaseException:
-        for rebound, _, before in reversed(done):
+        for rebound, _, before in done:
             undo(rebound, before)
         raise
 

@@ -22,7 +22,7 @@ import weakref
 from torch import nn
 from torch.optim import Optimizer
 
-from residency._device import has_private_pools
+from residency import _device
 from residency._errors import InvalidArgumentError, RefusedError
 from residency._handoff._park_tensors import Gradients, Owner, tensors_of
 from residency._handoff._parking import Parking
@@ -127,13 +127,21 @@ def _warn_of_graphs(parking: Parking) -> None:
     """Warns where captured graphs may read the old addresses; torch does not say of which tensors
     one is made.
     """
-    if parking.device is not None and parking.is_parked and has_private_pools(parking.device):
+    device = parking.device
+    if device is None or not parking.is_parked:
+        return
+    if _device.private_pool_bytes(device, _device.allocator_figures(device)):
         warnings.warn(
             "a captured graph, or another private pool, holds memory on this device. A graph that "
             "was captured over parked tensors reads other bytes when it is replayed: capture it "
             "anew after residency.unpark.",
             stacklevel=3,
         )
+
+
+def is_parked(owner: Owner) -> bool:
+    """Says whether ``park`` has moved something of an owner that is not back yet."""
+    return any(parking.is_parked for parking in _parkings.get(owner, ()))
 
 
 def _check(owner: object) -> None:

@@ -33,8 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "sim"))
 from worker_cases import Cases
 
 import residency
-from residency import sim
-from residency._handoff._park import park, unpark
+from residency import park, sim, unpark
 
 NUM_RANKS, PHASE, FOLDER = int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
 cases = {name: Cases() for name in ("two", "uses")}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import residency
-from residency._handoff._park import park, unpark
+from residency import park, unpark
 from residency._handoff._parking import Parking
 
 

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 import residency
-from residency import _device
+from residency import _device, park, unpark
 from residency._handoff import _parking
-from residency._handoff._park import park, unpark
 from residency._handoff._park_ties import Rebound
 from residency._transfer import Lanes
 from residency._transfer import _slab as slab_module

@@ -317,3 +317,31 @@ def test_copies_of_a_parked_module_are_ordinary_modules(device) -> None:
     assert all(p.is_cpu for p in copied.parameters())
     assert equal(bits(copied), bits(model))
     assert copied.head.weight is copied.embedding.weight
+
+
+def test_inference_mode_leaves_parameters_that_train(device) -> None:
+    trained, inferred = nn.Linear(4, 4).to(device), None
+    with torch.inference_mode():
+        inferred = nn.Linear(4, 4).to(device)
+        for model in (trained, inferred):
+            freed = park(model)
+            assert freed > 0
+            assert unpark(model) == freed
+        park(trained)
+    assert park(inferred) > 0
+    unpark(trained)
+    unpark(inferred)
+    trained(torch.ones(1, 4, device=device)).sum().backward()
+    assert trained.weight.grad.eq(1).all()
+    with torch.inference_mode():
+        assert inferred(torch.ones(1, 4, device=device)).device == device
+
+
+def test_conjugate_views_come_back_as_such(device) -> None:
+    model = nn.Module()
+    model.register_buffer("values", torch.full((4,), 1j, device=device).conj())
+    assert park(model) == 512
+    assert model.values.is_conj()
+    assert model.values.tolist() == [-1j] * 4
+    unpark(model)
+    assert model.values.cpu().tolist() == [-1j] * 4

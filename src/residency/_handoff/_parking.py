@@ -80,6 +80,7 @@ class Parking:
         """Whether anything is parked."""
         return bool(self._rebound)
 
+    @torch.inference_mode(mode=False)  # what is bound here outlives the caller's mode
     @torch.no_grad()
     def park(self, up_to: int | None = None) -> int:
         """Moves bytes to the host; returns when they are there and the device's are free.
@@ -122,6 +123,7 @@ class Parking:
         chosen.clear()
         return max(0, before - _device.memory_allocated(self.device))
 
+    @torch.inference_mode(mode=False)
     @torch.no_grad()
     def unpark(self) -> int:
         """Brings everything back that this object has parked.

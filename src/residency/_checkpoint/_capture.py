@@ -30,6 +30,7 @@ from residency._transfer import (
     SlabArena,
     gate_of,
     lanes_of,
+    local_of,
     memory_of,
     watch_optimizers,
 )
@@ -199,6 +200,10 @@ def capture(
         for block in blocks.blocks:
             held.append(Held(block, arena, None if block.lent is not None else next(regions)))
         _copy(held, verify=verify)
+        for leaf in description.leaves.values():
+            local = local_of(leaf.value)
+            if leaf.lent is None and not local.is_cpu:
+                gate_of(local.device).keeping([local])
     except BaseException:
         for each in held:
             each.release()

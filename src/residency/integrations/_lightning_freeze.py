@@ -53,19 +53,7 @@ class Frozen:
         Raises:
             CheckpointError: A copy failed.
         """
-        tensors = self._snapshot.tree
-
-        class Thawer(pickle.Unpickler):
-            def persistent_load(_, token: Any) -> Any:  # noqa: N805 - self is the checkpoint
-                if isinstance(token, int):
-                    return self._kept[token]
-                name, kind, requires_grad = token
-                value = tensors[name]
-                if kind is torch.nn.Parameter:
-                    return torch.nn.Parameter(value, requires_grad)
-                return value.requires_grad_(requires_grad) if requires_grad else value
-
-        return Thawer(io.BytesIO(self._pickled)).load()
+        return _Thawer(self._pickled, self._kept, self._snapshot.tree).load()
 
 
 def freeze(checkpoint: Mapping[str, Any], *, arena: SlabArena) -> Frozen:
@@ -157,8 +145,25 @@ class _Freezer(pickle.Pickler):
             self.encoder.tensor(name, lent.value, is_early=False, lent=lent)
         else:
             self.encoder.tensor(name, value, is_early=id(value) not in self._late)
-        kind = torch.nn.Parameter if type(value) is torch.nn.Parameter else Tensor
-        return name, kind, value.requires_grad
+        return name, type(value) is torch.nn.Parameter, value.requires_grad
+
+
+class _Thawer(pickle.Unpickler):
+    """Puts host tensors, and what was kept, into the place of the tokens."""
+
+    def __init__(self, pickled: bytes, kept: list[Any], tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._kept = kept
+        self._tensors = tensors
+
+    def persistent_load(self, token: Any) -> Any:
+        if isinstance(token, int):
+            return self._kept[token]
+        name, is_parameter, requires_grad = token
+        value = self._tensors[name]
+        if is_parameter:
+            return torch.nn.Parameter(value, requires_grad)
+        return value.requires_grad_() if requires_grad else value
 
 
 class _Loans:

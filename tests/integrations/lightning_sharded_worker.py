@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
@@ -34,11 +34,16 @@ from residency.integrations.lightning import ResidencyCallback, ResidencySharded
 case = Cases()
 RANK = int(sys.argv[1])
 WIDTH = 64
+MESH = {"data_parallel_size": 2, "tensor_parallel_size": 1}
 ROWS = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(5))
 
 
 class Strategy(ResidencyShardedStrategy, ModelParallelStrategy):
     """What a user writes."""
+
+
+class StrategyOfFSDP1(ResidencyShardedStrategy, FSDPStrategy):
+    """And for the older FSDP."""
 
 
 class Module(L.LightningModule):
@@ -74,6 +79,13 @@ class Module(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, foreach=True)
 
 
+class Plain(Module):
+    """Is for FSDP1, which wraps the layers itself."""
+
+    def configure_model(self) -> None:
+        pass
+
+
 class Each(L.Callback):
     """Calls functions after every step, and after the last."""
 
@@ -96,7 +108,7 @@ def make_trainer(kind: Any, callbacks: Any = (), *, epochs: int = 2, **settings:
         accelerator="gpu",
         devices=1,
         num_nodes=2,
-        strategy=kind(data_parallel_size=2, tensor_parallel_size=1, **settings),
+        strategy=kind(**({} if issubclass(kind, FSDPStrategy) else MESH), **settings),
         max_epochs=epochs,
         inference_mode=False,  # FSDP2 keeps buffers of an evaluation for the next training
         callbacks=list(callbacks),
@@ -109,7 +121,8 @@ def make_trainer(kind: Any, callbacks: Any = (), *, epochs: int = 2, **settings:
 
 def fit(kind: Any, callbacks: Any = (), *, resume: Any = None, **more: Any) -> Any:
     trainer = make_trainer(kind, callbacks, **more)
-    trainer.fit(Module(), loader(), ckpt_path=resume)
+    module = Plain() if issubclass(kind, FSDPStrategy) else Module()
+    trainer.fit(module, loader(), ckpt_path=resume)
     return trainer
 
 
@@ -152,7 +165,7 @@ def ends(trainer: Any) -> list[Any]:
 
     optimizer = trainer.optimizers[0]
     states = [
-        {key: local_of(value).cpu() for key, value in optimizer.state[p].items()}
+        {key: local_of(value).cpu() for key, value in sorted(optimizer.state[p].items())}
         for p in trainer.model.parameters()
     ]
     return [*(local_of(p.detach()).cpu() for p in trainer.model.parameters()), *states]
@@ -161,7 +174,8 @@ def ends(trainer: Any) -> list[Any]:
 def assert_same(found: Any, expected: Any, at: str = "") -> None:
     assert type(found) is type(expected), (at, type(found), type(expected))
     if isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype and torch.equal(found, expected), at
+        assert found.dtype == expected.dtype, at
+        assert torch.equal(found, expected), at
     elif isinstance(expected, dict):
         assert list(found) == list(expected), at
         for key in expected:
@@ -275,14 +289,13 @@ def a_write_that_failed_on_one_rank_is_told_once_on_both() -> None:
             raise OSError("no room")
         stock(*args, **kwargs)
 
-    told: list[int] = []
+    told: list[Any] = []
 
     def save(trainer: Any) -> None:
         try:
             trainer.save_checkpoint(at / str(trainer.global_step))
         except residency.CheckpointError as error:
-            assert "no room" in str(error)
-            told.append(trainer.global_step)
+            told.append((trainer.global_step, "no room" in str(error)))
 
     with folder() as at:
         torch.save = fail_once  # by which rank 0 writes what is no shard
@@ -290,7 +303,7 @@ def a_write_that_failed_on_one_rank_is_told_once_on_both() -> None:
             fit(Strategy, [Each(save)])
         finally:
             torch.save = stock
-        assert told == [2]
+        assert told == [(2, True)]
         whole = [path.name for path in sorted(at.iterdir()) if (path / "meta.pt").exists()]
         assert whole == ["2", "3", "4", "5", "6"]
 
@@ -317,8 +330,33 @@ def a_whole_checkpoint_goes_the_strategy_s_own_way() -> None:
             path = at / kind.__name__
             fit(kind, [Each(saving_at(2, path))], save_distributed_checkpoint=False)
         dist.barrier()
-        pair = [torch.load(at / kind, weights_only=False) for kind in ("ModelParallelStrategy", "Strategy")]
+        pair = [
+            torch.load(at / kind, weights_only=False)
+            for kind in ("ModelParallelStrategy", "Strategy")
+        ]
         assert_same(*pair)
+
+
+@case
+def shards_of_fsdp1_are_written_in_the_background_and_resume_to_the_same_bits() -> None:
+    form = {"state_dict_type": "sharded", "auto_wrap_policy": {nn.Linear}}
+    whole = fit(FSDPStrategy, **form)
+    with folder() as at:
+        fit(FSDPStrategy, [Each(saving_at(2, at / "sync"))], **form)
+        for offload in (False, {"bucket": "8KiB"}):
+            with held_writes() as let_go:
+                path = at / str(bool(offload))
+                keep = ModelCheckpoint(at, path.name, save_on_train_epoch_end=True)
+                tools = [ResidencyCallback(offload=offload), Each(lambda trainer: None, let_go.set)]
+                each = Each(saving_at(2, path))
+                fit(StrategyOfFSDP1, [*tools, each, keep], epochs=1, max_in_flight=2, **form)
+            found, expected = read(path), read(at / "sync")
+            assert found.pop("callbacks").keys() != expected.pop("callbacks").keys()
+            assert_same(found, expected)
+            path = at / f"{path.name}.ckpt"
+            tools = [ResidencyCallback(offload=offload)]
+            assert_same(ends(fit(StrategyOfFSDP1, tools, resume=path, **form)), ends(whole))
+            assert_same(ends(fit(FSDPStrategy, resume=path, **form)), ends(whole))
 
 
 @case
@@ -326,7 +364,7 @@ def a_strategy_that_writes_no_shards_is_refused() -> None:
     class Single(ResidencyShardedStrategy, SingleDeviceStrategy):
         pass
 
-    with pytest.raises(residency.RefusedError, match=rf"lightning {L.__version__} has no Model"):
+    with pytest.raises(residency.RefusedError, match=rf"lightning {L.__version__} has no shard"):
         Single("cuda:0")
 
 
@@ -336,7 +374,9 @@ def main(at: Path) -> None:
     sim.enable("256MiB", check_races=True, device="cuda")
     # Before the strategy, which would tie the group to a device; torch's meshes would then be made
     # by splitting NCCL's communicator, which the simulator's cannot.
-    dist.init_process_group("nccl", store=dist.FileStore(str(at / "store"), 2), rank=RANK, world_size=2)
+    dist.init_process_group(
+        "nccl", store=dist.FileStore(str(at / "store"), 2), rank=RANK, world_size=2
+    )
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     os.chdir(at)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import itertools
 import json
 import os
 import pickle
@@ -163,7 +162,8 @@ def read(path: Path) -> Any:
 def assert_same(found: Any, expected: Any, at: str = "") -> None:
     assert type(found) is type(expected), at
     if isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype and torch.equal(found, expected), at
+        assert found.dtype == expected.dtype, at
+        assert torch.equal(found, expected), at
     elif isinstance(expected, dict):
         assert list(found) == list(expected), at
         for key in expected:
@@ -206,6 +206,23 @@ def a_save_is_that_of_its_step_while_training_goes_on() -> None:
                 assert trainer.global_step == 6
                 assert_same(read(at / name), read(at / "sync"), name)
             assert len(read(at / "ours")["notes"]) == 3
+
+
+@case
+def what_callbacks_write_without_a_step_comes_after_the_copies() -> None:
+    averages = importlib.import_module(f"{TREE}.callbacks").EMAWeightAveraging
+    with folder() as at:
+        for name, io in (("sync", None), ("ours", ResidencyCheckpointIO())):
+            # Each save is followed by a validation, for which the averages are swapped in.
+            keep = ModelCheckpoint(at / name, "{step}", save_top_k=-1, every_n_train_steps=2)
+            trainer = make_trainer(io, [averages(decay=0.5), keep], val_check_interval=2)
+            trainer.fit(Module(), loader(), loader())
+        for step in (2, 4, 6):
+            pair = [read(at / name / f"step={step}.ckpt") for name in ("ours", "sync")]
+            for each in pair:
+                [state] = [v for k, v in each["callbacks"].items() if "ModelCheckpoint" in k]
+                state.clear()  # has the folder's name
+            assert_same(*pair)
 
 
 @case
@@ -372,24 +389,24 @@ def fit_twice_validate_and_test_the_best_after_asynchronous_saves() -> None:
 
 @case
 def a_user_s_own_plugin_does_the_writing_and_the_loading() -> None:
-    class Pickles(PLUGINS.CheckpointIO):  # type: ignore[misc]
-        calls: list[str] = []
+    calls: list[str] = []
 
+    class Pickles(PLUGINS.CheckpointIO):  # type: ignore[misc]
         def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
             assert threading.current_thread() is not threading.main_thread()
-            self.calls.append(f"save {storage_options}")
+            calls.append(f"save {storage_options}")
             Path(path).write_bytes(pickle.dumps(checkpoint))
 
         def load_checkpoint(self, path: Any, map_location: Any = None, **kwargs: Any) -> Any:
-            self.calls.append("load")
+            calls.append("load")
             return pickle.loads(Path(path).read_bytes())
 
         def remove_checkpoint(self, path: Any) -> None:
-            self.calls.append("remove")
+            calls.append("remove")
             Path(path).unlink()
 
         def teardown(self) -> None:
-            self.calls.append("teardown")
+            calls.append("teardown")
 
     with folder() as at:
         io = ResidencyCheckpointIO(Pickles())
@@ -402,7 +419,7 @@ def a_user_s_own_plugin_does_the_writing_and_the_loading() -> None:
         io.wait()
         assert not (at / "a").exists()
     saves = ["teardown", "save {'codec': 1}", "load", "teardown", "remove"]
-    assert Pickles.calls == saves
+    assert calls == saves
 
 
 @case
@@ -449,7 +466,9 @@ def restored_state_of_an_offloaded_optimizer_is_never_on_the_device() -> None:
             callbacks = [ResidencyCallback(offload=is_offloaded), AtTheBeginning()]
             fit(None, callbacks, resume=at / "a", steps=4)
     [plain], [offloaded] = levels[False], levels[True]
-    weight_bytes = WORDS * WIDTH * 4  # of a moment, too; Lightning moves each there and it goes home
+    weight_bytes = (
+        WORDS * WIDTH * 4
+    )  # of a moment, too; Lightning moves each there and it goes home
     assert plain - offloaded >= weight_bytes
 
 
@@ -501,7 +520,8 @@ def memory_is_reused_from_save_to_save_and_given_back_at_the_end() -> None:
         after = sim.pinned_memory_stats()["pinned_bytes.current"]
         assert after == before, (before, after)
     # The first has no state of the optimizer to save but that of one step.
-    assert len(slabs) == 6 and set(slabs) == {slabs[0]}
+    assert len(slabs) == 6
+    assert set(slabs) == {slabs[0]}
 
 
 @case
@@ -559,7 +579,7 @@ def unusual_values_are_frozen_as_torch_save_keeps_them() -> None:
 def what_no_file_can_hold_is_refused_by_its_name() -> None:
     with folder() as at:
         io = ResidencyCheckpointIO()
-        with pytest.raises(residency.RefusedError, match="'lock' .*cannot pickle"):
+        with pytest.raises(residency.RefusedError, match=r"'lock' .*cannot pickle"):
             io.save_checkpoint({"a": 1, "lock": threading.Lock()}, at / "a")
         io.save_checkpoint({"a": 1}, at / "b")
         io.teardown()
@@ -676,7 +696,8 @@ def an_out_of_memory_error_is_explained() -> None:
 def what_the_launchers_copy_is_as_it_was_made() -> None:
     base = PLUGINS.TorchCheckpointIO()
     io = copy.deepcopy(ResidencyCheckpointIO(base, max_in_flight=3))
-    assert isinstance(io, ResidencyCheckpointIO) and isinstance(io, PLUGINS.CheckpointIO)
+    assert isinstance(io, ResidencyCheckpointIO)
+    assert isinstance(io, PLUGINS.CheckpointIO)
     assert (io._writes.max_in_flight, type(io.checkpoint_io)) == (3, type(base))
     callback = pickle.loads(pickle.dumps(ResidencyCallback(offload={"slots": 2}, phases=False)))
     assert isinstance(callback, L.Callback)

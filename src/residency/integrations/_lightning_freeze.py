@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -111,10 +112,15 @@ class _Freezer(pickle.Pickler):
             return self._token(value, self._keep)
         if kind in (Tensor, torch.nn.Parameter) or is_sharded(value):
             return self._token(value, self._take)
+        if _is_of_fsdp1(value):
+            return self._token(value, self._clone)
         return None
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, Tensor) and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__:
+        if (
+            isinstance(value, Tensor)
+            and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
+        ):
             with torch._C.DisableTorchFunctionSubclass():
                 plain = value.as_subclass(Tensor)
             return _as_subclass, (plain, type(value), dict(vars(value)))
@@ -129,6 +135,9 @@ class _Freezer(pickle.Pickler):
     def _keep(self, value: Any) -> int:
         self.kept.append(value)
         return len(self.kept) - 1
+
+    def _clone(self, value: Any) -> int:
+        return self._keep(value.clone())
 
     def _take(self, value: Tensor) -> Any:
         local = local_of(value).detach()
@@ -201,11 +210,17 @@ def _states_in(states: Iterable[Any]) -> Iterator[Tensor]:
     for values in states:
         # Without the waits of an offloaded optimizer's own reading.
         found = dict.values(values) if isinstance(values, dict) else ()
-        yield from (value for value in found if isinstance(value, Tensor))
+        yield from (value for value in found if type(value) is Tensor or is_sharded(value))
 
 
 def _address(tensor: Tensor) -> int:
     return local_of(tensor).untyped_storage().data_ptr()
+
+
+def _is_of_fsdp1(value: Any) -> bool:
+    """Says whether a value is a ``ShardedTensor``: what FSDP1 copies to the host itself."""
+    module: Any = sys.modules.get("torch.distributed._shard.sharded_tensor")
+    return module is not None and isinstance(value, module.ShardedTensor)
 
 
 def _is_lazy(tensor: Tensor) -> bool:

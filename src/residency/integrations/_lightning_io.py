@@ -12,13 +12,7 @@ from residency._errors import InvalidArgumentError, RefusedError
 from residency._memory._phase import open_phases, phase
 from residency._transfer import SlabArena
 from residency.integrations._lightning_freeze import Frozen, freeze
-from residency.integrations._lightning_trees import (
-    TREES,
-    in_trees,
-    kind_of,
-    trees_in_use,
-    version_of,
-)
+from residency.integrations._lightning_trees import in_trees, kind_of, trees_in_use, version_of
 from residency.integrations._lightning_writes import OrderedWrites
 
 
@@ -57,7 +51,8 @@ class ResidencyCheckpointIO:
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Makes an instance of the classes that the imported trees check for."""
         hooks = ("save_checkpoint", "load_checkpoint", "remove_checkpoint", "teardown")
-        return object.__new__(in_trees(cls, "checkpoint_io", *hooks))
+        made: Any = in_trees(cls, "checkpoint_io", *hooks)
+        return object.__new__(made)
 
     def __init__(self, checkpoint_io: Any = None, *, max_in_flight: int = 1) -> None:
         """Checks what is given; starts nothing."""
@@ -167,6 +162,7 @@ def _base_io(given: Any) -> Any:
             " plugin inside of it, or leave it out."
         )
     if getattr(given, "checkpoint_io", given) is None:  # a wrapper that a strategy would fill
-        tree = next(tree for tree in TREES if isinstance(given, tree.checkpoint_io))
-        given.checkpoint_io = tree.torch_checkpoint_io()
+        tree = next(tree for tree in trees if isinstance(given, tree.checkpoint_io))
+        wrapper: Any = given
+        wrapper.checkpoint_io = tree.torch_checkpoint_io()
     return given

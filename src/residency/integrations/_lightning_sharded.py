@@ -8,15 +8,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from residency import _device
-from residency._errors import CheckpointError, RefusedError
+from residency._errors import CheckpointError
 from residency._optim import OffloadedOptimizer
 from residency._transfer import SlabArena
 from residency.integrations._framework import missing_in
@@ -34,6 +36,11 @@ _OVERRIDDEN = (
     "teardown",
 )
 _METADATA = "meta.pt"  # by which Lightning knows a directory as a checkpoint
+# How each strategy says that it saves shards, and the key under which it saves those of the model.
+_FORMS: dict[str, tuple[Any, str]] = {
+    "_save_distributed_checkpoint": (True, "state_dict"),
+    "_state_dict_type": ("sharded", "model"),
+}
 _LIVE = StateDictOptions(full_state_dict=False, cpu_offload=False)
 
 
@@ -43,16 +50,19 @@ class ResidencyShardedStrategy:
     ``class Strategy(ResidencyShardedStrategy, ModelParallelStrategy): pass``, then
     ``Trainer(strategy=Strategy())``. What is on the disk is what the strategy itself writes, and
     the strategy alone can read it. Sharded checkpoints only: a whole one, with
-    ``save_distributed_checkpoint=False``, goes the strategy's own way, which ends at the
-    ``CheckpointIO``.
+    ``save_distributed_checkpoint=False`` or ``state_dict_type="full"``, goes the strategy's own
+    way, which ends at the ``CheckpointIO``.
 
     Saves, loads, removals and failures are as with ``ResidencyCheckpointIO``; a failure on one rank
     is raised on all. With ``ResidencyCallback`` the state of the optimizers is on the host before a
     load, and goes from the disk to its home there.
 
+    With ``FSDPStrategy`` (FSDP1) the write alone is in the background: FSDP gathers its shards and
+    copies them to the host itself, at the call.
+
     Args:
         *args: Those of the strategy.
-        max_in_flight: How many saves may be under way.
+        max_in_flight: How many saves may be under way; on each rank the same.
         **kwargs: Those of the strategy.
 
     Raises:
@@ -64,6 +74,10 @@ class ResidencyShardedStrategy:
         state of an offloaded optimizer is lent instead.
     """
 
+    model: Any
+    optimizers: Any
+    broadcast: Any
+
     def __init__(self, *args: Any, max_in_flight: int = 1, **kwargs: Any) -> None:
         """Makes the strategy."""
         self._writes = OrderedWrites(max_in_flight)
@@ -72,28 +86,30 @@ class ResidencyShardedStrategy:
         self._group: Any = None
         stock: Any = super()
         missing = [name for name in _OVERRIDDEN if not callable(getattr(stock, name, None))]
-        if missing or not isinstance(vars(self).get("_save_distributed_checkpoint"), bool):
+        if missing or vars(self).keys().isdisjoint(_FORMS):
+            what = missing[0] if missing else "sharded checkpoint"
             raise missing_in(
                 trees_in_use()[0].distribution,
-                f"{missing[0] if missing else 'ModelParallelStrategy'} below"
-                f" {type(self).__name__}",
-                "put ResidencyShardedStrategy before ModelParallelStrategy among the bases",
+                f"{what} in {type(self).__mro__[-2].__name__} below {type(self).__name__}",
+                "put ResidencyShardedStrategy before ModelParallelStrategy or FSDPStrategy",
             )
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the shards that are there, where the strategy itself copies them to the host."""
-        if not self._is_sharded:
-            stock: Any = super()
-            return stock.lightning_module_state_dict()
-        return get_model_state_dict(self.model, options=_LIVE)
+        if self._key_of_model == "state_dict":
+            return get_model_state_dict(self.model, options=_LIVE)
+        stock: Any = super()
+        found: dict[str, Any] = stock.lightning_module_state_dict()
+        return found
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Returns the shards that are there, where the strategy itself copies them to the host."""
-        if not self._is_sharded:
-            stock: Any = super()
-            return stock.optimizer_state(optimizer)
-        inner = vars(optimizer).get("_optimizer", optimizer)  # of Lightning's wrapper
-        return get_optimizer_state_dict(self.model, inner, options=_LIVE)
+        if self._key_of_model == "state_dict":
+            inner = vars(optimizer).get("_optimizer", optimizer)  # of Lightning's wrapper
+            return get_optimizer_state_dict(self.model, inner, options=_LIVE)
+        stock: Any = super()
+        found: dict[str, Any] = stock.optimizer_state(optimizer)
+        return found
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -104,7 +120,8 @@ class ResidencyShardedStrategy:
             CheckpointError: An earlier write failed on some rank; this save is begun all the same.
             RefusedError: Something in the checkpoint cannot be pickled, or the host has no room.
         """
-        if not self._is_sharded or storage_options is not None:
+        key = self._key_of_model
+        if key is None or storage_options is not None:
             stock: Any = super()
             stock.save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -117,7 +134,7 @@ class ResidencyShardedStrategy:
                 # Of its own: collectives of two threads in one group would meet in any order.
                 self._group = dist.new_group(backend="gloo")
             frozen = freeze(checkpoint, arena=self._arena)
-            self._writes.write(path, functools.partial(_write, frozen, path, self._group))
+            self._writes.write(path, functools.partial(_write, frozen, key, path, self._group))
         self._writes.raise_failure()
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -155,16 +172,28 @@ class ResidencyShardedStrategy:
         self._writes.raise_failure()
 
     @property
-    def _is_sharded(self) -> bool:
-        return bool(self._save_distributed_checkpoint)
+    def _key_of_model(self) -> str | None:
+        """Returns the key under which the strategy saves a model's shards; None of a whole one."""
+        return next((k for n, (v, k) in _FORMS.items() if vars(self).get(n) == v), None)
 
 
-def _write(frozen: Frozen, path: Path, group: Any) -> None:
+class _Plan(DefaultSavePlanner):
+    """Says of no tensor that it is page-locked: FSDP1 would make such ones on the device."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        for item in plan.items:
+            if item.tensor_data is not None:
+                item.tensor_data.properties.pin_memory = False
+        return plan
+
+
+def _write(frozen: Frozen, key: str, path: Path, group: Any) -> None:
     """Writes this rank's shards, in the form of the strategy's own ``save_checkpoint``."""
     failure: Exception | None = None
     try:
         checkpoint = frozen.thaw()
-        state = {"state_dict": checkpoint.pop("state_dict")}
+        state = {key: checkpoint.pop("state_dict")}
         for index, values in enumerate(checkpoint.pop("optimizer_states", [])):
             state[f"optimizer_{index}"] = values
         if path.is_file():
@@ -174,7 +203,7 @@ def _write(frozen: Frozen, path: Path, group: Any) -> None:
         failure = error
     _agree(failure, group)
     try:
-        dcp.save(state, checkpoint_id=path, process_group=group)
+        save(state, checkpoint_id=path, planner=_Plan(), process_group=group)
         if dist.get_rank() == 0:
             torch.save(checkpoint, path / _METADATA)  # last: from now on it is a checkpoint
     except Exception as error:

@@ -16,7 +16,6 @@ from typing import Any
 
 from residency.integrations._framework import load_framework, missing_in, named_with_version
 
-
 _MADE_OF = "_residency_made_of"
 
 
@@ -107,7 +106,11 @@ def in_trees(kind: type, base: str, *hooks: str) -> type:
 
 @functools.cache
 def _class_with(kind: type, bases: tuple[type, ...]) -> type:
-    names: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, _MADE_OF: kind}
+    names: dict[str, Any] = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        _MADE_OF: kind,
+    }
     names["__doc__"] = kind.__doc__
     return types.new_class(kind.__name__, (kind, *bases), {}, lambda body: body.update(names))
 

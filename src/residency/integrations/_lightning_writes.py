@@ -41,9 +41,7 @@ class OrderedWrites:
 
     def make_room(self) -> None:
         """Blocks until one more write may be under way."""
-        while self._writes and (
-            self._writes[0].done() or len(self._writes) >= self.max_in_flight
-        ):
+        while self._writes and (self._writes[0].done() or len(self._writes) >= self.max_in_flight):
             self._writes.popleft().result()
 
     def write(self, path: object, action: Callable[[], object]) -> None:
@@ -121,10 +119,20 @@ class OrderedWrites:
 
     def _fail(self, what: str, error: BaseException) -> None:
         failure = CheckpointError(f"{what}: {type(error).__name__}: {error}")
-        failure.__cause__ = error
-        traceback.clear_frames(error.__traceback__)  # they have the checkpoint
+        # As text: the frames of a traceback would keep the checkpoint until it is told.
+        trace = "".join(traceback.format_exception(error))
+        failure.__cause__ = _without_frames(error)
         # Said at once, too: a script may end before its next call.
-        _log.error("residency: %s", failure)
+        _log.error("residency: %s\n%s", failure, trace)
+        failure.add_note(trace)
         with self._lock:
             self._failures.append(failure)
             self._has_failed = True
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    seen: BaseException | None = error
+    while seen is not None:
+        seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__
+    return error

@@ -339,7 +339,7 @@ def a_write_that_failed_is_told_once_and_the_next_ones_work() -> None:
         io = ResidencyCheckpointIO(Failing())
         told = run(io, io._writes.wait)
         expected = f"the checkpoint {at / '1'} could not be written: OSError: no room"
-        assert told == [f"2: CheckpointError {expected}"]
+        assert told == [f"2: CheckpointError {expected}"], told
         io.teardown()
         assert sorted(path.name for path in at.iterdir()) == ["0", "2", "3", "4"]
 

@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -116,9 +117,12 @@ def test_what_failed_is_told_together_and_once(caplog: pytest.LogCaptureFixture)
 
     writes = OrderedWrites(2)
     done: list[str] = []
+    let_go = threading.Event()
+    writes.write("0", let_go.wait)
     writes.write("a", fail)
     writes.write("b", fail)
     writes.remove("c", lambda: done.append("c"))  # is not: nothing replaced it
+    let_go.set()
     writes.wait()
     with pytest.raises(residency.CheckpointError, match="a could not be written") as caught:
         writes.raise_failure()
@@ -154,10 +158,10 @@ def test_a_write_lets_go_of_what_it_held_before_its_place_is_free() -> None:
 
         writes.write("a", write)
 
-    for fails in (False, True, False):
+    for fails in (False, True):
         begin(fails)
         writes.make_room()
         assert held[-1]() is None
     writes.close()
-    with pytest.raises(residency.CheckpointError):
+    with pytest.raises(residency.CheckpointError, match="no room"):
         writes.raise_failure()

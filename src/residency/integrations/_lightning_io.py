@@ -82,7 +82,6 @@ class ResidencyCheckpointIO:
         with phase_unless_inside("save"):
             self._writes.make_room()
             self._write(self._freeze(checkpoint), path, storage_options)
-        self._writes.raise_failure()
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
         """Loads as the plugin that writes does, once all writes are done.

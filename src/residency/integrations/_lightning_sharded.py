@@ -135,7 +135,6 @@ class ResidencyShardedStrategy:
                 self._group = dist.new_group(backend="gloo")
             frozen = freeze(checkpoint, arena=self._arena)
             self._writes.write(path, functools.partial(_write, frozen, key, path, self._group))
-        self._writes.raise_failure()
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Loads as the strategy does, once all writes are done.

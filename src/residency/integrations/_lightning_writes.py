@@ -50,7 +50,11 @@ class OrderedWrites:
         Args:
             path: Where to, for the message of a failure.
             action: Writes. Whatever it holds is let go before its place is free.
+
+        Raises:
+            CheckpointError: An earlier one failed, and was not told yet; this one is under way.
         """
+        failure = self._take_failure()
 
         def run() -> None:
             nonlocal action
@@ -62,6 +66,8 @@ class OrderedWrites:
                 del action
 
         self._writes.append(self._submit(run))
+        if failure is not None:
+            raise failure
 
     def remove(self, path: object, action: Callable[[], object]) -> None:
         """Has a removal done after all that was asked for before.
@@ -93,15 +99,9 @@ class OrderedWrites:
         Raises:
             CheckpointError: From what the write raised; others that failed since are its notes.
         """
-        with self._lock:
-            failures = list(self._failures)
-            self._failures.clear()
-            self._has_failed = False
-        if failures:
-            first, *others = failures
-            for other in others:
-                first.add_note(f"and {other}")
-            raise first
+        failure = self._take_failure()
+        if failure is not None:
+            raise failure
 
     def close(self) -> None:
         """Ends the thread once everything is done; the next write starts another."""
@@ -110,6 +110,15 @@ class OrderedWrites:
             self._executor = None
         self._last = None
         self._writes.clear()
+
+    def _take_failure(self) -> CheckpointError | None:
+        with self._lock:
+            failures = list(self._failures)
+            self._failures.clear()
+            self._has_failed = False
+        for other in failures[1:]:
+            failures[0].add_note(f"and {other}")
+        return failures[0] if failures else None
 
     def _submit(self, run: Callable[[], None]) -> Future[None]:
         if self._executor is None:  # which Python waits for when it ends

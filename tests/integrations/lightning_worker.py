@@ -363,6 +363,27 @@ def a_failure_of_the_last_write_ends_fit_and_what_it_was_to_replace_is_kept() ->
 
 
 @case
+def an_error_of_training_is_not_hidden_by_a_failed_write() -> None:
+    class Failing(PLUGINS.TorchCheckpointIO):  # type: ignore[misc]
+        def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            raise OSError("no room")
+
+    def stop(trainer: Any) -> None:
+        trainer.save_checkpoint("a")
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine") as caught:
+        fit(ResidencyCheckpointIO(Failing()), [Each(stop)])
+    assert any("no room" in note for note in caught.value.__notes__)
+    # One that the caller is handling has nothing to do with it.
+    try:
+        raise KeyError
+    except KeyError:
+        with pytest.raises(residency.CheckpointError, match="no room"):
+            fit(ResidencyCheckpointIO(Failing()), [saving_at(1, Path("a"))], steps=1)
+
+
+@case
 def fit_twice_validate_and_test_the_best_after_asynchronous_saves() -> None:
     def results(io: Any) -> list[Any]:
         with folder() as at:

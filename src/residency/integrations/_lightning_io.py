@@ -12,7 +12,13 @@ from residency._errors import InvalidArgumentError, RefusedError
 from residency._memory._phase import open_phases, phase
 from residency._transfer import SlabArena
 from residency.integrations._lightning_freeze import Frozen, freeze
-from residency.integrations._lightning_trees import in_trees, kind_of, trees_in_use, version_of
+from residency.integrations._lightning_trees import (
+    error_of_training,
+    in_trees,
+    kind_of,
+    trees_in_use,
+    version_of,
+)
 from residency.integrations._lightning_writes import OrderedWrites
 
 
@@ -111,14 +117,15 @@ class ResidencyCheckpointIO:
         """Finishes all writes, ends the thread and gives the host memory back.
 
         Raises:
-            CheckpointError: A write failed since the last time that one was told.
+            CheckpointError: A write failed since the last time that one was told. Where an error
+                of training is the reason for the end, that error gets it as a note.
         """
         self._writes.close()
         if self._arena is not None:
             self._arena = None
             _device.release_pinned_cache()
         self._base.teardown()
-        self._writes.raise_failure()
+        self._writes.raise_failure(beside=error_of_training())
 
     def _freeze(self, checkpoint: dict[str, Any]) -> Frozen:
         if self._arena is None:

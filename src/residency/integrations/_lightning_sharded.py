@@ -24,7 +24,7 @@ from residency._transfer import SlabArena
 from residency.integrations._framework import missing_in
 from residency.integrations._lightning_freeze import Frozen, freeze
 from residency.integrations._lightning_io import phase_unless_inside
-from residency.integrations._lightning_trees import trees_in_use
+from residency.integrations._lightning_trees import error_of_training, trees_in_use
 from residency.integrations._lightning_writes import OrderedWrites
 
 _OVERRIDDEN = (
@@ -160,7 +160,8 @@ class ResidencyShardedStrategy:
         """Finishes all writes, and gives the host memory back.
 
         Raises:
-            CheckpointError: A write failed since the last time that one was told.
+            CheckpointError: A write failed since the last time that one was told. Where an error
+                of training is the reason for the end, that error gets it as a note.
         """
         self._writes.close()
         self._arena, group, self._group = None, self._group, None
@@ -168,7 +169,7 @@ class ResidencyShardedStrategy:
             dist.destroy_process_group(group)
         stock: Any = super()
         stock.teardown()
-        self._writes.raise_failure()
+        self._writes.raise_failure(beside=error_of_training())
 
     @property
     def _key_of_model(self) -> str | None:

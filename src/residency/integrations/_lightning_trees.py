@@ -79,6 +79,18 @@ def version_of(value: Any) -> str:
     return " and ".join(named_with_version(tree.distribution) for tree in named or trees_in_use())
 
 
+def error_of_training() -> BaseException | None:
+    """Returns the error because of which a Trainer tears down, or None where it just ends.
+
+    An error that the caller of the Trainer is handling is none: its traceback begins elsewhere.
+    """
+    error = sys.exc_info()[1]
+    if error is None or error.__traceback__ is None:
+        return None
+    module = str(error.__traceback__.tb_frame.f_globals.get("__name__"))
+    return error if any(module.startswith(f"{tree.trainer}.") for tree in TREES) else None
+
+
 def in_trees(kind: type, base: str, *hooks: str) -> type:
     """Returns a class with the bases that the trees in use have for it.
 

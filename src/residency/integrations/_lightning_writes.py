@@ -93,15 +93,21 @@ class OrderedWrites:
             self._last.result()
         self._writes.clear()
 
-    def raise_failure(self) -> None:
+    def raise_failure(self, *, beside: BaseException | None = None) -> None:
         """Raises the failures that no call has raised yet, if there are any.
+
+        Args:
+            beside: An error that is on its way to the caller already: it gets a note instead.
 
         Raises:
             CheckpointError: From what the write raised; others that failed since are its notes.
         """
         failure = self._take_failure()
-        if failure is not None:
+        if failure is None:
+            return
+        if beside is None:
             raise failure
+        beside.add_note(f"and {failure}")
 
     def close(self) -> None:
         """Ends the thread once everything is done; the next write starts another."""

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from same_values import assert_same
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
@@ -169,23 +170,6 @@ def ends(trainer: Any) -> list[Any]:
         for p in trainer.model.parameters()
     ]
     return [*(local_of(p.detach()).cpu() for p in trainer.model.parameters()), *states]
-
-
-def assert_same(found: Any, expected: Any, at: str = "") -> None:
-    assert type(found) is type(expected), (at, type(found), type(expected))
-    if isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype, at
-        assert torch.equal(found, expected), at
-    elif isinstance(expected, dict):
-        assert list(found) == list(expected), at
-        for key in expected:
-            assert_same(found[key], expected[key], f"{at}.{key}")
-    elif isinstance(expected, list | tuple):
-        assert len(found) == len(expected), at
-        for index, (a, b) in enumerate(zip(found, expected, strict=True)):
-            assert_same(a, b, f"{at}.{index}")
-    else:
-        assert found == expected, at
 
 
 def saving_at(step: int, path: Path) -> Callable[[Any], Any]:

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from same_values import assert_same
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from worker_cases import Cases
@@ -157,23 +158,6 @@ def folder() -> Iterator[Path]:
 
 def read(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=False)
-
-
-def assert_same(found: Any, expected: Any, at: str = "") -> None:
-    assert type(found) is type(expected), at
-    if isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype, at
-        assert torch.equal(found, expected), at
-    elif isinstance(expected, dict):
-        assert list(found) == list(expected), at
-        for key in expected:
-            assert_same(found[key], expected[key], f"{at}.{key}")
-    elif isinstance(expected, list | tuple):
-        assert len(found) == len(expected), at
-        for index, (a, b) in enumerate(zip(found, expected, strict=True)):
-            assert_same(a, b, f"{at}.{index}")
-    else:
-        assert found == expected, at
 
 
 def saving_at(step: int, path: Path) -> Each:
@@ -616,7 +600,7 @@ def bad_plugins_are_refused_with_the_version() -> None:
         with pytest.raises(residency.RefusedError, match=f"saves in the background.*{version}"):
             ResidencyCheckpointIO(one)
     for number in (0, True, "2"):
-        with pytest.raises(residency.InvalidArgumentError, match="max_in_flight"):
+        with pytest.raises(residency.InvalidArgumentError, match=f"max_in_flight is {number!r}"):
             ResidencyCheckpointIO(max_in_flight=number)
 
 
@@ -761,6 +745,10 @@ def main(at: Path) -> None:
     warnings.simplefilter("ignore")  # the framework's advice to its users
     os.chdir(at)
     case.run(at / "outcomes.json")
+    # Python ends with this save under way.
+    trainer = fit(steps=1)
+    trainer.strategy.checkpoint_io = ResidencyCheckpointIO()
+    trainer.save_checkpoint(at / "last.ckpt")
 
 
 if __name__ == "__main__":

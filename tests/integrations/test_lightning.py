@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import weakref
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ pytestmark = [pytest.mark.sim, pytest.mark.slow]
 
 HERE = Path(__file__).parent
 CASES_FOLDER = HERE.parents[0] / "sim"  # has worker_cases
+LAST = "a_save_is_whole_when_python_ended_while_it_was_under_way"
 TREES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 
 
@@ -66,7 +68,11 @@ Outcomes = dict[str, dict[str, str]]
 def of_trees(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folders = {tree: tmp_path_factory.mktemp(tree) for tree in TREES}
     finish([start("lightning_worker.py", TREES[t], folder) for t, folder in folders.items()])
-    return {t: json.loads((f / "outcomes.json").read_text()) for t, f in folders.items()}
+    return {
+        tree: json.loads((folder / "outcomes.json").read_text())
+        | {LAST: "passed" if zipfile.is_zipfile(folder / "last.ckpt") else "no file"}
+        for tree, folder in folders.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +93,7 @@ def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("case", cases_of("lightning_worker.py"))
+@pytest.mark.parametrize("case", [*cases_of("lightning_worker.py"), LAST])
 def test_under_a_trainer(of_trees: Outcomes, tree: str, case: str) -> None:
     assert of_trees[tree].get(case) == "passed", of_trees[tree].get(case)
 

@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from residency._errors import CheckpointError, InvalidArgumentError
+from residency._checkpoint._arguments import check_count
+from residency._errors import CheckpointError
 
 _log = logging.getLogger("residency")
 
@@ -27,10 +28,7 @@ class OrderedWrites:
         Raises:
             InvalidArgumentError: The number is not a whole one of at least 1.
         """
-        if isinstance(max_in_flight, bool) or not isinstance(max_in_flight, int):
-            max_in_flight = 0
-        if max_in_flight < 1:
-            raise InvalidArgumentError("max_in_flight: expected a whole number of at least 1.")
+        check_count("max_in_flight", max_in_flight)
         self.max_in_flight = max_in_flight
         self._executor: ThreadPoolExecutor | None = None
         self._writes: deque[Future[None]] = deque()

@@ -547,6 +547,7 @@ def unusual_values_are_frozen_as_torch_save_keeps_them() -> None:
         "bf16": torch.ones(3, dtype=torch.bfloat16, device="cuda"),
         "empty": torch.empty(0, 3, device="cuda"),
         "function": make_trainer,
+        "optimizer_states": [{"state": {0: {"sparse": torch.eye(2).to_sparse()}, 1: None}}],
         "path": Path("a"),
         "state_dict": nn.Linear(2, 2).cuda().state_dict(),
     }
@@ -569,6 +570,8 @@ def unusual_values_are_frozen_as_torch_save_keeps_them() -> None:
     for both in (found, expected):
         both["module"] = both["module"].state_dict()
         both["sparse"] = both["sparse"].to_dense()
+        state = both["optimizer_states"][0]["state"]
+        state[0] = state[0]["sparse"].to_dense()
         both["conj"] = both["conj"].resolve_conj()
         both["quantized"] = both["quantized"].int_repr()
         assert type(both.pop("kind")) is Kind

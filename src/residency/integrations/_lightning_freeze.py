@@ -15,7 +15,7 @@ from __future__ import annotations
 import io
 import pickle
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -191,7 +191,7 @@ class _Loans:
                     if isinstance(value, Lent):
                         self.by_address[_address(value.tensor)] = value
 
-    def end(self, *, but: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+    def end(self, *, but: Collection[int] = ()) -> None:
         """Gives back what was not taken."""
         for address, lent in self.by_address.items():
             if address not in but:
@@ -214,7 +214,8 @@ def _states_in(states: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _address(tensor: Tensor) -> int:
-    return local_of(tensor).untyped_storage().data_ptr()
+    local = local_of(tensor)
+    return local.untyped_storage().data_ptr() if local.layout is torch.strided else 0
 
 
 def _is_of_fsdp1(value: Any) -> bool:

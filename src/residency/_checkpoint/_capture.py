@@ -213,9 +213,13 @@ def capture(
 
 
 def capture_described(
-    description: Description, *, arena: SlabArena, verify: bool = False, rank: int | None = None
+    description: Description,
+    *,
+    arena: SlabArena,
+    verify: bool = False,
+    rank: int | None = None,
 ) -> Capture:
-    """Is ``capture`` of what is described already; on failure its loans are given back."""
+    """Is ``capture`` of a tree that is described already; its loans end where this fails."""
     held: list[Held] = []
     try:
         blocks = make_blocks(description.leaves, replicated=description.replicated, rank=rank)
@@ -225,6 +229,10 @@ def capture_described(
         for block in blocks.blocks:
             held.append(Held(block, arena, None if block.lent is not None else next(regions)))
         _copy(held, verify=verify)
+        for leaf in description.leaves.values():
+            local = local_of(leaf.value)
+            if leaf.lent is None and not local.is_cpu:
+                gate_of(local.device).keeping([local])
     except BaseException:
         for each in held:
             each.release()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from residency._optim._homes import Home
-from residency._optim._offload_data import Offload, offloaded
+from residency._optim._offload_data import Offload
 from residency._optim._offloaded import OffloadedOptimizer, adopt_foreign_state
 from residency._optim._placement import follow_parameters
 from residency._optim._receive import receive_state
@@ -27,6 +27,7 @@ from residency._transfer import (
     Reception,
     is_sharded,
     local_of,
+    owned_optimizers,
     register_forecast,
     register_owner,
 )
@@ -86,7 +87,9 @@ def lend_homes(addresses: Collection[int]) -> dict[int, Lent]:
     """
     wanted = set(addresses) - {0}
     found: list[tuple[Home, ParameterState]] = []
-    for optimizer in list(offloaded):
+    for optimizer in owned_optimizers():
+        if not isinstance(optimizer, OffloadedOptimizer):
+            continue
         homes = optimizer.__dict__[PRIVATE].homes
         inners = [i for i in dict.values(optimizer.state) if isinstance(i, ParameterState)]
         mine = [(h, i) for i in inners for h in _homes_of(i) if h.tensor.data_ptr() in wanted]

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from residency import _device
 from residency._errors import InvalidArgumentError, RefusedError
 from residency._optim._masters import check_masters_place
-from residency._optim._offload_data import Offload, offloaded
+from residency._optim._offload_data import Offload
 from residency._optim._offloaded import (
     OffloadedOptimizer,
     adopt_foreign_state,
@@ -28,6 +28,7 @@ from residency._optim._state import State
 from residency._optim._step_patch import remake_step_patch, validate_step_patch
 from residency._optim._validate import check_groups, device_of
 from residency._optim._wrappers import reaching_inside
+from residency._transfer import note_owned
 from residency._units import parse_bytes
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -140,10 +141,10 @@ def onload_optimizer(optimizer: OptimizerT) -> OptimizerT:
         optimizer.state = plain
     if offload.guard is not None:
         offload.guard.remove()
-    offloaded.discard(optimizer)
     del optimizer.__dict__[PRIVATE]
     optimizer.__class__ = offload.base  # type: ignore[assignment]  # the class that it had
     remake_step_patch(optimizer)
+    note_owned(optimizer, is_owned=False)
     offload.state = offload.homes = None
     _device.release_pinned_cache()
     return optimizer
@@ -156,7 +157,7 @@ def _swap(optimizer: Optimizer, offload: Offload, swapped: type[Optimizer]) -> N
     offload.guard = optimizer.register_step_pre_hook(refuse_foreign_step)
     hooks: Any = optimizer._optimizer_step_pre_hooks  # an OrderedDict
     hooks.move_to_end(offload.guard.id, last=False)
-    offloaded.add(optimizer)
+    note_owned(optimizer, is_owned=True)
 
 
 def _settings(

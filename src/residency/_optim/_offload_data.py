@@ -5,7 +5,6 @@ It never refers to the optimizer, so that an optimizer still dies with its last 
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +21,6 @@ from residency._optim._sharding import layout_of
 from residency._optim._state import State
 from residency._optim._statistics import Timeline
 from residency._transfer import local_of
-
-# All that are offloaded now, so that a save finds the homes among the tensors that it is given.
-offloaded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 @dataclass(slots=True)

@@ -14,7 +14,6 @@ is kept so holds memory, and never a step.
 from __future__ import annotations
 
 import io
-import pickle
 import threading
 import weakref
 from collections.abc import Mapping
@@ -28,8 +27,8 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from residency import _device
 from residency._checkpoint._capture import Capture, Held, capture_described
-from residency._checkpoint._encode import Leaf, check_is_finite, joined
-from residency._checkpoint._tree import Description, check_plain_layout
+from residency._checkpoint._encode import Leaf
+from residency._checkpoint._tree import Description
 from residency._errors import RefusedError
 from residency._optim._lend import lend_homes
 from residency._transfer import (
@@ -39,6 +38,7 @@ from residency._transfer import (
     watch_optimizers,
     written_by_steps,
 )
+from residency.integrations._pickled import Freezer, Thawer
 
 _PATIENCE_SECONDS = 60.0
 _of_thread = threading.local()  # [Note: when a save is over]
@@ -112,10 +112,10 @@ class PinnedStager(AsyncStager):
             raise RefusedError("this stager is closed. Nothing was saved; make another one.")
         if self._flight is not None:
             self._flight.wait()
-        description, pickled = _described(state_dict)
+        description, thawer = _described(state_dict)
         captured = capture_described(description, arena=self._arena)
         flight = _Flight(captured)
-        staged = _Staged(captured, pickled, flight)
+        staged = _Staged(captured, thawer, flight)
         # Held weakly: only who writes it keeps what was staged.
         weakref.finalize(staged, flight.drop_unasked).atexit = False
         self._flight, self._newest = flight, weakref.ref(staged)
@@ -208,10 +208,10 @@ class _Token:
 class _Staged(Future[dict[str, Any]]):
     """Is the staged state: it is put together by who asks for it first, the writing thread."""
 
-    def __init__(self, captured: Capture, pickled: bytes, flight: _Flight) -> None:
+    def __init__(self, captured: Capture, thawer: Thawer, flight: _Flight) -> None:
         super().__init__()
         self._capture: Capture | None = captured
-        self._pickled = pickled
+        self._thawer = thawer
         self._flight = flight
         self._lock = threading.Lock()
 
@@ -239,7 +239,7 @@ class _Staged(Future[dict[str, Any]]):
             self._flight.ask()
             try:
                 tensors = captured.tensors(lambda held: _lasting(held, self._flight))
-                made = _Loader(io.BytesIO(self._pickled), tensors).load()
+                made: dict[str, Any] = self._thawer.thaw(tensors)
             except BaseException as error:
                 self._flight.drop()
                 self.set_exception(error)
@@ -257,83 +257,38 @@ def _lasting(held: Held, flight: _Flight) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-class _Finder(pickle.Pickler):
-    """Copies the structure of a state dict, and collects its tensors under names."""
-
-    def __init__(self, target: io.BytesIO, paths: Mapping[int, str]) -> None:
-        super().__init__(target, protocol=pickle.HIGHEST_PROTOCOL)
-        self.found: dict[str, Tensor] = {}
-        self._paths = paths
-        self._names: dict[int, str] = {}
-
-    def persistent_id(self, value: Any) -> str | None:
-        """Returns the name of a tensor."""
-        if not isinstance(value, Tensor):
-            return None
-        if id(value) not in self._names:
-            name = self._paths.get(id(value), "a tensor inside of a value")
-            while name in self.found:
-                name += "'"
-            self._names[id(value)] = name
-            self.found[name] = value
-        return self._names[id(value)]
-
-
-class _Loader(pickle.Unpickler):
-    def __init__(self, source: io.BytesIO, tensors: Mapping[str, Tensor]) -> None:
-        super().__init__(source)
-        self._tensors = tensors
-
-    def persistent_load(self, name: Any) -> Tensor:
-        return self._tensors[name]
-
-
-def _described(state_dict: dict[str, Any]) -> tuple[Description, bytes]:
+def _described(state_dict: dict[str, Any]) -> tuple[Description, Thawer]:
     """Finds the tensors of a state dict; lends those that are homes of an optimizer."""
-    check_is_finite(state_dict)
-    paths: dict[int, str] = {}
-    _name("", state_dict, paths)
-    target = io.BytesIO()
-    finder = _Finder(target, paths)
+    file = io.BytesIO()
+    freezer = Freezer(file, {}, set())
     try:
-        finder.dump(state_dict)
-    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+        freezer.dump(state_dict)
+    except Exception as error:  # whatever a value's own pickling raises
         raise RefusedError(
-            f"the state dict has a value that cannot be pickled ({error}). Nothing was saved; "
-            "take it out, or give its state_dict()."
+            f"the state dict has a value that cannot be pickled ({type(error).__name__}: {error})."
+            " Nothing was saved; take it out, or give its state_dict()."
         ) from error
-    for name, value in finder.found.items():
-        check_plain_layout(Leaf(name, value, True), local_of(value))
-    return Description({}, _leaves(finder.found)), target.getvalue()
+    thawer = Thawer(file.getvalue(), freezer.kept)
+    return Description({}, _leaves(freezer.encoder.leaves)), thawer
 
 
-def _leaves(found: Mapping[str, Tensor]) -> dict[str, Leaf]:
+def _leaves(found: Mapping[str, Leaf]) -> dict[str, Leaf]:
+    """Says of each tensor whether it is lent, and whether others than optimizers may change it."""
     of_steps = {_place(tensor) for tensor in written_by_steps()}
-    on_host = [local for local in map(local_of, found.values()) if local.is_cpu]
+    on_host = [local for leaf in found.values() if (local := local_of(leaf.value)).is_cpu]
     lent = lend_homes({local.data_ptr() for local in on_host if local.numel()})
     leaves: dict[str, Leaf] = {}
-    for name, value in found.items():
-        local = local_of(value)
+    for name, leaf in found.items():
+        local = local_of(leaf.value)
         loan = lent.get(local.data_ptr()) if local.is_cpu else None
         if loan is not None and loan.tensor.nbytes == local.nbytes:
             del lent[local.data_ptr()]
         else:
             loan = None  # a part of a home, or another tensor over one, is copied
-        leaves[name] = Leaf(name, value.detach(), _place(value) not in of_steps, loan)
+        leaves[name] = Leaf(name, leaf.value, _place(local) not in of_steps, loan)
     for unused in lent.values():
         unused.give_back()
     return leaves
-
-
-def _name(path: str, value: Any, paths: dict[int, str]) -> None:
-    if isinstance(value, Tensor):
-        paths.setdefault(id(value), path)
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            _name(joined(path, key), each, paths)
-    elif isinstance(value, list | tuple):
-        for index, each in enumerate(value):
-            _name(joined(path, index), each, paths)
 
 
 def _place(tensor: Tensor) -> tuple[torch.device, int]:

@@ -1,0 +1,130 @@
+"""A checkpoint as it is at one call: tensors as copies on the host, everything else as a pickle.
+
+What ``torch.save`` can write can be frozen, because it is taken apart in the same way: by pickle,
+which also finds tensors inside of objects. Tensors go through the snapshot's pipeline; ties stay,
+and no device memory is allocated.
+
+[Note: what waits] The current stream waits for the copies of everything but optimizer state before
+the call returns: Lightning's own callbacks write parameters between two steps without a step (the
+averages that ``WeightAveraging`` swaps in for validation). Optimizer state is written by steps
+alone, which pass the gate; it is most of the bytes.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from residency._checkpoint._capture import capture_described
+from residency._checkpoint._snapshot import Snapshot
+from residency._checkpoint._tree import Description
+from residency._errors import RefusedError
+from residency._transfer import (
+    Lent,
+    SlabArena,
+    is_sharded,
+    owned_optimizers,
+    owner_of,
+)
+from residency.integrations._pickled import Freezer, Thawer, address_of
+
+
+class Frozen:
+    """Is a checkpoint as it was when ``freeze`` was called."""
+
+    def __init__(self, thawer: Thawer, snapshot: Snapshot) -> None:
+        self._thawer = thawer
+        self._snapshot = snapshot
+
+    def thaw(self) -> Any:
+        """Returns the checkpoint, with host tensors that keep their memory; waits for the copies.
+
+        Raises:
+            CheckpointError: A copy failed.
+        """
+        return self._thawer.thaw(self._snapshot.tree)
+
+
+def freeze(checkpoint: Mapping[str, Any], *, arena: SlabArena) -> Frozen:
+    """Begins to copy a checkpoint to the host, and returns when the copies are queued.
+
+    Args:
+        checkpoint: What a strategy would have written.
+        arena: Where the copies go.
+
+    Raises:
+        RefusedError: A part can be pickled neither here nor by ``torch.save``, or the host has no
+            room. Nothing is held.
+
+    Memory:
+        Device: none. Host: the bytes of all tensors, each storage's overlapping ones once, rounded
+        up to 512; state that an offloaded optimizer keeps on the host is lent, not copied.
+    """
+    loans = _Loans(checkpoint)
+    file = io.BytesIO()
+    freezer = Freezer(file, loans.by_address, {id(value) for value in _states_of(checkpoint)})
+    try:
+        freezer.dump(checkpoint)
+    except BaseException as error:
+        loans.end()
+        if not isinstance(error, Exception) or isinstance(error, RefusedError):
+            raise
+        raise RefusedError(
+            f"{_culprit(checkpoint)} of the checkpoint cannot be pickled, so that no file could"
+            f" hold it: {error}. Nothing was saved; take it out in on_save_checkpoint."
+        ) from error
+    loans.end(but=freezer.lent)
+    names = {name: {"$": "tensor", "name": name} for name in freezer.encoder.leaves}
+    captured = capture_described(Description(names, freezer.encoder.leaves), arena=arena)
+    return Frozen(Thawer(file.getvalue(), freezer.kept), Snapshot(captured, arena))
+
+
+class _Loans:
+    """Borrows the state of the offloaded optimizers whose state the checkpoint has."""
+
+    def __init__(self, checkpoint: Mapping[str, Any]) -> None:
+        self.by_address: dict[int, Lent] = {}
+        wanted = set(map(address_of, _states_of(checkpoint)))
+        for optimizer in owned_optimizers() if wanted else ():
+            if wanted.isdisjoint(map(address_of, _states_in(dict.values(optimizer.state)))):
+                continue
+            owner = owner_of(optimizer)
+            lent = {} if owner is None else owner.lend(optimizer, keep=True)
+            for values in lent.values():
+                for value in values.values() if isinstance(values, Mapping) else ():
+                    if isinstance(value, Lent):
+                        self.by_address[address_of(value.tensor)] = value
+
+    def end(self, *, but: Collection[int] = ()) -> None:
+        """Gives back what was not taken."""
+        for address, lent in self.by_address.items():
+            if address not in but:
+                lent.give_back()
+
+
+def _states_of(checkpoint: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yields the tensors that stand directly in optimizers' states: steps know of these."""
+    optimizers = checkpoint.get("optimizer_states")
+    for saved in optimizers if isinstance(optimizers, list) else ():
+        states = saved.get("state") if isinstance(saved, Mapping) else None
+        yield from _states_in(states.values() if isinstance(states, Mapping) else ())
+
+
+def _states_in(states: Iterable[Any]) -> Iterator[Tensor]:
+    for values in states:
+        # Without the waits of an offloaded optimizer's own reading.
+        found = dict.values(values) if isinstance(values, dict) else ()
+        yield from (value for value in found if type(value) is Tensor or is_sharded(value))
+
+
+def _culprit(checkpoint: Mapping[str, Any]) -> str:
+    """Returns the name of the part that cannot be pickled."""
+    for key, value in checkpoint.items():
+        try:
+            Freezer(io.BytesIO(), {}, set()).dump(value)
+        except Exception as error:  # the same that is being told
+            return f"{key!r} ({type(error).__name__})"
+    return "a part"

@@ -73,11 +73,12 @@ class OffloadOwner:
         return None if offload.homes is None else receive_state(optimizer, offload, states)
 
 
-def lend_homes(addresses: Collection[int]) -> dict[int, Lent]:
+def lend_homes(addresses: Collection[int], spare_bytes: int | None = None) -> dict[int, Lent]:
     """Lends the homes that begin at these addresses, of whatever offloaded optimizer.
 
     Args:
         addresses: Of tensors that a caller wants to keep as they are; most may be anything else.
+        spare_bytes: As in ``set_spare``.
 
     Returns:
         The loans by address; the borrower gives each back.
@@ -94,6 +95,8 @@ def lend_homes(addresses: Collection[int]) -> dict[int, Lent]:
         inners = [i for i in dict.values(optimizer.state) if isinstance(i, ParameterState)]
         mine = [(h, i) for i in inners for h in _homes_of(i) if h.tensor.data_ptr() in wanted]
         if mine:
+            if spare_bytes is not None:
+                homes.spare_bytes = spare_bytes
             homes.make_spare([home.num_bytes for home, _ in mine])
             found += mine
     return {

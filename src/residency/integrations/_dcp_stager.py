@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from residency import _device
+from residency._checkpoint._arguments import spare_bytes
 from residency._checkpoint._capture import Capture, Held, capture_described
 from residency._checkpoint._encode import Leaf
 from residency._checkpoint._tree import Description
@@ -57,6 +58,9 @@ class PinnedStager(AsyncStager):
 
     Args:
         pin: Whether the copies go to page-locked memory; without, they block the host.
+        spare: Host memory that steps may take for the state of an offloaded optimizer while a save
+            reads it, in bytes or ``"all"``; a step that needs more waits. None leaves it at two
+            buckets.
 
     Memory:
         Device: none. Host: the bytes of the state dict that are not lent, of overlapping tensors
@@ -65,8 +69,13 @@ class PinnedStager(AsyncStager):
         planner or an error that is kept keeps its save's set, and the next save makes another.
     """
 
-    def __init__(self, *, pin: bool = True) -> None:
-        """Begins to watch which tensors optimizers step; allocates nothing yet."""
+    def __init__(self, *, pin: bool = True, spare: int | str | None = None) -> None:
+        """Begins to watch which tensors optimizers step; allocates nothing yet.
+
+        Raises:
+            InvalidArgumentError: ``spare`` does not parse.
+        """
+        self._spare_bytes = spare_bytes(spare)
         self._arena = SlabArena(pin=pin and _device.is_pinning_available())
         self._arena.is_kept = True
         self._newest: weakref.ref[_Staged] | None = None
@@ -112,7 +121,7 @@ class PinnedStager(AsyncStager):
             raise RefusedError("this stager is closed. Nothing was saved; make another one.")
         if self._flight is not None:
             self._flight.wait()
-        description, thawer = _described(state_dict)
+        description, thawer = _described(state_dict, self._spare_bytes)
         captured = capture_described(description, arena=self._arena)
         flight = _Flight(captured)
         staged = _Staged(captured, thawer, flight)
@@ -257,7 +266,7 @@ def _lasting(held: Held, flight: _Flight) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _described(state_dict: dict[str, Any]) -> tuple[Description, Thawer]:
+def _described(state_dict: dict[str, Any], spare_bytes: int | None) -> tuple[Description, Thawer]:
     """Finds the tensors of a state dict; lends those that are homes of an optimizer."""
     file = io.BytesIO()
     freezer = Freezer(file, {}, set())
@@ -269,14 +278,14 @@ def _described(state_dict: dict[str, Any]) -> tuple[Description, Thawer]:
             " Nothing was saved; take it out, or give its state_dict()."
         ) from error
     thawer = Thawer(file.getvalue(), freezer.kept)
-    return Description({}, _leaves(freezer.encoder.leaves)), thawer
+    return Description({}, _leaves(freezer.encoder.leaves, spare_bytes)), thawer
 
 
-def _leaves(found: Mapping[str, Leaf]) -> dict[str, Leaf]:
+def _leaves(found: Mapping[str, Leaf], spare_bytes: int | None) -> dict[str, Leaf]:
     """Says of each tensor whether it is lent, and whether others than optimizers may change it."""
     of_steps = {_place(tensor) for tensor in written_by_steps()}
     on_host = [local for leaf in found.values() if (local := local_of(leaf.value)).is_cpu]
-    lent = lend_homes({local.data_ptr() for local in on_host if local.numel()})
+    lent = lend_homes({local.data_ptr() for local in on_host if local.numel()}, spare_bytes)
     leaves: dict[str, Leaf] = {}
     for name, leaf in found.items():
         local = local_of(leaf.value)

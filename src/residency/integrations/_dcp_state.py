@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import json
+import secrets
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -67,7 +68,7 @@ class TrainState(Stateful):
             there, or objects with ``state_dict`` and ``load_state_dict``, such as a data loader.
 
     Raises:
-        InvalidArgumentError: A counter has the name of one of the parts.
+        InvalidArgumentError: A counter has the name of one of the parts; the optimizer is none.
         RefusedError: A parameter of the optimizer is not in the model, or is one of FSDP1's.
 
     Attributes:
@@ -88,7 +89,12 @@ class TrainState(Stateful):
         **counters: Any,
     ) -> None:
         """Takes the parts; reads and changes nothing."""
-        taken = {"model", "optimizer", "scheduler"} & set(counters)
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise InvalidArgumentError(
+                f"the optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer, "
+                "such as the one that a trainer's own wrapper has inside."
+            )
+        taken = {"model", "optimizer", "scheduler", _ABOUT} & set(counters)
         if taken:
             raise InvalidArgumentError(
                 f"{', '.join(sorted(taken))} is the name of a part; give the counter another name."
@@ -97,6 +103,7 @@ class TrainState(Stateful):
         self.optimizer = None if optimizer is None else plain_optimizer(optimizer)
         self.scheduler = scheduler
         self.counters = counters
+        self._token = ""
         self._names()
 
     def state_dict(self) -> dict[str, Any]:
@@ -119,8 +126,9 @@ class TrainState(Stateful):
         for name, value in self.counters.items():
             values[name] = value.state_dict() if _keeps_state(value) else copy.deepcopy(value)
         # First, so that its names are looked for first.
+        self._token = secrets.token_hex(8)
         about = dict.fromkeys(self._contents(values), True)
-        return {_ABOUT: {**about, _WITHOUT_STATE: without_state}, **values}
+        return {_ABOUT: {**about, _WITHOUT_STATE: [self._token, *without_state]}, **values}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the state dict that ``dcp.load`` has filled; keeps nothing of it.
@@ -130,7 +138,9 @@ class TrainState(Stateful):
                 changed here; ``dcp.load`` finds that before it reads.
         """
         about = dict(state_dict.get(_ABOUT, {}))
-        without_state = set(about.pop(_WITHOUT_STATE, ()))
+        token, *names = about.pop(_WITHOUT_STATE, [self._token])
+        # What was given is still there where the checkpoint says nothing of it, as torch's recipes.
+        without_state = set() if token == self._token else set(names)
         here = set(self._contents(state_dict))
         if about and set(about) != here:
             raise RefusedError(_difference(set(about), here))

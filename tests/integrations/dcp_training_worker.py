@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "sim")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "sim"))
 
 import xtuner_published
 from dcp_training import AppState, HeldWriter, Run, layers, peak_above, picture

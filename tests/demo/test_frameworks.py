@@ -1,4 +1,4 @@
-"""The cases of frameworks, with their real code, each in a process in which the simulator is CUDA."""
+"""The cases of frameworks, with their real code, each in a process where the simulator is CUDA."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
         }
         self._put: list[HostFirst] = []
         self._hook = _UncaughtErrors()
-        self._owners: dict[str, object] = {}
+        self._entered: dict[str, _Entered] = {}
 
     # The events. Trainer calls them by name, with more arguments than each needs.
 
@@ -98,18 +98,18 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
         self._put_on(others.get("model"))  # a `model_init` has made another one
         self.offload(others.get("optimizer"))
         self._hook.put_on()
-        self._leave("train", RuntimeError("the run before did not come to its end"))
+        _leave_what_failed()
         if not any(visit.name == "train" for visit in open_phases()):
             self._enter("train")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Begins the phase ``step``: forward, backward, of all batches that are accumulated."""
-        self._leave("step", None)
+        self._leave("step")
         self._enter("step")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Ends the phase ``step``."""
-        self._leave("step", None)
+        self._leave("step")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Ends the phase ``train``.
@@ -117,8 +117,8 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
         The adapters of the model go on loading host-first: a second ``train`` resumes before it
         calls a callback.
         """
-        self._leave("step", None)
-        self._leave("train", None)
+        self._leave("step")
+        self._leave("train")
         self._hook.take_off()
 
     # What users, and the mixin, call.
@@ -152,7 +152,7 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
         """
         while self._put:
             self._put.pop().take_off()
-        self._leave("train", None)
+        self._leave("train")
         self._hook.take_off()
 
     def _put_on(self, model: Any) -> None:
@@ -161,13 +161,13 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
             self._put.append(put)
 
     def _enter(self, name: str) -> None:
-        self._owners[name] = owner = object()
-        begin(name, owner)
+        self._entered[name] = entered = _Entered()
+        begin(name, entered)
 
-    def _leave(self, name: str, error: BaseException | None) -> None:
-        owner = self._owners.pop(name, None)
-        if any(visit._owner is owner for visit in open_phases()):
-            end(owner, error)
+    def _leave(self, name: str) -> None:
+        entered = self._entered.pop(name, None)
+        if any(visit._owner is entered for visit in open_phases()):
+            end(entered, None)
 
     def _added_twice(self) -> RefusedError:
         return RefusedError(
@@ -175,6 +175,18 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
             f" {type(self).__name__}, which would fight over one optimizer. Nothing was changed;"
             " pass one."
         )
+
+
+class _Entered:
+    """Owns one visit of a phase that a callback has begun."""
+
+
+def _leave_what_failed() -> None:
+    """Ends what a run that an error ended has left open: its callback was not told."""
+    for visit in open_phases():
+        if isinstance(visit._owner, _Entered):
+            end(visit._owner, RuntimeError("the run before this one did not come to its end"))
+            return
 
 
 def optimizer_inside(optimizer: Any) -> Any:

@@ -10,6 +10,7 @@ import copy
 import gc
 import io
 import json
+import os
 import pickle
 import sys
 import tempfile
@@ -45,9 +46,6 @@ from transformers_lab import (
     watched,
     weights,
 )
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "sim"))
-
 from worker_cases import Cases
 
 import residency
@@ -709,6 +707,52 @@ def a_snapshot_is_saved_in_files_that_stock_from_pretrained_reads() -> None:
         assert_same(adapter_of(other), load_file(f"{folder}/adapter/adapter_model.safetensors"))
 
 
+@case
+def a_process_that_dies_while_it_saves_leaves_no_checkpoint_that_is_not_whole() -> None:
+    assert dead, "main lets some processes die before the simulator is there"
+    for folder in dead:
+        last = transformers.trainer_utils.get_last_checkpoint(str(folder))
+        assert last == str(folder / "checkpoint-2")
+        assert sorted(path.name for path in folder.iterdir()) == [
+            ".residency-saving",
+            "checkpoint-2",
+        ]
+        for kind in (transformers.Trainer, Mixed):  # stock code goes on from it, and so do we
+            trainer = trained(tiny_model(), folder, kind=kind, resume="checkpoint-2", max_steps=3)
+            assert trainer.state.global_step == 3
+        assert not (folder / ".residency-saving").exists()
+
+
+def let_some_die(folder: Path) -> list[Path]:
+    """Forks processes that train on the host and end in the middle of their second save."""
+    save, rename = torch.save, os.rename
+
+    def cut_off(value: Any, file: Any) -> None:
+        save(value, file)
+        if str(file).endswith("checkpoint-4/optimizer.pt"):
+            os.truncate(file, 100)
+            os._exit(9)
+
+    def never(source: Any, target: Any) -> None:
+        if str(target).endswith("checkpoint-4"):
+            os._exit(9)
+        rename(source, target)
+
+    folders = []
+    for target, dying in (("torch.save", cut_off), ("os.rename", never)):
+        folders.append(folder / target)
+        process = os.fork()
+        if process == 0:
+            with mock.patch(target, dying):
+                trained(tiny_model(), folders[-1], kind=Mixed, use_cpu=True)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 9
+    return folders
+
+
+dead: list[Path] = []
+
+
 # ------------------------------------------------------------------------------- accelerate
 
 
@@ -751,10 +795,11 @@ def accelerate_saves_and_loads_an_offloaded_optimizer_to_the_same_bits() -> None
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    sim.enable("1GiB", check_races=True, device="cuda")
     warnings.simplefilter("ignore")  # the frameworks' advice to their users
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
+    dead.extend(let_some_die(folder))
+    sim.enable("1GiB", check_races=True, device="cuda")
     case.run(folder / "outcomes.json")
 
 

@@ -39,8 +39,8 @@ def start(worker: str, *arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, str(HERE / f"{worker}.py"), *map(str, arguments)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stdout=subprocess.DEVNULL,  # a line per step
+        stderr=subprocess.PIPE,
         text=True,
     )
 
@@ -48,7 +48,7 @@ def start(worker: str, *arguments: object) -> subprocess.Popen[str]:
 def finish(processes: list[subprocess.Popen[str]]) -> None:
     try:
         for process in processes:
-            output = process.communicate(timeout=280)[0]  # the first may have to compile
+            output = process.communicate(timeout=280)[1]  # the first may have to compile
             assert process.returncode == 0, output[-5000:]
     finally:
         for process in processes:

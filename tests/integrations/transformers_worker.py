@@ -72,27 +72,26 @@ def under_a_capacity_in_which_stock_ends_in_the_best_adapter_ours_loads_it() -> 
 
     def fill(state: Any) -> None:
         """Takes what is free, but for the room, once training is done."""
-        if state.global_step == 4:
+        if state.global_step == 2:
             torch.cuda.empty_cache()
             size = torch.cuda.mem_get_info()[0] - room
             ballast.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
 
+    def run(*callbacks: Any) -> Any:
+        model = adapted(tiny_model(**BIG), modules_to_save=saved)
+        steps = {"max_steps": 2, "save_steps": 1, "eval_steps": 1, "save_only_model": True}
+        return trained(model, inside(folder), Each(on_save=fill), *callbacks, **steps)
+
     settings = sim.settings()
-    sim.enable(**{**settings, "capacity": "256MiB"})
+    sim.enable(**{**settings, "capacity": "256MiB", "check_races": False})
     with tempfile.TemporaryDirectory() as folder:
-        stock = make(adapted(tiny_model(**BIG), modules_to_save=saved), folder, Each(on_save=fill))
         with pytest.raises(torch.OutOfMemoryError) as info:
-            stock.train()
+            run()
         assert "_load_best_model" in "".join(traceback.format_tb(info.value.__traceback__))
-        del stock, info
-        gc.collect()
+        del info
         ballast.clear()
-        trainer = trained(
-            adapted(tiny_model(**BIG), modules_to_save=saved),
-            folder,
-            Each(on_save=fill),
-            ours(),
-        )
+        gc.collect()
+        trainer = run(ours(bucket=BIG_LAYER))
         file = load_file(f"{trainer.state.best_model_checkpoint}/adapter_model.safetensors")
         assert sum(value.nbytes for value in file.values()) > room
         assert_same(adapter_of(trainer.model), file)
@@ -549,7 +548,7 @@ def checkpoints_written_behind_training_are_those_of_stock_code() -> None:
 @case
 def rotation_and_the_best_checkpoint_are_those_of_stock_code() -> None:
     settings = {"save_steps": 1, "eval_steps": 1, "max_steps": 5, "learning_rate": 0.3}
-    for limit in (1, 2, 3):
+    for limit in (1, 2):
         with tempfile.TemporaryDirectory() as folder:
             left = []
             for kind, slots in ((transformers.Trainer, None), (Mixed, 1), (Mixed, 3)):

@@ -20,6 +20,7 @@ LAYERS = (
     ("_memory",),
     ("_optim", "_checkpoint", "_handoff"),  # strangers to each other
     ("_report",),
+    ("types",),
     ("",),  # the public door, residency/__init__.py
     ("testing",),
     ("_demo", "integrations"),

@@ -13,21 +13,16 @@ from typing import TYPE_CHECKING, Any
 from residency._errors import (
     CheckpointError,
     CorruptSaveError,
+    HandOffError,
     InvalidArgumentError,
     RefusedError,
     ResidencyError,
 )
 
 if TYPE_CHECKING:
-    from residency._checkpoint import Checkpointer, Retention, Save, Snapshot, load_into, snapshot
-    from residency._memory import (
-        Holder,
-        MemoryState,
-        holders,
-        memory_state,
-        phase,
-        record,
-    )
+    from residency._checkpoint import Checkpointer, Retention, load_into, snapshot
+    from residency._handoff import hand_off, park, reclaim, take_over, unpark
+    from residency._memory import holders, memory_state, phase, record
     from residency._optim import OffloadedOptimizer, offload_optimizer, onload_optimizer
     from residency._transfer import mutating
 
@@ -37,47 +32,49 @@ __all__ = [
     "CheckpointError",
     "Checkpointer",
     "CorruptSaveError",
-    "Holder",
+    "HandOffError",
     "InvalidArgumentError",
-    "MemoryState",
     "OffloadedOptimizer",
     "RefusedError",
     "ResidencyError",
     "Retention",
-    "Save",
-    "Snapshot",
-    "__version__",
+    "hand_off",
     "holders",
     "load_into",
     "memory_state",
     "mutating",
     "offload_optimizer",
     "onload_optimizer",
+    "park",
     "phase",
+    "reclaim",
     "record",
     "sim",
     "snapshot",
+    "take_over",
     "testing",
+    "unpark",
 ]
 
-_LAZY_SUBMODULES = frozenset({"sim", "testing"})
+_LAZY_SUBMODULES = frozenset({"sim", "testing", "types"})
 _LAZY_NAMES = {  # name -> the module that owns it
     "Checkpointer": "residency._checkpoint",
-    "Holder": "residency._memory",
-    "MemoryState": "residency._memory",
     "OffloadedOptimizer": "residency._optim",
     "Retention": "residency._checkpoint",
-    "Save": "residency._checkpoint",
-    "Snapshot": "residency._checkpoint",
+    "hand_off": "residency._handoff",
     "holders": "residency._memory",
     "load_into": "residency._checkpoint",
     "memory_state": "residency._memory",
     "mutating": "residency._transfer",
     "offload_optimizer": "residency._optim",
     "onload_optimizer": "residency._optim",
+    "park": "residency._handoff",
     "phase": "residency._memory",
+    "reclaim": "residency._handoff",
     "record": "residency._memory",
     "snapshot": "residency._checkpoint",
+    "take_over": "residency._handoff",
+    "unpark": "residency._handoff",
 }
 
 

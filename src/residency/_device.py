@@ -7,13 +7,14 @@ nothing is pinned, and every memory figure is zero.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from residency._errors import InvalidArgumentError
+from residency._errors import InvalidArgumentError, RefusedError
 
 
 def accelerator() -> torch.device | None:
@@ -176,6 +177,86 @@ def allocator_settings() -> str:
     return "" if read is None else str(read() or "")
 
 
+def set_allocator_settings(settings: str) -> None:
+    """Gives the allocator new settings; what has been allocated stays as it is.
+
+    Raises:
+        RefusedError: This torch, or the allocator, does not take them.
+    """
+    write = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if write is None:
+        raise RefusedError("This build of torch cannot change the settings of its allocator.")
+    try:
+        write(settings)
+    except (RuntimeError, ValueError) as error:
+        first_line = str(error).partition("\n")[0]
+        message = f"The allocator refuses the settings {settings!r}: {first_line}"
+        raise RefusedError(message) from None
+
+
+def allocator_backend(device: torch.device) -> str:
+    """Returns the kind of allocator: ``"native"`` is torch's own caching one."""
+    return str(torch.cuda.get_allocator_backend()) if device.type == "cuda" else "native"
+
+
+def empty_cache(device: torch.device) -> None:
+    """Gives the allocator's whole free segments back to the device; waits for draining blocks.
+
+    Torch empties the caches of all devices of the process. With another device current, or with
+    work under way on one of several, segments that grow were unmapped in use (pytorch#196258).
+    """
+    used = [
+        index
+        for index in range(torch.accelerator.device_count())
+        if torch.accelerator.memory_reserved(index)
+    ]
+    for index in used if len(used) > 1 else []:
+        torch.accelerator.synchronize(index)
+    with torch.accelerator.device_index(device.index):
+        torch.accelerator.empty_cache()
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Says whether the current stream is being captured into a graph."""
+    return device.type == "cuda" and bool(torch.cuda.is_current_stream_capturing())
+
+
+def clear_workspaces(device: torch.device) -> None:
+    """Frees the workspaces that matrix products keep from one to the next; the next makes its own.
+
+    Must not be called while a captured graph is alive: a replay would write to what was freed.
+    """
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if device.type != "cuda":  # the simulated accelerator's
+        clear = getattr(torch.get_device_module(device), "clear_workspaces", None)
+    if clear is not None:
+        clear()
+
+
+def charged_bytes(device: torch.device) -> int | None:
+    """Returns the bytes that the driver charges this process with; None where it does not tell.
+
+    Asks NVIDIA's management library, if its Python binding is installed. In a container it may
+    know this process under another number, and then tells nothing.
+    """
+    if device.type != "cuda":
+        return None
+    try:
+        import pynvml  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(
+            f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        )
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except (pynvml.NVMLError, AttributeError):
+        return None
+    own = [process.usedGpuMemory for process in processes if process.pid == os.getpid()]
+    return int(own[0]) if own and own[0] is not None else None
+
+
 def free_in_private_pools(
     device: torch.device, figures: Mapping[str, Any], *, walk: bool
 ) -> tuple[int, int] | None:
@@ -193,7 +274,7 @@ def free_in_private_pools(
     if read is not None:  # the simulated accelerator's
         whole, beside = read()
         return int(whole), int(beside)
-    if not _has_private_pools(figures):
+    if not private_pool_bytes(device, figures):
         return 0, 0
     if device.type != "cuda" or not walk:
         return None
@@ -212,10 +293,18 @@ def free_in_private_pools(
     return whole, beside
 
 
-def _has_private_pools(figures: Mapping[str, Any]) -> bool:
-    """Says whether the allocator's figures count memory of private pools."""
-    return any(
-        value
+def private_pool_bytes(device: torch.device, figures: Mapping[str, Any]) -> int:
+    """Returns what private pools, of captured graphs or a ``MemPool``, have reserved.
+
+    Args:
+        device: The accelerator.
+        figures: Its `allocator_figures`.
+    """
+    read = getattr(torch.get_device_module(device), "private_pool_stats", None)
+    if read is not None:  # the simulated accelerator's
+        return sum(pool["all"]["current"] for pool in read().values())
+    return sum(
+        int(value)
         for name, value in figures.items()
         if name.startswith("reserved_bytes_by_private_pools") and name.endswith("all.current")
     )

@@ -3,6 +3,7 @@
 ResidencyError
 ├── CheckpointError (RuntimeError)      a save or a restore could not be carried out
 │   └── CorruptSaveError                bytes on disk are not those that were written
+├── HandOffError (RuntimeError)         a device could not be handed over, or taken back
 ├── InvalidArgumentError (ValueError)   a size, a count or a name that means nothing
 ├── QueuedWorkError (RuntimeError)      work failed that nobody had waited for
 ├── RefusedError (RuntimeError)         it cannot be done exactly, so nothing was done
@@ -11,6 +12,10 @@ ResidencyError
     └── RaceError                       two operations meet on the same bytes, with no wait
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
+
 
 class ResidencyError(Exception):
     """Is the root of every error that this package raises on its own account."""
@@ -18,6 +23,33 @@ class ResidencyError(Exception):
 
 class InvalidArgumentError(ResidencyError, ValueError):
     """Says that an argument means nothing: a size that does not parse, an unknown name."""
+
+
+class HandOffError(ResidencyError, RuntimeError):
+    """Says that a device could not be handed over, or that what was parked did not fit back.
+
+    Attributes:
+        is_parked: Whether something is still on the host, whole: `retry` brings it back.
+    """
+
+    def __init__(self, message: str, *, bring_back: Callable[[], None] | None = None) -> None:
+        super().__init__(message)
+        self._bring_back = bring_back
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether something that the hand-off parked is still on the host."""
+        return self._bring_back is not None
+
+    def retry(self) -> None:
+        """Waits for the bytes once more, and brings back what is parked; else does nothing.
+
+        Raises:
+            HandOffError: They are still not free; everything is still whole on the host.
+        """
+        if self._bring_back is not None:
+            self._bring_back()
+            self._bring_back = None
 
 
 class CheckpointError(ResidencyError, RuntimeError):

@@ -17,6 +17,7 @@ import torch
 
 import residency
 from residency._memory._holders import find_holders
+from residency.types import Holder
 
 pytestmark = pytest.mark.sim_device(schedule="late")  # it asks the device for nothing but figures
 
@@ -32,7 +33,7 @@ def make(device: torch.device) -> Make:
     return functools.partial(torch.ones, NUM_ELEMENTS, device=device)
 
 
-def only() -> residency.Holder:
+def only() -> Holder:
     """The one holder that there is."""
     (holder,) = residency.holders()
     return holder
@@ -43,7 +44,7 @@ def test_nothing_on_the_device_has_no_holder(device: torch.device) -> None:
 
 
 def test_a_local_of_a_running_function_is_named(make: Make) -> None:
-    def train() -> residency.Holder:
+    def train() -> Holder:
         state_dict = {"model": {"w": make()}}
         assert state_dict
         return only()

@@ -19,7 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import residency
-from residency import MemoryState, memory_state
+from residency import memory_state
+from residency.types import MemoryState
 
 pytestmark = pytest.mark.sim
 

@@ -220,21 +220,8 @@ def make_room(arena: SlabArena, sizes: Sequence[int]) -> list[Region]:
     rounded = [-(-n // _PAGE) * _PAGE if n >= _LONG else n for n in sizes]
     # In one order for the same sizes, however they are listed.
     order = sorted(range(len(rounded)), key=lambda i: (rounded[i] % _PAGE != 0, -rounded[i]))
-    for is_second in (False, True):
-        if is_second:
-            arena.free_all()
-            arena.reserve([rounded[index] for index in order])
-        regions: dict[int, Region] = {}
-        for index in order:
-            region = arena.find_room(rounded[index])
-            if region is None:
-                break
-            regions[index] = region
-        else:
-            return [regions[index] for index in range(len(sizes))]
-        for region in regions.values():
-            arena.release(region)
-    raise AssertionError("a slab has no room for what it was made for")
+    regions = dict(zip(order, arena.allocate_all([rounded[i] for i in order]), strict=True))
+    return [regions[index] for index in range(len(sizes))]
 
 
 def _copy(held: Sequence[Held], *, verify: bool) -> None:

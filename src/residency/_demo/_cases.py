@@ -6,7 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from residency._demo._bench import Bench, open_bench
-from residency._demo._optimizer_step import NAME, run_optimizer_step
+from residency._demo._hand_off import NAME as HAND_OFF
+from residency._demo._hand_off import run_hand_off
+from residency._demo._optimizer_step import NAME as OPTIMIZER_STEP
+from residency._demo._optimizer_step import run_optimizer_step
 from residency._demo._progress import Show
 from residency._demo._report import Report
 from residency._demo._settings import Settings
@@ -27,9 +30,13 @@ class Case:
 
 
 CASES: dict[str, Case] = {
-    NAME: Case(
+    OPTIMIZER_STEP: Case(
         "AdamW's state lives on the host and streams through the step, bit for bit the same.",
         run_optimizer_step,
+    ),
+    HAND_OFF: Case(
+        "A trainer hands its device to an inference engine in another process, and proves it.",
+        run_hand_off,
     ),
 }
 

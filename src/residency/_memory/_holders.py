@@ -154,13 +154,13 @@ def _search(
         walk.add(thing, Origin(name))
     walk.go()
     graphs = Graphs(walk)
-    _follow_torch(walk, graphs)
+    follow_torch(walk, graphs)
     if walk.is_complete:
-        _add_unnamed(walk, population)
-        _follow_torch(walk, graphs)
+        _add_cycles(walk, *add_held_by_cpp(walk, population))
+        follow_torch(walk, graphs)
 
 
-def _follow_torch(walk: Walk, graphs: Graphs) -> None:
+def follow_torch(walk: Walk, graphs: Graphs) -> None:
     """Goes from tensors to what torch keeps with them, which the garbage collector cannot see."""
     first = 0
     while walk.is_complete and first < len(walk.tensors):
@@ -173,12 +173,17 @@ def _follow_torch(walk: Walk, graphs: Graphs) -> None:
         graphs.follow()
 
 
-def _add_unnamed(walk: Walk, population: list[Any]) -> None:
-    """Goes through live objects that no name leads to: those that C++ holds, and cycles."""
+def add_held_by_cpp(walk: Walk, population: list[Any]) -> tuple[list[Any], set[int]]:
+    """Goes through live objects that no name and no other object leads to: C++ holds them.
+
+    Returns:
+        What had not been reached before, and the ids of all that this refers to. What is not
+        reached now lives in reference cycles alone.
+    """
     left = [thing for thing in population if not walk.has_seen(thing)]
-    if not any(walk.is_telling(cls) for cls in set(map(type, left))):
-        return
     inner: set[int] = set()
+    if not any(walk.is_telling(cls) for cls in set(map(type, left))):
+        return [], inner
     pending = iter(left)
     while piece := list(islice(pending, 256)):
         inner.update(map(id, gc.get_referents(*piece)))
@@ -189,6 +194,10 @@ def _add_unnamed(walk: Walk, population: list[Any]) -> None:
             name = f"{_objects.type_name(thing)} held by C++ or a running expression"
             walk.add(thing, Origin(_CPP if is_tensor else name))
     walk.go()
+    return left, inner
+
+
+def _add_cycles(walk: Walk, left: list[Any], inner: set[int]) -> None:
     for thing in sorted(left, key=_rank_in_cycle):
         if walk.is_complete and id(thing) in inner and not walk.has_seen(thing):
             walk.add(thing, Origin(f"reference cycle: {_objects.type_name(thing)}"))
@@ -205,7 +214,7 @@ def _rank_in_cycle(thing: object) -> int:
 def _group(walk: Walk, device: torch.device) -> list[_Group]:
     groups: dict[int, _Group] = {}
     for position in sorted([*walk.tensors, *walk.storages]):
-        for storage in _storages(walk.objects[position]):
+        for storage in storages_of(walk.objects[position]):
             if _objects.slot(storage, "device") != device:
                 continue
             num_bytes = _STORAGE.nbytes(storage)
@@ -215,7 +224,7 @@ def _group(walk: Walk, device: torch.device) -> list[_Group]:
     return list(groups.values())
 
 
-def _storages(thing: Any) -> Iterator[Any]:
+def storages_of(thing: Any) -> Iterator[Any]:
     """Yields the storage of a tensor that has one; the parts of a sparse one are C++'s alone."""
     if _objects.is_a(thing, torch.UntypedStorage):
         yield thing

@@ -32,11 +32,16 @@ def named_objects(touched: list[types.FrameType]) -> Iterator[tuple[object, str]
     Args:
         touched: Takes the frames whose locals were read, for `leave_frames`.
     """
+    yield from named_by_threads(touched)
+    yield from named_by_modules()
+
+
+def named_by_threads(touched: list[types.FrameType]) -> Iterator[tuple[object, str]]:
+    """Yields the part of `named_objects` that running code has: locals, threads, variables."""
     yield from _locals_of_threads(touched)
     yield from _threads()
     for variable, value in contextvars.copy_context().items():
         yield value, f"context variable {variable.name!r}"
-    yield from _globals()
 
 
 def namespaces() -> Iterator[object]:
@@ -128,7 +133,8 @@ def _threads() -> Iterator[tuple[object, str]]:
         yield thread, f"thread {_thread_name(ident)!r}"
 
 
-def _globals() -> Iterator[tuple[object, str]]:
+def named_by_modules() -> Iterator[tuple[object, str]]:
+    """Yields the part of `named_objects` that modules have: their globals, the main one's first."""
     names = sorted((key for key in list(sys.modules) if type(key) is str), key=_is_not_main)
     for name in names:
         module = sys.modules.get(name)

@@ -8,6 +8,7 @@ entry per storage and lane, the newest, because a lane runs in order.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -27,6 +28,7 @@ class Gate:
         self._device = device
         self._reads: dict[int, dict[int, torch.Event]] = {}
         self._prune_at = _PRUNE_AT_LEAST
+        self._sources: list[weakref.ref[Tensor]] = []
 
     def __len__(self) -> int:
         return sum(len(by_lane) for by_lane in self._reads.values())
@@ -39,10 +41,21 @@ class Gate:
             event: Recorded on ``lane`` after the read was queued.
             lane: The stream that reads.
         """
-        for pointer in _storages(tensors):
+        read = list(tensors)
+        for pointer in _storages(read):
             self._reads.setdefault(pointer, {})[lane.stream_id] = event
-        if len(self._reads) > self._prune_at:
+        self._sources += map(weakref.ref, read)
+        if max(len(self._reads), len(self._sources)) > self._prune_at:
             self._prune()
+
+    def sources_of(self, storages: Iterable[int]) -> list[Tensor]:
+        """Returns the tensors over these storages, by address, that readers keep for their reads.
+
+        They let go of them once they have seen that the copies are done, which may be later.
+        """
+        wanted = set(storages) - {0}
+        alive = [tensor for ref in self._sources if (tensor := ref()) is not None]
+        return [t for t in alive if t.untyped_storage().data_ptr() in wanted]
 
     def before_write(
         self, tensors: Iterable[Tensor], *, stream: torch.Stream | None = None
@@ -72,7 +85,8 @@ class Gate:
         for pointer, by_lane in list(self._reads.items()):
             if all(event.query() for event in by_lane.values()):
                 del self._reads[pointer]
-        self._prune_at = max(_PRUNE_AT_LEAST, 2 * len(self._reads))
+        self._sources = [ref for ref in self._sources if ref() is not None]
+        self._prune_at = max(_PRUNE_AT_LEAST, 2 * len(self._reads), 2 * len(self._sources))
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:

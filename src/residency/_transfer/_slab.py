@@ -202,6 +202,29 @@ class SlabArena:
                 return Region(slab, offset, wanted)
         return None
 
+    def allocate_all(self, sizes: Sequence[int]) -> list[Region]:
+        """Takes ranges of these sizes, in this order; where there is no room for all, unused slabs
+        go and just what the ranges need is allocated.
+
+        Raises:
+            RefusedError: The host has no room; no range is taken.
+        """
+        for is_second in (False, True):
+            if is_second:
+                self.free_all()
+                self.reserve(sizes)
+            regions: list[Region] = []
+            for size in sizes:
+                region = self.find_room(size)
+                if region is None:
+                    break
+                regions.append(region)
+            else:
+                return regions
+            for region in regions:
+                self.release(region)
+        raise AssertionError("a slab has no room for what it was made for")
+
     def free_all(self) -> None:
         """Drops the slabs in which nothing is in use."""
         self._collect()

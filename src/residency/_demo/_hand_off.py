@@ -1,0 +1,236 @@
+"""The case "hand-off": a trainer and an inference engine, two processes that share one device.
+
+The trainer's batches change in length, so that its allocator keeps more and more; after each step
+the engine needs the same block. The sizes follow from a run without a limit, and are not tuned: the
+capacity is what the trainer reserves at most, the block is what it leaves free after its first
+steps, less a hundredth. Stock, the engine runs out of memory; with a hand-off it always has its
+block, and the cache is emptied only where the figures ask for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from residency._demo._bench import Bench
+from residency._demo._progress import Show
+from residency._demo._report import Promise, Report, Row
+from residency._demo._settings import ModelShape, Settings
+from residency._demo._two_processes import Process
+from residency._errors import RefusedError
+from residency._memory._growth import find_growth
+from residency._units import format_bytes, parse_bytes
+
+NAME = "hand-off"
+SNIPPET = """\
+with residency.hand_off(0, peer="/run/gpu0.sock"):       # the trainer, after each step
+    rollouts = engine.generate()
+with residency.take_over("20GiB", peer="/run/gpu0.sock"):    # the engine, in its own process
+    ..."""
+
+_NUM_STEPS = 50
+_UNLIMITED_BYTES = parse_bytes("8GiB")
+_FIRST_STEPS = 4
+_MARGIN_SHARE = 100  # of the capacity: what the block leaves
+_FLAT_SHARE = 0.02
+_SHAPE = ModelShape(
+    num_layers=2,
+    hidden_size=128,
+    intermediate_size=256,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+)
+_LABELS = ("alone, no limit", "side by side", "side by side, hand_off")
+
+
+@dataclass
+class _Run:
+    """Holds what one run of both processes did."""
+
+    boundaries: list[dict[str, Any]] = field(default_factory=list)
+    handed: list[dict[str, Any]] = field(default_factory=list)
+    outcome: dict[str, Any] = field(default_factory=dict)
+    failed_step: int | None = None
+    message: str = ""
+    seconds: float = 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        return max((figures["peak"] for figures in self.boundaries), default=0)
+
+
+def run_hand_off(bench: Bench, settings: Settings, show: Show) -> Report:
+    """Runs the trainer alone, then beside the engine, then with hand-offs.
+
+    Raises:
+        RefusedError: The device is a real one; its capacity cannot be set for two processes.
+    """
+    if not bench.is_simulated:
+        raise RefusedError(
+            "The case needs a capacity that two processes share, which torch cannot set on a real "
+            "device. Run it on a machine that shows no accelerator."
+        )
+    settings = dataclasses.replace(
+        settings, num_steps=max(settings.num_steps, _NUM_STEPS), num_columns=256, model=_SHAPE
+    )
+    alone = _run(_LABELS[0], settings, show, _UNLIMITED_BYTES)
+    capacity_bytes = alone.peak_bytes
+    early_bytes = alone.boundaries[_FIRST_STEPS - 1]["reserved"]
+    block_bytes = capacity_bytes - early_bytes - capacity_bytes // _MARGIN_SHARE
+    stock = _run(_LABELS[1], settings, show, capacity_bytes, block_bytes=block_bytes)
+    guarded = _run(_LABELS[2], settings, show, capacity_bytes, block_bytes=block_bytes, guard=True)
+    is_same = guarded.outcome == alone.outcome
+    return Report(
+        case=NAME,
+        device=bench.describe(),
+        facts=_facts(settings, alone, capacity_bytes, block_bytes),
+        rows=(
+            _row(_LABELS[0], None, alone, None),
+            _row(_LABELS[1], capacity_bytes, stock, None),
+            _row(_LABELS[2], capacity_bytes, guarded, is_same),
+        ),
+        promises=(
+            Promise(
+                name="the engine always has its block",
+                held=stock.failed_step is not None and guarded.failed_step is None,
+                detail=f"stock {_ending(stock, settings)}; with hand_off "
+                f"{_ending(guarded, settings)}",
+            ),
+            Promise(
+                name="computes the same",
+                held=is_same,
+                detail=f"{len(alone.outcome['losses'])} losses and {len(alone.outcome['sums'])} "
+                "parameters are equal bit for bit"
+                if is_same
+                else "losses or parameters differ",
+            ),
+            _promise_flat(guarded),
+            _promise_only_where_needed(guarded, block_bytes),
+        ),
+        snippet=SNIPPET,
+    )
+
+
+def _run(
+    label: str,
+    settings: Settings,
+    show: Show,
+    capacity_bytes: int,
+    *,
+    block_bytes: int | None = None,
+    guard: bool = False,
+) -> _Run:
+    run = _Run()
+    started = time.perf_counter()
+    with _processes(settings, capacity_bytes) as (trainer, engine, peer):
+        for number in range(1, settings.num_steps + 1):
+            show(label, "step", number, settings.num_steps)
+            run.boundaries.append(trainer.ask("step", number=number))
+            if block_bytes is None:
+                continue
+            if guard:
+                trainer.send("hand_off", peer=peer)
+                answer = engine.ask("take_over", num_bytes=block_bytes, peer=peer)
+                run.handed.append(trainer.receive())
+            else:
+                answer = engine.ask("allocate", num_bytes=block_bytes)
+            if answer["is_out_of_memory"]:
+                run.failed_step, run.message = number, answer["message"]
+                break
+        show(label, "eval", settings.num_steps, settings.num_steps)
+        run.outcome = trainer.ask("outcome")
+    run.seconds = time.perf_counter() - started
+    return run
+
+
+@contextmanager
+def _processes(settings: Settings, capacity_bytes: int) -> Iterator[tuple[Process, Process, str]]:
+    options = {
+        "share": f"demo-{os.getpid()}-{time.monotonic_ns()}",
+        "capacity_bytes": capacity_bytes,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Process("trainer", settings=dataclasses.asdict(settings), **options)
+        try:
+            engine = Process("engine", **options)
+            try:
+                yield trainer, engine, str(Path(folder, "device.sock"))
+            finally:
+                engine.end()
+        finally:
+            trainer.end()
+
+
+def _facts(
+    settings: Settings, alone: _Run, capacity_bytes: int, block_bytes: int
+) -> dict[str, str]:
+    first, last = (alone.boundaries[at]["reserved"] for at in (_FIRST_STEPS - 1, -1))
+    return {
+        "processes": "a trainer (Qwen3 architecture, AdamW) and an engine, on one device",
+        "steps": f"{settings.num_steps} of {settings.num_rows} x 26..{settings.num_columns} bytes",
+        "stock reserve": f"{format_bytes(first)} after step {_FIRST_STEPS}, "
+        f"{format_bytes(last)} at the end",
+        "capacity": f"what the trainer reserves at most = {format_bytes(capacity_bytes)}",
+        "block": f"what is free after step {_FIRST_STEPS}, less 1/{_MARGIN_SHARE} of the capacity "
+        f"= {format_bytes(block_bytes)}",
+    }
+
+
+def _row(setting: str, capacity_bytes: int | None, run: _Run, identical: bool | None) -> Row:
+    failed = run.failed_step is not None
+    losses = run.outcome["losses"]
+    return Row(
+        case=NAME,
+        setting=setting,
+        capacity_bytes=capacity_bytes,
+        peak_bytes=run.peak_bytes,
+        outcome="out of memory" if failed else "finished",
+        phase="engine's block" if failed else None,
+        step=run.failed_step,
+        asked_bytes=None,
+        first_loss=losses[0],
+        last_loss=losses[-1],
+        heldout_loss=None,
+        identical=identical,
+        seconds=run.seconds,
+    )
+
+
+def _ending(run: _Run, settings: Settings) -> str:
+    if run.failed_step is None:
+        return f"it has it {settings.num_steps} times"
+    return f"it is out of memory after step {run.failed_step}"
+
+
+def _promise_flat(run: _Run) -> Promise:
+    reserved = [handed["inside"]["reserved"] for handed in run.handed]
+    growth = find_growth("reserved", reserved)
+    total = 0.0 if growth is None else growth.bytes_per_visit * growth.num_visits
+    held = len(reserved) > 2 and abs(total) <= _FLAT_SHARE * max(reserved)
+    return Promise(
+        name="the trainer's reserve at the boundary is flat within 2 %",
+        held=held,
+        detail=f"{format_bytes(min(reserved))} to {format_bytes(max(reserved))}, "
+        f"trend over the run {format_bytes(round(total))}",
+    )
+
+
+def _promise_only_where_needed(run: _Run, block_bytes: int) -> Promise:
+    needless = flushed = 0
+    for handed in run.handed:
+        before, inside = handed["before"], handed["inside"]
+        count = inside["num_flushes"] - before["num_flushes"]
+        flushed += count > 0
+        needless += count > 0 and before["free"] >= block_bytes
+    return Promise(
+        name="the cache is emptied only where the block needs it",
+        held=needless == 0 and flushed > 0,
+        detail=f"after {flushed} of {len(run.handed)} steps, {needless} of them needlessly",
+    )

@@ -1,0 +1,229 @@
+"""The two processes of the case "hand-off": one trains, one needs a fixed block after every step.
+
+Each is a real process that reads orders, lines of JSON on stdin, and answers with a line each. They
+share one device: the real one, or a simulated one by its name. `obey` is such a process, `Process`
+is how the case talks to it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import zlib
+from typing import Any
+
+from residency._errors import ResidencyError
+
+_SEED_OF_LENGTHS = 7
+_NUM_SHORT_STEPS = 4
+_MOST_COMPLAINTS = 2000
+
+
+class Process:
+    """Is one of the two, from the side that gives the orders."""
+
+    def __init__(self, role: str, **options: Any) -> None:
+        """Starts it, and waits until it has its device.
+
+        Args:
+            role: ``"trainer"`` or ``"engine"``.
+            options: What its class takes.
+        """
+        self._complaints = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `end`
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import obey; obey()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._complaints,
+            text=True,
+            env=os.environ | {"RESIDENCY_SIM_SHARE": ""},
+        )
+        self.ask("begin", role=role, **options)
+
+    def ask(self, order: str, **arguments: Any) -> dict[str, Any]:
+        """Gives an order and waits for its answer."""
+        self.send(order, **arguments)
+        return self.receive()
+
+    def send(self, order: str, **arguments: Any) -> None:
+        """Gives an order."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"order": order, **arguments}) + "\n")
+        self._process.stdin.flush()
+
+    def receive(self) -> dict[str, Any]:
+        """Waits for the answer to the oldest order.
+
+        Raises:
+            ResidencyError: The process ended, or the order failed in it.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            status = self._process.wait()
+            self._complaints.seek(0)
+            raise ResidencyError(
+                f"A process of the case ended with {status}: "
+                f"{self._complaints.read()[-_MOST_COMPLAINTS:]}"
+            )
+        answer: dict[str, Any] = json.loads(line)
+        if "failed" in answer:
+            raise ResidencyError(f"A process of the case failed: {answer['failed']}")
+        return answer
+
+    def end(self) -> None:
+        """Lets it end, and waits for that."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+        self._complaints.close()
+
+
+class Trainer:
+    """Trains a model on batches whose length changes from step to step."""
+
+    def __init__(self, *, share: str, capacity_bytes: int, settings: dict[str, Any]) -> None:
+        import torch
+
+        from residency import _device
+        from residency._demo._corpus import read_corpus
+        from residency._demo._settings import ModelShape, Settings
+        from residency._demo._training import make_model
+
+        self._torch, self._figures = torch, _device
+        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(True)
+        self._device = take_device(share, capacity_bytes)
+        self._settings = Settings(**settings | {"model": ModelShape(**settings["model"])})
+        self._corpus = read_corpus()
+        columns = self._settings.num_columns
+        model = make_model(self._settings.model, seed=self._settings.seed, num_columns=columns)
+        self._model = model.to(self._device)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-3)
+        self._losses: list[float] = []
+        self._num_flushes = 0
+        self._count_flushes()
+
+    def step(self, number: int) -> dict[str, Any]:
+        """Trains on one batch."""
+        from residency._demo._corpus import training_batch
+
+        settings = self._settings
+        length = self._length(number)
+        batch = training_batch(
+            self._corpus, seed=settings.seed, step=number, rows=settings.num_rows, columns=length
+        ).to(self._device)
+        loss = self._model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        self._losses.append(loss.item())
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        del loss, batch
+        return self.memory()
+
+    def memory(self) -> dict[str, Any]:
+        """Returns the figures of this moment."""
+        from residency import memory_state
+
+        state = memory_state(self._device)
+        peak = state.peak_reserved
+        figures = {"held": state.held, "reserved": state.reserved, "free": state.free}
+        return {**figures, "peak": peak, "num_flushes": self._num_flushes}
+
+    def hand_off(self, peer: str) -> dict[str, Any]:
+        """Lets the other process have what it asks for."""
+        import time
+
+        import residency
+
+        started, before = time.perf_counter(), self.memory()
+        with residency.hand_off(0, peer=peer) as freed:
+            seconds = time.perf_counter() - started
+            inside = self.memory()
+        return {"before": before, "inside": inside, "freed": freed.by_means(), "seconds": seconds}
+
+    def outcome(self) -> dict[str, Any]:
+        """Returns what was computed: losses, and sums over the bytes of every parameter."""
+        sums = {
+            name: zlib.crc32(value.detach().cpu().contiguous().numpy().tobytes())
+            for name, value in self._model.named_parameters()
+        }
+        return {"losses": self._losses, "sums": sums}
+
+    def _length(self, number: int) -> int:
+        """Returns the columns of a step's batch: most are short, a few are long."""
+        generator = self._torch.Generator().manual_seed(_SEED_OF_LENGTHS + number)
+        most = self._settings.num_columns
+        share = self._torch.rand(1, generator=generator).item() ** 2
+        if number <= _NUM_SHORT_STEPS:
+            share = min(share, 0.1)
+        return max(1, round(most * (0.1 + 0.9 * share)))
+
+    def _count_flushes(self) -> None:
+        real = self._torch.accelerator.empty_cache
+
+        def counted() -> None:
+            self._num_flushes += 1
+            real()
+
+        self._torch.accelerator.empty_cache = counted
+
+
+class Engine:
+    """Needs one block of the device for a moment, as an inference engine its cache."""
+
+    def __init__(self, *, share: str, capacity_bytes: int) -> None:
+        import torch
+
+        self._torch = torch
+        self._device = take_device(share, capacity_bytes)
+
+    def allocate(self, num_bytes: int) -> dict[str, Any]:
+        """Takes the block and gives it back, as code that trusts the other side does."""
+        try:
+            block = self._torch.empty(num_bytes, dtype=self._torch.uint8, device=self._device)
+        except self._torch.OutOfMemoryError as error:
+            return {"is_out_of_memory": True, "message": str(error).partition("\n")[0]}
+        block.fill_(1)
+        del block
+        self._torch.accelerator.empty_cache()
+        return {"is_out_of_memory": False}
+
+    def take_over(self, num_bytes: int, peer: str) -> dict[str, Any]:
+        """Asks for the block first."""
+        import residency
+
+        with residency.take_over(num_bytes, peer=peer):
+            return self.allocate(num_bytes)
+
+
+def take_device(share: str, capacity_bytes: int) -> Any:
+    """Returns the accelerator, limited; the simulated one if there is no other."""
+    from residency import _device, sim
+
+    found = _device.accelerator()
+    if found is None:
+        return sim.enable(capacity_bytes, share=share, workspaces=False)
+    return found
+
+
+def obey() -> None:
+    """Carries out what comes on stdin until it ends."""
+    made: Any = None
+    for line in sys.stdin:
+        order = json.loads(line)
+        name = order.pop("order")
+        try:
+            if name == "begin":
+                kind = {"trainer": Trainer, "engine": Engine}[order.pop("role")]
+                made, answer = kind(**order), {}
+            else:
+                answer = getattr(made, name)(**order)
+        except Exception as error:
+            answer = {"failed": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)

@@ -1,0 +1,174 @@
+"""Makes room on a device for somebody else, proves it, and takes the device back.
+
+Owns the arguments: everything that is wrong with them is found before anything moves.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from residency import _device
+from residency._errors import InvalidArgumentError, RefusedError
+from residency._handoff._hand_off_job import HandOff
+from residency._handoff._park import is_parked
+from residency._handoff._park_tensors import tensors_of
+from residency._handoff._parking import Parking
+from residency._handoff._peer import check_path
+from residency._handoff._reclaim import Reclaimed
+from residency._handoff._segments import expandable_segments as segments
+from residency._handoff._segments import require_settable
+from residency._units import parse_bytes
+
+_active: set[torch.device] = set()  # devices that are handed over now
+_active_lock = threading.Lock()
+
+
+@contextmanager
+def hand_off(
+    need: int | str,
+    *,
+    park: Sequence[Any] = (),
+    device: torch.device | int | str | None = None,
+    timeout: float = 60.0,
+    collect: bool = True,
+    group: Any = None,
+    peer: str | os.PathLike[str] | None = None,
+    expandable_segments: bool | None = None,
+) -> Iterator[Reclaimed]:
+    """Has a number of bytes free on the device while the body runs, and proves it.
+
+    Tries what `residency.reclaim` does, and stops where that suffices; then parks the listed owners
+    as far as bytes are missing. On exit, after an exception too, exactly that comes back.
+
+    Args:
+        need: Bytes, or a size such as ``"20GiB"``, that are to be free by the device's own figure.
+        park: Modules and optimizers that may be moved to the host, the first ones first.
+        device: The accelerator, by default the current one.
+        timeout: Seconds to wait for the other side, and on exit for the bytes; twice for ranks.
+        collect: Whether garbage may be collected, where a search found that it pays.
+        group: Ranks that hand over together: none enters before all have their bytes, and all
+            raise if one has not. A group with a host backend is best.
+        peer: A path, at which another process calls `residency.take_over` and states its bytes.
+        expandable_segments: Whether the allocator's segments grow inside; None leaves that.
+
+    Yields:
+        The bytes that went back, by means.
+
+    Raises:
+        HandOffError: The bytes cannot be reached, and everything is back. Or, on exit, they are
+            not free in time: everything is whole on the host, and ``retry()`` tries again.
+        InvalidArgumentError: A size, a device, a path or an owner means nothing.
+        RefusedError: A hand-off of the device is under way, a graph is being captured, or the
+            device does not tell its free bytes. Nothing was moved.
+
+    Memory:
+        No device memory. Pinned host memory for what is parked, kept for the next time.
+    """
+    target = _target(device)
+    job = HandOff(
+        target,
+        parse_bytes(need, name="need"),
+        _parkings_of(park, target),
+        timeout=_checked_timeout(timeout),
+        collect=collect,
+        group=group,
+        path=None if peer is None else check_path(peer),
+    )
+    require_settable(target, expandable_segments)
+    with _sole_hand_off(target):
+        freed = job.enter()
+        try:
+            with segments(target, expandable_segments):  # not around what comes back
+                yield freed
+        except BaseException as error:
+            job.leave(error)
+            raise
+        job.leave(None)
+
+
+def _parkings_of(owners: Sequence[Any], device: torch.device) -> list[Parking]:
+    """Returns a parking for each listed owner, none of which has moved anything.
+
+    Raises:
+        InvalidArgumentError: An owner is listed twice, has nothing on the device, or is the
+            optimizer of a module that is not listed while others are.
+    """
+    if isinstance(owners, nn.Module | Optimizer):
+        owners = [owners]
+    modules = [owner for owner in owners if isinstance(owner, nn.Module)]
+    known = {id(parameter) for module in modules for parameter in module.parameters()}
+    for number, owner in enumerate(owners):
+        name = f"park[{number}] ({type(owner).__name__})"
+        if any(owner is other for other in owners[:number]):
+            raise InvalidArgumentError(f"{name} is listed before. Nothing was moved.")
+        if isinstance(owner, Optimizer):
+            own = [id(p) for group in owner.param_groups for p in group["params"]]
+            if modules and known.isdisjoint(own):
+                raise InvalidArgumentError(
+                    f"{name} optimizes no parameter of the listed modules. Nothing was moved; "
+                    "list its own model, or no module."
+                )
+        _require_on(owner, device, name=name)
+    return [Parking(owner) for owner in owners]
+
+
+def _require_on(owner: Any, device: torch.device, *, name: str) -> None:
+    if not isinstance(owner, nn.Module | Optimizer):
+        raise InvalidArgumentError(
+            f"{name} cannot be parked; expected a module or an optimizer. Nothing was moved."
+        )
+    found = {tensor.device for _, tensor in tensors_of(owner)}
+    elsewhere = {place for place in found if place.type != "cpu" and place != device}
+    is_host_module = isinstance(owner, nn.Module) and found and not is_parked(owner)
+    if elsewhere or (is_host_module and device not in found):
+        places = ", ".join(sorted(map(str, found)))
+        raise InvalidArgumentError(
+            f"{name} is on {places}, and {device} is to be handed over. Nothing was moved; list "
+            "what is on that device."
+        )
+
+
+def _target(name: torch.device | int | str | None) -> torch.device:
+    device = _device.resolve(name)
+    if device is None:
+        raise InvalidArgumentError("There is no accelerator on this machine to hand over.")
+    if _device.is_capturing(device):
+        raise RefusedError(
+            "The current stream is being captured into a graph. Nothing was done; hand the device "
+            "over before or after the capture."
+        )
+    return device
+
+
+@contextmanager
+def _sole_hand_off(device: torch.device) -> Iterator[None]:
+    """Makes this the one hand-off of a device in the process.
+
+    Raises:
+        RefusedError: One is under way.
+    """
+    with _active_lock:
+        if device in _active:
+            raise RefusedError(
+                f"A hand-off of {device} is under way in this process, and they do not nest. "
+                "Nothing was moved; end that one first, or ask it for the larger size."
+            )
+        _active.add(device)
+    try:
+        yield
+    finally:
+        _active.discard(device)
+
+
+def _checked_timeout(timeout: float) -> float:
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
+        raise InvalidArgumentError(f"timeout is {timeout!r}; expected seconds, 0 or more.")
+    return float(timeout)

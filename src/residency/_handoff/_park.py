@@ -1,0 +1,127 @@
+"""Parks what is not used for a while: a module's or an optimizer's bytes go to the host and back.
+
+[Note: parking for a hand-off] ``Parking`` (in ``_parking.py``) is what a hand-off builds on, one
+for each owner in its list, made anew for each hand-off:
+
+- ``Parking(owner, gradients="move", pin=True)``: owner is a module or an optimizer, offloaded too;
+- ``num_bytes_on_device``: what parking it would free now; 0 where nothing is there;
+- ``num_bytes_shared``: what would stay, because somebody else holds the same storages;
+- ``park(up_to=None) -> int``: frees at least so many bytes if it can, returns how many; again later
+  for more; raises ``RefusedError`` with nothing changed;
+- ``unpark() -> int``: brings back exactly what this object has parked; after an out-of-memory error
+  everything is whole on the host, and it may be called again;
+- ``is_parked``: whether there is anything to bring back.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+
+from torch import nn
+from torch.optim import Optimizer
+
+from residency._errors import InvalidArgumentError, RefusedError
+from residency._handoff._park_tensors import Gradients, Owner, tensors_of
+from residency._handoff._parking import Parking
+from residency._units import format_bytes, parse_bytes
+
+_parkings: weakref.WeakKeyDictionary[Owner, list[Parking]] = weakref.WeakKeyDictionary()
+
+
+def park(
+    module: Owner,
+    *,
+    need: int | str | None = None,
+    gradients: Gradients = "move",
+    pin: bool = True,
+) -> int:
+    """Moves a module's parameters, buffers and gradients to the host, in place.
+
+    Parameters stay the same objects, with their hooks, and keys of optimizers; tensors that share
+    a storage share it on the host too. The host waits until the bytes are there, so anybody may
+    read them. What is parked already stays as it is. Where somebody else holds the same storage (a
+    state dict that is kept, a flat buffer in a variable), that storage stays where it is, with a
+    warning, because its bytes would not be freed and the tie would be cut.
+
+    Args:
+        module: A module, FSDP2 and DDP too, or an optimizer, whose state is moved.
+        need: Park only so many device bytes, as whole storages: bytes, or a string such as
+            ``"2GiB"``. None parks everything.
+        gradients: ``"move"`` them with the rest, or ``"drop"`` them, as
+            ``zero_grad(set_to_none=True)`` does.
+        pin: Whether the host memory is page-locked.
+
+    Returns:
+        The device bytes that were freed, as the allocator rounds them.
+
+    Raises:
+        InvalidArgumentError: An argument means nothing.
+        RefusedError: Nothing of it was ever on an accelerator, it is on several devices, has a
+            tensor that cannot be moved, or the host has no room. Nothing moved.
+
+    Memory:
+        Device: none beyond what is there. Host: the bytes of the storages, each rounded up to 512,
+        in slabs whose sizes are powers of two. They stay with the module for its next parking.
+    """
+    _check(module)
+    need_bytes = None if need is None else parse_bytes(need, name="need")
+    if gradients not in ("move", "drop"):
+        raise InvalidArgumentError(f"gradients is {gradients!r}; expected 'move' or 'drop'.")
+    before = [parking for parking in _parkings.get(module, ()) if parking.is_parked]
+    named = tensors_of(module)
+    if isinstance(module, nn.Module) and not before and named and all(t.is_cpu for _, t in named):
+        raise RefusedError(
+            f"this {type(module).__name__} is on the host, where there is nothing to free. "
+            "Nothing moved."
+        )
+    parking = Parking(module, gradients=gradients, pin=pin)
+    freed = parking.park(need_bytes)
+    _parkings[module] = [*before, parking] if parking.is_parked else before
+    shared = parking.num_bytes_shared
+    if shared and (need_bytes is None or freed < need_bytes):
+        warnings.warn(
+            f"{format_bytes(shared)} of this {type(module).__name__} stay on the device: somebody "
+            "else holds the same storages. residency.holders() names who.",
+            stacklevel=2,
+        )
+    return freed
+
+
+def unpark(module: Owner) -> int:
+    """Brings back to the device what ``park`` moved; nothing else, and nothing twice.
+
+    Args:
+        module: What was parked.
+
+    Returns:
+        The device bytes that it takes, as the allocator rounds them.
+
+    Raises:
+        InvalidArgumentError: It is neither a module nor an optimizer.
+        torch.OutOfMemoryError: The device has no room. What is not back is whole on the host, and
+            a call after room was made works.
+
+    Memory:
+        Device: the bytes that were freed. Host: no more than was in use; the slabs stay with the
+        module for its next parking.
+    """
+    _check(module)
+    total = 0
+    parkings = _parkings.get(module, [])
+    while parkings:
+        total += parkings[-1].unpark()
+        parkings.pop()
+    return total
+
+
+def is_parked(owner: Owner) -> bool:
+    """Says whether ``park`` has moved something of an owner that is not back yet."""
+    return any(parking.is_parked for parking in _parkings.get(owner, ()))
+
+
+def _check(owner: object) -> None:
+    if not isinstance(owner, nn.Module | Optimizer):
+        raise InvalidArgumentError(
+            f"a {type(owner).__name__} cannot be parked; expected a module or an optimizer."
+        )

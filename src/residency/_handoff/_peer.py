@@ -1,0 +1,217 @@
+"""How two processes on one machine hand a device over: over a Unix-domain socket, in lines of JSON.
+
+The side that releases listens at a path, for the time of one hand-off; the side that takes over
+connects and states the bytes that it needs. The kernel closes a dead process's socket, so each
+side learns at once that the other is gone, and every wait has a deadline besides. Imports no torch.
+
+[Note: the exchange]
+    taking -> releasing   {"need": N, "pid": P}    before anything is freed
+    releasing -> taking   {"ready": F}             N bytes are proven free; F are
+    releasing -> taking   {"refused": "why"}       instead; everything is as it was
+    taking -> releasing   {"returned": true}       what was taken is free again
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from residency._errors import HandOffError, InvalidArgumentError
+
+_LONGEST_LINE = 65_536
+_LONGEST_PATH = 107  # bytes in sockaddr_un, less the closing zero
+_PAUSE_SECONDS = 0.01
+
+
+class Deadline:
+    """Is the moment until which something may take."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """The seconds that are left; 0 at the least."""
+        return max(0.0, self._end - time.monotonic())
+
+    def pause(self, seconds: float = _PAUSE_SECONDS) -> bool:
+        """Sleeps a moment; returns whether there is time left after it."""
+        time.sleep(min(seconds, self.left))
+        return self.left > 0
+
+
+def check_path(path: str | os.PathLike[str]) -> Path:
+    """Returns the path of a socket.
+
+    Raises:
+        InvalidArgumentError: It cannot be one.
+    """
+    place = Path(path)
+    if len(os.fsencode(place)) > _LONGEST_PATH:
+        raise InvalidArgumentError(
+            f"peer is {str(place)!r}, {len(os.fsencode(place))} bytes; the path of a Unix-domain "
+            f"socket has at most {_LONGEST_PATH}."
+        )
+    if not place.parent.is_dir():
+        raise InvalidArgumentError(f"peer is {str(place)!r}; there is no such directory.")
+    if place.exists() and not stat.S_ISSOCK(place.stat().st_mode):
+        raise InvalidArgumentError(f"peer is {str(place)!r}, which is there and is no socket.")
+    return place
+
+
+class Link:
+    """Is the connection to the other process, from either side."""
+
+    def __init__(self, connection: socket.socket, path: Path) -> None:
+        self._connection = connection
+        self._path = path
+        self._received = b""
+
+    def send(self, **message: Any) -> None:
+        """Sends one message.
+
+        Raises:
+            HandOffError: The other process is gone.
+        """
+        try:
+            self._connection.settimeout(None)  # a line fits the socket's buffer
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
+        except OSError as error:
+            raise HandOffError(self._gone()) from error
+
+    def receive(self, deadline: Deadline, *, expected: str) -> dict[str, Any]:
+        """Returns the next message.
+
+        Args:
+            deadline: Until when to wait for it.
+            expected: What the message is to have, or ``"refused"`` in its place.
+
+        Raises:
+            HandOffError: The other process is gone, took too long, or sent something else.
+        """
+        line = self._read_line(deadline)
+        try:
+            message = json.loads(line)
+        except ValueError:
+            message = None
+        if not isinstance(message, dict) or not {expected, "refused"} & message.keys():
+            raise HandOffError(
+                f"The process at the other end of {self._path} sent {line[:60]!r}; expected a "
+                f"message with {expected!r}. Let both sides use the same version of residency."
+            )
+        return message
+
+    def close(self) -> None:
+        """Ends the connection, which the other side sees."""
+        self._connection.close()
+
+    def _read_line(self, deadline: Deadline) -> bytes:
+        while b"\n" not in self._received:
+            if len(self._received) > _LONGEST_LINE:
+                raise HandOffError(f"The process at the other end of {self._path} sends no lines.")
+            self._connection.settimeout(max(deadline.left, 1e-3))
+            try:
+                piece = self._connection.recv(4096)
+            except TimeoutError:
+                raise HandOffError(
+                    f"The process at the other end of {self._path} did not answer within "
+                    f"{deadline.seconds:g} s."
+                ) from None
+            except OSError as error:
+                raise HandOffError(self._gone()) from error
+            if not piece:
+                raise HandOffError(self._gone())
+            self._received += piece
+        line, _, self._received = self._received.partition(b"\n")
+        return line
+
+    def _gone(self) -> str:
+        return f"The process at the other end of {self._path} has ended, or left the hand-off."
+
+
+def await_taker(path: Path, deadline: Deadline) -> tuple[Link, int]:
+    """Waits for the process that takes the device over; the releasing side's beginning.
+
+    Returns:
+        The connection, and the bytes that the other side needs.
+
+    Raises:
+        HandOffError: Nobody came in time, another process listens there, or what came means
+            nothing.
+    """
+    with _sole_listener(path), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        try:
+            listener.bind(os.fspath(path))
+        except OSError as error:
+            raise HandOffError(f"{path} cannot be listened at: {error}.") from error
+        try:
+            path.chmod(0o600)  # nobody can connect before listen()
+            listener.listen(1)
+            listener.settimeout(max(deadline.left, 1e-3))
+            connection, _ = listener.accept()
+        except TimeoutError:
+            raise HandOffError(
+                f"No process asked for the device at {path} within {deadline.seconds:g} s."
+            ) from None
+        finally:
+            with suppress(FileNotFoundError):
+                path.unlink()
+    link = Link(connection, path)
+    try:
+        need = link.receive(deadline, expected="need").get("need")
+        if isinstance(need, bool) or not isinstance(need, int) or need < 0:
+            raise HandOffError(f"The process at the other end of {path} needs {need!r} bytes.")
+    except BaseException:
+        link.close()
+        raise
+    return link, need
+
+
+def ask_for_device(path: Path, need: int, deadline: Deadline) -> Link:
+    """Connects to the releasing process and states the bytes; the taking side's beginning.
+
+    Raises:
+        HandOffError: Nobody listens there in time, or the other process ended.
+    """
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(max(deadline.left, 1e-3))
+            connection.connect(os.fspath(path))
+            break
+        except OSError as error:  # it does not listen yet: its hand-off has not come that far
+            connection.close()
+            if not deadline.pause():
+                raise HandOffError(
+                    f"No process hands a device over at {path}; waited {deadline.seconds:g} s "
+                    f"({error})."
+                ) from error
+    link = Link(connection, path)
+    try:
+        link.send(need=need, pid=os.getpid())
+    except BaseException:
+        link.close()
+        raise
+    return link
+
+
+@contextmanager
+def _sole_listener(path: Path) -> Iterator[None]:
+    """Makes this process the one that listens at a path, and removes what a killed one left."""
+    with open(path.with_name(f"{path.name}.lock"), "wb") as lock:  # stays, and means nothing
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise HandOffError(f"Another process is handing a device over at {path}.") from None
+        with suppress(FileNotFoundError):
+            path.unlink()
+        yield

@@ -1,0 +1,100 @@
+"""The one place that turns expandable segments on or off around a hand-off.
+
+An allocator whose segments grow leaves few bytes stuck, and some who share a device cannot live
+with it: memory that other processes map by handle, and libraries that unmap a pool of their own.
+Engines therefore turn it off around the hand-off and on again after it. What is allocated meanwhile
+keeps the kind of segment that it was born in.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from residency import _device
+from residency._errors import RefusedError
+
+_NAME = "expandable_segments"
+# Modules that manage device memory of their own and are inert, or fail, when segments grow.
+_OPPOSED = {
+    "torch_memory_saver": "torch_memory_saver frees nothing then (its issue #24)",
+    "vllm.device_allocator.cumem": "vLLM's sleeping allocator frees nothing then (its #11743)",
+}
+
+
+def is_expandable() -> bool:
+    """Says whether the allocator's settings, as far as torch tells them, have segments grow."""
+    return _parse(_device.allocator_settings()).get(_NAME) == "True"
+
+
+@contextmanager
+def expandable_segments(device: torch.device, wanted: bool | None) -> Iterator[None]:
+    """Has new segments of the allocator grow, or not, for a while; None leaves it as it is.
+
+    Args:
+        device: The accelerator whose allocator it is.
+        wanted: Whether they are to grow.
+
+    Raises:
+        RefusedError: As `require_settable`, or the allocator does not take it.
+    """
+    before = is_expandable()
+    if wanted is None or wanted == before:
+        yield
+        return
+    require_settable(device, wanted)
+    settings = _parse(_device.allocator_settings())
+    _device.set_allocator_settings(_compose(settings | {_NAME: str(wanted)}))
+    try:
+        yield
+    finally:  # what was not named before keeps what it is told now
+        _device.set_allocator_settings(_compose(settings | {_NAME: str(before)}))
+
+
+def require_settable(device: torch.device, wanted: bool | None) -> None:
+    """Checks that the setting may be changed.
+
+    Raises:
+        RefusedError: The allocator is not torch's own, or a library that is loaded cannot work
+            with segments that grow.
+    """
+    if wanted is None:
+        return
+    if (
+        device.type == "cuda"
+        and torch.get_device_module(device).get_allocator_backend() != "native"
+    ):
+        raise RefusedError(
+            "The allocator is not torch's own caching allocator, which alone has segments that "
+            "grow. Nothing was changed; leave `expandable_segments` out."
+        )
+    for module, reason in _OPPOSED.items() if wanted else ():
+        if module in sys.modules:
+            raise RefusedError(
+                f"Segments cannot be made to grow while {module} is loaded: {reason}. "
+                "Nothing was changed."
+            )
+
+
+def _parse(settings: str) -> dict[str, str]:
+    """Returns an allocator's settings by name; values may be lists in brackets, with commas."""
+    found: dict[str, str] = {}
+    name, depth, piece = "", 0, ""
+    for char in settings + ",":
+        depth += (char == "[") - (char == "]")
+        if char == ":" and not depth and not name:
+            name, piece = piece.strip(), ""
+        elif char == "," and not depth:
+            if name:
+                found[name] = piece.strip()
+            name, piece = "", ""
+        else:
+            piece += char
+    return found
+
+
+def _compose(settings: dict[str, str]) -> str:
+    return ",".join(f"{name}:{value}" for name, value in settings.items())

@@ -1,0 +1,84 @@
+"""The other side of a hand-off: states its need in bytes, and uses them once they are proven."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from residency import _device
+from residency._errors import HandOffError, InvalidArgumentError
+from residency._handoff._peer import Deadline, Link, ask_for_device, check_path
+from residency._handoff._reclaim import reclaim
+from residency._units import format_bytes, parse_bytes
+
+_log = logging.getLogger("residency")
+
+
+@contextmanager
+def take_over(
+    need: int | str,
+    *,
+    peer: str | os.PathLike[str],
+    device: torch.device | int | str | None = None,
+    timeout: float = 60.0,
+) -> Iterator[int]:
+    """Asks a process that calls `residency.hand_off` for bytes, and has them while the body runs.
+
+    What the body allocates it also frees; on exit the allocator's cache goes back to the device,
+    and the other process hears that it may take it back.
+
+    Args:
+        need: Bytes, or a size such as ``"20GiB"``, that the body will take.
+        peer: The path at which the other process hands the device over.
+        device: The accelerator, by default the current one.
+        timeout: Seconds to wait for the other process, which may not have come that far.
+
+    Yields:
+        The bytes that are free on the device, by its own figure.
+
+    Raises:
+        HandOffError: Nobody hands the device over in time, the other process ended or could not
+            make the room, or a third one took it meanwhile.
+        InvalidArgumentError: The size or the path means nothing, or there is no such accelerator.
+    """
+    num_bytes = parse_bytes(need, name="need")
+    path = check_path(peer)
+    target = _device.resolve(device)
+    if target is None:
+        raise InvalidArgumentError("There is no accelerator on this machine to take over.")
+    deadline = Deadline(timeout)
+    link = ask_for_device(path, num_bytes, deadline)
+    try:
+        answer = link.receive(deadline, expected="ready")
+        if "refused" in answer:
+            raise HandOffError(f"The other process refused: {answer['refused']}")
+        free = _require_free(target, num_bytes)
+        yield free
+    finally:
+        _return(link, target)
+
+
+def _require_free(device: torch.device, need: int) -> int:
+    room = _device.device_room(device)
+    if room is None:
+        raise HandOffError(f"{device} does not tell its free bytes: nothing can be proven.")
+    if room[0] < need:
+        raise HandOffError(
+            f"The other process freed {format_bytes(need)} on {device}, and "
+            f"{format_bytes(room[0])} are free: a third one takes them, or it means another device."
+        )
+    return room[0]
+
+
+def _return(link: Link, device: torch.device) -> None:
+    try:
+        reclaim(device=device, collect=False)
+        link.send(returned=True)
+    except HandOffError:
+        _log.warning("residency: the process that handed %s over has ended", device)
+    finally:
+        link.close()

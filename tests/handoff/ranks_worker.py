@@ -1,0 +1,131 @@
+"""One rank of test_ranks.py: ranks that hand over together, each with a device of its own."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "sim"))
+from worker_cases import Cases
+
+from residency import HandOffError, hand_off, memory_state, sim
+
+pair = Cases()
+NUM_RANKS, FOLDER = int(sys.argv[2]), Path(sys.argv[4])
+MIB = 1 << 20
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(dist.get_rank())
+    return nn.Sequential(*(nn.Linear(1792, 1792, bias=False) for _ in range(3))).to("sim")
+
+
+def whole(model: nn.Module, before: list[torch.Tensor]) -> bool:
+    now = list(model.parameters())
+    return all(p.device.type == "sim" for p in now) and all(
+        torch.equal(one.cpu(), other) for one, other in zip(now, before, strict=True)
+    )
+
+
+def need_of_all() -> int:
+    return memory_state().capacity - 2 * MIB
+
+
+@pair
+def all_have_their_bytes_before_one_enters() -> None:
+    model = make_model()
+    before = [p.detach().cpu().clone() for p in model.parameters()]
+    with hand_off(need_of_all(), park=[model], group=dist.group.WORLD, timeout=60) as freed:
+        assert freed.free >= need_of_all()
+        assert freed.parked > 30 * MIB
+    assert whole(model, before)
+
+
+@pair
+def one_that_is_short_makes_all_raise_and_all_are_whole() -> None:
+    model = make_model()
+    before = [p.detach().cpu().clone() for p in model.parameters()]
+    kept = torch.ones(64 * MIB, dtype=torch.uint8, device="sim") if dist.get_rank() == 1 else None
+    with (
+        pytest.raises(HandOffError) as caught,
+        hand_off(need_of_all(), park=[model], group=dist.group.WORLD, timeout=60),
+    ):
+        pytest.fail("the body must not run")
+    if kept is None:
+        assert "rank 1 lacks" in str(caught.value)
+    else:
+        assert "too few" in str(caught.value)
+    assert whole(model, before)
+
+
+@pair
+def one_whose_bytes_do_not_come_back_makes_all_raise_and_all_retry() -> None:
+    model = make_model()
+    before = [p.detach().cpu().clone() for p in model.parameters()]
+    sizes = [need_of_all() - 2 * MIB] * (dist.get_rank() == 0)
+    taken: list[torch.Tensor] = []
+    with (
+        pytest.raises(HandOffError) as caught,
+        hand_off(need_of_all(), park=[model], group=dist.group.WORLD, timeout=1),
+    ):
+        taken.extend(torch.ones(size, dtype=torch.uint8, device="sim") for size in sizes)
+    assert "are not free again" in str(caught.value) or "rank 0 lacks" in str(caught.value)
+    taken.clear()
+    caught.value.retry()
+    assert whole(model, before)
+
+
+@pair
+def one_that_fails_for_another_reason_makes_all_raise() -> None:
+    model = make_model()
+    before = [p.detach().cpu().clone() for p in model.parameters()]
+    peer = FOLDER / "nobody.sock" if dist.get_rank() == 1 else None
+    with (
+        pytest.raises(HandOffError, match=r"rank 1 failed|No process asked"),
+        hand_off(
+            need_of_all(),
+            park=[model],
+            group=dist.group.WORLD,
+            timeout=60 if peer is None else 1,
+            peer=peer,
+        ),
+    ):
+        pytest.fail("the body must not run")
+    assert whole(model, before)
+
+
+@pair
+def one_that_does_not_come_is_noticed() -> None:
+    """The last case: gloo closes its connections after a timeout."""
+    model = make_model()
+    before = [p.detach().cpu().clone() for p in model.parameters()]
+    if dist.get_rank() == 1:
+        deadline = time.monotonic() + 60
+        while not (FOLDER / "noticed").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return
+    with (
+        pytest.raises(HandOffError, match=r"Not all ranks of the group came .* within 6 s"),
+        hand_off(need_of_all(), park=[model], group=dist.group.WORLD, timeout=0.5),
+    ):
+        pytest.fail("the body must not run")
+    assert whole(model, before)
+    (FOLDER / "noticed").touch()
+
+
+def main(own_rank: int) -> None:
+    torch.set_num_threads(1)
+    sim.enable("256MiB", schedule="late", check_races=True)
+    store = dist.FileStore(str(FOLDER / "store"), NUM_RANKS)
+    dist.init_process_group("cpu:gloo,sim:simccl", store=store, rank=own_rank, world_size=NUM_RANKS)
+    pair.run(FOLDER / f"pair{own_rank}.json")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
+import residency
 from residency.integrations.transformers import ResidencyCallback, ResidencyTrainerMixin
 
 BUCKET = "16KiB"  # a few of them hold the states of a tiny model
@@ -180,3 +181,30 @@ def watched(target: Any, name: str) -> Iterator[list[Any]]:
 
     with mock.patch.object(target, name, noted):
         yield calls
+
+
+def prepared(*, offload: bool) -> tuple[Any, ...]:
+    """Returns an accelerator with a model, an optimizer and a schedule, as its user has them."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    accelerator, model = Accelerator(), tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    made = accelerator.prepare(model, optimizer, schedule)
+    if offload:
+        residency.offload_optimizer(made[1], bucket=BUCKET)
+    return accelerator, *made
+
+
+def accelerated(parts: tuple[Any, ...], batches: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Steps once a batch; returns the weights."""
+    accelerator, model, optimizer, schedule = parts
+    for batch in batches:
+        tokens = batch.to(accelerator.device)
+        accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return weights(accelerator.unwrap_model(model))

@@ -19,6 +19,7 @@ import transformers
 from safetensors.torch import load_file
 from transformers_lab import (
     Mixed,
+    accelerated,
     adapted,
     adapter_of,
     assert_same,
@@ -26,6 +27,7 @@ from transformers_lab import (
     files_of,
     make,
     ours,
+    prepared,
     text,
     tiny_model,
     trained,
@@ -33,7 +35,6 @@ from transformers_lab import (
 )
 from worker_cases import Cases
 
-import residency
 from residency import sim
 
 RANK, FOLDER = int(sys.argv[1]), Path(sys.argv[4])
@@ -94,39 +95,19 @@ def checkpoints_of_two_ranks_are_those_of_stock_code() -> None:
 
 @two
 def accelerate_loads_an_offloaded_optimizer_from_the_host_when_it_is_told_to() -> None:
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    def prepare(*, offload: bool) -> tuple[Any, ...]:
-        AcceleratorState._reset_state(True)
-        accelerator, model = Accelerator(), tiny_model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        model, optimizer = accelerator.prepare(model, optimizer)
-        if offload:
-            residency.offload_optimizer(optimizer, bucket="16KiB")
-        return accelerator, model, optimizer
-
-    def train(prepared: tuple[Any, ...], steps: range) -> dict[str, torch.Tensor]:
-        accelerator, model, optimizer = prepared
-        for step in steps:
-            batch = text()[4 * step + RANK :: 12].cuda()
-            accelerator.backward(model(input_ids=batch, labels=batch).loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        return weights(accelerator.unwrap_model(model))
-
-    expected = train(prepare(offload=False), range(4))
-    first = prepare(offload=True)
-    train(first, range(2))
+    batches = [text()[4 * step + RANK :: 12] for step in range(3)]
+    expected = accelerated(prepared(offload=False), batches)
+    first = prepared(offload=True)
+    accelerated(first, batches[:1])
     folder = str(FOLDER / "accelerate")
     first[0].save_state(folder)
     dist.barrier()
-    second = prepare(offload=True)
+    second = prepared(offload=True)
     stock = device_peak(lambda: second[0].load_state(folder))
     host_first = device_peak(lambda: second[0].load_state(folder, map_location="cpu"))
     assert stock >= STATE_BYTES
     assert host_first == 0
-    assert_same(train(second, range(2, 4)), expected)
+    assert_same(accelerated(second, batches[1:]), expected)
 
 
 def main() -> None:

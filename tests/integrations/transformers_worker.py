@@ -31,9 +31,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers_lab import (
-    BUCKET,
     Each,
     Mixed,
+    accelerated,
     adapted,
     adapter_of,
     assert_same,
@@ -41,6 +41,8 @@ from transformers_lab import (
     files_of,
     make,
     ours,
+    prepared,
+    text,
     tiny_model,
     trained,
     watched,
@@ -757,39 +759,16 @@ dead: list[Path] = []
 
 @case
 def accelerate_saves_and_loads_an_offloaded_optimizer_to_the_same_bits() -> None:
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-    from transformers_lab import text
-
-    def prepare(*, offload: bool) -> tuple[Any, ...]:
-        AcceleratorState._reset_state(True)
-        accelerator, model = Accelerator(), tiny_model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-        prepared = accelerator.prepare(model, optimizer, schedule)
-        if offload:
-            residency.offload_optimizer(prepared[1], bucket=BUCKET)
-        return accelerator, *prepared
-
-    def train(prepared: tuple[Any, ...], steps: range) -> dict[str, torch.Tensor]:
-        accelerator, model, optimizer, schedule = prepared
-        for step in steps:
-            batch = text()[2 * step : 2 * step + 2].cuda()
-            accelerator.backward(model(input_ids=batch, labels=batch).loss)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-        return weights(model)
-
-    expected = train(prepare(offload=False), range(6))
+    batches = text().split(2)
+    expected = accelerated(prepared(offload=False), batches[:6])
     with tempfile.TemporaryDirectory() as folder:
-        first = prepare(offload=True)
-        train(first, range(3))
+        first = prepared(offload=True)
+        accelerated(first, batches[:3])
         first[0].save_state(folder)
-        second = prepare(offload=True)
-        assert device_peak(lambda: second[0].load_state(folder, map_location="cpu")) == 0
-        assert_same(train(second, range(3, 6)), expected)
-        assert_same(train(first, range(3, 6)), expected)
+        second = prepared(offload=True)
+        assert device_peak(lambda: second[0].load_state(folder)) == 0
+        assert_same(accelerated(second, batches[3:6]), expected)
+        assert_same(accelerated(first, batches[3:6]), expected)
 
 
 def main(folder: Path) -> None:

@@ -81,6 +81,20 @@ COMMON = {
 }
 
 
+def run_of(kind: Any, settings: Any, callbacks: Any, resume: str | None, **others: Any) -> Any:
+    torch.manual_seed(1)
+    trainer = kind(
+        tiny_model(vocab_size=32),
+        args=settings,
+        processing_class=tokenizer(),
+        peft_config=lora(),
+        callbacks=list(callbacks),
+        **others,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
 def sft(kind: Any, folder: str, *callbacks: Any, resume: str | None = None) -> Any:
     rows = datasets.Dataset.from_dict({"text": [" ".join(WORDS[i:] + WORDS[:i]) for i in range(8)]})
     settings = trl.SFTConfig(
@@ -92,18 +106,11 @@ def sft(kind: Any, folder: str, *callbacks: Any, resume: str | None = None) -> A
         load_best_model_at_end=True,
         **COMMON,
     )
-    torch.manual_seed(1)
-    trainer = kind(
-        tiny_model(vocab_size=32),
-        settings,
-        train_dataset=rows,
-        eval_dataset=rows,
-        processing_class=tokenizer(),
-        peft_config=lora(),
-        callbacks=list(callbacks),
-    )
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+    return run_of(kind, settings, callbacks, resume, train_dataset=rows, eval_dataset=rows)
+
+
+def variety(completions: list[str], **others: Any) -> list[float]:
+    return [float(len(set(each))) for each in completions]
 
 
 def grpo(kind: Any, folder: str, *callbacks: Any, resume: str | None = None) -> Any:
@@ -116,18 +123,7 @@ def grpo(kind: Any, folder: str, *callbacks: Any, resume: str | None = None) -> 
         beta=0.01,
         **COMMON,
     )
-    torch.manual_seed(1)
-    trainer = kind(
-        tiny_model(vocab_size=32),
-        reward_funcs=lambda completions, **others: [float(len(set(c))) for c in completions],
-        args=settings,
-        train_dataset=rows,
-        processing_class=tokenizer(),
-        peft_config=lora(),
-        callbacks=list(callbacks),
-    )
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+    return run_of(kind, settings, callbacks, resume, train_dataset=rows, reward_funcs=variety)
 
 
 def check(run: Any, stock: Any, mixed: Any) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 else:
     TrainerCallback = load_framework("transformers", extra="transformers").TrainerCallback
 
-_MARK = "_residency_callback"
+_MARK = "_residency_callback"  # on a trainer's control: who was called last, and of what event
 _log = logging.getLogger("residency")
 
 
@@ -81,10 +81,10 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
             RefusedError: The trainer has a ``ResidencyCallback`` already, or a framework's version
                 lacks what this needs. Nothing was changed.
         """
-        if _MARK in vars(control):
+        if vars(control).get(_MARK) is not None:
             raise self._added_twice()
         self._put_on(others.get("model"))
-        vars(control)[_MARK] = self
+        vars(control)[_MARK] = (self, "on_init_end")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Offloads the optimizer, which is there now.
@@ -93,8 +93,10 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
             RefusedError: It cannot be stepped in parts with the same bits, or the trainer has two
                 such callbacks. The optimizer is as it was.
         """
-        if vars(control).setdefault(_MARK, self) is not self:
+        before, event = vars(control).get(_MARK, (self, None))
+        if before is not self and event == "on_train_begin":
             raise self._added_twice()
+        vars(control)[_MARK] = (self, "on_train_begin")
         self._put_on(others.get("model"))  # a `model_init` has made another one
         self.offload(others.get("optimizer"))
         self._hook.put_on()
@@ -104,6 +106,7 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Begins the phase ``step``: forward, backward, of all batches that are accumulated."""
+        vars(control).pop(_MARK, None)  # one that is added from now on may take this one's place
         self._leave("step")
         self._enter("step")
 

@@ -80,7 +80,7 @@ class Draft:
         final: What it will be called.
     """
 
-    def __init__(self, run_dir: Path, name: str, arena: SlabArena | None) -> None:
+    def __init__(self, run_dir: Path, name: str, arena: SlabArena | None = None) -> None:
         self.root = run_dir / DRAFTS / name
         self.folder = self.root / name
         self.final = run_dir / name

@@ -12,7 +12,7 @@ import importlib
 import logging
 import os
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from torch import Tensor
 from residency._errors import RefusedError
 from residency._memory import phase
 from residency.integrations._framework import load_framework, missing_in
-from residency.integrations._transformers_adapter import peft_models
+from residency.integrations._transformers_adapter import is_peft_model
 from residency.integrations._transformers_callback import ResidencyCallback, optimizer_inside
 from residency.integrations._transformers_saves import (
     BackgroundSaves,
@@ -79,6 +79,7 @@ class ResidencyTrainerMixin(_Trainer):  # type: ignore[misc]  # is not analysed:
     """
 
     args: Any
+    model: Any
     optimizer: Any
 
     def __init__(self, *args: Any, max_in_flight: int = 1, **kwargs: Any) -> None:
@@ -169,10 +170,8 @@ class ResidencyTrainerMixin(_Trainer):  # type: ignore[misc]  # is not analysed:
             name = f"checkpoint-{self.state.global_step}"
             is_writer = self.args.should_save
             saves = self._residency_saves
-            draft = (
-                saves.begin(Path(run_dir), name) if is_writer else Draft(Path(run_dir), name, None)
-            )
-            self._residency_draft = draft
+            begin = saves.begin if is_writer else Draft
+            self._residency_draft = draft = begin(Path(run_dir), name)
             try:
                 super()._save_checkpoint(model, trial, *args, **kwargs)
                 self._name_best(draft, os.path.join(run_dir, name))
@@ -188,10 +187,10 @@ class ResidencyTrainerMixin(_Trainer):  # type: ignore[misc]  # is not analysed:
                 saves.submit(draft, lambda: self._remove_older(run_dir, best))
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        draft = self._residency_draft
-        is_known = isinstance(self.model, _known_models())
-        found = model_to_take(self.model) if draft is not None and is_known else None
-        if draft is None or found is None or state_dict is not None or not self.args.should_save:
+        found = None
+        if self._is_in_draft(output_dir) and _saves_itself(self.model):
+            found = model_to_take(self.model)
+        if found is None or state_dict is not None:
             super()._save(output_dir, state_dict)
             return
         taken, to_state_dict = found
@@ -203,22 +202,16 @@ class ResidencyTrainerMixin(_Trainer):  # type: ignore[misc]  # is not analysed:
             values = to_state_dict(tree["model"])
             self.model.save_pretrained(*args, **{**kwargs, "state_dict": values})
 
-        draft.take({"model": taken}, write)
+        if not self._take({"model": taken}, write):
+            self.model.save_pretrained(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        draft = self._residency_draft
         optimizer = self.optimizer
-        if draft is None or not self.args.should_save:
-            super()._save_optimizer_and_scheduler(output_dir)
-            return
         path = Path(output_dir) / _OPTIMIZER_FILE
-        try:
-            draft.take(
-                {"optimizer": optimizer_inside(optimizer)},
-                lambda tree: torch.save(tree["optimizer"], path),
-            )
-        except RefusedError as error:
-            _log.warning("the optimizer is saved before training goes on: %s", error)
+        if not self._is_in_draft(output_dir) or not self._take(
+            {"optimizer": optimizer_inside(optimizer)},
+            lambda tree: torch.save(tree["optimizer"], path),
+        ):
             super()._save_optimizer_and_scheduler(output_dir)
             return
         self.optimizer = _WithoutState()
@@ -226,6 +219,23 @@ class ResidencyTrainerMixin(_Trainer):  # type: ignore[misc]  # is not analysed:
             super()._save_optimizer_and_scheduler(output_dir)
         finally:
             self.optimizer = optimizer
+
+    def _is_in_draft(self, output_dir: str | None) -> bool:
+        """Says whether a directory is that of a draft, which this rank fills."""
+        draft = self._residency_draft
+        if draft is None or output_dir is None or not self.args.should_save:
+            return False
+        return Path(output_dir) == draft.folder
+
+    def _take(self, tree: Any, write: Callable[[Any], None]) -> bool:
+        """Captures a part of a draft; says whether that can be done."""
+        assert self._residency_draft is not None
+        try:
+            self._residency_draft.take(tree, write)
+        except RefusedError as error:
+            _log.warning("a part of a checkpoint is written before training goes on: %s", error)
+            return False
+        return True
 
     def _can_save_behind(self, trial: Any) -> bool:
         if self._residency_saves.max_in_flight == 0:
@@ -289,9 +299,10 @@ class _WithoutState:
         return {}
 
 
-def _known_models() -> tuple[type, ...]:
+def _saves_itself(model: object) -> bool:
+    """Says whether a trainer leaves it to the model's ``save_pretrained`` to save it."""
     transformers: Any = load_framework("transformers", extra="transformers")
-    return transformers.PreTrainedModel, *peft_models()
+    return is_peft_model(model) or isinstance(model, transformers.PreTrainedModel)
 
 
 @contextmanager

@@ -95,6 +95,7 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
         """
         before, event = vars(control).get(_MARK, (self, None))
         if before is not self and event == "on_train_begin":
+            del vars(control)[_MARK]  # once one of them is gone, the other may train
             raise self._added_twice()
         vars(control)[_MARK] = (self, "on_train_begin")
         self._put_on(others.get("model"))  # a `model_init` has made another one
@@ -175,7 +176,7 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
     def _added_twice(self) -> RefusedError:
         return RefusedError(
             f"this Trainer of {named_with_version('transformers')} has two callbacks of the kind"
-            f" {type(self).__name__}, which would fight over one optimizer. Nothing was changed;"
+            f" {type(self).__name__}, which would fight over one optimizer. Nothing was trained;"
             " pass one."
         )
 

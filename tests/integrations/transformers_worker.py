@@ -55,8 +55,8 @@ from residency import sim
 from residency.integrations.transformers import ResidencyCallback, save_pretrained
 
 case = Cases()
-BIG = {"hidden_size": 512, "intermediate_size": 6144, "num_hidden_layers": 1}
-BIG_LAYER = 512 * 6144 * 4  # bytes of each of its three layers
+EMBEDDING = {"vocab_size": 16384, "hidden_size": 1024, "head_dim": 64}
+EMBEDDING_BYTES = 16384 * 1024 * 4
 
 
 def inside(folder: str) -> Path:
@@ -68,37 +68,46 @@ def inside(folder: str) -> Path:
 
 @case
 def under_a_capacity_in_which_stock_ends_in_the_best_adapter_ours_loads_it() -> None:
-    saved = ["up_proj", "down_proj"]
-    room = BIG_LAYER + BIG_LAYER // 2  # for one of the two layers, and not for both
-    ballast: list[torch.Tensor] = []
+    """The embedding goes along in the file of an adapter that targets it, and is not trained."""
 
-    def fill(state: Any) -> None:
-        """Takes what is free, but for the room, once training is done."""
-        if state.global_step == 2:
-            torch.cuda.empty_cache()
-            size = torch.cuda.mem_get_info()[0] - room
-            ballast.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+    def model() -> Any:
+        return adapted(tiny_model(**EMBEDDING), target_modules=["q_proj", "embed_tokens"])
+
+    parameters = list(model().parameters())
+    trained_bytes = sum(p.nbytes for p in parameters if p.requires_grad)
+    # Weights, gradients and both states; the rest, activations, has less than a second embedding.
+    capacity = sum(p.nbytes for p in parameters) + 3 * trained_bytes + EMBEDDING_BYTES * 3 // 4
+    del parameters
+    peaks: list[int] = []
 
     def run(*callbacks: Any) -> Any:
-        model = adapted(tiny_model(**BIG), modules_to_save=saved)
         steps = {"max_steps": 2, "save_steps": 1, "eval_steps": 1, "save_only_model": True}
-        return trained(model, inside(folder), Each(on_save=fill), *callbacks, **steps)
+        small = {"per_device_eval_batch_size": 2, "prediction_loss_only": True}
+        trainer = make(model(), inside(folder), *callbacks, **steps, **small)
+        load = trainer._load_best_model
+
+        def measured() -> None:
+            peaks.append(device_peak(load))
+
+        with mock.patch.object(trainer, "_load_best_model", measured):
+            trainer.train()
+        return trainer
 
     settings = sim.settings()
-    sim.enable(**{**settings, "capacity": "256MiB", "check_races": False})
+    sim.enable(**{**settings, "capacity": capacity, "check_races": False})
     with tempfile.TemporaryDirectory() as folder:
         with pytest.raises(torch.OutOfMemoryError) as info:
             run()
         assert "_load_best_model" in "".join(traceback.format_tb(info.value.__traceback__))
         del info
-        ballast.clear()
         gc.collect()
-        trainer = run(ours(bucket=BIG_LAYER))
+        trainer = run(ours(bucket="1MiB"))
+        assert peaks == [0]
         file = load_file(f"{trainer.state.best_model_checkpoint}/adapter_model.safetensors")
-        assert sum(value.nbytes for value in file.values()) > room
-        assert_same(adapter_of(trainer.model), file)
-    ballast.clear()
+        assert max(value.nbytes for value in file.values()) == EMBEDDING_BYTES
+        assert_same(peft.get_peft_model_state_dict(trainer.model), file)
     del trainer
+    gc.collect()
     sim.enable(**settings)
 
 
@@ -516,7 +525,12 @@ def an_out_of_memory_error_in_training_says_what_held_the_memory() -> None:
 @case
 def checkpoints_written_behind_training_are_those_of_stock_code() -> None:
     tied = {"tie_word_embeddings": True}
-    for model in (lambda: tiny_model(**tied), lambda: adapted(modules_to_save=["lm_head"])):
+    models: list[Callable[[], Any]] = [
+        lambda: tiny_model(**tied),
+        lambda: adapted(modules_to_save=["lm_head"]),
+        lambda: adapted(target_modules=["q_proj", "embed_tokens"]),  # has a layer of the base
+    ]
+    for model in models:
         with tempfile.TemporaryDirectory() as folder:
             runs = []
             for kind in (transformers.Trainer, Mixed):
@@ -628,6 +642,40 @@ def a_save_takes_nothing_on_the_device() -> None:
         with tempfile.TemporaryDirectory() as folder:
             trained(model, folder, ours(), kind=Measured)
     assert peaks == [0] * 4
+
+
+@case
+def what_saves_pinned_is_given_back_when_training_ends() -> None:
+    gc.collect()
+    before = sim.pinned_memory_stats()["used_bytes.current"]
+    seen = []
+
+    def look(state: Any) -> None:
+        seen.append(sim.pinned_memory_stats()["used_bytes.current"] - before)
+
+    model = tiny_model()
+    with tempfile.TemporaryDirectory() as folder:
+        trained(model, folder, Each(on_save=look), ours(offload=False), kind=Mixed)
+    num_bytes = 3 * sum(p.nbytes for p in model.parameters())  # weights and two states
+    assert num_bytes <= seen[0] <= 2 * num_bytes
+    assert seen[1] == seen[0]  # the same again, for the second save
+    assert sim.pinned_memory_stats()["used_bytes.current"] == before
+
+
+@case
+def a_part_that_cannot_be_captured_is_written_before_training_goes_on() -> None:
+    def mark(state: Any) -> None:
+        trainer.optimizer.param_groups[0]["note"] = Path("of a kind that a document cannot hold")
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make(
+            tiny_model(), folder, Each(on_train_begin=mark), ours(offload=False), kind=Mixed
+        )
+        trainer.train()
+        found = torch.load(f"{folder}/checkpoint-2/optimizer.pt", weights_only=False)
+        assert isinstance(found["param_groups"][0]["note"], Path)
+        assert len(found["state"]) == len(list(trainer.model.parameters()))
+        assert (Path(folder) / "checkpoint-2" / "scheduler.pt").exists()
 
 
 @case

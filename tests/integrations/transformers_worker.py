@@ -194,6 +194,22 @@ def several_adapters_train_resume_and_end_as_with_stock_code() -> None:
 
 
 @case
+def a_snapshot_that_is_still_copied_keeps_what_was_there_when_an_adapter_is_loaded() -> None:
+    model = adapted().cuda()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+        make(model, folder, ours())
+        before = weights(model)
+        taken = residency.snapshot(model)
+        model.load_adapter(folder, "default")
+        assert_same(taken.tree, before)
+        assert_same(adapter_of(model), load_file(f"{folder}/adapter_model.safetensors"))
+
+
+@case
 def a_device_that_the_user_names_wins() -> None:
     model = adapted().cuda()
     with tempfile.TemporaryDirectory() as folder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from residency._demo._bench import Bench, open_bench
+from residency._demo._bench import Bench, Face, open_bench
 from residency._demo._hand_off import NAME as HAND_OFF
 from residency._demo._hand_off import run_hand_off
 from residency._demo._optimizer_step import NAME as OPTIMIZER_STEP
@@ -22,11 +22,14 @@ class Case:
 
     Attributes:
         summary: What it shows, in one sentence.
+        face: As which device the simulated accelerator has to appear: CUDA for frameworks, which
+            look for no other.
         run: Runs it on the bench, which tells its last argument how far it is.
     """
 
     summary: str
     run: Callable[[Bench, Settings, Show], Report]
+    face: Face = "sim"
 
 
 CASES: dict[str, Case] = {
@@ -49,8 +52,11 @@ def run_case(name: str, settings: Settings, show: Show) -> Report:
         RefusedError: The case cannot run here; the message says why.
     """
     if name not in CASES:
-        raise InvalidArgumentError(
-            f"There is no case {name!r}; expected one of: {', '.join(CASES)}."
-        )
-    with open_bench() as bench:
+        raise unknown(name)
+    with open_bench(CASES[name].face) as bench:
         return CASES[name].run(bench, settings, show)
+
+
+def unknown(name: str) -> InvalidArgumentError:
+    """Returns the error for a name that no case has."""
+    return InvalidArgumentError(f"There is no case {name!r}; expected one of: {', '.join(CASES)}.")

@@ -1,0 +1,62 @@
+"""What no tensor accounts for is named, with its bytes where something tells them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from residency import HandOffError, _device, hand_off
+from residency._handoff._residue import residue_lines
+from residency._memory._state import measure
+
+MIB = 1 << 20
+
+
+def lines(device: torch.device) -> str:
+    return "\n".join(residue_lines(device, measure(device)))
+
+
+def test_a_device_of_which_torch_knows_all_has_no_residue(device: torch.device) -> None:
+    if measure(device).outside:
+        pytest.skip("a real device has a context")
+    kept = torch.ones(MIB, device=device)
+    assert lines(device) == ""
+    del kept
+
+
+@pytest.mark.sim
+def test_private_pools_are_named_with_their_bytes(device: torch.device) -> None:
+    module = torch.get_device_module(device)
+    pool = module.MemPool()
+    with module.use_mem_pool(pool):
+        captured = torch.ones(4 * MIB, dtype=torch.uint8, device=device)
+    reserved = _device.private_pool_bytes(device, _device.allocator_figures(device))
+    assert reserved >= 4 * MIB
+    assert "reserved by private pools" in lines(device)
+    with pytest.raises(HandOffError, match="reserved by private pools"), hand_off(2**50):
+        pytest.fail("the body must not run")
+    del captured, pool
+
+
+def test_what_the_driver_charges_is_told_apart_from_other_processes(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = torch.ones(MIB, device=device)
+    reserved = measure(device).reserved
+    monkeypatch.setattr(_device, "charged_bytes", lambda _: reserved + 300 * MIB)
+    found = lines(device)
+    assert "300.00 MiB  charged to this process beyond torch's allocator: its context" in found
+    assert "charged to other processes" in found
+    del kept
+
+
+def test_what_nobody_tells_apart_is_named_as_one(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = torch.ones(MIB, device=device)
+    room = _device.device_room(device)
+    assert room is not None
+    monkeypatch.setattr(_device, "device_room", lambda _: (room[0] - 500 * MIB, room[1]))
+    monkeypatch.setattr(_device, "charged_bytes", lambda _: None)
+    assert "outside: other processes, and this one's context" in lines(device)
+    del kept

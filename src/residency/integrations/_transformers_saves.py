@@ -11,9 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,12 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from residency import _device
+from residency._checkpoint._arguments import check_count
 from residency._checkpoint._capture import Capture, capture
 from residency._checkpoint._disk._system import SYSTEM, sync_folder
 from residency._checkpoint._snapshot import tree_of
-from residency._errors import CheckpointError, InvalidArgumentError
+from residency._errors import InvalidArgumentError
 from residency._transfer import SlabArena, memory_of
 from residency.integrations._framework import named_with_version
+from residency.integrations._ordered_writes import OrderedWrites
 from residency.integrations._transformers_adapter import is_peft_model
 
 if TYPE_CHECKING:
@@ -144,15 +144,11 @@ class BackgroundSaves:
     """Writes drafts in their order, a bounded number of them behind training."""
 
     def __init__(self, max_in_flight: int) -> None:
-        if isinstance(max_in_flight, bool) or not isinstance(max_in_flight, int):
-            raise InvalidArgumentError(f"max_in_flight is {max_in_flight!r}; expected a count.")
-        if max_in_flight < 0:
-            raise InvalidArgumentError(f"max_in_flight is {max_in_flight}; expected 0 or more.")
+        check_count("max_in_flight", max_in_flight, least=0)
         self.max_in_flight = max_in_flight
-        self._arenas: list[SlabArena] = []
-        self._under_way: deque[tuple[Future[None], SlabArena, Path]] = deque()
+        self._writes = OrderedWrites(max(1, max_in_flight))
+        self._arenas: list[SlabArena] = []  # those that no write is using
         self._folders: set[Path] = set()
-        self._writer: ThreadPoolExecutor | None = None
 
     def begin(self, run_dir: Path, name: str) -> Draft:
         """Waits until there is room for one more, and begins it.
@@ -160,24 +156,29 @@ class BackgroundSaves:
         Raises:
             CheckpointError: An earlier one could not be written.
         """
-        while len(self._under_way) >= self.max_in_flight:
-            self._reap()
+        self._writes.make_room()
+        self._writes.raise_failure()
         if not self._arenas:
             self._arenas.append(SlabArena(pin=_device.is_pinning_available(), keep=True))
         return Draft(run_dir, name, self._arenas[-1])
 
     def submit(self, draft: Draft, rotate: Callable[[], None]) -> None:
-        """Has a draft written, and then older checkpoints removed."""
+        """Has a draft written, and then older checkpoints removed.
+
+        Raises:
+            CheckpointError: An earlier one could not be written; this one is under way.
+        """
+        arena = self._arenas.pop()
+        self._folders.add(draft.root.parent)
 
         def write() -> None:
-            draft.write()
-            rotate()
+            try:
+                draft.write()
+            finally:
+                self._arenas.append(arena)
 
-        if self._writer is None:
-            self._writer = ThreadPoolExecutor(1, thread_name_prefix="residency-trainer")
-        self._folders.add(draft.root.parent)
-        future = self._writer.submit(write)
-        self._under_way.append((future, self._arenas.pop(), draft.final))
+        self._writes.write(draft.final, write)
+        self._writes.remove(f"what {draft.final} replaces", rotate)
 
     def drain(self) -> None:
         """Waits until everything is written.
@@ -185,46 +186,30 @@ class BackgroundSaves:
         Raises:
             CheckpointError: Something could not be; said once.
         """
-        while self._under_way:
-            self._reap()
+        self._writes.wait()
+        self._writes.raise_failure()
 
-    def close(self) -> None:
-        """Waits as `drain` does, and gives back threads and page-locked memory."""
-        try:
-            self.drain()
-        finally:
-            if self._writer is not None:
-                self._writer.shutdown()
-                self._writer = None
-            if self._arenas:
-                for arena in self._arenas:
-                    arena.is_kept = False
-                    arena.free_all()
-                self._arenas = []
-                _device.release_pinned_cache()
-            for folder in self._folders:
-                with suppress(OSError):  # another run of this directory saves
-                    folder.rmdir()
-            self._folders.clear()
+    def close(self, *, beside: BaseException | None = None) -> None:
+        """Waits until everything is written, and gives back thread and page-locked memory.
 
-    def close_after(self, error: BaseException) -> None:
-        """Closes beside an error, to which a second one is only added as a note."""
-        try:
-            self.close()
-        except CheckpointError as second:
-            error.add_note(str(second))
+        Args:
+            beside: An error that is on its way to the caller already.
 
-    def _reap(self) -> None:
-        future, arena, path = self._under_way.popleft()
-        try:
-            future.result()
-        except Exception as error:
-            raise CheckpointError(
-                f"{path} could not be written: {type(error).__name__}: {error}. Training has gone"
-                " on since; the next save tries anew."
-            ) from error
-        finally:
-            self._arenas.append(arena)
+        Raises:
+            CheckpointError: Something could not be written, and there is no other error.
+        """
+        self._writes.close()
+        for arena in self._arenas:
+            arena.is_kept = False
+            arena.free_all()
+        if self._arenas:
+            self._arenas.clear()
+            _device.release_pinned_cache()
+        for folder in self._folders:
+            with suppress(OSError):  # another run of this directory saves
+                folder.rmdir()
+        self._folders.clear()
+        self._writes.raise_failure(beside=beside)
 
 
 def model_to_take(model: nn.Module) -> tuple[Any, Callable[[Any], dict[str, Any]]] | None:

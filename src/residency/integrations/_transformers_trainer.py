@@ -115,7 +115,7 @@ class ResidencyTrainerMixin(_Trainer):  # type: ignore[misc]  # is not analysed:
             with phase("train"):
                 result = super().train(*args, **kwargs)
         except BaseException as error:
-            self._residency_saves.close_after(error)
+            self._residency_saves.close(beside=error)
             raise
         self._residency_saves.close()
         return result

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from residency._demo._async_save import NAME as ASYNC_SAVE
+from residency._demo._async_save import run_async_save
 from residency._demo._bench import Bench, Face, open_bench
 from residency._demo._hand_off import NAME as HAND_OFF
 from residency._demo._hand_off import run_hand_off
@@ -36,6 +38,11 @@ CASES: dict[str, Case] = {
     OPTIMIZER_STEP: Case(
         "AdamW's state lives on the host and streams through the step, bit for bit the same.",
         run_optimizer_step,
+    ),
+    ASYNC_SAVE: Case(
+        "Lightning saves in the background, without a copy of the checkpoint on the device.",
+        run_async_save,
+        face="cuda",
     ),
     HAND_OFF: Case(
         "A trainer hands its device to an inference engine in another process, and proves it.",

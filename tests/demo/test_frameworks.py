@@ -12,7 +12,7 @@ pytestmark = pytest.mark.sim
 Run = Callable[[str], _demo.Report]
 
 # What stock code was doing when it ran out of memory.
-PHASES = {"async-save": ("save", "training step")}
+PHASES = {"async-save": ("save", "training step"), "best-adapter": ("_load_best_model",)}
 
 
 @pytest.fixture(scope="module")

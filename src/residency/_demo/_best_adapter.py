@@ -38,7 +38,7 @@ trainer = Trainer(..., callbacks=[ResidencyCallback()])"""
 
 _NUM_STEPS = 2
 _NUM_ROWS, _NUM_COLUMNS = 2, 16
-_VOCABULARY_SIZE, _HIDDEN_SIZE = 16384, 1024
+_VOCABULARY_SIZE, _HIDDEN_SIZE = 16_000, 960
 _LABELS = ("Trainer, no limit", "Trainer", "Trainer, ResidencyCallback")
 _RELOAD = "_load_best_model"
 

@@ -24,6 +24,7 @@ PAGES = sorted(p for p in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")] if _e
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # said of dcp on one process
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # asked for by PEFT
 # Lightning asks torch's pytree in a way that torch 2.13 gives up, and gives advice.
 @pytest.mark.filterwarnings(
     "ignore:.*LeafSpec:FutureWarning", "ignore:.*does not have many workers"

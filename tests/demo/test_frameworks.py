@@ -1,4 +1,4 @@
-"""The cases of frameworks, with their real code, each in a process in which the simulator is CUDA."""
+"""The cases of frameworks, with their real code, each in a process where the simulator is CUDA."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.sim
 Run = Callable[[str], _demo.Report]
 
 # What stock code was doing when it ran out of memory.
-PHASES = {"async-save": ("save", "training step")}
+PHASES = {"async-save": ("save", "training step"), "best-adapter": ("_load_best_model",)}
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ import pytest
 
 import residency
 from residency.integrations import _framework, _lightning_trees
-from residency.integrations._lightning_writes import OrderedWrites
+from residency.integrations._ordered_writes import OrderedWrites
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
 

@@ -12,7 +12,7 @@ their writers wait at the gate, which knows for each storage the event after its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ from residency._transfer import (
     local_of,
     memory_of,
     watch_optimizers,
-    wrapped_like,
 )
 from residency._units import parse_bytes
 
@@ -155,24 +154,6 @@ class Capture:
     def document(self) -> dict[str, Any]:
         """Returns the JSON document of the tree."""
         return {"tree": self.description.tree, "tensors": self.blocks.special}
-
-    def tensors(self, bytes_of: Callable[[Held], Tensor]) -> dict[str, Tensor]:
-        """Returns host tensors for all leaves, by name; those that shared memory do so again.
-
-        Args:
-            bytes_of: Returns the final bytes of a block, ``uint8`` of shape ``[num_bytes]``.
-        """
-        found: dict[str, Tensor] = {}
-        for held in self.held:
-            host = bytes_of(held)
-            for name, layout in held.block.layouts.items():
-                found[name] = view_of(host, layout)
-        for name, leaf in self.description.leaves.items():
-            if name not in found:  # no element of it is on this rank
-                local = local_of(leaf.value)
-                found[name] = torch.empty(local.shape, dtype=local.dtype)
-            found[name] = wrapped_like(found[name], leaf.value)
-        return found
 
     def release(self) -> None:
         """Gives all memory back, and lets go of what the caller has."""

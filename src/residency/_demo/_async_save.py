@@ -102,28 +102,30 @@ def run_async_save(bench: Bench, settings: Settings, show: Show) -> Report:
             _row(_LABELS[1], capacity_bytes, stock, None),
             _row(_LABELS[2], capacity_bytes, ours, not different),
         ),
-        promises=(
-            Promise(
-                "finishes where AsyncCheckpointIO does not",
-                stock.phase is not None and ours.phase is None,
-                f"stock {_ending(stock)}; ours {_ending(ours)}",
-            ),
-            Promise(
-                "saves the same",
-                not different,
-                f"the {len(ours.saves)} files and losses are those of synchronous saves, bit for "
-                "bit"
-                if not different
-                else f"{len(different)} values differ, the first is {different[0]}",
-            ),
-            Promise(
-                "pending saves take no device memory",
-                ours.peak_bytes <= reference.peak_bytes,
-                f"peak {format_bytes(ours.peak_bytes)} <= {format_bytes(reference.peak_bytes)} of "
-                f"synchronous saves; stock {format_bytes(stock.peak_bytes)}",
-            ),
-        ),
+        promises=_promises(reference, stock, ours, different),
         snippet=SNIPPET,
+    )
+
+
+def _promises(
+    reference: _Run, stock: _Run, ours: _Run, different: list[str]
+) -> tuple[Promise, ...]:
+    same = f"the {len(ours.saves)} files and losses are those of synchronous saves, bit for bit"
+    if different:
+        same = f"{len(different)} values differ, the first is {different[0]}"
+    return (
+        Promise(
+            "finishes where AsyncCheckpointIO does not",
+            stock.phase is not None and ours.phase is None,
+            f"stock {_ending(stock)}; ours {_ending(ours)}",
+        ),
+        Promise("saves the same", not different, same),
+        Promise(
+            "pending saves take no device memory",
+            ours.peak_bytes <= reference.peak_bytes,
+            f"peak {format_bytes(ours.peak_bytes)} <= {format_bytes(reference.peak_bytes)} of "
+            f"synchronous saves; stock {format_bytes(stock.peak_bytes)}",
+        ),
     )
 
 
@@ -152,43 +154,9 @@ def _train(settings: Settings, plugin: Callable[[], Any], advance: Callable[[int
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     run, started = _Run(), time.perf_counter()
-    corpus = read_corpus()
-    batches = [
-        training_batch(
-            corpus,
-            seed=settings.seed,
-            step=step,
-            rows=settings.num_rows,
-            columns=settings.num_columns,
-        )
-        for step in range(1, _NUM_SAVES + 1)
-    ]
-
-    class Model(lightning.LightningModule):  # type: ignore[misc]  # follow_imports = skip
-        """Trains on text, and saves after every step."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = make_model(_SHAPE, seed=settings.seed, num_columns=settings.num_columns)
-
-        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-            run.phase, run.step = "training step", index + 1
-            loss: torch.Tensor = self.inner(input_ids=batch, labels=batch).loss
-            return loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
-            run.losses.append(outputs["loss"].item())
-            advance(index + 1)
-            run.phase = "save"
-            self.trainer.save_checkpoint(Path(folder, f"{index + 1}.ckpt"))
-
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = Model()
-        run.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        model = _make_module(run, settings, Path(folder), advance)
         trainer = lightning.Trainer(
             accelerator="gpu",
             devices=1,
@@ -200,9 +168,9 @@ def _train(settings: Settings, plugin: Callable[[], Any], advance: Callable[[int
             default_root_dir=folder,
             plugins=[plugin()],
         )
+        loader: Any = torch.utils.data.DataLoader(_batches(settings), batch_size=None)  # type: ignore[arg-type]
         _device.reset_peak()
         try:
-            loader: Any = torch.utils.data.DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
             trainer.fit(model, loader)
             run.phase = run.step = None
         except torch.OutOfMemoryError as error:
@@ -216,6 +184,45 @@ def _train(settings: Settings, plugin: Callable[[], Any], advance: Callable[[int
             }
     run.seconds = time.perf_counter() - started
     return run
+
+
+def _batches(settings: Settings) -> list[torch.Tensor]:
+    corpus, shape = read_corpus(), (settings.num_rows, settings.num_columns)
+    return [
+        training_batch(corpus, seed=settings.seed, step=step, rows=shape[0], columns=shape[1])
+        for step in range(1, _NUM_SAVES + 1)
+    ]
+
+
+def _make_module(
+    run: _Run, settings: Settings, folder: Path, advance: Callable[[int], None]
+) -> Any:
+    """Returns Lightning's module, which notes in ``run`` how far it is."""
+    import lightning.pytorch as lightning
+
+    class Model(lightning.LightningModule):  # type: ignore[misc]  # follow_imports = skip
+        """Trains on text, and saves after every step."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = make_model(_SHAPE, seed=settings.seed, num_columns=settings.num_columns)
+            run.num_parameters = sum(parameter.numel() for parameter in self.parameters())
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            run.phase, run.step = "training step", index + 1
+            loss: torch.Tensor = self.inner(input_ids=batch, labels=batch).loss
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+            run.losses.append(outputs["loss"].item())
+            advance(index + 1)
+            run.phase = "save"
+            self.trainer.save_checkpoint(folder / f"{index + 1}.ckpt")
+
+    return Model()
 
 
 def _computed(run: _Run) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from residency._demo._async_save import NAME as ASYNC_SAVE
 from residency._demo._async_save import run_async_save
 from residency._demo._bench import Bench, Face, open_bench
+from residency._demo._best_adapter import NAME as BEST_ADAPTER
+from residency._demo._best_adapter import run_best_adapter
 from residency._demo._hand_off import NAME as HAND_OFF
 from residency._demo._hand_off import run_hand_off
 from residency._demo._optimizer_step import NAME as OPTIMIZER_STEP
@@ -42,6 +44,11 @@ CASES: dict[str, Case] = {
     ASYNC_SAVE: Case(
         "Lightning saves in the background, without a copy of the checkpoint on the device.",
         run_async_save,
+        face="cuda",
+    ),
+    BEST_ADAPTER: Case(
+        "Transformers reloads the best PEFT adapter at the end, without a second copy of it.",
+        run_best_adapter,
         face="cuda",
     ),
     HAND_OFF: Case(

@@ -29,6 +29,7 @@ from residency import _device
 from residency._checkpoint._arguments import spare_bytes
 from residency._checkpoint._capture import Capture, Held, capture_described
 from residency._checkpoint._encode import Leaf
+from residency._checkpoint._snapshot import tree_of
 from residency._checkpoint._tree import Description
 from residency._errors import RefusedError
 from residency._optim._lend import lend_homes
@@ -247,7 +248,8 @@ class _Staged(Future[dict[str, Any]]):
                 return
             self._flight.ask()
             try:
-                tensors = captured.tensors(lambda held: _lasting(held, self._flight))
+                spans = {id(held.block): _lasting(held, self._flight) for held in captured.held}
+                tensors = tree_of(captured, spans)
                 made: dict[str, Any] = self._thawer.thaw(tensors)
             except BaseException as error:
                 self._flight.drop()
@@ -278,7 +280,9 @@ def _described(state_dict: dict[str, Any], spare_bytes: int | None) -> tuple[Des
             " Nothing was saved; take it out, or give its state_dict()."
         ) from error
     thawer = Thawer(file.getvalue(), freezer.kept)
-    return Description({}, _leaves(freezer.encoder.leaves, spare_bytes)), thawer
+    leaves = _leaves(freezer.encoder.leaves, spare_bytes)
+    names = {name: {"$": "tensor", "name": name} for name in leaves}
+    return Description(names, leaves), thawer
 
 
 def _leaves(found: Mapping[str, Leaf], spare_bytes: int | None) -> dict[str, Leaf]:

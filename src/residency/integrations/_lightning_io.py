@@ -19,7 +19,7 @@ from residency.integrations._lightning_trees import (
     trees_in_use,
     version_of,
 )
-from residency.integrations._lightning_writes import OrderedWrites
+from residency.integrations._ordered_writes import OrderedWrites
 
 
 class ResidencyCheckpointIO:

@@ -25,7 +25,7 @@ from residency.integrations._framework import missing_in
 from residency.integrations._lightning_freeze import Frozen, freeze
 from residency.integrations._lightning_io import phase_unless_inside
 from residency.integrations._lightning_trees import error_of_training, trees_in_use
-from residency.integrations._lightning_writes import OrderedWrites
+from residency.integrations._ordered_writes import OrderedWrites
 
 _OVERRIDDEN = (
     "lightning_module_state_dict",

@@ -32,16 +32,15 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-@functools.cache
-def _config_class() -> type[Any]:
-    """Makes the class over the ``AdamWConfig`` that is installed.
+def _published() -> Any:
+    """Returns the ``AdamWConfig`` that is installed.
 
     Raises:
         ImportError: XTuner v1 is not installed; the message gives the line that installs it.
         RefusedError: Its ``AdamWConfig`` has no ``swap_optimizer``.
     """
     try:
-        base: Any = load_framework(_MODULE, extra="xtuner").AdamWConfig
+        found: Any = load_framework(_MODULE, extra="xtuner").AdamWConfig
     except ImportError as error:
         if error.name is not None:
             raise  # it is there, and something that it needs is not
@@ -49,10 +48,17 @@ def _config_class() -> type[Any]:
             f"{_MODULE} is not installed, and no package index has it (xtuner 0.2 is another "
             f"generation); run: {_FROM_GIT}"
         ) from error
-    if "swap_optimizer" not in base.model_fields:
+    if "swap_optimizer" not in found.model_fields:
         raise missing_in(
             "xtuner", "AdamWConfig.swap_optimizer", f"install a newer one: {_FROM_GIT}"
         )
+    return found
+
+
+@functools.cache
+def _config_class() -> type[Any]:
+    """Makes the class over the ``AdamWConfig`` that is installed."""
+    base = _published()
 
     class OffloadedAdamWConfig(base):  # type: ignore[misc]  # known when it runs
         """Is XTuner's ``AdamWConfig`` with the state on the host: ``TrainerConfig(optim_cfg=...)``.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -136,28 +134,6 @@ class AppState(Stateful):
         )
 
 
-class HeldWriter(dcp.FileSystemWriter):
-    """Writes nothing until it may: what follows an asynchronous save comes first."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.may_write = threading.Event()
-
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        assert self.may_write.wait(60)
-        return super().write_data(plan, planner)
-
-
 class BrokenWriter(dcp.FileSystemWriter):
     def write_data(self, plan: Any, planner: Any) -> Any:
         raise OSError("no space left, let us say")
-
-
-def peak_above(function: Callable[[], object]) -> int:
-    """Returns by how much a call raised the device's allocated bytes at most."""
-    torch.accelerator.synchronize()
-    before = torch.accelerator.memory_allocated()
-    torch.accelerator.reset_peak_memory_stats()
-    function()
-    torch.accelerator.synchronize()
-    return torch.accelerator.max_memory_allocated() - before

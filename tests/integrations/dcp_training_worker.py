@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).parents[1] / "sim"))
 
 import xtuner_published
-from dcp_training import AppState, HeldWriter, Run, layers, peak_above, picture
+from dcp_training import AppState, Run, layers, picture
 from same_values import assert_same
-from worker_cases import Cases
+from worker_cases import Cases, GatedWriter, allocated_peak
 
 from residency import RefusedError, sim
 from residency.integrations.dcp import (
@@ -75,7 +75,8 @@ def a_resumed_run_ends_at_the_bits_of_an_uninterrupted_one() -> None:
             run = made(name, offload=source)
             run.train(range(3))
             assert (
-                peak_above(lambda f=folder, r=run: dcp.save({"app": r.state}, checkpoint_id=f)) == 0
+                allocated_peak(lambda f=folder, r=run: dcp.save({"app": r.state}, checkpoint_id=f))
+                == 0
             )
             resumes(folder, name, target)
 
@@ -100,7 +101,7 @@ def an_asynchronous_save_is_that_of_its_call() -> None:
         with PinnedStager() as stager:
             run = made(offload=offload)
             run.train(range(3))
-            writer = HeldWriter(folder)
+            writer = GatedWriter(folder)
             saving = dcp.async_save({"app": run.state}, storage_writer=writer, async_stager=stager)
             run.train(range(3, 5))
             writer.may_write.set()
@@ -114,7 +115,7 @@ def an_asynchronous_save_is_that_of_its_call() -> None:
                     saving = dcp.async_save(state, checkpoint_id=again, async_stager=by)
                     saving.upload_completion.result(timeout=60)
 
-                assert peak_above(save) == 0
+                assert allocated_peak(save) == 0
                 assert stager.pinned_bytes == pinned
         resumes(folder, "AdamW", True)
 
@@ -144,13 +145,13 @@ def a_load_takes_no_device_memory_where_the_recipe_takes_four_times_the_shards()
     num_bytes = sum(p.to_local().nbytes for p in saved.parameters)
     dcp.save({"app": saved.state}, checkpoint_id=folder)
     stock = wide_run(False)
-    spike = peak_above(lambda: dcp.load({"app": AppState(stock)}, checkpoint_id=folder))
+    spike = allocated_peak(lambda: dcp.load({"app": AppState(stock)}, checkpoint_id=folder))
     assert 3.9 < spike / num_bytes < 4.2
     for offload in (True, False):
         run = wide_run(offload)
         torch.accelerator.empty_cache()
         before = torch.accelerator.memory_reserved()
-        assert peak_above(lambda r=run: dcp.load({"app": r.state}, checkpoint_id=folder)) == 0
+        assert allocated_peak(lambda r=run: dcp.load({"app": r.state}, checkpoint_id=folder)) == 0
         assert torch.accelerator.memory_reserved() == before
 
 

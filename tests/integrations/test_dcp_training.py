@@ -19,18 +19,18 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "sim"))
 
 from dcp_training import (
     OPTIMIZERS,
     AppState,
     BrokenWriter,
-    HeldWriter,
     Run,
     layers,
-    peak_above,
     picture,
 )
 from same_values import assert_same
+from worker_cases import GatedWriter, allocated_peak
 
 import residency
 from residency import InvalidArgumentError, RefusedError
@@ -66,7 +66,7 @@ def test_a_save_has_the_values_of_its_call_though_training_goes_on(
 ) -> None:
     run = Run(device, offload=offload)
     run.train(range(3))
-    writer = HeldWriter(tmp_path / "held")
+    writer = GatedWriter(tmp_path / "held")
     saving = dcp.async_save({"app": run.state}, storage_writer=writer, async_stager=stager)
     run.train(range(3, 7))
     writer.may_write.set()
@@ -99,7 +99,7 @@ def test_saves_take_no_device_memory_and_share_one_set_of_slabs(
                     dcp.async_save({"app": run.state}, checkpoint_id=folder, async_stager=stager)
                 )
 
-            assert peak_above(save) == 0
+            assert allocated_peak(save) == 0
             run.train(range(number + 1, number + 2))
             pinned.append((stager.pinned_bytes, pinned_bytes()))
     finally:
@@ -289,7 +289,7 @@ def test_a_load_takes_no_device_memory_where_the_recipe_takes_four_times_the_par
     def loaded(target: Run, state: Any) -> tuple[int, int]:
         torch.accelerator.empty_cache()
         reserved = torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated()
-        peak = peak_above(lambda: dcp.load({"app": state}, checkpoint_id=tmp_path))
+        peak = allocated_peak(lambda: dcp.load({"app": state}, checkpoint_id=tmp_path))
         after = torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated()
         return peak, after - reserved
 

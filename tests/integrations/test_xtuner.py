@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "sim"))
 
 import xtuner_published
-from dcp_training import layers, peak_above
+from dcp_training import layers
+from worker_cases import allocated_peak
 
 from residency import InvalidArgumentError, OffloadedOptimizer, RefusedError
 
@@ -114,7 +116,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_with_its_schedule(
     resumed = Training(device, config())
     parameter_bytes = sum(p.nbytes for p in resumed.engine.model.parameters())
     # XTuner's own `load_dcp`: a copy of the parameters on the host, nothing on the device.
-    assert peak_above(lambda: resumed.engine.load_dcp(tmp_path)) < parameter_bytes
+    assert allocated_peak(lambda: resumed.engine.load_dcp(tmp_path)) < parameter_bytes
     assert resumed.engine.optimizer.param_groups[0]["lr"] == 1e-2 * 0.5**3
     resumed.schedule.load_state_dict(saved.schedule.state_dict())
     for training in (saved, resumed):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "sim"))
-from worker_cases import Cases
+from worker_cases import Cases, GatedWriter, allocated_peak
 
 import residency
 from residency import sim
@@ -480,18 +479,6 @@ def checkpoints_of_two_ranks_are_resumed_on_one() -> None:
         resumes(name, 2)
 
 
-class GatedWriter(dcp.FileSystemWriter):
-    """Writes nothing until it may: the steps that follow an asynchronous save come first."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.may_write = threading.Event()
-
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        assert self.may_write.wait(60)
-        return super().write_data(plan, planner)
-
-
 @first
 @second
 def an_asynchronous_save_has_the_values_of_its_step() -> None:
@@ -511,16 +498,6 @@ def an_asynchronous_save_has_the_values_of_its_step() -> None:
 
 
 # ------------------------------------------------------------------------------ templates of loads
-
-
-def allocated_peak(function: Callable[[], object]) -> int:
-    """Returns by how much a call raised the device's allocated bytes at most."""
-    torch.accelerator.synchronize()
-    before = torch.accelerator.memory_allocated()
-    torch.accelerator.reset_peak_memory_stats()
-    function()
-    torch.accelerator.synchronize()
-    return torch.accelerator.max_memory_allocated() - before
 
 
 @first

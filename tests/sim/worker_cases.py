@@ -8,12 +8,15 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Container
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import residency
 
@@ -42,6 +45,28 @@ class Cases:
             file.write_text(json.dumps(outcomes))
             gc.collect()
             torch.accelerator.synchronize()
+
+
+def allocated_peak(function: Callable[[], object]) -> int:
+    """Returns by how much a call raised the device's allocated bytes at most."""
+    torch.accelerator.synchronize()
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    function()
+    torch.accelerator.synchronize()
+    return torch.accelerator.max_memory_allocated() - before
+
+
+class GatedWriter(dcp.FileSystemWriter):
+    """Writes nothing until it may: the steps that follow an asynchronous save come first."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.may_write = threading.Event()
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        assert self.may_write.wait(60)
+        return super().write_data(plan, planner)
 
 
 def cases_of(worker: Path, phases: Container[str]) -> list[tuple[str, str]]:

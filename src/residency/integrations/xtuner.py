@@ -58,7 +58,7 @@ def _published() -> Any:
 @functools.cache
 def _config_class() -> type[Any]:
     """Makes the class over the ``AdamWConfig`` that is installed."""
-    base = _published()
+    base: Any = _published()
 
     class OffloadedAdamWConfig(base):  # type: ignore[misc]  # known when it runs
         """Is XTuner's ``AdamWConfig`` with the state on the host: ``TrainerConfig(optim_cfg=...)``.

@@ -74,10 +74,8 @@ def a_resumed_run_ends_at_the_bits_of_an_uninterrupted_one() -> None:
             folder = FOLDER / f"{NUM_RANKS}-{name}-{source}-{target}"
             run = made(name, offload=source)
             run.train(range(3))
-            assert (
-                allocated_peak(lambda f=folder, r=run: dcp.save({"app": r.state}, checkpoint_id=f))
-                == 0
-            )
+            state = {"app": run.state}
+            assert allocated_peak(lambda s=state, f=folder: dcp.save(s, checkpoint_id=f)) == 0
             resumes(folder, name, target)
 
 

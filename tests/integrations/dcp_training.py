@@ -78,7 +78,7 @@ class Run:
 
 
 def _like(whole: Tensor, parameter: Any) -> Tensor:
-    on_device = whole.to(parameter.device)
+    on_device = whole.to(parameter.device, parameter.dtype)
     if isinstance(parameter, nn.Parameter) and hasattr(parameter, "placements"):
         from torch.distributed.tensor import distribute_tensor
 

@@ -228,6 +228,47 @@ def test_one_thread_may_hold_what_it_staged_and_stage_again(
     assert second.result()["w"].tolist() == [0, 0, 0, 0]
 
 
+@pytest.mark.timeout(60)
+def test_what_somebody_keeps_of_a_state_is_neither_waited_for_nor_changed(
+    device: torch.device, tmp_path: Path, stager: PinnedStager
+) -> None:
+    run = Run(device, offload=True)
+    run.train(range(2))
+    kept = residency.snapshot({"optimizer": run.optimizer}).wait()
+    staged = stager.stage({"app": run.state.state_dict()}).result()
+    again = stager.stage({"app": run.state.state_dict()}).result()
+    before = copy.deepcopy((kept.tree, staged, again))
+    other = Run(device, offload=False)
+    other.train(range(5))
+    dcp.save({"app": other.state}, checkpoint_id=tmp_path)
+    dcp.load({"app": run.state}, checkpoint_id=tmp_path)  # into homes that are lent
+    assert_same((kept.tree, staged, again), before)
+    assert_same(picture(run), picture(other))
+    for each in (run, other):
+        each.train(range(5, 7))
+    assert_same(picture(run), picture(other))
+    assert_same((kept.tree, staged, again), before)
+
+
+@pytest.mark.parametrize("settings", [{"master_weights": True}, {"resident": "20KiB"}], ids=str)
+def test_masters_and_resident_state_resume(
+    device: torch.device, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    def low() -> nn.Sequential:
+        return layers().to(torch.bfloat16)
+
+    def made() -> Run:
+        return Run(device, offload=True, make=low, **settings)
+
+    expected, saved, resumed = made(), made(), made()
+    expected.train(range(5))
+    saved.train(range(3))
+    dcp.save({"app": saved.state}, checkpoint_id=tmp_path)
+    dcp.load({"app": resumed.state}, checkpoint_id=tmp_path)
+    resumed.train(range(3, 5))
+    assert_same(picture(resumed), picture(expected))
+
+
 class _Unpicklable:
     def __reduce__(self) -> Any:
         raise TypeError("a socket, let us say")

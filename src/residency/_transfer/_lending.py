@@ -40,6 +40,13 @@ class Lending:
             if keep:
                 self._kept.add(key)
 
+    def keep(self, tensor: Tensor) -> None:
+        """Says of a loan that it may last for good after all; who waits for its end need not."""
+        with self._returned:
+            if tensor.data_ptr() in self._loans:
+                self._kept.add(tensor.data_ptr())
+                self._returned.notify_all()
+
     def give_back(self, tensor: Tensor) -> None:
         """Ends a loan; may be called from any thread."""
         with self._returned:

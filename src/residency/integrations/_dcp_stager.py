@@ -35,6 +35,7 @@ from residency._errors import RefusedError
 from residency._optim._lend import lend_homes
 from residency._transfer import (
     SlabArena,
+    lending,
     local_of,
     memory_of,
     watch_optimizers,
@@ -175,7 +176,11 @@ class _Flight:
     def ask(self) -> None:
         """Notes who has the staged state from now on. [Note: when a save is over]"""
         self._is_own_thread = threading.get_ident() == self._caller
-        if not self._is_own_thread:
+        if self._is_own_thread:  # which waits for itself nowhere
+            for held in self._out.values():
+                if held.block.lent is not None:
+                    lending.keep(held.block.lent.tensor)
+        else:
             token = _Token()
             weakref.finalize(token, self.end).atexit = False
             _of_thread.token = token

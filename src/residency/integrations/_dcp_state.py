@@ -39,6 +39,7 @@ from residency._transfer import (
     Incoming,
     before_write,
     is_sharded,
+    lending,
     local_of,
     owner_of,
     wrapped_like,
@@ -205,7 +206,8 @@ class TrainState(Stateful):
         ):
             for parameter, key, name in zip(mine["params"], packed["params"], called, strict=True):
                 if saved["state"].get(key):
-                    state[name] = dict(saved["state"][key])
+                    values = saved["state"][key]
+                    state[name] = {k: _free_to_fill(v) for k, v in values.items()}
                 elif parameter in unborn:
                     state[name] = _template(optimizer, mine, parameter, name)
         groups = [
@@ -304,6 +306,16 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, Mapping):
         for each in value.values():
             yield from _tensors_in(each)
+
+
+def _free_to_fill(value: Any) -> Any:
+    """Returns a copy of what is lent for good, as to a snapshot that somebody keeps.
+
+    Other loans end by themselves, with a write to the disk.
+    """
+    if isinstance(value, Tensor) and (local := local_of(value)).is_cpu and lending.is_kept(local):
+        return wrapped_like(local.clone(), value)
+    return value
 
 
 def _is_unborn(optimizer: Optimizer, parameter: Tensor) -> bool:

@@ -16,6 +16,8 @@ from residency._demo._optimizer_step import NAME as OPTIMIZER_STEP
 from residency._demo._optimizer_step import run_optimizer_step
 from residency._demo._progress import Show
 from residency._demo._report import Report
+from residency._demo._resume import NAME as RESUME
+from residency._demo._resume import run_resume
 from residency._demo._settings import Settings
 from residency._errors import InvalidArgumentError
 
@@ -37,14 +39,18 @@ class Case:
 
 
 CASES: dict[str, Case] = {
-    OPTIMIZER_STEP: Case(
-        "AdamW's state lives on the host and streams through the step, bit for bit the same.",
-        run_optimizer_step,
+    RESUME: Case(
+        "A DCP checkpoint is loaded without the optimizer's whole state on the device.",
+        run_resume,
     ),
     ASYNC_SAVE: Case(
         "Lightning saves in the background, without a copy of the checkpoint on the device.",
         run_async_save,
         face="cuda",
+    ),
+    OPTIMIZER_STEP: Case(
+        "AdamW's state lives on the host and streams through the step, bit for bit the same.",
+        run_optimizer_step,
     ),
     BEST_ADAPTER: Case(
         "Transformers reloads the best PEFT adapter at the end, without a second copy of it.",

@@ -196,16 +196,17 @@ def _train(
     with torch.no_grad():
         outcome.heldout_loss = model(input_ids=batch, labels=batch).loss.item()
     outcome.parameters = {name: value.detach().cpu() for name, value in model.named_parameters()}
-    outcome.state_dict = _to_host(optimizer.state_dict())
+    outcome.state_dict = to_host(optimizer.state_dict())
 
 
-def _to_host(tree: Any) -> Any:
+def to_host(tree: Any) -> Any:
+    """Returns a tree with copies on the host in the place of its tensors."""
     if isinstance(tree, torch.Tensor):
         return tree.detach().cpu().clone()
     if isinstance(tree, dict):
-        return {key: _to_host(value) for key, value in tree.items()}
+        return {key: to_host(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)(_to_host(value) for value in tree)
+        return type(tree)(to_host(value) for value in tree)
     return tree
 
 

@@ -5,32 +5,30 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from residency.integrations import verl as door
 
 # Wide enough that logits and gathered parameters are larger than the allocator's small blocks.
 NUM_WORDS = 4096
 PROMPT = 8
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def become_rank(rank: int, num_ranks: int, port: int) -> None:
+def become_rank(rank: int, num_ranks: int, meeting_place: Path) -> None:
     """Sets what Ray would set in a worker's process."""
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": "0",
+        "DIST_INIT_METHOD": f"file://{meeting_place}",
     }
 
 
@@ -175,23 +173,41 @@ def update(worker: Any, length: int) -> None:
     worker.update_actor(data)
 
 
-def local(tensor: Any) -> torch.Tensor:
+def own_part(value: Any) -> torch.Tensor:
+    """Returns a tensor, or what this rank has of it."""
     from torch.distributed.tensor import DTensor
 
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+    found: torch.Tensor = value.to_local() if isinstance(value, DTensor) else value
+    return found.detach()
 
 
 def sums_of(worker: Any) -> dict[str, int]:
     """Returns a sum over the bits of each parameter and each state of the optimizer."""
     engine = worker.actor.engine
-    tensors = {name: local(value) for name, value in engine.module.named_parameters()}
+    tensors = dict(engine.module.named_parameters())
     for number, state in engine.optimizer.state_dict()["state"].items():
-        tensors |= {f"{number}.{key}": local(value) for key, value in state.items()}
-    return {name: zlib.crc32(value.contiguous().reshape(-1).view(torch.uint8).numpy()) for name, value in tensors.items()}
+        tensors |= {f"{number}.{key}": value for key, value in state.items()}
+    assert len(tensors) > len(list(engine.module.parameters()))
+    return {
+        name: zlib.crc32(own_part(value).cpu().reshape(-1).view(torch.uint8).numpy())
+        for name, value in tensors.items()
+    }
 
 
-def place(value: Any) -> str:
-    """Returns the kind of device that a tensor's bytes, or this rank's share of them, are on."""
-    from torch.distributed.tensor import DTensor
+def train(worker: Any, lengths: Sequence[int]) -> list[int]:
+    """Takes a step with each length; returns what was reserved after each one's transitions."""
+    reserved = []
+    for length in lengths:
+        compute_reference(worker, length)
+        update(worker, length)
+        reserved.append(torch.cuda.memory_reserved())
+    return reserved
 
-    return (value.to_local() if isinstance(value, DTensor) else value).device.type
+
+@contextmanager
+def guard(need: str | None = None) -> Iterator[None]:
+    door.install_guard(need)
+    try:
+        yield
+    finally:
+        door.remove_guard()

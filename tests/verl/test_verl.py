@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "sim"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "sim"))
 
 from worker_cases import cases_of, run_phase
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
 
+HERE = Path(__file__).parent
 ONE, TWO = HERE / "verl_worker.py", HERE / "verl_ranks_worker.py"
 
 

@@ -61,8 +61,9 @@ def save_model(folder: Path) -> None:
 
 def config_of(model: Path, *overrides: str, strategy: str = "fsdp2") -> Any:
     """Returns the part of verl's own configuration that its worker gets."""
-    import verl
     from hydra import compose, initialize_config_dir
+
+    import verl
 
     part = "actor_rollout_ref"
     settings = [
@@ -89,9 +90,9 @@ def config_of(model: Path, *overrides: str, strategy: str = "fsdp2") -> Any:
 OFFLOADED = (
     "actor.optim.optimizer_impl=residency.integrations.verl",
     "actor.optim.optimizer=OffloadedAdamW",
-    "actor.optim.override_optimizer_config={bucket: 256KiB, slots: 2, eps: 1e-7}",
+    "actor.optim.override_optimizer_config={bucket: 256KiB, slots: 2, betas: [0.8, 0.95]}",
 )
-PLAIN = ("actor.optim.override_optimizer_config={eps: 1e-7}",)
+PLAIN = ("actor.optim.override_optimizer_config={betas: [0.8, 0.95]}",)
 
 
 def make_worker(config: Any, kind: type | None = None) -> Any:

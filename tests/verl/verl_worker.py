@@ -1,4 +1,4 @@
-"""verl and Trinity-RFT as they run in a worker's process of one rank, the simulator in CUDA's place.
+"""verl and Trinity-RFT in a worker's process of one rank, the simulator in CUDA's place.
 
 Workers, engines, the optimizer's configuration, checkpoints and movers are the frameworks' own,
 from the index. What is missing is Ray, whose part `become_rank` plays, and a rollout engine: what
@@ -13,9 +13,11 @@ import logging
 import sys
 import tempfile
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -102,7 +104,9 @@ def a_class_that_is_none_is_an_error_with_the_names_that_there_are() -> None:
 
 @case
 def an_option_that_means_nothing_is_an_error_that_names_verl_and_the_known_ones() -> None:
-    with pytest.raises(residency.InvalidArgumentError, match=r"'buckets'.*verl 0\..*bucket.*amsgrad"):
+    with pytest.raises(
+        residency.InvalidArgumentError, match=r"'buckets'.*verl 0\..*bucket.*amsgrad"
+    ):
         built("OffloadedAdamW", buckets="1MiB")
     with pytest.raises(residency.InvalidArgumentError, match="slots"):
         built("OffloadedAdamW", slots="three")
@@ -217,6 +221,40 @@ def bytes_that_cannot_be_freed_are_an_error_that_names_their_holders_and_the_set
 
 
 @case
+def garbage_is_looked_for_only_where_more_is_held_than_the_last_time() -> None:
+    from residency._handoff import _reclaim
+
+    class Box:
+        def __init__(self) -> None:
+            self.tensor = torch.ones(1 << 22, device="cuda")
+            self.me = self
+
+    plain = worker(*lab.PLAIN)
+    search = mock.patch.object(
+        _reclaim, "bytes_in_cycles", side_effect=_reclaim.bytes_in_cycles, autospec=True
+    )
+    gc.disable()
+    try:
+        with lab.guard(), search as searched:
+            lab.update(plain, 64)
+            lab.update(plain, 128)
+            assert searched.call_count == 1
+            box = weakref.ref(Box())
+            lab.update(plain, 64)
+            assert searched.call_count == 2
+            assert box() is None
+            lab.update(plain, 64)
+            assert searched.call_count == 2
+        door.install_guard(collect=False)
+        box = weakref.ref(Box())
+        lab.update(plain, 64)
+        assert box() is not None
+        door.remove_guard()
+    finally:
+        gc.enable()
+
+
+@case
 def what_fsdp2_keeps_gathered_after_a_forward_is_dropped() -> None:
     keeping = worker(*lab.PLAIN, "ref.fsdp_config.reshard_after_forward=False")
     with lab.guard():
@@ -278,7 +316,9 @@ def a_function_around_the_guards_stays_when_the_guard_goes() -> None:
 
 
 @case
-def a_verl_without_one_of_the_methods_is_left_as_it_is_with_an_error_that_names_its_version() -> None:
+def a_verl_without_one_of_the_methods_is_left_as_it_is_with_an_error_that_names_its_version() -> (
+    None
+):
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
     messages: list[str] = []

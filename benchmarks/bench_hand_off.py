@@ -94,7 +94,8 @@ def main() -> None:
     if device is None:
         from residency import sim
 
-        device = sim.enable("2GiB", schedule="eager", workspaces=False)
+        # As CUDA, which is where verl looks for a device.
+        device = sim.enable("2GiB", schedule="eager", workspaces=False, device="cuda")
     capacity = _device.memory_info(device)[1]
     run(device, None, lambda: None)
     trained = torch.accelerator.max_memory_allocated()

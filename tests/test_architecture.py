@@ -23,7 +23,8 @@ LAYERS = (
     ("types",),
     ("",),  # the public door, residency/__init__.py
     ("testing",),
-    ("_demo", "integrations"),
+    ("integrations",),
+    ("_demo",),  # shows them
     ("_cli",),
     ("__main__",),
 )

@@ -14,7 +14,7 @@ from residency._cli import main
 from residency._demo import Promise, Report, Row
 from residency._errors import RefusedError
 
-ROW = Row("a-case", "run", None, 1, "finished", None, None, None, 1.0, 0.5, 0.7, True, 0.1)
+ROW = Row("a-case", "run", 8, 1, "finished", None, None, None, 1.0, 0.5, 0.7, True, 0.1)
 REPORT = Report("a-case", "a device", {}, (ROW,), (Promise("holds", True, "it does"),), "code()")
 BROKEN = dataclasses.replace(REPORT, promises=(Promise("holds", False, "it does not"),))
 
@@ -34,7 +34,7 @@ def raising(error: BaseException) -> Fake:
 
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fake], None]:
-    return lambda fake: monkeypatch.setattr(_demo, "run_case", fake)
+    return lambda fake: monkeypatch.setattr(_demo, "run_apart", fake)
 
 
 def test_the_status_is_zero_when_every_promise_held(

@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from residency._demo import Promise, Report, Row, render_report, reports_to_json
-from residency._demo._render import row_cells
+from residency._demo._render import row_cells, summary_cells
+from residency._demo._report import report_from
 
 FINISHED = Row(
     case="a-case",
@@ -85,3 +86,23 @@ def test_one_broken_promise_breaks_the_report(held: bool) -> None:
     assert report.is_held() == held
     assert json.loads(reports_to_json([report]))["held"] == held
     assert ("BROKEN" in rendered(report)) != held
+
+
+def test_the_summary_has_a_row_for_each_case_with_the_stock_run_and_ours() -> None:
+    free = dataclasses.replace(FINISHED, setting="no limit")
+    ours = dataclasses.replace(FINISHED, capacity_bytes=2**30, peak_bytes=2**29)
+    report = dataclasses.replace(make_report(), rows=(free, FAILED, ours))
+    assert report.stock is FAILED
+    assert report.ours is ours
+    cells = summary_cells(report)
+    assert cells[:3] == ("a-case", "1.00 GiB", "out of memory:\nbackward")
+    assert cells[3:] == ("finished, peak 512.00 MiB", "yes", "yes")
+    assert (
+        summary_cells(dataclasses.replace(report, promises=make_report(held=False).promises))[-1]
+        == "NO"
+    )
+
+
+def test_a_report_survives_the_way_through_json() -> None:
+    report = make_report(held=False)
+    assert report_from(json.loads(json.dumps(dataclasses.asdict(report)))) == report

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import residency
-from residency._handoff._park import park, unpark
+from residency import park, unpark
 from residency._handoff._parking import Parking
 
 
@@ -227,9 +227,30 @@ def test_gradients_that_change_while_they_are_away_come_back_changed(device, nod
     assert model.bias.grad.eq(6).all()
 
 
-def test_gradients_are_dropped_on_request(device) -> None:
+@pytest.mark.parametrize("node_lives", [False, True])
+def test_a_gradient_that_is_given_to_a_parked_parameter_goes_where_it_goes(
+    device, node_lives
+) -> None:
+    parameter = nn.Parameter(torch.ones(8, device=device))
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    if not node_lives:
+        del node
+    model = nn.ParameterList([parameter])
+    park(model)
+    parameter.grad = torch.full((8,), 3.0)
+    unpark(model)
+    assert parameter.grad.device == device
+    (parameter * 2).sum().backward()
+    assert parameter.grad.eq(5).all()
+
+
+@pytest.mark.parametrize("node_lives", [False, True])
+def test_gradients_are_dropped_on_request(device, node_lives) -> None:
     model = tied(device)
     backward(model, device, 0)
+    nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in model.parameters()]
+    if not node_lives:
+        del nodes
     expected = blocks(*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters()))
     assert park(model, gradients="drop") == expected
     unpark(model)
@@ -250,13 +271,13 @@ def test_a_need_parks_whole_storages_and_few_bytes_more(device) -> None:
         ("1GiB", {1, 2, 4, 9, 30}),
         (0, set()),
     ):
-        before = held()
+        before = torch.accelerator.memory_allocated()
         freed = park(model, need=need)
         parked = {n for n, p in zip(sizes, model, strict=True) if p.is_cpu}
         assert parked == expected
-        assert freed == 512 * sum(expected) == before - held()
+        assert freed == 512 * sum(expected) == before - torch.accelerator.memory_allocated()
         assert unpark(model) == freed
-        assert held() == before
+        assert torch.accelerator.memory_allocated() == before
 
 
 def test_each_parking_brings_back_what_it_took(device) -> None:
@@ -296,3 +317,31 @@ def test_copies_of_a_parked_module_are_ordinary_modules(device) -> None:
     assert all(p.is_cpu for p in copied.parameters())
     assert equal(bits(copied), bits(model))
     assert copied.head.weight is copied.embedding.weight
+
+
+def test_inference_mode_leaves_parameters_that_train(device) -> None:
+    trained, inferred = nn.Linear(4, 4).to(device), None
+    with torch.inference_mode():
+        inferred = nn.Linear(4, 4).to(device)
+        for model in (trained, inferred):
+            freed = park(model)
+            assert freed > 0
+            assert unpark(model) == freed
+        park(trained)
+    assert park(inferred) > 0
+    unpark(trained)
+    unpark(inferred)
+    trained(torch.ones(1, 4, device=device)).sum().backward()
+    assert trained.weight.grad.eq(1).all()
+    with torch.inference_mode():
+        assert inferred(torch.ones(1, 4, device=device)).device == device
+
+
+def test_conjugate_views_come_back_as_such(device) -> None:
+    model = nn.Module()
+    model.register_buffer("values", torch.full((4,), 1j, device=device).conj())
+    assert park(model) == 512
+    assert model.values.is_conj()
+    assert model.values.tolist() == [-1j] * 4
+    unpark(model)
+    assert model.values.cpu().tolist() == [-1j] * 4

@@ -136,7 +136,7 @@ def test_a_taker_that_never_returns_does_not_hang_the_releaser(
     model = make_model(device)
     before = bits(model)
     start("take", "never returns", need_of_all(device))
-    with hand_off(0, park=[model], peer=path, timeout=5):
+    with hand_off(0, park=[model], peer=path, timeout=1):
         pass
     assert whole(model, before, device)  # its bytes are free all the same
 

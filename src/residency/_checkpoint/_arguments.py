@@ -21,10 +21,12 @@ def retention(keep: int | Retention | None) -> Retention | None:
     return Retention(newest=keep)
 
 
-def check_count(name: str, value: Any) -> None:
-    """Raises InvalidArgumentError unless a value is a whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidArgumentError(f"{name} is {value!r}; expected a whole number of at least 1.")
+def check_count(name: str, value: Any, *, least: int = 1) -> None:
+    """Raises InvalidArgumentError unless a value is a whole number of at least so many."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidArgumentError(
+            f"{name} is {value!r}; expected a whole number of at least {least}."
+        )
 
 
 def check_seconds(name: str, value: Any) -> float:

@@ -30,6 +30,7 @@ from residency._transfer import (
     SlabArena,
     gate_of,
     lanes_of,
+    local_of,
     memory_of,
     watch_optimizers,
 )
@@ -189,7 +190,17 @@ def capture(
         Device: none (``verify``: 8 bytes per 16 KiB, and up to 32 KiB for each tensor). Host: the
         bytes of all blocks that are not lent, each rounded up to 512.
     """
-    description = describe(tree, keep=keep)
+    return capture_described(describe(tree, keep=keep), arena=arena, verify=verify, rank=rank)
+
+
+def capture_described(
+    description: Description,
+    *,
+    arena: SlabArena,
+    verify: bool = False,
+    rank: int | None = None,
+) -> Capture:
+    """Is ``capture`` of a tree that is described already; its loans end where this fails."""
     held: list[Held] = []
     try:
         blocks = make_blocks(description.leaves, replicated=description.replicated, rank=rank)
@@ -199,6 +210,10 @@ def capture(
         for block in blocks.blocks:
             held.append(Held(block, arena, None if block.lent is not None else next(regions)))
         _copy(held, verify=verify)
+        for leaf in description.leaves.values():
+            local = local_of(leaf.value)
+            if leaf.lent is None and not local.is_cpu:
+                gate_of(local.device).keeping([local])
     except BaseException:
         for each in held:
             each.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -54,19 +55,28 @@ class Snapshot:
         return self.wait()._tree
 
     def _build(self, spans: dict[int, Tensor]) -> Any:
-        tensors: dict[str, Tensor] = {}
-        leaves = self._capture.description.leaves
-        for held in self._capture.held:
-            host = held.keep(spans[id(held.block)])
-            for name, layout in held.block.layouts.items():
-                tensors[name] = view_of(host, layout)
-        for name, leaf in leaves.items():
-            found = tensors.get(name)
-            if found is None:  # no element of it is on this rank
-                local = local_of(leaf.value)
-                found = torch.empty(local.shape, dtype=local.dtype)
-            tensors[name] = wrapped_like(found, leaf.value)
-        return state_dicts(self._capture.description.tree, tensors.__getitem__)
+        kept = {id(held.block): held.keep(spans[id(held.block)]) for held in self._capture.held}
+        return tree_of(self._capture, kept)
+
+
+def tree_of(captured: Capture, spans: Mapping[int, Tensor]) -> Any:
+    """Returns what was captured as state dicts over host memory.
+
+    Args:
+        captured: The capture.
+        spans: The final bytes of each block, by the block's ``id``.
+    """
+    tensors: dict[str, Tensor] = {}
+    for held in captured.held:
+        for name, layout in held.block.layouts.items():
+            tensors[name] = view_of(spans[id(held.block)], layout)
+    for name, leaf in captured.description.leaves.items():
+        found = tensors.get(name)
+        if found is None:  # no element of it is on this rank
+            local = local_of(leaf.value)
+            found = torch.empty(local.shape, dtype=local.dtype)
+        tensors[name] = wrapped_like(found, leaf.value)
+    return state_dicts(captured.description.tree, tensors.__getitem__)
 
 
 def snapshot(tree: Any, *, verify: str = "gate", pin: bool = True) -> Snapshot:

@@ -5,9 +5,10 @@ Owns the list of cases and how one is run; a case only yields rows and promises,
 knows about tables and colours. A case is never skipped silently: what cannot run raises.
 """
 
+from residency._demo._apart import run_apart
 from residency._demo._cases import CASES, run_case
 from residency._demo._progress import show_progress
-from residency._demo._render import print_report, render_report
+from residency._demo._render import print_report, print_summary, render_report
 from residency._demo._report import Promise, Report, Row, reports_to_json
 from residency._demo._settings import Settings
 
@@ -18,8 +19,10 @@ __all__ = [
     "Row",
     "Settings",
     "print_report",
+    "print_summary",
     "render_report",
     "reports_to_json",
+    "run_apart",
     "run_case",
     "show_progress",
 ]

@@ -10,6 +10,7 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 
@@ -17,13 +18,14 @@ from residency import _device, sim
 from residency._errors import RefusedError
 from residency._units import format_bytes, parse_bytes
 
+Face = Literal["sim", "cuda"]
 _SIMULATED_CAPACITY_BYTES = parse_bytes("8GiB")
 
 
-def _enable(capacity_bytes: int) -> torch.device:
+def _enable(capacity_bytes: int, face: Face) -> torch.device:
     # Without workspaces: deterministic cuBLAS takes 32 MiB a thread (see open_bench), more than the
     # whole state of the small models here, on which the cases base their capacities.
-    return sim.enable(capacity_bytes, workspaces=False)
+    return sim.enable(capacity_bytes, workspaces=False, device=face)
 
 
 class Bench:
@@ -34,19 +36,25 @@ class Bench:
         is_simulated: Whether it is the simulated one.
     """
 
-    def __init__(self) -> None:
-        """Takes the accelerator of this machine, or enables the simulated one."""
+    def __init__(self, face: Face = "sim") -> None:
+        """Takes the accelerator of this machine, or enables the simulated one.
+
+        Args:
+            face: As which device it is to appear.
+        """
+        self._face: Face = face
         found = _device.accelerator()
         self.is_simulated = found is None or sim.is_enabled()
         if found is None or self.is_simulated:
-            found = _enable(_SIMULATED_CAPACITY_BYTES)
+            found = _enable(_SIMULATED_CAPACITY_BYTES, face)
         self.device: torch.device = found
         self._empty_bytes = 0
 
     def describe(self) -> str:
         """Returns the device in words."""
         if self.is_simulated:
-            return "simulated accelerator (this machine shows no other)"
+            place = " in CUDA's place" if self._face == "cuda" else ""
+            return f"simulated accelerator{place} (this machine shows no other)"
         total_bytes = _device.memory_info()[1]
         return f"{self.device.type}, {format_bytes(total_bytes)}"
 
@@ -57,7 +65,7 @@ class Bench:
             RefusedError: The device cannot hold that much to begin with.
         """
         if self.is_simulated:
-            _enable(capacity_bytes or _SIMULATED_CAPACITY_BYTES)
+            _enable(capacity_bytes or _SIMULATED_CAPACITY_BYTES, self._face)
             return
         total_bytes = _device.memory_info()[1]
         if capacity_bytes is not None and capacity_bytes > total_bytes:
@@ -89,12 +97,12 @@ class Bench:
 
 
 @contextmanager
-def open_bench() -> Iterator[Bench]:
+def open_bench(face: Face = "sim") -> Iterator[Bench]:
     """Opens the bench under deterministic algorithms; ends them, and any limit, on the way out."""
     # cuBLAS reads this when its first handle is made; without it deterministic algorithms refuse.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     was_deterministic = torch.are_deterministic_algorithms_enabled()
-    bench = Bench()
+    bench = Bench(face)
     torch.use_deterministic_algorithms(True)
     try:
         yield bench

@@ -17,7 +17,12 @@ def count_values(outcome: Outcome) -> int:
 
 def differences(one: Outcome, other: Outcome) -> list[str]:
     """Returns the names of the values in which two outcomes differ; empty when identical."""
-    left, right = dict(_leaves("", _tree(one))), dict(_leaves("", _tree(other)))
+    return different_values(_tree(one), _tree(other))
+
+
+def different_values(one: Any, other: Any) -> list[str]:
+    """Returns the names of the values in which two trees differ; empty when identical."""
+    left, right = dict(_leaves("", one)), dict(_leaves("", other))
     names = list(left) + [name for name in right if name not in left]
     return [
         name

@@ -38,7 +38,7 @@ def show_progress() -> Iterator[Show]:
 
         def show(label: str, phase: str, step: int, num_steps: int) -> None:
             for other, task in tasks.items():
-                if other != label:
+                if other != label and progress.tasks[task].stop_time is None:
                     progress.stop_task(task)
             if label not in tasks:
                 tasks[label] = progress.add_task(label, total=num_steps, phase=phase)

@@ -4,6 +4,8 @@ about cases.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
@@ -14,15 +16,47 @@ from residency._units import format_bytes
 
 _NOTHING = "-"
 _WIDTH = 100
+_SUMMARY = ("case", "capacity", "stock", "with residency", "identical", "promises held")
 _COLUMNS = ("run", "capacity", "peak", "outcome", "train loss", "held out", "identical")
 
 
 def print_report(report: Report) -> None:
     """Prints a report on stdout, as wide as the terminal; a file or a pipe has a fixed width."""
+    render_report(report, _console())
+
+
+def _console() -> Console:
     console = Console()
     if not console.is_terminal:
         console.width = _WIDTH
-    render_report(report, console)
+    return console
+
+
+def print_summary(reports: Sequence[Report]) -> None:
+    """Prints a table with a row for each case on stdout; nothing where there is one case."""
+    if len(reports) > 1:
+        render_summary(reports, _console())
+
+
+def render_summary(reports: Sequence[Report], console: Console) -> None:
+    """Prints a table with a row for each case."""
+    table = Table(*_SUMMARY, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for report in reports:
+        table.add_row(*(escape(cell) for cell in summary_cells(report)))
+    console.print(table)
+
+
+def summary_cells(report: Report) -> tuple[str, ...]:
+    """Returns the cells of a case's row, in the order of the table's columns."""
+    stock, ours = report.stock, report.ours
+    return (
+        report.case,
+        "none" if stock.capacity_bytes is None else format_bytes(stock.capacity_bytes),
+        _outcome(stock),
+        f"{_outcome(ours)}, peak {format_bytes(ours.peak_bytes)}",
+        _identical(ours),
+        "yes" if report.is_held() else "NO",
+    )
 
 
 def render_report(report: Report, console: Console) -> None:
@@ -54,8 +88,12 @@ def row_cells(row: Row) -> tuple[str, ...]:
         _outcome(row),
         _losses(row),
         _loss(row.heldout_loss),
-        _NOTHING if row.identical is None else ("yes" if row.identical else "no"),
+        _identical(row),
     )
+
+
+def _identical(row: Row) -> str:
+    return _NOTHING if row.identical is None else ("yes" if row.identical else "no")
 
 
 def _outcome(row: Row) -> str:

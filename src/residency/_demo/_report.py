@@ -6,7 +6,7 @@ Bytes are whole numbers; a figure that a run did not reach is None and never zer
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -77,6 +77,16 @@ class Report:
     promises: tuple[Promise, ...]
     snippet: str
 
+    @property
+    def stock(self) -> Row:
+        """The run of stock code under the capacity."""
+        return next(row for row in self.rows if row.capacity_bytes is not None)
+
+    @property
+    def ours(self) -> Row:
+        """The run with this package under the same capacity."""
+        return next(row for row in reversed(self.rows) if row.capacity_bytes is not None)
+
     def is_held(self) -> bool:
         """Returns whether every promise held."""
         return all(promise.held for promise in self.promises)
@@ -90,3 +100,10 @@ def reports_to_json(reports: Iterable[Report]) -> str:
         "reports": [asdict(report) for report in reports],
     }
     return json.dumps(document, indent=2)
+
+
+def report_from(fields: Mapping[str, Any]) -> Report:
+    """Returns the report of which ``dataclasses.asdict`` made these fields."""
+    rows = tuple(Row(**row) for row in fields["rows"])
+    promises = tuple(Promise(**promise) for promise in fields["promises"])
+    return Report(**{**fields, "rows": rows, "promises": promises})

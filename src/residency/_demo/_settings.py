@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from residency._errors import InvalidArgumentError
 from residency._units import MIB
@@ -52,3 +54,8 @@ class Settings:
                 raise InvalidArgumentError(f"{name} is {value}; expected at least {smallest}.")
         if not 0 <= self.seed < 2**63:
             raise InvalidArgumentError(f"seed is {self.seed}; expected 0 or more, below 2**63.")
+
+
+def settings_from(fields: Mapping[str, Any]) -> Settings:
+    """Returns the settings of which ``dataclasses.asdict`` made these fields."""
+    return Settings(**{**fields, "model": ModelShape(**fields["model"])})

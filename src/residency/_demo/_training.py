@@ -145,7 +145,7 @@ def train(
         _train(device, settings, corpus, make_optimizer, advance, outcome, meter)
     except torch.OutOfMemoryError as error:
         outcome.failed_phase, outcome.failed_step = meter.phase, meter.step
-        outcome.asked_bytes = _asked_bytes(str(error))
+        outcome.asked_bytes = asked_bytes(str(error))
         # The frames of the traceback hold the model and the activations.
         error.__traceback__ = None
     meter.leave()
@@ -209,7 +209,8 @@ def _to_host(tree: Any) -> Any:
     return tree
 
 
-def _asked_bytes(message: str) -> int | None:
+def asked_bytes(message: str) -> int | None:
+    """Returns the bytes that an out-of-memory error was asked for, if its message says so."""
     match = _ASKED.search(message)
     if match is None:
         return None

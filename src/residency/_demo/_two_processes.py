@@ -1,25 +1,18 @@
 """The two processes of the case "hand-off": one trains, one needs a fixed block after every step.
 
-Each is a real process that reads orders, lines of JSON on stdin, and answers with a line each. They
-share one device: the real one, or a simulated one by its name. `obey` is such a process, `Process`
-is how the case talks to it.
+Each is a real process that takes orders and answers each. They share one device: the real one, or a
+simulated one by its name. `obey` is such a process, `Process` is how the case talks to it.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 import zlib
 from typing import Any
 
-from residency._errors import ResidencyError
+from residency._demo._child import Child, answer, messages
 
 _SEED_OF_LENGTHS = 7
 _NUM_SHORT_STEPS = 4
-_MOST_COMPLAINTS = 2000
 
 
 class Process:
@@ -32,15 +25,7 @@ class Process:
             role: ``"trainer"`` or ``"engine"``.
             options: What its class takes.
         """
-        self._complaints = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `end`
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import obey; obey()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._complaints,
-            text=True,
-            env=os.environ | {"RESIDENCY_SIM_SHARE": ""},
-        )
+        self._child = Child(__name__, "obey")
         self.ask("begin", role=role, **options)
 
     def ask(self, order: str, **arguments: Any) -> dict[str, Any]:
@@ -50,38 +35,15 @@ class Process:
 
     def send(self, order: str, **arguments: Any) -> None:
         """Gives an order."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"order": order, **arguments}) + "\n")
-        self._process.stdin.flush()
+        self._child.send(order=order, **arguments)
 
     def receive(self) -> dict[str, Any]:
-        """Waits for the answer to the oldest order.
-
-        Raises:
-            ResidencyError: The process ended, or the order failed in it.
-        """
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            status = self._process.wait()
-            self._complaints.seek(0)
-            raise ResidencyError(
-                f"A process of the case ended with {status}: "
-                f"{self._complaints.read()[-_MOST_COMPLAINTS:]}"
-            )
-        answer: dict[str, Any] = json.loads(line)
-        if "failed" in answer:
-            raise ResidencyError(f"A process of the case failed: {answer['failed']}")
-        return answer
+        """Waits for the answer to the oldest order."""
+        return self._child.receive()
 
     def end(self) -> None:
         """Lets it end, and waits for that."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
-        self._complaints.close()
+        self._child.end()
 
 
 class Trainer:
@@ -92,14 +54,14 @@ class Trainer:
 
         from residency import _device
         from residency._demo._corpus import read_corpus
-        from residency._demo._settings import ModelShape, Settings
+        from residency._demo._settings import settings_from
         from residency._demo._training import make_model
 
         self._torch, self._figures = torch, _device
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(True)
         self._device = take_device(share, capacity_bytes)
-        self._settings = Settings(**settings | {"model": ModelShape(**settings["model"])})
+        self._settings = settings_from(settings)
         self._corpus = read_corpus()
         columns = self._settings.num_columns
         model = make_model(self._settings.model, seed=self._settings.seed, num_columns=columns)
@@ -213,17 +175,16 @@ def take_device(share: str, capacity_bytes: int) -> Any:
 
 
 def obey() -> None:
-    """Carries out what comes on stdin until it ends."""
+    """Carries out what comes until it ends."""
     made: Any = None
-    for line in sys.stdin:
-        order = json.loads(line)
+    for order in messages():
         name = order.pop("order")
         try:
             if name == "begin":
                 kind = {"trainer": Trainer, "engine": Engine}[order.pop("role")]
-                made, answer = kind(**order), {}
+                made, found = kind(**order), {}
             else:
-                answer = getattr(made, name)(**order)
+                found = getattr(made, name)(**order)
         except Exception as error:
-            answer = {"failed": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), flush=True)
+            found = {"failed": f"{type(error).__name__}: {error}"}
+        answer(**found)

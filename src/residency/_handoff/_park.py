@@ -10,7 +10,8 @@ for each owner in its list, made anew for each hand-off:
   for more; raises ``RefusedError`` with nothing changed;
 - ``unpark() -> int``: brings back exactly what this object has parked; after an out-of-memory error
   everything is whole on the host, and it may be called again;
-- ``is_parked``: whether there is anything to bring back.
+- ``is_parked``: whether there is anything to bring back;
+- ``device``: where it was, None before anything was found on a device.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import weakref
 from torch import nn
 from torch.optim import Optimizer
 
+from residency import _device
 from residency._errors import InvalidArgumentError, RefusedError
 from residency._handoff._park_tensors import Gradients, Owner, tensors_of
 from residency._handoff._parking import Parking
@@ -53,7 +55,8 @@ def park(
         pin: Whether the host memory is page-locked.
 
     Returns:
-        The device bytes that were freed, as the allocator rounds them.
+        The device bytes that were freed, as the allocator counts them. Those that a save in flight
+        reads follow when it has seen its copies done.
 
     Raises:
         InvalidArgumentError: An argument means nothing.
@@ -69,8 +72,7 @@ def park(
     if gradients not in ("move", "drop"):
         raise InvalidArgumentError(f"gradients is {gradients!r}; expected 'move' or 'drop'.")
     before = [parking for parking in _parkings.get(module, ()) if parking.is_parked]
-    named = tensors_of(module)
-    if isinstance(module, nn.Module) and not before and named and all(t.is_cpu for _, t in named):
+    if isinstance(module, nn.Module) and not before and _is_on_host(module):
         raise RefusedError(
             f"this {type(module).__name__} is on the host, where there is nothing to free. "
             "Nothing moved."
@@ -78,6 +80,7 @@ def park(
     parking = Parking(module, gradients=gradients, pin=pin)
     freed = parking.park(need_bytes)
     _parkings[module] = [*before, parking] if parking.is_parked else before
+    _warn_of_graphs(parking)
     shared = parking.num_bytes_shared
     if shared and (need_bytes is None or freed < need_bytes):
         warnings.warn(
@@ -113,6 +116,27 @@ def unpark(module: Owner) -> int:
         total += parkings[-1].unpark()
         parkings.pop()
     return total
+
+
+def _is_on_host(module: nn.Module) -> bool:
+    tensors = [tensor for _, tensor in tensors_of(module)]
+    return bool(tensors) and all(tensor.is_cpu for tensor in tensors)
+
+
+def _warn_of_graphs(parking: Parking) -> None:
+    """Warns where captured graphs may read the old addresses; torch does not say of which tensors
+    one is made.
+    """
+    device = parking.device
+    if device is None or not parking.is_parked:
+        return
+    if _device.private_pool_bytes(device, _device.allocator_figures(device)):
+        warnings.warn(
+            "a captured graph, or another private pool, holds memory on this device. A graph that "
+            "was captured over parked tensors reads other bytes when it is replayed: capture it "
+            "anew after residency.unpark.",
+            stacklevel=3,
+        )
 
 
 def is_parked(owner: Owner) -> bool:

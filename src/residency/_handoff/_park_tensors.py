@@ -57,14 +57,18 @@ def gradients_of(module: nn.Module) -> _Named:
             yield from _plain(slot, tensor)
 
 
-def drop_gradients(module: nn.Module) -> None:
-    """Sets all gradients of a module to None."""
+def take_gradients(module: nn.Module) -> list[tuple[Any, str, Tensor]]:
+    """Sets all gradients of a module to None; returns who had each, under which name."""
+    taken: list[tuple[Any, str, Tensor]] = []
     for _, tensor in _raw(module):
         if tensor.grad is not None:
+            taken.append((tensor, "grad", tensor.grad))
             tensor.grad = None
     for group in fsdp_groups(module):
-        for _, holder, name, _ in list(_unreduced(group)):
+        for _, holder, name, gradient in list(_unreduced(group)):
+            taken.append((holder, name, gradient))
             setattr(holder, name, None)
+    return taken
 
 
 def _raw(module: nn.Module) -> _Named:

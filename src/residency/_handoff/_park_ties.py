@@ -141,7 +141,7 @@ class Rebound:
 
 
 def _has_live_accumulator(tensor: Tensor) -> bool:
-    if not (tensor.requires_grad and tensor.is_leaf):
+    if not (tensor.requires_grad and tensor.is_leaf) or tensor.is_inference():
         return False
     before = tensor._use_count()  # type: ignore[attr-defined]  # torch.utils.swap_tensors has it
     edge = torch.autograd.graph.get_gradient_edge(tensor)
@@ -156,8 +156,9 @@ def _swap_bodies(left: Tensor, right: Tensor) -> None:
 
 
 def _view_like(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
-    view = torch.empty(0, dtype=tensor.dtype, device=storage.device)
-    view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-    if tensor.is_conj():
-        view = view.conj()
-    return torch._neg_view(view) if tensor.is_neg() else view
+    with torch.inference_mode(mode=tensor.is_inference()):  # or it would be half of each kind
+        view = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+        view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        if tensor.is_conj():
+            view = view.conj()
+        return torch._neg_view(view) if tensor.is_neg() else view

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,9 @@ from residency._handoff._park_hooks import Notices
 from residency._handoff._park_tensors import (
     Gradients,
     Owner,
-    drop_gradients,
     gradients_of,
     reshard,
+    take_gradients,
     tensors_of,
 )
 from residency._handoff._park_ties import Rebound, Tie, shared_with_others, ties_of
@@ -41,13 +42,16 @@ class Parking:
         owner: A module or an optimizer; not kept alive.
         gradients: Whether gradients move with a module, or are set to None.
         pin: Whether the host memory is page-locked.
+
+    Attributes:
+        device: Where the owner was last found, if on a device at all.
     """
 
     def __init__(self, owner: Owner, *, gradients: Gradients = "move", pin: bool = True) -> None:
         self._owner = weakref.ref(owner)
         self._gradients: Gradients = gradients
         self._arena = _arenas.setdefault(owner, {}).setdefault(pin, SlabArena(pin=pin, keep=True))
-        self._device: torch.device | None = None
+        self.device: torch.device | None = None
         self._rebound: dict[int, Rebound] = {}
         self._slots: set[str] = set()
         self._regions: dict[int, Region] = {}
@@ -76,6 +80,7 @@ class Parking:
         """Whether anything is parked."""
         return bool(self._rebound)
 
+    @torch.inference_mode(mode=False)  # what is bound here outlives the caller's mode
     @torch.no_grad()
     def park(self, up_to: int | None = None) -> int:
         """Moves bytes to the host; returns when they are there and the device's are free.
@@ -86,7 +91,7 @@ class Parking:
 
         Returns:
             The device bytes that were freed, as the allocator counts them: 0 where nothing is on
-            the device.
+            the device. What a save has in flight is freed when it has seen its copies done.
 
         Raises:
             RefusedError: Something cannot be moved, is on several devices, or the host has no
@@ -94,21 +99,31 @@ class Parking:
         """
         owner = self.owner
         self._find_device(tensors_of(owner))
-        if self._device is None or up_to == 0:
+        if self.device is None or up_to == 0:
             return 0
         if isinstance(owner, nn.Module):
             reshard(owner)
         # Whoever writes or reads these bytes, on whatever stream, is done from here on.
-        _device.synchronize(self._device)
-        dropped = self._droppable_bytes()
+        _device.synchronize(self.device)
         ties, _ = self._found()
-        chosen = ties if up_to is None else _fewest(ties, up_to - dropped)
-        self._move_to_host(chosen)
-        if isinstance(owner, nn.Module) and self._gradients == "drop":
-            drop_gradients(owner)
+        chosen = list(ties) if up_to is None else _fewest(ties, up_to - self._droppable_bytes())
+        # Measured: a save that has not seen its copies done keeps what it reads, a reducer its
+        # buckets.
+        before = _device.memory_allocated(self.device)
+        dropped = self._take_gradients()
+        try:
+            self._move_to_host(chosen)
+        except BaseException:
+            for holder, name, gradient in dropped:
+                setattr(holder, name, gradient)
+            raise
         self._notices.put_up(owner)
-        return dropped + sum(tie.allocated_bytes for tie in chosen)
+        dropped.clear()
+        ties.clear()
+        chosen.clear()
+        return max(0, before - _device.memory_allocated(self.device))
 
+    @torch.inference_mode(mode=False)
     @torch.no_grad()
     def unpark(self) -> int:
         """Brings everything back that this object has parked.
@@ -122,7 +137,7 @@ class Parking:
         """
         if not self._rebound:
             return 0
-        assert self._device is not None
+        assert self.device is not None
         ties = ties_of(self._parked_tensors())
         self._move_to_device(ties)
         self._rebound.clear()
@@ -151,28 +166,36 @@ class Parking:
                     f"this {type(self.owner).__name__} is on {device}, which is no accelerator "
                     "here. Nothing moved."
                 )
-            self._device = device
+            self.device = device
 
     def _found(self) -> tuple[list[Tie], list[Tie]]:
         """Returns what can be moved now, and what somebody else holds."""
         named = tensors_of(self.owner, gradients=self._gradients)
         self._find_device(named)
-        ties = ties_of((slot, tensor) for slot, tensor in named if tensor.device == self._device)
-        if self._device is None:
+        ties = ties_of((slot, tensor) for slot, tensor in named if tensor.device == self.device)
+        if self.device is None:
             return [], []
-        shared = shared_with_others(ties, self._device)
+        shared = shared_with_others(ties, self.device)
         return [tie for tie in ties if tie not in shared], shared
 
     def _droppable_bytes(self) -> int:
         owner = self.owner
         if self._gradients != "drop" or not isinstance(owner, nn.Module):
             return 0
-        named = ((s, t) for s, t in gradients_of(owner) if not t.is_cpu)
-        ties = ties_of(named)
-        if not ties:
-            return 0
-        shared = shared_with_others(ties, ties[0].storage.device)
-        return sum(tie.allocated_bytes for tie in ties if tie not in shared)
+        ties = ties_of((s, t) for s, t in gradients_of(owner) if not t.is_cpu)
+        shared = shared_with_others(ties, ties[0].storage.device) if ties else []
+        return sum(
+            tie.allocated_bytes
+            for tie in ties
+            # A bucket's views are the reducer's too.
+            if tie not in shared and not any(t._is_view() for t in tie.tensors)
+        )
+
+    def _take_gradients(self) -> list[tuple[Any, str, Tensor]]:
+        owner = self.owner
+        if self._gradients == "drop" and isinstance(owner, nn.Module):
+            return take_gradients(owner)
+        return []
 
     def _parked_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields what is to come back: what was moved, and what took its place meanwhile."""
@@ -180,18 +203,24 @@ class Parking:
         owner = self._owner()
         named = [] if owner is None else tensors_of(owner)
         for slot, tensor in named:
-            if tensor.is_cpu and (slot in self._slots or id(tensor) in self._rebound):
+            # A gradient that came meanwhile belongs to where its parameter goes.
+            is_of_slot = slot in self._slots or slot.removesuffix(".grad") in self._slots
+            if tensor.is_cpu and (is_of_slot or id(tensor) in self._rebound):
                 seen.add(id(tensor))
                 yield slot, tensor
+        # A parameter that nobody has any more stays away, and so does its gradient.
+        dead = [r.tensor for r in self._rebound.values() if not r.is_in_use()]
+        seen.update(map(id, dead), (id(t.grad) for t in dead if t.is_leaf))
+        del dead
         for rebound in self._rebound.values():
-            if rebound.tensor.is_cpu and id(rebound.tensor) not in seen and rebound.is_in_use():
+            if rebound.tensor.is_cpu and id(rebound.tensor) not in seen:
                 yield "", rebound.tensor
 
     # --------------------------------------------------------------------------------------- moves
 
     def _move_to_host(self, ties: Sequence[Tie]) -> None:
-        assert self._device is not None
-        lanes, gate = lanes_of(self._device), gate_of(self._device)
+        assert self.device is not None
+        lanes, gate = lanes_of(self.device), gate_of(self.device)
         full = [tie for tie in ties if tie.num_bytes]
         regions = self._take_room([tie.num_bytes for tie in full])
         hosts = [
@@ -202,7 +231,7 @@ class Parking:
         try:
             copy_to_host(buffers, regions, lanes=lanes, gate=gate).synchronize()
         except BaseException:
-            _device.synchronize(self._device)  # nothing may still write into the regions
+            _device.synchronize(self.device)  # nothing may still write into the regions
             raise
         gate.before_free(buffers)
         of_tie = dict(zip(full, hosts, strict=True))
@@ -227,11 +256,11 @@ class Parking:
             ) from error
 
     def _move_to_device(self, ties: Sequence[Tie]) -> None:
-        assert self._device is not None
-        lanes = lanes_of(self._device)
+        assert self.device is not None
+        lanes = lanes_of(self.device)
         try:
             targets = [
-                torch.empty(tie.num_bytes, dtype=torch.uint8, device=self._device) for tie in ties
+                torch.empty(tie.num_bytes, dtype=torch.uint8, device=self.device) for tie in ties
             ]
         except torch.OutOfMemoryError as error:
             wanted = format_bytes(sum(tie.allocated_bytes for tie in ties))
@@ -241,13 +270,13 @@ class Parking:
             )
             raise
         # A block may have been freed by work that the current stream has not come to yet.
-        lanes.h2d.wait_event(lanes.mark(_device.current_stream(self._device)))
+        lanes.h2d.wait_event(lanes.mark(_device.current_stream(self.device)))
         try:
             for tie, target in zip(ties, targets, strict=True):
                 self._load(tie, target)
             lanes.mark(lanes.h2d).synchronize()
         except BaseException:
-            _device.synchronize(self._device)  # nothing may still write what is freed now
+            _device.synchronize(self.device)  # nothing may still write what is freed now
             raise
         moves = [
             (
@@ -261,16 +290,16 @@ class Parking:
         moves += [
             (rebound, rebound.tensor.untyped_storage(), rebound.tensor.untyped_storage())
             for rebound in self._rebound.values()
-            if rebound.is_split and rebound.tensor.device == self._device  # moved by somebody else
+            if rebound.is_split and rebound.tensor.device == self.device  # moved by somebody else
         ]
         _rebind_all(moves, Rebound.to_device, Rebound.to_host)
 
     def _load(self, tie: Tie, target: Tensor) -> None:
-        assert self._device is not None
+        assert self.device is not None
         region = self._regions.get(tie.storage.data_ptr())
         if not tie.num_bytes:
             return
-        lanes = lanes_of(self._device)
+        lanes = lanes_of(self.device)
         if region is not None and region.num_bytes >= tie.num_bytes:
             lanes.load(target, [Run(region.slab, region.offset, 0, tie.num_bytes)])
             return
@@ -286,14 +315,18 @@ def _rebind_all(
     do: Callable[[Rebound, torch.UntypedStorage], None],
     undo: Callable[[Rebound, torch.UntypedStorage], None],
 ) -> None:
-    """Binds tensors to their new storages, or, where one fails, all of them to the old ones."""
+    """Binds tensors to their new storages, or, where one fails, all of them to the old ones.
+
+    Gradients come before their parameters in both directions: torch takes a gradient only where its
+    parameter is.
+    """
     done: list[_Move] = []
     try:
         for move in moves:
             do(move[0], move[1])
             done.append(move)
     except BaseException:
-        for rebound, _, before in reversed(done):
+        for rebound, _, before in done:
             undo(rebound, before)
         raise
 

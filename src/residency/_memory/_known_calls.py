@@ -44,10 +44,13 @@ _CALLS: dict[str, tuple[tuple[str, str], ...]] = {
         ("Accelerator.save_state", "save"),
         ("Accelerator.load_state", "load"),
     ),
-    "lightning.pytorch.trainer.trainer": (
-        ("Trainer.validate", "evaluate"),
-        ("Trainer.test", "evaluate"),
-        ("Trainer.save_checkpoint", "save"),
+    **dict.fromkeys(
+        ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer"),
+        (
+            ("Trainer.validate", "evaluate"),
+            ("Trainer.test", "evaluate"),
+            ("Trainer.save_checkpoint", "save"),
+        ),
     ),
 }
 

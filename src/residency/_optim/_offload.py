@@ -28,6 +28,7 @@ from residency._optim._state import State
 from residency._optim._step_patch import remake_step_patch, validate_step_patch
 from residency._optim._validate import check_groups, device_of
 from residency._optim._wrappers import reaching_inside
+from residency._transfer import note_owned
 from residency._units import parse_bytes
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -143,6 +144,7 @@ def onload_optimizer(optimizer: OptimizerT) -> OptimizerT:
     del optimizer.__dict__[PRIVATE]
     optimizer.__class__ = offload.base  # type: ignore[assignment]  # the class that it had
     remake_step_patch(optimizer)
+    note_owned(optimizer, is_owned=False)
     offload.state = offload.homes = None
     _device.release_pinned_cache()
     return optimizer
@@ -155,6 +157,7 @@ def _swap(optimizer: Optimizer, offload: Offload, swapped: type[Optimizer]) -> N
     offload.guard = optimizer.register_step_pre_hook(refuse_foreign_step)
     hooks: Any = optimizer._optimizer_step_pre_hooks  # an OrderedDict
     hooks.move_to_end(offload.guard.id, last=False)
+    note_owned(optimizer, is_owned=True)
 
 
 def _settings(

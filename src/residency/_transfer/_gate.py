@@ -44,7 +44,11 @@ class Gate:
         read = list(tensors)
         for pointer in _storages(read):
             self._reads.setdefault(pointer, {})[lane.stream_id] = event
-        self._sources += map(weakref.ref, read)
+        self.keeping(read)
+
+    def keeping(self, tensors: Iterable[Tensor]) -> None:
+        """Says that a reader keeps these tensors for the sake of its reads."""
+        self._sources += map(weakref.ref, tensors)
         if max(len(self._reads), len(self._sources)) > self._prune_at:
             self._prune()
 

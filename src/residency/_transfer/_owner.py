@@ -6,6 +6,7 @@ lends its bytes to a save and how it takes a restore's.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -121,6 +122,7 @@ class StateOwner(Protocol):
 
 _owners: dict[type, StateOwner] = {}
 _forecasters: list[Callable[[Any], list[Tensor]]] = []
+_owned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def register_owner(kind: type, owner: StateOwner) -> None:
@@ -131,6 +133,18 @@ def register_owner(kind: type, owner: StateOwner) -> None:
 def owner_of(optimizer: Any) -> StateOwner | None:
     """Returns who speaks for an optimizer, or None for one that keeps its state itself."""
     return next((owner for kind, owner in _owners.items() if isinstance(optimizer, kind)), None)
+
+
+def note_owned(optimizer: Any, *, is_owned: bool) -> None:
+    """Takes an optimizer among those of ``owned_optimizers``, or out of them."""
+    (_owned.add if is_owned else _owned.discard)(optimizer)
+
+
+def owned_optimizers() -> list[Any]:
+    """Returns every living optimizer whose state another package keeps on the host, for who sees
+    the tensors of a state and not the optimizer.
+    """
+    return list(_owned)
 
 
 def register_forecast(forecast: Callable[[Any], list[Tensor]]) -> None:

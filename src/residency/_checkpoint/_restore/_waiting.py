@@ -90,7 +90,7 @@ def receive_plain(
                 continue
             _check(parameter, key, incoming)
             there = dict.get(optimizer.state, parameter, {}).get(key)
-            on_device = not parameter.is_cpu and _needs_device(
+            on_device = _needs_device(
                 optimizer, group_of[parameter], parameter, key, incoming, there
             )
             device = parameter.device if on_device else torch.device("cpu")
@@ -98,7 +98,7 @@ def receive_plain(
             if target is None:
                 place = device if eager else torch.device("cpu")
                 target = _empty(parameter, incoming, place)
-                if on_device and not eager:
+                if on_device and place.type == "cpu":  # a parked parameter's too
                     made.waiting[parameter, key] = target
             made.targets[parameter, key] = target
     return made

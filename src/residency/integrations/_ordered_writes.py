@@ -1,0 +1,151 @@
+"""Writes and removals of checkpoints in the background: in order, bounded, each failure told once.
+
+One thread does what it is told in the order of the calls. Invariant: at most ``max_in_flight``
+writes are under way, and a failure is raised by exactly one call.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from residency._checkpoint._arguments import check_count
+from residency._errors import CheckpointError
+
+_log = logging.getLogger("residency")
+
+
+class OrderedWrites:
+    """Does writes and removals on a thread of its own, which ends with ``close``."""
+
+    def __init__(self, max_in_flight: int) -> None:
+        """Starts nothing.
+
+        Raises:
+            InvalidArgumentError: The number is not a whole one of at least 1.
+        """
+        check_count("max_in_flight", max_in_flight)
+        self.max_in_flight = max_in_flight
+        self._executor: ThreadPoolExecutor | None = None
+        self._writes: deque[Future[None]] = deque()
+        self._last: Future[None] | None = None
+        self._failures: deque[CheckpointError] = deque()
+        self._has_failed = False  # since the last failure was told
+        self._lock = threading.Lock()
+
+    def make_room(self) -> None:
+        """Blocks until one more write may be under way."""
+        while self._writes and (self._writes[0].done() or len(self._writes) >= self.max_in_flight):
+            self._writes.popleft().result()
+
+    def write(self, path: object, action: Callable[[], object]) -> None:
+        """Has a write done after all that was asked for before.
+
+        Args:
+            path: Where to, for the message of a failure.
+            action: Writes. Whatever it holds is let go before its place is free.
+
+        Raises:
+            CheckpointError: An earlier one failed, and was not told yet; this one is under way.
+        """
+        failure = self._take_failure()
+
+        def run() -> None:
+            nonlocal action
+            try:
+                action()
+            except BaseException as error:
+                self._fail(f"the checkpoint {path} could not be written", error)
+            finally:
+                del action
+
+        self._writes.append(self._submit(run))
+        if failure is not None:
+            raise failure
+
+    def remove(self, path: object, action: Callable[[], object]) -> None:
+        """Has a removal done after all that was asked for before.
+
+        After a write that failed nothing is removed until that was told: what was to be replaced
+        may be all that there is.
+        """
+
+        def run() -> None:
+            if self._has_failed:
+                _log.warning("residency keeps %s: the write before its removal failed", path)
+                return
+            try:
+                action()
+            except BaseException as error:
+                self._fail(f"the checkpoint {path} could not be removed", error)
+
+        self._submit(run)
+
+    def wait(self) -> None:
+        """Blocks until everything that was asked for is done."""
+        if self._last is not None:
+            self._last.result()
+        self._writes.clear()
+
+    def raise_failure(self, *, beside: BaseException | None = None) -> None:
+        """Raises the failures that no call has raised yet, if there are any.
+
+        Args:
+            beside: An error that is on its way to the caller already: it gets a note instead.
+
+        Raises:
+            CheckpointError: From what the write raised; others that failed since are its notes.
+        """
+        failure = self._take_failure()
+        if failure is None:
+            return
+        if beside is None:
+            raise failure
+        beside.add_note(f"and {failure}")
+
+    def close(self) -> None:
+        """Ends the thread once everything is done; the next write starts another."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=True)
+            self._executor = None
+        self._last = None
+        self._writes.clear()
+
+    def _take_failure(self) -> CheckpointError | None:
+        with self._lock:
+            failures = list(self._failures)
+            self._failures.clear()
+            self._has_failed = False
+        for other in failures[1:]:
+            failures[0].add_note(f"and {other}")
+        return failures[0] if failures else None
+
+    def _submit(self, run: Callable[[], None]) -> Future[None]:
+        if self._executor is None:  # which Python waits for when it ends
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="residency-checkpoints")
+        self._last = self._executor.submit(run)
+        return self._last
+
+    def _fail(self, what: str, error: BaseException) -> None:
+        failure = CheckpointError(f"{what}: {type(error).__name__}: {error}")
+        # As text: the frames of a traceback would keep the checkpoint until it is told.
+        trace = "".join(traceback.format_exception(error))
+        failure.__cause__ = _without_frames(error)
+        # Said at once, too: a script may end before its next call.
+        _log.error("residency: %s\n%s", failure, trace)
+        failure.add_note(trace)
+        with self._lock:
+            self._failures.append(failure)
+            self._has_failed = True
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    seen: BaseException | None = error
+    while seen is not None:
+        seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__
+    return error

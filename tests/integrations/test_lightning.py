@@ -1,0 +1,173 @@
+"""Lightning's real Trainer, of both class trees, with the plugin, the callback and the mixin.
+
+The simulator is CUDA in a process for good, so each tree has a worker of its own, and so has each
+of two ranks; a test reads what became of one case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import residency
+from residency.integrations import _framework, _lightning_trees
+from residency.integrations._ordered_writes import OrderedWrites
+
+pytestmark = [pytest.mark.sim, pytest.mark.slow]
+
+HERE = Path(__file__).parent
+CASES_FOLDER = HERE.parents[0] / "sim"  # has worker_cases
+LAST = "a_save_is_whole_when_python_ended_while_it_was_under_way"
+TREES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+
+
+def cases_of(worker: str) -> list[str]:
+    lines = (HERE / worker).read_text().splitlines()
+    starts = [index for index, line in enumerate(lines) if line == "@case"]
+    return [lines[index + 1].removeprefix("def ").partition("(")[0] for index in starts]
+
+
+def start(worker: str, *arguments: object, **variables: str) -> subprocess.Popen[str]:
+    source = str(Path(residency.__file__).parents[1])
+    path = os.pathsep.join([source, str(CASES_FOLDER), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [sys.executable, str(HERE / worker), *map(str, arguments)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(processes: Sequence[subprocess.Popen[str]]) -> None:
+    try:
+        for process in processes:
+            output = process.communicate(timeout=280)[0]  # the first may have to compile
+            assert process.returncode == 0, output[-5000:]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+Outcomes = dict[str, dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def of_trees(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    folders = {tree: tmp_path_factory.mktemp(tree) for tree in TREES}
+    finish([start("lightning_worker.py", TREES[t], folder) for t, folder in folders.items()])
+    return {
+        tree: json.loads((folder / "outcomes.json").read_text())
+        | {LAST: "passed" if zipfile.is_zipfile(folder / "last.ckpt") else "no file"}
+        for tree, folder in folders.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    folder = tmp_path_factory.mktemp("sharded")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    # What a launcher tells its processes; Lightning reads it.
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    finish(
+        [
+            start("lightning_sharded_worker.py", rank, folder, NODE_RANK=str(rank), **told)
+            for rank in range(2)
+        ]
+    )
+    return [json.loads((folder / f"sharded{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("case", [*cases_of("lightning_worker.py"), LAST])
+def test_under_a_trainer(of_trees: Outcomes, tree: str, case: str) -> None:
+    assert of_trees[tree].get(case) == "passed", of_trees[tree].get(case)
+
+
+@pytest.mark.parametrize("case", cases_of("lightning_sharded_worker.py"))
+def test_under_a_strategy_that_shards(of_ranks: list[dict[str, str]], case: str) -> None:
+    for outcomes in of_ranks:
+        assert outcomes.get(case) == "passed", outcomes.get(case)
+
+
+def test_a_machine_without_lightning_is_told_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def absent(name: str) -> Any:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name.partition(".")[0])
+
+    for name in [name for name in sys.modules if name in TREES.values()]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(_framework.importlib, "import_module", absent)
+    with pytest.raises(ImportError, match=r"pip install 'residency\[lightning\]'"):
+        _lightning_trees.trees_in_use()
+
+
+def test_what_failed_is_told_together_and_once(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise OSError("no room")
+
+    writes = OrderedWrites(2)
+    done: list[str] = []
+    let_go = threading.Event()
+    writes.write("0", let_go.wait)
+    writes.write("a", fail)
+    writes.write("b", fail)
+    writes.remove("c", lambda: done.append("c"))  # is not: nothing replaced it
+    let_go.set()
+    writes.wait()
+    with pytest.raises(residency.CheckpointError, match="a could not be written") as caught:
+        writes.raise_failure()
+    trace, other = caught.value.__notes__
+    assert "in fail" in trace
+    assert other == "and the checkpoint b could not be written: OSError: no room"
+    assert isinstance(caught.value.__cause__, OSError)
+    writes.raise_failure()
+    writes.remove("d", lambda: done.append("d"))
+    writes.remove("e", fail)
+    writes.close()
+    assert done == ["d"]
+    with pytest.raises(residency.CheckpointError, match="e could not be removed"):
+        writes.raise_failure()
+    assert "residency keeps c" in caplog.text
+
+
+def test_a_write_lets_go_of_what_it_held_before_its_place_is_free() -> None:
+    class Large:
+        pass
+
+    writes = OrderedWrites(1)
+    held: list[weakref.ref[Large]] = []
+
+    def begin(fails: bool) -> None:
+        large = Large()
+        held.append(weakref.ref(large))
+
+        def write() -> None:
+            assert large is not None
+            if fails:
+                raise OSError("no room")
+
+        writes.write("a", write)
+
+    for fails in (False, True):
+        begin(fails)
+        writes.make_room()
+        assert held[-1]() is None
+    writes.close()
+    with pytest.raises(residency.CheckpointError, match="no room"):
+        writes.raise_failure()

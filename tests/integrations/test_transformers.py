@@ -1,0 +1,89 @@
+"""The callback and the mixin with the installed Transformers, PEFT, TRL, accelerate, bitsandbytes.
+
+They run where the simulator stands in CUDA's place, in processes of their own: one that has the
+cases of ``transformers_worker.py``, one for TRL, and two ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import residency
+
+pytestmark = [pytest.mark.sim, pytest.mark.slow]
+
+HERE = Path(__file__).parent
+SHARED = HERE.parent / "sim"  # has worker_cases
+WORKERS = {"transformers_worker": 1, "trl_worker": 1, "transformers_ranks_worker": 2}
+CASES = [
+    (worker, rank, line.removeprefix("def ").split("(")[0])
+    for worker, num_ranks in WORKERS.items()
+    for before, line in itertools.pairwise((HERE / f"{worker}.py").read_text().splitlines())
+    if before in ("@case", "@two")
+    for rank in range(num_ranks)
+]
+
+Outcomes = dict[tuple[str, int], dict[str, str]]
+
+
+def start(worker: str, *arguments: object) -> subprocess.Popen[str]:
+    source = str(Path(residency.__file__).parents[1])
+    path = os.pathsep.join([source, str(SHARED), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [sys.executable, str(HERE / f"{worker}.py"), *map(str, arguments)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.DEVNULL,  # a line per step
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(processes: list[subprocess.Popen[str]]) -> None:
+    try:
+        for process in processes:
+            output = process.communicate(timeout=280)[1]  # the first may have to compile
+            assert process.returncode == 0, output[-5000:]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """What became of each case, by worker and rank."""
+    folders = {worker: tmp_path_factory.mktemp(worker) for worker in WORKERS}
+    alone = [worker for worker, num_ranks in WORKERS.items() if num_ranks == 1]
+    finish([start(worker, folders[worker]) for worker in alone])
+    files = {(worker, 0): folders[worker] / "outcomes.json" for worker in alone}
+    ranks = "transformers_ranks_worker"
+    finish([start(ranks, rank, 2, "two", folders[ranks]) for rank in range(2)])
+    files |= {(ranks, rank): folders[ranks] / f"two{rank}.json" for rank in range(2)}
+    return {place: json.loads(file.read_text()) for place, file in files.items()}
+
+
+@pytest.mark.parametrize(("worker", "rank", "case"), CASES)
+def test_with_transformers(outcomes: Outcomes, worker: str, rank: int, case: str) -> None:
+    found = outcomes[worker, rank].get(case)
+    assert found == "passed", found
+
+
+def test_without_transformers_the_error_gives_the_line_that_installs_it() -> None:
+    code = """
+import sys
+sys.modules["transformers"] = None
+try:
+    import residency.integrations.transformers
+except ImportError as error:
+    assert "pip install 'residency[transformers]'" in str(error), error
+else:
+    raise SystemExit("it was imported")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,128 @@
+"""One of two ranks that train with the integration; the simulator is CUDA, with nccl.
+
+test_transformers.py reads what became of each case.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file
+from transformers_lab import (
+    Mixed,
+    accelerated,
+    adapted,
+    adapter_of,
+    assert_same,
+    device_peak,
+    files_of,
+    make,
+    ours,
+    prepared,
+    text,
+    tiny_model,
+    trained,
+    weights,
+)
+from worker_cases import Cases
+
+from residency import sim
+
+RANK, FOLDER = int(sys.argv[1]), Path(sys.argv[4])
+two = Cases()
+STATE_BYTES = sum(2 * p.nbytes for p in tiny_model().parameters())
+
+
+@two
+def optimizer_pt_never_comes_onto_the_device_and_the_run_ends_at_stock_s_bits() -> None:
+    peaks: dict[str, int] = {}
+    ends = {}
+    for name, kind, callbacks in (
+        ("stock", transformers.Trainer, []),
+        ("ours", Mixed, [ours()]),
+        ("not offloaded", Mixed, [ours(offload=False)]),
+    ):
+        folder = FOLDER / name
+        plain = trained(tiny_model(), folder, *callbacks, kind=kind)
+        trainer = make(tiny_model(), folder, *callbacks, kind=kind)
+        load = trainer._load_optimizer_and_scheduler
+
+        def measured(checkpoint: Any, name: str = name, load: Any = load) -> None:
+            peaks[name] = device_peak(lambda: load(checkpoint))
+
+        with mock.patch.object(trainer, "_load_optimizer_and_scheduler", measured):
+            trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+        assert_same(weights(trainer.model), weights(plain.model))
+        ends[name] = weights(trainer.model)
+        del plain, trainer, load, measured
+        gc.collect()
+    assert_same(ends["ours"], ends["stock"])
+    assert_same(ends["not offloaded"], ends["stock"])
+    assert peaks["ours"] == 0
+    assert peaks["stock"] >= STATE_BYTES
+    assert peaks["not offloaded"] < 1.5 * STATE_BYTES  # which stays, as in stock
+
+
+@two
+def checkpoints_of_two_ranks_are_those_of_stock_code() -> None:
+    folders = []
+    for kind in (transformers.Trainer, Mixed):
+        folder = FOLDER / f"adapters {kind.__name__}"
+        callbacks = [ours()] if kind is Mixed else []
+        trainer = trained(
+            adapted(), folder, *callbacks, kind=kind, save_steps=1, eval_steps=1, save_total_limit=2
+        )
+        best = Path(trainer.state.best_model_checkpoint)
+        assert_same(adapter_of(trainer.model), load_file(best / "adapter_model.safetensors"))
+        folders.append(folder)
+        dist.barrier()
+    theirs, found = map(files_of, folders)
+    assert found.keys() == theirs.keys()
+    assert sum("rng_state_1.pth" in name for name in found) == 2
+    for name, path in found.items():
+        if path.suffix in (".safetensors", ".md") or name.endswith("adapter_config.json"):
+            assert path.read_bytes() == theirs[name].read_bytes(), name
+
+
+@two
+def accelerate_loads_an_offloaded_optimizer_from_the_host_when_it_is_told_to() -> None:
+    batches = [text()[4 * step + RANK :: 12] for step in range(3)]
+    expected = accelerated(prepared(offload=False), batches)
+    first = prepared(offload=True)
+    accelerated(first, batches[:1])
+    folder = str(FOLDER / "accelerate")
+    first[0].save_state(folder)
+    dist.barrier()
+    second = prepared(offload=True)
+    stock = device_peak(lambda: second[0].load_state(folder))
+    host_first = device_peak(lambda: second[0].load_state(folder, map_location="cpu"))
+    assert stock >= STATE_BYTES
+    assert host_first == 0
+    assert_same(accelerated(second, batches[1:]), expected)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    sim.enable("1GiB", check_races=True, device="cuda")
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    # Each process has a device of its own, the first: as on two machines that share a directory.
+    os.environ.update(RANK=str(RANK), WORLD_SIZE="2", LOCAL_RANK="0")
+    store = dist.FileStore(str(FOLDER / "store"), 2)
+    dist.init_process_group("nccl", store=store, rank=RANK, world_size=2)
+    two.run(FOLDER / f"two{RANK}.json")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -31,7 +31,7 @@ import residency
 from residency.integrations import verl as door
 
 case = Cases()
-LENGTHS = (64, 128, 192)
+LENGTHS = (64, 160)
 LONGER = (64, 192, 320, 448)
 MIB = 1 << 20
 
@@ -369,7 +369,7 @@ def the_guard_reaches_trinitys_worker_which_inherits_the_methods() -> None:
     with lab.guard():
         reserved = lab.train(trinity, LENGTHS)
         assert door.guard_statistics().num_transitions == 2 * len(LENGTHS)
-    assert len(set(reserved[1:])) == 1, reserved
+    assert len(set(reserved)) == 1, reserved
     assert lab.sums_of(trinity) == stock_sums()
 
 

@@ -244,9 +244,9 @@ def install_guard(need: int | str | None = None, *, collect: bool = True) -> Non
     """Gives device memory back after verl's ``update_actor`` and ``compute_ref_log_prob``.
 
     Takes the place of a guard that is there, so calling it again is harmless. May come before or
-    after verl's workers are imported, but before Ray makes one of their subclasses an actor that
-    has methods of its own by these names. A version of verl without the class or the methods is
-    left as it is, with one error in the log of ``residency`` that names the version.
+    after verl's workers are imported, but before Ray makes an actor of them, which keeps the
+    methods that it finds. A version of verl without the class or the methods is left as it is, with
+    one error in the log of ``residency`` that names the version.
 
     Args:
         need: Bytes, or a size such as ``"4GiB"``, that are to be free on the device after each;

@@ -17,14 +17,22 @@ STAMP := $(VENV)/.installed-$(shell (cat pyproject.toml constraints.txt; echo '$
 # ninja lives in .venv, and torch looks for it on the path.
 RUN := PATH="$(BIN):$$PATH"
 
+VERL_VENV := .venv-verl
+VERL_BIN := $(CURDIR)/$(VERL_VENV)/bin
+VERL_STAMP := $(VERL_VENV)/.installed-$(shell (cat pyproject.toml constraints-verl.txt; echo '$(TORCH)') | cksum | tr ' ' '-')
+
 .DEFAULT_GOAL := test
-.PHONY: demo test check bench bench-checkpoint gpu
+.PHONY: demo test test-verl check bench bench-checkpoint gpu
 
 demo: $(STAMP)
 	$(RUN) residency demo $(DEMO_ARGS)
 
 test: $(STAMP)
 	$(RUN) python -m pytest --timeout=300 $(TEST_ARGS)
+
+# verl pins an older transformers than the other tests take, so it has an environment of its own.
+test-verl: $(VERL_STAMP)
+	PATH="$(VERL_BIN):$$PATH" python -m pytest --timeout=300 tests/verl $(TEST_ARGS)
 
 check: $(STAMP)
 	$(RUN) ruff check src tests benchmarks
@@ -52,4 +60,15 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	rm -f $(VENV)/.installed-*
+	touch $@
+
+# fastapi and uvicorn are what verl imports and does not ask for. Trinity-RFT is installed without what
+# it asks for, of which its worker needs nothing: it wants another transformers than verl 0.9 does.
+$(VERL_STAMP): pyproject.toml constraints-verl.txt
+	test -x $(VERL_BIN)/python || $(PYTHON) -m venv $(VERL_VENV)
+	$(VERL_BIN)/python -m pip install --quiet '$(TORCH)'
+	$(VERL_BIN)/python -m pip install --quiet --constraint constraints-verl.txt \
+		--editable '.[testing,verl]' fastapi pytest-timeout uvicorn
+	$(VERL_BIN)/python -m pip install --quiet --constraint constraints-verl.txt --no-deps trinity-rft
+	rm -f $(VERL_VENV)/.installed-*
 	touch $@

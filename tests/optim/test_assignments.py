@@ -16,9 +16,8 @@ CLASSES = {
 def all_to(optimizer, place):
     """Assigns all state, on another device.
 
-    Not the code of verl 0.9.1, which no test installs, but in its order: what its
-    `load_fsdp_optimizer` and `offload_fsdp_optimizer` assign around each phase of a run, group by
-    group, key by key, with copies that do not block.
+    In the order in which verl's `load_fsdp_optimizer` and `offload_fsdp_optimizer` do around each
+    phase of a run, group by group, key by key, with copies that do not block. tests/verl has them.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:

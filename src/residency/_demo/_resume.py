@@ -244,8 +244,8 @@ def _promises(
         Promise(
             "the load takes at most a bucket of device memory",
             ours.load_bytes is not None and ours.load_bytes <= _BUCKET_BYTES,
-            f"{format_bytes(ours.load_bytes or 0)} <= {format_bytes(_BUCKET_BYTES)}; torch's recipe "
-            f"takes {(free.load_bytes or 0) / parameter_bytes:.1f} x the parameters",
+            f"{format_bytes(ours.load_bytes or 0)} <= {format_bytes(_BUCKET_BYTES)}; torch's "
+            f"recipe takes {(free.load_bytes or 0) / parameter_bytes:.1f} x the parameters",
         ),
     )
 

@@ -62,14 +62,14 @@ class _Recipe(Stateful):
 
     def state_dict(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self._model, self._optimizer)
-        return {"model": model, "optim": optimizer}
+        return {"model": model, "optimizer": optimizer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         set_state_dict(
             self._model,
             self._optimizer,
             model_state_dict=state_dict["model"],
-            optim_state_dict=state_dict["optim"],
+            optim_state_dict=state_dict["optimizer"],
         )
 
 

@@ -96,7 +96,7 @@ def test_the_summary_has_a_row_for_each_case_with_the_stock_run_and_ours() -> No
     assert report.ours is ours
     cells = summary_cells(report)
     assert cells[:3] == ("a-case", "1.00 GiB", "out of memory:\nbackward")
-    assert cells[3:] == ("finished, peak 512.00 MiB", "yes", "yes")
+    assert cells[3:] == ("finished,\npeak 512.00 MiB", "yes", "yes")
     assert (
         summary_cells(dataclasses.replace(report, promises=make_report(held=False).promises))[-1]
         == "NO"

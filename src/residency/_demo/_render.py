@@ -16,7 +16,7 @@ from residency._units import format_bytes
 
 _NOTHING = "-"
 _WIDTH = 100
-_SUMMARY = ("case", "capacity", "stock", "with residency", "identical", "promises held")
+_SUMMARY = ("case", "capacity", "stock", "with residency", "identical", "held")
 _COLUMNS = ("run", "capacity", "peak", "outcome", "train loss", "held out", "identical")
 
 
@@ -53,7 +53,7 @@ def summary_cells(report: Report) -> tuple[str, ...]:
         report.case,
         "none" if stock.capacity_bytes is None else format_bytes(stock.capacity_bytes),
         _outcome(stock),
-        f"{_outcome(ours)}, peak {format_bytes(ours.peak_bytes)}",
+        f"{_outcome(ours)},\npeak {format_bytes(ours.peak_bytes)}",
         _identical(ours),
         "yes" if report.is_held() else "NO",
     )

@@ -6,6 +6,7 @@ simulated one by its name. `obey` is such a process, `Process` is how the case t
 
 from __future__ import annotations
 
+import os
 import zlib
 from typing import Any
 
@@ -144,6 +145,8 @@ class Engine:
 
         self._torch = torch
         self._device = take_device(share, capacity_bytes)
+        torch.zeros(1, device=self._device)  # a real device makes the process's context
+        torch.accelerator.empty_cache()
 
     def allocate(self, num_bytes: int) -> dict[str, Any]:
         """Takes the block and gives it back, as code that trusts the other side does."""
@@ -168,6 +171,8 @@ def take_device(share: str, capacity_bytes: int) -> Any:
     """Returns the accelerator, limited; the simulated one if there is no other."""
     from residency import _device, sim
 
+    # cuBLAS reads this when its first handle is made; deterministic algorithms refuse without.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     found = _device.accelerator()
     if found is None:
         return sim.enable(capacity_bytes, share=share, workspaces=False)

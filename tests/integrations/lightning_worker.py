@@ -210,6 +210,46 @@ def what_callbacks_write_without_a_step_comes_after_the_copies() -> None:
 
 
 @case
+def state_that_a_callback_writes_right_after_a_save_is_saved_as_it_was() -> None:
+    def reset(trainer: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(path)
+            for values in trainer.optimizers[0].state.values():
+                values["exp_avg"].zero_()
+
+    with folder() as at:
+        for name, io in (("sync", None), ("ours", ResidencyCheckpointIO())):
+            path = at / name
+            fit(io, [Each(reset)])
+        assert_same(read(at / "ours"), read(at / "sync"))
+
+
+@case
+def state_that_is_lent_to_a_save_may_be_assigned_and_a_write_in_place_is_told() -> None:
+    def assign(trainer: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(path)
+            for values in trainer.optimizers[0].state.values():
+                values["exp_avg"] = torch.zeros_like(values["exp_avg"])
+
+    def zero(trainer: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(at / "in place")
+            trainer.optimizers[0].state[trainer.model.norm.weight]["exp_avg"].zero_()
+            base.let_go.set()
+
+    with folder() as at:
+        for name, io in (("sync", None), ("ours", ResidencyCheckpointIO())):
+            path = at / name
+            fit(io, [ResidencyCallback(), Each(assign)])
+        assert_same(read(at / "ours"), read(at / "sync"))
+        base = Held()
+        with pytest.raises(residency.CheckpointError, match="offloaded optimizer was written"):
+            fit(ResidencyCheckpointIO(base), [ResidencyCallback(), Each(zero)])
+        assert not (at / "in place").exists()
+
+
+@case
 def pending_saves_take_no_device_memory() -> None:
     def grown(io: Any, base: Held) -> tuple[int, int, int]:
         seen: list[int] = []
@@ -275,6 +315,16 @@ def the_best_alone_is_left_where_one_is_asked_for() -> None:
 
     assert len(names(STOCK)) == 6
     assert names(lambda base: ResidencyCheckpointIO(base, max_in_flight=9)) == ["step=6.ckpt"]
+
+
+@case
+def the_last_checkpoint_may_be_a_link_to_one_that_is_still_to_be_written() -> None:
+    with folder() as at:
+        base = Held()
+        keep = ModelCheckpoint(at / "new", "{step}", save_last="link", every_n_train_steps=2)
+        fit(ResidencyCheckpointIO(base, max_in_flight=9), [keep, AtTheEnd(base.let_go.set)])
+        assert (at / "new" / "last.ckpt").is_symlink()
+        assert read(at / "new" / "last.ckpt")["global_step"] == 6
 
 
 @case
@@ -584,6 +634,22 @@ def unusual_values_are_frozen_as_torch_save_keeps_them() -> None:
 
 
 @case
+def attributes_of_tensors_are_in_the_file() -> None:
+    parameter = nn.Parameter(torch.ones(3, device="cuda"))
+    tensor = torch.zeros(2, device="cuda")
+    parameter.notes, tensor.other = ["a"], parameter  # type: ignore[attr-defined]
+    with folder() as at:
+        io = ResidencyCheckpointIO()
+        io.save_checkpoint({"p": parameter, "t": tensor, "again": parameter}, at / "a")
+        parameter.notes.append("b")  # type: ignore[attr-defined]
+        io.teardown()
+        found = read(at / "a")
+    assert found["p"].notes == ["a"]
+    assert found["p"] is found["again"]
+    assert found["t"].other is found["p"]
+
+
+@case
 def what_no_file_can_hold_is_refused_by_its_name() -> None:
     with folder() as at:
         io = ResidencyCheckpointIO()
@@ -592,6 +658,20 @@ def what_no_file_can_hold_is_refused_by_its_name() -> None:
         io.save_checkpoint({"a": 1}, at / "b")
         io.teardown()
         assert [path.name for path in at.iterdir()] == ["b"]
+
+
+@case
+def what_pickle_can_not_find_again_is_refused_at_the_call_too() -> None:
+    class Local:
+        pass
+
+    with folder() as at:
+        io = ResidencyCheckpointIO()
+        for value in (lambda: 0, Local, Local(), os):
+            with pytest.raises(residency.RefusedError, match="'mine' "):
+                io.save_checkpoint({"a": 1, "mine": [value]}, at / "a")
+        io.teardown()
+        assert list(at.iterdir()) == []
 
 
 @case
@@ -710,6 +790,38 @@ def what_the_launchers_copy_is_as_it_was_made() -> None:
     callback = pickle.loads(pickle.dumps(ResidencyCallback(offload={"slots": 2}, phases=False)))
     assert isinstance(callback, L.Callback)
     assert (callback.offload, callback.phases) == ({"slots": 2}, False)
+
+
+class Named(ResidencyCheckpointIO):
+    """What a user derives."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(max_in_flight=2)
+        self.name = name
+
+
+class Tagged(ResidencyCallback):
+    """What a user derives."""
+
+    def __init__(self, tag: str) -> None:
+        super().__init__(phases=False)
+        self.tag = tag
+
+
+@case
+def what_users_derive_is_copied_with_what_it_has() -> None:
+    for copied in (copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))):
+        io = copied(Named("a"))
+        assert isinstance(io, Named)
+        assert isinstance(io, PLUGINS.CheckpointIO)
+        assert (io.name, io._writes.max_in_flight) == ("a", 2)
+        callback = copied(Tagged("b"))
+        assert isinstance(callback, Tagged)
+        assert isinstance(callback, L.Callback)
+        assert (callback.tag, callback.offload, callback.phases) == ("b", True, False)
+    with folder() as at:
+        fit(io, [callback, saving_at(1, at / "a")], steps=1)
+        assert (at / "a").exists()
 
 
 @case

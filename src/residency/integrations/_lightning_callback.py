@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +10,7 @@ from residency._errors import InvalidArgumentError, RefusedError
 from residency._memory._phase import begin, end
 from residency._memory._post_mortem import explain
 from residency._optim import OffloadedOptimizer, offload_optimizer, onload_optimizer
-from residency.integrations._lightning_trees import in_trees, kind_of, version_of
+from residency.integrations._lightning_trees import in_trees, kind_of, made_again, version_of
 
 _HOOKS = (
     "setup",
@@ -60,8 +59,7 @@ class ResidencyCallback:
 
     def __reduce__(self) -> Any:
         """Makes another one, with no phase open, where a launcher copies the Trainer."""
-        made = functools.partial(kind_of(self), offload=self.offload, phases=self.phases)
-        return made, ()
+        return made_again, (kind_of(self),), {**vars(self), "_open": []}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Begins the phase of the whole call.

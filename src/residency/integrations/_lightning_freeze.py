@@ -4,10 +4,11 @@ What ``torch.save`` can write can be frozen, because it is taken apart in the sa
 which also finds tensors inside of objects. Tensors go through the snapshot's pipeline; ties stay,
 and no device memory is allocated.
 
-[Note: what waits] The current stream waits for the copies of everything but optimizer state before
-the call returns: Lightning's own callbacks write parameters between two steps without a step (the
-averages that ``WeightAveraging`` swaps in for validation). Optimizer state is written by steps
-alone, which pass the gate; it is most of the bytes.
+[Note: what waits] The current stream waits for all copies before the call returns: callbacks write
+between two steps without a step, and no hook sees that. Lightning's own write parameters (the
+averages that ``WeightAveraging`` swaps in for validation), those of users optimizer state, too
+(ReLoRA's resets). State of an offloaded optimizer is lent instead. Steps and assignments move to
+other memory; a write in place is found out by the tensor's version, and fails the save.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from torch import Tensor
 from residency._checkpoint._capture import capture_described
 from residency._checkpoint._snapshot import Snapshot
 from residency._checkpoint._tree import Description
-from residency._errors import RefusedError
+from residency._errors import CheckpointError, RefusedError
 from residency._transfer import (
     Lent,
     SlabArena,
     is_sharded,
+    local_of,
     owned_optimizers,
     owner_of,
 )
@@ -35,17 +37,33 @@ from residency.integrations._pickled import Freezer, Thawer, address_of
 class Frozen:
     """Is a checkpoint as it was when ``freeze`` was called."""
 
-    def __init__(self, thawer: Thawer, snapshot: Snapshot) -> None:
+    def __init__(self, thawer: Thawer, snapshot: Snapshot, lent: Iterable[Lent]) -> None:
         self._thawer = thawer
         self._snapshot = snapshot
+        self._versions = [(each.value, local_of(each.value)._version) for each in lent]
 
     def thaw(self) -> Any:
         """Returns the checkpoint, with host tensors that keep their memory; waits for the copies.
 
         Raises:
-            CheckpointError: A copy failed.
+            CheckpointError: A copy failed, or ``check`` did.
         """
-        return self._thawer.thaw(self._snapshot.tree)
+        found = self._thawer.thaw(self._snapshot.tree)
+        self.check()
+        return found
+
+    def check(self) -> None:
+        """Asks whether what is lent still has its bytes; to be called after they were read, too.
+
+        Raises:
+            CheckpointError: Somebody wrote into it.
+        """
+        if any(local_of(value)._version != version for value, version in self._versions):
+            raise CheckpointError(
+                "state of an offloaded optimizer was written in place while this save read it."
+                " Assign a new tensor to optimizer.state[parameter][key] instead, or wait() for"
+                " the save first."
+            )
 
 
 def freeze(checkpoint: Mapping[str, Any], *, arena: SlabArena) -> Frozen:
@@ -65,7 +83,7 @@ def freeze(checkpoint: Mapping[str, Any], *, arena: SlabArena) -> Frozen:
     """
     loans = _Loans(checkpoint)
     file = io.BytesIO()
-    freezer = Freezer(file, loans.by_address, {id(value) for value in _states_of(checkpoint)})
+    freezer = Freezer(file, loans.by_address, set(), has_attributes=True)
     try:
         freezer.dump(checkpoint)
     except BaseException as error:
@@ -79,7 +97,8 @@ def freeze(checkpoint: Mapping[str, Any], *, arena: SlabArena) -> Frozen:
     loans.end(but=freezer.lent)
     names = {name: {"$": "tensor", "name": name} for name in freezer.encoder.leaves}
     captured = capture_described(Description(names, freezer.encoder.leaves), arena=arena)
-    return Frozen(Thawer(file.getvalue(), freezer.kept), Snapshot(captured, arena))
+    lent = [loans.by_address[address] for address in freezer.lent]
+    return Frozen(Thawer(file.getvalue(), freezer.kept), Snapshot(captured, arena), lent)
 
 
 class _Loans:
@@ -106,7 +125,7 @@ class _Loans:
 
 
 def _states_of(checkpoint: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yields the tensors that stand directly in optimizers' states: steps know of these."""
+    """Yields the tensors that stand directly in optimizers' states: those that may be lent."""
     optimizers = checkpoint.get("optimizer_states")
     for saved in optimizers if isinstance(optimizers, list) else ():
         states = saved.get("state") if isinstance(saved, Mapping) else None
@@ -124,7 +143,7 @@ def _culprit(checkpoint: Mapping[str, Any]) -> str:
     """Returns the name of the part that cannot be pickled."""
     for key, value in checkpoint.items():
         try:
-            Freezer(io.BytesIO(), {}, set()).dump(value)
+            Freezer(io.BytesIO(), {}, set(), has_attributes=True).dump(value)
         except Exception as error:  # the same that is being told
             return f"{key!r} ({type(error).__name__})"
     return "a part"

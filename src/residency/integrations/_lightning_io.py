@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from residency import _device
@@ -16,6 +17,7 @@ from residency.integrations._lightning_trees import (
     error_of_training,
     in_trees,
     kind_of,
+    made_again,
     trees_in_use,
     version_of,
 )
@@ -31,11 +33,13 @@ class ResidencyCheckpointIO:
     host tensors.
 
     A save returns when the copies to the host are queued. What it saw stays as it was, whatever
-    training does then. The next save waits for room; a load waits for all writes; a removal comes
-    after the writes before it. A write that fails is raised once, as a ``CheckpointError``: by the
-    next save, which is begun all the same, by the next load, by ``wait``, or by ``teardown``, with
-    which each of ``fit``, ``validate``, ``test`` and ``predict`` ends. Removals between the failure
-    and that call are left out: what they would remove may be all that there is.
+    the current stream does then; state of an offloaded optimizer is lent, and a write into it in
+    place, which is no step and no assignment, fails the save. The next save waits for room; a load
+    waits for all writes; a removal comes after the writes before it. A write that fails is raised
+    once, as a ``CheckpointError``: by the next save, which is begun all the same, by the next
+    load, by ``wait``, or by ``teardown``, with which each of ``fit``, ``validate``, ``test`` and
+    ``predict`` ends. Removals between the failure and that call are left out: what they would
+    remove may be all that there is.
 
     Args:
         checkpoint_io: The plugin that writes, loads and removes; Lightning's own by default.
@@ -68,8 +72,12 @@ class ResidencyCheckpointIO:
 
     def __reduce__(self) -> Any:
         """Makes another one, with nothing under way, where a launcher copies the Trainer."""
-        settings = {"max_in_flight": self._writes.max_in_flight}
-        return functools.partial(kind_of(self), **settings), (self._base,)
+        state = {**vars(self), "_writes": self._writes.max_in_flight, "_arena": None}
+        return made_again, (kind_of(self),), state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes what ``__reduce__`` gave."""
+        vars(self).update(state | {"_writes": OrderedWrites(state["_writes"])})
 
     @property
     def checkpoint_io(self) -> Any:
@@ -135,8 +143,21 @@ class ResidencyCheckpointIO:
     def _write(self, frozen: Frozen, path: Any, storage_options: Any) -> None:
         def write() -> None:
             self._base.save_checkpoint(frozen.thaw(), path, storage_options=storage_options)
+            frozen.check()
 
+        make_parent_of(path)
         self._writes.write(path, write)
+
+
+def make_parent_of(path: Any) -> None:
+    """Makes the local folder that a checkpoint is to be in, as a synchronous save would have.
+
+    ``ModelCheckpoint(save_last="link")`` makes a link there right after the call. Where the folder
+    cannot be made, the write fails, and says so.
+    """
+    if "://" not in str(path):
+        with suppress(OSError):
+            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from residency._optim import OffloadedOptimizer
 from residency._transfer import SlabArena
 from residency.integrations._framework import missing_in
 from residency.integrations._lightning_freeze import Frozen, freeze
-from residency.integrations._lightning_io import phase_unless_inside
+from residency.integrations._lightning_io import make_parent_of, phase_unless_inside
 from residency.integrations._lightning_trees import error_of_training, trees_in_use
 from residency.integrations._ordered_writes import OrderedWrites
 
@@ -134,6 +134,7 @@ class ResidencyShardedStrategy:
                 # Of its own: collectives of two threads in one group would meet in any order.
                 self._group = dist.new_group(backend="gloo")
             frozen = freeze(checkpoint, arena=self._arena)
+            make_parent_of(path)
             self._writes.write(path, functools.partial(_write, frozen, key, path, self._group))
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -204,6 +205,7 @@ def _write(frozen: Frozen, key: str, path: Path, group: Any) -> None:
     _agree(failure, group)
     try:
         save(state, checkpoint_id=path, planner=_Plan(), process_group=group)
+        frozen.check()
         if dist.get_rank() == 0:
             torch.save(checkpoint, path / _METADATA)  # last: from now on it is a checkpoint
     except Exception as error:

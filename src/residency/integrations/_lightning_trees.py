@@ -132,6 +132,11 @@ def kind_of(value: object) -> Any:
     return vars(type(value)).get(_MADE_OF, type(value))
 
 
+def made_again(kind: Any) -> Any:
+    """Returns an object of a class without a call of ``__init__``: what pickle starts from."""
+    return kind.__new__(kind)
+
+
 def _class_of(tree: Tree, module: str, name: str) -> Any:
     found = getattr(importlib.import_module(module), name, None)
     if found is None:

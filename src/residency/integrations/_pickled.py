@@ -26,19 +26,34 @@ _KEPT = (FunctionType, BuiltinFunctionType, ModuleType, type)  # nothing in them
 class Freezer(pickle.Pickler):
     """Pickles with tokens in the place of tensors and of what is kept as it is.
 
+    Args:
+        file: Where the pickle goes.
+        lent: Loans, by the address of what is lent.
+        late: Identities of tensors whose copies steps alone wait for.
+        has_attributes: Whether attributes of plain tensors and parameters are pickled with them,
+            as ``torch.save`` does.
+
     Attributes:
         encoder: Has the tensors, by name.
         kept: What is kept as it is, or was copied to the host by torch's own means.
         lent: The addresses of the loans that were taken.
     """
 
-    def __init__(self, file: io.BytesIO, lent: Mapping[int, Lent], late: set[int]) -> None:
+    def __init__(
+        self,
+        file: io.BytesIO,
+        lent: Mapping[int, Lent],
+        late: set[int],
+        *,
+        has_attributes: bool = False,
+    ) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.encoder = Encoder()
         self.kept: list[Any] = []
         self.lent: set[int] = set()
         self._by_address = lent
         self._late = late
+        self._has_attributes = has_attributes
         self._tokens: dict[int, Any] = {}
         self._alive: list[Any] = []  # an identity is that of something living
 
@@ -47,7 +62,7 @@ class Freezer(pickle.Pickler):
         if kind in _VALUES:
             return None
         if isinstance(value, _KEPT):
-            return self._token(value, self._keep)
+            return self._token(value, self._keep_by_name)
         if kind in (Tensor, torch.nn.Parameter) or is_sharded(value):
             return self._token(value, self._take)
         if _is_of_fsdp1(value):
@@ -74,6 +89,12 @@ class Freezer(pickle.Pickler):
         self.kept.append(value)
         return len(self.kept) - 1
 
+    def _keep_by_name(self, value: Any) -> int:
+        # Pickle writes these by their name alone, and would only say in the background that one
+        # cannot be found by it.
+        pickle.dumps(value)
+        return self._keep(value)
+
     def _clone(self, value: Any) -> int:
         return self._keep(value.clone())
 
@@ -92,7 +113,9 @@ class Freezer(pickle.Pickler):
             self.encoder.tensor(name, lent.value, is_early=False, lent=lent)
         else:
             self.encoder.tensor(name, value, is_early=id(value) not in self._late)
-        return name, type(value) is torch.nn.Parameter, value.requires_grad
+        is_plain = type(value) in (Tensor, torch.nn.Parameter)
+        attributes = dict(vars(value)) if self._has_attributes and is_plain else {}
+        return name, type(value) is torch.nn.Parameter, value.requires_grad, attributes or None
 
 
 class Thawer:
@@ -112,15 +135,20 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(pickled))
         self._kept = kept
         self._tensors = tensors
+        self._parameters: dict[str, torch.nn.Parameter] = {}
 
     def persistent_load(self, token: Any) -> Any:
         if isinstance(token, int):
             return self._kept[token]
-        name, is_parameter, requires_grad = token
+        name, is_parameter, requires_grad, attributes = token
         value = self._tensors[name]
-        if is_parameter:
-            return torch.nn.Parameter(value, requires_grad)
-        return value.requires_grad_() if requires_grad else value
+        if is_parameter and name not in self._parameters:
+            self._parameters[name] = torch.nn.Parameter(value, requires_grad)
+        elif requires_grad and not is_parameter:
+            value.requires_grad_()
+        value = self._parameters[name] if is_parameter else value
+        vars(value).update(attributes or {})
+        return value
 
 
 def address_of(tensor: Tensor) -> int:

@@ -25,6 +25,18 @@ def accelerator() -> torch.device | None:
     return torch.device(found.type, torch.accelerator.current_device_index())
 
 
+def current_index() -> int | None:
+    """Returns the index of the calling thread's device, or None where there is none."""
+    found = accelerator()
+    return None if found is None else found.index
+
+
+def use_index(index: int | None) -> None:
+    """Makes a device the calling thread's, which torch starts on the first one; None is nothing."""
+    if index is not None and index != current_index():
+        torch.accelerator.set_device_index(index)
+
+
 def current_stream(device: torch.device) -> torch.Stream:
     """Returns the stream on which the calling thread's work for ``device`` runs."""
     return torch.accelerator.current_stream(device)

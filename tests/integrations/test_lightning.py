@@ -146,6 +146,46 @@ def test_what_failed_is_told_together_and_once(caplog: pytest.LogCaptureFixture)
     assert "residency keeps c" in caplog.text
 
 
+def test_a_removal_is_left_out_when_the_write_before_it_fails_and_that_is_told_at_once() -> None:
+    let_go, go_on = threading.Event(), threading.Event()
+
+    def fail() -> None:
+        assert let_go.wait(60)
+        raise OSError("no room")
+
+    writes = OrderedWrites(3)
+    removed: list[str] = []
+    writes.write("new", fail)
+    writes.write("other", go_on.wait)
+    writes.remove("old", lambda: removed.append("old"))
+    let_go.set()
+    writes._writes[0].result()  # the failure is there, the removal is still to come
+    with pytest.raises(residency.CheckpointError, match="no room"):
+        writes.raise_failure()
+    go_on.set()
+    writes.wait()
+    assert removed == []
+    writes.remove("older", lambda: removed.append("older"))
+    writes.close()
+    assert removed == ["older"]
+
+
+def test_writes_run_on_the_device_of_the_thread_that_asks_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from residency import _device
+
+    device_of = threading.local()  # torch keeps the current device for each thread
+    monkeypatch.setattr(_device, "current_index", lambda: getattr(device_of, "index", 0))
+    monkeypatch.setattr(_device, "use_index", lambda index: setattr(device_of, "index", index))
+    device_of.index = 3
+    seen: list[int | None] = []
+    writes = OrderedWrites(1)
+    writes.write("a", lambda: seen.append(getattr(device_of, "index", 0)))
+    writes.close()
+    assert seen == [3]
+
+
 def test_a_write_lets_go_of_what_it_held_before_its_place_is_free() -> None:
     class Large:
         pass

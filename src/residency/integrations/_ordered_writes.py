@@ -1,7 +1,8 @@
 """Writes and removals of checkpoints in the background: in order, bounded, each failure told once.
 
-One thread does what it is told in the order of the calls. Invariant: at most ``max_in_flight``
-writes are under way, and a failure is raised by exactly one call.
+One thread does what it is told in the order of the calls, on the device of who told it first.
+Invariant: at most ``max_in_flight`` writes are under way, and a failure is raised by exactly one
+call.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from residency import _device
 from residency._checkpoint._arguments import check_count
 from residency._errors import CheckpointError
 
@@ -34,7 +36,8 @@ class OrderedWrites:
         self._writes: deque[Future[None]] = deque()
         self._last: Future[None] | None = None
         self._failures: deque[CheckpointError] = deque()
-        self._has_failed = False  # since the last failure was told
+        self._num_failed = 0
+        self._num_told = 0  # of those
         self._lock = threading.Lock()
 
     def make_room(self) -> None:
@@ -70,12 +73,14 @@ class OrderedWrites:
     def remove(self, path: object, action: Callable[[], object]) -> None:
         """Has a removal done after all that was asked for before.
 
-        After a write that failed nothing is removed until that was told: what was to be replaced
-        may be all that there is.
+        Nothing is removed where something before it failed that was not told when this was asked
+        for, even if it is told by now: what was to be replaced may be all that there is.
         """
+        with self._lock:
+            num_told = self._num_told
 
         def run() -> None:
-            if self._has_failed:
+            if self._num_failed > num_told:  # all that was before is over, and nothing else is
                 _log.warning("residency keeps %s: the write before its removal failed", path)
                 return
             try:
@@ -119,14 +124,19 @@ class OrderedWrites:
         with self._lock:
             failures = list(self._failures)
             self._failures.clear()
-            self._has_failed = False
+            self._num_told = self._num_failed
         for other in failures[1:]:
             failures[0].add_note(f"and {other}")
         return failures[0] if failures else None
 
     def _submit(self, run: Callable[[], None]) -> Future[None]:
         if self._executor is None:  # which Python waits for when it ends
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="residency-checkpoints")
+            self._executor = ThreadPoolExecutor(
+                1,
+                thread_name_prefix="residency-checkpoints",
+                initializer=_device.use_index,
+                initargs=(_device.current_index(),),
+            )
         self._last = self._executor.submit(run)
         return self._last
 
@@ -140,7 +150,7 @@ class OrderedWrites:
         failure.add_note(trace)
         with self._lock:
             self._failures.append(failure)
-            self._has_failed = True
+            self._num_failed += 1
 
 
 def _without_frames(error: BaseException) -> BaseException:

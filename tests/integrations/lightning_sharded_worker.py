@@ -19,6 +19,7 @@ import lightning.pytorch as L  # noqa: N812 - as its users call it
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
@@ -30,7 +31,11 @@ from worker_cases import Cases
 
 import residency
 from residency.integrations import _lightning_sharded
-from residency.integrations.lightning import ResidencyCallback, ResidencyShardedStrategy
+from residency.integrations.lightning import (
+    ResidencyCallback,
+    ResidencyCheckpointIO,
+    ResidencyShardedStrategy,
+)
 
 case = Cases()
 RANK = int(sys.argv[1])
@@ -290,6 +295,48 @@ def a_write_that_failed_on_one_rank_is_told_once_on_both() -> None:
         assert told == [(2, True)]
         whole = [path.name for path in sorted(at.iterdir()) if (path / "meta.pt").exists()]
         assert whole == ["2", "3", "4", "5", "6"]
+
+
+@case
+def what_one_rank_refuses_is_raised_on_both_at_that_call() -> None:
+    told: list[Any] = []
+
+    def save(trainer: Any) -> None:
+        step = trainer.global_step
+        if step == 1 and RANK == 1:
+            trainer.lightning_module.notes.append(lambda: 0)  # what no file can hold
+        try:
+            trainer.save_checkpoint(at / str(step))
+        except (residency.CheckpointError, residency.RefusedError) as error:
+            told.append((step, type(error).__name__, "'notes'" in str(error)))
+        if step == 1 and RANK == 1:
+            trainer.lightning_module.notes.pop()
+
+    with folder() as at:
+        fit(Strategy, [Each(save)])
+        dist.barrier()
+        assert told == [(1, "RefusedError" if RANK == 1 else "CheckpointError", True)]
+        whole = [path.name for path in sorted(at.iterdir()) if (path / "meta.pt").exists()]
+        assert whole == ["2", "3", "4", "5", "6"]
+
+
+@case
+def a_load_waits_on_every_rank_for_the_file_that_one_rank_writes() -> None:
+    let_go = threading.Event()
+
+    class Held(TorchCheckpointIO):
+        def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            assert let_go.wait(60)
+            super().save_checkpoint(*args, **kwargs)
+
+    with folder() as at:
+        io = ResidencyCheckpointIO(Held())
+        if RANK == 0:
+            io.save_checkpoint({"a": torch.ones(2)}, at / "a")
+            threading.Timer(0.3, let_go.set).start()
+        assert torch.equal(io.load_checkpoint(at / "a")["a"], torch.ones(2))
+        dist.barrier()
+        io.teardown()
 
 
 @case

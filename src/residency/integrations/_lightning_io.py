@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch.distributed as dist
+
 from residency import _device
 from residency._errors import InvalidArgumentError, RefusedError
 from residency._memory._phase import open_phases, phase
@@ -98,13 +100,17 @@ class ResidencyCheckpointIO:
             self._write(self._freeze(checkpoint), path, storage_options)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Loads as the plugin that writes does, once all writes are done.
+        """Loads as the plugin that writes does, once all writes are done, on all ranks.
+
+        Where ``torch.distributed`` is in use all ranks must load together, as strategies do: one
+        of them alone has begun the writes.
 
         Raises:
             CheckpointError: A write failed since the last time that one was told.
         """
         with phase_unless_inside("load"):
             self._writes.wait()
+            _meet_ranks()
             self._writes.raise_failure()
             return self._base.load_checkpoint(path, *args, **kwargs)
 
@@ -147,6 +153,12 @@ class ResidencyCheckpointIO:
 
         make_parent_of(path)
         self._writes.write(path, write)
+
+
+def _meet_ranks() -> None:
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        is_nccl = dist.get_backend() == "nccl"  # which would guess the device, with a warning
+        dist.barrier(device_ids=[_device.current_index()] if is_nccl else None)
 
 
 def make_parent_of(path: Any) -> None:

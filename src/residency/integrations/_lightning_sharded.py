@@ -83,7 +83,7 @@ class ResidencyShardedStrategy:
         self._writes = OrderedWrites(max_in_flight)
         super().__init__(*args, **kwargs)
         self._arena: SlabArena | None = None
-        self._group: Any = None
+        self._groups: list[Any] = []
         stock: Any = super()
         missing = [name for name in _OVERRIDDEN if not callable(getattr(stock, name, None))]
         if missing or vars(self).keys().isdisjoint(_FORMS):
@@ -117,7 +117,8 @@ class ResidencyShardedStrategy:
         """Begins a save; returns when the copies to the host are queued.
 
         Raises:
-            CheckpointError: An earlier write failed on some rank; this save is begun all the same.
+            CheckpointError: An earlier write failed on some rank, and this save is begun all the
+                same; or another rank refuses this save, and it is begun on none.
             RefusedError: Something in the checkpoint cannot be pickled, or the host has no room.
         """
         key = self._key_of_model
@@ -130,12 +131,13 @@ class ResidencyShardedStrategy:
             self._writes.make_room()
             if self._arena is None:
                 self._arena = SlabArena(pin=_device.is_pinning_available(), keep=True)
-            if self._group is None:
-                # Of its own: collectives of two threads in one group would meet in any order.
-                self._group = dist.new_group(backend="gloo")
-            frozen = freeze(checkpoint, arena=self._arena)
+            if not self._groups:
+                # One for each thread: collectives of two in one group would meet in any order.
+                self._groups = [dist.new_group(backend="gloo") for _ in range(2)]
+            of_calls, of_writes = self._groups
+            frozen = _freeze_on_all(checkpoint, self._arena, of_calls)
             make_parent_of(path)
-            self._writes.write(path, functools.partial(_write, frozen, key, path, self._group))
+            self._writes.write(path, functools.partial(_write, frozen, key, path, of_writes))
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Loads as the strategy does, once all writes are done.
@@ -165,8 +167,8 @@ class ResidencyShardedStrategy:
                 of training is the reason for the end, that error gets it as a note.
         """
         self._writes.close()
-        self._arena, group, self._group = None, self._group, None
-        if group is not None and dist.is_initialized():
+        self._arena, groups, self._groups = None, self._groups, []
+        for group in groups if dist.is_initialized() else ():
             dist.destroy_process_group(group)
         stock: Any = super()
         stock.teardown()
@@ -187,6 +189,19 @@ class _Plan(DefaultSavePlanner):
             if item.tensor_data is not None:
                 item.tensor_data.properties.pin_memory = False
         return plan
+
+
+def _freeze_on_all(checkpoint: dict[str, Any], arena: SlabArena, group: Any) -> Frozen:
+    """Freezes on all ranks or on none: one alone would leave the others in their collectives."""
+    frozen: Frozen | None = None
+    failure: Exception | None = None
+    try:
+        frozen = freeze(checkpoint, arena=arena)
+    except Exception as error:
+        failure = error
+    _agree(failure, group)
+    assert frozen is not None, "a rank that failed has raised"
+    return frozen
 
 
 def _write(frozen: Frozen, key: str, path: Path, group: Any) -> None:

@@ -226,6 +226,11 @@ def state_that_a_callback_writes_right_after_a_save_is_saved_as_it_was() -> None
 
 @case
 def state_that_is_lent_to_a_save_may_be_assigned_and_a_write_in_place_is_told() -> None:
+    class Begun(Held):
+        def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            begun.set()
+            super().save_checkpoint(*args, **kwargs)
+
     def assign(trainer: Any) -> None:
         if trainer.global_step == 3:
             trainer.save_checkpoint(path)
@@ -235,6 +240,7 @@ def state_that_is_lent_to_a_save_may_be_assigned_and_a_write_in_place_is_told() 
     def zero(trainer: Any) -> None:
         if trainer.global_step == 3:
             trainer.save_checkpoint(at / "in place")
+            assert begun.wait(60)
             trainer.optimizers[0].state[trainer.model.norm.weight]["exp_avg"].zero_()
             base.let_go.set()
 
@@ -243,7 +249,7 @@ def state_that_is_lent_to_a_save_may_be_assigned_and_a_write_in_place_is_told() 
             path = at / name
             fit(io, [ResidencyCallback(), Each(assign)])
         assert_same(read(at / "ours"), read(at / "sync"))
-        base = Held()
+        base, begun = Begun(), threading.Event()
         with pytest.raises(residency.CheckpointError, match="offloaded optimizer was written"):
             fit(ResidencyCheckpointIO(base), [ResidencyCallback(), Each(zero)])
         assert not (at / "in place").exists()

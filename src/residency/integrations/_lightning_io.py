@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from residency import _device
-from residency._errors import InvalidArgumentError, RefusedError
+from residency._errors import CheckpointError, InvalidArgumentError, RefusedError
 from residency._memory._phase import open_phases, phase
 from residency._transfer import SlabArena
 from residency.integrations._lightning_freeze import Frozen, freeze
@@ -149,7 +149,11 @@ class ResidencyCheckpointIO:
     def _write(self, frozen: Frozen, path: Any, storage_options: Any) -> None:
         def write() -> None:
             self._base.save_checkpoint(frozen.thaw(), path, storage_options=storage_options)
-            frozen.check()
+            try:
+                frozen.check()
+            except CheckpointError:
+                self._base.remove_checkpoint(path)  # who finds it would trust it
+                raise
 
         make_parent_of(path)
         self._writes.write(path, write)

@@ -221,6 +221,10 @@ def _write(frozen: Frozen, key: str, path: Path, group: Any) -> None:
     try:
         save(state, checkpoint_id=path, planner=_Plan(), process_group=group)
         frozen.check()
+    except Exception as error:
+        failure = error
+    _agree(failure, group)
+    try:
         if dist.get_rank() == 0:
             torch.save(checkpoint, path / _METADATA)  # last: from now on it is a checkpoint
     except Exception as error:

@@ -52,7 +52,11 @@ from worker_cases import Cases
 
 import residency
 from residency import sim
-from residency.integrations.transformers import ResidencyCallback, save_pretrained
+from residency.integrations.transformers import (
+    ResidencyCallback,
+    ResidencyTrainerMixin,
+    save_pretrained,
+)
 
 case = Cases()
 EMBEDDING = {"vocab_size": 16384, "hidden_size": 1024, "head_dim": 64}
@@ -453,8 +457,6 @@ def two_callbacks_in_one_trainer_are_refused_with_the_version() -> None:
 
 @case
 def a_trainer_without_a_method_that_is_needed_is_refused_with_the_version() -> None:
-    from residency.integrations.transformers import ResidencyTrainerMixin
-
     class Old:
         """Is a trainer of long ago."""
 
@@ -606,6 +608,37 @@ def rotation_and_the_best_checkpoint_are_those_of_stock_code() -> None:
 
 
 @case
+def the_best_checkpoint_of_a_run_whose_directory_was_renamed_is_found_as_by_stock_code() -> None:
+    def run(kind: Any, folder: Path, max_steps: int, resume: str | None = None) -> Any:
+        class FirstIsBest(kind):  # type: ignore[misc]
+            def _determine_best_metric(self, metrics: Any, trial: Any) -> bool:
+                metrics = {**metrics, "eval_score": -float(self.state.global_step)}
+                return bool(super()._determine_best_metric(metrics, trial))
+
+        settings = {"save_steps": 1, "eval_steps": 1, "save_total_limit": 2}
+        metric = {"metric_for_best_model": "eval_score", "greater_is_better": True}
+        steps = {"max_steps": max_steps, "resume": resume}
+        return trained(tiny_model(), folder, kind=FirstIsBest, **settings, **metric, **steps)
+
+    with tempfile.TemporaryDirectory() as folder:
+        ends = []
+        for kind in (transformers.Trainer, Mixed):
+            first, renamed = (Path(folder) / f"{kind.__name__} {name}" for name in ("a", "b"))
+            run(kind, first, 2)
+            first.rename(renamed)
+            trainer = run(kind, renamed, 4, "checkpoint-2")
+            assert trainer.state.best_model_checkpoint == str(renamed / "checkpoint-1")
+            assert sorted(path.name for path in renamed.iterdir()) == [
+                "checkpoint-1",
+                "checkpoint-4",
+            ]
+            saved = json.loads((renamed / "checkpoint-4" / "trainer_state.json").read_text())
+            assert saved["best_model_checkpoint"] == str(renamed / "checkpoint-1")
+            ends.append(weights(trainer.model))
+        assert_same(*ends)
+
+
+@case
 def what_is_written_is_of_the_moment_of_the_call_while_training_goes_on() -> None:
     # A step may take over two buckets of states that a save is still reading, and then waits.
     for options in ({"offload": False}, {"bucket": "1MiB"}):
@@ -621,7 +654,7 @@ def what_is_written_is_of_the_moment_of_the_call_while_training_goes_on() -> Non
             save = torch.save
 
             def late(value: Any, file: Any, go_on: Any = go_on, save: Any = save) -> None:
-                if str(file).endswith("optimizer.pt") and "residency-trainer" in (
+                if str(file).endswith("optimizer.pt") and "residency-checkpoints" in (
                     threading.current_thread().name
                 ):
                     assert go_on.wait(60)
@@ -643,6 +676,33 @@ def what_is_written_is_of_the_moment_of_the_call_while_training_goes_on() -> Non
                 ]
                 assert_same(*(load_file(end / "model.safetensors") for end in ends))
                 assert_same(*(torch.load(e / "optimizer.pt", weights_only=True) for e in ends))
+
+
+@case
+def weights_that_a_callback_writes_once_they_are_saved_are_in_the_file_as_they_were() -> None:
+    def run(model: Any, folder: str) -> dict[str, torch.Tensor]:
+        seen: list[dict[str, torch.Tensor]] = []
+
+        def overwrite(state: Any) -> None:
+            if state.global_step == 2:  # the first save allocates, which waits
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.zero_()
+
+        events = Each(on_step_end=lambda state: seen.append(weights(model)), on_save=overwrite)
+        settings = {"save_steps": 1, "max_steps": 2, "load_best_model_at_end": False}
+        make(model, folder, events, kind=Mixed, **settings).train()
+        assert not any(p.any() for p in model.parameters())
+        return seen[1]
+
+    for model in (tiny_model, lambda: adapted(modules_to_save=["lm_head"])):
+        with tempfile.TemporaryDirectory() as folder:
+            expected, again = run(model(), folder), model()
+            if isinstance(again, peft.PeftModel):
+                again.load_adapter(f"{folder}/checkpoint-2", "default")
+            else:
+                again.load_state_dict(load_file(f"{folder}/checkpoint-2/model.safetensors"))
+            assert_same(weights(again), expected)
 
 
 @case
@@ -737,6 +797,50 @@ def kinds_that_are_not_made_of_a_state_dict_alone_are_written_before_training_go
         assert ends[0].read_bytes() == ends[1].read_bytes()
         plain = trained(adapted(), inside(folder), kind=Mixed, max_in_flight=0)
         assert (Path(plain.args.output_dir) / "checkpoint-4" / "optimizer.pt").exists()
+
+
+@case
+def trainers_that_save_in_their_own_way_leave_the_files_that_they_leave_without_the_mixin() -> None:
+    class Own(transformers.Trainer):
+        def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+            os.makedirs(output_dir, exist_ok=True)
+            torch.save(dict(self.model.state_dict()), f"{output_dir}/own.bin")
+
+    class Again(transformers.Trainer):
+        def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+            super()._save(output_dir, state_dict)
+            self.model.save_pretrained(f"{output_dir}/again")
+            zeros = {k: torch.zeros_like(v) for k, v in self.model.state_dict().items()}
+            self.model.save_pretrained(f"{output_dir}/zeros", state_dict=dict(zeros))
+            self.model.save_pretrained(f"{output_dir}/placed", True, dict(zeros))
+
+    def mixed_adapters() -> Any:
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"])
+        torch.manual_seed(1)
+        return peft.get_peft_model(tiny_model(), config, mixed=True)
+
+    without_best = {"load_best_model_at_end": False, "max_steps": 2}
+    for kind, model, names in (
+        (Own, tiny_model, {"own.bin"}),
+        (Again, tiny_model, {f"{n}model.safetensors" for n in ("", "again/", "zeros/", "placed/")}),
+        (transformers.Trainer, mixed_adapters, {"model.safetensors"}),
+    ):
+        mixed = type("AlsoMixed", (ResidencyTrainerMixin, kind), {})
+        with tempfile.TemporaryDirectory() as folder:
+            found = []
+            for each in (kind, mixed):
+                trainer = trained(model(), inside(folder), kind=each, **without_best)
+                found.append(files_of(Path(trainer.args.output_dir) / "checkpoint-2"))
+            assert found[0].keys() == found[1].keys()
+            assert names <= found[0].keys()
+            for name in names:
+                ends = [
+                    load_file(files[name])
+                    if name.endswith("safetensors")
+                    else torch.load(files[name], weights_only=True)
+                    for files in found
+                ]
+                assert_same(ends[1], ends[0])
 
 
 @case

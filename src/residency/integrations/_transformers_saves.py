@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,9 +22,10 @@ from torch import Tensor, nn
 
 from residency import _device
 from residency._checkpoint._arguments import check_count
-from residency._checkpoint._capture import Capture, capture
+from residency._checkpoint._capture import Capture, capture_described
 from residency._checkpoint._disk._system import SYSTEM, sync_folder
 from residency._checkpoint._snapshot import tree_of
+from residency._checkpoint._tree import describe
 from residency._errors import InvalidArgumentError
 from residency._transfer import SlabArena, memory_of
 from residency.integrations._framework import named_with_version
@@ -87,15 +89,28 @@ class Draft:
         self._arena = arena
         self._taken: list[_Taken] = []
 
-    def take(self, tree: Any, write: Callable[[Any], None]) -> None:
+    def take(
+        self, tree: Any, write: Callable[[Any], None], *, is_written_by_steps_alone: bool = False
+    ) -> None:
         """Captures a state tree as it is now; ``write`` gets it on the host, later.
+
+        Args:
+            tree: What is captured.
+            write: Writes it.
+            is_written_by_steps_alone: Whether the current stream need not wait for the copies:
+                steps pass the gate, and ``on_save`` of a callback, which may swap weights, not.
 
         Raises:
             RefusedError: It has something without plain bytes, or the host has no room.
         """
         assert self._arena is not None, "a rank that does not save takes nothing"
         # What holds up a step, an optimizer's state that is lent, is written first.
-        self._taken.insert(0, _Taken(capture(tree, arena=self._arena), write))
+        description = describe(tree)
+        if not is_written_by_steps_alone:
+            for name, leaf in description.leaves.items():
+                description.leaves[name] = replace(leaf, is_early=leaf.lent is None)
+        captured = capture_described(description, arena=self._arena)
+        self._taken.insert(0, _Taken(captured, write))
 
     def write(self) -> None:
         """Writes what was taken, and gives the directory its name."""

@@ -12,6 +12,7 @@ import io
 import json
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import threading
@@ -841,6 +842,94 @@ def trainers_that_save_in_their_own_way_leave_the_files_that_they_leave_without_
                     for files in found
                 ]
                 assert_same(ends[1], ends[0])
+
+
+@case
+def a_checkpoint_that_a_signal_asks_for_is_whole_before_its_mark_is_taken_off() -> None:
+    if "enable_jit_checkpoint" not in vars(transformers.TrainingArguments(use_cpu=True)):
+        return  # came with transformers 5
+    from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+
+    seen = []
+
+    class Asked(Mixed):
+        def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            super()._save_checkpoint(*args, **kwargs)
+            seen.append(set(files_of(Path(folder) / f"checkpoint-{self.state.global_step}")))
+
+    with tempfile.TemporaryDirectory() as folder:
+        handler = signal.getsignal(signal.SIGTERM)
+
+        def ask(state: Any) -> None:
+            if state.global_step == 1:
+                manager.is_checkpoint_requested = True
+
+        only_asked = {"save_strategy": "no", "load_best_model_at_end": False}
+        trainer = make(
+            tiny_model(),
+            folder,
+            Each(on_step_end=ask),
+            kind=Asked,
+            enable_jit_checkpoint=True,
+            **only_asked,
+        )
+        [callback] = (
+            c for c in trainer.callback_handler.callbacks if isinstance(c, JITCheckpointCallback)
+        )
+        manager = callback.jit_manager
+        trainer.train()
+        assert signal.getsignal(signal.SIGTERM) == handler
+        [names] = seen
+        assert {"model.safetensors", "optimizer.pt", "trainer_state.json"} <= names
+        [checkpoint] = Path(folder).iterdir()
+        assert set(files_of(checkpoint)) == names
+
+
+@case
+def saves_that_are_under_way_at_once_do_not_share_their_memory_and_one_that_is_dropped_none() -> (
+    None
+):
+    from residency.integrations._transformers_saves import BackgroundSaves
+
+    saves = BackgroundSaves(2)
+    may_end = [threading.Event(), threading.Event()]
+    has_ended = threading.Event()
+    value = torch.arange(4.0, device="cuda")
+
+    def begun(number: int) -> Any:
+        draft = saves.begin(Path(folder), f"checkpoint-{number}")
+        draft.folder.mkdir(parents=True)
+        return draft
+
+    def wait_for(event: threading.Event) -> Callable[[Any], None]:
+        def write(tree: Any) -> None:
+            assert event.wait(60)
+
+        return write
+
+    with tempfile.TemporaryDirectory() as folder:
+        first = begun(1)
+        first.take({"w": value}, wait_for(may_end[0]))
+        arenas = [first._arena]
+        saves.submit(first, has_ended.set)
+        second = begun(2)  # while the first is written,
+        arenas.append(second._arena)
+        may_end[0].set()
+        assert has_ended.wait(60)
+        second.take({"w": value}, wait_for(may_end[1]))
+        saves.submit(second, lambda: None)  # which has ended before this is submitted
+        third = begun(3)
+        assert third._arena is not arenas[1]
+        arenas.append(third._arena)
+        third.drop()
+        fourth = begun(4)
+        assert fourth._arena in arenas
+        assert fourth._arena is not arenas[1]
+        fourth.drop()
+        may_end[1].set()
+        saves.close()
+        names = sorted(path.name for path in Path(folder).iterdir())
+        assert names == ["checkpoint-1", "checkpoint-2"]
 
 
 @case

@@ -182,9 +182,18 @@ class ResidencyTrainerMixin(_Trainer):  # type: ignore[misc]  # is not analysed:
             finally:
                 self._residency_draft = None
             self._meet()  # every rank has left its files in the draft
-            if is_writer:
-                best = self.state.best_model_checkpoint
-                saves.submit(draft, lambda: self._remove_older(run_dir, best))
+            # A signal may have asked for it: stock code has put a mark into a directory of its
+            # name, and takes it off when this returns.
+            is_awaited = bool(vars(self.args).get("enable_jit_checkpoint"))
+            try:
+                if is_writer:
+                    best = self.state.best_model_checkpoint
+                    saves.submit(draft, lambda: self._remove_older(run_dir, best))
+                    if is_awaited:
+                        saves.drain()
+            finally:
+                if is_awaited:
+                    self._meet()  # each rank takes the mark off
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         found = None

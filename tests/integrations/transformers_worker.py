@@ -32,6 +32,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers_lab import (
+    BUCKET,
     Each,
     Mixed,
     accelerated,
@@ -454,6 +455,53 @@ def two_callbacks_in_one_trainer_are_refused_with_the_version() -> None:
         trainer.remove_callback(ResidencyCallback)
         trainer.add_callback(ours())
         trainer.train()
+
+
+@case
+def a_second_callback_that_is_refused_leaves_nothing_of_what_the_first_has_begun() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for settings in ({}, {"offload": False}):
+            hook, first = sys.excepthook, ours(**settings)
+            trainer = make(tiny_model(), folder, first)
+            trainer.add_callback(ours())
+            with pytest.raises(residency.RefusedError, match="two callbacks"):
+                trainer.train()
+            assert type(trainer.optimizer.optimizer) is torch.optim.AdamW
+            assert residency._memory._phase.open_phases() == ()
+            assert sys.excepthook is hook
+        model = tiny_model().cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        residency.offload_optimizer(optimizer, bucket=BUCKET)
+        trainer = make(model, folder, ours())
+        trainer.optimizer = optimizer
+        trainer.add_callback(ours())
+        with pytest.raises(residency.RefusedError, match="two callbacks"):
+            trainer.train()
+        assert isinstance(optimizer, residency.OffloadedOptimizer)  # as it was handed over
+
+
+@case
+def runs_that_fail_leave_one_hook_for_uncaught_errors_and_the_next_that_ends_takes_it_off() -> None:
+    def fail(state: Any) -> None:
+        raise RuntimeError("of the user's")
+
+    with tempfile.TemporaryDirectory() as folder:
+        before, hooks, callbacks = sys.excepthook, set(), []
+        for _ in range(3):
+            callbacks.append(ours(offload=False))
+            with pytest.raises(RuntimeError, match="of the user's"):
+                trained(tiny_model(), folder, callbacks[-1], Each(on_step_end=fail))
+            hooks.add(sys.excepthook)
+        assert len(hooks - {before}) == 1
+        for callback in callbacks:
+            assert sys.excepthook is not before
+            callback.remove()
+        assert sys.excepthook is before
+        with pytest.raises(RuntimeError, match="of the user's"):
+            trained(tiny_model(), folder, ours(offload=False), Each(on_step_end=fail))
+        gc.collect()  # the callback of that run is gone
+        trained(tiny_model(), folder, ours(offload=False))
+        assert sys.excepthook is before
 
 
 @case

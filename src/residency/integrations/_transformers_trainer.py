@@ -62,7 +62,8 @@ class ResidencyTrainerMixin(_Trainer):  # type: ignore[misc]  # is not analysed:
     through which errors pass, so that an out-of-memory error gets its note.
 
     Saves go the stock way, with a line in the log, where the files are not made of a state dict
-    alone: DeepSpeed, FSDP, a hyperparameter search, ``push_to_hub``.
+    alone: DeepSpeed, FSDP, a hyperparameter search, ``push_to_hub``; and on several machines, which
+    may share no directory, without ``save_on_each_node``.
 
     Args:
         max_in_flight: Checkpoints that may be under way at once; 0 writes them before training
@@ -257,6 +258,8 @@ class ResidencyTrainerMixin(_Trainer):  # type: ignore[misc]  # is not analysed:
             "FSDP": self.is_fsdp_enabled,
             "a hyperparameter search": trial is not None or self.hp_search_backend is not None,
             "push_to_hub": self.args.push_to_hub,
+            # Which may share no directory: only the rank that writes would publish a draft.
+            "several machines": _is_on_several_machines() and not self.args.save_on_each_node,
         }
         found = [name for name, is_so in reasons.items() if is_so]
         if found:
@@ -317,6 +320,12 @@ class _WithoutState:
 
     def state_dict(self) -> dict[str, Any]:
         return {}
+
+
+def _is_on_several_machines() -> bool:
+    """Says whether torchrun, or what sets the same variables, started ranks on others too."""
+    on_this_one = os.environ.get("LOCAL_WORLD_SIZE")
+    return on_this_one is not None and on_this_one != os.environ.get("WORLD_SIZE")
 
 
 def _saves_itself(model: object) -> bool:

@@ -7,6 +7,7 @@ nothing is pinned, and every memory figure is zero.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -174,7 +175,10 @@ def device_room(device: torch.device) -> tuple[int, int] | None:
 def allocator_settings() -> str:
     """Returns the allocator's settings as torch last took them; empty where it does not tell."""
     read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    return "" if read is None else str(read() or "")
+    if read is not None:
+        return str(read() or "")
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    return next(filter(None, map(os.environ.get, names)), "")  # torch 2.11 tells nothing
 
 
 def set_allocator_settings(settings: str) -> None:
@@ -308,6 +312,28 @@ def private_pool_bytes(device: torch.device, figures: Mapping[str, Any]) -> int:
         for name, value in figures.items()
         if name.startswith("reserved_bytes_by_private_pools") and name.endswith("all.current")
     )
+
+
+def may_have_graphs() -> bool:
+    """Says whether a captured graph may be alive on any device of the process.
+
+    Torch tells which segments belong to pools, and a graph may have been captured without one.
+    """
+    for index in range(torch.accelerator.device_count()):
+        device = torch.device(torch.accelerator.current_accelerator().type, index)  # type: ignore[union-attr]
+        if private_pool_bytes(device, allocator_figures(device)):
+            return True
+    cuda: Any = torch.cuda  # not annotated here; older torch counts no pools
+    if cuda.is_initialized():
+        try:
+            if any(
+                tuple(s["segment_pool_id"]) != (0, 0)
+                for s in cuda.memory_snapshot(include_traces=False)
+            ):
+                return True
+        except (NotImplementedError, RuntimeError):
+            pass  # the simulated accelerator's, which tells its pools above
+    return any(type(thing) is cuda.CUDAGraph for thing in gc.get_objects())
 
 
 def tag_memory_history(device: torch.device, text: str) -> Any:

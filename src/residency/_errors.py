@@ -29,27 +29,34 @@ class HandOffError(ResidencyError, RuntimeError):
     """Says that a device could not be handed over, or that what was parked did not fit back.
 
     Attributes:
-        is_parked: Whether something is still on the host, whole: `retry` brings it back.
+        is_parked: Whether something of this rank is still on the host, whole: `retry`, or
+            `residency.unpark`, brings it back.
     """
 
-    def __init__(self, message: str, *, bring_back: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        bring_back: Callable[[], None] | None = None,
+        is_parked: bool = False,
+    ) -> None:
         super().__init__(message)
         self._bring_back = bring_back
-
-    @property
-    def is_parked(self) -> bool:
-        """Whether something that the hand-off parked is still on the host."""
-        return self._bring_back is not None
+        self.is_parked = is_parked
 
     def retry(self) -> None:
         """Waits for the bytes once more, and brings back what is parked; else does nothing.
 
+        With a group, all of its ranks call it, those with nothing parked too.
+
         Raises:
             HandOffError: They are still not free; everything is still whole on the host.
+            RefusedError: Another hand-off of the device is under way.
         """
         if self._bring_back is not None:
             self._bring_back()
             self._bring_back = None
+            self.is_parked = False
 
 
 class CheckpointError(ResidencyError, RuntimeError):

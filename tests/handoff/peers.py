@@ -28,6 +28,11 @@ def take(path: Path, stage: str) -> None:
     link.receive(Deadline(30), expected="ready")
     if stage == "with the bytes in hand":
         die()
+    if stage == "forks, with the bytes in hand":
+        if os.fork() == 0:
+            Deadline(20).pause(20)
+            os._exit(0)
+        die()
     if stage == "sends nonsense":
         link._connection.sendall(b"\x00\xff nonsense\n")
         Deadline(30).pause(30)

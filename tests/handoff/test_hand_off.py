@@ -227,6 +227,82 @@ def test_the_error_of_the_body_is_the_cause_where_bytes_do_not_come_back(
     assert is_on(model, device.type)
 
 
+def test_an_interrupt_passes_through_and_what_is_parked_can_be_brought_back(
+    device: torch.device,
+) -> None:
+    model = make_model(device)
+    before = bits(model)
+    taken: list[Tensor] = []
+
+    def interrupted() -> None:
+        taken.append(block(everything_but(4, device) // MIB, device))
+        raise KeyboardInterrupt
+
+    with (
+        pytest.raises(KeyboardInterrupt) as caught,
+        hand_off(everything_but(2, device), park=[model], timeout=0),
+    ):
+        interrupted()
+    assert "are not free again" in caught.value.__notes__[0]
+    assert is_on(model, "cpu")
+    taken.clear()
+    residency.unpark(model)
+    assert is_on(model, device.type)
+    assert all(map(torch.equal, before, bits(model)))
+
+
+def test_what_a_hand_off_parked_may_be_brought_back_inside_it(device: torch.device) -> None:
+    model = make_model(device)
+    with hand_off(everything_but(2, device), park=[model]):
+        residency.unpark(model)  # as the note on the error of a parked forward says
+        assert is_on(model, device.type)
+    assert is_on(model, device.type)
+
+
+def test_holes_that_the_parked_left_in_shared_segments_are_no_reason_to_wait(
+    device: torch.device,
+) -> None:
+    layers = [nn.Linear(512, 512, bias=False) for _ in range(40)]  # 1 MiB each: segments are shared
+    model = nn.Sequential(*layers).to(device)
+    other = nn.ModuleList(layers[::2])
+    before = bits(model)
+    free = measure(device).free
+    filler = block((free - 4 * MIB) // MIB, device)
+    parked = residency.park(other)
+    assert parked >= 20 * MIB
+    residency.unpark(other)
+    with pytest.raises(HandOffError), hand_off(free, park=[other], timeout=30):
+        pytest.fail("the body must not run")  # and this did not take the half minute
+    assert is_on(model, device.type)
+    assert all(map(torch.equal, before, bits(model)))
+    del filler
+
+
+def test_what_fails_on_the_way_back_leaves_a_retry(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from residency._handoff._parking import Parking
+
+    model = make_model(device)
+    before, real = bits(model), Parking.unpark
+
+    def fail(self: Parking) -> int:
+        raise RuntimeError("the copy failed")
+
+    with (
+        pytest.raises(HandOffError, match="the copy failed") as caught,
+        hand_off(everything_but(2, device), park=[model], timeout=30),
+    ):
+        monkeypatch.setattr(Parking, "unpark", fail)
+    assert caught.value.is_parked
+    monkeypatch.setattr(Parking, "unpark", real)
+    with hand_off(1), pytest.raises(RefusedError, match="under way"):
+        caught.value.retry()  # would take what is being handed over
+    caught.value.retry()
+    assert all(map(torch.equal, before, bits(model)))
+    assert is_on(model, device.type)
+
+
 def test_hand_offs_do_not_nest_and_the_refused_one_moves_nothing(device: torch.device) -> None:
     first, second = make_model(device), make_model(device)
     with hand_off(measure(device).free + MIB, park=[first]):
@@ -246,12 +322,12 @@ def test_segments_stop_growing_inside_and_grow_again_after(device: torch.device)
             "garbage_collection_threshold:0.8,expandable_segments:True"
         )
         with hand_off(0, expandable_segments=False):
-            assert not is_expandable()
+            assert not is_expandable(device)
             assert "garbage_collection_threshold:0.8" in _device.allocator_settings()
-        assert is_expandable()
+        assert is_expandable(device)
         with pytest.raises(ZeroDivisionError), hand_off(0, expandable_segments=False):
             raise ZeroDivisionError
-        assert is_expandable()
+        assert is_expandable(device)
     finally:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
@@ -309,9 +385,24 @@ def test_bad_input_is_named_and_nothing_moves(device: torch.device) -> None:
         ):
             pytest.fail("the body must not run")
     assert is_on(model, device.type)
+    for options, reason in (
+        ({"park": 3}, "park is 3"),
+        ({"timeout": float("inf")}, "timeout is inf"),
+        ({"timeout": "5"}, "timeout is '5'"),
+        ({"group": "x"}, "group is 'x'"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=reason), hand_off(1, **options):
+            pytest.fail("the body must not run")
     for path, reason in (("/nowhere/a.sock", "no such directory"), ("/" + "x" * 200, "most 107")):
         with pytest.raises(InvalidArgumentError, match=reason), hand_off(0, peer=path):
             pass
+
+
+def test_owners_may_come_from_a_generator(device: torch.device) -> None:
+    model = make_model(device)
+    with hand_off(everything_but(2, device), park=(part for part in [model])):
+        assert is_on(model, "cpu")
+    assert is_on(model, device.type)
 
 
 def test_a_stream_that_is_captured_is_refused(

@@ -345,3 +345,25 @@ def test_conjugate_views_come_back_as_such(device) -> None:
     assert model.values.tolist() == [-1j] * 4
     unpark(model)
     assert model.values.cpu().tolist() == [-1j] * 4
+
+
+def test_a_script_is_refused_and_stays_where_it_is(device: torch.device) -> None:
+    with pytest.warns(DeprecationWarning, match="script"):
+        script = torch.jit.script(nn.Linear(4, 4).to(device))
+    with pytest.raises(residency.RefusedError, match="is a script"):
+        park(script)
+    assert script.weight.device.type == device.type
+
+
+def test_what_cannot_be_watched_stays_whole_on_the_device(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from residency._handoff._park_hooks import Notices
+
+    model = tied(device)
+    before = bits(model)
+    monkeypatch.setattr(Notices, "put_up", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        park(model)
+    assert all(t.device.type == device.type for t in model.parameters())
+    assert equal(before, bits(model))

@@ -260,3 +260,61 @@ def test_a_need_that_is_none_is_refused_by_the_releaser(path: Path) -> None:
     with pytest.raises(HandOffError, match="needs -3 bytes"):
         await_taker(path, Deadline(30))
     taker.join()
+
+
+def test_a_taker_that_was_refused_keeps_its_cache(
+    device: torch.device, path: Path, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    cached = torch.ones(40 * MIB, dtype=torch.uint8, device=device)
+    del cached
+    reserved = measure(device).reserved
+    start("release", "refuses")
+    with pytest.raises(HandOffError, match="refused"), take_over("1MiB", peer=path):
+        pytest.fail("the body must not run")
+    assert measure(device).reserved == reserved
+    assert caplog.text == ""
+
+
+def test_a_taker_that_takes_too_long_is_named_in_the_log(
+    device: torch.device, path: Path, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    start("take", "never returns", MIB)
+    with hand_off(0, peer=path, timeout=1):
+        pass
+    assert "did not answer within 1 s. The device is taken back." in caplog.text
+
+
+def test_messages_that_no_reader_bears_are_refused(path: Path) -> None:
+    for line in (b"[" * 60_000 + b"\n", b'{"need": 1' + b"0" * 400 + b"}\n"):
+
+        def ask(line: bytes = line) -> None:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            while connection.connect_ex(os.fspath(path)):
+                time.sleep(0.001)
+            connection.sendall(line)
+            connection.close()
+
+        taker = threading.Thread(target=ask)
+        taker.start()
+        with pytest.raises(HandOffError, match=r"sent b'\[\[|needs 1000"):
+            await_taker(path, Deadline(30))
+        taker.join()
+
+
+def test_a_forked_child_does_not_hide_that_its_parent_died(
+    device: torch.device, path: Path, start: Start
+) -> None:
+    taker = start("take", "forks, with the bytes in hand", MIB)
+    started = time.monotonic()
+    with hand_off(0, peer=path, timeout=30):
+        assert taker.wait(30) == -9
+    assert time.monotonic() - started < SOON
+
+
+def test_a_lock_that_is_a_link_is_not_followed(path: Path, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("kept")
+    path.with_name(f"{path.name}.lock").symlink_to(precious)
+    with pytest.raises(HandOffError, match="cannot be locked"):
+        await_taker(path, Deadline(0))
+    assert precious.read_text() == "kept"

@@ -6,8 +6,7 @@ Owns the arguments: everything that is wrong with them is found before anything 
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,25 +16,23 @@ from torch.optim import Optimizer
 
 from residency import _device
 from residency._errors import InvalidArgumentError, RefusedError
-from residency._handoff._hand_off_job import HandOff
+from residency._handoff._agreement import check_group
+from residency._handoff._hand_off_job import HandOff, sole_hand_off
 from residency._handoff._park import is_parked
 from residency._handoff._park_tensors import tensors_of
 from residency._handoff._parking import Parking
-from residency._handoff._peer import check_path
+from residency._handoff._peer import check_path, check_timeout
 from residency._handoff._reclaim import Reclaimed
 from residency._handoff._segments import expandable_segments as segments
 from residency._handoff._segments import require_settable
 from residency._units import parse_bytes
-
-_active: set[torch.device] = set()  # devices that are handed over now
-_active_lock = threading.Lock()
 
 
 @contextmanager
 def hand_off(
     need: int | str,
     *,
-    park: Sequence[Any] = (),
+    park: Iterable[Any] = (),
     device: torch.device | int | str | None = None,
     timeout: float = 60.0,
     collect: bool = True,
@@ -77,13 +74,13 @@ def hand_off(
         target,
         parse_bytes(need, name="need"),
         _parkings_of(park, target),
-        timeout=_checked_timeout(timeout),
+        timeout=check_timeout(timeout),
         collect=collect,
-        group=group,
+        group=check_group(group),
         path=None if peer is None else check_path(peer),
     )
     require_settable(target, expandable_segments)
-    with _sole_hand_off(target):
+    with sole_hand_off(target):
         freed = job.enter()
         try:
             with segments(target, expandable_segments):  # not around what comes back
@@ -94,7 +91,7 @@ def hand_off(
         job.leave(None)
 
 
-def _parkings_of(owners: Sequence[Any], device: torch.device) -> list[Parking]:
+def _parkings_of(owners: Iterable[Any], device: torch.device) -> list[Parking]:
     """Returns a parking for each listed owner, none of which has moved anything.
 
     Raises:
@@ -103,6 +100,12 @@ def _parkings_of(owners: Sequence[Any], device: torch.device) -> list[Parking]:
     """
     if isinstance(owners, nn.Module | Optimizer):
         owners = [owners]
+    try:
+        owners = list(owners)
+    except TypeError:
+        raise InvalidArgumentError(
+            f"park is {owners!r}; expected a list of modules and optimizers."
+        ) from None
     modules = [owner for owner in owners if isinstance(owner, nn.Module)]
     known = {id(parameter) for module in modules for parameter in module.parameters()}
     for number, owner in enumerate(owners):
@@ -146,29 +149,3 @@ def _target(name: torch.device | int | str | None) -> torch.device:
             "over before or after the capture."
         )
     return device
-
-
-@contextmanager
-def _sole_hand_off(device: torch.device) -> Iterator[None]:
-    """Makes this the one hand-off of a device in the process.
-
-    Raises:
-        RefusedError: One is under way.
-    """
-    with _active_lock:
-        if device in _active:
-            raise RefusedError(
-                f"A hand-off of {device} is under way in this process, and they do not nest. "
-                "Nothing was moved; end that one first, or ask it for the larger size."
-            )
-        _active.add(device)
-    try:
-        yield
-    finally:
-        _active.discard(device)
-
-
-def _checked_timeout(timeout: float) -> float:
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
-        raise InvalidArgumentError(f"timeout is {timeout!r}; expected seconds, 0 or more.")
-    return float(timeout)

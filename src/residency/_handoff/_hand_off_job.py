@@ -9,14 +9,20 @@ for, and exactly that comes back. Whatever fails on the way in, all of it comes 
 
 from __future__ import annotations
 
-from contextlib import suppress
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from residency._errors import HandOffError
+from residency._errors import HandOffError, RefusedError
 from residency._handoff._agreement import FAILED, agree
+from residency._handoff._park import remember
+from residency._handoff._park_tensors import fsdp_groups
 from residency._handoff._parking import Parking
 from residency._handoff._peer import Deadline, Link, await_taker
 from residency._handoff._reclaim import Effort, Reclaimed
@@ -27,6 +33,30 @@ from residency._units import format_bytes
 
 _POLL_SECONDS = 0.005
 _GRACE_SECONDS = 5.0
+_LONG_POLL_SECONDS = 0.1  # where a try costs something
+_log = logging.getLogger("residency")
+_active: set[torch.device] = set()  # devices that are handed over now
+_active_lock = threading.Lock()
+
+
+@contextmanager
+def sole_hand_off(device: torch.device) -> Iterator[None]:
+    """Makes this the one hand-off of a device in the process.
+
+    Raises:
+        RefusedError: One is under way.
+    """
+    with _active_lock:
+        if device in _active:
+            raise RefusedError(
+                f"A hand-off of {device} is under way in this process, and they do not nest. "
+                "Nothing was moved; end that one first, or ask it for the larger size."
+            )
+        _active.add(device)
+    try:
+        yield
+    finally:
+        _active.discard(device)
 
 
 class HandOff:
@@ -47,7 +77,6 @@ class HandOff:
         self._device = device
         self._need = need
         self._parkings = parkings
-        self._parked_bytes = 0
         # Another rank may have waited so long for its own bytes, and all of them rather late.
         self._patience = 2 * timeout + _GRACE_SECONDS
         self._timeout = timeout
@@ -55,6 +84,7 @@ class HandOff:
         self._group = group
         self._path = path
         self._link: Link | None = None
+        self._missing = 0
 
     def enter(self) -> Reclaimed:
         """Makes the room and proves it.
@@ -63,14 +93,8 @@ class HandOff:
             HandOffError: It cannot be made here or on another rank, or the other side failed.
                 Everything is back.
         """
-        effort: Effort | None = None
         try:
-            try:
-                effort = self._make_room()
-            finally:
-                if self._group is not None:
-                    failed = FAILED if effort is None else effort.missing
-                    agree(self._group, failed, seconds=self._patience)
+            effort = self._make_room_together()
             if effort.missing:
                 raise HandOffError(self._explain(effort))
             if self._link is not None:
@@ -89,17 +113,39 @@ class HandOff:
         Raises:
             HandOffError: They are not free in time, here or on another rank.
         """
-        deadline = Deadline(self._timeout)
-        if self._link is not None:
-            try:  # a process that has ended has given everything back
-                with suppress(HandOffError):
-                    self._link.receive(deadline, expected="returned")
-            finally:
-                self._link.close()
+        self._await_return()
         try:
-            self._bring_back(deadline)
+            self._bring_back()
         except HandOffError as problem:
+            if error is not None and not isinstance(error, Exception):
+                error.add_note(str(problem))  # whoever interrupts means to end: unpark, if not
+                return
             raise problem from error
+
+    def _await_return(self) -> None:
+        """Waits until the other process says that it is done, or has ended."""
+        if self._link is None:
+            return
+        try:
+            self._link.receive(Deadline(self._timeout), expected="returned")
+        except HandOffError as problem:  # what a process had that has ended comes back by itself
+            _log.warning("residency: %s The device is taken back.", problem)
+        finally:
+            self._link.close()
+
+    def _make_room_together(self) -> Effort:
+        """Makes room, on all ranks of a group or on none."""
+        if self._group is None:
+            return self._make_room()
+        try:
+            effort = self._make_room()
+            if self._link is not None:
+                self._link.check()  # before anybody counts on it
+        except Exception:
+            agree(self._group, self._device, FAILED, seconds=self._patience)
+            raise
+        agree(self._group, self._device, effort.missing, seconds=self._patience)
+        return effort
 
     def _make_room(self) -> Effort:
         """Frees what is needed, as far as that is possible."""
@@ -109,14 +155,22 @@ class HandOff:
         effort = Effort(self._device, self._need, collect=self._collect)
         effort.run()
         for parking in self._parkings if self._can_suffice(effort) else ():
-            while not effort.is_enough and (parked := parking.park(effort.missing)):
-                self._parked_bytes += parked
+            left = parking.num_bytes_on_device
+            while not effort.is_enough and left:
+                remember(parking)  # whatever comes, `unpark` knows of it
+                parking.park(effort.missing)
                 effort.give_back("parked")  # what shares a segment with others gives nothing back
+                before, left = left, parking.num_bytes_on_device
+                if left >= before:
+                    break
         effort.state = measure(self._device)  # the proof: the device's own figure, last of all
         return effort
 
     def _can_suffice(self, effort: Effort) -> bool:
         """Says whether parking everything could make the room, before anything is moved."""
+        modules = [p.owner for p in self._parkings if isinstance(p.owner, nn.Module)]
+        if any(any(fsdp_groups(module)) for module in modules):
+            return True  # what they have gathered goes, too
         state = effort.state
         parkable = sum(parking.num_bytes_on_device for parking in self._parkings)
         held_by_them = min(state.held, 2 * parkable)  # the most that the allocator rounds up to
@@ -145,46 +199,63 @@ class HandOff:
         try:
             self._bring_back_alone()  # the other ranks may be elsewhere by now
         except HandOffError as problem:  # somebody took, meanwhile, what was freed
+            if not isinstance(error, Exception):
+                error.add_note(str(problem))
+                return
             raise problem from error
 
-    def _bring_back(self, deadline: Deadline) -> None:
-        missing = self._unpark_in_time(deadline)
-        problem: HandOffError | None = None
+    def _bring_back(self) -> None:
+        """Brings back what is parked, and hears whether the other ranks did.
+
+        Raises:
+            HandOffError: It is not free in time, here or on another rank.
+        """
+        problem = self._unpark_in_time()
         if self._group is not None:
             try:
-                agree(self._group, missing, seconds=self._patience)
-            except HandOffError as error:
-                problem = error
-        if missing or problem is not None:
-            text = str(problem) if problem is not None else self._explain_absence(missing)
-            raise HandOffError(
-                text, bring_back=lambda: self._bring_back(Deadline(self._timeout))
-            ) from problem
+                agree(self._group, self._device, self._missing, seconds=self._patience)
+            except HandOffError as other:
+                problem = problem or other
+        self._raise_with_retry(problem, self._bring_back)
 
     def _bring_back_alone(self) -> None:
-        missing = self._unpark_in_time(Deadline(self._timeout))
-        if missing:
-            raise HandOffError(self._explain_absence(missing), bring_back=self._bring_back_alone)
+        self._raise_with_retry(self._unpark_in_time(), self._bring_back_alone)
 
-    def _unpark_in_time(self, deadline: Deadline) -> int:
-        """Returns the bytes that are missing when the time is over; 0 where all is back."""
+    def _raise_with_retry(self, problem: Exception | None, bring_back: Callable[[], None]) -> None:
+        if problem is None:
+            return
+
+        def retry() -> None:
+            with sole_hand_off(self._device):
+                bring_back()
+
+        is_parked = any(parking.is_parked for parking in self._parkings)
+        raise HandOffError(str(problem), bring_back=retry, is_parked=is_parked) from problem
+
+    def _unpark_in_time(self) -> Exception | None:
+        """Returns what stood against it when the time was over; None where all is back."""
+        deadline, pause = Deadline(self._timeout), _POLL_SECONDS
         while True:
             state = measure(self._device)
-            missing = max(0, self._parked_bytes - state.free - state.returnable)
+            # What is stuck may be the very holes that the parked tensors left.
+            own = state.returnable + state.draining + (state.stuck or 0)
+            parked = sum(parking.num_bytes_parked for parking in self._parkings)
+            missing = max(0, parked - state.free - own)
             if not missing:
                 try:
-                    self._unpark()
+                    for parking in self._parkings:
+                        parking.unpark()
                 except torch.OutOfMemoryError:  # segments round up; everything is whole still
-                    missing = self._parked_bytes
-                else:
-                    return 0
-            if not deadline.pause(_POLL_SECONDS):
-                return missing
-
-    def _unpark(self) -> None:
-        for parking in self._parkings:
-            self._parked_bytes -= parking.unpark()
-        self._parked_bytes = 0  # what was let go of meanwhile does not come back
+                    missing, pause = parked, _LONG_POLL_SECONDS
+                except Exception as error:
+                    error.add_note("What was parked is whole on the host: residency.unpark.")
+                    self._missing = FAILED
+                    return error
+            self._missing = missing
+            if not missing:
+                return None
+            if not deadline.pause(pause):
+                return HandOffError(self._explain_absence(missing))
 
     def _explain_absence(self, missing: int) -> str:
         state = measure(self._device)

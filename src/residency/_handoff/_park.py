@@ -78,8 +78,8 @@ def park(
             "Nothing moved."
         )
     parking = Parking(module, gradients=gradients, pin=pin)
+    _parkings[module] = [*before, parking]  # before it moves: whatever stops it, unpark knows of it
     freed = parking.park(need_bytes)
-    _parkings[module] = [*before, parking] if parking.is_parked else before
     _warn_of_graphs(parking)
     shared = parking.num_bytes_shared
     if shared and (need_bytes is None or freed < need_bytes):
@@ -137,6 +137,13 @@ def _warn_of_graphs(parking: Parking) -> None:
             "anew after residency.unpark.",
             stacklevel=3,
         )
+
+
+def remember(parking: Parking) -> None:
+    """Has ``unpark`` bring back what a parking moves that somebody else began."""
+    known = _parkings.setdefault(parking.owner, [])
+    known[:] = [other for other in known if other.is_parked and other is not parking]
+    known.append(parking)
 
 
 def is_parked(owner: Owner) -> bool:

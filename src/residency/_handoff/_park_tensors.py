@@ -35,6 +35,11 @@ def tensors_of(owner: Owner, *, gradients: Gradients = "move") -> list[tuple[str
     """
     if isinstance(owner, Optimizer):
         return list(_state(owner))
+    if isinstance(owner, torch.jit.ScriptModule):
+        raise RefusedError(
+            f"this {type(owner).__name__} is a script, whose uses cannot be watched. Nothing "
+            "moved; park the module that it was made of."
+        )
     own = list(_own(owner))
     storages = {tensor.untyped_storage()._cdata for _, tensor in own}
     # Plain attributes are the caller's own affair, but for those that see the same bytes.

@@ -80,6 +80,11 @@ class Parking:
         """Whether anything is parked."""
         return bool(self._rebound)
 
+    @property
+    def num_bytes_parked(self) -> int:
+        """The device bytes that ``unpark`` would take, as the allocator counts them."""
+        return sum(tie.allocated_bytes for tie in ties_of(self._parked_tensors()))
+
     @torch.inference_mode(mode=False)  # what is bound here outlives the caller's mode
     @torch.no_grad()
     def park(self, up_to: int | None = None) -> int:
@@ -111,13 +116,16 @@ class Parking:
         # buckets.
         before = _device.memory_allocated(self.device)
         dropped = self._take_gradients()
+        is_first = not self._rebound
         try:
             self._move_to_host(chosen)
+            self._notices.put_up(owner)
         except BaseException:
             for holder, name, gradient in dropped:
                 setattr(holder, name, gradient)
+            if is_first:  # else what was parked before is to stay, and unpark brings all back
+                self.unpark()
             raise
-        self._notices.put_up(owner)
         dropped.clear()
         ties.clear()
         chosen.clear()

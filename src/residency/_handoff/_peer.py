@@ -19,6 +19,7 @@ import os
 import socket
 import stat
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,6 +30,8 @@ from residency._errors import HandOffError, InvalidArgumentError
 _LONGEST_LINE = 65_536
 _LONGEST_PATH = 107  # bytes in sockaddr_un, less the closing zero
 _PAUSE_SECONDS = 0.01
+_MOST_BYTES = 2**63
+_MOST_SECONDS = 1e8  # three years, which every wait of the system still takes
 
 
 class Deadline:
@@ -47,6 +50,23 @@ class Deadline:
         """Sleeps a moment; returns whether there is time left after it."""
         time.sleep(min(seconds, self.left))
         return self.left > 0
+
+
+def check_timeout(timeout: float) -> float:
+    """Returns a timeout in seconds.
+
+    Raises:
+        InvalidArgumentError: It is none.
+    """
+    if (
+        isinstance(timeout, bool)
+        or not isinstance(timeout, int | float)
+        or not 0 <= timeout <= _MOST_SECONDS
+    ):
+        raise InvalidArgumentError(
+            f"timeout is {timeout!r}; expected seconds, from 0 to {_MOST_SECONDS:g}."
+        )
+    return float(timeout)
 
 
 def check_path(path: str | os.PathLike[str]) -> Path:
@@ -68,6 +88,18 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     return place
 
 
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+def _forget_links() -> None:
+    """Lets go, in a forked child, of what would hide its parent's death from the other side."""
+    for link in list(_links):
+        link.forget()
+
+
+os.register_at_fork(after_in_child=_forget_links)
+
+
 class Link:
     """Is the connection to the other process, from either side."""
 
@@ -75,6 +107,7 @@ class Link:
         self._connection = connection
         self._path = path
         self._received = b""
+        _links.add(self)
 
     def send(self, **message: Any) -> None:
         """Sends one message.
@@ -101,7 +134,7 @@ class Link:
         line = self._read_line(deadline)
         try:
             message = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict) or not {expected, "refused"} & message.keys():
             raise HandOffError(
@@ -110,8 +143,25 @@ class Link:
             )
         return message
 
+    def check(self) -> None:
+        """Looks whether the other process is still there.
+
+        Raises:
+            HandOffError: It has ended, or left.
+        """
+        flags = socket.MSG_PEEK | socket.MSG_DONTWAIT
+        with suppress(BlockingIOError):  # it is there, and has nothing to say
+            if not self._connection.recv(1, flags):
+                raise HandOffError(self._gone())
+
     def close(self) -> None:
         """Ends the connection, which the other side sees."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # also for a fork that still has it
+        self._connection.close()
+
+    def forget(self) -> None:
+        """Closes this process's copy alone; the connection is another process's."""
         self._connection.close()
 
     def _read_line(self, deadline: Deadline) -> bytes:
@@ -168,8 +218,10 @@ def await_taker(path: Path, deadline: Deadline) -> tuple[Link, int]:
     link = Link(connection, path)
     try:
         need = link.receive(deadline, expected="need").get("need")
-        if isinstance(need, bool) or not isinstance(need, int) or need < 0:
-            raise HandOffError(f"The process at the other end of {path} needs {need!r} bytes.")
+        if isinstance(need, bool) or not isinstance(need, int) or not 0 <= need < _MOST_BYTES:
+            raise HandOffError(
+                f"The process at the other end of {path} needs {str(need)[:40]} bytes."
+            )
     except BaseException:
         link.close()
         raise
@@ -207,11 +259,21 @@ def ask_for_device(path: Path, need: int, deadline: Deadline) -> Link:
 @contextmanager
 def _sole_listener(path: Path) -> Iterator[None]:
     """Makes this process the one that listens at a path, and removes what a killed one left."""
-    with open(path.with_name(f"{path.name}.lock"), "wb") as lock:  # stays, and means nothing
+    place = path.with_name(f"{path.name}.lock")  # stays, and means nothing
+    try:
+        lock = os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise HandOffError(f"{place} cannot be locked: {error}.") from error
+    try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise HandOffError(f"Another process is handing a device over at {path}.") from None
         with suppress(FileNotFoundError):
             path.unlink()
-        yield
+        try:
+            yield
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked meanwhile has it, too
+    finally:
+        os.close(lock)

@@ -158,7 +158,7 @@ class Effort:
         )
 
     def _clear_workspaces(self) -> None:
-        if _device.private_pool_bytes(self.device, _device.allocator_figures(self.device)):
+        if _device.may_have_graphs():
             self._notes.append(f"workspaces were left: {_GRAPHS}")
             return
         held = self.state.held

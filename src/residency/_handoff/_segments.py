@@ -9,6 +9,7 @@ keeps the kind of segment that it was born in.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,6 +17,7 @@ import torch
 
 from residency import _device
 from residency._errors import RefusedError
+from residency._memory._state import measure
 
 _NAME = "expandable_segments"
 # Modules that manage device memory of their own and are inert, or fail, when segments grow.
@@ -25,9 +27,16 @@ _OPPOSED = {
 }
 
 
-def is_expandable() -> bool:
-    """Says whether the allocator's settings, as far as torch tells them, have segments grow."""
-    return _parse(_device.allocator_settings()).get(_NAME) == "True"
+_toggle = threading.Lock()
+
+
+def is_expandable(device: torch.device) -> bool:
+    """Says whether the allocator's segments grow: by its settings, else by what it has.
+
+    Torch tells the settings that it was given last, and keeps this one where they do not name it.
+    """
+    named = _parse(_device.allocator_settings()).get(_NAME)
+    return measure(device).stuck is None if named is None else named == "True"
 
 
 @contextmanager
@@ -41,17 +50,22 @@ def expandable_segments(device: torch.device, wanted: bool | None) -> Iterator[N
     Raises:
         RefusedError: As `require_settable`, or the allocator does not take it.
     """
-    before = is_expandable()
-    if wanted is None or wanted == before:
+    if wanted is None:
         yield
         return
     require_settable(device, wanted)
-    settings = _parse(_device.allocator_settings())
-    _device.set_allocator_settings(_compose(settings | {_NAME: str(wanted)}))
+    if not _toggle.acquire(blocking=False):  # the setting is the process's, not the device's
+        raise RefusedError("Another hand-off has changed `expandable_segments` until it ends.")
     try:
-        yield
-    finally:  # what was not named before keeps what it is told now
-        _device.set_allocator_settings(_compose(settings | {_NAME: str(before)}))
+        before = is_expandable(device)
+        settings = _parse(_device.allocator_settings())
+        _device.set_allocator_settings(_compose(settings | {_NAME: str(wanted)}))
+        try:
+            yield
+        finally:  # what was not named before keeps what it is told now
+            _device.set_allocator_settings(_compose(settings | {_NAME: str(before)}))
+    finally:
+        _toggle.release()
 
 
 def require_settable(device: torch.device, wanted: bool | None) -> None:

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import torch
 
 from residency import _device
-from residency._errors import HandOffError, InvalidArgumentError
-from residency._handoff._peer import Deadline, Link, ask_for_device, check_path
+from residency._errors import HandOffError, InvalidArgumentError, ResidencyError
+from residency._handoff._peer import Deadline, Link, ask_for_device, check_path, check_timeout
 from residency._handoff._reclaim import reclaim
 from residency._units import format_bytes, parse_bytes
 
@@ -50,16 +50,22 @@ def take_over(
     target = _device.resolve(device)
     if target is None:
         raise InvalidArgumentError("There is no accelerator on this machine to take over.")
-    deadline = Deadline(timeout)
+    deadline = Deadline(check_timeout(timeout))
+    _device.device_room(target)  # has this process's context made before the other side measures
     link = ask_for_device(path, num_bytes, deadline)
+    is_taken = False
     try:
         answer = link.receive(deadline, expected="ready")
         if "refused" in answer:
             raise HandOffError(f"The other process refused: {answer['refused']}")
         free = _require_free(target, num_bytes)
+        is_taken = True
         yield free
     finally:
-        _return(link, target)
+        if is_taken:
+            _return(link, target)
+        else:
+            link.close()
 
 
 def _require_free(device: torch.device, need: int) -> int:
@@ -76,7 +82,10 @@ def _require_free(device: torch.device, need: int) -> int:
 
 def _return(link: Link, device: torch.device) -> None:
     try:
-        reclaim(device=device, collect=False)
+        try:
+            reclaim(device=device, collect=False)
+        except (RuntimeError, ResidencyError):  # the body's own error is what the caller has to see
+            _log.exception("residency: the cache of %s was not given back", device)
         link.send(returned=True)
     except HandOffError:
         _log.warning("residency: the process that handed %s over has ended", device)

@@ -229,9 +229,13 @@ def _ranks() -> Any:
 
 
 def _tell_ranks(group: Any, *, is_free: bool) -> None:
+    import torch
+
+    from residency import _device
     from residency._handoff._agreement import FAILED, agree
 
-    agree(group, 0 if is_free else FAILED, seconds=_PATIENCE_SECONDS)
+    device = _device.accelerator() or torch.device("cpu")
+    agree(group, device, 0 if is_free else FAILED, seconds=_PATIENCE_SECONDS)
 
 
 # ------------------------------------------------------------------------------- the one that is on

@@ -94,6 +94,25 @@ def checkpoints_of_two_ranks_are_those_of_stock_code() -> None:
 
 
 @two
+def on_two_machines_that_share_no_directory_each_has_the_files_that_stock_code_leaves() -> None:
+    """As torchrun tells each process of two machines with a device each."""
+    found = []
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1"):
+        for on_each in (False, True):
+            for kind in (transformers.Trainer, Mixed):
+                folder = FOLDER / f"of machine {RANK}, {kind.__name__} {on_each}"
+                settings = {"load_best_model_at_end": False, "save_on_each_node": on_each}
+                trained(tiny_model(), folder, kind=kind, **settings)
+                dist.barrier()
+                found.append(files_of(folder).keys())
+    assert found[1] == found[0]
+    assert found[3] == found[2]
+    assert f"checkpoint-2/rng_state_{RANK}.pth" in found[0]
+    assert ("checkpoint-2/model.safetensors" in found[0]) == (RANK == 0)
+    assert "checkpoint-2/optimizer.pt" in found[2]
+
+
+@two
 def accelerate_loads_an_offloaded_optimizer_from_the_host_when_it_is_told_to() -> None:
     batches = [text()[4 * step + RANK :: 12] for step in range(3)]
     expected = accelerated(prepared(offload=False), batches)

@@ -12,6 +12,7 @@ import io
 import json
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import threading
@@ -31,6 +32,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers_lab import (
+    BUCKET,
     Each,
     Mixed,
     accelerated,
@@ -52,7 +54,11 @@ from worker_cases import Cases
 
 import residency
 from residency import sim
-from residency.integrations.transformers import ResidencyCallback, save_pretrained
+from residency.integrations.transformers import (
+    ResidencyCallback,
+    ResidencyTrainerMixin,
+    save_pretrained,
+)
 
 case = Cases()
 EMBEDDING = {"vocab_size": 16384, "hidden_size": 1024, "head_dim": 64}
@@ -289,7 +295,9 @@ def an_adapter_file_that_does_not_fit_is_refused_by_its_names_with_the_model_as_
 @case
 def what_was_put_on_comes_off_and_copies_load_into_themselves() -> None:
     model = adapted()
-    callback, hook = ours(), sys.excepthook
+    callback = ours()
+    callback.remove()  # and with it the hook that cases left whose runs failed
+    hook = sys.excepthook
     with tempfile.TemporaryDirectory() as folder:
         trainer = make(model, folder, callback)
         assert "load_adapter" in vars(model)
@@ -452,9 +460,54 @@ def two_callbacks_in_one_trainer_are_refused_with_the_version() -> None:
 
 
 @case
-def a_trainer_without_a_method_that_is_needed_is_refused_with_the_version() -> None:
-    from residency.integrations.transformers import ResidencyTrainerMixin
+def a_second_callback_that_is_refused_leaves_nothing_of_what_the_first_has_begun() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for settings in ({}, {"offload": False}):
+            hook, first = sys.excepthook, ours(**settings)
+            trainer = make(tiny_model(), folder, first)
+            trainer.add_callback(ours())
+            with pytest.raises(residency.RefusedError, match="two callbacks"):
+                trainer.train()
+            assert type(trainer.optimizer.optimizer) is torch.optim.AdamW
+            assert residency._memory._phase.open_phases() == ()
+            assert sys.excepthook is hook
+        model = tiny_model().cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        residency.offload_optimizer(optimizer, bucket=BUCKET)
+        trainer = make(model, folder, ours())
+        trainer.optimizer = optimizer
+        trainer.add_callback(ours())
+        with pytest.raises(residency.RefusedError, match="two callbacks"):
+            trainer.train()
+        assert isinstance(optimizer, residency.OffloadedOptimizer)  # as it was handed over
 
+
+@case
+def runs_that_fail_leave_one_hook_for_uncaught_errors_and_the_next_that_ends_takes_it_off() -> None:
+    def fail(state: Any) -> None:
+        raise RuntimeError("of the user's")
+
+    with tempfile.TemporaryDirectory() as folder:
+        before, hooks, callbacks = sys.excepthook, set(), []
+        for _ in range(3):
+            callbacks.append(ours(offload=False))
+            with pytest.raises(RuntimeError, match="of the user's"):
+                trained(tiny_model(), folder, callbacks[-1], Each(on_step_end=fail))
+            hooks.add(sys.excepthook)
+        assert len(hooks - {before}) == 1
+        for callback in callbacks:
+            assert sys.excepthook is not before
+            callback.remove()
+        assert sys.excepthook is before
+        with pytest.raises(RuntimeError, match="of the user's"):
+            trained(tiny_model(), folder, ours(offload=False), Each(on_step_end=fail))
+        gc.collect()  # the callback of that run is gone
+        trained(tiny_model(), folder, ours(offload=False))
+        assert sys.excepthook is before
+
+
+@case
+def a_trainer_without_a_method_that_is_needed_is_refused_with_the_version() -> None:
     class Old:
         """Is a trainer of long ago."""
 
@@ -606,6 +659,37 @@ def rotation_and_the_best_checkpoint_are_those_of_stock_code() -> None:
 
 
 @case
+def the_best_checkpoint_of_a_run_whose_directory_was_renamed_is_found_as_by_stock_code() -> None:
+    def run(kind: Any, folder: Path, max_steps: int, resume: str | None = None) -> Any:
+        class FirstIsBest(kind):  # type: ignore[misc]
+            def _determine_best_metric(self, metrics: Any, trial: Any) -> bool:
+                metrics = {**metrics, "eval_score": -float(self.state.global_step)}
+                return bool(super()._determine_best_metric(metrics, trial))
+
+        settings = {"save_steps": 1, "eval_steps": 1, "save_total_limit": 2}
+        metric = {"metric_for_best_model": "eval_score", "greater_is_better": True}
+        steps = {"max_steps": max_steps, "resume": resume}
+        return trained(tiny_model(), folder, kind=FirstIsBest, **settings, **metric, **steps)
+
+    with tempfile.TemporaryDirectory() as folder:
+        ends = []
+        for kind in (transformers.Trainer, Mixed):
+            first, renamed = (Path(folder) / f"{kind.__name__} {name}" for name in ("a", "b"))
+            run(kind, first, 2)
+            first.rename(renamed)
+            trainer = run(kind, renamed, 4, "checkpoint-2")
+            assert trainer.state.best_model_checkpoint == str(renamed / "checkpoint-1")
+            assert sorted(path.name for path in renamed.iterdir()) == [
+                "checkpoint-1",
+                "checkpoint-4",
+            ]
+            saved = json.loads((renamed / "checkpoint-4" / "trainer_state.json").read_text())
+            assert saved["best_model_checkpoint"] == str(renamed / "checkpoint-1")
+            ends.append(weights(trainer.model))
+        assert_same(*ends)
+
+
+@case
 def what_is_written_is_of_the_moment_of_the_call_while_training_goes_on() -> None:
     # A step may take over two buckets of states that a save is still reading, and then waits.
     for options in ({"offload": False}, {"bucket": "1MiB"}):
@@ -621,7 +705,7 @@ def what_is_written_is_of_the_moment_of_the_call_while_training_goes_on() -> Non
             save = torch.save
 
             def late(value: Any, file: Any, go_on: Any = go_on, save: Any = save) -> None:
-                if str(file).endswith("optimizer.pt") and "residency-trainer" in (
+                if str(file).endswith("optimizer.pt") and "residency-checkpoints" in (
                     threading.current_thread().name
                 ):
                     assert go_on.wait(60)
@@ -643,6 +727,33 @@ def what_is_written_is_of_the_moment_of_the_call_while_training_goes_on() -> Non
                 ]
                 assert_same(*(load_file(end / "model.safetensors") for end in ends))
                 assert_same(*(torch.load(e / "optimizer.pt", weights_only=True) for e in ends))
+
+
+@case
+def weights_that_a_callback_writes_once_they_are_saved_are_in_the_file_as_they_were() -> None:
+    def run(model: Any, folder: str) -> dict[str, torch.Tensor]:
+        seen: list[dict[str, torch.Tensor]] = []
+
+        def overwrite(state: Any) -> None:
+            if state.global_step == 2:  # the first save allocates, which waits
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.zero_()
+
+        events = Each(on_step_end=lambda state: seen.append(weights(model)), on_save=overwrite)
+        settings = {"save_steps": 1, "max_steps": 2, "load_best_model_at_end": False}
+        make(model, folder, events, kind=Mixed, **settings).train()
+        assert not any(p.any() for p in model.parameters())
+        return seen[1]
+
+    for model in (tiny_model, lambda: adapted(modules_to_save=["lm_head"])):
+        with tempfile.TemporaryDirectory() as folder:
+            expected, again = run(model(), folder), model()
+            if isinstance(again, peft.PeftModel):
+                again.load_adapter(f"{folder}/checkpoint-2", "default")
+            else:
+                again.load_state_dict(load_file(f"{folder}/checkpoint-2/model.safetensors"))
+            assert_same(weights(again), expected)
 
 
 @case
@@ -737,6 +848,138 @@ def kinds_that_are_not_made_of_a_state_dict_alone_are_written_before_training_go
         assert ends[0].read_bytes() == ends[1].read_bytes()
         plain = trained(adapted(), inside(folder), kind=Mixed, max_in_flight=0)
         assert (Path(plain.args.output_dir) / "checkpoint-4" / "optimizer.pt").exists()
+
+
+@case
+def trainers_that_save_in_their_own_way_leave_the_files_that_they_leave_without_the_mixin() -> None:
+    class Own(transformers.Trainer):
+        def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+            os.makedirs(output_dir, exist_ok=True)
+            torch.save(dict(self.model.state_dict()), f"{output_dir}/own.bin")
+
+    class Again(transformers.Trainer):
+        def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+            super()._save(output_dir, state_dict)
+            self.model.save_pretrained(f"{output_dir}/again")
+            zeros = {k: torch.zeros_like(v) for k, v in self.model.state_dict().items()}
+            self.model.save_pretrained(f"{output_dir}/zeros", state_dict=dict(zeros))
+            self.model.save_pretrained(f"{output_dir}/placed", True, dict(zeros))
+
+    def mixed_adapters() -> Any:
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"])
+        torch.manual_seed(1)
+        return peft.get_peft_model(tiny_model(), config, mixed=True)
+
+    without_best = {"load_best_model_at_end": False, "max_steps": 2}
+    for kind, model, names in (
+        (Own, tiny_model, {"own.bin"}),
+        (Again, tiny_model, {f"{n}model.safetensors" for n in ("", "again/", "zeros/", "placed/")}),
+        (transformers.Trainer, mixed_adapters, {"model.safetensors"}),
+    ):
+        mixed = type("AlsoMixed", (ResidencyTrainerMixin, kind), {})
+        with tempfile.TemporaryDirectory() as folder:
+            found = []
+            for each in (kind, mixed):
+                trainer = trained(model(), inside(folder), kind=each, **without_best)
+                found.append(files_of(Path(trainer.args.output_dir) / "checkpoint-2"))
+            assert found[0].keys() == found[1].keys()
+            assert names <= found[0].keys()
+            for name in names:
+                ends = [
+                    load_file(files[name])
+                    if name.endswith("safetensors")
+                    else torch.load(files[name], weights_only=True)
+                    for files in found
+                ]
+                assert_same(ends[1], ends[0])
+
+
+@case
+def a_checkpoint_that_a_signal_asks_for_is_whole_before_its_mark_is_taken_off() -> None:
+    if "enable_jit_checkpoint" not in vars(transformers.TrainingArguments(use_cpu=True)):
+        return  # came with transformers 5
+    from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+
+    seen = []
+
+    class Asked(Mixed):
+        def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            super()._save_checkpoint(*args, **kwargs)
+            seen.append(set(files_of(Path(folder) / f"checkpoint-{self.state.global_step}")))
+
+    with tempfile.TemporaryDirectory() as folder:
+        handler = signal.getsignal(signal.SIGTERM)
+
+        def ask(state: Any) -> None:
+            if state.global_step == 1:
+                manager.is_checkpoint_requested = True
+
+        only_asked = {"save_strategy": "no", "load_best_model_at_end": False}
+        trainer = make(
+            tiny_model(),
+            folder,
+            Each(on_step_end=ask),
+            kind=Asked,
+            enable_jit_checkpoint=True,
+            **only_asked,
+        )
+        [callback] = (
+            c for c in trainer.callback_handler.callbacks if isinstance(c, JITCheckpointCallback)
+        )
+        manager = callback.jit_manager
+        trainer.train()
+        assert signal.getsignal(signal.SIGTERM) == handler
+        [names] = seen
+        assert {"model.safetensors", "optimizer.pt", "trainer_state.json"} <= names
+        [checkpoint] = Path(folder).iterdir()
+        assert set(files_of(checkpoint)) == names
+
+
+@case
+def saves_that_are_under_way_at_once_do_not_share_their_memory_and_one_that_is_dropped_none() -> (
+    None
+):
+    from residency.integrations._transformers_saves import BackgroundSaves
+
+    saves = BackgroundSaves(2)
+    may_end = [threading.Event(), threading.Event()]
+    has_ended = threading.Event()
+    value = torch.arange(4.0, device="cuda")
+
+    def begun(number: int) -> Any:
+        draft = saves.begin(Path(folder), f"checkpoint-{number}")
+        draft.folder.mkdir(parents=True)
+        return draft
+
+    def wait_for(event: threading.Event) -> Callable[[Any], None]:
+        def write(tree: Any) -> None:
+            assert event.wait(60)
+
+        return write
+
+    with tempfile.TemporaryDirectory() as folder:
+        first = begun(1)
+        first.take({"w": value}, wait_for(may_end[0]))
+        arenas = [first._arena]
+        saves.submit(first, has_ended.set)
+        second = begun(2)  # while the first is written,
+        arenas.append(second._arena)
+        may_end[0].set()
+        assert has_ended.wait(60)
+        second.take({"w": value}, wait_for(may_end[1]))
+        saves.submit(second, lambda: None)  # which has ended before this is submitted
+        third = begun(3)
+        assert third._arena is not arenas[1]
+        arenas.append(third._arena)
+        third.drop()
+        fourth = begun(4)
+        assert fourth._arena in arenas
+        assert fourth._arena is not arenas[1]
+        fourth.drop()
+        may_end[1].set()
+        saves.close()
+        names = sorted(path.name for path in Path(folder).iterdir())
+        assert names == ["checkpoint-1", "checkpoint-2"]
 
 
 @case

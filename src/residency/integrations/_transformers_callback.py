@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from residency._errors import RefusedError
 from residency._memory._phase import begin, end, open_phases
 from residency._memory._post_mortem import explain
-from residency._optim import OffloadedOptimizer, offload_optimizer
+from residency._optim import OffloadedOptimizer, offload_optimizer, onload_optimizer
 from residency._units import parse_bytes
 from residency.integrations._framework import load_framework, named_with_version
 from residency.integrations._transformers_adapter import HostFirst, put_on
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 else:
     TrainerCallback = load_framework("transformers", extra="transformers").TrainerCallback
 
-_MARK = "_residency_callback"  # on a trainer's control: who was called last, and of what event
+# On a trainer's control: who was called last, of what event, and whether it offloaded then.
+_MARK = "_residency_callback"
 _log = logging.getLogger("residency")
 
 
@@ -69,7 +72,6 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
             "master_weights": master_weights,
         }
         self._put: list[HostFirst] = []
-        self._hook = _UncaughtErrors()
         self._entered: dict[str, _Entered] = {}
 
     # The events. Trainer calls them by name, with more arguments than each needs.
@@ -84,7 +86,7 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
         if vars(control).get(_MARK) is not None:
             raise self._added_twice()
         self._put_on(others.get("model"))
-        vars(control)[_MARK] = (self, "on_init_end")
+        vars(control)[_MARK] = (self, "on_init_end", False)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Offloads the optimizer, which is there now.
@@ -93,14 +95,18 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
             RefusedError: It cannot be stepped in parts with the same bits, or the trainer has two
                 such callbacks. The optimizer is as it was.
         """
-        before, event = vars(control).get(_MARK, (self, None))
+        optimizer = others.get("optimizer")
+        before, event, has_offloaded = vars(control).get(_MARK, (self, None, False))
         if before is not self and event == "on_train_begin":
             del vars(control)[_MARK]  # once one of them is gone, the other may train
+            before._undo_begin(optimizer if has_offloaded else None)
             raise self._added_twice()
-        vars(control)[_MARK] = (self, "on_train_begin")
         self._put_on(others.get("model"))  # a `model_init` has made another one
-        self.offload(others.get("optimizer"))
-        self._hook.put_on()
+        was_offloaded = _is_offloaded(optimizer)
+        self.offload(optimizer)
+        has_offloaded = _is_offloaded(optimizer) and not was_offloaded
+        vars(control)[_MARK] = (self, "on_train_begin", has_offloaded)
+        _UncaughtErrors.put_on(self)
         _leave_what_failed()
         if not any(visit.name == "train" for visit in open_phases()):
             self._enter("train")
@@ -123,7 +129,7 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
         """
         self._leave("step")
         self._leave("train")
-        self._hook.take_off()
+        _UncaughtErrors.take_off(self)
 
     # What users, and the mixin, call.
 
@@ -138,8 +144,7 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
         """
         if not self._is_offloading or optimizer is None:
             return
-        inner = optimizer_inside(optimizer)
-        if isinstance(inner, OffloadedOptimizer):
+        if _is_offloaded(optimizer):
             _log.info("the optimizer is offloaded already; it keeps the settings that it has")
             return
         try:
@@ -157,12 +162,20 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
         while self._put:
             self._put.pop().take_off()
         self._leave("train")
-        self._hook.take_off()
+        _UncaughtErrors.take_off(self)
 
     def _put_on(self, model: Any) -> None:
         put = put_on(model)
         if put is not None:
             self._put.append(put)
+
+    def _undo_begin(self, optimizer: Any) -> None:
+        """Undoes `on_train_begin`, for a run that another callback refuses."""
+        self._leave("train")
+        _UncaughtErrors.take_off(self)
+        if optimizer is not None:
+            with suppress(RefusedError):  # from master weights there is no way back
+                onload_optimizer(optimizer_inside(optimizer))
 
     def _enter(self, name: str) -> None:
         self._entered[name] = entered = _Entered()
@@ -201,23 +214,39 @@ def optimizer_inside(optimizer: Any) -> Any:
     return optimizer
 
 
-class _UncaughtErrors:
-    """Explains an out-of-memory error that ends the process: callbacks are not told of errors."""
+def _is_offloaded(optimizer: Any) -> bool:
+    return isinstance(optimizer_inside(optimizer), OffloadedOptimizer)
 
-    def __init__(self) -> None:
-        self._before: Any = None
+
+class _UncaughtErrors:
+    """Explains an out-of-memory error that ends the process: callbacks are not told of errors.
+
+    One stands as ``sys.excepthook`` for all callbacks. A run that an error ended leaves it there,
+    because the error may be on its way to it; it goes with the last callback that needs it.
+    """
+
+    def __init__(self, before: Any) -> None:
+        self._before = before
+        self._users: weakref.WeakSet[ResidencyCallback] = weakref.WeakSet()
 
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         visits = open_phases()
         explain(error, phase=visits[-1].path if visits else None)
-        (self._before or sys.__excepthook__)(kind, error, trace)
+        self._before(kind, error, trace)
 
-    def put_on(self) -> None:
-        if sys.excepthook is not self and self._before is None:
-            self._before, sys.excepthook = sys.excepthook, self
+    @staticmethod
+    def put_on(user: ResidencyCallback) -> None:
+        hook: Any = sys.excepthook
+        if not isinstance(hook, _UncaughtErrors):
+            sys.excepthook = hook = _UncaughtErrors(hook)
+        hook._users.add(user)
 
-    def take_off(self) -> None:
-        if sys.excepthook is self:
-            sys.excepthook, self._before = self._before, None
+    @staticmethod
+    def take_off(user: ResidencyCallback) -> None:
+        hook: Any = sys.excepthook
+        if isinstance(hook, _UncaughtErrors):
+            hook._users.discard(user)
+            if not hook._users:
+                sys.excepthook = hook._before

@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,9 +22,10 @@ from torch import Tensor, nn
 
 from residency import _device
 from residency._checkpoint._arguments import check_count
-from residency._checkpoint._capture import Capture, capture
+from residency._checkpoint._capture import Capture, capture_described
 from residency._checkpoint._disk._system import SYSTEM, sync_folder
 from residency._checkpoint._snapshot import tree_of
+from residency._checkpoint._tree import describe
 from residency._errors import InvalidArgumentError
 from residency._transfer import SlabArena, memory_of
 from residency.integrations._framework import named_with_version
@@ -80,22 +82,37 @@ class Draft:
         final: What it will be called.
     """
 
-    def __init__(self, run_dir: Path, name: str, arena: SlabArena | None = None) -> None:
+    def __init__(self, run_dir: Path, name: str, arenas: list[SlabArena] | None = None) -> None:
+        """Takes an arena out of those that are free, if they are given, until it is dropped."""
         self.root = run_dir / DRAFTS / name
         self.folder = self.root / name
         self.final = run_dir / name
-        self._arena = arena
+        self._arenas = arenas
+        self._arena = None if arenas is None else _free_of(arenas)
         self._taken: list[_Taken] = []
 
-    def take(self, tree: Any, write: Callable[[Any], None]) -> None:
+    def take(
+        self, tree: Any, write: Callable[[Any], None], *, is_written_by_steps_alone: bool = False
+    ) -> None:
         """Captures a state tree as it is now; ``write`` gets it on the host, later.
+
+        Args:
+            tree: What is captured.
+            write: Writes it.
+            is_written_by_steps_alone: Whether the current stream need not wait for the copies:
+                steps pass the gate, and ``on_save`` of a callback, which may swap weights, not.
 
         Raises:
             RefusedError: It has something without plain bytes, or the host has no room.
         """
         assert self._arena is not None, "a rank that does not save takes nothing"
         # What holds up a step, an optimizer's state that is lent, is written first.
-        self._taken.insert(0, _Taken(capture(tree, arena=self._arena), write))
+        description = describe(tree)
+        if not is_written_by_steps_alone:
+            for name, leaf in description.leaves.items():
+                description.leaves[name] = replace(leaf, is_early=leaf.lent is None)
+        captured = capture_described(description, arena=self._arena)
+        self._taken.insert(0, _Taken(captured, write))
 
     def write(self) -> None:
         """Writes what was taken, and gives the directory its name."""
@@ -112,6 +129,9 @@ class Draft:
         """Gives back what was taken, and removes what is not published."""
         while self._taken:
             self._taken.pop().captured.release()
+        if self._arenas is not None and self._arena is not None:
+            self._arenas.append(self._arena)
+            self._arena = None
         shutil.rmtree(self.root, ignore_errors=True)
 
     def _publish(self) -> None:
@@ -147,7 +167,7 @@ class BackgroundSaves:
         check_count("max_in_flight", max_in_flight, least=0)
         self.max_in_flight = max_in_flight
         self._writes = OrderedWrites(max(1, max_in_flight))
-        self._arenas: list[SlabArena] = []  # those that no write is using
+        self._arenas: list[SlabArena] = []  # those that no draft has
         self._folders: set[Path] = set()
 
     def begin(self, run_dir: Path, name: str) -> Draft:
@@ -158,9 +178,7 @@ class BackgroundSaves:
         """
         self._writes.make_room()
         self._writes.raise_failure()
-        if not self._arenas:
-            self._arenas.append(SlabArena(pin=_device.is_pinning_available(), keep=True))
-        return Draft(run_dir, name, self._arenas[-1])
+        return Draft(run_dir, name, self._arenas)
 
     def submit(self, draft: Draft, rotate: Callable[[], None]) -> None:
         """Has a draft written, and then older checkpoints removed.
@@ -168,16 +186,8 @@ class BackgroundSaves:
         Raises:
             CheckpointError: An earlier one could not be written; this one is under way.
         """
-        arena = self._arenas.pop()
         self._folders.add(draft.root.parent)
-
-        def write() -> None:
-            try:
-                draft.write()
-            finally:
-                self._arenas.append(arena)
-
-        self._writes.write(draft.final, write)
+        self._writes.write(draft.final, draft.write)
         self._writes.remove(f"what {draft.final} replaces", rotate)
 
     def drain(self) -> None:
@@ -210,6 +220,13 @@ class BackgroundSaves:
                 folder.rmdir()
         self._folders.clear()
         self._writes.raise_failure(beside=beside)
+
+
+def _free_of(arenas: list[SlabArena]) -> SlabArena:
+    try:
+        return arenas.pop()
+    except IndexError:
+        return SlabArena(pin=_device.is_pinning_available(), keep=True)
 
 
 def model_to_take(model: nn.Module) -> tuple[Any, Callable[[Any], dict[str, Any]]] | None:

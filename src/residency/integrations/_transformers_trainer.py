@@ -24,7 +24,7 @@ from torch import Tensor
 from residency._errors import RefusedError
 from residency._memory import phase
 from residency.integrations._framework import load_framework, missing_in
-from residency.integrations._transformers_adapter import is_peft_model
+from residency.integrations._transformers_adapter import peft_models
 from residency.integrations._transformers_callback import ResidencyCallback, optimizer_inside
 from residency.integrations._transformers_saves import (
     BackgroundSaves,
@@ -62,7 +62,8 @@ class ResidencyTrainerMixin(_Trainer):  # type: ignore[misc]  # is not analysed:
     through which errors pass, so that an out-of-memory error gets its note.
 
     Saves go the stock way, with a line in the log, where the files are not made of a state dict
-    alone: DeepSpeed, FSDP, a hyperparameter search, ``push_to_hub``.
+    alone: DeepSpeed, FSDP, a hyperparameter search, ``push_to_hub``; and on several machines, which
+    may share no directory, without ``save_on_each_node``.
 
     Args:
         max_in_flight: Checkpoints that may be under way at once; 0 writes them before training
@@ -174,7 +175,7 @@ class ResidencyTrainerMixin(_Trainer):  # type: ignore[misc]  # is not analysed:
             self._residency_draft = draft = begin(Path(run_dir), name)
             try:
                 super()._save_checkpoint(model, trial, *args, **kwargs)
-                self._name_best(draft, os.path.join(run_dir, name))
+                self._name_best(draft, run_dir)
             except BaseException:
                 if is_writer:
                     draft.drop()
@@ -182,9 +183,18 @@ class ResidencyTrainerMixin(_Trainer):  # type: ignore[misc]  # is not analysed:
             finally:
                 self._residency_draft = None
             self._meet()  # every rank has left its files in the draft
-            if is_writer:
-                best = self.state.best_model_checkpoint
-                saves.submit(draft, lambda: self._remove_older(run_dir, best))
+            # A signal may have asked for it: stock code has put a mark into a directory of its
+            # name, and takes it off when this returns.
+            is_awaited = bool(vars(self.args).get("enable_jit_checkpoint"))
+            try:
+                if is_writer:
+                    best = self.state.best_model_checkpoint
+                    saves.submit(draft, lambda: self._remove_older(run_dir, best))
+                    if is_awaited:
+                        saves.drain()
+            finally:
+                if is_awaited:
+                    self._meet()  # each rank takes the mark off
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         found = None
@@ -194,16 +204,18 @@ class ResidencyTrainerMixin(_Trainer):  # type: ignore[misc]  # is not analysed:
             super()._save(output_dir, state_dict)
             return
         taken, to_state_dict = found
-        with _noted_call(self.model, "save_pretrained") as noted:
+        with _noted_saves(self.model) as noted:
             super()._save(output_dir, state_dict)
-        [(args, kwargs)] = noted
 
         def write(tree: Any) -> None:
-            values = to_state_dict(tree["model"])
-            self.model.save_pretrained(*args, **{**kwargs, "state_dict": values})
+            for directory, kwargs in noted:
+                values = to_state_dict(tree["model"])  # anew, as the call takes out what it wrote
+                self.model.save_pretrained(directory, **{**kwargs, "state_dict": values})
 
-        if not self._take({"model": taken}, write):
-            self.model.save_pretrained(*args, **kwargs)
+        # A trainer with a `_save` of its own may call it never, or for several directories.
+        if noted and not self._take({"model": taken}, write):
+            for directory, kwargs in noted:
+                self.model.save_pretrained(directory, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer = self.optimizer
@@ -211,6 +223,7 @@ class ResidencyTrainerMixin(_Trainer):  # type: ignore[misc]  # is not analysed:
         if not self._is_in_draft(output_dir) or not self._take(
             {"optimizer": optimizer_inside(optimizer)},
             lambda tree: torch.save(tree["optimizer"], path),
+            is_written_by_steps_alone=True,
         ):
             super()._save_optimizer_and_scheduler(output_dir)
             return
@@ -227,11 +240,11 @@ class ResidencyTrainerMixin(_Trainer):  # type: ignore[misc]  # is not analysed:
             return False
         return Path(output_dir) == draft.folder
 
-    def _take(self, tree: Any, write: Callable[[Any], None]) -> bool:
+    def _take(self, tree: Any, write: Callable[[Any], None], **how: bool) -> bool:
         """Captures a part of a draft; says whether that can be done."""
         assert self._residency_draft is not None
         try:
-            self._residency_draft.take(tree, write)
+            self._residency_draft.take(tree, write, **how)
         except RefusedError as error:
             _log.warning("a part of a checkpoint is written before training goes on: %s", error)
             return False
@@ -245,6 +258,8 @@ class ResidencyTrainerMixin(_Trainer):  # type: ignore[misc]  # is not analysed:
             "FSDP": self.is_fsdp_enabled,
             "a hyperparameter search": trial is not None or self.hp_search_backend is not None,
             "push_to_hub": self.args.push_to_hub,
+            # Which may share no directory: only the rank that writes would publish a draft.
+            "several machines": _is_on_several_machines() and not self.args.save_on_each_node,
         }
         found = [name for name, is_so in reasons.items() if is_so]
         if found:
@@ -252,12 +267,20 @@ class ResidencyTrainerMixin(_Trainer):  # type: ignore[misc]  # is not analysed:
             self._residency_saves.max_in_flight = 0  # said once
         return not found
 
-    def _name_best(self, draft: Draft, path: str) -> None:
-        """Gives the best checkpoint the name that it will have, if it is the one in the draft."""
+    def _name_best(self, draft: Draft, run_dir: str) -> None:
+        """Names the best checkpoint as stock code does, which looked for it in the draft alone.
+
+        The one in the draft gets the name that it will have; an older one is where this run's
+        checkpoints are, which need not be where it was saved.
+        """
         best = self.state.best_model_checkpoint
-        if best is None or Path(best) != draft.folder:
-            return
-        self.state.best_model_checkpoint = path
+        if best is not None and Path(best) == draft.folder:
+            found = os.path.join(run_dir, draft.folder.name)
+        else:
+            found = os.path.join(run_dir, f"checkpoint-{self.state.best_global_step}")
+            if found == best or self.args.save_strategy == "no" or not os.path.isdir(found):
+                return
+        self.state.best_model_checkpoint = found
         if self.args.should_save:
             self.state.save_to_json(str(draft.folder / _STATE_FILE))
 
@@ -299,25 +322,43 @@ class _WithoutState:
         return {}
 
 
+def _is_on_several_machines() -> bool:
+    """Says whether torchrun, or what sets the same variables, started ranks on others too."""
+    on_this_one = os.environ.get("LOCAL_WORLD_SIZE")
+    return on_this_one is not None and on_this_one != os.environ.get("WORLD_SIZE")
+
+
 def _saves_itself(model: object) -> bool:
     """Says whether a trainer leaves it to the model's ``save_pretrained`` to save it."""
     transformers: Any = load_framework("transformers", extra="transformers")
-    return is_peft_model(model) or isinstance(model, transformers.PreTrainedModel)
+    # PEFT's class for adapters of several kinds at once has none that works.
+    return isinstance(model, (transformers.PreTrainedModel, *peft_models()[:1]))
 
 
 @contextmanager
-def _noted_call(target: Any, name: str) -> Iterator[list[tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """Notes calls of an object's method instead of making them."""
-    noted: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    own: dict[str, Any] = vars(target)
-    before = own.get(name)
-    own[name] = lambda *args, **kwargs: noted.append((args, kwargs))
+def _noted_saves(model: Any) -> Iterator[list[tuple[Any, dict[str, Any]]]]:
+    """Notes the calls of ``save_pretrained`` that are to write what the model has, for later.
+
+    Those that bring values, or that might, are made at once.
+    """
+    noted: list[tuple[Any, dict[str, Any]]] = []
+    own: dict[str, Any] = vars(model)
+    before = own.get("save_pretrained")
+    save = model.save_pretrained
+
+    def note(save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs.get("state_dict") is not None:
+            return save(save_directory, *args, **kwargs)
+        noted.append((save_directory, kwargs))
+        return None
+
+    own["save_pretrained"] = note
     try:
         yield noted
     finally:
-        del own[name]
+        del own["save_pretrained"]
         if before is not None:
-            own[name] = before
+            own["save_pretrained"] = before
 
 
 @contextmanager

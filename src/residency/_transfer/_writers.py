@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from residency._errors import RefusedError
 from residency._transfer._gate import gates
 from residency._transfer._lending import lending
 from residency._transfer._owner import owner_of
@@ -33,12 +34,21 @@ def before_write(tensors: Iterable[Tensor]) -> None:
     Args:
         tensors: On a device, the current stream waits; of host memory that is lent to a save, the
             host does, until it is given back.
+
+    Raises:
+        RefusedError: A snapshot has borrowed one of them, for as long as it is kept.
     """
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(local_of(tensor))
     for device, each in by_device.items():
         if device.type == "cpu":
+            if any(map(lending.is_kept, each)):
+                raise RefusedError(
+                    "A snapshot has borrowed this state of an offloaded optimizer for as long as it "
+                    "likes. Nothing was written; assign a new tensor to the state "
+                    "(optimizer.state[p][key] = ...), which leaves the snapshot whole."
+                )
             lending.wait_for(each)
         elif device in gates:
             gates[device].before_write(each)
@@ -55,6 +65,9 @@ def mutating(*tensors: Tensor) -> Iterator[None]:
 
     Args:
         tensors: What the body writes; parameters, buffers, or states.
+
+    Raises:
+        RefusedError: A snapshot has borrowed one of them: assign to the state instead.
     """
     before_write(tensors)
     yield

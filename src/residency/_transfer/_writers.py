@@ -45,8 +45,8 @@ def before_write(tensors: Iterable[Tensor]) -> None:
         if device.type == "cpu":
             if any(map(lending.is_kept, each)):
                 raise RefusedError(
-                    "A snapshot has borrowed this state of an offloaded optimizer for as long as it "
-                    "likes. Nothing was written; assign a new tensor to the state "
+                    "A snapshot has borrowed this state of an offloaded optimizer, for as long as "
+                    "it likes. Nothing was written; assign a new tensor to the state "
                     "(optimizer.state[p][key] = ...), which leaves the snapshot whole."
                 )
             lending.wait_for(each)

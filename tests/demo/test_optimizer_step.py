@@ -1,5 +1,7 @@
 """The case itself, on a model small enough for a test: stock fails, offloaded fits and is equal."""
 
+import os
+
 import pytest
 
 from residency import _demo
@@ -76,3 +78,7 @@ def test_an_unknown_case_is_refused_with_the_known_ones() -> None:
 def test_a_count_below_one_is_refused_by_name(name: str) -> None:
     with pytest.raises(InvalidArgumentError, match=f"{name} is 0"):
         _demo.Settings(**{name: 0})
+
+
+def test_a_case_leaves_the_environment_as_it_was(report: _demo.Report) -> None:
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ

@@ -19,6 +19,7 @@ from residency._errors import RefusedError
 from residency._units import format_bytes, parse_bytes
 
 Face = Literal["sim", "cuda"]
+_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
 _SIMULATED_CAPACITY_BYTES = parse_bytes("8GiB")
 
 
@@ -100,13 +101,16 @@ class Bench:
 def open_bench(face: Face = "sim") -> Iterator[Bench]:
     """Opens the bench under deterministic algorithms; ends them, and any limit, on the way out."""
     # cuBLAS reads this when its first handle is made; without it deterministic algorithms refuse.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    configured = os.environ.get(_WORKSPACES)
+    os.environ.setdefault(_WORKSPACES, ":4096:8")
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     bench = Bench(face)
     torch.use_deterministic_algorithms(True)
     try:
         yield bench
     finally:
+        if configured is None:
+            os.environ.pop(_WORKSPACES, None)  # or every later child would take larger workspaces
         torch.use_deterministic_algorithms(was_deterministic)
         bench.settle()
         bench.limit(None)

@@ -32,7 +32,7 @@ accelerator = torch.accelerator
 
 @pytest.fixture(autouse=True)
 def empty_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)  # the demo sets it, for good
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     gc.collect()
     sim.enable("2GiB")
     accelerator.empty_cache()

@@ -331,8 +331,11 @@ def may_have_graphs() -> bool:
 
     Torch tells which segments belong to pools, and a graph may have been captured without one.
     """
+    present = accelerator()
+    if present is None:
+        return False
     for index in range(torch.accelerator.device_count()):
-        device = torch.device(torch.accelerator.current_accelerator().type, index)  # type: ignore[union-attr]
+        device = torch.device(present.type, index)
         if private_pool_bytes(device, allocator_figures(device)):
             return True
     cuda: Any = torch.cuda  # not annotated here; older torch counts no pools

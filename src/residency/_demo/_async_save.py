@@ -24,7 +24,7 @@ from residency._demo._bench import Bench
 from residency._demo._corpus import read_corpus, training_batch
 from residency._demo._identity import different_values
 from residency._demo._progress import Show
-from residency._demo._report import Promise, Report, Row
+from residency._demo._report import LimitedRun, Promise, Report
 from residency._demo._settings import ModelShape, Settings
 from residency._demo._training import asked_bytes, make_model
 from residency._errors import RefusedError
@@ -48,18 +48,12 @@ _STATE_COPIES = 3  # parameters, and AdamW's two moments
 _LABELS = ("synchronous, no limit", "AsyncCheckpointIO", "ResidencyCheckpointIO")
 
 
-@dataclass
-class _Run:
+@dataclass(kw_only=True)
+class _Run(LimitedRun):
     """Holds what one run did."""
 
-    losses: list[float] = field(default_factory=list)
     saves: dict[int, Any] = field(default_factory=dict)
     num_parameters: int = 0
-    peak_bytes: int = 0
-    phase: str | None = None
-    step: int | None = None
-    asked_bytes: int | None = None
-    seconds: float = 0.0
 
 
 def run_async_save(bench: Bench, settings: Settings, show: Show) -> Report:
@@ -98,9 +92,9 @@ def run_async_save(bench: Bench, settings: Settings, show: Show) -> Report:
         device=bench.describe(),
         facts=_facts(reference, clone_bytes, capacity_bytes),
         rows=(
-            _row(_LABELS[0], None, reference, None),
-            _row(_LABELS[1], capacity_bytes, stock, None),
-            _row(_LABELS[2], capacity_bytes, ours, not different),
+            reference.row(NAME, _LABELS[0], None, None),
+            stock.row(NAME, _LABELS[1], capacity_bytes, None),
+            ours.row(NAME, _LABELS[2], capacity_bytes, not different),
         ),
         promises=_promises(reference, stock, ours, different),
         snippet=SNIPPET,
@@ -241,24 +235,6 @@ def _facts(reference: _Run, clone_bytes: int, capacity_bytes: int) -> dict[str, 
         "capacity": "peak with synchronous saves + 1.5 checkpoints = "
         f"{format_bytes(capacity_bytes)}",
     }
-
-
-def _row(setting: str, capacity_bytes: int | None, run: _Run, identical: bool | None) -> Row:
-    return Row(
-        case=NAME,
-        setting=setting,
-        capacity_bytes=capacity_bytes,
-        peak_bytes=run.peak_bytes,
-        outcome="finished" if run.phase is None else "out of memory",
-        phase=run.phase,
-        step=run.step,
-        asked_bytes=run.asked_bytes,
-        first_loss=run.losses[0],
-        last_loss=run.losses[-1],
-        heldout_loss=None,
-        identical=identical,
-        seconds=run.seconds,
-    )
 
 
 def _ending(run: _Run) -> str:

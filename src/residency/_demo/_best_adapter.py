@@ -25,7 +25,7 @@ from residency._demo._bench import Bench
 from residency._demo._corpus import read_corpus, training_batch
 from residency._demo._identity import different_values
 from residency._demo._progress import Show
-from residency._demo._report import Promise, Report, Row
+from residency._demo._report import LimitedRun, Promise, Report
 from residency._demo._settings import Settings
 from residency._demo._training import asked_bytes
 from residency._errors import RefusedError
@@ -43,18 +43,13 @@ _LABELS = ("Trainer, no limit", "Trainer", "Trainer, ResidencyCallback")
 _RELOAD = "_load_best_model"
 
 
-@dataclass
-class _Run:
+@dataclass(kw_only=True)
+class _Run(LimitedRun):
     """Holds what one run did."""
 
-    losses: list[float] = field(default_factory=list)
     adapter: dict[str, torch.Tensor] = field(default_factory=dict)
     file: dict[str, torch.Tensor] = field(default_factory=dict)
-    peak_bytes: int = 0
-    phase: str | None = None
-    asked_bytes: int | None = None
     reload_bytes: int | None = None
-    seconds: float = 0.0
 
 
 @dataclass
@@ -110,9 +105,9 @@ def run_best_adapter(bench: Bench, settings: Settings, show: Show) -> Report:
             "capacity": f"frozen + 4 x trained + 7/8 embedding = {format_bytes(sizes.capacity)}",
         },
         rows=(
-            _row(_LABELS[0], None, reference, None),
-            _row(_LABELS[1], sizes.capacity, stock, None),
-            _row(_LABELS[2], sizes.capacity, ours, not different),
+            reference.row(NAME, _LABELS[0], None, None),
+            stock.row(NAME, _LABELS[1], sizes.capacity, None),
+            ours.row(NAME, _LABELS[2], sizes.capacity, not different),
         ),
         promises=_promises(reference, stock, ours, different),
         snippet=SNIPPET,
@@ -203,6 +198,7 @@ def _train(settings: Settings, callbacks: tuple[Any, ...]) -> _Run:
         except torch.OutOfMemoryError as error:
             frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
             run.phase = _RELOAD if _RELOAD in frames else "training"
+            run.step = _NUM_STEPS
             run.asked_bytes = asked_bytes(str(error))
             error.__traceback__ = None  # its frames hold the model
         run.peak_bytes = max(run.peak_bytes, _device.max_memory_allocated())
@@ -270,24 +266,6 @@ def _read_both(trainer: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.T
 
 def _computed(run: _Run) -> dict[str, Any]:
     return {"losses": run.losses, "adapter": run.adapter}
-
-
-def _row(setting: str, capacity_bytes: int | None, run: _Run, identical: bool | None) -> Row:
-    return Row(
-        case=NAME,
-        setting=setting,
-        capacity_bytes=capacity_bytes,
-        peak_bytes=run.peak_bytes,
-        outcome="finished" if run.phase is None else "out of memory",
-        phase=run.phase,
-        step=None if run.phase is None else _NUM_STEPS,
-        asked_bytes=run.asked_bytes,
-        first_loss=run.losses[0],
-        last_loss=run.losses[-1],
-        heldout_loss=None,
-        identical=identical,
-        seconds=run.seconds,
-    )
 
 
 def _ending(run: _Run) -> str:

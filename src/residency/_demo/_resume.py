@@ -27,7 +27,7 @@ from residency._demo._bench import Bench
 from residency._demo._corpus import Corpus, read_corpus, training_batch
 from residency._demo._identity import different_values
 from residency._demo._progress import Show
-from residency._demo._report import Promise, Report, Row
+from residency._demo._report import LimitedRun, Promise, Report
 from residency._demo._settings import ModelShape, Settings
 from residency._demo._training import asked_bytes, make_model, to_host
 from residency._memory import memory_state
@@ -73,20 +73,14 @@ class _Recipe(Stateful):
         )
 
 
-@dataclass
-class _Run:
+@dataclass(kw_only=True)
+class _Run(LimitedRun):
     """Holds what one run did."""
 
-    losses: list[float] = field(default_factory=list)
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     state_dict: dict[str, Any] = field(default_factory=dict)
-    peak_bytes: int = 0
     reserved_bytes: int = 0
     load_bytes: int | None = None
-    phase: str | None = None
-    step: int | None = None
-    asked_bytes: int | None = None
-    seconds: float = 0.0
 
 
 def run_resume(bench: Bench, settings: Settings, show: Show) -> Report:
@@ -124,10 +118,10 @@ def run_resume(bench: Bench, settings: Settings, show: Show) -> Report:
             f"{format_bytes(capacity_bytes)}",
         },
         rows=(
-            _row(_LABELS[0], None, reference, None),
-            _row(_LABELS[1], None, free, None),
-            _row(_LABELS[2], capacity_bytes, stock, None),
-            _row(_LABELS[3], capacity_bytes, ours, not different),
+            reference.row(NAME, _LABELS[0], None, None),
+            free.row(NAME, _LABELS[1], None, None),
+            stock.row(NAME, _LABELS[2], capacity_bytes, None),
+            ours.row(NAME, _LABELS[3], capacity_bytes, not different),
         ),
         promises=_promises(free, stock, ours, different, 4 * num_parameters),
         snippet=SNIPPET,
@@ -247,24 +241,6 @@ def _promises(
             f"{format_bytes(ours.load_bytes or 0)} <= {format_bytes(_BUCKET_BYTES)}; torch's "
             f"recipe takes {(free.load_bytes or 0) / parameter_bytes:.1f} x the parameters",
         ),
-    )
-
-
-def _row(setting: str, capacity_bytes: int | None, run: _Run, identical: bool | None) -> Row:
-    return Row(
-        case=NAME,
-        setting=setting,
-        capacity_bytes=capacity_bytes,
-        peak_bytes=run.peak_bytes,
-        outcome="finished" if run.phase is None else "out of memory",
-        phase=run.phase,
-        step=run.step,
-        asked_bytes=run.asked_bytes,
-        first_loss=run.losses[0] if run.losses else None,
-        last_loss=run.losses[-1] if run.losses else None,
-        heldout_loss=None,
-        identical=identical,
-        seconds=run.seconds,
     )
 
 

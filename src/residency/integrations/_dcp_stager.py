@@ -276,7 +276,7 @@ def _lasting(held: Held, flight: _Flight) -> Tensor:
 def _described(state_dict: dict[str, Any], spare_bytes: int | None) -> tuple[Description, Thawer]:
     """Finds the tensors of a state dict; lends those that are homes of an optimizer."""
     file = io.BytesIO()
-    freezer = Freezer(file, {}, set())
+    freezer = Freezer(file, {})
     try:
         freezer.dump(state_dict)
     except Exception as error:  # whatever a value's own pickling raises

@@ -83,7 +83,7 @@ def freeze(checkpoint: Mapping[str, Any], *, arena: SlabArena) -> Frozen:
     """
     loans = _Loans(checkpoint)
     file = io.BytesIO()
-    freezer = Freezer(file, loans.by_address, set(), has_attributes=True)
+    freezer = Freezer(file, loans.by_address, has_attributes=True)
     try:
         freezer.dump(checkpoint)
     except BaseException as error:
@@ -143,7 +143,7 @@ def _culprit(checkpoint: Mapping[str, Any]) -> str:
     """Returns the name of the part that cannot be pickled."""
     for key, value in checkpoint.items():
         try:
-            Freezer(io.BytesIO(), {}, set(), has_attributes=True).dump(value)
+            Freezer(io.BytesIO(), {}, has_attributes=True).dump(value)
         except Exception as error:  # the same that is being told
             return f"{key!r} ({type(error).__name__})"
     return "a part"

@@ -29,7 +29,6 @@ class Freezer(pickle.Pickler):
     Args:
         file: Where the pickle goes.
         lent: Loans, by the address of what is lent.
-        late: Identities of tensors whose copies steps alone wait for.
         has_attributes: Whether attributes of plain tensors and parameters are pickled with them,
             as ``torch.save`` does.
 
@@ -43,7 +42,6 @@ class Freezer(pickle.Pickler):
         self,
         file: io.BytesIO,
         lent: Mapping[int, Lent],
-        late: set[int],
         *,
         has_attributes: bool = False,
     ) -> None:
@@ -52,7 +50,6 @@ class Freezer(pickle.Pickler):
         self.kept: list[Any] = []
         self.lent: set[int] = set()
         self._by_address = lent
-        self._late = late
         self._has_attributes = has_attributes
         self._tokens: dict[int, Any] = {}
         self._alive: list[Any] = []  # an identity is that of something living
@@ -112,7 +109,7 @@ class Freezer(pickle.Pickler):
             self.lent.add(address)
             self.encoder.tensor(name, lent.value, is_early=False, lent=lent)
         else:
-            self.encoder.tensor(name, value, is_early=id(value) not in self._late)
+            self.encoder.tensor(name, value)
         is_plain = type(value) in (Tensor, torch.nn.Parameter)
         attributes = dict(vars(value)) if self._has_attributes and is_plain else {}
         return name, type(value) is torch.nn.Parameter, value.requires_grad, attributes or None

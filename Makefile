@@ -7,8 +7,11 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 GPU_PYTHON ?= python3
 TEST_ARGS ?=
+# Processes that the tests are spread over, a file at a time; 0 runs them in one.
+JOBS ?= 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+SECONDS ?= 60
 
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
@@ -22,13 +25,21 @@ VERL_BIN := $(CURDIR)/$(VERL_VENV)/bin
 VERL_STAMP := $(VERL_VENV)/.installed-$(shell (cat pyproject.toml constraints-verl.txt; echo '$(TORCH)') | cksum | tr ' ' '-')
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-verl check bench bench-checkpoint gpu
+.PHONY: demo test torture test-verl check bench bench-checkpoint gpu
 
 demo: $(STAMP)
 	$(RUN) residency demo $(DEMO_ARGS)
 
 test: $(STAMP)
-	$(RUN) python -m pytest --timeout=300 $(TEST_ARGS)
+	$(RUN) python -m pytest --timeout=300 -n $(JOBS) --dist loadfile $(TEST_ARGS)
+
+# Judges that know the public documentation alone, each for SECONDS seconds, with fresh seeds.
+torture: $(STAMP)
+	$(RUN) TORTURE_SECONDS=$(SECONDS) python -m pytest -s tests/torture $(TEST_ARGS)
+
+# The second tier: every operator, module and optimizer of torch over the simulated accelerator.
+test-all: $(STAMP)
+	$(RUN) python -m pytest -m whole $(TEST_ARGS)
 
 # verl pins an older transformers than the other tests take, so it has an environment of its own.
 test-verl: $(VERL_STAMP)

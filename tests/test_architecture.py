@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,9 @@ PACKAGE = "residency"
 LAYERS = (
     ("_errors",),
     ("_units",),
+    ("_registries",),
+    ("_modes",),
+    ("_storages",),
     ("_device",),
     ("sim",),
     ("_transfer",),
@@ -420,3 +424,25 @@ def test_a_door_without_an_ordered_list_is_found(tmp_path: Path) -> None:
         "integrations/one.py has an __all__ that is not sorted: ['b', 'a']",
         "integrations/two.py has no __all__",
     ]
+
+
+# A fact of the format stands in one file.
+FORMAT_FACTS = {
+    "the key of a node's kind": (r"^\$$", "_checkpoint/_nodes.py"),
+    "the name of a published save": (r"step-\(", "_checkpoint/_disk/_layout.py"),
+    "what a note says of a tensor": (r"^of_rank$", "_checkpoint/_notes.py"),
+    "a dtype's name in the format": (r"^BF16$", "_checkpoint/_dtypes.py"),
+}
+
+
+@pytest.mark.parametrize("fact", FORMAT_FACTS)
+def test_a_fact_of_the_format_stands_in_one_file(fact):
+    text, home = FORMAT_FACTS[fact]
+    users = {
+        file
+        for file, tree in parse(ROOT).items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if re.search(text, node.value)
+    }
+    assert users - {"_checkpoint/_disk/_header.py"} == {home}  # it has the sizes by these names

@@ -53,13 +53,13 @@ def sync_path(path: Path) -> None:
 
 
 @contextmanager
-def residency_save(state: State, *, prepared: bool = True) -> Iterator[Begin]:
+def residency_save(state: State, *, prepared: bool = True, verify: str = "gate") -> Iterator[Begin]:
     import residency
 
     # A new directory per path, as each peer has it; one checkpointer, as a run has it.
     with (
         tempfile.TemporaryDirectory(dir=os.environ["BENCH_FOLDER"]) as folder,
-        residency.Checkpointer(folder, keep=1) as saver,
+        residency.Checkpointer(folder, keep=1, verify=verify) as saver,
     ):
         if prepared:
             saver.prepare(state.named())
@@ -203,6 +203,7 @@ FLOORS = ("floor O_DIRECT x1", "floor O_DIRECT x2", "floor O_DIRECT x4")
 SAVERS: dict[str, Saver] = {
     OURS: residency_save,
     "residency, no prepare": partial(residency_save, prepared=False),
+    "residency, verify=read": partial(residency_save, verify="read"),
     "torch.save": partial(torch_save, fsync=False),
     "torch.save + fsync": partial(torch_save, fsync=True),
     "safetensors": partial(safetensors_save, fsync=False),

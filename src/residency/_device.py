@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from residency._errors import InvalidArgumentError, RefusedError
+from residency._modes import callers_modes_off
 
 
 def accelerator() -> torch.device | None:
@@ -67,7 +68,9 @@ def allocate_pinned(num_bytes: int) -> Tensor:
     Returns:
         An uninitialised ``uint8`` tensor of shape ``[num_bytes]`` on the host.
     """
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinning_available())
+    with callers_modes_off():
+        pin = is_pinning_available()
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin)
 
 
 def release_pinned_cache() -> None:

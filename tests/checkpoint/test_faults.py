@@ -19,7 +19,7 @@ from torch import nn
 
 import residency
 from residency import CheckpointError, CorruptSaveError, RefusedError
-from residency._checkpoint import _capture, _checkpointer
+from residency._checkpoint import _capture
 from residency._checkpoint._capture import Held
 from residency._checkpoint._disk._publish import CheckpointDirectory
 from residency._checkpoint._disk._system import System
@@ -223,7 +223,7 @@ def test_an_interrupt_in_a_save_leaves_nothing_behind(tmp_path, run, goes_on, mo
         raise KeyboardInterrupt
 
     module, name = {
-        "before": (_checkpointer, "capture"),
+        "before": (_capture, "describe"),
         "copies": (_capture, "_copy_group"),
         "after": (CheckpointDirectory, "check_writable"),
     }[where]
@@ -320,6 +320,7 @@ def test_a_forked_process_waits_for_no_loan_of_its_parent(tmp_path, run, held_wr
 
 def test_what_dead_writers_left_goes_at_the_first_save_and_other_files_stay(tmp_path, run):
     (tmp_path / ".saving-00000007-dead-1").mkdir()
+    (tmp_path / ".saving-00000007-dead-1" / ".writers").touch()
     (tmp_path / ".saving-00000007-dead-1" / "model.safetensors").write_bytes(b"half")
     (tmp_path / "step-00000003").mkdir()  # without a manifest it is no save
     (tmp_path / "notes.txt").write_text("mine")

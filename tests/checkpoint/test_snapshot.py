@@ -329,12 +329,11 @@ def test_a_word_that_verify_does_not_know_is_refused(lab):
         residency.snapshot({}, verify="some")
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, on the import
 def test_names_of_wrappers_are_not_part_of_names(lab):
     model = nn.Linear(2, 2).to(lab.device)
-    compiled = copy.deepcopy(model)
-    wrapper = nn.Module()
-    wrapper._orig_mod = compiled
-    tree = residency.snapshot({"model": nn.DataParallel(model), "compiled": wrapper}).tree
+    compiled = torch.compile(copy.deepcopy(model))
+    tree = residency.snapshot({"model": nn.DataParallel(model), "compiled": compiled}).tree
     assert list(tree["model"]) == list(tree["compiled"]) == ["weight", "bias"]
 
 

@@ -398,6 +398,18 @@ def test_bad_input_is_named_and_nothing_moves(device: torch.device) -> None:
             pass
 
 
+def test_what_cannot_even_be_shown_is_named_all_the_same(device: torch.device) -> None:
+    class Mute:
+        def __repr__(self) -> str:
+            raise RuntimeError("no")
+
+    with (
+        pytest.raises(residency.InvalidArgumentError, match="park is <Mute instance"),
+        residency.hand_off(1, park=Mute()),
+    ):
+        pass
+
+
 def test_owners_may_come_from_a_generator(device: torch.device) -> None:
     model = make_model(device)
     with hand_off(everything_but(2, device), park=(part for part in [model])):

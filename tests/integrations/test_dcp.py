@@ -32,10 +32,10 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import residency
 from residency import CorruptSaveError, RefusedError
-from residency._checkpoint._blocks import STORED_DTYPES
 from residency._checkpoint._disk._manifest import Record
 from residency._checkpoint._disk._parts import FilePlan, Part
 from residency._checkpoint._disk._publish import CheckpointDirectory, SaveRequest
+from residency._checkpoint._dtypes import STORED_DTYPES
 from residency._checkpoint._sources import open_source
 from residency.integrations.dcp import ResidencyStorageReader, ResidencyStorageWriter
 
@@ -266,6 +266,14 @@ def test_a_save_is_whole_without_a_state_to_load_into(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------- the calls of dcp
+
+
+def test_a_name_that_looks_like_a_rank_keeps_its_file(tmp_path: Path) -> None:
+    state = {"rank-0": {"w": torch.arange(5.0)}, "rank-00000": {"w": torch.ones(3)}}
+    dcp.save(state, storage_writer=ResidencyStorageWriter(tmp_path / "s"), no_dist=True)
+    found = {name: {"w": torch.zeros_like(each["w"])} for name, each in state.items()}
+    dcp.load(found, storage_reader=ResidencyStorageReader(tmp_path / "s"), no_dist=True)
+    assert is_same(found, state)
 
 
 def test_a_save_may_begin_anew_at_another_path(tmp_path: Path) -> None:

@@ -110,6 +110,71 @@ def test_what_somebody_else_writes_to_a_parameter_counts(lab):
     assert_is(lab, optimizer, parameters, reference)
 
 
+def assign_half(p):
+    p.data = p.data * 0.5
+
+
+BEHIND_THE_COUNTER = {
+    "clamped": lambda p: p.data.clamp_(-0.01, 0.01),
+    "copied": lambda p: p.data.copy_(p.data * 0.5),
+    "assigned": assign_half,
+    "vector": lambda p: torch.nn.utils.vector_to_parameters(p.detach().reshape(-1) * 0.5, [p]),
+    "sign of zero": lambda p: p.data.fill_(-0.0),
+    "storage": lambda p: p.untyped_storage().fill_(0),
+}
+
+
+@pytest.mark.parametrize("resident", [0, "1MiB"])
+@pytest.mark.parametrize("how", BEHIND_THE_COUNTER)
+def test_what_is_written_past_the_version_counter_counts(lab, how, resident):
+    optimizer, parameters = streamed(lab, resident=resident)
+    reference = Reference(lab, "AdamW", {}, lab.parameters(dtype=torch.bfloat16))
+    for each, all_parameters in ((optimizer, parameters), (reference, reference.parameters)):
+        lab.take_steps(each, all_parameters, range(2))
+        for p in all_parameters:
+            BEHIND_THE_COUNTER[how](p)
+    with torch.no_grad():
+        for master, p in zip(reference.masters, reference.parameters, strict=True):
+            # Clamping leaves most of the small weights, and so their masters.
+            rounded = master.to(p.dtype)
+            is_same = rounded.view(torch.int16) == p.view(torch.int16)
+            master.copy_(torch.where(is_same, master, p.float()))
+    lab.take_steps(optimizer, parameters, range(2, 4))
+    lab.take_steps(reference, reference.parameters, range(2, 4))
+    assert_is(lab, optimizer, parameters, reference)
+
+
+class Marking(torch.optim.Optimizer):
+    """Reads and sets attributes of its parameters."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] * getattr(p, "scale", 1.0))
+                    p.times = getattr(p, "times", 0) + 1
+
+
+def test_a_master_has_the_attributes_of_its_parameter(lab):
+    parameters = lab.parameters(dtype=torch.bfloat16)
+    optimizer = Marking(parameters, lr=1e-2)
+    residency.offload_optimizer(optimizer, master_weights=True)
+    before = [p.detach().float() for p in parameters]
+    for p in parameters:
+        p.scale = 0.5
+    for step in range(2):
+        lab.set_gradients(parameters, step, missing=False)
+        before = [b - p.grad.float() * 1e-2 * 0.5 for b, p in zip(before, parameters, strict=True)]
+        optimizer.step()
+    assert [p.times for p in parameters] == [2] * len(parameters)
+    for p, b in zip(parameters, before, strict=True):
+        assert torch.allclose(p.detach().float(), b, rtol=1e-2, atol=1e-3)
+
+
 def test_an_optimizer_that_has_stepped_goes_on_in_float32(lab):
     reference = Reference(lab, "AdamW", {}, lab.parameters(dtype=torch.bfloat16))
     parameters = lab.parameters(dtype=torch.bfloat16)

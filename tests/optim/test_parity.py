@@ -187,3 +187,22 @@ def test_a_step_without_any_gradient_changes_nothing(lab):
     optimizer.step()
     assert all(torch.equal(p.detach().cpu(), b) for p, b in zip(parameters, before, strict=True))
     assert len(optimizer.state) == 0
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, None])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_gradients_of_another_dtype_than_their_parameters_are_stepped(lab, grad_dtype, foreach):
+    results = []
+    for offload in (False, True):
+        parameters = lab.parameters(dtype=torch.bfloat16)
+        optimizer = torch.optim.SGD(parameters, lr=0.5, momentum=0.9, foreach=foreach)
+        if offload:
+            residency.offload_optimizer(optimizer, bucket=lab.bucket // 2)
+        for p in parameters:
+            p.grad_dtype = grad_dtype
+        for step in range(3):
+            for index, p in enumerate(parameters):
+                p.grad = torch.full(p.shape, step + index + 0.1, device=lab.device)
+            optimizer.step()
+        results.append(lab.read(optimizer, parameters))
+    lab.assert_equal(*results)

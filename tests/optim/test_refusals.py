@@ -278,3 +278,50 @@ def test_a_group_that_makes_a_foreign_class_couple_its_parameters_is_refused(lab
         optimizer.add_param_group({"params": parameters[3:]})
     assert len(optimizer.param_groups) == 1
     lab.take_steps(optimizer, parameters[:3], range(1))
+
+
+@pytest.mark.parametrize("flag", ["capturable", "differentiable"])
+@pytest.mark.parametrize("how", ["loaded", "set by hand", "moved"])
+def test_a_setting_that_cannot_be_streamed_is_refused_at_every_entrance(lab, flag, how):
+    optimizer, parameters = lab.adamw(offload=True)
+    lab.take_steps(optimizer, parameters, range(2), missing=False)
+    saved = copy.deepcopy(optimizer.state_dict())
+    before = lab.read(optimizer, parameters)
+    lab.set_gradients(parameters, 2, missing=False)
+    if how == "loaded":
+        saved["param_groups"][1][flag] = True
+        with pytest.raises(residency.RefusedError, match=f"{flag}=True"):
+            optimizer.load_state_dict(saved)
+    elif how == "set by hand":
+        optimizer.param_groups[1][flag] = True
+        with pytest.raises(residency.RefusedError, match=f"{flag}=True"):
+            optimizer.step()
+        optimizer.param_groups[1][flag] = False
+    else:
+        model = torch.nn.ParameterList(parameters).cpu()
+        on_host = torch.optim.AdamW(lab.groups(list(model)), lr=1e-2)
+        residency.offload_optimizer(on_host)
+        on_host.param_groups[1][flag] = True
+        model.to(lab.device)
+        lab.set_gradients(parameters, 2, missing=False)
+        with pytest.raises(residency.RefusedError, match=f"{flag}=True"):
+            on_host.prime()
+        return
+    lab.assert_equal(lab.read(optimizer, parameters), before)
+    optimizer.step()
+    plain, others = lab.adamw()
+    lab.take_steps(plain, others, range(3), missing=False)
+    lab.assert_equal(lab.read(optimizer, parameters), lab.read(plain, others))
+
+
+def test_adafactor_with_two_precisions_in_a_group_and_no_epsilon_is_refused(device):
+    def make(**settings):
+        parameters = [
+            torch.nn.Parameter(torch.ones(4, 4, device=device, dtype=dtype))
+            for dtype in (torch.float32, torch.bfloat16)
+        ]
+        return torch.optim.Adafactor(parameters, lr=0.05, **settings)
+
+    with pytest.raises(residency.RefusedError, match=r"eps\[0\]=None"):
+        residency.offload_optimizer(make())
+    residency.offload_optimizer(make(eps=(1e-30, 1e-3)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import residency
-from residency._optim import _stream
+from residency._optim import _stream, _unit_step
 from residency._transfer import Gate, Lanes
 
 pytestmark = pytest.mark.sim
@@ -80,16 +80,16 @@ def test_a_step_that_fails_midway_leaves_no_copy_on_its_way_into_freed_memory(
     optimizer, parameters = lab.adamw(offload=True)
     lab.take_steps(optimizer, parameters, range(2))
     before = torch.accelerator.memory_allocated()
-    shadow_step = _stream.shadow_step
+    shadow = _unit_step.Shadow
     calls = []
 
     def fail_at_the_second_unit(*args: object) -> object:
         calls.append(args)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return shadow_step(*args)
+        return shadow(*args)
 
-    monkeypatch.setattr(_stream, "shadow_step", fail_at_the_second_unit)
+    monkeypatch.setattr(_unit_step, "Shadow", fail_at_the_second_unit)
     lab.set_gradients(parameters, 2)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import HashStore
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -116,7 +117,98 @@ def out_of_memory() -> None:
 
 
 @case
+def what_is_not_the_device_s_is_refused() -> None:
+    for figures in (torch.cuda.memory_allocated, torch.cuda.memory_stats, torch.cuda.mem_get_info):
+        with pytest.raises(RuntimeError, match="Invalid device argument 1"):
+            figures(1)
+    with pytest.raises(RuntimeError, match="invalid device pointer"):
+        torch.cuda.caching_allocator_delete(12345)
+    torch.cuda.caching_allocator_delete(0)
+    assert torch.cuda.memory_stats()["num_oom_rejections"] == 0
+
+
+@case
+def a_memory_history_is_accepted_and_a_snapshot_refused() -> None:
+    with pytest.warns(UserWarning, match="records no memory history"):
+        torch.cuda.memory._record_memory_history()
+    torch.cuda.memory._record_memory_history(enabled=None)
+    with pytest.raises(sim.SimulatorError, match="snapshots"):
+        torch.cuda.memory._snapshot()
+    with pytest.raises(sim.SimulatorError, match="observers"):
+        torch._C._cuda_attach_out_of_memory_observer(print)
+
+
+@case
+def products_are_deterministic_only_where_a_setting_says_so() -> None:
+    a = torch.ones(2, 2, device="cuda")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+        torch.use_deterministic_algorithms(True)
+        try:
+            with pytest.raises(RuntimeError, match="CUBLAS_WORKSPACE_CONFIG"):
+                a @ a
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            with pytest.warns(UserWarning, match="CUBLAS_WORKSPACE_CONFIG"):
+                a @ a
+            torch.use_deterministic_algorithms(True)
+            patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            assert (a @ a).sum().item() == 8.0
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+@case
+def an_index_out_of_bounds_loses_the_device() -> None:
+    for schedule in ("late", "eager"):
+        sim.enable("1GiB", check_races=True, schedule=schedule)
+        x = torch.zeros(3, device="cuda")
+        x[torch.tensor([5], device="cuda")]  # the program goes on
+        calls = (
+            torch.cuda.synchronize,
+            lambda x=x: x.add_(1.0),
+            lambda x=x: x.sum().item(),
+            lambda: torch.ones(3).to("cuda"),
+            torch.cuda.synchronize,
+        )
+        for call in calls:
+            with pytest.raises(torch.AcceleratorError, match=r"device-side assert(.|\n)*index 5"):
+                call()
+        sim.enable("1GiB", check_races=True)
+        assert torch.ones(3, device="cuda").sum().item() == 3.0
+
+
+@case
+def what_the_host_can_check_does_not_lose_the_device() -> None:
+    for wrong in (
+        lambda: torch.zeros(2, 3, device="cuda") @ torch.zeros(2, 3, device="cuda"),
+        lambda: torch.zeros(3, device="cuda").sum(dim=4),
+        lambda: torch.zeros(3, device="cuda")[7],
+        lambda: torch.zeros(3, device="cuda").index_select(2, torch.tensor([0], device="cuda")),
+    ):
+        with pytest.raises((RuntimeError, IndexError)):
+            wrong()
+        torch.cuda.synchronize()
+
+
+@case
+def distributed_tensors_draw_random_numbers() -> None:
+    torch.distributed.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
+    try:
+        with torch.device("meta"):
+            model = nn.Linear(64, 64)
+        fully_shard(model, mesh=init_device_mesh("cuda", (1,)))
+        model.to_empty(device="cuda")
+        nn.init.normal_(model.weight)
+        assert 0.9 < model.weight.to_local().std().item() < 1.1
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@case
 def random_states() -> None:
+    torch.cuda.manual_seed(4)
+    torch.randn(9, device="cuda")
+    assert torch.cuda.get_rng_state().view(torch.int64).tolist() == [4, 4]
     state = torch.cuda.get_rng_state()
     drawn = torch.randn(9, device="cuda")
     torch.cuda.set_rng_state(state)

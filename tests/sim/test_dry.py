@@ -159,3 +159,192 @@ def test_the_capacity_holds_in_the_dry_mode_too(allocate: Callable[[], torch.Ten
         allocate()
     assert accelerator.memory_stats()["num_ooms"] >= 1
     assert accelerator.memory_allocated() >= held.numel()
+
+
+# ------------------------------------------------------------- what torch's own code branches on
+
+
+def test_half_precision_with_a_scaler_steps_in_dry_mode() -> None:
+    def run(dry: bool) -> tuple[int, int]:
+        sim.enable("1GiB", dry=dry)
+        model = torch.nn.Linear(512, 512, device="sim")
+        optimizer = torch.optim.AdamW(model.parameters())
+        scaler = torch.amp.GradScaler("sim", init_scale=1024.0)
+        accelerator.reset_peak_memory_stats()
+        for _ in range(2):
+            with torch.autocast("sim", torch.float16):
+                loss = model(torch.ones(8, 512, device="sim")).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        accelerator.synchronize()
+        return len(optimizer.state), accelerator.max_memory_allocated()
+
+    real = run(dry=False)
+    gc.collect()
+    assert run(dry=True) == real
+    assert real[0] == 2
+
+
+def test_nothing_is_zero_and_every_check_holds_in_dry_mode() -> None:
+    sim.enable("1GiB", dry=True)
+    x = torch.ones(4, 6, device="sim")
+    assert (x == 0).sum().item() == 0
+    assert not (x == 0).any()
+    assert len((x == 0).nonzero()) == 0
+    assert x.isfinite().all()
+    assert not x.isnan().any()
+    assert torch.allclose(x, x)
+    assert not torch.equal(x, x)
+    torch.distributions.Gamma(x, x).sample()  # it validates its arguments
+    count = (x == 0).sum()
+    count.add_(1)
+    assert count.item() == 1  # what is written later is not known
+
+
+# ------------------------------------------------------------- without a meta kernel of torch
+
+
+def test_masks_are_true_everywhere_in_dry_mode() -> None:
+    sim.enable("1GiB", dry=True)
+    x = torch.ones(4, 6, device="sim")
+    index = torch.zeros(4, dtype=torch.long, device="sim")
+    assert x.nonzero().shape == (24, 2)
+    assert x[x > 5].shape == (24,)
+    assert x[index > 5].shape == (4, 6)
+    assert x.masked_select(x > 5).shape == (24,)
+    assert [len(part) for part in torch.where(x > 5)] == [24, 24]
+    assert index.unique().shape == (4,)
+    values, inverse, counts = index.unique_consecutive(return_inverse=True, return_counts=True)
+    assert (len(values), len(inverse), len(counts)) == (4, 4, 4)
+    assert torch.unique(x, dim=1).shape == (4, 6)
+    assert index.bincount().shape == (1,)
+    assert index.bincount(minlength=7).shape == (7,)
+    assert x.repeat_interleave(index, dim=0).shape == (4, 6)
+    x[x > 5] = x[x > 5]
+    x.index_put_((x > 5,), torch.ones(24, device="sim"))
+
+
+def _backward(function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    x = torch.ones(4, 6, device="sim", requires_grad=True)
+    function(x).sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+_INDEX = {"dtype": torch.long, "device": "sim"}
+
+WITHOUT_META: dict[str, tuple[Callable[[], torch.Tensor], tuple[int, ...]]] = {
+    "exponential_": (lambda: torch.empty(4, 6, device="sim").exponential_(), (4, 6)),
+    "gumbel_softmax": (lambda: functional.gumbel_softmax(torch.ones(4, 6, device="sim")), (4, 6)),
+    "logcumsumexp": (lambda: torch.ones(4, 6, device="sim").logcumsumexp(1), (4, 6)),
+    "cummax": (lambda: torch.ones(4, 6, device="sim").cummax(1).indices, (4, 6)),
+    "multi_margin_loss": (
+        lambda: _backward(lambda x: functional.multi_margin_loss(x, torch.zeros(4, **_INDEX))),
+        (4, 6),
+    ),
+    "multilabel_margin_loss": (
+        lambda: _backward(
+            lambda x: functional.multilabel_margin_loss(x, torch.zeros(4, 6, **_INDEX))
+        ),
+        (4, 6),
+    ),
+    "masked_fill": (
+        lambda: _backward(lambda x: x.detach().masked_fill(x > 0, x.sum())),
+        (4, 6),
+    ),
+    "prod": (lambda: _backward(lambda x: x.prod(1)), (4, 6)),
+    "cov": (lambda: torch.ones(4, 6, device="sim").cov(), (4, 4)),
+    "lstsq": (
+        lambda: torch.linalg.lstsq(*torch.ones(2, 6, 4, device="sim").unbind()).solution,
+        (4, 4),
+    ),
+    "geqrf": (lambda: torch.geqrf(torch.ones(4, 6, device="sim")).tau, (4,)),
+    "histogram": (lambda: torch.histogram(torch.ones(24, device="sim"), 5).hist, (5,)),
+    "mode": (lambda: torch.ones(4, 6, device="sim").mode(1).values, (4,)),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_META)
+def test_an_operation_without_a_meta_kernel_has_its_shape(name: str) -> None:
+    sim.enable("1GiB", dry=True)
+    operation, shape = WITHOUT_META[name]
+    found = operation()
+    assert found.shape == shape
+    assert found.device.type == "sim"
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad])
+def test_a_fused_optimizer_steps_in_dry_mode(
+    optimizer: Callable[..., torch.optim.Optimizer],
+) -> None:
+    sim.enable("1GiB", dry=True)
+    weight = torch.nn.Parameter(torch.ones(4, 6, device="sim"))
+    weight.grad = torch.ones(4, 6, device="sim")
+    optimizer([weight], lr=0.1, fused=True).step()
+
+
+def test_a_large_operation_of_unknown_shape_is_refused_by_name() -> None:
+    sim.enable("4GiB", dry=True)
+    large = torch.empty(1 << 25, device="sim")
+    before = accelerator.memory_allocated()
+    with pytest.raises(NotImplementedError, match=r"Dry mode cannot tell the shapes .*histogram"):
+        torch.histogram(large, 5)
+    assert accelerator.memory_allocated() == before
+
+
+# ------------------------------------------------------------- bytes as in real mode
+
+
+BYTES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "mse_loss": functional.mse_loss,
+    "smooth_l1_loss": functional.smooth_l1_loss,
+    "binary_cross_entropy": lambda a, b: functional.binary_cross_entropy(a, b.detach()),
+    "ctc_loss": lambda a, _: functional.ctc_loss(
+        a.view(64, 4, 16).log_softmax(-1),
+        torch.ones(4, 5, dtype=torch.long, device="sim"),
+        torch.full((4,), 64, device="sim"),  # lengths on the device
+        torch.full((4,), 5, device="sim"),
+    ),
+    "unfold": lambda a, _: functional.unfold(a.view(1, 16, 16, 16), 3),
+    "prod": lambda a, _: a.prod(),
+    "prod_dim": lambda a, _: a.prod(-1),
+    "cumprod": lambda a, _: a.cumprod(-1),
+    "layer_norm": lambda a, _: functional.layer_norm(a.bfloat16(), (64,)),
+    "batch_norm": lambda a, _: functional.batch_norm(a.bfloat16(), None, None, training=True),
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_a_step_takes_the_same_bytes_in_both_modes(name: str) -> None:
+    def run(dry: bool) -> tuple[int, int]:
+        sim.enable("1GiB", dry=dry)
+        a, b = (torch.ones(64, 64, device="sim", requires_grad=True) for _ in range(2))
+        accelerator.reset_peak_memory_stats()
+        result = BYTES[name](a, b)
+        kept = accelerator.memory_allocated()
+        result.sum().backward()
+        accelerator.synchronize()
+        return kept, accelerator.max_memory_allocated()
+
+    real = run(dry=False)
+    gc.collect()
+    assert run(dry=True) == real
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+def test_norms_keep_their_statistics_in_float32_as_on_cuda(weight_dtype: torch.dtype) -> None:
+    sim.enable("1GiB")
+    on_host = torch.randn(8, 64).bfloat16().requires_grad_()
+    weight = torch.randn(64).to(weight_dtype).requires_grad_()
+    x, w = (t.detach().to("sim").requires_grad_() for t in (on_host, weight))
+    results = torch.native_layer_norm(x, (64,), w, None, 1e-5)
+    assert [t.dtype for t in results] == [torch.bfloat16, torch.float32, torch.float32]
+    expected = torch.native_layer_norm(on_host, (64,), weight, None, 1e-5)
+    for result, e in zip(results, expected, strict=True):
+        assert torch.equal(result.cpu(), e.to(result.dtype))
+    results[0].sum().backward()
+    expected[0].sum().backward()
+    for found, wanted in ((x, on_host), (w, weight)):
+        assert torch.equal(found.grad.cpu(), wanted.grad)

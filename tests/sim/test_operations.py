@@ -737,3 +737,9 @@ def test_a_training_run_has_the_losses_that_it_has_on_the_cpu(use_checkpoint: bo
     found = _train("sim", use_checkpoint)
     assert found == _train("cpu", use_checkpoint)
     assert found[-1] < found[0]
+
+
+def test_replicating_pads_keep_the_layout_of_images() -> None:
+    images = _random("cpu", 2, 3, 4, 4).to(memory_format=torch.channels_last)
+    expected = functional.pad(images, (1, 2, -1, 1), mode="replicate")
+    _assert_same(functional.pad(images.to("sim"), (1, 2, -1, 1), mode="replicate"), expected)

@@ -50,6 +50,35 @@ def test_bytes_that_a_test_leaves_behind_fail_it_with_the_figures(run_tests) -> 
 
 
 @sim_only
+def test_foreign_tensors_neither_run_nor_hide_what_a_test_left(run_tests) -> None:
+    result = run_tests(
+        """
+        import pytest, torch
+
+        kept = []
+
+        class Evil(torch.Tensor):
+            @classmethod
+            def __torch_function__(cls, function, types, args=(), kwargs=None):
+                raise RuntimeError("foreign code ran")
+
+            device = shape = nbytes = property(lambda self: 1 / 0)
+
+        @pytest.mark.device_memory(growth="0B")
+        def test_leaks(sim_device):
+            kept.append(torch.ones(1024, device=sim_device).as_subclass(Evil))
+            kept.append(torch.eye(3).to_sparse())
+            kept.append(torch.empty(10, device="meta"))
+        """
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["The test left 4.00 KiB on sim:0*", "*tensors on the device now:*Evil (1024,) float32 *"]
+    )
+    result.stdout.no_fnmatch_line("*foreign code ran*")
+
+
+@sim_only
 def test_missing_waits_and_too_little_memory_fail_the_test_that_has_them(run_tests) -> None:
     result = run_tests(
         """

@@ -6,7 +6,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from residency._checkpoint._disk._header import METADATA
 from residency._checkpoint._disk._publish import Retention
+from residency._checkpoint._nodes import KIND, is_plain_key
 from residency._errors import InvalidArgumentError
 from residency._units import parse_bytes
 
@@ -43,6 +45,34 @@ def spare_bytes(spare: int | str | None) -> int | None:
     return sys.maxsize if spare == "all" else parse_bytes(spare, name="spare")
 
 
+def check_metrics(metrics: Any) -> dict[str, float]:
+    """Returns the figures of a step as numbers, read now.
+
+    Raises:
+        InvalidArgumentError: A name is no string, or a figure is no number.
+    """
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
+        raise InvalidArgumentError(
+            f"metrics is {metrics!r}; expected a mapping of names to numbers, such as "
+            '{"loss": 0.5}.'
+        )
+    return {name: _figure(name, value) for name, value in metrics.items()}
+
+
+def _figure(name: str, value: Any) -> float:
+    error: Exception | None = None
+    if not isinstance(value, str | bytes | bytearray):  # float() would parse them
+        try:
+            return float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as found:  # a tensor of two
+            error = found
+    raise InvalidArgumentError(
+        f"the metric {name!r} is {value!r}; expected one number. Nothing was saved."
+    ) from error
+
+
 def check_state(step: Any, state: Any, rng: bool) -> None:
     """Raises InvalidArgumentError unless these can be saved as a step and a state."""
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
@@ -51,6 +81,13 @@ def check_state(step: Any, state: Any, rng: bool) -> None:
         raise InvalidArgumentError(
             f"the state is a {type(state).__name__}; expected a mapping with names as keys, such "
             'as {"model": model, "optimizer": optimizer}.'
+        )
+    unfit = [name for name in state if name in ("", METADATA) or not is_plain_key(name)]
+    if unfit:
+        raise InvalidArgumentError(
+            f"the state has the name {unfit[0]!r}; expected names with a letter in them, none that "
+            f"begins with {KIND!r}, none that UTF-8 cannot write, and not {METADATA!r}, which the "
+            "format of the files has for itself."
         )
     if rng and RNG in state:
         raise InvalidArgumentError(

@@ -15,33 +15,14 @@ import torch
 from torch import Tensor
 
 from residency._checkpoint._disk._manifest import Record
-from residency._checkpoint._encode import Leaf
+from residency._checkpoint._dtypes import STORED_DTYPES
+from residency._checkpoint._encode import SPAN, Leaf
+from residency._checkpoint._notes import bytes_note, elsewhere_note, shard_note, view_note
 from residency._checkpoint._tree import check_plain_layout
 from residency._errors import RefusedError
 from residency._transfer import Lent, is_sharded, local_of
 
-# What safetensors has; everything else is stored as bytes. Source: safetensors 0.8,
-# `safetensors/src/tensor.rs`, Dtype.
-STORED_DTYPES: dict[torch.dtype, str] = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.int16: "I16",
-    torch.uint16: "U16",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int32: "I32",
-    torch.uint32: "U32",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.uint64: "U64",
-    torch.complex64: "C64",
-}
 _MAX_ITEMSIZE = torch.complex128.itemsize
-_SUFFIX_OF_SPAN = ".__storage__"
 
 
 class Layout(NamedTuple):
@@ -117,7 +98,7 @@ def make_blocks(
         elif rank is not None and leaf.name in replicated:
             writer = 0
         if writer != rank:
-            note["of_rank"] = writer
+            note |= elsewhere_note(writer)
         if note:
             special[leaf.name] = note
         if writer != rank or note.get("offsets", ()) is None:
@@ -127,6 +108,7 @@ def make_blocks(
             continue
         first = int(local.storage_offset()) * local.element_size()
         last = first + _span_elements(local) * local.element_size()
+        _check_has_bytes(leaf, local, last)
         key = local.device, local.untyped_storage().data_ptr()
         by_storage.setdefault(key, []).append(_Placed(leaf, local, first, last))
     for placed in by_storage.values():
@@ -134,6 +116,17 @@ def make_blocks(
     order = {name: index for index, name in enumerate(leaves)}
     blocks.sort(key=lambda block: min(order[name] for name in block.layouts))
     return Blocks(blocks, special)
+
+
+def _check_has_bytes(leaf: Leaf, local: Tensor, last: int) -> None:
+    """Refuses a tensor whose storage was made shorter than it; its bytes are nowhere."""
+    found = local.untyped_storage().nbytes()
+    if found < last:
+        raise RefusedError(
+            f"{leaf.name} needs {last} bytes of a storage that has {found}: its memory was freed, "
+            "as FSDP1 does with parameters that are gathered elsewhere. Nothing was saved; save it "
+            "where it has its memory."
+        )
 
 
 def _span_elements(tensor: Tensor) -> int:
@@ -159,9 +152,13 @@ def _block_of(cluster: list[_Placed], special: dict[str, Any]) -> Block:
     if len({each.local.dtype for each in cluster}) > 1:
         first = first // _MAX_ITEMSIZE * _MAX_ITEMSIZE  # each lies at a multiple of its itemsize
     last = max(each.last for each in cluster)
-    span = _bytes_of(cluster[0].local, first, last)
+    # Storages of one address may differ in length: two `from_numpy` over one array.
+    longest = max(cluster, key=lambda each: each.local.untyped_storage().nbytes())
+    span = _bytes_of(longest.local, first, last)
     is_early = any(each.leaf.is_early for each in cluster)
-    lent = cluster[0].leaf.lent
+    # Only what is lent whole is; else the bytes are copied, and the loan ends.
+    loans = (p.leaf.lent for p in cluster if (p.first, p.last) == (first, last))
+    lent = next((each for each in loans if each is not None), None)
     layouts = {
         each.leaf.name: Layout(
             each.local.dtype, tuple(each.local.shape), each.local.stride(), each.first - first
@@ -170,7 +167,7 @@ def _block_of(cluster: list[_Placed], special: dict[str, Any]) -> Block:
     }
     whole = _whole_of(cluster, last - first)
     if whole is None:
-        name = cluster[0].leaf.name + _SUFFIX_OF_SPAN
+        name = cluster[0].leaf.name + SPAN
         record = Record(name, "U8", (last - first,), last - first)
         seen, gather = layouts, None
     else:
@@ -181,7 +178,10 @@ def _block_of(cluster: list[_Placed], special: dict[str, Any]) -> Block:
         others = {n: each for n, each in layouts.items() if n != record.name}
         seen = others if is_in_order else dict.fromkeys(others, _in_order(layout))
     for name, layout in seen.items():
-        special.setdefault(name, {}).update(_view_note(layout, record.name))
+        note = view_note(
+            layout.dtype, layout.shape, stride=layout.stride, of=record.name, start=layout.start
+        )
+        special.setdefault(name, {}).update(note)
     return Block(record, span, gather, is_early, lent, layouts, last - first)
 
 
@@ -227,24 +227,9 @@ def _record(leaf: Leaf, layout: Layout, special: dict[str, Any]) -> Record:
     stored = STORED_DTYPES.get(layout.dtype)
     offsets = _offsets_of(leaf.value) if is_sharded(leaf.value) else None
     if stored is None:
-        note = {"dtype": _name_of(layout.dtype), "shape": list(layout.shape)}
-        special.setdefault(leaf.name, {}).update(note)
+        special.setdefault(leaf.name, {}).update(bytes_note(layout.dtype, layout.shape))
         return Record(leaf.name, "U8", (num_bytes,), num_bytes)
     return Record(leaf.name, stored, layout.shape, num_bytes, offsets)
-
-
-def _view_note(layout: Layout, of: str) -> dict[str, Any]:
-    return {
-        "dtype": _name_of(layout.dtype),
-        "shape": list(layout.shape),
-        "stride": list(layout.stride),
-        "of": of,
-        "start": layout.start,
-    }
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _shard_note(leaf: Leaf, local: Tensor) -> dict[str, Any]:
@@ -258,10 +243,8 @@ def _shard_note(leaf: Leaf, local: Tensor) -> dict[str, Any]:
             "rank can save. Nothing was saved; redistribute it to Replicate() or Shard() first."
         )
     offsets = _offsets_of(sharded)
-    return {
-        "whole_shape": list(sharded.shape),
-        "offsets": None if local.numel() == 0 and sharded.numel() else list(offsets),
-    }
+    is_here = local.numel() > 0 or sharded.numel() == 0
+    return shard_note(sharded.shape, offsets if is_here else None)
 
 
 def _offsets_of(value: Any) -> tuple[int, ...]:

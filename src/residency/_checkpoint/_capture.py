@@ -12,7 +12,9 @@ their writers wait at the gate, which knows for each storage the event after its
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor
 from residency import _device
 from residency._checkpoint._blocks import Block, Blocks, Layout, make_blocks
 from residency._checkpoint._sums import Sums
-from residency._checkpoint._tree import Description, describe, end_loans
+from residency._checkpoint._tree import Description, describe
 from residency._errors import CheckpointError, InvalidArgumentError
 from residency._transfer import (
     Gate,
@@ -32,9 +34,12 @@ from residency._transfer import (
     lanes_of,
     local_of,
     memory_of,
+    wait_for_homes,
     watch_optimizers,
 )
 from residency._units import parse_bytes
+
+_logger = logging.getLogger("residency")
 
 _GROUP_BYTES = parse_bytes("64MiB")
 _PAGE = parse_bytes("4KiB")
@@ -42,31 +47,49 @@ _LONG = parse_bytes("64KiB")
 
 
 class Group:
-    """Is what one event covers: copies of some blocks to the host.
+    """What one event covers: copies of some blocks to the host.
+
+    Args:
+        device: Whose storages are copied; None where nothing is.
+        sources: Of them.
+        sums: See below.
 
     Attributes:
-        event: The event after the copies, None where they are done.
+        event: The event after the copies, None before they are queued and where they are done.
         sources: What keeps the copied storages alive until then.
         sums: Those over all bytes before and after, where they were asked for.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        sources: Sequence[Tensor] = (),
+        sums: Sums | None = None,
+    ) -> None:
+        self._device = device
         self.event: torch.Event | None = None
-        self.sources: list[Tensor] = []
-        self.sums: Sums | None = None
+        self.sources = list(sources)
+        self.sums = sums
+        self._is_over = device is None
 
     def finish(self) -> None:
         """Blocks the host until the copies are done; may be called from any thread, and again."""
-        if self.event is not None:
-            self.event.synchronize()
-            self.event = None
-            self.sources = []
-            if self.sums is not None:
-                self.sums.let_go()
+        event = self.event
+        if self._is_over or self._device is None:
+            return
+        if event is not None:
+            event.synchronize()
+        else:  # an exception came before the event; copies may be queued
+            lanes_of(self._device).d2h.synchronize()
+        self.sources = []
+        if self.sums is not None:
+            self.sums.let_go()
+        self._is_over = True
+        self.event = None
 
 
 class Held:
-    """Holds the bytes of one block on the host until they are released.
+    """The bytes of one block on the host, until they are released.
 
     Attributes:
         block: What the bytes are.
@@ -75,10 +98,11 @@ class Held:
 
     def __init__(self, block: Block, arena: SlabArena, region: Region | None) -> None:
         self.block = block
-        self.group = Group()
+        self.group = _NO_COPIES
         self._arena = arena
         self._region = region
         self._is_released = False
+        self._kept: Tensor | None = None
 
     @property
     def host(self) -> Tensor:
@@ -111,11 +135,19 @@ class Held:
         return all(event is None or event.query() for event in events)
 
     def keep(self, final: Tensor) -> Tensor:
-        """Hands the final bytes over for good: the tensor that it returns keeps the memory."""
+        """Hands the final bytes over for good: the tensor that it returns keeps the memory.
+
+        Called again, after an interrupt, it returns the same tensor.
+        """
+        if self._kept is None:
+            self._kept = final
+            if self._region is not None:
+                shape = [self.block.num_bytes]
+                self._kept = self._arena.tensor(self._region, torch.uint8, shape, [1])
+        if self.block.lent is not None:
+            self.block.lent.leave_to_memory()
         self._is_released = True
-        if self._region is None:
-            return final
-        return self._arena.tensor(self._region, torch.uint8, [self.block.num_bytes], [1])
+        return self._kept
 
     def stored(self) -> memoryview:
         """Returns the final bytes in the order in which they are stored."""
@@ -125,53 +157,129 @@ class Held:
         return memory_of(final)
 
     def release(self) -> None:
-        """Gives the memory back; waits for a copy into it that is still under way."""
-        if self._is_released:
-            return
-        self._is_released = True
-        self.group.finish()
+        """Gives the memory back, once no copy into it is under way; raises nothing of its own.
+
+        Memory into which a broken device may still copy is left alone for good.
+        """
         if self.block.lent is not None:
             self.block.lent.give_back()
-        elif self._region is not None:
+        if self._is_released or not has_ended(self.group):
+            return
+        self._is_released = True  # first: what is given back twice would serve two at once
+        if self._region is not None:
             self._arena.release(self._region)
 
 
+_NO_COPIES = Group()
+
+
+def has_ended(group: Group) -> bool:
+    """Waits for the copies of a group; returns False, and logs why, where the device cannot say."""
+    try:
+        group.finish()
+    except Exception as error:  # a failed kernel is told by whatever asks the device next
+        _logger.warning(
+            "copies of a save cannot be waited for: %s: %s", type(error).__name__, error
+        )
+        return False
+    return True
+
+
 class Capture:
-    """Is a state tree's bytes at one moment, on their way to the host or there.
+    """A state tree's bytes at one moment, on their way to the host or there.
+
+    It owns all that is taken for them, from the first loan on: loans, regions, copies under way.
+    ``describe`` or ``adopt`` comes first, then ``make_room``, then ``copy``.
 
     Attributes:
         description: The tree.
         blocks: What was copied, and how tensors lie in it.
         held: The bytes, for each block.
+        arena: Where they go.
     """
 
-    def __init__(self, description: Description, blocks: Blocks, held: Sequence[Held]) -> None:
-        self.description = description
-        self.blocks = blocks
-        self.held = tuple(held)
+    def __init__(self, arena: SlabArena) -> None:
+        self.description = Description({}, {})
+        self.blocks = Blocks([], {})
+        self.held: tuple[Held, ...] = ()
+        self.arena = arena
+        self._groups: dict[torch.device, list[tuple[Group, list[Held]]]] = {}
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # modules are empty then
+            self.release()
 
     @property
     def document(self) -> dict[str, Any]:
         """Returns the JSON document of the tree."""
         return {"tree": self.description.tree, "tensors": self.blocks.special}
 
-    def release(self) -> None:
-        """Gives all memory back, and lets go of what the caller has."""
+    def describe(self, tree: Any, *, keep: bool = False, rank: int | None = None) -> None:
+        """Finds what is to be taken, and borrows what is lent; see ``capture``."""
+        describe(tree, keep=keep, into=self.description)
+        self._lay_out(rank)
+
+    def adopt(self, description: Description, *, rank: int | None = None) -> None:
+        """Takes over a tree that is described already, with its loans."""
+        self.description = description
+        self._lay_out(rank)
+
+    def _lay_out(self, rank: int | None) -> None:
+        description = self.description
+        self.blocks = make_blocks(description.leaves, replicated=description.replicated, rank=rank)
+        lent = [block.lent for block in self.blocks.blocks if block.lent is not None]
+        description.loans.end(but=lent)
+
+    def make_room(self, *, verify: bool = False) -> None:
+        """Takes the memory that the bytes need, here and on the device; nothing is copied yet.
+
+        Raises:
+            RefusedError: The host has no room.
+        """
+        blocks = self.blocks.blocks
+        regions = iter(make_room(self.arena, sizes_of(blocks)))
+        self.held = tuple(
+            Held(block, self.arena, None if block.lent is not None else next(regions))
+            for block in blocks
+        )
+        self._groups = _groups_of(self.held, verify=verify)
+
+    def copy(self) -> None:
+        """Copies what the host has, and queues the copies of what a device has."""
+        to_copy = [h for h in self.held if h.block.lent is None and h.block.num_bytes]
+        on_host = [each for each in to_copy if each.block.span.is_cpu]
+        wait_for_homes([each.block.span for each in on_host])
+        for each in on_host:
+            each.host.copy_(each.block.span)
+            each.block.span = each.block.span.new_empty(0)
+        if self._groups:
+            watch_optimizers()
+        for device, groups in self._groups.items():
+            _queue_copies(device, groups)
+        for leaf in self.description.leaves.values():
+            local = local_of(leaf.value)
+            if leaf.lent is None and not local.is_cpu:
+                gate_of(local.device).keeping([local])
+
+    def release(self) -> bool:
+        """Gives all back, and lets go of what the caller has; from any thread, and again.
+
+        Returns:
+            Whether the arena may be used again: no copy into it is under way.
+        """
+        self.description.loans.end()  # first: a step may wait for them
+        groups = [group for here in self._groups.values() for group, _ in here]
+        ended = [has_ended(group) for group in groups]  # each is waited for
         for held in self.held:
             held.release()
+        self._groups = {}
         self.held = ()
         self.blocks.blocks.clear()
         self.description.leaves.clear()
+        return all(ended)
 
 
-def capture(
-    tree: Any,
-    *,
-    arena: SlabArena,
-    keep: bool = False,
-    verify: bool = False,
-    rank: int | None = None,
-) -> Capture:
+def capture(tree: Any, *, arena: SlabArena, keep: bool = False, verify: bool = False) -> Capture:
     """Begins to copy a state tree; returns when all copies are queued.
 
     Args:
@@ -179,8 +287,6 @@ def capture(
         arena: Where the bytes go, page-locked for copies that do not block the host.
         keep: Whether what is lent may be kept for good.
         verify: Whether to compare sums over all bytes before and after the copies.
-        rank: This process's, where each tensor that several ranks have is wanted of one alone;
-            None takes all that is here.
 
     Raises:
         RefusedError: Something in the tree cannot be saved, or the host has no room. Nothing is
@@ -190,36 +296,28 @@ def capture(
         Device: none (``verify``: 8 bytes per 16 KiB, and up to 32 KiB for each tensor). Host: the
         bytes of all blocks that are not lent, each rounded up to 512.
     """
-    return capture_described(describe(tree, keep=keep), arena=arena, verify=verify, rank=rank)
-
-
-def capture_described(
-    description: Description,
-    *,
-    arena: SlabArena,
-    verify: bool = False,
-    rank: int | None = None,
-) -> Capture:
-    """Is ``capture`` of a tree that is described already; its loans end where this fails."""
-    held: list[Held] = []
+    captured = Capture(arena)
     try:
-        blocks = make_blocks(description.leaves, replicated=description.replicated, rank=rank)
-        taken = {id(block.lent) for block in blocks.blocks}
-        end_loans(leaf for leaf in description.leaves.values() if id(leaf.lent) not in taken)
-        regions = iter(make_room(arena, sizes_of(blocks.blocks)))
-        for block in blocks.blocks:
-            held.append(Held(block, arena, None if block.lent is not None else next(regions)))
-        _copy(held, verify=verify)
-        for leaf in description.leaves.values():
-            local = local_of(leaf.value)
-            if leaf.lent is None and not local.is_cpu:
-                gate_of(local.device).keeping([local])
+        captured.describe(tree, keep=keep)
+        captured.make_room(verify=verify)
+        captured.copy()
     except BaseException:
-        for each in held:
-            each.release()
-        end_loans(description.leaves.values())
+        captured.release()
         raise
-    return Capture(description, blocks, held)
+    return captured
+
+
+def capture_described(description: Description, *, arena: SlabArena) -> Capture:
+    """Begins to copy a tree that is described already; its loans end where this fails."""
+    captured = Capture(arena)
+    try:
+        captured.adopt(description)
+        captured.make_room()
+        captured.copy()
+    except BaseException:
+        captured.release()
+        raise
+    return captured
 
 
 def sizes_of(blocks: Iterable[Block]) -> list[int]:
@@ -239,49 +337,52 @@ def make_room(arena: SlabArena, sizes: Sequence[int]) -> list[Region]:
     return [regions[index] for index in range(len(sizes))]
 
 
-def _copy(held: Sequence[Held], *, verify: bool) -> None:
-    to_copy = [each for each in held if each.block.lent is None and each.block.num_bytes]
+def _groups_of(
+    held: Iterable[Held], *, verify: bool
+) -> dict[torch.device, list[tuple[Group, list[Held]]]]:
+    """Returns the copies from each device, in their order there.
+
+    [Note: the order of a capture]
+    """
     on_device: dict[torch.device, list[Held]] = {}
-    for each in to_copy:
-        if each.block.span.is_cpu:
-            each.host.copy_(each.block.span)
-            each.block.span = each.block.span.new_empty(0)
-        else:
-            on_device.setdefault(each.block.span.device, []).append(each)
-    for device, each_of in on_device.items():
-        watch_optimizers()
-        _copy_from(device, each_of, verify=verify)
+    for each in held:
+        block = each.block
+        if block.lent is None and block.num_bytes and not block.span.is_cpu:
+            on_device.setdefault(block.span.device, []).append(each)
+    found: dict[torch.device, list[tuple[Group, list[Held]]]] = {}
+    for device, here in on_device.items():
+        early = [each for each in here if each.block.is_early]
+        late = [each for each in here if not each.block.is_early]
+        for members in (*_groups(early), *_groups(late)):
+            sums = Sums([each.block for each in members]) if verify else None
+            sources = [each.block.span for each in members]
+            found.setdefault(device, []).append((Group(device, sources, sums), members))
+    return found
 
 
-def _copy_from(device: torch.device, held: Sequence[Held], *, verify: bool) -> None:
+def _queue_copies(device: torch.device, groups: Sequence[tuple[Group, list[Held]]]) -> None:
     """Queues the copies from one device. [Note: the order of a capture]"""
     lanes, gate = lanes_of(device), gate_of(device)
     current = _device.current_stream(device)
-    early = [each for each in held if each.block.is_early]
-    late = [each for each in held if not each.block.is_early]
-    groups = [*_groups(early), *_groups(late)]
-    before = [Sums([e.block for e in group]) if verify else None for group in groups]
     lanes.d2h.wait_event(lanes.mark(current))
-    num_early = sum(1 for group in groups if group[0].block.is_early)
-    for index, (members, sums) in enumerate(zip(groups, before, strict=True)):
-        _copy_group(members, sums, lanes, gate)
+    num_early = sum(1 for _, members in groups if members[0].block.is_early)
+    for index, (group, members) in enumerate(groups):
+        _copy_group(group, members, lanes, gate)
         if index + 1 == num_early:
             current.wait_event(lanes.mark(lanes.d2h))
 
 
-def _copy_group(members: Sequence[Held], sums: Sums | None, lanes: Lanes, gate: Gate) -> None:
-    group = Group()
-    group.sources = [each.block.span for each in members]
+def _copy_group(group: Group, members: Sequence[Held], lanes: Lanes, gate: Gate) -> None:
+    for each in members:
+        each.group = group
     with lanes.d2h:
         for each in members:
             each.host.copy_(each.block.span, non_blocking=True)
-        if sums is not None:
-            sums.compare()
-    group.sums = sums
+        if group.sums is not None:
+            group.sums.compare()
     group.event = lanes.mark(lanes.d2h)
     gate.reading(group.sources, group.event, lanes.d2h)
     for each in members:
-        each.group = group
         each.block.span = each.block.span.new_empty(0)  # the group alone keeps the storage
 
 
@@ -307,12 +408,14 @@ def view_of(span: Tensor, layout: Layout) -> Tensor:
     return flat.as_strided(layout.shape, layout.stride, flat.storage_offset())
 
 
-def check_verify(verify: str) -> bool:
+def check_verify(verify: str, *others: str) -> bool:
     """Returns whether sums are compared.
 
     Raises:
-        InvalidArgumentError: It is neither of the two words.
+        InvalidArgumentError: It is none of the two words, nor of others that the caller knows.
     """
-    if verify not in ("gate", "full"):
-        raise InvalidArgumentError(f"verify is {verify!r}; expected 'gate' or 'full'.")
+    known = ("gate", "full", *others)
+    if verify not in known:
+        names = ", ".join(map(repr, known[:-1]))
+        raise InvalidArgumentError(f"verify is {verify!r}; expected {names} or {known[-1]!r}.")
     return verify == "full"

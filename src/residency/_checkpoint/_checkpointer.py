@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
-import warnings
 import weakref
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -24,22 +22,25 @@ from residency._checkpoint import _rng
 from residency._checkpoint._arguments import (
     RNG,
     check_count,
+    check_metrics,
     check_seconds,
     check_state,
     retention,
     spare_bytes,
 )
-from residency._checkpoint._blocks import make_blocks
-from residency._checkpoint._capture import Capture, capture, check_verify, make_room, sizes_of
+from residency._checkpoint._background import Background
+from residency._checkpoint._capture import Capture, check_verify, make_room, sizes_of
 from residency._checkpoint._disk._layout import step_name
 from residency._checkpoint._disk._publish import CheckpointDirectory, Retention
 from residency._checkpoint._encode import check_is_finite
 from residency._checkpoint._job import Job, Ranks
+from residency._checkpoint._places import Place, place_for_next
 from residency._checkpoint._progress import follow, progress_bar
-from residency._checkpoint._restore._state import PlannedState, plan_state
-from residency._checkpoint._save import Save, let_locals_go, unreported
-from residency._checkpoint._tree import describe, end_loans, optimizers_in
-from residency._errors import CorruptSaveError, InvalidArgumentError, RefusedError, ResidencyError
+from residency._checkpoint._restore._attempts import Attempts
+from residency._checkpoint._save import Save, unreported
+from residency._checkpoint._tree import optimizers_in
+from residency._errors import InvalidArgumentError, RefusedError, ResidencyError
+from residency._modes import inference_mode_off
 from residency._transfer import SlabArena, owner_of, states_to_come
 
 _POLICIES = ("wait", "skip", "replace")
@@ -52,7 +53,7 @@ class Checkpointer:
 
     A context manager; works without an accelerator too. In a job of several ranks, every rank makes
     one, at the same place of its program, and calls the same methods; the directory is on a file
-    system that all of them share.
+    system that all of them share. Several threads may use one; their calls take turns.
 
     Args:
         directory: Where the saves are; made at the first save.
@@ -60,11 +61,12 @@ class Checkpointer:
             metric; None keeps all. Older ones go only when a newer one is published.
         max_in_flight: Saves that may be under way at once; each takes host memory of its own.
         policy: What ``save`` does when that many are: ``"wait"`` for the oldest, ``"skip"`` this
-            one, or ``"replace"`` the newest one that is not yet being written (of several ranks,
-            only ``"wait"``, which decides the same on all).
+            one, or ``"replace"`` the newest one that is not yet being written, once this one is
+            known to be possible (of several ranks, only ``"wait"``, which decides the same on all).
         verify: ``"full"`` compares sums over all bytes on the device before and after they are
             copied, and fails a save that somebody wrote into; ``"gate"`` trusts that all writers
-            pass the gate or use ``residency.mutating``.
+            pass the gate or use ``residency.mutating``. ``"read"`` is ``"gate"``, and reads each
+            save back past the page cache before it is published and an older one goes.
         spare: Host bytes that the steps of an offloaded optimizer may take while a save still reads
             its state; a step that needs more waits for the disk. None is two buckets; ``"all"`` a
             full second set, with which no step ever waits.
@@ -97,7 +99,7 @@ class Checkpointer:
         check_count("max_in_flight", max_in_flight)
         if policy not in _POLICIES:
             raise InvalidArgumentError(f"policy is {policy!r}; expected one of {_POLICIES}.")
-        self._is_verified = check_verify(verify)
+        self._is_verified = check_verify(verify, "read")
         self._spare_bytes = spare_bytes(spare)
         self._policy = policy
         self._timeout_seconds = check_seconds("timeout_seconds", timeout_seconds)
@@ -107,16 +109,15 @@ class Checkpointer:
                 f"policy is {policy!r} in a job of {self._ranks.world_size} ranks, which would "
                 "decide each for itself; expected 'wait'."
             )
-        self._directory = CheckpointDirectory(Path(directory))
-        self._arenas = [
-            SlabArena(pin=_device.is_pinning_available(), keep=True) for _ in range(max_in_flight)
-        ]
-        self._free_arenas = list(self._arenas)
-        self._on_their_way: list[Job] = []
-        self._writer: ThreadPoolExecutor | None = None
+        self._directory = CheckpointDirectory(directory, reads_back=verify == "read")
+        self._places = [Place(_device.is_pinning_available()) for _ in range(max_in_flight)]
+        self._background = Background("residency-save")
+        self._filling: Job | None = None  # the job of a call that is not over
         self._num_saves = 0
         self._is_closed = False
+        self._has_ended = False
         self._process = os.getpid()
+        self._lock = threading.RLock()  # calls take turns
         # Whoever forgets to close it leaves no lock behind.
         weakref.finalize(self, self._directory.unlock).atexit = False
 
@@ -147,25 +148,24 @@ class Checkpointer:
         Raises:
             RefusedError: Something in the state cannot be saved, or the host has no room.
         """
-        self._use_directory()
-        description = describe(self._with_rng(state, True))
-        try:
+        self._check_open()
+        with self._lock:
+            self._give_up_unfinished()
+            self._use_directory()
+            looked_at = Capture(SlabArena(pin=False))
+            try:
+                looked_at.describe(self._with_rng(state, True), rank=self._ranks.rank_to_write)
+                sizes = sizes_of(looked_at.blocks.blocks)
+            finally:
+                looked_at.release()
             for optimizer in optimizers_in(state):
                 self._set_spare(optimizer)
-            blocks = make_blocks(
-                description.leaves,
-                replicated=description.replicated,
-                rank=self._ranks.rank_to_write,
-            )
-            sizes = sizes_of(blocks.blocks)
-            for optimizer in optimizers_in(state):
                 sizes += [like.numel() * like.element_size() for like in states_to_come(optimizer)]
-            for arena in self._free_arenas:
-                for region in make_room(arena, sizes):
-                    region.touch()
-                    arena.release(region)
-        finally:
-            end_loans(description.leaves.values())
+            for place in self._places:
+                if place.is_free:
+                    place.arena = place.emptied()
+                    for region in make_room(place.arena, sizes):
+                        region.touch()
 
     def save(
         self,
@@ -185,7 +185,7 @@ class Checkpointer:
             state: Modules, optimizers, LR schedulers, ``GradScaler``, whatever has ``state_dict``
                 and ``load_state_dict``, tensors, arrays, plain values, and containers of all these,
                 by name. Host tensors and Python values are copied in the call.
-            metrics: Figures that a ``Retention`` may choose by.
+            metrics: Figures that a ``Retention`` may choose by, read in the call.
             rng: Whether the random number generators are saved, too.
             progress: Whether to wait until the save is published, behind a progress bar.
 
@@ -201,25 +201,13 @@ class Checkpointer:
         """
         begun = time.perf_counter()
         self._check_open()
-        if self._ranks.world_size == 1:
-            self._raise_failure()
-        self._num_saves += 1  # on every rank, whatever comes
-        token = self._ranks.token_of(self._num_saves)
-        try:
-            check_state(step, state, rng)
-            job = self._begin(step, state, dict(metrics or {}), rng, token, begun)
-        except BaseException as error:
-            self._directory.give_up(self._ranks.request(step, token), error)
-            raise
-        if self._ranks.world_size > 1:
-            self._raise_failure()
-        if job is None:
-            return Save(step, self._directory.path / step_name(step), is_skipped=True)
+        with self._lock:
+            save = self._save(step, state, metrics, rng, begun)
         if progress:
-            with progress_bar(f"saving step {step}", job.num_bytes, is_shown=True) as advance:
-                follow(job.save, advance)
-            job.save.wait()
-        return job.save
+            with progress_bar(f"saving step {step}", save._num_bytes, is_shown=True) as advance:
+                follow(save, advance)
+            save.wait()
+        return save
 
     def restore(
         self,
@@ -262,60 +250,12 @@ class Checkpointer:
             Host: the ring, and what optimizers need to live.
         """
         self._check_open()
-        self._drain()
-        for candidate in self._candidates(step):
-            try:
-                self._restore_step(candidate, state, strict, rng, eager, progress)
-            except CorruptSaveError as error:
-                if step is not None:
-                    raise
-                damaged = error
-                warnings.warn(f"{error} An older save is tried.", stacklevel=2)
-            else:
-                return candidate
-        raise damaged
-
-    def _candidates(self, step: int | None) -> list[int]:
-        steps = self._ranks.of_first(self.steps)
-        if not steps:
-            raise RefusedError(
-                f"{str(self._directory.path)!r} has no published save; steps() is empty. Nothing "
-                "was changed."
-            )
-        if step is not None and step not in steps:
-            raise RefusedError(
-                f"{str(self._directory.path)!r} has no save of step {step}; it has {steps}. "
-                "Nothing was changed."
-            )
-        return steps[::-1] if step is None else [step]
-
-    def _restore_step(
-        self, step: int, state: Any, strict: bool, rng: bool, eager: bool, progress: bool
-    ) -> None:
-        made: list[PlannedState] = []
-
-        def plan() -> int:
-            save = self._directory.open(step)
-            planned = plan_state(
-                state,
-                save,
-                rank=self._ranks.rank,
-                world_size=self._ranks.world_size,
-                strict=strict,
-                rng=rng,
-                eager=eager,
-            )
-            made.append(planned)
-            return sum(record.num_bytes for record in save.files.values())
-
-        what = f"restore step {step}"
-        try:
-            total = self._ranks.together(plan, what)
-            with progress_bar(f"restoring step {step}", total, is_shown=progress) as advance:
-                self._ranks.together(lambda: made[0].carry_out(advance), what)
-        finally:
-            for planned in made:  # where another rank failed, it holds tensors still
-                planned.drop()
+        with self._lock:
+            self._give_up_unfinished()
+            self._background.drain()
+            attempts = Attempts(self._directory, self._ranks, state, strict, rng, eager, progress)
+            with inference_mode_off():
+                return attempts.restore(step)
 
     def steps(self) -> list[int]:
         """Returns the steps of the published saves, ascending."""
@@ -327,8 +267,11 @@ class Checkpointer:
         Raises:
             CheckpointError, OSError: A save failed, and nobody was told yet.
         """
-        self._drain()
-        self._raise_failure()
+        self._check_process()
+        with self._lock:
+            self._give_up_unfinished()
+            self._background.drain()
+            self._raise_failure()
 
     def close(self) -> None:
         """Waits for saves on their way, then gives memory and directory back; again, does nothing.
@@ -336,82 +279,121 @@ class Checkpointer:
         Raises:
             CheckpointError, OSError: A save failed, and nobody was told yet.
         """
-        if self._is_closed or os.getpid() != self._process:
+        if self._has_ended or os.getpid() != self._process:
             return
-        self._drain()
-        self._is_closed = True
-        if self._writer is not None:
-            self._writer.shutdown()
-        self._arenas, self._free_arenas = [], []
-        self._directory.unlock()
-        _device.release_pinned_cache()
-        self._raise_failure()
+        with self._lock:  # each line again without effect, after an interrupt
+            self._give_up_unfinished()
+            self._is_closed = True
+            self._background.end()
+            self._places.clear()
+            self._directory.unlock()
+            _device.release_pinned_cache()
+            self._has_ended = True
+            self._raise_failure()
 
-    def _begin(
+    def _save(
         self,
         step: int,
         state: Mapping[str, Any],
-        metrics: dict[str, float],
+        metrics: Mapping[str, float] | None,
+        rng: bool,
+        begun: float,
+    ) -> Save:
+        self._give_up_unfinished()
+        if self._ranks.world_size == 1:
+            self._raise_failure()
+        self._num_saves += 1
+        token = self._ranks.token_of(step)  # on every rank, whatever comes
+        try:
+            check_state(step, state, rng)
+            figures = check_metrics(metrics)
+            save = Save(step, self._directory.path / step_name(step))
+            job = self._begin(save, state, figures, rng, token, begun)
+        except BaseException as error:
+            self._give_up_unfinished()
+            self._directory.give_up(self._ranks.request(step, token), error)
+            raise
+        if self._ranks.world_size > 1:
+            self._raise_failure()
+        if job is None:
+            return Save(step, save.path, is_skipped=True)
+        return save
+
+    def _begin(
+        self,
+        save: Save,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float],
         rng: bool,
         token: str,
         begun: float,
     ) -> Job | None:
-        """Takes the bytes and hands them to the writer; returns None for a save that is skipped."""
-        self._use_directory()
-        arena = self._free_arena()
-        if arena is None:
-            return None
-        captured: Capture | None = None
-        try:
-            captured = self._capture(state, rng, arena)
-            save = Save(step, self._directory.path / step_name(step))
-            job = Job(save, captured, arena, metrics, token)
-            if self._ranks.rank == 0:
-                self._directory.check_writable(job.num_bytes)
-            job.begun = time.perf_counter()
-            pinned_bytes = sum(each.slab_bytes for each in self._arenas if each.is_pinned)
-            save._figures = job.figures(job.begun - begun, pinned_bytes)
-            if self._writer is None:
-                self._writer = ThreadPoolExecutor(1, thread_name_prefix="residency-save")
-            job.future = self._writer.submit(self._write, job)
-        except BaseException:
-            if captured is not None:
-                captured.release()
-            self._free_arenas.append(arena)
-            raise
-        self._on_their_way.append(job)
-        return job
+        """Takes the bytes and hands them to the writer; returns None for a save that is skipped.
 
-    def _capture(self, state: Mapping[str, Any], rng: bool, arena: SlabArena) -> Capture:
+        [Note: whose a job is]
+        """
+        self._use_directory()
+        self._background.start()
+        place = place_for_next(self._places, self._policy)
+        if place is None:
+            return None
+        job = Job(save, place.arena, metrics, token, self._num_saves)
+        self._filling = job
         check_is_finite(state)
         if self._spare_bytes is not None:
             for optimizer in optimizers_in(state):
                 self._set_spare(optimizer)
-        return capture(
-            self._with_rng(state, rng),
-            arena=arena,
-            verify=self._is_verified,
-            rank=self._ranks.rank_to_write,
-        )
+        job.describe(self._with_rng(state, rng), rank=self._ranks.rank_to_write)
+        if self._ranks.rank == 0:
+            self._directory.check_writable(job.num_bytes)
+        self._take_place(place, job)
+        job.copy()
+        job.begun = time.perf_counter()
+        pinned_bytes = sum(each.arena.slab_bytes for each in self._places if each.pin)
+        save._figures = job.figures(job.begun - begun, pinned_bytes)
+        job.is_handed = True
+        self._background.hand(partial(self._write, job))
+        self._filling = None
+        return job
+
+    def _take_place(self, place: Place, job: Job) -> None:
+        """Makes room for a job; a save that gives way does so when there is room."""
+        before = place.job
+        while before is not None and not before.save.is_done():
+            with before.claim:
+                if not before.is_begun:
+                    self._make_room(place, job)
+                    before.skip()
+                    place.job = job
+                    return
+            before.save._done.wait()  # the writer came first
+        self._make_room(place, job)
+        place.job = job
+
+    def _make_room(self, place: Place, job: Job) -> None:
+        arena = place.emptied()
+        job.captured.arena = arena
+        job.captured.make_room(verify=self._is_verified)
+        place.arena = arena
+
+    def _give_up_unfinished(self) -> None:
+        """Ends what a call left that did not come to its end. [Note: whose a job is]"""
+        job = self._filling
+        if job is None:
+            return
+        if job.is_handed:  # the thread may not know yet; a job that it had is not written again
+            self._background.start()
+            self._background.hand(partial(self._write, job))
+        else:
+            job.finish()
+        self._filling = None
 
     def _write(self, job: Job) -> None:
         """Writes and publishes one save; runs on the writer's thread."""
-        save = job.save
-        try:
-            self._directory.save(
-                job.request(self._ranks), on_bytes=job.count, timeout_seconds=self._timeout_seconds
-            )
-        except BaseException as error:
-            save._error = error
-            unreported.append(save)
-            let_locals_go(error)
-        finally:
-            job.captured.release()
-            seconds = time.perf_counter() - job.begun
-            save._figures = replace(save._figures, write_seconds=seconds)
-            save._done.set()
-        if save._error is None:
-            self._retire(save.step)
+        if job.begin():
+            job.write(self._directory, self._ranks, self._timeout_seconds)
+            if job.save._error is None:
+                self._retire(job.save.step)
 
     def _retire(self, step: int) -> None:
         """Removes what the retention does not keep. The save counts already, and nobody waits for
@@ -424,53 +406,22 @@ class Checkpointer:
         except (OSError, ResidencyError) as error:  # old ones go another time
             _logger.warning("an old save in %s could not be removed: %s", self._directory, error)
 
-    def _free_arena(self) -> SlabArena | None:
-        """Returns host memory for a save, waiting where the policy says so; None to skip it."""
-        self._reap()
-        if self._free_arenas:
-            return self._free_arenas.pop()
-        if self._policy == "skip":
-            return None
-        if self._policy == "replace":
-            newest = self._on_their_way[-1]
-            if newest.future.cancel():
-                self._on_their_way.pop()
-                newest.captured.release()
-                newest.save.is_skipped = True
-                newest.save._done.set()
-                return newest.arena
-        self._on_their_way[0].save._done.wait()
-        self._reap()
-        return self._free_arenas.pop()
-
-    def _reap(self) -> None:
-        for job in [job for job in self._on_their_way if job.save.is_done()]:
-            self._on_their_way.remove(job)
-            self._free_arenas.append(job.arena)
-
-    def _drain(self) -> None:
-        for job in self._on_their_way:
-            job.save._done.wait()
-        if self._writer is not None:
-            self._writer.submit(bool).result()  # what was begun before it has ended
-        self._reap()
-
     def _raise_failure(self) -> None:
         """Raises the first failure of a save of this checkpointer that nobody was told of."""
         mine = [save for save in unreported if save.path.parent == self._directory.path]
         if not mine:
             return
-        for save in mine:
-            unreported.remove(save)
         error = mine[0]._error
         assert error is not None
         for save in mine[1:]:
             error.add_note(f"The save of step {save.step} failed, too: {save._error}")
+        unreported[:] = [save for save in unreported if save not in mine]
         raise error
 
     def _use_directory(self) -> None:
         if self._ranks.rank == 0 and not self._directory.is_locked:
-            self._drain()  # the directory was removed: a save on its way still holds the old lock
+            # The directory was removed: a save on its way still holds the old lock.
+            self._background.drain()
             self._directory.unlock()
             self._directory.lock()
             self._directory.clean_up()
@@ -481,15 +432,17 @@ class Checkpointer:
             owner.set_spare(optimizer, self._spare_bytes)
 
     def _with_rng(self, state: Any, rng: bool) -> Any:
-        if not rng:
-            return state
-        return {**state, RNG: _rng.capture()}
+        # A plain dict, of whatever class the state is: each name in it has a file.
+        return {**state, RNG: _rng.capture()} if rng else dict(state)
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise RefusedError(
                 f"this checkpointer of {str(self._directory.path)!r} is closed; make another one."
             )
+        self._check_process()
+
+    def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise RefusedError(
                 f"this checkpointer of {str(self._directory.path)!r} belongs to process "

@@ -1,47 +1,126 @@
-"""One save with what it takes until it is written, and this process's place among the ranks."""
+"""One save, with what it takes until it is written, and this process's place among the ranks."""
 
 from __future__ import annotations
 
-import re
+import logging
 import secrets
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
 from residency._checkpoint._capture import Capture
-from residency._checkpoint._disk._manifest import file_name
-from residency._checkpoint._disk._parts import FilePlan, Part
-from residency._checkpoint._disk._publish import SaveRequest
-from residency._checkpoint._save import Save, SaveStatistics
+from residency._checkpoint._disk._parts import Part
+from residency._checkpoint._disk._publish import CheckpointDirectory, SaveRequest
+from residency._checkpoint._files import plan_files
+from residency._checkpoint._notes import TensorNote, read_note
+from residency._checkpoint._save import Save, SaveStatistics, let_locals_go, unreported
 from residency._errors import CheckpointError, CorruptSaveError
 from residency._transfer import SlabArena
 
 T = TypeVar("T")
 
+_logger = logging.getLogger("residency")
+
 
 class Job:
-    """Is one save with what it takes until it is written."""
+    """One save, and the owner of all that it takes, from the first loan to its publication.
+
+    [Note: whose a job is] The caller's until ``is_handed`` is set, which is one statement; the
+    writer's thread's from then on. What ends a job asks that alone, so that an interrupt at
+    whatever line finds one owner. ``finish`` ends it, whoever calls it: the memory comes back
+    first, and nothing that goes wrong there keeps anybody waiting who waits for the save.
+
+    Attributes:
+        save: What the caller has of it.
+        captured: The bytes.
+        metrics: Figures of the step.
+        token: See ``SaveRequest``.
+        number: Its place in the order of the calls.
+        begun: When the call was over.
+        num_bytes: What is stored, without headers.
+        is_handed: Whether the writer's thread has it. [Note: whose a job is]
+        is_begun: Whether it is being written, or was.
+        is_lost: Whether a broken device may still copy into its memory.
+        claim: Held by who decides that it is written, or that another takes its place.
+    """
 
     def __init__(
-        self,
-        save: Save,
-        captured: Capture,
-        arena: SlabArena,
-        metrics: Mapping[str, float],
-        token: str,
+        self, save: Save, arena: SlabArena, metrics: Mapping[str, float], token: str, number: int
     ) -> None:
         self.save = save
-        self.captured = captured
-        self.arena = arena
+        self.captured = Capture(arena)
         self.metrics = metrics
         self.token = token
+        self.number = number
         self.begun = 0.0
-        self.future: Future[None]
-        self.num_bytes = sum(held.block.record.num_bytes for held in captured.held)
-        captured.description.leaves.clear()  # what the caller drops during a save is free
+        self.num_bytes = 0
+        self._names: list[str] = []
+        self.is_handed = False
+        self.is_begun = False
+        self.is_lost = False
+        self.claim = threading.Lock()
+
+    def describe(self, state: Any, *, rank: int | None) -> None:
+        """Finds what is to be saved, and borrows what is lent."""
+        self.captured.describe(state, rank=rank)
+        blocks = self.captured.blocks.blocks
+        self.num_bytes = sum(block.record.num_bytes for block in blocks)
+        self._names = list(self.captured.description.leaves)
+        self.save._num_bytes = self.num_bytes
+
+    def copy(self) -> None:
+        """Takes the bytes, into room that was made; what the caller drops from now on is free."""
+        self.captured.copy()
+        self.captured.description.leaves.clear()
+
+    def begin(self) -> bool:
+        """Returns whether the job is still to be written; no other takes its place then."""
+        with self.claim:
+            if self.save.is_skipped:
+                self.finish()  # an interrupt may have come in the way
+            if self.is_begun or self.save.is_done():
+                return False
+            self.is_begun = True
+        return True
+
+    def write(self, directory: CheckpointDirectory, ranks: Ranks, timeout_seconds: float) -> None:
+        """Writes and publishes the save, or notes why that failed; raises nothing."""
+        try:
+            request = self.request(ranks)
+            directory.save(request, on_bytes=self.count, timeout_seconds=timeout_seconds)
+        except BaseException as error:
+            self.save._error = error
+            unreported.append(self.save)
+            let_locals_go(error)
+        finally:
+            try:
+                self.finish()
+            finally:
+                self.save._done.set()
+
+    def finish(self) -> None:
+        """Gives everything back and lets those go on who wait; raises nothing of its own, and after
+        an interrupt it may be called again.
+        """
+        try:
+            self.is_lost = not self.captured.release() or self.is_lost
+        except Exception:
+            self.is_lost = True
+            _logger.exception("memory of the save of step %d is left alone", self.save.step)
+        if self.is_begun and not self.save.is_done():
+            seconds = time.perf_counter() - self.begun
+            self.save._figures = replace(self.save._figures, write_seconds=seconds)
+        self.save._done.set()
+
+    def skip(self) -> None:
+        """Ends the job as one that is not carried out."""
+        self.save.is_skipped = True
+        self.finish()
 
     def count(self, num_bytes: int) -> None:
         self.save._written_bytes += num_bytes
@@ -66,32 +145,36 @@ class Job:
         )
 
     def request(self, ranks: Ranks) -> SaveRequest:
-        """Returns what this rank is to write."""
+        """Returns what this rank is to write.
+
+        Raises:
+            CheckpointError: The document would name a tensor that is nowhere.
+        """
+        self._check_is_whole()
+        held = self.captured.held
+        parts = [Part(each.block.record, each.stored, each.release) for each in held]
         return replace(
             ranks.request(self.save.step, self.token),
-            files=self._files(ranks.rank, ranks.world_size),
+            files=plan_files(
+                self.captured.description.tree, parts, rank=ranks.rank, world_size=ranks.world_size
+            ),
             document=self.captured.document,
             metrics=self.metrics,
         )
 
-    def _files(self, rank: int, world_size: int) -> list[FilePlan]:
-        """Returns a file for each top-level name of the state that has tensors."""
-        parts: dict[str, list[Part]] = {}
-        names = sorted(self.captured.description.tree, key=len, reverse=True)
-        for held in self.captured.held:
-            record = held.block.record
-            top = next(t for t in names if f"{record.name}.".startswith(f"{t}."))
-            parts.setdefault(top, []).append(Part(record, held.stored, held.release))
-        used: dict[str, str] = {}
-        for top in parts:
-            plain = re.sub(r"[^A-Za-z0-9_-]+", "_", top).lstrip("-") or "state"
-            while plain in used.values():
-                plain += "_"
-            used[top] = plain
-        return [
-            FilePlan(file_name(used[top], rank=rank, world_size=world_size), each)
-            for top, each in parts.items()
-        ]
+    def _check_is_whole(self) -> None:
+        stored = {held.block.record.name for held in self.captured.held}
+        notes = self.captured.blocks.special
+        for name in self._names:
+            if name in stored:
+                continue
+            note = read_note(name, notes[name]) if name in notes else TensorNote()
+            is_elsewhere = note.of_rank is not None or note.is_empty_shard
+            if note.of not in stored and not is_elsewhere:
+                raise CheckpointError(
+                    f"the save of step {self.save.step} names {name} and has no bytes of it. It "
+                    "was not written; the saves before are as they were."
+                )
 
 
 class Ranks:
@@ -99,6 +182,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self.rank, self.world_size = 0, 1
+        self._num_saves: Counter[int] = Counter()
         self.token = secrets.token_hex(4)
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -107,9 +191,14 @@ class Ranks:
             dist.broadcast_object_list(tokens, src=0)
             self.token = tokens[0]
 
-    def token_of(self, number: int) -> str:
-        """Returns the name of a save, by its place in the order; all ranks have the same."""
-        return f"{self.token}-{number}"
+    def token_of(self, step: Any) -> str:
+        """Returns the name of the next save of a step; all ranks have the same.
+
+        Saves are counted for each step alone: a rank that left one out agrees on those of others.
+        """
+        key = step if isinstance(step, int) else -1  # of a step that is about to be refused
+        self._num_saves[key] += 1
+        return f"{self.token}-{abs(key)}-{self._num_saves[key]}"
 
     def request(self, step: int, token: str) -> SaveRequest:
         """Returns this rank's share of a save, with nothing in it yet."""

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 
 from residency import _device
+from residency._checkpoint._nodes import TENSOR, TUPLE, Node, is_plain_dict, kind_of
+
+_NAMES = ("python", "numpy", "torch", "accelerator")
 
 
 def capture() -> dict[str, Any]:
@@ -35,6 +38,24 @@ def capture() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "accelerator": accelerator,
     }
+
+
+def is_saved(node: Node) -> bool:
+    """Returns whether a node is that of what ``capture`` returned, and not of a user's own values
+    of the same name.
+    """
+    if not is_plain_dict(node) or set(node) != set(_NAMES):
+        return False
+    return (kind_of(node["python"]), kind_of(node["torch"])) == (TUPLE, TENSOR)
+
+
+def sizes(node: Node) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes that the tensors of such a node must have, by their names."""
+    wanted = {node["torch"]["name"]: tuple(torch.get_rng_state().shape)}
+    device, saved = _device.accelerator(), node["accelerator"]
+    if device is not None and saved is not None and saved["type"] == device.type:
+        wanted[saved["state"]["name"]] = tuple(_device.rng_state(device).shape)
+    return wanted
 
 
 def restore(values: Mapping[str, Any]) -> None:

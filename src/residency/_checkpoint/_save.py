@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -52,6 +53,7 @@ class Save:
         if is_skipped:
             self._done.set()
         self._error: BaseException | None = None
+        self._num_bytes = 0  # as far as is known when the call is over
         self._written_bytes = 0
         self._figures = SaveStatistics(0.0, 0, 0, 0, 0, 0, None)
 
@@ -64,7 +66,7 @@ class Save:
         """
         self._done.wait()
         if self._error is not None:
-            if self in unreported:
+            with suppress(ValueError):  # another thread was told, or a save's call
                 unreported.remove(self)
             raise self._error
         return self

@@ -12,6 +12,7 @@ from torch import Tensor
 from residency import _device
 from residency._checkpoint._capture import Capture, capture, check_verify, view_of
 from residency._checkpoint._state_dicts import state_dicts
+from residency._modes import callers_modes_off
 from residency._transfer import SlabArena, local_of, wrapped_like
 
 
@@ -59,6 +60,7 @@ class Snapshot:
         return tree_of(self._capture, kept)
 
 
+@callers_modes_off()
 def tree_of(captured: Capture, spans: Mapping[int, Tensor]) -> Any:
     """Returns what was captured as state dicts over host memory.
 

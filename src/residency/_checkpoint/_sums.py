@@ -25,8 +25,7 @@ class Sums:
         self._index = {id(block): index for index, block in enumerate(blocks)}
         self._spans = [block.span for block in blocks]
         self._before = [_sums_of(span) for span in self._spans]
-        pin = _device.is_pinning_available()
-        self._differs = torch.empty(len(blocks), dtype=torch.bool, pin_memory=pin)
+        self._differs = _device.allocate_pinned(len(blocks)).view(torch.bool)
         self._kept: list[Tensor] = []
 
     def compare(self) -> None:

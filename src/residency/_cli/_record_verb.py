@@ -8,17 +8,26 @@ that it does not matter how they are started: ``python train.py``, ``python -m p
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import residency
 from residency._errors import InvalidArgumentError
-from residency._memory._format import PATH_VARIABLE, PEAKS, PEAKS_VARIABLE
+from residency._memory._format import (
+    PATH_VARIABLE,
+    PEAKS,
+    PEAKS_VARIABLE,
+    may_be_replaced,
+    records_of,
+)
 
 _SITE = Path(residency.__file__).parent / "_memory" / "_site"
+_Identity = tuple[int, int, int]  # a file's inode, size and time of change
 _SIGNALLED = 128  # what a shell adds to the number of the signal that ended a command
 
 
@@ -38,7 +47,7 @@ def add_parser(
     )
     parser.add_argument(
         "-o", "--output", metavar="FILE", type=Path, default=Path("run.jsonl"),
-        help="the record (run.jsonl); one that is there is replaced",
+        help="the record (run.jsonl); an earlier record there is replaced",
     )  # fmt: skip
     parser.add_argument(
         "--peaks",
@@ -63,11 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
             "expected a command such as: -- python train.py"
         )
     output = arguments.output.absolute()
-    _clear(output)
-    try:
-        status = subprocess.run(command, env=_environment(output, arguments.peaks)).returncode
-    finally:
-        files = _files(output)
+    earlier = _earlier_records(output)
+    status = _run(command, output, arguments.peaks, earlier)
+    files = records_of(output)
     for file in files:
         print(f"residency: recorded {file}", file=sys.stderr)
     if not files:
@@ -79,30 +86,70 @@ def run(arguments: argparse.Namespace) -> int:
     return status if status >= 0 else _SIGNALLED - status
 
 
+def _run(command: list[str], output: Path, peaks: str, earlier: dict[Path, _Identity]) -> int:
+    """Runs the command; once it is known to run, what an earlier run recorded is removed.
+
+    Raises:
+        InvalidArgumentError: It cannot be started; every file is as it was.
+    """
+    try:
+        process = subprocess.Popen(command, env=_environment(output, peaks))
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"{command[0]!r} cannot be started: {error.strerror}. Nothing was changed."
+        ) from None
+    with process:
+        try:
+            _remove(earlier)
+            return process.wait()
+        except BaseException:  # as subprocess.call does
+            process.kill()
+            raise
+
+
 def _environment(output: Path, peaks: str) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(_SITE), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, PATH_VARIABLE: str(output), PEAKS_VARIABLE: peaks}
 
 
-def _files(output: Path) -> list[Path]:
-    """Returns the records of all processes: of each rank, and of helpers by their ids."""
-    prefixes = tuple(f"{output.stem}.{kind}" for kind in ("rank", "pid"))
-    beside = output.parent.glob(f"*{output.suffix}") if output.parent.is_dir() else iter(())
-    return sorted(file for file in beside if file == output or file.name.startswith(prefixes))
+def _identity(file: Path) -> _Identity:
+    found = file.lstat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _clear(output: Path) -> None:
-    """Removes what an earlier run recorded there, and finds out that the folder can be written.
+def _earlier_records(output: Path) -> dict[Path, _Identity]:
+    """Returns what an earlier run recorded there; finds out that the new record can be written.
 
     Raises:
-        InvalidArgumentError: It cannot.
+        InvalidArgumentError: It cannot, or would take the place of what is no record.
     """
     try:
-        for file in _files(output):
-            file.unlink()
-        output.touch()
-        output.unlink()
+        if output.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not may_be_replaced(output):
+            raise InvalidArgumentError(
+                f"{str(output)!r} is there and is no record; name another file, or remove it. "
+                "Nothing was changed."
+            )
+        with tempfile.TemporaryFile(dir=output.parent):
+            pass
+        return {file: _identity(file) for file in records_of(output)}
     except OSError as error:
         raise InvalidArgumentError(
             f"the record {str(output)!r} cannot be written: {error.strerror}."
         ) from None
+
+
+def _remove(earlier: dict[Path, _Identity]) -> None:
+    """Removes earlier records that the command has not written anew since."""
+    for file, identity in earlier.items():
+        try:
+            if _identity(file) == identity:
+                file.unlink()
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            print(
+                f"residency: the earlier record {file} is still there: {error.strerror}",
+                file=sys.stderr,
+            )

@@ -6,6 +6,7 @@ Owns the arguments: everything that is wrong with them is found before anything 
 from __future__ import annotations
 
 import os
+import reprlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -81,8 +82,8 @@ def hand_off(
     )
     require_settable(target, expandable_segments)
     with sole_hand_off(target):
-        freed = job.enter()
         try:
+            freed = job.enter()
             with segments(target, expandable_segments):  # not around what comes back
                 yield freed
         except BaseException as error:
@@ -104,7 +105,7 @@ def _parkings_of(owners: Iterable[Any], device: torch.device) -> list[Parking]:
         owners = list(owners)
     except TypeError:
         raise InvalidArgumentError(
-            f"park is {owners!r}; expected a list of modules and optimizers."
+            f"park is {reprlib.repr(owners)}; expected a list of modules and optimizers."
         ) from None
     modules = [owner for owner in owners if isinstance(owner, nn.Module)]
     known = {id(parameter) for module in modules for parameter in module.parameters()}
@@ -120,7 +121,7 @@ def _parkings_of(owners: Iterable[Any], device: torch.device) -> list[Parking]:
                     "list its own model, or no module."
                 )
         _require_on(owner, device, name=name)
-    return [Parking(owner) for owner in owners]
+    return [Parking(owner, beside=owners) for owner in owners]
 
 
 def _require_on(owner: Any, device: torch.device, *, name: str) -> None:

@@ -22,6 +22,7 @@ from torch import nn
 from residency._errors import HandOffError, RefusedError
 from residency._handoff._agreement import FAILED, agree
 from residency._handoff._park import remember
+from residency._handoff._park_room import DoesNotFitError
 from residency._handoff._park_tensors import fsdp_groups
 from residency._handoff._parking import Parking
 from residency._handoff._peer import Deadline, Link, await_taker
@@ -35,7 +36,7 @@ _POLL_SECONDS = 0.005
 _GRACE_SECONDS = 5.0
 _LONG_POLL_SECONDS = 0.1  # where a try costs something
 _log = logging.getLogger("residency")
-_active: set[torch.device] = set()  # devices that are handed over now
+_active: dict[torch.device, object] = {}  # devices that are handed over now, and by whom
 _active_lock = threading.Lock()
 
 
@@ -46,17 +47,18 @@ def sole_hand_off(device: torch.device) -> Iterator[None]:
     Raises:
         RefusedError: One is under way.
     """
-    with _active_lock:
-        if device in _active:
-            raise RefusedError(
-                f"A hand-off of {device} is under way in this process, and they do not nest. "
-                "Nothing was moved; end that one first, or ask it for the larger size."
-            )
-        _active.add(device)
+    token = object()
     try:
+        with _active_lock:
+            if _active.setdefault(device, token) is not token:
+                raise RefusedError(
+                    f"A hand-off of {device} is under way in this process, and they do not nest. "
+                    "Nothing was moved; end that one first, or ask it for the larger size."
+                )
         yield
     finally:
-        _active.discard(device)
+        if _active.get(device) is token:
+            del _active[device]
 
 
 class HandOff:
@@ -85,34 +87,35 @@ class HandOff:
         self._path = path
         self._link: Link | None = None
         self._missing = 0
+        self._is_entered = False
 
     def enter(self) -> Reclaimed:
-        """Makes the room and proves it.
+        """Makes the room and proves it; whatever comes of it, `leave` is to be called.
 
         Raises:
             HandOffError: It cannot be made here or on another rank, or the other side failed.
-                Everything is back.
         """
-        try:
-            effort = self._make_room_together()
-            if effort.missing:
-                raise HandOffError(self._explain(effort))
-            if self._link is not None:
-                self._link.send(ready=effort.state.free)
-        except BaseException as error:
-            self._withdraw(error)
-            raise
+        effort = self._make_room_together()
+        if effort.missing:
+            raise HandOffError(self._explain(effort))
+        if self._link is not None:
+            self._link.send(ready=effort.state.free)
+        self._is_entered = True
         return effort.result()
 
     def leave(self, error: BaseException | None) -> None:
-        """Waits for the bytes and brings back what was parked.
+        """Waits for the bytes and brings back what was parked, or undoes a failed entry.
 
         Args:
-            error: The one with which the body ended.
+            error: The one with which the body, or the entry, ended.
 
         Raises:
             HandOffError: They are not free in time, here or on another rank.
         """
+        if not self._is_entered:
+            assert error is not None
+            self._withdraw(error)
+            return
         self._await_return()
         try:
             self._bring_back()
@@ -193,9 +196,11 @@ class HandOff:
     def _withdraw(self, error: BaseException) -> None:
         """Undoes what was done so far; the other side hears why."""
         if self._link is not None:
-            with suppress(HandOffError):
-                self._link.send(refused=str(error).partition("\n")[0])
-            self._link.close()
+            try:
+                with suppress(HandOffError):
+                    self._link.send(refused=str(error).partition("\n")[0])
+            finally:
+                self._link.close()
         try:
             self._bring_back_alone()  # the other ranks may be elsewhere by now
         except HandOffError as problem:  # somebody took, meanwhile, what was freed
@@ -245,8 +250,8 @@ class HandOff:
                 try:
                     for parking in self._parkings:
                         parking.unpark()
-                except torch.OutOfMemoryError:  # segments round up; everything is whole still
-                    missing, pause = parked, _LONG_POLL_SECONDS
+                except DoesNotFitError as error:  # in pieces; everything is whole still
+                    missing, pause = error.num_bytes, _LONG_POLL_SECONDS
                 except Exception as error:
                     error.add_note("What was parked is whole on the host: residency.unpark.")
                     self._missing = FAILED
@@ -255,16 +260,23 @@ class HandOff:
             if not missing:
                 return None
             if not deadline.pause(pause):
-                return HandOffError(self._explain_absence(missing))
+                return HandOffError(self._explain_absence(missing, parked))
 
-    def _explain_absence(self, missing: int) -> str:
+    def _explain_absence(self, missing: int, parked: int) -> str:
         state = measure(self._device)
-        return "\n".join(
-            [
+        free = state.free + state.returnable + state.draining + (state.stuck or 0)
+        if free < parked:
+            what = (
                 f"{format_bytes(missing)} that were handed over on {self._device} are not free "
                 f"again after {self._timeout:g} s. What was parked is whole on the host; free "
-                "them, and call this error's retry().",
-                str(state),
-                *residue_lines(self._device, state),
-            ]
-        )
+                "them, and call this error's retry()."
+            )
+        else:
+            what = (
+                f"{format_bytes(missing)} of {format_bytes(parked)} that were parked do not fit "
+                f"back on {self._device} after {self._timeout:g} s, though {format_bytes(free)} "
+                "are free: they are in pieces, between tensors that stayed or are new. What was "
+                "parked is whole on the host; free some that are named here, and call this "
+                "error's retry()."
+            )
+        return "\n".join([what, str(state), *residue_lines(self._device, state)])

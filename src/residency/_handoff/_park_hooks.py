@@ -3,64 +3,70 @@
 A forward that fails gets a note on its own error; a step of an optimizer, which could go half way,
 and a forward of an FSDP2 module, which would gather from the host, are refused before they begin.
 Everything else runs into torch's own device error.
+
+[Note: no hook in the module] A hook in a module goes along with its copies and pickles, and stays
+there. A global hook of torch's has every compiled module warn and compile anew. So calls go, while
+anything is parked, through a function in the place of ``nn.Module.__call__``, which nobody copies.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from residency._errors import RefusedError
+from residency._registries import WeakRegistry
 from residency._transfer import local_of
 
-_standing: weakref.WeakSet[Notices] = weakref.WeakSet()
+_MAX_NAMES = 3
+_lock = threading.RLock()  # reentrant: a parking may die, and say so, wherever Python collects
+_standing: WeakRegistry[Notices] = WeakRegistry()
+_torch_call = nn.Module.__call__
+_is_in_place = False  # whether calls of modules come to `_call`
 
 
 class Notices:
-    """Are the hooks of one parking.
+    """The watch over the uses of what one parking has.
 
     Args:
-        parked: What is parked, by the tensors' ids; read whenever a hook runs.
+        parked: What is parked, by the tensors' ids; read at every use.
     """
 
     def __init__(self, parked: Mapping[int, object]) -> None:
         self._parked = parked
-        self._handles: dict[int, list[RemovableHandle]] = {}
-        self._optimizer: weakref.ref[Optimizer] | None = None
+        self._optimizers: WeakRegistry[Optimizer] = WeakRegistry()
+        self._fsdp_parts: WeakRegistry[nn.Module] = WeakRegistry()
+        weakref.finalize(self, _watch_calls).atexit = False
 
-    def put_up(self, owner: nn.Module | Optimizer) -> None:
+    def put_up(self, owners: Iterable[nn.Module | Optimizer]) -> None:
         """Watches the uses of what is parked now."""
         if not self._parked:
             return
-        _standing.add(self)
+        for owner in owners:
+            if isinstance(owner, Optimizer):
+                self._optimizers.add(owner)
+                continue
+            for part in filter(_is_fsdp, owner.modules()):
+                self._fsdp_parts.add(part)
         _watch_steps()
-        if isinstance(owner, Optimizer):
-            self._optimizer = weakref.ref(owner)
-            return
-        for part in owner.modules():
-            if id(part) not in self._handles and any(map(self.is_parked, _tensors_in(part))):
-                handles = [part.register_forward_hook(_explain, always_call=True)]
-                self._handles[id(part)] = handles
-            if _is_fsdp(part) and ~id(part) not in self._handles:
-                handle = part.register_forward_pre_hook(_refuse, prepend=True)
-                self._handles[~id(part)] = [handle]
+        _standing.add(self)
+        _watch_calls()
 
     def take_down(self) -> None:
-        """Removes every hook."""
+        """Ends the watch."""
         _standing.discard(self)
-        for handles in self._handles.values():
-            for handle in handles:
-                handle.remove()
-        self._handles.clear()
-        self._optimizer = None
+        _watch_calls()
+        self._fsdp_parts.clear()
+        self._optimizers.clear()
 
     def is_parked(self, tensor: Tensor) -> bool:
         """Says whether this parking has the tensor's bytes."""
@@ -68,7 +74,11 @@ class Notices:
 
     def has_state_of(self, optimizer: Optimizer) -> bool:
         """Says whether this parking has state of the optimizer."""
-        return self._optimizer is not None and self._optimizer() is optimizer
+        return optimizer in self._optimizers
+
+    def refuses(self, module: nn.Module) -> bool:
+        """Says whether a forward of the module would gather what is parked."""
+        return module in self._fsdp_parts
 
 
 def is_parked(tensor: Tensor) -> bool:
@@ -76,45 +86,68 @@ def is_parked(tensor: Tensor) -> bool:
     return tensor.is_cpu and any(notices.is_parked(tensor) for notices in _standing)
 
 
+def _watch_calls() -> None:
+    """Puts our function in the place of torch's while anything is parked, and takes it away after.
+
+    Where another one was put around ours meanwhile, ours stays, and is there the next time.
+    """
+    global _torch_call, _is_in_place
+    with _lock:
+        now: Any = nn.Module.__call__
+        if len(_standing):
+            if now is not _call and (not _is_in_place or now is _torch_call):
+                _torch_call, _is_in_place = now, True
+                _set_call(_call)
+        elif _is_in_place and now in (_call, _torch_call):
+            _is_in_place = False
+            _set_call(_torch_call)
+
+
+def _set_call(function: Any) -> None:
+    nn.Module.__call__ = function  # type: ignore[method-assign]  # [Note: no hook in the module]
+    # What torch.compile takes for torch's own, so that it may leave the call out: where it was
+    # imported while ours stood there, that is ours.
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    if getattr(dynamo, "unpatched_nn_module_call", None) is _call:
+        dynamo.unpatched_nn_module_call = _torch_call
+
+
+def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Calls a module as torch does; a use of what is parked is refused, or its error explained."""
+    if torch.compiler.is_compiling():
+        return _torch_call(self, *args, **kwargs)
+    if any(notices.refuses(self) for notices in _standing):
+        _refuse(self)
+    try:
+        return _torch_call(self, *args, **kwargs)
+    except RuntimeError as error:
+        _explain(self, error)
+        raise
+
+
 def _is_fsdp(module: nn.Module) -> bool:
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
-def _tensors_in(module: nn.Module) -> Iterator[Tensor]:
-    for table in (module._parameters, module._buffers):
-        yield from (tensor for tensor in table.values() if tensor is not None)
-
-
-def _names_parked(module: nn.Module) -> list[str]:
+def _explain(module: nn.Module, error: RuntimeError) -> None:
+    """Notes on an error which tensors of the module's own are parked; once, at the innermost."""
     tables = (module._parameters, module._buffers)
-    named = [(n, t) for table in tables for n, t in table.items() if t is not None]
-    return [n for n, t in named if any(notices.is_parked(t) for notices in _standing)]
-
-
-def _explain(module: nn.Module, args: Any, output: Any) -> None:
-    """Is the forward hook, which torch calls after a failure too."""
-    error = sys.exc_info()[1]
-    if not isinstance(error, RuntimeError):
-        return
-    names = _names_parked(module)
-    if names and local_notes(error) == 0:
+    named = [(name, t) for table in tables for name, t in table.items() if t is not None]
+    names = [name for name, tensor in named if is_parked(local_of(tensor))]
+    noted = any("residency.unpark" in note for note in getattr(error, "__notes__", ()))
+    if names and not noted:
         error.add_note(
             f"{', '.join(names)} of this {type(module).__name__} is parked on the host: call "
             "residency.unpark(module) with the module that was parked."
         )
 
 
-def local_notes(error: BaseException) -> int:
-    """Returns how many of our notes an error has."""
-    return sum("residency.unpark" in note for note in getattr(error, "__notes__", ()))
-
-
-def _refuse(module: nn.Module, args: Any) -> None:
-    names = [n for n, p in module.named_parameters() if any(s.is_parked(p) for s in _standing)]
+def _refuse(module: nn.Module) -> None:
+    names = [name for name, p in module.named_parameters() if is_parked(local_of(p))]
     if names:
         raise RefusedError(
-            f"{', '.join(names[:3])}{' and more' * (len(names) > 3)} of this "
+            f"{', '.join(names[:_MAX_NAMES])}{' and more' * (len(names) > _MAX_NAMES)} of this "
             f"{type(module).__name__} is parked on the host, from where FSDP would gather it: "
             "call residency.unpark(module) with the module that was parked."
         )
@@ -126,7 +159,7 @@ def _watch_steps() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if not _standing:
+    if not len(_standing):
         return
     if any(notices.has_state_of(optimizer) for notices in _standing):
         raise RefusedError(

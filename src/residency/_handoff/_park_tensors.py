@@ -23,6 +23,7 @@ from residency._transfer import local_of, owner_of
 
 Owner = nn.Module | Optimizer
 Gradients = Literal["move", "drop"]
+Taken = tuple[Any, str, Tensor]  # who had a gradient, under which name, and the gradient
 _Named = Iterator[tuple[str, Tensor]]
 _TABLES = ("_parameters", "_buffers", "_modules")
 
@@ -62,18 +63,21 @@ def gradients_of(module: nn.Module) -> _Named:
             yield from _plain(slot, tensor)
 
 
-def take_gradients(module: nn.Module) -> list[tuple[Any, str, Tensor]]:
-    """Sets all gradients of a module to None; returns who had each, under which name."""
-    taken: list[tuple[Any, str, Tensor]] = []
-    for _, tensor in _raw(module):
-        if tensor.grad is not None:
-            taken.append((tensor, "grad", tensor.grad))
-            tensor.grad = None
+def take_gradients(module: nn.Module, taken: list[Taken]) -> None:
+    """Sets all gradients of a module to None; notes each before, for `give_back_gradients`."""
+    holders: list[Taken] = [(t, "grad", t.grad) for _, t in _raw(module) if t.grad is not None]
     for group in fsdp_groups(module):
-        for _, holder, name, gradient in list(_unreduced(group)):
-            taken.append((holder, name, gradient))
-            setattr(holder, name, None)
-    return taken
+        holders += [(holder, name, gradient) for _, holder, name, gradient in _unreduced(group)]
+    for holder, name, gradient in holders:
+        taken.append((holder, name, gradient))
+        setattr(holder, name, None)
+
+
+def give_back_gradients(taken: list[Taken]) -> None:
+    """Sets gradients that `take_gradients` took; not those whose parameters are parked by now."""
+    for holder, name, gradient in taken:
+        if not isinstance(holder, Tensor) or holder.device == gradient.device:
+            setattr(holder, name, gradient)
 
 
 def _raw(module: nn.Module) -> _Named:

@@ -8,18 +8,22 @@ the same autograd state, its hooks and its ``AccumulateGrad`` node included.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from residency._errors import RefusedError
+from residency._modes import callers_modes_off
 from residency._transfer import align_up, gate_of
 
 
 @dataclass(slots=True, eq=False)
 class Tie:
-    """Is one storage, with every known tensor over it.
+    """One storage, with every known tensor over it.
 
     Attributes:
         storage: The bytes.
@@ -43,7 +47,8 @@ class Tie:
 
     def as_bytes(self) -> Tensor:
         """Returns the storage as ``uint8`` of shape ``[num_bytes]``."""
-        flat = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        with callers_modes_off():
+            flat = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
         return flat.set_(self.storage, 0, (self.num_bytes,), (1,))
 
 
@@ -79,11 +84,19 @@ def shared_with_others(ties: Sequence[Tie], device: torch.device) -> list[Tie]:
 
 
 class Rebound:
-    """Is a tensor that was bound to another storage, and can be bound again.
+    """A tensor that was bound to another storage, and can be bound again.
 
     ``tensor.data = ...`` on another device makes torch forget the ``AccumulateGrad`` node, and with
     it the hooks that DDP, or a caller, keeps on it. A leaf that has one therefore gets another body
-    on the host, while the one that the node knows stays on the device, without bytes.
+    on the host, while the one that the node knows stays on the device, without bytes. [Note: two
+    bodies]
+
+    [Note: two bodies] The bodies share one version counter. All else that can arrive at the body on
+    the host is given to the other before they are swapped: gradient, hooks, ``requires_grad``.
+    Python's attributes belong to the object and need nothing. The swap is one call, before which
+    nothing has changed and after which only memory is left to be freed; which body the tensor has
+    is read from it and not kept beside it. So an interrupt finds it whole, wherever it comes.
+    ``test_whatever_is_done_to_a_parked_parameter_is_there_when_it_is_back`` compares with torch.
 
     Attributes:
         tensor: The tensor, the same object before and after.
@@ -91,13 +104,15 @@ class Rebound:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        self._device_body: Tensor | None = None
+        self._other: Tensor | None = None  # has the body on the device while the tensor has not
+        self._device_body = 0  # its address
         self._is_gradient_shown = False
+        self._hooks: tuple[object, object] = (None, None)
 
     @property
     def is_split(self) -> bool:
         """Whether the tensor's body on the device waits for its return."""
-        return self._device_body is not None
+        return self._other is not None and self.tensor._cdata != self._device_body
 
     def is_in_use(self) -> bool:
         """Says whether anybody but this object has the tensor."""
@@ -106,41 +121,109 @@ class Rebound:
             self.is_split or sys.getrefcount(tensor) > 3 or tensor._use_count() > 1  # type: ignore[attr-defined]  # what C++ has
         )
 
+    def check(self, slot: str) -> None:
+        """Finds out that the tensor can be bound anew.
+
+        Raises:
+            RefusedError: It has, or needs, another body, and C++ code keeps weak references.
+        """
+        if self.is_split or has_live_accumulator(self.tensor):
+            _swap(self.tensor, self.tensor.detach(), slot, times=2)
+
     def to_host(self, storage: torch.UntypedStorage) -> None:
-        """Binds the tensor to a host storage with the bytes of its own."""
+        """Binds the tensor to a host storage with the bytes of its own; gradients go first."""
         tensor = self.tensor
         view = _view_like(tensor, storage)
-        if not _has_live_accumulator(tensor):
+        if self.is_split:
+            tensor.data = view
+        elif not has_live_accumulator(tensor):
             tensor.data = view
             return
-        gradient = tensor.grad
-        body = view.requires_grad_(tensor.requires_grad)
-        empty = tensor.data.new_empty(0)
-        _swap_bodies(tensor, body)
-        self._device_body = body
-        body.data = empty
-        self._is_gradient_shown = gradient is not None and gradient.device == tensor.device
-        if self._is_gradient_shown:
-            tensor.grad = gradient
+        else:
+            gradient = tensor.grad
+            body = tensor.detach()
+            body.data = view
+            body.requires_grad_(True)
+            body.grad_dtype = tensor.grad_dtype
+            self._hooks = _hooks_of(tensor)
+            _give_hooks(body, self._hooks)
+            self._is_gradient_shown = gradient is not None and gradient.device == view.device
+            if self._is_gradient_shown:
+                body.grad = gradient
+            self._device_body = tensor._cdata
+            self._other = body
+            _swap(tensor, body)
+        assert self._other is not None
+        self._other.data = self._other.data.new_empty(0)
 
     def to_device(self, storage: torch.UntypedStorage) -> None:
         """Binds the tensor to a device storage with the bytes of its own; gradients go first."""
-        tensor, body = self.tensor, self._device_body
+        tensor, body = self.tensor, self._other
         view = _view_like(tensor, storage)
-        if body is None or body.device != storage.device or body.dtype != view.dtype:
+        if body is None or not self.is_split or body.device != view.device:
             tensor.data = view
-            return
-        gradient, requires_grad = tensor.grad, tensor.requires_grad
-        body.data = view
-        _swap_bodies(tensor, body)
-        self._device_body = None
-        if requires_grad != tensor.requires_grad:
-            tensor.requires_grad_(requires_grad)
-        if gradient is not None or self._is_gradient_shown:
-            tensor.grad = gradient
+        elif body.dtype != view.dtype or not tensor.is_leaf:
+            tensor.data = view  # as torch does it, the node is forgotten
+        else:
+            gradient, hooks = tensor.grad, _hooks_of(tensor)
+            body.data = view
+            body.requires_grad_(tensor.requires_grad)
+            if tensor.requires_grad and tensor.grad_dtype != body.grad_dtype:
+                body.grad = None  # torch changes the type only where there is none
+                body.grad_dtype = tensor.grad_dtype
+            _give_hooks(body, hooks, self._hooks)
+            if gradient is not None or self._is_gradient_shown:
+                body.grad = gradient
+            _swap(tensor, body)
+        self._other = None
 
 
-def _has_live_accumulator(tensor: Tensor) -> bool:
+class Move(NamedTuple):
+    """What is to be bound anew: to which storage, and to which it is bound now."""
+
+    rebound: Rebound
+    storage: torch.UntypedStorage
+    before: torch.UntypedStorage
+
+
+def rebind_all(
+    moves: Iterable[Move],
+    do: Callable[[Rebound, torch.UntypedStorage], None],
+    undo: Callable[[Rebound, torch.UntypedStorage], None],
+) -> None:
+    """Binds tensors to their new storages, or, where one fails, all of them to the old ones.
+
+    Gradients come before their parameters in both directions: torch takes a gradient only where its
+    parameter is.
+    """
+    begun: list[Move] = []
+    try:
+        for move in moves:
+            begun.append(move)
+            do(move.rebound, move.storage)
+    except BaseException:
+        for move in begun:  # the last one may or may not have got there
+            undo(move.rebound, move.before)
+        raise
+
+
+_Hooks = tuple[object, object]
+
+
+def _hooks_of(tensor: Tensor) -> _Hooks:
+    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+
+
+def _give_hooks(body: Tensor, hooks: _Hooks, known: _Hooks = (None, None)) -> None:
+    """Has a body call hooks, if they are others than those it is known to call."""
+    if hooks[0] is not known[0]:
+        body._backward_hooks = hooks[0]  # type: ignore[assignment]  # a dictionary that is shared
+    if hooks[1] is not known[1]:
+        body._post_accumulate_grad_hooks = hooks[1]  # type: ignore[assignment]  # likewise
+
+
+def has_live_accumulator(tensor: Tensor) -> bool:
+    """Says whether a graph, or a caller, keeps the node that adds to the tensor's gradient."""
     if not (tensor.requires_grad and tensor.is_leaf) or tensor.is_inference():
         return False
     before = tensor._use_count()  # type: ignore[attr-defined]  # torch.utils.swap_tensors has it
@@ -150,9 +233,29 @@ def _has_live_accumulator(tensor: Tensor) -> bool:
     return not is_new
 
 
-def _swap_bodies(left: Tensor, right: Tensor) -> None:
-    """Swaps what two Python tensors stand for, autograd state included."""
-    torch._C._swap_tensor_impl(left, right)
+def _swap(left: Tensor, right: Tensor, slot: str = "a parameter", *, times: int = 1) -> None:
+    """Swaps what two Python tensors stand for, autograd state included.
+
+    Args:
+        left: The one.
+        right: The other.
+        slot: What an error calls the first.
+        times: How often; twice finds out whether it could be done, with no line in between where
+            an interrupt might come.
+
+    Raises:
+        RefusedError: C++ code keeps a weak reference to one of them; nothing was swapped.
+    """
+    try:
+        # The inner half of torch.utils.swap_tensors, which would swap the Python attributes too.
+        deque(map(torch._C._swap_tensor_impl, [left] * times, [right] * times), maxlen=0)
+    except RuntimeError as error:
+        raise RefusedError(
+            f"{slot} cannot be moved: a graph that is kept needs the parameter's place in it, and "
+            "C++ code has a weak reference to the tensor, as caches of compiled code do "
+            f"({str(error).strip()}). Everything is where it was; let go of the graph or of the "
+            "reference."
+        ) from error
 
 
 def _view_like(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:

@@ -7,8 +7,7 @@ memory) comes before the first tensor is bound anew, and a failure after it is u
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +15,27 @@ from torch import Tensor, nn
 from residency import _device
 from residency._errors import RefusedError
 from residency._handoff._park_hooks import Notices
+from residency._handoff._park_room import Wanted, allocate_all
 from residency._handoff._park_tensors import (
     Gradients,
     Owner,
+    Taken,
+    give_back_gradients,
     gradients_of,
     reshard,
     take_gradients,
     tensors_of,
 )
-from residency._handoff._park_ties import Rebound, Tie, shared_with_others, ties_of
+from residency._handoff._park_ties import (
+    Move,
+    Rebound,
+    Tie,
+    has_live_accumulator,
+    rebind_all,
+    shared_with_others,
+    ties_of,
+)
+from residency._modes import callers_modes_off
 from residency._transfer import Region, Run, SlabArena, copy_to_host, gate_of, lanes_of
 from residency._units import format_bytes
 
@@ -33,7 +44,7 @@ _arenas: weakref.WeakKeyDictionary[Owner, dict[bool, SlabArena]] = weakref.WeakK
 
 
 class Parking:
-    """Moves the bytes of one owner to the host and back, partly or wholly.
+    """The way of one owner's bytes to the host and back, partly or wholly.
 
     Several may exist for one owner; each brings back what it has moved itself, and the pinned
     memory belongs to the owner.
@@ -42,19 +53,30 @@ class Parking:
         owner: A module or an optimizer; not kept alive.
         gradients: Whether gradients move with a module, or are set to None.
         pin: Whether the host memory is page-locked.
+        beside: Other owners of the same request: what they have in the owner's storages moves with
+            it, and is nobody else's.
 
     Attributes:
         device: Where the owner was last found, if on a device at all.
     """
 
-    def __init__(self, owner: Owner, *, gradients: Gradients = "move", pin: bool = True) -> None:
+    def __init__(
+        self,
+        owner: Owner,
+        *,
+        gradients: Gradients = "move",
+        pin: bool = True,
+        beside: Iterable[Owner] = (),
+    ) -> None:
         self._owner = weakref.ref(owner)
+        self._beside = [weakref.ref(other) for other in beside if other is not owner]
         self._gradients: Gradients = gradients
         self._arena = _arenas.setdefault(owner, {}).setdefault(pin, SlabArena(pin=pin, keep=True))
         self.device: torch.device | None = None
         self._rebound: dict[int, Rebound] = {}
         self._slots: set[str] = set()
         self._regions: dict[int, Region] = {}
+        self._addresses: dict[int, int] = {}  # where the bytes of a region were
         self._notices = Notices(self._rebound)
 
     @property
@@ -85,8 +107,7 @@ class Parking:
         """The device bytes that ``unpark`` would take, as the allocator counts them."""
         return sum(tie.allocated_bytes for tie in ties_of(self._parked_tensors()))
 
-    @torch.inference_mode(mode=False)  # what is bound here outlives the caller's mode
-    @torch.no_grad()
+    @callers_modes_off()  # what is bound here outlives them
     def park(self, up_to: int | None = None) -> int:
         """Moves bytes to the host; returns when they are there and the device's are free.
 
@@ -111,28 +132,33 @@ class Parking:
         # Whoever writes or reads these bytes, on whatever stream, is done from here on.
         _device.synchronize(self.device)
         ties, _ = self._found()
-        chosen = list(ties) if up_to is None else _fewest(ties, up_to - self._droppable_bytes())
+        chosen = list(ties)
+        if up_to is not None:
+            chosen = _with_gradients(_fewest(ties, up_to - self._droppable_bytes()), ties)
         # Measured: a save that has not seen its copies done keeps what it reads, a reducer its
         # buckets.
         before = _device.memory_allocated(self.device)
-        dropped = self._take_gradients()
+        dropped: list[Taken] = []
         is_first = not self._rebound
         try:
+            if self._gradients == "drop" and isinstance(owner, nn.Module):
+                take_gradients(owner, dropped)
             self._move_to_host(chosen)
-            self._notices.put_up(owner)
+            self._notices.put_up([owner, *self._companions()])
         except BaseException:
-            for holder, name, gradient in dropped:
-                setattr(holder, name, gradient)
             if is_first:  # else what was parked before is to stay, and unpark brings all back
-                self.unpark()
+                self._unpark()
+            give_back_gradients(dropped)
+            if is_first:
+                self._arena = SlabArena(pin=self._arena.is_pinned, keep=True)  # ranges got lost
+                _arenas.setdefault(owner, {})[self._arena.is_pinned] = self._arena
             raise
         dropped.clear()
         ties.clear()
         chosen.clear()
         return max(0, before - _device.memory_allocated(self.device))
 
-    @torch.inference_mode(mode=False)
-    @torch.no_grad()
+    @callers_modes_off()
     def unpark(self) -> int:
         """Brings everything back that this object has parked.
 
@@ -140,18 +166,24 @@ class Parking:
             The device bytes that were allocated for it.
 
         Raises:
+            RefusedError: C++ code has a weak reference to a parameter that a graph waits for.
+                Everything is whole on the host.
             torch.OutOfMemoryError: The device has no room. Everything is whole on the host, and a
                 call after room was made works.
         """
+        return self._unpark()
+
+    def _unpark(self) -> int:
         if not self._rebound:
             return 0
         assert self.device is not None
         ties = ties_of(self._parked_tensors())
         self._move_to_device(ties)
-        self._rebound.clear()
+        self._notices.take_down()
         self._slots.clear()
         self._regions.clear()
-        self._notices.take_down()
+        self._addresses.clear()
+        self._rebound.clear()
         return sum(tie.allocated_bytes for tie in ties)
 
     def free_host_memory(self) -> None:
@@ -178,13 +210,38 @@ class Parking:
 
     def _found(self) -> tuple[list[Tie], list[Tie]]:
         """Returns what can be moved now, and what somebody else holds."""
-        named = tensors_of(self.owner, gradients=self._gradients)
+        named = self._named(self._gradients)
         self._find_device(named)
         ties = ties_of((slot, tensor) for slot, tensor in named if tensor.device == self.device)
         if self.device is None:
             return [], []
         shared = shared_with_others(ties, self.device)
         return [tie for tie in ties if tie not in shared], shared
+
+    def _named(self, gradients: Gradients = "move") -> list[tuple[str, Tensor]]:
+        """Returns the owner's tensors, and what other owners of the request have in their storages;
+        gradients first.
+        """
+        owner = self._owner()
+        own = [] if owner is None else tensors_of(owner, gradients=gradients)
+        storages = {tensor.untyped_storage()._cdata for _, tensor in own}
+        for number, ref in enumerate(self._beside):
+            other = ref()
+            named = [] if other is None else tensors_of(other, gradients=gradients)
+            tied = {slot for slot, t in named if t.untyped_storage()._cdata in storages}
+            own += [
+                (f"{number}:{slot}", tensor)
+                for slot, tensor in named
+                if slot in tied or slot.removesuffix(".grad") in tied
+            ]
+        return sorted(own, key=lambda pair: not pair[0].endswith(".grad"))
+
+    def _companions(self) -> Iterator[Owner]:
+        """Yields the other owners of which something is parked here."""
+        for number, ref in enumerate(self._beside):
+            other = ref()
+            if other is not None and any(slot.startswith(f"{number}:") for slot in self._slots):
+                yield other
 
     def _droppable_bytes(self) -> int:
         owner = self.owner
@@ -199,18 +256,10 @@ class Parking:
             if tie not in shared and not any(t._is_view() for t in tie.tensors)
         )
 
-    def _take_gradients(self) -> list[tuple[Any, str, Tensor]]:
-        owner = self.owner
-        if self._gradients == "drop" and isinstance(owner, nn.Module):
-            return take_gradients(owner)
-        return []
-
     def _parked_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields what is to come back: what was moved, and what took its place meanwhile."""
         seen: set[int] = set()
-        owner = self._owner()
-        named = [] if owner is None else tensors_of(owner)
-        for slot, tensor in named:
+        for slot, tensor in self._named():
             # A gradient that came meanwhile belongs to where its parameter goes.
             is_of_slot = slot in self._slots or slot.removesuffix(".grad") in self._slots
             if tensor.is_cpu and (is_of_slot or id(tensor) in self._rebound):
@@ -230,11 +279,18 @@ class Parking:
         assert self.device is not None
         lanes, gate = lanes_of(self.device), gate_of(self.device)
         full = [tie for tie in ties if tie.num_bytes]
-        regions = self._take_room([tie.num_bytes for tie in full])
-        hosts = [
-            self._arena.tensor(region, torch.uint8, [tie.num_bytes], [1]).untyped_storage()
-            for tie, region in zip(full, regions, strict=True)
+        rebound = [
+            [self._rebound.get(id(tensor), Rebound(tensor)) for tensor in tie.tensors]
+            for tie in ties
         ]
+        for tie, of_tie in zip(ties, rebound, strict=True):
+            for each in of_tie:
+                each.check(min(tie.slots))
+        regions = self._take_room([tie.num_bytes for tie in full])
+        hosts = {
+            tie: self._arena.tensor(region, torch.uint8, [tie.num_bytes], [1]).untyped_storage()
+            for tie, region in zip(full, regions, strict=True)
+        }
         buffers = [tie.as_bytes() for tie in full]
         try:
             copy_to_host(buffers, regions, lanes=lanes, gate=gate).synchronize()
@@ -242,18 +298,25 @@ class Parking:
             _device.synchronize(self.device)  # nothing may still write into the regions
             raise
         gate.before_free(buffers)
-        of_tie = dict(zip(full, hosts, strict=True))
-        empty = torch.empty(0, dtype=torch.uint8).untyped_storage()
+        empty = torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
         moves = [
-            (self._rebound.get(id(tensor), Rebound(tensor)), of_tie.get(tie, empty), tie.storage)
-            for tie in ties
-            for tensor in tie.tensors
+            Move(each, hosts.get(tie, empty), tie.storage)
+            for tie, of_tie in zip(ties, rebound, strict=True)
+            for each in of_tie
         ]
-        _rebind_all(moves, Rebound.to_host, Rebound.to_device)
-        self._rebound.update((id(rebound.tensor), rebound) for rebound, _, _ in moves)
+        # All that the way back needs is known before the first tensor goes.
+        for tie, region in zip(full, regions, strict=True):
+            self._regions[hosts[tie].data_ptr()] = region
+            self._addresses[hosts[tie].data_ptr()] = tie.storage.data_ptr()
         self._slots.update(slot for tie in ties for slot in tie.slots)
-        for host, region in zip(hosts, regions, strict=True):
-            self._regions[host.data_ptr()] = region
+        known = self._rebound.copy()
+        self._rebound.update((id(move.rebound.tensor), move.rebound) for move in moves)
+        try:
+            rebind_all(moves, Rebound.to_host, Rebound.to_device)
+        except BaseException:
+            for number in self._rebound.keys() - known.keys():
+                del self._rebound[number]
+            raise
 
     def _take_room(self, sizes: Sequence[int]) -> list[Region]:
         try:
@@ -266,14 +329,19 @@ class Parking:
     def _move_to_device(self, ties: Sequence[Tie]) -> None:
         assert self.device is not None
         lanes = lanes_of(self.device)
+        for tie in ties:
+            for tensor in tie.tensors:
+                if id(tensor) in self._rebound:
+                    self._rebound[id(tensor)].check(min(tie.slots))
+        wanted = [
+            Wanted(tie.num_bytes, self._addresses.get(tie.storage.data_ptr())) for tie in ties
+        ]
         try:
-            targets = [
-                torch.empty(tie.num_bytes, dtype=torch.uint8, device=self.device) for tie in ties
-            ]
+            targets = allocate_all(wanted, self.device)
         except torch.OutOfMemoryError as error:
-            wanted = format_bytes(sum(tie.allocated_bytes for tie in ties))
+            total = format_bytes(sum(tie.allocated_bytes for tie in ties))
             error.add_note(
-                f"{wanted} were to come back from the host, where everything still is, whole. Make "
+                f"{total} were to come back from the host, where everything still is, whole. Make "
                 "room on the device and call residency.unpark again."
             )
             raise
@@ -287,7 +355,7 @@ class Parking:
             _device.synchronize(self.device)  # nothing may still write what is freed now
             raise
         moves = [
-            (
+            Move(
                 self._rebound.get(id(tensor), Rebound(tensor)),
                 target.untyped_storage(),
                 tie.storage,
@@ -296,11 +364,11 @@ class Parking:
             for tensor in tie.tensors
         ]
         moves += [
-            (rebound, rebound.tensor.untyped_storage(), rebound.tensor.untyped_storage())
+            Move(rebound, rebound.tensor.untyped_storage(), rebound.tensor.untyped_storage())
             for rebound in self._rebound.values()
             if rebound.is_split and rebound.tensor.device == self.device  # moved by somebody else
         ]
-        _rebind_all(moves, Rebound.to_device, Rebound.to_host)
+        rebind_all(moves, Rebound.to_device, Rebound.to_host)
 
     def _load(self, tie: Tie, target: Tensor) -> None:
         assert self.device is not None
@@ -315,28 +383,19 @@ class Parking:
             target.copy_(tie.as_bytes())
 
 
-_Move = tuple[Rebound, torch.UntypedStorage, torch.UntypedStorage]
-
-
-def _rebind_all(
-    moves: Iterable[_Move],
-    do: Callable[[Rebound, torch.UntypedStorage], None],
-    undo: Callable[[Rebound, torch.UntypedStorage], None],
-) -> None:
-    """Binds tensors to their new storages, or, where one fails, all of them to the old ones.
-
-    Gradients come before their parameters in both directions: torch takes a gradient only where its
-    parameter is.
+def _with_gradients(chosen: Sequence[Tie], ties: Sequence[Tie]) -> list[Tie]:
+    """Adds the gradients of parameters that get another body on the host, which shows none that
+    stays on the device: what clears them meanwhile would find nothing to clear.
     """
-    done: list[_Move] = []
-    try:
-        for move in moves:
-            do(move[0], move[1])
-            done.append(move)
-    except BaseException:
-        for rebound, _, before in done:
-            undo(rebound, before)
-        raise
+    moved = {
+        id(tensor.grad)
+        for tie in chosen
+        for tensor in tie.tensors
+        if tensor.is_leaf and tensor.grad is not None and has_live_accumulator(tensor)
+    }
+    return [
+        tie for tie in ties if tie in chosen or any(id(tensor) in moved for tensor in tie.tensors)
+    ]
 
 
 def _fewest(ties: Sequence[Tie], wanted: int) -> list[Tie]:
@@ -349,7 +408,7 @@ def _fewest(ties: Sequence[Tie], wanted: int) -> list[Tie]:
             chosen.append(tie)
             left -= tie.allocated_bytes
     if left > 0:
-        more = [tie for tie in descending if tie not in chosen]
+        more = [tie for tie in descending if tie.allocated_bytes and tie not in chosen]
         if more:  # each of them is larger than what is left
             chosen.append(more[-1])
             left -= more[-1].allocated_bytes

@@ -19,13 +19,13 @@ import os
 import socket
 import stat
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from residency._errors import HandOffError, InvalidArgumentError
+from residency._registries import WeakRegistry
 
 _LONGEST_LINE = 65_536
 _LONGEST_PATH = 107  # bytes in sockaddr_un, less the closing zero
@@ -88,12 +88,12 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     return place
 
 
-_links: weakref.WeakSet[Link] = weakref.WeakSet()
+_links: WeakRegistry[Link] = WeakRegistry()
 
 
 def _forget_links() -> None:
     """Lets go, in a forked child, of what would hide its parent's death from the other side."""
-    for link in list(_links):
+    for link in _links:
         link.forget()
 
 
@@ -101,7 +101,7 @@ os.register_at_fork(after_in_child=_forget_links)
 
 
 class Link:
-    """Is the connection to the other process, from either side."""
+    """The connection to the other process, from either side."""
 
     def __init__(self, connection: socket.socket, path: Path) -> None:
         self._connection = connection
@@ -198,6 +198,23 @@ def await_taker(path: Path, deadline: Deadline) -> tuple[Link, int]:
         HandOffError: Nobody came in time, another process listens there, or what came means
             nothing.
     """
+    connection: socket.socket | None = None
+    try:
+        connection = _accepted(path, deadline)
+        link = Link(connection, path)
+        need = link.receive(deadline, expected="need").get("need")
+        if isinstance(need, bool) or not isinstance(need, int) or not 0 <= need < _MOST_BYTES:
+            raise HandOffError(
+                f"The process at the other end of {path} needs {str(need)[:40]} bytes."
+            )
+        return link, need
+    except BaseException:
+        if connection is not None:
+            connection.close()
+        raise
+
+
+def _accepted(path: Path, deadline: Deadline) -> socket.socket:
     with _sole_listener(path), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         try:
             listener.bind(os.fspath(path))
@@ -207,7 +224,7 @@ def await_taker(path: Path, deadline: Deadline) -> tuple[Link, int]:
             path.chmod(0o600)  # nobody can connect before listen()
             listener.listen(1)
             listener.settimeout(max(deadline.left, 1e-3))
-            connection, _ = listener.accept()
+            return listener.accept()[0]
         except TimeoutError:
             raise HandOffError(
                 f"No process asked for the device at {path} within {deadline.seconds:g} s."
@@ -215,17 +232,6 @@ def await_taker(path: Path, deadline: Deadline) -> tuple[Link, int]:
         finally:
             with suppress(FileNotFoundError):
                 path.unlink()
-    link = Link(connection, path)
-    try:
-        need = link.receive(deadline, expected="need").get("need")
-        if isinstance(need, bool) or not isinstance(need, int) or not 0 <= need < _MOST_BYTES:
-            raise HandOffError(
-                f"The process at the other end of {path} needs {str(need)[:40]} bytes."
-            )
-    except BaseException:
-        link.close()
-        raise
-    return link, need
 
 
 def ask_for_device(path: Path, need: int, deadline: Deadline) -> Link:
@@ -234,37 +240,42 @@ def ask_for_device(path: Path, need: int, deadline: Deadline) -> Link:
     Raises:
         HandOffError: Nobody listens there in time, or the other process ended.
     """
-    while True:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            connection.settimeout(max(deadline.left, 1e-3))
-            connection.connect(os.fspath(path))
-            break
-        except OSError as error:  # it does not listen yet: its hand-off has not come that far
-            connection.close()
-            if not deadline.pause():
-                raise HandOffError(
-                    f"No process hands a device over at {path}; waited {deadline.seconds:g} s "
-                    f"({error})."
-                ) from error
-    link = Link(connection, path)
+    connection: socket.socket | None = None
     try:
+        while True:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                connection.settimeout(max(deadline.left, 1e-3))
+                connection.connect(os.fspath(path))
+                break
+            except OSError as error:  # it does not listen yet: its hand-off is not that far
+                connection.close()
+                if not deadline.pause():
+                    raise HandOffError(
+                        f"No process hands a device over at {path}; waited {deadline.seconds:g} s "
+                        f"({error})."
+                    ) from error
+        link = Link(connection, path)
         link.send(need=need, pid=os.getpid())
+        return link
     except BaseException:
-        link.close()
+        if connection is not None:
+            connection.close()
         raise
-    return link
 
 
 @contextmanager
 def _sole_listener(path: Path) -> Iterator[None]:
     """Makes this process the one that listens at a path, and removes what a killed one left."""
     place = path.with_name(f"{path.name}.lock")  # stays, and means nothing
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        lock = os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        # Of an object that closes it, whatever comes before the next line.
+        file = os.fdopen(os.open(place, flags, 0o600), "rb", buffering=0)
     except OSError as error:
         raise HandOffError(f"{place} cannot be locked: {error}.") from error
-    try:
+    with file:
+        lock = file.fileno()
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -275,5 +286,3 @@ def _sole_listener(path: Path) -> Iterator[None]:
             yield
         finally:
             fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked meanwhile has it, too
-    finally:
-        os.close(lock)

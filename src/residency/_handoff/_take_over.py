@@ -52,9 +52,10 @@ def take_over(
         raise InvalidArgumentError("There is no accelerator on this machine to take over.")
     deadline = Deadline(check_timeout(timeout))
     _device.device_room(target)  # has this process's context made before the other side measures
-    link = ask_for_device(path, num_bytes, deadline)
+    link: Link | None = None
     is_taken = False
     try:
+        link = ask_for_device(path, num_bytes, deadline)
         answer = link.receive(deadline, expected="ready")
         if "refused" in answer:
             raise HandOffError(f"The other process refused: {answer['refused']}")
@@ -62,9 +63,9 @@ def take_over(
         is_taken = True
         yield free
     finally:
-        if is_taken:
+        if is_taken and link is not None:
             _return(link, target)
-        else:
+        elif link is not None:
             link.close()
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from residency._errors import InvalidArgumentError
-from residency._memory._format import FORMAT, VERSION
+from residency._memory._format import FORMAT, VERSION, may_be_replaced
 from residency._memory._state import MemoryState
 
 _FIGURES = (*MemoryState.__dataclass_fields__,)
@@ -61,7 +61,8 @@ class Ledger:
                 boundary, since most processes have none, and is never one that is there.
 
         Raises:
-            InvalidArgumentError: The file cannot be written.
+            InvalidArgumentError: The file cannot be written, or another file is there that is no
+                record.
         """
         self.path = path
         self.peaks = peaks
@@ -86,6 +87,11 @@ class Ledger:
         rank, world_size = self._place()
         base = self.path
         self.path = rank_path(base, rank, world_size)
+        if not self.is_shared and not may_be_replaced(self.path):
+            raise InvalidArgumentError(
+                f"{str(self.path)!r} is there and is no record; name another file, or remove it. "
+                "Nothing was changed."
+            )
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         try:
             self._file = os.open(

@@ -233,12 +233,16 @@ def begin(name: str, owner: object) -> Visit:
 def end(owner: object, error: BaseException | None) -> None:
     """Ends the innermost visit of an owner, and what was left open inside it.
 
-    Where the visit is another thread's, nothing is ended: its own thread may still do so.
+    Where the visit is another thread's, nothing is ended: its own thread may still do so. Where a
+    phase around it has ended, as of two generators in turn, it was ended with that one.
     """
     visits = _open.get()
     last = next((i for i in reversed(range(len(visits))) if visits[i]._owner is owner), None)
     if last is None:
-        _log.warning("residency: a phase was left by another thread than had entered it")
+        _log.warning(
+            "residency: a phase was left that is not open here: another thread had entered it, or "
+            "a phase around it had ended before"
+        )
         return
     if error is not None:
         explain(error, phase=visits[-1].path)

@@ -32,7 +32,7 @@ def record(
     ``run.rank0.jsonl`` for ``run.jsonl``.
 
     Args:
-        path: The file; one that is there is replaced.
+        path: The file; a record that is there is replaced.
         peaks: ``"bounds"`` leaves torch's peak register alone: a phase's peak is exact when the
             register rose in it, and marked as an upper bound otherwise. ``"exact"`` resets the
             register at every boundary, so that ``max_memory_allocated`` of the script itself then
@@ -44,7 +44,8 @@ def record(
         The `Ledger`.
 
     Raises:
-        InvalidArgumentError: The path cannot be written, or ``peaks`` means nothing.
+        InvalidArgumentError: The path cannot be written, a file is there that is no record, or
+            ``peaks`` means nothing.
         RefusedError: Another block records this process already.
 
     Memory:

@@ -2,45 +2,69 @@
 
 Invariant: bytes go into a home only through ``Homes.fill``, a copy home of the step, or a restore,
 and never while a save reads them.
+
+[Note: what callers hold] A caller who reads a state gets a tensor over its home's bytes with a
+storage of its own, the shown one. It is the live state, as without an offload: he may keep it and
+views of it, read and write them. So a step that finds one alive waits for its copies home before
+it returns; one that nobody looks at does not wait. Assignments follow the tensors, too: a shown one
+that is assigned to another key takes its home along, and a home that is held, or has two entries,
+is never filled with another's bytes. Where a caller gives a shown tensor other memory (``.data =``,
+``set_``, ``share_memory_``), that is the home from then on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeGuard
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
+from residency._modes import callers_modes_off
+from residency._storages import sharing
 from residency._transfer import (
     Gate,
     Lanes,
     Region,
+    Slab,
     SlabArena,
     align_up,
+    another_over,
     gate_of,
     is_sharded,
     lanes_of,
     lending,
     local_of,
+    raw_bytes,
     wrapped_like,
 )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Home:
-    """Is the place of one state tensor.
+    """The place of one state tensor.
 
     Attributes:
         tensor: The bytes; of a sharded state, the local tensor.
         region: The range under them.
-        value: What callers see: the tensor, or a ``DTensor`` around it.
+        value: The tensor, or a ``DTensor`` around it.
+        num_entries: How many keys of the state have it.
+        is_callers: Whether the memory is a caller's, who may read and write it at any time.
+        moved_to: The home in its place, where a caller has replaced the memory.
+        views: References that live as long as a caller holds what he was shown, or a view of it.
+        num_writes: How often callers wrote to tensors that they were shown and let go of.
     """
 
     tensor: Tensor
     region: Region
     value: Tensor
+    num_entries: int = 0
+    is_callers: bool = False
+    moved_to: Home | None = None
+    views: list[weakref.ref[Any]] = field(default_factory=list)
+    num_writes: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -54,8 +78,9 @@ class Homes:
         device: The accelerator that the parameters are on.
         version: Changes whenever a home appears, moves or goes; plans are made for one version.
         newest: The event after the newest copy home, of whatever parameter.
-        reserved: Homes for state that is not made yet, by parameter and key.
+        reserved: Homes for state that is not made yet, by the parameter's ``id`` and by key.
         spare_bytes: Room for states that are written while a save reads their homes.
+        has_aliases: Whether two entries of the state may have the same bytes.
     """
 
     def __init__(self, device: torch.device, *, pin: bool = True, spare_bytes: int = 0) -> None:
@@ -67,7 +92,14 @@ class Homes:
         self.newest: torch.Event | None = None
         self.spare_bytes = spare_bytes
         self._num_spare_bytes_made = 0
-        self.reserved: dict[Tensor, dict[str, Home]] = {}
+        # By id: a parameter that is replaced must not live on here. Another at its address takes
+        # over homes only where they fit.
+        self.reserved: dict[int, dict[str, Home]] = {}
+        self.has_aliases = False
+        self.meet: Callable[[], Callable[[Tensor], Tensor] | None] = lambda: None
+        self._shown: dict[Home, Tensor] = {}
+        self._held_views: weakref.WeakSet[Home] = weakref.WeakSet()
+        self._by_address: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
 
     def allocate(
         self, like: Tensor, shape: torch.Size | None = None, *, shard_of: Tensor | None = None
@@ -99,6 +131,18 @@ class Homes:
             self._num_spare_bytes_made = wanted
             self.arena.is_kept = True
 
+    def make_second_set(self, sizes: Sequence[int]) -> None:
+        """Makes room for all states to move, beside the spare: a snapshot may keep the homes there
+        are. Once it has let go of them they are room for the next one.
+
+        Raises:
+            RefusedError: The host has no room.
+        """
+        self.arena.make_room(
+            [*sizes, *[self._num_spare_bytes_made] * bool(self._num_spare_bytes_made)]
+        )
+        self.arena.is_kept = True
+
     def writable(self, home: Home) -> Home:
         """Returns a home in place of one that a save reads: another one of the spare, or, where
         that is used up, the same one once the save has given it back; the host waits for that.
@@ -106,14 +150,17 @@ class Homes:
         found: list[Home] = []
 
         def is_found() -> bool:
+            is_kept = lending.is_kept(home.tensor)
             if not lending.is_lent(home.tensor):
                 found.append(home)
             else:
                 region = self.arena.find_room(home.num_bytes)
-                if region is None and lending.is_kept(home.tensor):
+                if region is None and is_kept:
                     region = self.arena.allocate(home.num_bytes)
                 if region is not None:
                     found.append(self._home_in(region, home.tensor, home.value))
+                    if not is_kept:
+                        self._show_instead(found[0], home)
             return bool(found)
 
         if not is_found():
@@ -124,9 +171,17 @@ class Homes:
         tensor = self.arena.tensor(region, model.dtype, model.shape, model.stride())
         return Home(tensor, region, wrapped_like(tensor, like))
 
+    def reserved_for(self, parameter: Tensor) -> dict[str, Home]:
+        """Returns the homes for a parameter's state that is not made yet, by key."""
+        return self.reserved.setdefault(id(parameter), {})
+
+    def forget_reserved(self, owners: Collection[int]) -> None:
+        """Gives back what is reserved for other parameters than those with these ``id``."""
+        self.reserved = {owner: made for owner, made in self.reserved.items() if owner in owners}
+
     def reserve(self, parameter: Tensor, schema: Mapping[str, Tensor]) -> None:
         """Makes homes for state to come, where there are none that fit."""
-        reserved = self.reserved.setdefault(parameter, {})
+        reserved = self.reserved_for(parameter)
         for key, like in schema.items():
             if not self.fits(reserved.get(key), like):
                 reserved[key] = self.allocate(like)
@@ -151,26 +206,206 @@ class Homes:
         )
 
     def fill(self, home: Home | None, value: Tensor) -> Home:
-        """Copies a value home, blocking the host, into ``home`` where it fits and a new home
-        otherwise.
+        """Returns the home of a value, into which the host has copied what was not there."""
+        place = self.place_for(home, value)
+        self.write(place, value)
+        return place
+
+    def place_for(self, home: Home | None, value: Tensor) -> Home:
+        """Returns the home of a value: its own, where it is a shown tensor; else ``home``, where it
+        fits and nobody else has it, or a new one.
         """
         local = local_of(value).detach()
-        if not self.takes(home, local):
+        if home is not None and _memory(home.tensor) == _memory(local):
+            return home
+        found = self.find(value)
+        if found is not None:
+            self._shown.setdefault(found, value)
+            return found
+        if local.is_cpu and local.numel() and self._is_among_homes(local):
+            if _is_dense(local) and not lending.is_lent(local):
+                return self.over(value)
+            home = None  # never copied onto bytes that it may be a view of
+        if not self.takes(home, local) or home.num_entries > 1 or self.is_held(home):
             home = self.allocate(value)
             # The range may have belonged to a tensor whose last copy home has not landed yet.
-            if self.newest is not None:
-                self.newest.synchronize()
-        if home.tensor.data_ptr() != local.data_ptr() or local.numel() == 0:
+            self.fence()
+        return home
+
+    def write(self, home: Home, value: Tensor) -> None:
+        """Copies a value into the home that ``place_for`` gave for it."""
+        local = local_of(value).detach()
+        if _memory(home.tensor) != _memory(local):
             home.tensor.copy_(local)
         if is_sharded(value):
             home.value = wrapped_like(home.tensor, value)
+
+    def copy_of(self, home: Home) -> Home:
+        """Makes a home with the bytes of another, on which no copy is under way."""
+        made = self.allocate(home.value)
+        made.tensor.copy_(home.tensor)
+        return made
+
+    def over(self, value: Tensor) -> Home:
+        """Makes a home of a caller's own host memory, which he goes on to see and to write."""
+        self.version += 1
+        self.has_aliases = True
+        tensor = local_of(value).detach()
+        region = Region(Slab.over(raw_bytes(tensor)), 0, align_up(max(tensor.nbytes, 1)))
+        home = Home(tensor, region, wrapped_like(tensor, value), is_callers=True)
+        self._note_shown(home, value)
         return home
+
+    def show(self, home: Home) -> Tensor:
+        """Returns what a caller sees of a home: the same tensor for as long as he keeps it."""
+        shown = self._shown.get(home)
+        if shown is None and home.tensor.numel() and not home.is_callers:
+            with callers_modes_off():
+                local, view = another_over(home.tensor, home)
+                shown = wrapped_like(local, home.value)
+            home.views.append(view)
+        elif shown is None:
+            shown = home.value
+        self._note_shown(home, shown)
+        return shown
+
+    def _show_instead(self, home: Home, before: Home) -> None:
+        """Binds what a caller was shown of a home that a save reads to the one that takes its
+        place: it stays the live state. A view of it stays with the save's bytes.
+        """
+        shown = self._shown.pop(before, None) if self.is_held(before) else None
+        if shown is not None:
+            before.num_writes += local_of(shown)._version
+            with torch.no_grad():
+                local_of(shown).data = local_of(self.show(home))
+            self._note_shown(home, shown)
+
+    def _note_shown(self, home: Home, shown: Tensor) -> None:
+        if home.tensor.numel():
+            self._shown[home] = shown
+            self._by_address[home.tensor.data_ptr()] = home
+
+    def find(self, value: Tensor) -> Home | None:
+        """Returns the home whose shown tensor, or an equal view of it, is ``value``."""
+        local = local_of(value)
+        if not local.is_cpu or not local.numel():
+            return None
+        home = self._by_address.get(local.data_ptr())
+        if home is None or is_sharded(home.value) != is_sharded(value):
+            return None
+        return home if _layout(home.tensor) == _layout(local) else None
+
+    def _is_among_homes(self, tensor: Tensor) -> bool:
+        if self.arena.holds(tensor):
+            return True
+        others = [home.tensor for home in self._by_address.values() if home.is_callers]
+        return bool(others) and any(len(sharing([tensor, other])) for other in others)
+
+    def follow(self, home: Home) -> Home:
+        """Returns the home that callers have made of one, by giving what they were shown other
+        memory; mostly the same one.
+        """
+        if home.moved_to is not None:
+            return self.follow(home.moved_to)
+        shown = self._shown.get(home)
+        if shown is None or _memory(local_of(shown)) == _memory(home.tensor):
+            return home
+        del self._shown[home]
+        local = local_of(shown)
+        if local.is_cpu and local.layout is torch.strided and local.numel() and _is_dense(local):
+            home.moved_to = self.over(shown)
+        else:
+            home.moved_to = self.fill(None, shown)
+            with torch.no_grad():
+                local.data = local_of(self.show(home.moved_to))
+            self._note_shown(home.moved_to, shown)
+        return home.moved_to
+
+    @property
+    def is_shown(self) -> bool:
+        """Says whether a caller has looked at the state since a step found him gone."""
+        return bool(self._shown)
+
+    def met(self, value: Any) -> Any:
+        """Returns what a caller assigns; of a state that stays on the device, its home, into which
+        that moves.
+        """
+        meet = self.meet() if isinstance(value, Tensor) and not value.is_cpu else None
+        return value if meet is None else meet(value)
+
+    def fence(self) -> None:
+        """Blocks the host until no copy home is under way, of whatever parameter."""
+        if self.newest is not None:
+            self.newest.synchronize()
+
+    def enter(self, home: Home) -> None:
+        """Counts an entry of the state that gets a home."""
+        self.version += 1
+        self.has_aliases |= home.num_entries > 0
+        home.num_entries += 1
+
+    def leave(self, home: Home) -> None:
+        """Counts an entry that loses a home; what callers were shown of it is theirs alone then."""
+        self.version += 1
+        home.num_entries -= 1
+        if not home.num_entries:
+            home.num_writes = self.num_writes(home)
+            self._shown.pop(home, None)
+
+    def is_written(self, home: Home) -> bool:
+        """Says whether a caller has written to what he was shown since the last step."""
+        shown = self._shown.get(home)
+        return shown is not None and local_of(shown)._version > 0
+
+    def num_writes(self, home: Home) -> int:
+        """Returns a number that grows with what callers write to what they were shown."""
+        shown = self._shown.get(home)
+        return home.num_writes + (0 if shown is None else local_of(shown)._version)
+
+    def held(self) -> list[Home]:
+        """Returns the homes of the state that callers can reach without a new look."""
+        homes = {*self._shown, *self._held_views}
+        held = [home for home in homes if self.is_held(home)]
+        self._held_views = weakref.WeakSet(held)
+        return [home for home in held if home.num_entries]
+
+    def is_held(self, home: Home) -> bool:
+        """Says whether a caller can reach a home's bytes without a new look at the state.
+
+        The tensor that he was shown is let go of, and lives on only where he has it.
+        """
+        if home.is_callers:
+            return True
+        if home in self._shown:
+            if _memory(local_of(self._shown[home])) != _memory(home.tensor):
+                return True
+            num_writes = self.num_writes(home)
+            reference = weakref.ref(self._shown.pop(home))
+            shown = reference()
+            if shown is not None:
+                self._shown[home] = shown
+                return True
+            home.num_writes = num_writes
+        home.views = [view for view in home.views if view() is not None]
+        return bool(home.views)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
+
+
+def _layout(tensor: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
+    return tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    return (tensor.device.type, tensor.data_ptr(), *_layout(tensor))
 
 
 def _model_of(like: Tensor, shape: torch.Size | None) -> Tensor:
     if shape is not None:
         return torch.empty(shape, dtype=like.dtype, device="meta")
     # What is not dense is copied row by row (raw_bytes), so its home is contiguous.
-    if not torch.ops.aten.is_non_overlapping_and_dense.default(like):
+    if not _is_dense(like):
         return torch.empty(like.shape, dtype=like.dtype, device="meta")
     return torch.empty_like(like, device="meta", memory_format=torch.preserve_format)

@@ -7,9 +7,11 @@ lent has the bytes of the moment of the loan until it is given back.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -24,6 +26,7 @@ from residency._optim._state import ParameterState
 from residency._transfer import (
     Incoming,
     Lent,
+    Loans,
     Reception,
     is_sharded,
     local_of,
@@ -36,7 +39,9 @@ from residency._transfer import (
 class OffloadOwner:
     """Speaks for ``OffloadedOptimizer``."""
 
-    def lend(self, optimizer: Any, *, keep: bool = False) -> Mapping[Any, Mapping[str, Any]]:
+    def lend(
+        self, optimizer: Any, loans: Loans, *, keep: bool = False, is_watched: bool = False
+    ) -> Mapping[Any, Mapping[str, Any]]:
         """Returns the state by parameter and key, without a wait; see ``StateOwner``."""
         offload: Offload = optimizer.__dict__[PRIVATE]
         adopt_foreign_state(optimizer, offload)
@@ -45,12 +50,21 @@ class OffloadOwner:
         if offload.homes is not None:
             homes = [h for s in states.values() for h in _homes_of(s)]
             if keep:
-                offload.homes.arena.reserve([home.num_bytes for home in homes])
+                offload.homes.make_second_set([home.num_bytes for home in homes])
             offload.homes.make_spare([home.num_bytes for home in homes])
         return {
-            key: _lent(inner, keep) if isinstance(inner, ParameterState) else inner
+            key: _lent(inner, loans, keep, is_watched)
+            if isinstance(inner, ParameterState)
+            else inner
             for key, inner in states.items()
         }
+
+    def under_way(self, optimizer: Any) -> Iterator[tuple[Tensor, torch.Event]]:
+        """Yields the homes into which a step's copies are still under way; see ``StateOwner``."""
+        for inner in list(dict.values(optimizer.state)):
+            written = inner.written if isinstance(inner, ParameterState) else None
+            if written is not None and not written.query():
+                yield from ((home.tensor, written) for home in _homes_of(inner))
 
     def set_spare(self, optimizer: Any, num_bytes: int | None) -> None:
         """Sets and allocates what steps may take while states are lent; see ``StateOwner``."""
@@ -73,15 +87,18 @@ class OffloadOwner:
         return None if offload.homes is None else receive_state(optimizer, offload, states)
 
 
-def lend_homes(addresses: Collection[int], spare_bytes: int | None = None) -> dict[int, Lent]:
+def lend_homes(
+    addresses: Collection[int], loans: Loans, spare_bytes: int | None = None
+) -> dict[int, Lent]:
     """Lends the homes that begin at these addresses, of whatever offloaded optimizer.
 
     Args:
         addresses: Of tensors that a caller wants to keep as they are; most may be anything else.
+        loans: Who has borrowed them: all loans are among these.
         spare_bytes: As in ``set_spare``.
 
     Returns:
-        The loans by address; the borrower gives each back.
+        The loans by address.
 
     Raises:
         RefusedError: The host has no room for what steps take meanwhile. Nothing is lent.
@@ -93,6 +110,8 @@ def lend_homes(addresses: Collection[int], spare_bytes: int | None = None) -> di
             continue
         homes = optimizer.__dict__[PRIVATE].homes
         inners = [i for i in dict.values(optimizer.state) if isinstance(i, ParameterState)]
+        for inner in inners:
+            inner.take_replaced()
         mine = [(h, i) for i in inners for h in _homes_of(i) if h.tensor.data_ptr() in wanted]
         if mine:
             if spare_bytes is not None:
@@ -100,7 +119,7 @@ def lend_homes(addresses: Collection[int], spare_bytes: int | None = None) -> di
             homes.make_spare([home.num_bytes for home, _ in mine])
             found += mine
     return {
-        home.tensor.data_ptr(): Lent(home.tensor, home.value, inner.written)
+        home.tensor.data_ptr(): loans.lend(home.tensor, home.value, inner.written)
         for home, inner in found
     }
 
@@ -109,7 +128,8 @@ def _homes_of(values: Any) -> list[Home]:
     return list(values.homes_by_key.values()) if isinstance(values, ParameterState) else []
 
 
-def _lent(inner: ParameterState, keep: bool) -> dict[str, Any]:
+def _lent(inner: ParameterState, loans: Loans, keep: bool, is_watched: bool) -> dict[str, Any]:
+    inner.take_replaced()
     if inner.template is not None and inner.is_template():
         return {}
     values: dict[str, Any] = {}
@@ -118,8 +138,18 @@ def _lent(inner: ParameterState, keep: bool) -> dict[str, Any]:
         if home is None:
             values[key] = value
         else:
-            values[key] = Lent(home.tensor, home.value, inner.written, keep=keep)
+            values[key] = _loan(inner, home, loans, keep, is_watched)
     return values
+
+
+def _loan(inner: ParameterState, home: Home, loans: Loans, keep: bool, is_watched: bool) -> Lent:
+    """Lends a home; for good, and where others have it, a copy: they go on to write."""
+    if keep and inner.has_others(home) and (home.num_entries > 1 or not is_watched):
+        inner.fence()
+        home = inner.copy_of(home)
+    lent = loans.lend(home.tensor, home.value, inner.written, keep=keep)
+    lent.num_writes = partial(inner.num_writes_of, home)
+    return lent
 
 
 def _states_to_come(optimizer: Optimizer) -> list[Tensor]:

@@ -19,10 +19,12 @@ from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes
 from residency._optim._masters import as_masters_state
 from residency._optim._offload_data import Offload
+from residency._optim._residents import Residents
 from residency._optim._schema import Schema
 from residency._optim._shadow import PRIVATE, is_torchs_own
-from residency._optim._sharding import layout_of
+from residency._optim._sharding import layout_of, planned_bytes
 from residency._optim._state import State
+from residency._optim._validate import check_flags
 from residency._transfer import local_of, moved
 
 
@@ -41,11 +43,13 @@ class PreparedLoad:
     Attributes:
         groups: The groups after the load.
         attributes: What the class' own repair of old states replaced on the optimizer.
+        resident: The parameters whose state stays on the device after the load.
         entries: By parameter and key, in the saved order; other keys of a state dict as they are.
     """
 
     groups: list[dict[str, Any]]
     attributes: dict[str, Any]
+    resident: Residents
     entries: dict[Any, Any] = field(default_factory=dict)
 
     def finish(self, optimizer: Optimizer, state: State, homes: Homes) -> None:
@@ -53,6 +57,7 @@ class PreparedLoad:
         state.fence()
         if homes.newest is not None:
             homes.newest.synchronize()  # a new home's range may have belonged to a copy under way
+        state.residents.become(self.resident)
         optimizer.__dict__.update(self.attributes)
         optimizer.param_groups = self.groups
         for stale in [key for key in state if key not in self.entries]:
@@ -61,18 +66,19 @@ class PreparedLoad:
             if not (isinstance(parameter, Tensor) and isinstance(entries, dict)):
                 state[parameter] = entries
                 continue
-            inner = state.of(parameter)
+            inner = state.own(parameter)
             inner.reserved.clear()  # taken, or of no use for the dtypes that were loaded
             for key in [k for k in dict.keys(inner) if k not in entries]:
                 inner.forget(key)
             for key, entry in entries.items():
                 if entry.home is not None:
-                    inner.settle(key, homes.fill(entry.home, entry.value))
+                    homes.write(entry.home, entry.value)
+                    inner.settle(key, entry.home)
                 else:
                     inner.keep(key, entry.value)
             inner.reorder(list(entries))
             inner.made_for = layout_of(parameter)
-            inner.template = inner.master_versions = None
+            inner.template = None
 
 
 def prepare_load(
@@ -102,7 +108,8 @@ def prepare_load(
         if name not in ("state", "param_groups")
         and optimizer.__dict__.get(name, repaired) is not value
     }
-    prepared = PreparedLoad(repaired.param_groups, attributes)
+    check_flags(offload.base.__name__, repaired.param_groups)
+    prepared = PreparedLoad(repaired.param_groups, attributes, Residents(offload.resident_bytes))
     group_of = {p: group for group in repaired.param_groups for p in group["params"]}
     for parameter, saved in repaired.state.items():
         if not (isinstance(parameter, Tensor) and isinstance(saved, dict)):
@@ -115,8 +122,9 @@ def prepare_load(
         if schema is not None and is_torchs_own(offload.base):
             check_shapes(schema, saved)
         needs_device = device_rule(offload, schema, parameter)
+        stay_here(offload, prepared.resident, parameter, saved, needs_device)
         prepared.entries[parameter] = {
-            key: _entry(offload, offload.state, offload.homes, parameter, key, value, needs_device)
+            key: _entry(offload, prepared.resident, parameter, key, value, needs_device)
             for key, value in saved.items()
         }
     return prepared
@@ -169,10 +177,28 @@ def device_rule(
     return needs_device
 
 
+def stay_here(
+    offload: Offload,
+    resident: Residents,
+    parameter: Tensor,
+    values: Mapping[str, Any],
+    needs_device: Callable[[str, Tensor], bool],
+) -> None:
+    """Adds a parameter to those that are to stay on the device after a load, where its state did
+    so far and the budget has room for the one that comes.
+    """
+    if parameter not in offload.resident:
+        return
+    tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
+    if offload.has_master(parameter):
+        tensors = {key: as_masters_state(v, parameter) for key, v in tensors.items()}
+    staying = [value for key, value in tensors.items() if needs_device(key, value)]
+    resident.allow(parameter, sum(planned_bytes(value) for value in staying))
+
+
 def _entry(
     offload: Offload,
-    state: State,
-    homes: Homes,
+    resident: Residents,
     parameter: Tensor,
     key: str,
     value: Any,
@@ -188,15 +214,16 @@ def _entry(
     value = value.detach()
     if offload.has_master(parameter):
         value = as_masters_state(value, parameter)
-    if not needs_device(key, value):
+    assert offload.homes is not None
+    assert offload.state is not None
+    homes, state = offload.homes, offload.state
+    if not needs_device(key, value) and homes.find(value) is None:
         # A copy: the step advances it in place, and the saved one is not ours.
         return Entry(value.cpu().clone())
-    if parameter in offload.resident:
+    if parameter in resident:
         return Entry(moved(value, homes.device, copy=True))
     inner = state.peek(parameter)
     home = inner.homes_by_key.get(key) if inner is not None else None
     if home is None:
-        home = homes.reserved.get(parameter, {}).get(key)
-    if not homes.takes(home, local_of(value)):
-        home = homes.allocate(value)
-    return Entry(value, home)
+        home = homes.reserved_for(parameter).get(key)
+    return Entry(value, homes.place_for(home, value))

@@ -7,10 +7,13 @@ where somebody else has written to the parameter, the master takes the new value
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
 
 from residency._errors import RefusedError
+from residency._storages import sharing
 from residency._transfer import local_of, wrapped_like
 
 MASTER = "master_weight"
@@ -21,16 +24,36 @@ def needs_master(parameter: Tensor) -> bool:
     return parameter.dtype in (torch.bfloat16, torch.float16)
 
 
-def check_masters_place(name: str, is_wanted: bool, device: torch.device) -> None:
+def check_masters(
+    name: str, is_wanted: bool, device: torch.device, members: Iterable[tuple[int, Tensor]]
+) -> None:
     """Checks that masters, where they are wanted, can be stepped on ``device``.
 
     Raises:
-        RefusedError: It is the host, where nothing streams.
+        RefusedError: It is the host, where nothing streams, or parameters share bytes.
     """
+    if is_wanted:
+        refuse_shared_masters([p for _, p in members if needs_master(p)])
     if is_wanted and device.type == "cpu":
         raise RefusedError(
             f"{name} has its parameters on the host, where nothing streams, so there is no step "
             "on master weights. Move the model to the device first."
+        )
+
+
+def refuse_shared_masters(parameters: Sequence[Tensor]) -> None:
+    """Checks that no parameter would get two masters.
+
+    Raises:
+        RefusedError: Parameters share bytes.
+    """
+    groups = sharing([local_of(parameter) for parameter in parameters])
+    if groups:
+        shapes = ", ".join(str(tuple(parameters[index].shape)) for index in groups[0])
+        raise RefusedError(
+            f"parameters of the shapes {shapes} share bytes, which would get a master weight each, "
+            "one undoing the steps of the other. Nothing was changed: give the optimizer one of "
+            "them, or leave out master_weights."
         )
 
 
@@ -50,16 +73,13 @@ def as_masters_state(value: Tensor, parameter: Tensor) -> Tensor:
     return wrapped_like(local_of(value).detach().float(), value)
 
 
-def versions_of(parameter: Tensor) -> tuple[int, int]:
-    """Returns what changes when somebody writes to a parameter, ``.data`` aside."""
-    return parameter._version, local_of(parameter)._version
-
-
 def take_foreign_writes(master: Tensor, low: Tensor) -> None:
     """Gives a master the elements that are not its own rounded ones any more.
+
+    Bytes are compared, at every step: a write through ``.data`` moves no version counter.
 
     Memory:
         Device bytes of ``low`` and of a mask, and a float32 copy, while it runs.
     """
-    is_foreign = low != master.to(low.dtype)
+    is_foreign = low.view(torch.int16) != master.to(low.dtype).view(torch.int16)
     torch.where(is_foreign, low.float(), master, out=master)

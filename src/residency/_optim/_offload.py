@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import defaultdict
 from typing import Any, TypeVar
 
+import torch
 from torch.optim import Optimizer
 
 from residency import _device
 from residency._errors import InvalidArgumentError, RefusedError
-from residency._optim._masters import check_masters_place
+from residency._modes import inference_mode_off
+from residency._optim._masters import check_masters
 from residency._optim._offload_data import Offload
 from residency._optim._offloaded import (
     OffloadedOptimizer,
@@ -27,6 +30,7 @@ from residency._optim._shadow import PRIVATE
 from residency._optim._state import State
 from residency._optim._step_patch import remake_step_patch, validate_step_patch
 from residency._optim._validate import check_groups, device_of
+from residency._optim._whole import done_whole
 from residency._optim._wrappers import reaching_inside
 from residency._transfer import note_owned
 from residency._units import parse_bytes
@@ -36,6 +40,7 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 _classes: weakref.WeakKeyDictionary[type[Optimizer], type[Optimizer]] = weakref.WeakKeyDictionary()
 
 
+@inference_mode_off()
 @reaching_inside
 def offload_optimizer(
     optimizer: OptimizerT,
@@ -52,7 +57,8 @@ def offload_optimizer(
         optimizer: Changed in place: its class becomes a subclass of ``OffloadedOptimizer`` and of
             its own. Of what accelerate's ``prepare`` returned, the optimizer inside is changed; its
             figures are at ``wrapper.optimizer.statistics()``.
-        resident: Bytes of state that may stay on the device, taken in group order.
+        resident: Bytes of state that may stay on the device, taken in group order. A parameter
+            whose state grows beyond them, by whatever, streams from then on.
         bucket: Bytes of state that move together.
         slots: Buckets that may be on the device at once; 3 lets both copies and the step overlap.
         pin: Whether the homes are page-locked; without, copies block the host.
@@ -76,7 +82,8 @@ def offload_optimizer(
         ``torch.optim`` cut, and only contiguous parameters; for them ``s`` is 0 with a bucket of at
         least 64 elements. Any other class, a subclass of theirs too, moves whole parameters.
         Pinned host bytes are those of the state, each rounded up to 512, plus what is left at the
-        end of each slab. Masters take a float32 copy of a unit's gradients beside the slots.
+        end of each slab. Masters take a float32 copy of a unit's gradients beside the slots, and 7
+        bytes for each element of the parameter that one is compared with.
     """
     settings = _settings(resident, bucket, slots, pin, master_weights)
     if isinstance(optimizer, OffloadedOptimizer):
@@ -91,13 +98,12 @@ def offload_optimizer(
     swapped = _offloaded_class(base)
     kind = separability(optimizer, base, optimizer.param_groups)
     offload = Offload(base, kind, **settings)
-    check_masters_place(base.__name__, master_weights, device)
-    if device.type != "cpu":
-        place_state(optimizer, offload, device)
-    _swap(optimizer, offload, swapped)
+    check_masters(base.__name__, master_weights, device, members_of(optimizer))
+    _install(optimizer, offload, swapped, device)
     return optimizer
 
 
+@inference_mode_off()
 @reaching_inside
 def onload_optimizer(optimizer: OptimizerT) -> OptimizerT:
     """Undoes ``offload_optimizer``: the state is back on the device, and nothing pinned is left.
@@ -134,20 +140,34 @@ def onload_optimizer(optimizer: OptimizerT) -> OptimizerT:
         )
     adopt_foreign_state(optimizer, offload)
     follow_parameters(optimizer, offload)
+    plain: defaultdict[Any, Any] | None = None
     if isinstance(offload.state, State) and offload.homes is not None:
         # Complete before anything is swapped: a device without room leaves the optimizer offloaded.
         plain = plain_state(offload.state, offload.homes.device)
         _device.synchronize(offload.homes.device)
-        optimizer.state = plain
-    if offload.guard is not None:
-        offload.guard.remove()
-    del optimizer.__dict__[PRIVATE]
-    optimizer.__class__ = offload.base  # type: ignore[assignment]  # the class that it had
-    remake_step_patch(optimizer)
-    note_owned(optimizer, is_owned=False)
-    offload.state = offload.homes = None
-    _device.release_pinned_cache()
+    done_whole(lambda: _swap_back(optimizer, offload, plain))
     return optimizer
+
+
+def _install(
+    optimizer: Optimizer, offload: Offload, swapped: type[Optimizer], device: torch.device
+) -> None:
+    """Places the state and swaps the class; after an exception everything is as it was."""
+    before = dict(optimizer.__dict__)
+    try:
+        if device.type != "cpu":
+            place_state(optimizer, offload, device)
+        _swap(optimizer, offload, swapped)
+    except BaseException:
+        if offload.guard is not None:
+            offload.guard.remove()
+        optimizer.__class__ = offload.base
+        optimizer.__dict__.clear()
+        optimizer.__dict__.update(before)
+        note_owned(optimizer, is_owned=False)
+        if device.type != "cpu":
+            _device.synchronize(device)  # copies into homes that go now may be under way
+        raise
 
 
 def _swap(optimizer: Optimizer, offload: Offload, swapped: type[Optimizer]) -> None:
@@ -158,6 +178,19 @@ def _swap(optimizer: Optimizer, offload: Offload, swapped: type[Optimizer]) -> N
     hooks: Any = optimizer._optimizer_step_pre_hooks  # an OrderedDict
     hooks.move_to_end(offload.guard.id, last=False)
     note_owned(optimizer, is_owned=True)
+
+
+def _swap_back(optimizer: Optimizer, offload: Offload, plain: defaultdict[Any, Any] | None) -> None:
+    if plain is not None:
+        optimizer.state = plain
+    if offload.guard is not None:
+        offload.guard.remove()
+    optimizer.__dict__.pop(PRIVATE, None)
+    optimizer.__class__ = offload.base
+    remake_step_patch(optimizer)
+    note_owned(optimizer, is_owned=False)
+    offload.state = offload.homes = None
+    _device.release_pinned_cache()
 
 
 def _settings(

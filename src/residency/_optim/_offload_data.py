@@ -5,6 +5,7 @@ It never refers to the optimizer, so that an optimizer still dies with its last 
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,13 +14,16 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from residency._optim._homes import Homes
-from residency._optim._masters import needs_master
+from residency._optim._masters import needs_master, refuse_shared_masters
 from residency._optim._plan import Member, Plan, make_plan
+from residency._optim._residents import Residents
 from residency._optim._schema import Schema, StateSize, state_schema
 from residency._optim._separable import Separability
+from residency._optim._shadow import is_torchs_own
 from residency._optim._sharding import layout_of
 from residency._optim._state import State
 from residency._optim._statistics import Timeline
+from residency._optim._ties import Ties, ties_of
 from residency._transfer import local_of
 
 
@@ -44,7 +48,7 @@ class Offload:
     resident_bytes: int = 0
     homes: Homes | None = None
     state: State | None = None
-    resident: set[Tensor] = field(default_factory=set)
+    resident: Residents = field(default_factory=Residents)
     pin: bool = True
     master_weights: bool = False
     guard: RemovableHandle | None = None
@@ -66,7 +70,12 @@ class Offload:
         return self.separability is Separability.ELEMENT_WISE
 
     def plan_for(
-        self, optimizer: Optimizer, members: list[Member], *, is_template: bool = False
+        self,
+        optimizer: Optimizer,
+        members: list[Member],
+        layouts: Sequence[Hashable],
+        *,
+        is_template: bool = False,
     ) -> Plan:
         """Returns the plan for a step over ``members``, made anew only when something changed.
 
@@ -75,15 +84,18 @@ class Offload:
         """
         assert self.homes is not None
         assert self.state is not None
-        layout = tuple(
-            (id(m.parameter), m.group_index, layout_of(m.parameter), local_of(m.parameter).stride())
-            for m in members
-        )
+        parameters = [member.parameter for member in members]
+        strides = [local_of(parameter).stride() for parameter in parameters]
+        indices = [member.group_index for member in members]
+        seated = tuple(zip(map(id, parameters), indices, layouts, strides, strict=True))
         settings = tuple(_settings_of(group) for group in optimizer.param_groups)
         if self._plan_key[2:] != (settings,):
             self._schemas.clear()  # another momentum may make state where there was none
-        key = (self.homes.version, (is_template, *layout), settings)
+        ties = self._ties_of(parameters)
+        key = (self.homes.version, (is_template, ties, seated), settings)
         if self._plan is None or key != self._plan_key:
+            self._forget_the_gone(optimizer)
+            self._ask_budget(optimizer, members)
             self._plan = make_plan(
                 members,
                 self.state,
@@ -91,15 +103,68 @@ class Offload:
                 bucket_bytes=self.bucket_bytes // (2 if is_template else 1),
                 can_cut=self.is_local,
                 size_of=lambda member: self.size_of(optimizer, member),
+                later_of=lambda member: self._later_of(optimizer, member),
                 has_master=self.has_master,
+                ties=ties,
             )
             self._plan_key = key
+        self._plan.seat(members)
         return self._plan
+
+    def leave_plan(self) -> None:
+        """Lets go of the parameters of the step that the newest plan was used for."""
+        if self._plan is not None:
+            self._plan.leave()
+
+    def _ask_budget(self, optimizer: Optimizer, members: list[Member]) -> None:
+        """Decides where the state goes that a step makes: it may be another than was foreseen."""
+        assert self.state is not None
+        for member in members if self.resident_bytes else ():
+            if self.state.peek(member.parameter):
+                continue  # what is there was asked for when it came
+            size = self.size_of(optimizer, member)
+            if size is None or not self.resident.allow(member.parameter, size.num_bytes):
+                self.resident.revoke(id(member.parameter))
+
+    def _forget_the_gone(self, optimizer: Optimizer) -> None:
+        """Drops what is kept for parameters that neither a group nor the state names any more."""
+        assert self.homes is not None
+        assert self.state is not None
+        in_groups = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        known = in_groups | {id(key) for key in dict.keys(self.state)}
+        self.homes.forget_reserved(known)
+        self.resident.keep_only(known)
+        here = {
+            (index, layout_of(p), local_of(p).stride())
+            for index, group in enumerate(optimizer.param_groups)
+            for p in group["params"]
+        }
+        self._schemas = {key: made for key, made in self._schemas.items() if key in here}
+
+    def _ties_of(self, parameters: list[Tensor]) -> Ties:
+        assert self.state is not None
+        has_aliases = self.state.has_aliases
+        states = [self.state.peek(p) if has_aliases else None for p in parameters]
+        ties = ties_of(parameters, states)
+        for tie in ties:
+            low = [parameters[i] for i in tie if self.has_master(parameters[i])]
+            refuse_shared_masters(low)
+        return ties
 
     def size_of(self, optimizer: Optimizer, member: Member) -> StateSize | None:
         """Returns the size of the state that a first step makes; None when it cannot be known."""
         schema = self.schema_of(optimizer, member)
-        return None if schema is None else StateSize.of(schema.device.values())
+        return (
+            None
+            if schema is None
+            else StateSize.of([*schema.device.values(), *schema.later.values()])
+        )
+
+    def _later_of(self, optimizer: Optimizer, member: Member) -> dict[str, Tensor]:
+        if is_torchs_own(self.base):
+            return {}
+        schema = self.schema_of(optimizer, member)
+        return {} if schema is None else schema.later
 
     def schema_of(self, optimizer: Optimizer, member: Member) -> Schema | None:
         """Returns what a first step makes on the device for a parameter; None when it cannot be

@@ -8,8 +8,9 @@ or is refused by the guard.
 
 from __future__ import annotations
 
+import inspect
+import sys
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from residency._errors import RefusedError
+from residency._modes import inference_mode_off
 from residency._optim._loading import prepare_load
 from residency._optim._offload_data import Offload
 from residency._optim._placement import follow_parameters, members_of, prime_state
@@ -26,9 +28,12 @@ from residency._optim._shadow import PRIVATE, raw_step
 from residency._optim._state import ParameterState, State
 from residency._optim._statistics import OffloadStatistics, Timeline, bytes_per_second
 from residency._optim._stream import StreamedStep
-from residency._optim._validate import check_groups, device_of
-from residency._transfer import local_of
+from residency._optim._validate import check_flags, check_groups, device_of
+from residency._optim._whole import done_whole
+from residency._transfer import local_of, moved
 from residency._units import format_bytes
+
+_NUM_CALLERS = 8  # between torch's function and ours: overridden `state_dict`, wrappers of it
 
 
 class OffloadedOptimizer(Optimizer):
@@ -52,25 +57,34 @@ class OffloadedOptimizer(Optimizer):
 
         Raises:
             RefusedError: A gradient is sparse, the parameters are on several devices, one has
-                another shape or dtype than its state was made for, or the host has no room for the
-                state that this step makes. Nothing was stepped, and a step after the cause is gone
-                continues exactly. Only for a class whose first step could not be foreseen (its own
-                code fails on meta and on small host tensors), the last may come midway.
+                another shape or dtype than its state was made for, a group was made ``capturable``
+                or ``differentiable``, or the host has no room for the state that this step makes.
+                Nothing was stepped, and a step after the cause is gone continues exactly. Only for
+                a class whose first step could not be foreseen (its own code fails on meta and on
+                small host tensors), the last may come midway.
             torch.OutOfMemoryError: The device has no room for the slots, then nothing was stepped;
                 or none for what the step itself allocates. Then, as in torch's own step, some
-                parameters have been stepped and others not, group values and attributes are as
-                before, and stepping again would step the former twice: reload a checkpoint, or
-                accept it as one would without an offload.
+                parameters have been stepped and others not; group values and attributes are as
+                before.
             ResidencyError: The step turned out to couple its parameters, or to change a tensor that
                 its parts share. Some parameters have been stepped.
+
+        Whatever exception ends a step midway, each parameter is stepped, wholly and with its state,
+        or as it was; one that is stepped in cuts may be so up to an element. Only those that the
+        optimizer's own code was changing when it failed may be in between, and their streamed state
+        is as it was. A note on the exception counts them; ``error.stepped_parameters`` and
+        ``error.parameters_in_part`` list them. Stepping again steps all that have a gradient: with
+        ``grad = None`` for those that were stepped, it is the rest of the same step, bit for bit.
         """
         offload = _offload_of(self)
-        offload.is_entered = True
         try:
-            return _hooked_step(self) if closure is None else _hooked_step(self, closure)
+            offload.is_entered = True
+            with inference_mode_off():
+                return _hooked_step(self) if closure is None else _hooked_step(self, closure)
         finally:
             offload.is_entered = False
 
+    @inference_mode_off()
     def prime(self) -> None:
         """Makes the state of every parameter that has none, as a template for a load.
 
@@ -142,19 +156,30 @@ class OffloadedOptimizer(Optimizer):
         """Returns the state as torch shapes it, after the host has waited for copies home.
 
         Memory:
-            No copy: the tensors are the homes, as torch's are the live state, and the next step
-            writes into them.
+            No copy: the tensors are the live state, as torch's are, and the next step writes into
+            them. For ``get_optimizer_state_dict`` with ``cpu_offload=True`` host copies of it all,
+            as without an offload.
         """
-        state = self.state
-        if not isinstance(state, State):
-            return super().state_dict()
-        plain = {k: dict(v) if isinstance(v, ParameterState) else v for k, v in state.items()}
-        self.__dict__["state"] = defaultdict(dict, plain)
-        try:
-            return super().state_dict()
-        finally:
-            self.__dict__["state"] = state
+        is_copied = _is_asked_for_copies()
+        saved = super().state_dict()
+        states = saved.get("state")
+        if not isinstance(states, dict) or states is self.state:
+            return saved
+        for key, values in list(states.items()):
+            # Hooks see the live mappings, as they do without an offload; who gets the result sees
+            # plain ones, which torch.load takes.
+            if isinstance(values, ParameterState):
+                plain = dict(values)
+                if is_copied:
+                    host = torch.device("cpu")
+                    plain = {
+                        k: moved(v, host, copy=True) if isinstance(v, Tensor) else v
+                        for k, v in plain.items()
+                    }
+                states[key] = plain
+        return saved
 
+    @inference_mode_off()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict into the homes; nothing that is not resident touches the device.
 
@@ -163,7 +188,8 @@ class OffloadedOptimizer(Optimizer):
 
         Raises:
             ValueError: The parameter groups do not match, as torch raises it.
-            RefusedError: A saved value is not dense, or the host has no room for the new homes.
+            RefusedError: A saved value is not dense, a saved group is one that
+                ``offload_optimizer`` would refuse, or the host has no room for the new homes.
             Exception: What the class' own repair of old states raises, such as a KeyError.
 
         In each of these cases the optimizer is as it was.
@@ -184,11 +210,13 @@ class OffloadedOptimizer(Optimizer):
             return {**adapted, "state": {}}
 
         # Last of the hooks that may adapt the dict: torch then validates, but copies nothing.
-        handle = self.register_load_state_dict_pre_hook(take_state)
+        handle = None
         try:
+            handle = self.register_load_state_dict_pre_hook(take_state)
             super().load_state_dict(state_dict)
         finally:
-            handle.remove()
+            if handle is not None:
+                handle.remove()
             offload.loading = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -235,7 +263,8 @@ class OffloadedOptimizer(Optimizer):
             values = {key: dict(inner) for key, inner in offload.state.items()}
         assert offload.homes is not None
         prepared = prepare_load(self, offload, values, others)
-        prepared.finish(self, offload.state, offload.homes)
+        homes, live = offload.homes, offload.state
+        done_whole(lambda: prepared.finish(self, live, homes))
         offload.forget_plan()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -262,6 +291,7 @@ def _step(optimizer: OffloadedOptimizer, closure: Callable[[], Any] | None = Non
         with torch.enable_grad():
             loss = closure()
     adopt_foreign_state(optimizer, offload)
+    check_flags(offload.base.__name__, optimizer.param_groups)
     StreamedStep(optimizer, offload, offload.homes, offload.state).run()
     return loss
 
@@ -275,6 +305,26 @@ def adopt_foreign_state(optimizer: Optimizer, offload: Offload) -> None:
         del offload.state[stale]
     offload.state.update(foreign)
     optimizer.state = offload.state
+
+
+def _is_asked_for_copies() -> bool:
+    """Returns whether ``get_optimizer_state_dict`` asks, which is to hand out copies on the host.
+
+    Torch copies what is on the device there and passes on what is on the host, so only the caller's
+    options say it (``_get_optim_state_dict`` of torch 2.11 to 2.13 has them as ``info``).
+    """
+    module: Any = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    code = (
+        getattr(inspect.unwrap(module._get_optim_state_dict), "__code__", None) if module else None
+    )
+    frame = sys._getframe(2) if code is not None else None
+    for _ in range(_NUM_CALLERS):
+        if frame is None:
+            return False
+        if frame.f_code is code:
+            return bool(getattr(frame.f_locals.get("info"), "cpu_offload", False))
+        frame = frame.f_back
+    return False
 
 
 _hooked_step: Callable[..., Any] = Optimizer.profile_hook_step(_step)

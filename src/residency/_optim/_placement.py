@@ -17,14 +17,16 @@ from torch.optim import Optimizer
 
 from residency import _device
 from residency._errors import RefusedError
-from residency._optim._homes import Homes
-from residency._optim._masters import MASTER, as_masters_state, check_masters_place, master_like
+from residency._optim._homes import Home, Homes
+from residency._optim._masters import MASTER, as_masters_state, check_masters, master_like
 from residency._optim._offload_data import Offload
 from residency._optim._plan import Member
+from residency._optim._residents import Residents
 from residency._optim._schema import Schema, StateSize
 from residency._optim._sharding import layout_of
 from residency._optim._state import ParameterState, State
-from residency._optim._validate import device_of
+from residency._optim._validate import check_flags, device_of
+from residency._optim._whole import done_whole
 from residency._transfer import copy_to_host, local_of, moved, wrapped_like
 
 _SPARE_BUCKETS = 2
@@ -52,13 +54,13 @@ def place_state(optimizer: Optimizer, offload: Offload, device: torch.device) ->
         RefusedError: The host has no room for the homes; nothing has moved.
     """
     if device.type == "cpu":
-        check_masters_place(offload.base.__name__, offload.master_weights, device)
+        check_masters(offload.base.__name__, offload.master_weights, device, ())
         optimizer.state = plain_state(optimizer.state, device)
-        offload.homes, offload.state, offload.resident = None, None, set()
+        offload.homes, offload.state, offload.resident = None, None, Residents()
         offload.forget_plan()
         return
     homes = Homes(device, pin=offload.pin, spare_bytes=_SPARE_BUCKETS * offload.bucket_bytes)
-    resident = _choose_resident(offload, optimizer, offload.resident_bytes)
+    resident = _choose_resident(offload, optimizer)
     announced = {
         m.parameter: _expected(offload, optimizer, m)
         for m in members_of(optimizer)
@@ -81,16 +83,18 @@ def follow_parameters(optimizer: Optimizer, offload: Offload) -> None:
     Raises:
         RefusedError: They are on several devices, or the host has no room; nothing has moved.
     """
-    parameters = [m.parameter for m in members_of(optimizer)]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     placed_for = torch.device("cpu") if offload.homes is None else offload.homes.device
     if all(parameter.device == placed_for for parameter in parameters):
         return
     device = device_of(type(optimizer).__name__, parameters)
+    if device.type != "cpu":
+        check_flags(type(optimizer).__name__, optimizer.param_groups)
     before = optimizer.state
-    if offload.state is not None:
-        # Homes are host tensors already; what stays on the old device is moved once, here.
-        optimizer.state = plain_state(offload.state, torch.device("cpu"))
     try:
+        if offload.state is not None:
+            # Homes are host tensors already; what stays on the old device is moved once, here.
+            optimizer.state = plain_state(offload.state, torch.device("cpu"))
         place_state(optimizer, offload, device)
     except BaseException:
         optimizer.state = before
@@ -114,21 +118,40 @@ def prime_state(optimizer: Optimizer, offload: Offload, homes: Homes, state: Sta
                 f"{offload.base.__name__} cannot be primed: its first step failed on tensors "
                 "without bytes, so its state is not known before it. Nothing was changed."
             )
+        size = StateSize.of(schema.device.values()).num_bytes
+        if member.parameter in offload.resident and not offload.resident.allow(
+            member.parameter, size
+        ):
+            offload.resident.revoke(id(member.parameter))
         if member.parameter not in offload.resident:
             homes.reserve(member.parameter, schema.device)
         schemas[member.parameter] = schema
     state.fence()
     if homes.newest is not None:
         homes.newest.synchronize()
+    made: dict[Tensor, dict[str, Any]] = {}
     for parameter, schema in schemas.items():
-        inner = state.of(parameter)
-        for key, like in schema.values.items():
-            home = inner.reserved.get(key)
-            if home is not None and key in schema.device:
+        reserved = homes.reserved_for(parameter)
+        made[parameter] = {
+            key: reserved.get(key) if key in schema.device else None for key in schema.values
+        }
+        for key, home in made[parameter].items():
+            if home is not None:
                 home.tensor.zero_()
-                inner.settle(key, home)
             else:
-                inner.keep(key, _zero_of(like, key in schema.device, homes.device))
+                like = schema.values[key]
+                made[parameter][key] = _zero_of(like, key in schema.device, homes.device)
+    done_whole(lambda: _show_templates(state, made))
+
+
+def _show_templates(state: State, made: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    for parameter, values in made.items():
+        inner = state.of(parameter)
+        for key, value in values.items():
+            if isinstance(value, Home):
+                inner.settle(key, value)
+            else:
+                inner.keep(key, value)
         inner.template = {
             key: local_of(value)._version
             for key, value in dict.items(inner)
@@ -201,23 +224,21 @@ def _expected(offload: Offload, optimizer: Optimizer, member: Member) -> dict[st
     return {} if schema is None else schema.device
 
 
-def _choose_resident(offload: Offload, optimizer: Optimizer, budget_bytes: int) -> set[Tensor]:
-    chosen: set[Tensor] = set()
-    left = budget_bytes
-    for member in members_of(optimizer) if budget_bytes else ():
+def _choose_resident(offload: Offload, optimizer: Optimizer) -> Residents:
+    chosen = Residents(offload.resident_bytes)
+    for member in members_of(optimizer) if offload.resident_bytes else ():
         # What cannot be foreseen cannot be promised to fit.
         is_known = bool(_values(optimizer, member.parameter)) or (
             offload.schema_of(optimizer, member) is not None
         )
         num_bytes = StateSize.of(_expected(offload, optimizer, member).values()).num_bytes
-        if is_known and num_bytes <= left:
-            chosen.add(member.parameter)
-            left -= num_bytes
+        if is_known:
+            chosen.allow(member.parameter, num_bytes)
     return chosen
 
 
 def _moved_state(
-    homes: Homes, resident: set[Tensor], offload: Offload, optimizer: Optimizer
+    homes: Homes, resident: Residents, offload: Offload, optimizer: Optimizer
 ) -> State:
     """Builds the offloaded state, with copies home queued behind what the device does now."""
     state = State(homes, resident)

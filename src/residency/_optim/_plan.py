@@ -8,18 +8,23 @@ follow each other as they do in the slab, so that a unit is as few copies as pos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from residency._errors import RefusedError
 from residency._optim._homes import Home
 from residency._optim._masters import MASTER, master_like
+from residency._optim._residents import Residents
 from residency._optim._schema import StateSize
 from residency._optim._separable import CUT
 from residency._optim._state import ParameterState, State
+from residency._optim._ties import Ties, covers_of
+from residency._storages import sharing
 from residency._transfer import Run, align_up, local_of
 
 
@@ -30,19 +35,34 @@ class Member(NamedTuple):
     parameter: Tensor
 
 
+@dataclass(slots=True, eq=False)
+class Seat:
+    """The place of a member in a plan; empty between steps, so that the plan keeps no parameter."""
+
+    parameter: Tensor | None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
     """Is a parameter, or the elements ``[start, stop)`` of a contiguous one.
 
     Attributes:
+        seat: Of the parameter.
         is_last: Whether what the pieces of a parameter share (``step``) is taken from this one.
     """
 
     group_index: int
-    parameter: Tensor
+    seat: Seat
     start: int = 0
     stop: int | None = None
     is_last: bool = True
+
+    @property
+    def parameter(self) -> Tensor:
+        """Returns the parameter, while a step runs."""
+        parameter = self.seat.parameter
+        assert parameter is not None, "the plan is used outside of a step"
+        return parameter
 
     @property
     def is_whole(self) -> bool:
@@ -50,16 +70,15 @@ class Piece:
 
 
 class SlotView(NamedTuple):
-    """Is where a state lies in a slot and what it looks like there."""
+    """Is what a state looks like in a slot and where, in elements of the slot in its dtype."""
 
-    offset: int
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
+    offset: int
 
-    def of(self, slot: Tensor) -> Tensor:
-        """Returns the state's tensor in ``slot``, a view of it in the state's dtype."""
-        return slot.as_strided(self.shape, self.stride, self.offset // self.dtype.itemsize)
+
+HomesByKey = Mapping[str, Home]
 
 
 @dataclass(slots=True)
@@ -68,6 +87,7 @@ class Unit:
 
     pieces: Sequence[Piece]
     views: list[dict[str, SlotView]] = field(default_factory=list)
+    dtypes: set[torch.dtype] = field(default_factory=set)  # of the views
     loads: list[Run] = field(default_factory=list)
     stores: list[Run] = field(default_factory=list)
     num_bytes: int = 0
@@ -81,11 +101,23 @@ class Plan:
         resident: Pieces whose state stays on the device; stepped first, while the first copies run.
         streamed: Units whose state exists.
         births: Units with parameters whose state this step makes; stepped last, one buffer each.
+        seats: Of the members, in their order.
     """
 
     resident: tuple[Piece, ...]
     streamed: tuple[Unit, ...]
     births: tuple[Unit, ...]
+    seats: tuple[Seat, ...]
+
+    def seat(self, members: Iterable[Member]) -> None:
+        """Gives the plan the parameters of a step, which are those that it was made for."""
+        for seat, member in zip(self.seats, members, strict=True):
+            seat.parameter = member.parameter
+
+    def leave(self) -> None:
+        """Lets go of the parameters."""
+        for seat in self.seats:
+            seat.parameter = None
 
     @property
     def slot_bytes(self) -> int:
@@ -93,15 +125,39 @@ class Plan:
         return max((unit.num_bytes for unit in self.streamed), default=0)
 
 
+def members_with_gradient(optimizer: Optimizer) -> list[Member]:
+    """Returns the parameters that this step changes, in group order.
+
+    Raises:
+        RefusedError: A gradient is sparse.
+    """
+    members = []
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.layout is not torch.strided:
+                raise RefusedError(
+                    f"a parameter of shape {tuple(parameter.shape)} has a gradient of layout "
+                    f"{gradient.layout}; an offloaded optimizer takes dense gradients only. "
+                    "Nothing was stepped: use `sparse=False`, or onload_optimizer first."
+                )
+            members.append(Member(index, parameter))
+    return members
+
+
 def make_plan(
     members: Iterable[Member],
     state: State,
     *,
-    resident: set[Tensor],
+    resident: Residents,
     bucket_bytes: int,
     can_cut: bool,
     size_of: Callable[[Member], StateSize | None],
+    later_of: Callable[[Member], Mapping[str, Tensor]],
     has_master: Callable[[Tensor], bool],
+    ties: Ties = (),
 ) -> Plan:
     """Plans a step over the parameters that have a gradient.
 
@@ -113,39 +169,72 @@ def make_plan(
             more.
         can_cut: Whether the optimizer is element-wise.
         size_of: Estimates the state of a parameter that has none yet.
+        later_of: Foresees what steps after the first make besides, by key.
         has_master: Whether a parameter's master is part of its state.
+        ties: Groups of members, by index, that belong into one unit; none of them is cut.
     """
     stay: list[Piece] = []
     streamed, births = _Packer(bucket_bytes), _Packer(bucket_bytes)
-    for member in members:
-        if member.parameter in resident:
-            stay.append(Piece(*member))
+    planned = list(members)
+    seats = [Seat(member.parameter) for member in planned]
+    for tie in _tied(len(planned), ties):
+        group = [planned[index] for index in tie]
+        pieces = [Piece(planned[index].group_index, seats[index]) for index in tie]
+        if all(member.parameter in resident for member in group):
+            stay += pieces
             continue
-        inner = state.peek(member.parameter)
-        lacks_master = has_master(member.parameter) and MASTER not in (inner or ())
-        size = known_size(inner, member.parameter, lacks_master) if inner else size_of(member)
-        is_made = bool(inner) and not lacks_master
-        packer = streamed if is_made or (size is not None and not size.num_bytes) else births
-        is_cuttable = can_cut and _is_cuttable(member.parameter, inner)
-        packer.add(member, size, is_cuttable=is_cuttable)
+        inners = [state.peek(member.parameter) for member in group]
+        sizes: list[StateSize | None] = []
+        is_birth = False
+        for member, inner in zip(group, inners, strict=True):
+            missing: list[Tensor] = []
+            if inner:
+                missing = [like for key, like in later_of(member).items() if key not in inner]
+            if has_master(member.parameter) and MASTER not in (inner or ()):
+                missing.append(master_like(member.parameter))
+            size = known_size(inner, missing) if inner else size_of(member)
+            is_made = bool(inner) and not missing
+            is_birth |= not is_made and (size is None or size.num_bytes > 0)
+            sizes.append(size)
+        is_cuttable = can_cut and len(group) == 1 and _is_cuttable(group[0].parameter, inners[0])
+        packer = births if is_birth else streamed
+        packer.add(pieces, _sum_of(sizes), is_cuttable=is_cuttable)
     return Plan(
         tuple(stay),
-        tuple(lay_out(pieces, state) for pieces in streamed.finish()),
-        tuple(lay_out(pieces, state) for pieces in births.finish()),
+        tuple(lay_out(pieces, homes_of(pieces, state)) for pieces in streamed.finish()),
+        tuple(lay_out(pieces, homes_of(pieces, state)) for pieces in births.finish()),
+        tuple(seats),
     )
 
 
-def known_size(inner: ParameterState, parameter: Tensor, lacks_master: bool) -> StateSize:
-    """Returns the size of a state that exists, as far as it moves, and of a master to be made."""
-    master = [master_like(parameter)] if lacks_master else []
-    return StateSize.of([*(home.value for home in inner.homes_by_key.values()), *master])
+def _tied(num_members: int, ties: Ties) -> Iterator[tuple[int, ...]]:
+    """Yields the members' indices in order, those of a tie together where the first of them is."""
+    tie_of = {index: tie for tie in ties for index in tie}
+    for index in range(num_members):
+        tie = tie_of.get(index, (index,))
+        if index == tie[0]:
+            yield tie
+
+
+def _sum_of(sizes: Sequence[StateSize | None]) -> StateSize | None:
+    known = [size for size in sizes if size is not None]
+    if len(known) < len(sizes):
+        return None
+    return known[0] if len(known) == 1 else StateSize(sum(s.num_bytes for s in known), (), 0)
+
+
+def known_size(inner: ParameterState, missing: Sequence[Tensor]) -> StateSize:
+    """Returns the size of a state that exists, as far as it moves, and of what is to come."""
+    return StateSize.of([*(home.value for home in inner.homes_by_key.values()), *missing])
 
 
 def _is_cuttable(parameter: Tensor, inner: ParameterState | None) -> bool:
     homes = [home.tensor for home in inner.homes_by_key.values()] if inner else []
     local = local_of(parameter)
-    return local.is_contiguous() and all(
-        t.dim() == 0 or (t.shape == local.shape and t.is_contiguous()) for t in homes
+    return (
+        local.is_contiguous()
+        and all(t.dim() == 0 or (t.shape == local.shape and t.is_contiguous()) for t in homes)
+        and not sharing(homes)
     )
 
 
@@ -156,17 +245,17 @@ class _Packer:
         self._open: list[Piece] = []
         self._open_bytes = 0
 
-    def add(self, member: Member, size: StateSize | None, *, is_cuttable: bool) -> None:
+    def add(self, wholes: Sequence[Piece], size: StateSize | None, *, is_cuttable: bool) -> None:
         if size is None:
             self._close()
-            self._units.append([Piece(*member)])
+            self._units.append(list(wholes))
         elif size.num_bytes > self._bucket_bytes and is_cuttable:
             self._close()
-            self._units += [[piece] for piece in self._cut(member, size)]
+            self._units += [[piece] for piece in self._cut(wholes[0], size)]
         else:
             if self._open_bytes + size.num_bytes > self._bucket_bytes:
                 self._close()
-            self._open.append(Piece(*member))
+            self._open += wholes
             self._open_bytes += size.num_bytes
 
     def finish(self) -> list[list[Piece]]:
@@ -178,56 +267,84 @@ class _Packer:
             self._units.append(self._open)
         self._open, self._open_bytes = [], 0
 
-    def _cut(self, member: Member, size: StateSize) -> list[Piece]:
-        count = local_of(member.parameter).numel()
+    def _cut(self, whole: Piece, size: StateSize) -> list[Piece]:
+        count = local_of(whole.parameter).numel()
         overhead = align_up(1) * (len(size.itemsizes) + size.num_scalars)
         room = max(self._bucket_bytes - overhead, 0) // max(sum(size.itemsizes), 1)
         length = max(room // CUT * CUT, CUT)
         starts = range(0, count, length)
         if len(starts) < 2:
-            return [Piece(*member)]
+            return [whole]
         return [
-            Piece(*member, start, min(start + length, count), start == starts[-1])
+            replace(
+                whole,
+                start=start,
+                stop=min(start + length, count),
+                is_last=start == starts[-1],
+            )
             for start in starts
         ]
 
 
-def lay_out(pieces: Sequence[Piece], state: State) -> Unit:
-    """Returns the unit of these pieces: where their states lie in a slot, and the copies."""
+def lay_out(pieces: Sequence[Piece], homes: Sequence[HomesByKey]) -> Unit:
+    """Returns the unit of these pieces: where their states lie in a slot, and the copies.
+
+    Args:
+        pieces: Its parts.
+        homes: Those of each piece's states. What shares bytes at home does so in the slot.
+    """
     unit = Unit(pieces)
     loads: list[tuple[Run, bool]] = []
     stores: list[tuple[Run, bool]] = []
-    for piece in pieces:
-        inner = state.peek(piece.parameter)
+    covers = covers_of([home for by_key in homes for home in by_key.values()])
+    placed: dict[Home, int] = {}
+    for piece, by_key in zip(pieces, homes, strict=True):
         views: dict[str, SlotView] = {}
-        for key, home in (inner.homes_by_key if inner else {}).items():
+        for key, home in by_key.items():
             is_shared = not piece.is_whole and home.tensor.dim() == 0
-            view, run = _place(
-                piece, home, unit.num_bytes, is_cut=not piece.is_whole and not is_shared
-            )
-            views[key] = view
-            unit.num_bytes += align_up(run.num_bytes)
-            is_padded = piece.is_whole or is_shared
-            if run.num_bytes:
-                loads.append((run, is_padded))
-            if run.num_bytes and (piece.is_last or not is_shared):
-                stores.append((run, is_padded))
+            is_cut = not piece.is_whole and not is_shared
+            cover = covers.get(home, home)
+            if cover not in placed:
+                placed[cover] = unit.num_bytes
+                run = _run_of(piece, cover, unit.num_bytes, is_cut=is_cut)
+                unit.num_bytes += align_up(run.num_bytes)
+                is_padded = piece.is_whole or is_shared
+                if run.num_bytes:
+                    loads.append((run, is_padded))
+                if run.num_bytes and (piece.is_last or not is_shared):
+                    stores.append((run, is_padded))
+            inside = 0
+            if cover is not home:
+                inside = home.tensor.data_ptr() - cover.tensor.data_ptr()
+            unit.dtypes.add(home.tensor.dtype)
+            views[key] = _view_of(piece, home, placed[cover] + inside, is_cut=is_cut)
         unit.views.append(views)
     unit.loads, unit.stores = _join(loads), _join(stores)
     return unit
 
 
-def _place(piece: Piece, home: Home, offset: int, *, is_cut: bool) -> tuple[SlotView, Run]:
-    tensor, region = home.tensor, home.region
-    start = 0
-    shape, stride = tensor.shape, tensor.stride()
-    if is_cut:
-        assert piece.stop is not None
-        start = piece.start * tensor.element_size()
-        shape, stride = torch.Size([piece.stop - piece.start]), (1,)
-    num_bytes = shape.numel() * tensor.element_size()
-    run = Run(region.slab, region.offset + start, offset, num_bytes)
-    return SlotView(offset, tensor.dtype, shape, stride), run
+def homes_of(pieces: Sequence[Piece], state: State) -> list[HomesByKey]:
+    """Returns the homes of each piece's states, by key."""
+    inners = [state.peek(piece.parameter) for piece in pieces]
+    return [dict(inner.homes_by_key) if inner is not None else {} for inner in inners]
+
+
+def _view_of(piece: Piece, home: Home, offset: int, *, is_cut: bool) -> SlotView:
+    tensor = home.tensor
+    start = offset // tensor.element_size()
+    if not is_cut:
+        return SlotView(tensor.dtype, tensor.shape, tensor.stride(), start)
+    assert piece.stop is not None
+    return SlotView(tensor.dtype, torch.Size([piece.stop - piece.start]), (1,), start)
+
+
+def _run_of(piece: Piece, home: Home, offset: int, *, is_cut: bool) -> Run:
+    region, itemsize = home.region, home.tensor.element_size()
+    if not is_cut:
+        return Run(region.slab, region.offset, offset, home.num_bytes)
+    assert piece.stop is not None
+    start = region.offset + piece.start * itemsize
+    return Run(region.slab, start, offset, (piece.stop - piece.start) * itemsize)
 
 
 def _join(runs: Iterable[tuple[Run, bool]]) -> list[Run]:

@@ -16,11 +16,19 @@ from torch.optim import Optimizer
 
 from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes
-from residency._optim._loading import Entry, PreparedLoad, check_shapes, device_rule
+from residency._optim._loading import (
+    Entry,
+    PreparedLoad,
+    check_shapes,
+    device_rule,
+    stay_here,
+)
 from residency._optim._masters import MASTER, as_masters_state
 from residency._optim._offload_data import Offload
+from residency._optim._residents import Residents
 from residency._optim._shadow import is_torchs_own
 from residency._optim._state import State
+from residency._optim._whole import done_whole
 from residency._transfer import Incoming, local_of, moved, wrapped_like
 
 
@@ -31,6 +39,7 @@ class Received:
     optimizer: Optimizer
     offload: Offload
     states: Mapping[Tensor, Mapping[str, Incoming | None]]
+    resident: Residents
     targets: dict[tuple[Tensor, str], Tensor] = field(default_factory=dict)
     homes: dict[tuple[Tensor, str], Home] = field(default_factory=dict)
 
@@ -38,12 +47,13 @@ class Received:
         """Makes the homes that were filled the optimizer's state; see ``Reception``."""
         assert self.offload.homes is not None
         assert self.offload.state is not None
-        prepared = PreparedLoad(self.optimizer.param_groups, {}, dict(loose))
+        prepared = PreparedLoad(self.optimizer.param_groups, {}, self.resident, dict(loose))
         for parameter, entries in self.states.items():
             prepared.entries[parameter] = {
                 key: self._entry(parameter, key, values) for key in entries
             }
-        prepared.finish(self.optimizer, self.offload.state, self.offload.homes)
+        homes, state = self.offload.homes, self.offload.state
+        done_whole(lambda: prepared.finish(self.optimizer, state, homes))
         self.offload.forget_plan()
 
     def _entry(self, parameter: Tensor, key: str, values: Mapping[tuple[Tensor, str], Any]) -> Any:
@@ -53,7 +63,7 @@ class Received:
         home = self.homes.get((parameter, key))
         if self.offload.has_master(parameter):
             found = as_masters_state(found, parameter)
-        if home is None and parameter in self.offload.resident and found.dim() > 0:
+        if home is None and parameter in self.resident and found.dim() > 0:
             assert self.offload.homes is not None
             found = moved(found, self.offload.homes.device)
         return Entry(found, home)
@@ -75,7 +85,7 @@ def receive_state(
     offload.state.fence()
     if offload.homes.newest is not None:
         offload.homes.newest.synchronize()  # what is read into must have no copy under way
-    received = Received(optimizer, offload, states)
+    received = Received(optimizer, offload, states, Residents(offload.resident_bytes))
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     for parameter, entries in states.items():
         likes = {k: _like(parameter, each) for k, each in entries.items() if each is not None}
@@ -88,6 +98,7 @@ def receive_state(
         if schema is not None and is_torchs_own(offload.base):
             check_shapes(schema, likes)
         needs_device = device_rule(offload, schema, parameter)
+        stay_here(offload, received.resident, parameter, likes, needs_device)
         for key, like in likes.items():
             place = _place(received, parameter, key, like, needs_device(key, like))
             received.targets[parameter, key] = place
@@ -104,7 +115,7 @@ def _place(
     wanted = as_masters_state(like, parameter) if offload.has_master(parameter) else like
     if not is_on_device:
         return _empty(like, torch.device("cpu"))
-    if parameter in offload.resident:
+    if parameter in received.resident:
         inner = offload.state.peek(parameter)
         there = dict.get(inner, key) if inner is not None else None
         if isinstance(there, Tensor) and not there.is_cpu and _layout(there) == _layout(like):
@@ -126,8 +137,9 @@ def home_to_fill(homes: Homes, state: State, parameter: Tensor, key: str, like: 
     inner = state.peek(parameter)
     home = inner.homes_by_key.get(key) if inner is not None else None
     if home is None:
-        home = homes.reserved.get(parameter, {}).get(key)
-    if home is not None and _layout(home.tensor) == _layout(local_of(like)):
+        home = homes.reserved_for(parameter).get(key)
+    is_alone = home is not None and home.num_entries < 2
+    if home is not None and is_alone and _layout(home.tensor) == _layout(local_of(like)):
         return homes.writable(home)
     return homes.allocate(like)
 

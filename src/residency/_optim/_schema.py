@@ -17,13 +17,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from residency._modes import callers_modes_off
 from residency._optim._masters import MASTER, master_like
 from residency._optim._separable import host_group
-from residency._optim._shadow import is_torchs_own, quiet_global_hooks, shadow_step, stand_in
+from residency._optim._shadow import (
+    Commit,
+    is_torchs_own,
+    shadow_step,
+    stand_in,
+)
 from residency._optim._sharding import planned_bytes
 from residency._transfer import is_sharded, local_of, wrapped_like
 
 _SMALL = 8
+_NUM_LATER_STEPS = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +40,12 @@ class Schema:
     Attributes:
         device: By key, what it keeps on the device, as meta tensors (a ``DTensor`` around one).
         values: All that it makes, by key, in the order in which it does; those of ``device`` too.
+        later: What the steps right after it make besides, of the kind of ``device``.
     """
 
     device: dict[str, Tensor]
     values: dict[str, Any] = field(default_factory=dict)
+    later: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +98,7 @@ def state_schema(
     """
     random_state = torch.get_rng_state()
     try:
-        with quiet_global_hooks():
+        with callers_modes_off(), torch.enable_grad():
             seen = local_of(parameter) if is_local else parameter
             stand = torch.empty_strided(
                 seen.shape,
@@ -101,7 +110,7 @@ def state_schema(
             if schema is None or not has_master:
                 return schema
             master = {MASTER: master_like(parameter)}
-            return Schema({**master, **schema.device}, {**master, **schema.values})
+            return Schema({**master, **schema.device}, {**master, **schema.values}, schema.later)
     finally:
         torch.set_rng_state(random_state)
 
@@ -113,7 +122,7 @@ def _tried_out(
     parameter: Tensor,
     stand: Tensor,
 ) -> Schema | None:
-    found, is_whole = _state_after(optimizer, base, group, stand)
+    found, is_whole, later = _state_after(optimizer, base, group, stand)
     is_fused = bool(group.get("fused"))
     made = {
         key: torch.empty_like(value, device="meta", memory_format=torch.preserve_format)
@@ -123,7 +132,7 @@ def _tried_out(
     }
     if not is_whole:
         small = torch.ones([_SMALL] * parameter.dim(), dtype=stand.dtype)
-        states, is_whole = _state_after(optimizer, base, group, small)
+        states, is_whole, _ = _state_after(optimizer, base, group, small)
         if not is_whole:
             return None
         if states.keys() != found.keys():
@@ -132,7 +141,9 @@ def _tried_out(
                 return None
             found, made = states, scaled
     device = _as_shards(made, stand, parameter)
-    return None if device is None else Schema(device, {**found, **device})
+    if device is None:
+        return None
+    return Schema(device, {**found, **device}, _as_shards(later, stand, parameter) or {})
 
 
 def _scaled(states: dict[str, Any], small: Tensor, stand: Tensor) -> dict[str, Tensor] | None:
@@ -169,8 +180,13 @@ def _as_shards(
 
 def _state_after(
     optimizer: Optimizer, base: type[Optimizer], group: dict[str, Any], stand: Tensor
-) -> tuple[dict[str, Any], bool]:
-    """Returns the state that a first step makes for a stand-in, and whether it ended well."""
+) -> tuple[dict[str, Any], bool, dict[str, Tensor]]:
+    """Returns the state that a first step makes for a stand-in, whether it ended well, and what
+    later steps of a class outside of torch make on the device.
+    """
+    later: dict[str, Tensor] = {}
+    first: dict[str, Any] = {}
+    is_whole = False
     state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
     try:
         made = torch.nn.Parameter(stand)
@@ -181,8 +197,17 @@ def _state_after(
         groups = [{**host_group(group, base), "params": [made]}]
         if lender is not optimizer:
             lender.param_groups = groups
-        shadow_step(lender, base, groups, state, False)
-        is_whole = True
-    except Exception:  # whatever it is, the first step itself will say it
-        is_whole = False
-    return next(iter(state.values()), {}), is_whole
+        outcome = shadow_step(lender, base, groups, state, False)
+        is_whole = True  # whatever becomes of the later ones
+        first = dict(next(iter(state.values()), {}))
+        for _ in range(_NUM_LATER_STEPS if lender is not optimizer else 0):
+            commit = Commit(lender)
+            commit.add(outcome)
+            commit.write()
+            outcome = shadow_step(lender, base, groups, state, False)
+            for key, value in next(iter(state.values()), {}).items():
+                if key not in first and isinstance(value, Tensor) and not value.is_cpu:
+                    later[key] = torch.empty_like(value, device="meta")
+    except Exception:  # whatever it is, the step itself will say it
+        first = first or next(iter(state.values()), {})
+    return first, is_whole, later

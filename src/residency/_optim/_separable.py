@@ -13,21 +13,23 @@ import contextlib
 import copy
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from residency._errors import RefusedError, ResidencyError
+from residency._modes import callers_modes_off
 from residency._optim._attributes import copied, is_equal, on_host
 from residency._optim._shadow import (
     Commit,
     is_torchs_own,
-    quiet_global_hooks,
+    refuse_shared_bytes,
     shadow_step,
     stand_in,
 )
+from residency._storages import sharing
 from residency._transfer import local_of
 
 # Cuts fall on whole vectors: CPU kernels round a bf16 tail differently, measured with SGD, RMSprop
@@ -88,7 +90,9 @@ def separability(
 def _try_out(optimizer: Optimizer, base: type[Optimizer], groups: Sequence[dict[str, Any]]) -> None:
     random_state = torch.get_rng_state()
     try:
-        with quiet_global_hooks():
+        # A step is taken with gradients on, as callers take it.
+        with callers_modes_off(), torch.enable_grad():
+            refuse_shared_bytes(optimizer, base)
             _refuse_what_is_paged(optimizer, base)
             _compare(optimizer, base, groups, _NUM_STEPS, None)
             # [Note: the second trial] In float32 a global factor may round to 1 in the first steps,
@@ -135,6 +139,12 @@ def _compare(
             )
         apart = _Trial(optimizer, base, groups, dtype)
         apart.run([[p] for p in apart.parameters], num_steps)
+        if not together.is_equal(apart) and together.shares_states():
+            raise RefusedError(
+                f"{name} cannot be offloaded: its step keeps one buffer under two keys, or views "
+                "of one buffer, and each state moves by itself (the ends differ). Keep its state "
+                "on the device, or keep a copy under each key."
+            )
         if not together.is_equal(apart):
             raise RefusedError(
                 f"{name} cannot be offloaded: its step couples the parameters (stepped one at a "
@@ -219,6 +229,7 @@ class _Trial:
 
     def run(self, parts: Sequence[Sequence[Tensor]], num_steps: int) -> None:
         """Takes a few steps, each in the given parts, with gradients of very different sizes."""
+        is_apart = len(parts) > 1
         for step in range(num_steps):
             generator = torch.Generator().manual_seed(1000 + step)
             for parameter in self.parameters:
@@ -231,6 +242,7 @@ class _Trial:
                     {**g, "params": [p for p in g["params"] if p in members]} for g in self._groups
                 ]
                 state = {p: self._state[p] for p in part if p in self._state}
+                lent = [v for values in state.values() for v in values.values() if _moves(v)]
                 is_last = index == len(parts) - 1
                 outcome = shadow_step(self._model, self._base, groups, state, not is_last)
                 if not outcome.state.keys() <= members:
@@ -241,9 +253,14 @@ class _Trial:
                     )
                 for values in outcome.state.values():
                     _refuse_subclasses(self._base, values)
-                self._state.update(outcome.state)
+                self._state.update(_sent_home(outcome.state, lent) if is_apart else outcome.state)
                 commit.add(outcome)
             commit.write()
+
+    def shares_states(self) -> bool:
+        """Says whether one buffer is the state of two keys or parameters, or a parameter's own."""
+        states = [v for values in self._state.values() for v in values.values() if _moves(v)]
+        return bool(sharing([*states, *self.parameters]))
 
     def has_moved_idle(self) -> bool:
         """Says whether a parameter without a gradient was changed."""
@@ -264,6 +281,24 @@ class _Trial:
                 elif not is_equal(value, others[key]):
                     return False
         return True
+
+
+def _moves(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _sent_home(
+    states: Mapping[Tensor, dict[str, Any]], lent: Sequence[Tensor]
+) -> dict[Tensor, dict[str, Any]]:
+    """Returns what is left of states when each was copied home, and others have the slots since."""
+    home = {
+        parameter: {k: v.clone() if _moves(v) else v for k, v in values.items()}
+        for parameter, values in states.items()
+    }
+    for slot in lent:
+        if slot.is_floating_point() and not slot.is_inference():
+            slot.fill_(float("nan"))
+    return home
 
 
 def host_group(group: dict[str, Any], base: type[Optimizer]) -> dict[str, Any]:

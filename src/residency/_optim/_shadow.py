@@ -13,7 +13,6 @@ always shared, host scalars aside: a step that changes one in place is found by 
 
 from __future__ import annotations
 
-import contextlib
 import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -27,6 +26,9 @@ from torch.optim import optimizer as torch_optimizer
 
 from residency._errors import RefusedError, ResidencyError
 from residency._optim._attributes import copied, is_equal, on_host, reachable
+from residency._registries import WeakRegistry
+from residency._storages import sharing
+from residency._transfer import local_of
 
 PRIVATE = "_residency"
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -46,23 +48,36 @@ def raw_step(base: type[Optimizer]) -> Callable[..., Any]:
     return raw
 
 
-@contextlib.contextmanager
-def quiet_global_hooks() -> Iterator[None]:
-    """Silences the hooks that torch keeps for all optimizers: a subclass' ``super().step()`` runs
-    them.
+_shadows: WeakRegistry[Optimizer] = WeakRegistry()
+
+
+class _UnlessShadow:
+    """A hook of all optimizers, in its own place in torch's registry, that leaves shadows out: a
+    subclass' ``super().step()`` would run it for each part.
+
+    It asks the optimizer, not a flag: a flag that an interrupt leaves set would silence the hook of
+    every later step, by which a step waits for the copies of a save.
     """
-    hooks: tuple[Any, Any] = (
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, optimizer: Optimizer, *arguments: Any, **settings: Any) -> Any:
+        if optimizer in _shadows:
+            return None
+        return self._hook(optimizer, *arguments, **settings)
+
+
+def _leave_out_of_global_hooks(shadow: Optimizer) -> None:
+    _shadows.add(shadow)
+    registries: tuple[Any, Any] = (
         torch_optimizer._global_optimizer_pre_hooks,
         torch_optimizer._global_optimizer_post_hooks,
     )
-    saved = [OrderedDict(each) for each in hooks]
-    for each in hooks:
-        each.clear()
-    try:
-        yield
-    finally:
-        for each, before in zip(hooks, saved, strict=True):
-            each.update(before)
+    for hooks in registries:
+        for key, hook in list(hooks.items()):
+            if not isinstance(hook, _UnlessShadow):
+                hooks[key] = _UnlessShadow(hook)
 
 
 def is_torchs_own(base: type[Optimizer]) -> bool:
@@ -77,6 +92,66 @@ class Outcome:
     state: Mapping[Tensor, dict[str, Any]]
     group_values: list[dict[str, Any]]
     attributes: dict[str, Any]
+
+
+class Shadow:
+    """An optimizer of the same class for some of the parameters, and what its step left behind.
+
+    Attributes:
+        optimizer: Has the attributes and group values of the one that it stands for.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        base: type[Optimizer],
+        groups: Sequence[dict[str, Any]],
+        state: Mapping[Tensor, dict[str, Any]],
+        is_copied: bool,
+    ) -> None:
+        """Makes a shadow; for the arguments see ``shadow_step``."""
+        shadow = object.__new__(base)
+        lent = {k: v for k, v in optimizer.__dict__.items() if k not in _OWN}
+        values = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        if is_copied:
+            instead: dict[int, Any] = {id(optimizer): shadow}
+            # Hooks are nobody's to change during a step, and hold whatever users put there.
+            hooks = {k: v for k, v in lent.items() if k.startswith("_optimizer_")}
+            others = {k: v for k, v in lent.items() if k not in hooks}
+            lent = {**hooks, **copied(others, owner=base.__name__, instead=instead)}
+            values = [copied(each, owner=base.__name__, instead=instead) for each in values]
+        shadow.__dict__.update(lent)
+        for name, value in lent.items():
+            if isinstance(value, types.MethodType) and value.__self__ is optimizer:
+                shadow.__dict__[name] = types.MethodType(value.__func__, shadow)
+        shadow.__dict__.update({name: OrderedDict() for name in _HOOKS})
+        shadow.state = state if isinstance(state, defaultdict) else defaultdict(dict, state)
+        shadow.param_groups = [
+            {**each, "params": list(group["params"])}
+            for each, group in zip(values, groups, strict=True)
+        ]
+        self.optimizer = shadow
+        _leave_out_of_global_hooks(shadow)
+        self._base = base
+        self._watch = () if is_torchs_own(base) else _watched(optimizer, lent, values)
+
+    def outcome(self) -> Outcome:
+        """Returns what a step that ran left behind.
+
+        Raises:
+            ResidencyError: The step changed a shared tensor in place.
+        """
+        for name, tensor, version in self._watch:
+            if tensor._version != version:
+                raise ResidencyError(
+                    f"{self._base.__name__}.step changed the tensor in {name!r} in place, which "
+                    "would happen once for each part of the parameters. Replace it with a new "
+                    "tensor in the step, or keep it in the state of a parameter."
+                )
+        groups = self.optimizer.param_groups
+        after = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+        attributes = {k: v for k, v in self.optimizer.__dict__.items() if k not in _OWN}
+        return Outcome(self.optimizer.state, after, attributes)
 
 
 def shadow_step(
@@ -103,54 +178,62 @@ def shadow_step(
         RefusedError: An attribute cannot be copied; nothing was stepped.
         ResidencyError: The step changed a shared tensor in place.
     """
-    shadow = object.__new__(base)
-    lent = {k: v for k, v in optimizer.__dict__.items() if k not in _OWN}
-    values = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-    if is_copied:
-        instead: dict[int, Any] = {id(optimizer): shadow}
-        # Hooks are nobody's to change during a step, and hold whatever users put there.
-        hooks = {k: v for k, v in lent.items() if k.startswith("_optimizer_")}
-        others = {k: v for k, v in lent.items() if k not in hooks}
-        lent = {**hooks, **copied(others, owner=base.__name__, instead=instead)}
-        values = [copied(each, owner=base.__name__, instead=instead) for each in values]
-    shadow.__dict__.update(lent)
-    for name, value in lent.items():
-        if isinstance(value, types.MethodType) and value.__self__ is optimizer:
-            shadow.__dict__[name] = types.MethodType(value.__func__, shadow)
-    shadow.__dict__.update({name: OrderedDict() for name in _HOOKS})
-    shadow.state = state if isinstance(state, defaultdict) else defaultdict(dict, state)
-    shadow.param_groups = [
-        {**each, "params": list(group["params"])}
-        for each, group in zip(values, groups, strict=True)
-    ]
-    watch = () if is_torchs_own(base) else _watched(optimizer, lent, values)
-    raw_step(base)(shadow)
-    for name, tensor, version in watch:
-        if tensor._version != version:
-            raise ResidencyError(
-                f"{base.__name__}.step changed the tensor in {name!r} in place, which would happen "
-                "once for each part of the parameters. Replace it with a new tensor in the step, "
-                "or keep it in the state of a parameter."
-            )
-    after = [{k: v for k, v in g.items() if k != "params"} for g in shadow.param_groups]
-    return Outcome(shadow.state, after, {k: v for k, v in shadow.__dict__.items() if k not in _OWN})
+    shadow = Shadow(optimizer, base, groups, state, is_copied)
+    raw_step(base)(shadow.optimizer)
+    return shadow.outcome()
 
 
 def _watched(
     optimizer: Optimizer, attributes: dict[str, Any], values: Sequence[dict[str, Any]]
 ) -> list[tuple[str, Tensor, int]]:
     """Lists the shared tensors with their versions, parameters aside: a step is to change those."""
-    parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return [
         (name, found, found._version)
         for names in (attributes, *values)
-        for name, value in names.items()
-        for found in reachable(value)
-        if isinstance(found, Tensor)
-        and id(found) not in parameters
-        and not found.is_inference()
-        and not (found.is_cpu and found.numel() == 1)
+        for name, found in tensors_beside(optimizer, names)
+        if not found.is_inference() and not (found.is_cpu and found.numel() == 1)
     ]
+
+
+def tensors_beside(optimizer: Optimizer, values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors that attributes or group values refer to, by name; not the parameters, nor
+    other tensors over just the bytes of one (``p.data``).
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    known = {id(p) for p in parameters}
+    places = {(local_of(p).data_ptr(), local_of(p).numel()) for p in parameters}
+    for name, value in values.items():
+        for found in reachable(value):
+            if not isinstance(found, Tensor) or id(found) in known:
+                continue
+            if found.layout is torch.strided and not found.is_meta and found.numel():
+                local = local_of(found)
+                if (local.data_ptr(), local.numel()) in places:
+                    continue
+            yield name, found
+
+
+def refuse_shared_bytes(optimizer: Optimizer, base: type[Optimizer]) -> None:
+    """Checks that no attribute and no group value reaches parameters through their bytes.
+
+    Raises:
+        RefusedError: One does: a part of a step would change what the others are to see.
+    """
+    parameters = [local_of(p) for group in optimizer.param_groups for p in group["params"]]
+    attributes = {k: v for k, v in optimizer.__dict__.items() if k not in _OWN}
+    values = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    for names in (attributes, *values):
+        for name, found in tensors_beside(optimizer, names):
+            if found.layout is not torch.strided:
+                continue
+            for group in sharing([*parameters, local_of(found)]):
+                if group[-1] == len(parameters):
+                    raise RefusedError(
+                        f"{base.__name__} cannot be offloaded: its {name!r} has a tensor of shape "
+                        f"{tuple(found.shape)} over the bytes of {len(group) - 1} of its "
+                        "parameters, so what a part of a step does to it reaches other parts. "
+                        "Nothing was changed; keep its state on the device."
+                    )
 
 
 def stand_in(

@@ -5,12 +5,14 @@ home on the host, and every read first waits for copies home that are still unde
 tensor that a caller can reach through these mappings has its final bytes.
 
 [Note: who may reach a home] Inside the package, ``dict.get`` and its like bypass the wait on
-purpose: the step only hands tensors on to streams that wait for one another on the device.
+purpose: the step only hands tensors on to streams that wait for one another on the device. They
+find the library's own tensors, not those that callers are shown.
 """
 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import defaultdict
 from collections.abc import Hashable, ItemsView, Iterator, ValuesView
 from typing import Any
@@ -20,7 +22,8 @@ from torch import Tensor
 
 from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes
-from residency._optim._sharding import layout_of
+from residency._optim._residents import Residents
+from residency._optim._sharding import layout_of, planned_bytes
 from residency._transfer import local_of, moved
 
 
@@ -29,45 +32,55 @@ class ParameterState(dict[str, Any]):
 
     Attributes:
         homes_by_key: The homes of the values that live on the host between steps.
-        is_resident: Whether the values stay on the device instead.
         written: The event after the newest copy home, None when nothing is under way.
         made_for: The layout of the parameter that the values belong to.
-        master_versions: Those of the parameter when its master was last written to it.
+        is_bound_again: Whether a caller has put it under another parameter, as its state.
         reserved: Homes for values that are not there yet.
         template: Versions of the zeros that ``prime`` put here, by key, until a value is placed.
     """
 
     __slots__ = (
         "_homes",
+        "_owner",
+        "_residents",
         "homes_by_key",
-        "is_resident",
+        "is_bound_again",
         "made_for",
-        "master_versions",
         "reserved",
         "template",
         "written",
     )
 
     def __init__(
-        self, homes: Homes, *, is_resident: bool, reserved: dict[str, Home] | None = None
+        self, homes: Homes, residents: Residents, owner: int, reserved: dict[str, Home]
     ) -> None:
         super().__init__()
         self._homes = homes
+        self._residents = residents
+        self._owner = owner
         self.homes_by_key: dict[str, Home] = {}
-        self.is_resident = is_resident
+        self.is_bound_again = False
         self.written: torch.Event | None = None
         self.made_for: Hashable = None
-        self.master_versions: tuple[int, int] | None = None
-        self.reserved = {} if reserved is None else reserved
+        self.reserved = reserved
         self.template: dict[str, int] | None = None
 
-    def check_parameter(self, parameter: Tensor) -> None:
-        """Takes note of a parameter's layout, for which values are made from now on.
+    @property
+    def is_resident(self) -> bool:
+        """Returns whether the values stay on the device, instead of in homes."""
+        return self._residents.has(self._owner)
+
+    def leave_residents(self) -> None:
+        """Gives up the right to stay on the device: the optimizer has this state no more."""
+        self._residents.revoke(self._owner)
+        self._homes.version += 1
+
+    def check_layout(self, now: Hashable) -> None:
+        """Takes note of the parameter's layout, for which values are made from now on.
 
         Raises:
             RefusedError: There are values, which were made for another layout.
         """
-        now = layout_of(parameter)
         if self and self.made_for not in (None, now):
             raise RefusedError(
                 f"a parameter has the shape, dtype and shard {now} now, and its state was made for "
@@ -82,16 +95,34 @@ class ParameterState(dict[str, Any]):
         A load may write into them in place (``dcp.load`` does), with or without a new version.
         """
         tensors = {k: local_of(v) for k, v in dict.items(self) if isinstance(v, Tensor)}
+        if any(map(self._homes.is_written, self.homes_by_key.values())):
+            return False
         return self.template is not None and all(
             key in tensors and tensors[key]._version == version and not tensors[key].count_nonzero()
             for key, version in self.template.items()
         )
+
+    def forget_template(self) -> None:
+        """Makes a primed state what it was before, unless a load has written into it."""
+        if self.is_template():
+            kept = dict(self.homes_by_key)
+            self.clear()
+            self.reserved.update(kept)
+            self._homes.version += 1
+        self.template = None
 
     def fence(self) -> None:
         """Blocks the host until no copy home is under way."""
         if self.written is not None:
             self.written.synchronize()
             self.written = None
+        self.take_replaced()
+
+    def take_replaced(self) -> None:
+        """Makes homes of the memory that callers have put at tensors which they were shown."""
+        if self._homes.is_shown:
+            for key, home in list(self.homes_by_key.items()):
+                self.settle(key, self._homes.follow(home))
 
     def place(self, key: str, value: Any, *, on_device: bool | None = None) -> None:
         """Puts a value where it belongs.
@@ -110,19 +141,83 @@ class ParameterState(dict[str, Any]):
             return
         if on_device is None:
             on_device = self._belongs_on_device(key, value)
+            self._homes.has_aliases |= not on_device  # a host tensor is taken as it is
         if not on_device:
             self.keep(key, value.cpu())
-        elif self.is_resident:
-            dict.__setitem__(self, key, moved(value, self._homes.device))
+            return
+        if self.is_resident and self._homes.find(value) is not None:
+            self.leave_device()  # to be one with another entry, which streams
+        if self.is_resident and self._may_keep(key, value):
+            self.keep(key, moved(value, self._homes.device))
+            self._homes.has_aliases = True  # a tensor of the device is taken as it is
         else:
             home = self.homes_by_key.get(key) or self.reserved.get(key)
             self.settle(key, self._homes.fill(home, value))
 
+    def is_of(self, homes: Homes) -> bool:
+        """Says whether the values live in these homes."""
+        return self._homes is homes
+
+    def has_others(self, home: Home) -> bool:
+        """Says whether a home is also another entry's, or a caller holds it."""
+        return home.num_entries > 1 or self._homes.is_held(home)
+
+    def num_writes_of(self, home: Home) -> int:
+        """Returns a number that grows when a caller writes to what he was shown of a home."""
+        return self._homes.num_writes(home)
+
+    def copy_of(self, home: Home) -> Home:
+        """Makes a home with the bytes that another has; ``fence`` comes first."""
+        return self._homes.copy_of(home)
+
+    def is_at(self, key: str, home: Home) -> bool:
+        """Says whether a home is that of a key."""
+        return self.homes_by_key.get(key) is home
+
+    def move_to(self, owner: int, reserved: dict[str, Home]) -> None:
+        """Becomes the state of the parameter with this ``id``; what stayed on the device streams
+        from now on, as the budget was for another.
+        """
+        self.leave_device()
+        self._owner, self.reserved = owner, reserved
+        self.is_bound_again = True
+
+    def key_of(self, value: Tensor) -> str | None:
+        """Returns the key of a tensor that stays on the device."""
+        for key, mine in dict.items(self) if self.is_resident else ():
+            if mine is value:
+                return key
+        return None
+
+    def _may_keep(self, key: str, value: Tensor) -> bool:
+        """Returns whether a value may stay on the device; where the budget has no room for it, all
+        values go home.
+        """
+        others = [
+            v for k, v in dict.items(self) if k != key and isinstance(v, Tensor) and not v.is_cpu
+        ]
+        num_bytes = sum(planned_bytes(each) for each in (*others, value))
+        if self._residents.allow_owner(self._owner, num_bytes):
+            return True
+        self.leave_device()
+        return False
+
+    def leave_device(self) -> None:
+        """Sends the values that stay on the device home; from now on they stream."""
+        here = {k: v for k, v in dict.items(self) if isinstance(v, Tensor) and not v.is_cpu}
+        homes = {k: self._homes.fill(self.reserved.get(k), v) for k, v in here.items()}
+        self.leave_residents()
+        for key, home in homes.items():
+            self.settle(key, home)
+
     def settle(self, key: str, home: Home) -> None:
         """Makes ``home`` the place of ``key``."""
         self.reserved.pop(key, None)
-        if self.homes_by_key.get(key) is not home:
-            self._homes.version += 1
+        before = self.homes_by_key.get(key)
+        if before is not home:
+            self._homes.enter(home)
+            if before is not None:
+                self._homes.leave(before)
         self.homes_by_key[key] = home
         dict.__setitem__(self, key, home.value)
 
@@ -137,8 +232,9 @@ class ParameterState(dict[str, Any]):
         dict.pop(self, key, None)
 
     def _leave_home(self, key: str) -> None:
-        if self.homes_by_key.pop(key, None) is not None:
-            self._homes.version += 1
+        home = self.homes_by_key.pop(key, None)
+        if home is not None:
+            self._homes.leave(home)
 
     def reorder(self, keys: list[str]) -> None:
         """Puts the keys into the order in which the optimizer makes them; cuts make homes first."""
@@ -153,6 +249,8 @@ class ParameterState(dict[str, Any]):
         return key in self.homes_by_key or (isinstance(value, Tensor) and not value.is_cpu)
 
     def _belongs_on_device(self, key: str, value: Tensor) -> bool:
+        if self._homes.find(value) is not None:
+            return True
         before = dict.get(self, key)
         # Loops that move a whole state to the device and back move the host's scalars, too. Those
         # go home as the others do: where a scalar lives decides in which arithmetic it advances.
@@ -162,11 +260,16 @@ class ParameterState(dict[str, Any]):
         return not value.is_cpu or value.dim() > 0
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self.place(key, value)
+        self.place(key, self._homes.met(value) if not self.is_resident else value)
 
     def __getitem__(self, key: str) -> Any:
         self.fence()
-        return dict.__getitem__(self, key)
+        return self._shown(key, dict.__getitem__(self, key))
+
+    def _shown(self, key: str, value: Any) -> Any:
+        """Returns what callers see of a value."""
+        home = self.homes_by_key.get(key)
+        return value if home is None else self._homes.show(home)
 
     def __delitem__(self, key: str) -> None:
         if key not in self:
@@ -184,30 +287,29 @@ class ParameterState(dict[str, Any]):
         return dict.__reversed__(self)
 
     def __repr__(self) -> str:
-        self.fence()
-        return dict.__repr__(self)
+        return repr(dict(self))
 
     def __eq__(self, other: object) -> bool:
-        self.fence()
-        return dict.__eq__(self, other)
+        return dict(self) == (dict(other) if isinstance(other, ParameterState) else other)
 
     __hash__ = None  # as dict
 
     def get(self, key: str, default: Any = None) -> Any:
-        self.fence()
-        return dict.get(self, key, default)
+        try:
+            return self[key]
+        except KeyError:
+            return default
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]  # dict_items is not nameable
         self.fence()
-        return dict.items(self)
+        return ItemsView(self)
 
     def values(self) -> ValuesView[Any]:  # type: ignore[override]  # dict_values is not nameable
         self.fence()
-        return dict.values(self)
+        return ValuesView(self)
 
     def pop(self, key: str, *default: Any) -> Any:
-        self.fence()
-        value = dict.pop(self, key, *default)
+        value = self[key] if key in self else dict.pop(self, key, *default)
         self.forget(key)
         return value
 
@@ -224,12 +326,12 @@ class ParameterState(dict[str, Any]):
 
     def setdefault(self, key: str, default: Any = None) -> Any:
         if key not in self:
-            self.place(key, default)
+            self[key] = default
         return self[key]
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         for key, value in dict(*args, **kwargs).items():
-            self.place(key, value)
+            self[key] = value
 
     def __ior__(self, other: Any) -> ParameterState:  # type: ignore[override]  # as update
         self.update(other)
@@ -255,10 +357,33 @@ class ParameterState(dict[str, Any]):
 class State(defaultdict[Any, Any]):
     """Is ``optimizer.state``: a mapping from a parameter to its ``ParameterState``."""
 
-    def __init__(self, homes: Homes, resident: set[Tensor]) -> None:
+    def __init__(self, homes: Homes, residents: Residents) -> None:
         super().__init__(None)
         self._homes = homes
-        self._resident = resident
+        self._residents = residents
+        homes.meet = weakref.WeakMethod(self._meet)
+
+    def _meet(self, value: Tensor) -> Tensor:
+        """Returns the home of a state on the device that is assigned to one that streams: to be one
+        tensor, both stream.
+        """
+        for inner in dict.values(self) if len(self._residents) else ():
+            key = inner.key_of(value) if isinstance(inner, ParameterState) else None
+            if key is not None:
+                inner.leave_device()
+                found: Tensor = inner[key]
+                return found
+        return value
+
+    @property
+    def has_aliases(self) -> bool:
+        """Says whether two entries may have the same bytes."""
+        return self._homes.has_aliases
+
+    @property
+    def residents(self) -> Residents:
+        """Returns the parameters whose state stays on the device."""
+        return self._residents
 
     def peek(self, parameter: Tensor) -> ParameterState | None:
         """Returns the state of a parameter where there is one, without waiting."""
@@ -269,11 +394,8 @@ class State(defaultdict[Any, Any]):
         """Returns the state of a parameter, made empty where there is none, without waiting."""
         inner = self.peek(parameter)
         if inner is None:
-            inner = ParameterState(
-                self._homes,
-                is_resident=parameter in self._resident,
-                reserved=self._homes.reserved.setdefault(parameter, {}),
-            )
+            reserved = self._homes.reserved_for(parameter)
+            inner = ParameterState(self._homes, self._residents, id(parameter), reserved)
             if isinstance(parameter, Tensor):
                 inner.made_for = layout_of(parameter)
             dict.__setitem__(self, parameter, inner)
@@ -292,31 +414,55 @@ class State(defaultdict[Any, Any]):
         if not (isinstance(key, Tensor) and isinstance(value, dict)):
             dict.__setitem__(self, key, value)
             return
-        inner = self.of(key)
-        if value is inner:
+        if isinstance(value, ParameterState) and value.is_of(self._homes):
+            self._bind(key, value)
             return
+        inner = self.own(key)
         values = dict(value)
         for stale in [k for k in dict.keys(inner) if k not in values]:
             inner.forget(stale)
         inner.update(values)
         inner.made_for = layout_of(key)
 
+    def own(self, parameter: Tensor) -> ParameterState:
+        """Returns ``of``, but never one that may be the state of another parameter, too."""
+        inner = self.peek(parameter)
+        if inner is not None and inner.is_bound_again:
+            dict.__delitem__(self, parameter)
+            self._homes.version += 1
+        return self.of(parameter)
+
+    def _bind(self, key: Tensor, inner: ParameterState) -> None:
+        """Makes a mapping that has been a parameter's state the state of ``key``, as it is."""
+        if self.peek(key) is inner:
+            return
+        self._residents.revoke(id(key))
+        inner.move_to(id(key), self._homes.reserved_for(key))
+        inner.made_for = layout_of(key)
+        dict.__setitem__(self, key, inner)
+        self._homes.version += 1
+        self._homes.has_aliases = True
+
     # Whatever removes a parameter's state makes plans stale: their copies name homes that went.
     def __delitem__(self, key: Any) -> None:
-        dict.__delitem__(self, key)
-        self._homes.version += 1
+        self._forget(dict.pop(self, key))
 
     def pop(self, key: Any, *default: Any) -> Any:
-        self._homes.version += 1
-        return dict.pop(self, key, *default)
+        return self._forget(dict.pop(self, key, *default))
 
     def popitem(self) -> tuple[Any, Any]:
-        self._homes.version += 1
-        return dict.popitem(self)
+        key, value = dict.popitem(self)
+        return key, self._forget(value)
 
     def clear(self) -> None:
+        for key in list(dict.keys(self)):
+            del self[key]
+
+    def _forget(self, value: Any) -> Any:
         self._homes.version += 1
-        dict.clear(self)
+        if isinstance(value, ParameterState):
+            value.leave_residents()
+        return value
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
         if key not in self:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from residency import _device
 from residency._errors import RefusedError
@@ -31,15 +32,45 @@ def check_groups(name: str, groups: Sequence[dict[str, Any]]) -> None:
     Raises:
         RefusedError: A setting or a parameter is such as cannot be streamed.
     """
+    check_flags(name, groups)
     for group in groups:
-        for flag, reason in _FLAGS.items():
-            if group.get(flag):
-                raise RefusedError(f"{name} has {flag}=True: {reason}. Build it with {flag}=False.")
         parameters = group["params"]
         if len({id(p) for p in parameters}) != len(parameters):
             raise RefusedError(f"{name} has a group that lists a parameter twice. List it once.")
         for parameter in parameters:
             _check_parameter(name, parameter)
+
+
+def check_flags(name: str, groups: Sequence[dict[str, Any]]) -> None:
+    """Checks the settings of groups, which a load or a caller may change at any time.
+
+    Raises:
+        RefusedError: A setting is such as cannot be streamed.
+    """
+    for group in groups:
+        for flag, reason in _FLAGS.items():
+            if group.get(flag):
+                raise RefusedError(
+                    f"{name} has {flag}=True in a group: {reason}. Nothing was changed: use "
+                    f"{flag}=False."
+                )
+        if name == "Adafactor":
+            _check_epsilon(group)
+
+
+def _check_epsilon(group: dict[str, Any]) -> None:
+    """Refuses what torch's own loop hands on from one parameter of a group to the next.
+
+    Source: ``_single_tensor_adafactor`` and ``_multi_tensor_adafactor`` of torch 2.13, which set
+    ``eps1`` by the dtype of the first parameter and keep it for the others.
+    """
+    dtypes = {parameter.dtype for parameter in group["params"]}
+    if group.get("eps", (0.0,))[0] is None and len(dtypes) > 1:
+        raise RefusedError(
+            f"Adafactor has a group with parameters of {sorted(map(str, dtypes))} and eps[0]=None, "
+            "for which torch takes the precision of the first one: a part of a step would take "
+            "another. Nothing was changed: give eps=(1e-30, 1e-3), or a group for each dtype."
+        )
 
 
 def _check_parameter(name: str, parameter: Tensor) -> None:
@@ -84,3 +115,14 @@ def device_of(name: str, parameters: Sequence[Tensor]) -> torch.device:
     if device.type != "cpu" and (accelerator is None or accelerator.type != device.type):
         raise RefusedError(f"{name} has its parameters on {device}, which is no accelerator here.")
     return device
+
+
+def has_no_rate(optimizer: Optimizer) -> bool:
+    """Says whether all learning rates are zero: how ``torch.distributed.checkpoint`` makes the
+    state of a fresh optimizer before a load. Rates on the device are not looked at.
+    """
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        if rate is None or (isinstance(rate, Tensor) and not rate.is_cpu) or rate != 0:
+            return False
+    return True

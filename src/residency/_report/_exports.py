@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from residency._errors import InvalidArgumentError
-from residency._report._read import CLASSES, Run
+from residency._report._fields import CLASSES
+from residency._report._read import Run
 
 _MICROSECONDS = 1_000_000
 
@@ -50,7 +51,7 @@ def write_trace(runs: list[Run], file: Path) -> None:
         InvalidArgumentError: The file cannot be written.
     """
     events = [event for run in runs for event in _events(run)]
-    write_text(file, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    write_text(file, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False))
 
 
 def _events(run: Run) -> list[dict[str, Any]]:

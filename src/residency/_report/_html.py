@@ -62,7 +62,7 @@ def write_page(runs: list[Run], file: Path) -> None:
             name="plotly",
         ) from error
     rows = [row for run in runs for row in summarise(run)]
-    parts = [f"<h1>Device memory of {escape(runs[0].path.name)}</h1>"]
+    parts = [f"<h1>Device memory of {escape(runs[0].name)}</h1>"]
     capacity = max(_capacity(run.boundaries()) for run in runs)
     parts.append(f"<p class='muted'>Capacity {format_bytes(capacity)}.</p>")
     parts += [f"<p class='warning'>{escape(w)}</p>" for run in runs for w in run.warnings]
@@ -70,7 +70,7 @@ def write_page(runs: list[Run], file: Path) -> None:
     parts += [_legend(), _table(rows)]
     parts += [f"<p>{escape(line)}</p>" for line in footnotes(rows)]
     body = "\n".join(parts)
-    head = f"<meta charset='utf-8'><title>{escape(runs[0].path.name)}</title>"
+    head = f"<meta charset='utf-8'><title>{escape(runs[0].name)}</title>"
     write_text(
         file,
         f"<!doctype html><html lang='en'><head>{head}<link rel='icon' href='data:,'>"

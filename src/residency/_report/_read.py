@@ -1,9 +1,10 @@
 """Reads what a run recorded, whole or broken: what can be read is kept, the rest is warned of with
-its line number.
+its line number. Memory and time are bounded by the file's size.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from residency._errors import InvalidArgumentError
-from residency._memory._format import FORMAT, VERSION
+from residency._memory._format import LONGEST_LINE, VERSION
+from residency._report._fields import CLASSES, NewerFormatError, checked, visible
 
-CLASSES = ("held", "returnable", "stuck", "draining", "pooled", "outside", "free")
 _MAX_WARNINGS = 20
+_MAX_NAMES = 10
+_Line = dict[str, Any]  # of the kinds that `checked` lets through
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class Run:
 
     Attributes:
         path: The file.
-        header: Its first line.
+        header: Its first line, or nothing where that cannot be read.
         visits: Phases in the order of their beginnings.
         warnings: What could not be read, and where.
         is_closed: Whether the run ended in order.
@@ -72,6 +75,11 @@ class Run:
     visits: list[RecordedVisit] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     is_closed: bool = False
+
+    @property
+    def name(self) -> str:
+        """The file's name, as it may be printed."""
+        return visible(self.path.name)
 
     @property
     def rank(self) -> int:
@@ -98,13 +106,31 @@ def read_runs(path: Path) -> list[Run]:
             f"{path} does not exist, nor does {path.stem}.rank0{path.suffix}; "
             "make it with: residency record -o FILE -- python train.py"
         )
-    runs = sorted((read_run(file) for file in files), key=lambda run: run.rank)
+    runs, foreign = _read_all(files)
     expected = max(int(run.header.get("world_size", 1)) for run in runs)
-    missing = sorted(set(range(expected)) - {run.rank for run in runs})
-    if missing and path not in files:
-        names = ", ".join(map(str, missing))
+    present = {run.rank for run in runs if run.rank < expected}
+    if len(present) < expected and path not in files:
+        absent = (rank for rank in range(expected) if rank not in present)
+        names = ", ".join(map(str, itertools.islice(absent, _MAX_NAMES)))
+        more = expected - len(present) - _MAX_NAMES
+        names += f" and {more} more" * (more > 0)
         runs[0].warnings.append(f"the run had {expected} ranks; no file of rank {names} is there")
+    runs[0].warnings += foreign
     return runs
+
+
+def _read_all(files: list[Path]) -> tuple[list[Run], list[str]]:
+    """Reads files of ranks; one that is none is left out, with a warning, beside others."""
+    runs: list[Run] = []
+    errors: list[InvalidArgumentError] = []
+    for file in files:
+        try:
+            runs.append(read_run(file))
+        except InvalidArgumentError as error:
+            errors.append(error)
+    if not runs:
+        raise errors[0]
+    return sorted(runs, key=lambda run: run.rank), [str(error) for error in errors]
 
 
 def _rank_files(path: Path) -> list[Path]:
@@ -119,66 +145,92 @@ def read_run(path: Path) -> Run:
     """Reads one file.
 
     Raises:
-        InvalidArgumentError: It cannot be read, or not one line of it is a recording's.
+        InvalidArgumentError: It cannot be read, not one line of it is a recording's, or a later
+            version wrote it.
     """
     run = Run(path)
     open_visits: dict[tuple[str, int, int], int] = {}
     for number, line in _lines(run):
         try:
-            _take(run, open_visits, number, line)
-        except (KeyError, TypeError, ValueError) as error:
+            _take(run, open_visits, number, checked(line))
+        except NewerFormatError as error:
+            raise InvalidArgumentError(
+                f"{path}:{number} is no record that this version reads: its format has the version "
+                f"{error}, and this residency knows those up to {VERSION}. Install a newer one."
+            ) from None
+        except (KeyError, ValueError) as error:
             _warn(run, number, f"is no line of a recording ({type(error).__name__}: {error})")
     if not run.header and not run.visits:
-        raise InvalidArgumentError(f"{path} is no record: no line of it is one of a recording.")
+        said = "".join(f"\n{warning}" for warning in run.warnings[:_MAX_NAMES])
+        raise InvalidArgumentError(
+            f"{path} is no record: no line of it is one of a recording.{said}"
+        )
     for index in open_visits.values():
         visit = run.visits[index]
         _warn(run, visit.line, f"phase {visit.phase!r} begins and never ends")
     if not run.is_closed:
-        run.warnings.append(f"{path.name}: the recording was cut off: the last line is missing")
+        run.warnings.append(f"{run.name}: the recording was cut off: the last line is missing")
     return run
 
 
-def _lines(run: Run) -> Iterator[tuple[int, dict[str, Any]]]:
+def _lines(run: Run) -> Iterator[tuple[int, dict[str, object]]]:
     try:
-        text = run.path.read_bytes()
+        with run.path.open("rb") as content:
+            for number in itertools.count(1):
+                raw = content.readline(LONGEST_LINE)
+                if not raw:
+                    return
+                if len(raw) == LONGEST_LINE and not raw.endswith(b"\n"):
+                    _warn(run, number, f"is longer than {LONGEST_LINE:,} bytes")
+                    if number == 1:
+                        return  # no record at all; it may have no end
+                    while raw and not raw.endswith(b"\n"):
+                        raw = content.readline(LONGEST_LINE)
+                elif raw.strip():
+                    line = _parsed(run, number, raw)
+                    if line is not None:
+                        yield number, line
     except OSError as error:
         raise InvalidArgumentError(f"{run.path} cannot be read: {error.strerror}.") from None
-    for number, raw in enumerate(text.splitlines(), start=1):
-        if not raw.strip():
-            continue
-        try:
-            line = json.loads(raw)
-        except ValueError:
-            _warn(run, number, "is broken: not JSON")
-            continue
-        if isinstance(line, dict):
-            yield number, line
-        else:
-            _warn(run, number, "is no line of a recording")
+
+
+def _parsed(run: Run, number: int, raw: bytes) -> dict[str, object] | None:
+    try:
+        line = json.loads(raw)
+    except RecursionError:
+        _warn(run, number, "is broken: nested too deep")
+        return None
+    except ValueError:
+        _warn(run, number, "is broken: not JSON")
+        return None
+    if not isinstance(line, dict):
+        _warn(run, number, "is no line of a recording")
+        return None
+    return line
 
 
 def _warn(run: Run, number: int, text: str) -> None:
     if len(run.warnings) < _MAX_WARNINGS:
-        run.warnings.append(f"{run.path.name}:{number}: {text}")
+        run.warnings.append(f"{run.name}:{number}: {text}")
     elif len(run.warnings) == _MAX_WARNINGS:
-        run.warnings.append(f"{run.path.name}: more lines like these")
+        run.warnings.append(f"{run.name}: more lines like these")
 
 
-def _take(
-    run: Run, open_visits: dict[tuple[str, int, int], int], number: int, line: dict[str, Any]
-) -> None:
+def _take(run: Run, open_visits: dict[tuple[str, int, int], int], number: int, line: _Line) -> None:
     kind = line["kind"]
     if kind == "header":
-        if line["format"] != FORMAT or line["version"] > VERSION:
-            raise ValueError(f"format {line['format']!r}, version {line['version']!r}")
+        if run.header:
+            raise ValueError("a second header")
         run.header = line
     elif kind == "close":
         run.is_closed = True
     elif kind == "begin":
         key = _key(line)
+        if key in open_visits:
+            raise ValueError(f"phase {key[0]!r} begins twice")
         open_visits[key] = len(run.visits)
         run.visits.append(RecordedVisit(*key, line=number, begin=_boundary(line)))
-    elif kind == "end":
+    else:
         key = _key(line)
         index = open_visits.get(key)
         if index is None:
@@ -188,20 +240,17 @@ def _take(
             line=run.visits[index].line,
             begin=run.visits[index].begin,
             end=_boundary(line),
-            peak=int(line["peak"]),
-            is_peak_exact=bool(line["is_peak_exact"]),
-            seconds=float(line["seconds"]),
+            peak=line["peak"],
+            is_peak_exact=line["is_peak_exact"],
+            seconds=line["seconds"],
             error=line["error"],
         )
         del open_visits[key]
-    else:
-        raise ValueError(f"kind {kind!r}")
 
 
-def _key(line: dict[str, Any]) -> tuple[str, int, int]:
-    return str(line["phase"]), int(line["visit"]), int(line["thread"])
+def _key(line: _Line) -> tuple[str, int, int]:
+    return line["phase"], line["visit"], line["thread"]
 
 
-def _boundary(line: dict[str, Any]) -> Boundary:
-    sizes = {name: line[name] for name in (*CLASSES, "capacity")}
-    return Boundary(float(line["t"]), {k: None if v is None else int(v) for k, v in sizes.items()})
+def _boundary(line: _Line) -> Boundary:
+    return Boundary(line["t"], {name: line[name] for name in (*CLASSES, "capacity")})

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
 from residency._report._read import Run
@@ -28,17 +29,25 @@ def print_report(runs: list[Run]) -> None:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in columns:
         is_text = name in ("phase", "growth per visit")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=name == "peak")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
+    lines = []
     for row in rows:
         rank = [str(row.rank)] * has_ranks
         figures = [_size(row.last.figures.get(name)) for name in shown]
         cells = [row.phase, *rank, _count(row), _peak(row), *figures, growth_text(row)]
+        lines.append(cells)
         table.add_row(*map(escape, cells))
     console = Console()
     if not console.is_terminal:
         console.width = _WIDTH
     console.print(escape(_title(runs)), highlight=False)
-    console.print(table)
+    if Measurement.get(console, console.options, table).minimum < console.width or not lines:
+        console.print(table)
+    else:  # figures that are cut off say nothing
+        for cells in lines:
+            console.print(escape(cells[0]), style="bold", highlight=False)
+            for name, cell in zip(columns[1:], cells[1:], strict=True):
+                console.print(escape(f"  {name:<17}{cell}"), highlight=False)
     for line in footnotes(rows):
         console.print(escape(line), highlight=False)
 
@@ -89,7 +98,7 @@ def _highest(runs: list[Run]) -> dict[str, Row]:
 
 
 def _title(runs: list[Run]) -> str:
-    names = ", ".join(run.path.name for run in runs)
+    names = ", ".join(run.name for run in runs)
     capacity = max((b.bytes_of("capacity") for run in runs for b in run.boundaries()), default=0)
     return f"{names}: capacity {format_bytes(capacity)}; classes as at the end of the last visit"
 

@@ -2,11 +2,12 @@
 
 from residency._transfer._gate import Gate, copy_to_host, gate_of
 from residency._transfer._host_memory import available_host_bytes
-from residency._transfer._lanes import Lanes, Run, lanes_of, reset_lanes
+from residency._transfer._lanes import Lanes, Run, lanes_of, raw_bytes, reset_lanes
 from residency._transfer._lending import Lending, lending
 from residency._transfer._owner import (
     Incoming,
     Lent,
+    Loans,
     Reception,
     StateOwner,
     note_owned,
@@ -15,6 +16,7 @@ from residency._transfer._owner import (
     register_forecast,
     register_owner,
     states_to_come,
+    wait_for_homes,
 )
 from residency._transfer._sharding import is_sharded, local_of, moved, wrapped_like
 from residency._transfer._slab import (
@@ -23,6 +25,7 @@ from residency._transfer._slab import (
     Slab,
     SlabArena,
     align_up,
+    another_over,
     memory_of,
 )
 from residency._transfer._writers import (
@@ -39,6 +42,7 @@ __all__ = [
     "Lanes",
     "Lending",
     "Lent",
+    "Loans",
     "Reception",
     "Region",
     "Run",
@@ -46,6 +50,7 @@ __all__ = [
     "SlabArena",
     "StateOwner",
     "align_up",
+    "another_over",
     "available_host_bytes",
     "before_write",
     "copy_to_host",
@@ -60,10 +65,12 @@ __all__ = [
     "note_owned",
     "owned_optimizers",
     "owner_of",
+    "raw_bytes",
     "register_forecast",
     "register_owner",
     "reset_lanes",
     "states_to_come",
+    "wait_for_homes",
     "watch_optimizers",
     "wrapped_like",
     "written_by_steps",

@@ -2,83 +2,103 @@
 
 An optimizer whose state lives on the host lends a save the very tensors instead of copies. Whoever
 would write into one, the next step first of all, asks here and writes elsewhere, or waits. A loan
-ends on whatever thread, and at the latest with the memory itself.
+ends on whatever thread, and at the latest with its borrower or with the memory itself. Invariant:
+a loan ends once, however often its end is asked for, and an exception between any two lines here
+neither loses its end nor ends another.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
 
 class Lending:
-    """Counts the loans of each storage."""
+    """The loans of each storage, by who has borrowed it."""
 
     def __init__(self) -> None:
-        self._loans: dict[int, int] = {}
+        self._loans: dict[int, set[object]] = {}
         self._kept: set[int] = set()
-        self._returned = threading.Condition()
+        # Loans end in finalizers, too, at any moment and on any thread: those only append here.
+        self._ended: deque[tuple[int, object]] = deque()
+        # Not the condition's own `with`, which is Python: an interrupt could leave it locked.
+        self._lock = threading.RLock()
+        self._returned = threading.Condition(self._lock)
 
     def __bool__(self) -> bool:
-        return bool(self._loans)
+        with self._lock:
+            self._collect()
+            return any(self._loans.values())
 
-    def lend(self, tensor: Tensor, *, keep: bool = False) -> None:
+    def lend(self, tensor: Tensor, borrower: object, *, keep: bool = False) -> None:
         """Begins a loan of a host tensor's storage; the borrower keeps the tensor until it ends.
 
         Args:
             tensor: Host memory.
+            borrower: Stands for the loan; no other loan has it.
             keep: Whether the loan may last for good, so that nobody must wait for its end.
         """
-        key = tensor.data_ptr()
-        if not key:  # it has no bytes
+        address = tensor.data_ptr()
+        if not address:  # it has no bytes
             return
-        with self._returned:
-            self._loans[key] = self._loans.get(key, 0) + 1
+        with self._lock:
+            self._collect()  # what ended at this address before is no end of this loan
             if keep:
-                self._kept.add(key)
+                self._kept.add(address)
+            self._loans.setdefault(address, set()).add(borrower)
 
     def keep(self, tensor: Tensor) -> None:
-        """Says of a loan that it may last for good after all; who waits for its end need not."""
-        with self._returned:
+        """Notes of a loan that it may last for good after all; who waits for its end need not."""
+        with self._lock:
             if tensor.data_ptr() in self._loans:
-                self._kept.add(tensor.data_ptr())
                 self._returned.notify_all()
+                self._kept.add(tensor.data_ptr())
 
-    def give_back(self, tensor: Tensor) -> None:
-        """Ends a loan; may be called from any thread."""
-        with self._returned:
-            left = self._loans.get(tensor.data_ptr(), 0) - 1
-            if left > 0:
-                self._loans[tensor.data_ptr()] = left
-            else:
-                self._forget(tensor.data_ptr())
-            self._returned.notify_all()
+    def give_back(self, tensor: Tensor, borrower: object) -> None:
+        """Ends a loan; from any thread, from a finalizer, and again without effect."""
+        self._end(tensor.data_ptr(), borrower)
 
     def end_at(self, address: int) -> None:
         """Ends all loans of memory that is in use no more; may be called from a finalizer."""
         if address in self._loans:
-            with self._returned:
-                self._forget(address)
-                self._returned.notify_all()
+            self._end(address, None)
 
-    def _forget(self, address: int) -> None:
-        self._loans.pop(address, None)
-        self._kept.discard(address)
+    def _end(self, address: int, borrower: object) -> None:
+        self._ended.append((address, borrower))
+        with self._lock:
+            self._returned.notify_all()
+
+    def _collect(self) -> None:
+        """Takes out the loans that ended; the caller has the lock."""
+        while self._ended:
+            address, borrower = self._ended[0]
+            left = self._loans.get(address, set())
+            if borrower is not None:
+                left.discard(borrower)
+            if borrower is None or not left:
+                self._kept.discard(address)
+                self._loans.pop(address, None)
+            self._ended.popleft()  # last: an interrupt before does it again
 
     def is_lent(self, tensor: Tensor) -> bool:
         """Says whether somebody reads the tensor's storage."""
-        return bool(self._loans) and tensor.data_ptr() in self._loans
+        if not self._loans:
+            return False
+        with self._lock:
+            self._collect()
+            return bool(self._loans.get(tensor.data_ptr()))
 
     def is_kept(self, tensor: Tensor) -> bool:
         """Says whether one of the loans of the tensor's storage may last for good."""
-        return tensor.data_ptr() in self._kept
+        return self.is_lent(tensor) and tensor.data_ptr() in self._kept
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
         """Blocks the host until ``is_done``, which is asked again whenever a loan ends."""
-        with self._returned:
+        with self._lock:
             self._returned.wait_for(is_done)
 
     def wait_for(self, tensors: Iterable[Tensor]) -> None:

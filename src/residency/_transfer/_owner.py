@@ -6,40 +6,94 @@ lends its bytes to a save and how it takes a restore's.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping
+import sys
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from residency._registries import WeakRegistry
+from residency._storages import span_of
 from residency._transfer._lending import lending
 
 
 class Lent:
-    """Is a state on the host that its owner lends: nobody writes it until it is given back.
+    """A state on the host that its owner lends: nobody writes it until it is given back.
+
+    Made by ``Loans``. A loan that nobody holds any more ends by itself.
 
     Attributes:
         tensor: The bytes; of a sharded state, the local tensor.
         value: What callers see: the tensor, or a ``DTensor`` around it.
         written: The event after which the bytes are final, or None when they are.
+        num_writes: Returns a number that grows when a caller writes into it.
     """
 
-    def __init__(
-        self, tensor: Tensor, value: Tensor, written: torch.Event | None, *, keep: bool = False
-    ) -> None:
+    def __init__(self, tensor: Tensor, value: Tensor, written: torch.Event | None) -> None:
+        self.num_writes: Callable[[], int] = lambda: tensor._version
         self.tensor = tensor
         self.value = value
         self.written = written
-        self._is_out = True
-        lending.lend(tensor, keep=keep)
+        self._borrower = object()
+        self._is_over = False
+
+    def begin(self, *, keep: bool) -> None:
+        """Begins the loan; see ``Lending.lend``."""
+        lending.lend(self.tensor, self._borrower, keep=keep)
 
     def give_back(self) -> None:
         """Ends the loan; from any thread, and again without effect."""
-        if self._is_out:
-            self._is_out = False
-            lending.give_back(self.tensor)
+        if not self._is_over:
+            lending.give_back(self.tensor, self._borrower)
+            self._is_over = True  # last: an interrupt before ends it again, without effect
+
+    def leave_to_memory(self) -> None:
+        """Lets the loan last as long as the memory, which the borrower now has for good."""
+        self._is_over = True
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # modules are empty then
+            self.give_back()
+
+
+class Loans:
+    """Loans that were taken together; they end together, at the latest."""
+
+    def __init__(self) -> None:
+        self._all: list[Lent] = []
+
+    def lend(
+        self, tensor: Tensor, value: Tensor, written: torch.Event | None, *, keep: bool = False
+    ) -> Lent:
+        """Begins a loan, of which these know before it begins.
+
+        Args:
+            tensor: The bytes; of a sharded state, the local tensor.
+            value: What callers see: the tensor, or a ``DTensor`` around it.
+            written: The event after which the bytes are final, or None when they are.
+            keep: Whether the loan may last for good, so that nobody must wait for its end.
+        """
+        lent = Lent(tensor, value, written)
+        self._all.append(lent)
+        lent.begin(keep=keep)
+        return lent
+
+    def __iter__(self) -> Iterator[Lent]:
+        return iter(self._all)
+
+    def end(self, *, but: Collection[Lent] = ()) -> None:
+        """Ends all loans except these; again without effect.
+
+        Args:
+            but: Loans whose borrower goes on reading.
+        """
+        kept = set(but)
+        for lent in self._all:
+            if lent not in kept:
+                lent.give_back()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +130,28 @@ class Reception(Protocol):
 class StateOwner(Protocol):
     """Lends and takes the state of one kind of optimizer."""
 
-    def lend(self, optimizer: Any, *, keep: bool = False) -> Mapping[Any, Mapping[str, Any]]:
+    def lend(
+        self, optimizer: Any, loans: Loans, *, keep: bool = False, is_watched: bool = False
+    ) -> Mapping[Any, Mapping[str, Any]]:
         """Returns the state by parameter and key, without a wait; what is on the host is lent.
 
         Args:
             optimizer: Whose state.
+            loans: Who has borrowed it: all loans are among these.
             keep: Whether the loans may last for good: room for a second set is made at once.
+            is_watched: Whether the borrower asks the loans for writes of callers, who may hold what
+                is lent; else a copy of it is lent for good.
 
         Returns:
-            Device tensors and Python values as they are; states at home on the host as ``Lent``,
-            each of which the borrower gives back.
+            Device tensors and Python values as they are; states at home on the host as ``Lent``.
 
         Raises:
             RefusedError: The host has no room for what steps take meanwhile.
+        """
+
+    def under_way(self, optimizer: Any) -> Iterable[tuple[Tensor, torch.Event]]:
+        """Yields the states on the host whose bytes are still to come, each with the event after
+        them.
         """
 
     def set_spare(self, optimizer: Any, num_bytes: int | None) -> None:
@@ -122,7 +185,7 @@ class StateOwner(Protocol):
 
 _owners: dict[type, StateOwner] = {}
 _forecasters: list[Callable[[Any], list[Tensor]]] = []
-_owned: weakref.WeakSet[Any] = weakref.WeakSet()
+_owned: WeakRegistry[Any] = WeakRegistry()
 
 
 def register_owner(kind: type, owner: StateOwner) -> None:
@@ -145,6 +208,32 @@ def owned_optimizers() -> list[Any]:
     the tensors of a state and not the optimizer.
     """
     return list(_owned)
+
+
+def wait_for_homes(tensors: Iterable[Tensor]) -> None:
+    """Blocks the host until no state of an optimizer is on its way into the memory of these.
+
+    Args:
+        tensors: Host tensors that the caller reads now. One may be a state of an optimizer, taken
+            before its last step, whose bytes a lane still brings.
+    """
+    spans = [span for tensor in tensors if (span := span_of(tensor)) is not None]
+    if not spans or not _owned:
+        return
+    homes = sorted(
+        (span.first, span.last, index, event)
+        for optimizer in owned_optimizers()
+        if (owner := owner_of(optimizer)) is not None
+        for index, (state, event) in enumerate(owner.under_way(optimizer))
+        if (span := span_of(state)) is not None
+    )
+    begins = [first for first, *_ in homes]
+    for span in spans:
+        # Homes do not overlap: of those that begin before, only the last may reach into the span.
+        low = max(bisect_right(begins, span.first) - 1, 0)
+        for first, last, _, event in homes[low : bisect_left(begins, span.last)]:
+            if first < span.last and span.first < last:
+                event.synchronize()
 
 
 def register_forecast(forecast: Callable[[Any], list[Tensor]]) -> None:

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+from residency._modes import callers_modes_off
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 def is_sharded(value: Any) -> bool:
@@ -28,7 +30,7 @@ def is_sharded(value: Any) -> bool:
 
 def local_of(tensor: Tensor) -> Tensor:
     """Returns the tensor with the bytes: that of a ``DTensor``, or the tensor itself."""
-    if not is_sharded(tensor):
+    if type(tensor) in _PLAIN or not is_sharded(tensor):
         return tensor
     local: Any = tensor._local_tensor  # type: ignore[attr-defined]  # to_local() is autograd's
     # A collective may still be under way; on the device, the current stream waits for it.
@@ -46,10 +48,13 @@ def wrapped_like(local: Tensor, model: Tensor) -> Tensor:
     if spec.tensor_meta.dtype != local.dtype:
         meta = spec.tensor_meta._replace(dtype=local.dtype)
         spec = dataclasses.replace(copy.copy(spec), tensor_meta=meta)
-    made: Tensor = sys.modules["torch.distributed.tensor"].DTensor(local, spec, requires_grad=False)
+    with callers_modes_off():
+        kind: Any = sys.modules["torch.distributed.tensor"].DTensor
+        made: Tensor = kind(local, spec, requires_grad=False)
     return made
 
 
 def moved(tensor: Tensor, device: torch.device, *, copy: bool = False) -> Tensor:
     """Returns a tensor with its bytes on another device, as the shard that it was."""
-    return wrapped_like(local_of(tensor).detach().to(device, copy=copy), tensor)
+    with callers_modes_off():
+        return wrapped_like(local_of(tensor).detach().to(device, copy=copy), tensor)

@@ -15,12 +15,14 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from residency import _device
 from residency._errors import RefusedError
+from residency._modes import callers_modes_off
 from residency._transfer._host_memory import ask_for_large_pages, available_host_bytes
 from residency._transfer._lending import lending
 from residency._units import MIB, format_bytes, parse_bytes
@@ -57,6 +59,7 @@ def _power_of_two_at_most(num_bytes: int) -> int:
     return 1 << (num_bytes.bit_length() - 1)
 
 
+@callers_modes_off()
 def _allocate_pages(num_bytes: int) -> Tensor:
     """Allocates host bytes that begin at a page, as page-locked memory does."""
     data = torch.empty(num_bytes + _PAGE, dtype=torch.uint8, device="cpu")
@@ -82,6 +85,17 @@ class Slab:
         self.data = _device.allocate_pinned(num_bytes) if pin else _allocate_pages(num_bytes)
         self._free = [(0, num_bytes)]
 
+    @classmethod
+    def over(cls, data: Tensor) -> Slab:
+        """Returns host memory of a caller's as a slab without room, for copies to and from it.
+
+        Args:
+            data: ``uint8`` of shape ``[num_bytes]``.
+        """
+        slab = object.__new__(cls)
+        slab.data, slab.is_pinned, slab._free = data, data.is_pinned(), []
+        return slab
+
     @property
     def num_bytes(self) -> int:
         return self.data.numel()
@@ -98,6 +112,12 @@ class Slab:
                 self._free[index : index + 1] = [rest] if rest[1] else []
                 return offset
         return None
+
+    def emptied(self) -> Slab:
+        """Returns a slab over the same memory with all of it free."""
+        other = object.__new__(Slab)
+        other.is_pinned, other.data, other._free = self.is_pinned, self.data, [(0, self.num_bytes)]
+        return other
 
     def put_back(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Frees ranges, by offset and size, and merges them with their free neighbours."""
@@ -192,6 +212,12 @@ class SlabArena:
         assert offset is not None
         return Region(slab, offset, wanted)
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Says whether a host tensor lies in one of the slabs."""
+        address = tensor.data_ptr()
+        starts = ((slab.data.data_ptr(), slab.num_bytes) for slab in self._slabs)
+        return any(start <= address < start + size for start, size in starts)
+
     def find_room(self, num_bytes: int) -> Region | None:
         """Returns a range in the slabs that there are, or None."""
         self._collect()
@@ -225,6 +251,32 @@ class SlabArena:
                 self.release(region)
         raise AssertionError("a slab has no room for what it was made for")
 
+    def make_room(self, sizes: Sequence[int]) -> None:
+        """Allocates what is missing for entries of these sizes beside what is in use; the next
+        entries of these sizes, in this order, then find room.
+
+        Raises:
+            RefusedError: The host has no room; nothing was allocated.
+        """
+        found = [self.find_room(size) for size in sizes]
+        missing = [size for size, region in zip(sizes, found, strict=True) if region is None]
+        try:
+            self.reserve(missing)
+        finally:
+            for region in found:
+                if region is not None:
+                    self.release(region)
+
+    def emptied(self) -> SlabArena:
+        """Returns an arena over the same slabs in which nothing is in use.
+
+        For whoever gives back all entries at once, those included that an interrupt lost: ranges
+        of this arena that come back later are not the other's.
+        """
+        other = SlabArena(pin=self.is_pinned, keep=self.is_kept)
+        other._slabs = [slab.emptied() for slab in self._slabs]
+        return other
+
     def free_all(self) -> None:
         """Drops the slabs in which nothing is in use."""
         self._collect()
@@ -235,6 +287,7 @@ class SlabArena:
         lending.end_at(region.slab.data.data_ptr() + region.offset)
         self._returned.append(region)
 
+    @callers_modes_off()
     def tensor(
         self, region: Region, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
     ) -> Tensor:
@@ -250,16 +303,12 @@ class SlabArena:
             stride: The strides of a dense layout.
         """
         count = torch.Size(shape).numel()
-        size = max(count * dtype.itemsize, 1)
+        # At least one element: torch.load refuses storages that are no multiple of one.
+        size = max(count, 1) * dtype.itemsize
         buffer = (ctypes.c_char * size).from_address(region.slab.data.data_ptr() + region.offset)
         buffer.slab = region.slab  # type: ignore[attr-defined]  # the buffer owns what it points to
         weakref.finalize(buffer, self.release, region).atexit = False
-        data = torch.frombuffer(buffer, dtype=torch.uint8, count=size)
-        if count == 0:
-            # An empty view must not share the byte that keeps the buffer alive with a real element.
-            return data[:0].view(dtype).as_strided(tuple(shape), tuple(stride))
-        if dtype is not torch.uint8:
-            data = torch.frombuffer(buffer, dtype=dtype, count=count)
+        data = torch.frombuffer(buffer, dtype=dtype, count=max(count, 1))
         return data.as_strided(tuple(shape), tuple(stride))
 
     def _grow(self, wanted: int) -> Slab:
@@ -291,6 +340,23 @@ class SlabArena:
 
     def _drop_unused(self) -> None:
         self._slabs = [s for s in self._slabs if s.free_bytes < s.num_bytes]
+
+
+def another_over(tensor: Tensor, owner: object) -> tuple[Tensor, weakref.ref[Any]]:
+    """Returns another tensor over a host tensor's bytes, with a storage of its own.
+
+    Args:
+        tensor: A dense one with elements.
+        owner: What the new storage keeps alive, the bytes among it.
+
+    Returns:
+        The tensor, and a reference that lives as long as anything that shares its storage.
+    """
+    size = tensor.numel() * tensor.element_size()
+    buffer = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    buffer.owner = owner  # type: ignore[attr-defined]  # the buffer owns what it points to
+    data = torch.frombuffer(buffer, dtype=tensor.dtype, count=tensor.numel())
+    return data.as_strided(tensor.shape, tensor.stride()), weakref.ref(buffer)
 
 
 def _slab_sizes(entries: Sequence[int]) -> list[int]:

@@ -9,7 +9,6 @@ backward. Whoever writes otherwise says so with ``mutating``.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,12 +19,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from residency._errors import RefusedError
+from residency._registries import WeakRegistry
 from residency._transfer._gate import gates
 from residency._transfer._lending import lending
 from residency._transfer._owner import owner_of
 from residency._transfer._sharding import local_of
 
-_stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_stepped: WeakRegistry[Optimizer] = WeakRegistry()
 
 
 def before_write(tensors: Iterable[Tensor]) -> None:
@@ -83,7 +83,7 @@ def written_by_steps() -> Iterator[Tensor]:
     """Yields the tensors that steps write behind the gate, of the optimizers that have stepped
     since ``watch_optimizers``; states that live on the host are not among them.
     """
-    for optimizer in list(_stepped):
+    for optimizer in _stepped:
         if owner_of(optimizer) is None:
             yield from _written_by(optimizer)
         else:  # asking for its states would wait for them

@@ -10,9 +10,21 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from residency._checkpoint._encode import Node
+from residency._checkpoint._nodes import (
+    MAPPINGS,
+    MODULE,
+    OPTIMIZER,
+    STATEFUL,
+    TENSOR,
+    Node,
+    is_plain_dict,
+    kind_of,
+    pairs_of,
+    tensor_node,
+)
 from residency._checkpoint._sources import Stored
 from residency._errors import CheckpointError
+from residency._transfer import raw_bytes
 from residency._units import parse_bytes
 
 _BATCH_BYTES = parse_bytes("64MiB")
@@ -56,7 +68,7 @@ class Read:
         """Where the bytes go."""
         if self._data is None:
             if self._is_direct:
-                self._data = self._target.view(-1).view(torch.uint8)
+                self._data = raw_bytes(self._target)
             else:
                 self._data = torch.empty(self.num_bytes, dtype=torch.uint8)
         return self._data
@@ -91,20 +103,19 @@ def batches(reads: Sequence[Read]) -> Iterator[list[Read]]:
 
 def leaves(node: Node, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Node]]:
     """Yields what `dcp.load` takes for one item each, with its path. Objects are state dicts."""
-    kind = node.get("$") if isinstance(node, dict) else None
-    if kind == "module":
+    kind = kind_of(node)
+    if kind == MODULE:
         for key, name in zip(node["keys"], node["names"], strict=True):
-            yield (*path, key), {"$": "tensor", "name": name}
+            yield (*path, key), tensor_node(name)
         yield from leaves(node["extra"], path)
-    elif kind == "optimizer":
+    elif kind == OPTIMIZER:
         groups = zip(node["groups"], node["parameters"], strict=True)
         named = [{**hyper, "params": names} for hyper, names in groups]
         yield from leaves({"state": node["state"], "param_groups": named}, path)
-    elif kind == "stateful":
+    elif kind == STATEFUL:
         yield from leaves(node["state"], path)
     elif _is_mapping(node):
-        pairs = node["items"] if kind else node.items()
-        for key, each in pairs:
+        for key, each in pairs_of(node):
             yield from leaves(each, (*path, str(key)))
     elif isinstance(node, list) and not _is_terminal(node):
         for index, each in enumerate(node):
@@ -114,7 +125,7 @@ def leaves(node: Node, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...],
 
 
 def _is_mapping(node: Node) -> bool:
-    return isinstance(node, dict) and node.get("$", "dict") in ("dict", "ordered")
+    return is_plain_dict(node) or kind_of(node) in MAPPINGS
 
 
 def _is_terminal(node: Node) -> bool:
@@ -123,7 +134,7 @@ def _is_terminal(node: Node) -> bool:
     Source: `traverse_state_dict` in torch/distributed/checkpoint/_traverse.py.
     """
     if not isinstance(node, list):
-        return not (_is_mapping(node) or (isinstance(node, dict) and node["$"] == "tensor"))
+        return not (_is_mapping(node) or kind_of(node) == TENSOR)
     return all(_is_terminal(each) for each in node)
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import io
 import threading
 import weakref
-from collections.abc import Mapping
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
@@ -29,6 +28,7 @@ from residency import _device
 from residency._checkpoint._arguments import spare_bytes
 from residency._checkpoint._capture import Capture, Held, capture_described
 from residency._checkpoint._encode import Leaf
+from residency._checkpoint._nodes import tensor_node
 from residency._checkpoint._snapshot import tree_of
 from residency._checkpoint._tree import Description
 from residency._errors import RefusedError
@@ -78,8 +78,8 @@ class PinnedStager(AsyncStager):
             InvalidArgumentError: ``spare`` does not parse.
         """
         self._spare_bytes = spare_bytes(spare)
-        self._arena = SlabArena(pin=pin and _device.is_pinning_available())
-        self._arena.is_kept = True
+        self._pin = pin and _device.is_pinning_available()
+        self._arena = self._new_arena()
         self._newest: weakref.ref[_Staged] | None = None
         self._flight: _Flight | None = None
         self._is_closed = False
@@ -97,6 +97,9 @@ class PinnedStager(AsyncStager):
     ) -> None:
         """Closes it."""
         self.close()
+
+    def _new_arena(self) -> SlabArena:
+        return SlabArena(pin=self._pin, keep=True)
 
     @property
     def pinned_bytes(self) -> int:
@@ -123,13 +126,19 @@ class PinnedStager(AsyncStager):
             raise RefusedError("this stager is closed. Nothing was saved; make another one.")
         if self._flight is not None:
             self._flight.wait()
-        description, thawer = _described(state_dict, self._spare_bytes)
-        captured = capture_described(description, arena=self._arena)
-        flight = _Flight(captured)
-        staged = _Staged(captured, thawer, flight)
-        # Held weakly: only who writes it keeps what was staged.
-        weakref.finalize(staged, flight.drop_unasked).atexit = False
-        self._flight, self._newest = flight, weakref.ref(staged)
+        try:
+            description, thawer = _described(state_dict, self._spare_bytes)
+            captured = capture_described(description, arena=self._arena)
+            flight = _Flight(captured)
+            staged = _Staged(captured, thawer, flight)
+            # Held weakly: only who writes it keeps what was staged.
+            weakref.finalize(staged, flight.drop_unasked).atexit = False
+            self._newest = weakref.ref(staged)
+            self._flight = flight
+        except BaseException as error:
+            if not isinstance(error, RefusedError):
+                self._arena = self._new_arena()  # an interrupt may have lost ranges of the other
+            raise
         return staged
 
     def synchronize_staging(self) -> None:
@@ -152,6 +161,7 @@ class _Flight:
     """Is one staged state between its call and the end of its save."""
 
     def __init__(self, captured: Capture) -> None:
+        self._captured = captured  # which owns what is out, to the end
         self._out = {id(held): held for held in captured.held}
         self._lock = threading.RLock()  # a finalizer may run inside
         self._caller = threading.get_ident()
@@ -205,8 +215,8 @@ class _Flight:
 
     def drop(self) -> None:
         """Gives everything back."""
-        for held in list(self._out.values()):
-            self.give_back(held)
+        self._captured.release()
+        self._out.clear()
         self._over.set()
 
     def drop_unasked(self) -> None:
@@ -256,6 +266,7 @@ class _Staged(Future[dict[str, Any]]):
                 spans = {id(held.block): _lasting(held, self._flight) for held in captured.held}
                 tensors = tree_of(captured, spans)
                 made: dict[str, Any] = self._thawer.thaw(tensors)
+                captured.description.leaves.clear()  # what the caller drops from now on is free
             except BaseException as error:
                 self._flight.drop()
                 self.set_exception(error)
@@ -285,17 +296,23 @@ def _described(state_dict: dict[str, Any], spare_bytes: int | None) -> tuple[Des
             " Nothing was saved; take it out, or give its state_dict()."
         ) from error
     thawer = Thawer(file.getvalue(), freezer.kept)
-    leaves = _leaves(freezer.encoder.leaves, spare_bytes)
-    names = {name: {"$": "tensor", "name": name} for name in leaves}
-    return Description(names, leaves), thawer
+    names = {name: tensor_node(name) for name in freezer.encoder.leaves}
+    description = Description(names, freezer.encoder.leaves)
+    try:
+        _borrow(description, spare_bytes)
+    except BaseException:
+        description.loans.end()
+        raise
+    return description, thawer
 
 
-def _leaves(found: Mapping[str, Leaf], spare_bytes: int | None) -> dict[str, Leaf]:
-    """Says of each tensor whether it is lent, and whether others than optimizers may change it."""
+def _borrow(description: Description, spare_bytes: int | None) -> None:
+    """Notes of each tensor whether it is lent, and whether others than optimizers may change it."""
+    found = description.leaves
     of_steps = {_place(tensor) for tensor in written_by_steps()}
     on_host = [local for leaf in found.values() if (local := local_of(leaf.value)).is_cpu]
-    lent = lend_homes({local.data_ptr() for local in on_host if local.numel()}, spare_bytes)
-    leaves: dict[str, Leaf] = {}
+    addresses = {local.data_ptr() for local in on_host if local.numel()}
+    lent = lend_homes(addresses, description.loans, spare_bytes)
     for name, leaf in found.items():
         local = local_of(leaf.value)
         loan = lent.get(local.data_ptr()) if local.is_cpu else None
@@ -303,10 +320,7 @@ def _leaves(found: Mapping[str, Leaf], spare_bytes: int | None) -> dict[str, Lea
             del lent[local.data_ptr()]
         else:
             loan = None  # a part of a home, or another tensor over one, is copied
-        leaves[name] = Leaf(name, leaf.value, _place(local) not in of_steps, loan)
-    for unused in lent.values():
-        unused.give_back()
-    return leaves
+        found[name] = Leaf(name, leaf.value, _place(local) not in of_steps, loan)
 
 
 def _place(tensor: Tensor) -> tuple[torch.device, int]:

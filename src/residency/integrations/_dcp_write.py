@@ -14,12 +14,14 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from residency._checkpoint._blocks import STORED_DTYPES
 from residency._checkpoint._disk._manifest import FileRecord, RankReport, Record, file_name
 from residency._checkpoint._disk._parts import FilePlan, Part
-from residency._checkpoint._encode import Encoder, Node
+from residency._checkpoint._dtypes import STORED_DTYPES
+from residency._checkpoint._encode import Encoder
+from residency._checkpoint._nodes import DICT, Node, is_plain_key, mapping_node, tensor_node
+from residency._checkpoint._notes import bytes_note, elsewhere_note, shard_note
 from residency._errors import CheckpointError, RefusedError
-from residency._transfer import memory_of
+from residency._transfer import memory_of, raw_bytes
 
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 _TOP_LEVEL = "tensors"  # the file of what stands at the top of the state
@@ -105,7 +107,7 @@ def _value_of(planner: SavePlanner, item: WriteItem) -> Any:
 
 def _whole_part(tensor: torch.Tensor) -> tuple[Record, dict[str, Any], Part]:
     record, note = _record("", tensor.dtype, tuple(tensor.shape), None)
-    data = tensor.reshape(-1).view(torch.uint8)
+    data = raw_bytes(tensor)
     return record, note, Part(record, lambda: memory_of(data), _nothing)
 
 
@@ -118,7 +120,7 @@ def _planned_part(planner: SavePlanner, item: WriteItem) -> tuple[Record, dict[s
     offsets = tuple(planned.chunk.offsets) if is_shard else None
     record, note = _record(name, dtype, shape, offsets)
     if is_shard:
-        note |= {"whole_shape": list(planned.size), "offsets": list(planned.chunk.offsets)}
+        note |= shard_note(planned.size, planned.chunk.offsets)
 
     def acquire() -> memoryview:
         found: Any = planner.resolve_data(item)
@@ -127,7 +129,7 @@ def _planned_part(planner: SavePlanner, item: WriteItem) -> tuple[Record, dict[s
             raise CheckpointError(
                 f"it is {tensor.dtype} of shape {tuple(tensor.shape)}, planned was {dtype} {shape}."
             )
-        return memory_of(tensor.view(-1).view(torch.uint8))
+        return memory_of(raw_bytes(tensor))
 
     return record, note, Part(record, acquire, _nothing)
 
@@ -138,8 +140,7 @@ def _record(
     num_bytes = math.prod(shape) * dtype.itemsize
     stored = STORED_DTYPES.get(dtype)
     if stored is None:
-        note = {"dtype": str(dtype).removeprefix("torch."), "shape": list(shape)}
-        return Record(name, "U8", (num_bytes,), num_bytes), note
+        return Record(name, "U8", (num_bytes,), num_bytes), bytes_note(dtype, shape)
     return Record(name, stored, shape, num_bytes, offsets), {}
 
 
@@ -158,7 +159,7 @@ def reports_of(metadata: Metadata, shares: Sequence[Share]) -> list[RankReport]:
     """Gives each rank a document of the whole state, with notes of the tensors for that rank."""
     paths = metadata.planner_data or {}
     tensors = _tensor_names(metadata)
-    nodes: dict[str, Any] = {name: {"$": "tensor", "name": name} for name in tensors}
+    nodes: dict[str, Any] = {name: tensor_node(name) for name in tensors}
     for share in shares:
         nodes |= share.nodes
     order = [name for name in paths if name in nodes]  # that of the state
@@ -175,8 +176,7 @@ def reports_of(metadata: Metadata, shares: Sequence[Share]) -> list[RankReport]:
             if name in share.notes:
                 continue
             whole = shares[rank].notes[name].get("whole_shape")
-            absent = {"whole_shape": whole, "offsets": None}
-            notes[name] = {"of_rank": rank} if whole is None else absent
+            notes[name] = elsewhere_note(rank) if whole is None else shard_note(whole, None)
         documents.append({"tree": tree, "tensors": notes})
     return [RankReport(d, s.files) for d, s in zip(documents, shares, strict=True)]
 
@@ -192,8 +192,8 @@ def _as_node(value: Any) -> Node:
     if isinstance(value, list):
         return [_as_node(each) for each in value]
     if isinstance(value, dict):
-        if any(not isinstance(key, str) or key.startswith("$") for key in value):
-            return {"$": "dict", "items": [[key, _as_node(each)] for key, each in value.items()]}
+        if not all(map(is_plain_key, value)):
+            return mapping_node(DICT, [[key, _as_node(each)] for key, each in value.items()])
         return {key: _as_node(each) for key, each in value.items()}
     return value
 

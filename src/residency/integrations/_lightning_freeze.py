@@ -14,20 +14,21 @@ other memory; a write in place is found out by the tensor's version, and fails t
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from residency._checkpoint._capture import capture_described
+from residency._checkpoint._nodes import tensor_node
 from residency._checkpoint._snapshot import Snapshot
 from residency._checkpoint._tree import Description
 from residency._errors import CheckpointError, RefusedError
 from residency._transfer import (
     Lent,
+    Loans,
     SlabArena,
     is_sharded,
-    local_of,
     owned_optimizers,
     owner_of,
 )
@@ -40,7 +41,7 @@ class Frozen:
     def __init__(self, thawer: Thawer, snapshot: Snapshot, lent: Iterable[Lent]) -> None:
         self._thawer = thawer
         self._snapshot = snapshot
-        self._versions = [(each.value, local_of(each.value)._version) for each in lent]
+        self._num_writes = [(each, each.num_writes()) for each in lent]
 
     def thaw(self) -> Any:
         """Returns the checkpoint, with host tensors that keep their memory; waits for the copies.
@@ -58,7 +59,7 @@ class Frozen:
         Raises:
             CheckpointError: Somebody wrote into it.
         """
-        if any(local_of(value)._version != version for value, version in self._versions):
+        if any(each.num_writes() != before for each, before in self._num_writes):
             raise CheckpointError(
                 "state of an offloaded optimizer was written in place while this save read it."
                 " Assign a new tensor to optimizer.state[parameter][key] instead, or wait() for"
@@ -81,10 +82,11 @@ def freeze(checkpoint: Mapping[str, Any], *, arena: SlabArena) -> Frozen:
         Device: none. Host: the bytes of all tensors, each storage's overlapping ones once, rounded
         up to 512; state that an offloaded optimizer keeps on the host is lent, not copied.
     """
-    loans = _Loans(checkpoint)
+    loans = Loans()
     file = io.BytesIO()
-    freezer = Freezer(file, loans.by_address, has_attributes=True)
     try:
+        by_address = _borrowed(checkpoint, loans)
+        freezer = Freezer(file, by_address, has_attributes=True)
         freezer.dump(checkpoint)
     except BaseException as error:
         loans.end()
@@ -94,34 +96,24 @@ def freeze(checkpoint: Mapping[str, Any], *, arena: SlabArena) -> Frozen:
             f"{_culprit(checkpoint)} of the checkpoint cannot be pickled, so that no file could"
             f" hold it: {error}. Nothing was saved; take it out in on_save_checkpoint."
         ) from error
-    loans.end(but=freezer.lent)
-    names = {name: {"$": "tensor", "name": name} for name in freezer.encoder.leaves}
-    captured = capture_described(Description(names, freezer.encoder.leaves), arena=arena)
-    lent = [loans.by_address[address] for address in freezer.lent]
+    names = {name: tensor_node(name) for name in freezer.encoder.leaves}
+    description = Description(names, freezer.encoder.leaves, loans=loans)
+    captured = capture_described(description, arena=arena)
+    lent = [by_address[address] for address in freezer.lent]
     return Frozen(Thawer(file.getvalue(), freezer.kept), Snapshot(captured, arena), lent)
 
 
-class _Loans:
-    """Borrows the state of the offloaded optimizers whose state the checkpoint has."""
-
-    def __init__(self, checkpoint: Mapping[str, Any]) -> None:
-        self.by_address: dict[int, Lent] = {}
-        wanted = set(map(address_of, _states_of(checkpoint)))
-        for optimizer in owned_optimizers() if wanted else ():
-            if wanted.isdisjoint(map(address_of, _states_in(dict.values(optimizer.state)))):
-                continue
-            owner = owner_of(optimizer)
-            lent = {} if owner is None else owner.lend(optimizer, keep=True)
-            for values in lent.values():
-                for value in values.values() if isinstance(values, Mapping) else ():
-                    if isinstance(value, Lent):
-                        self.by_address[address_of(value.tensor)] = value
-
-    def end(self, *, but: Collection[int] = ()) -> None:
-        """Gives back what was not taken."""
-        for address, lent in self.by_address.items():
-            if address not in but:
-                lent.give_back()
+def _borrowed(checkpoint: Mapping[str, Any], loans: Loans) -> dict[int, Lent]:
+    """Borrows the state of the offloaded optimizers whose state the checkpoint has; returns the
+    loans by address.
+    """
+    wanted = set(map(address_of, _states_of(checkpoint)))
+    for optimizer in owned_optimizers() if wanted else ():
+        owner = owner_of(optimizer)
+        states = _states_in(dict.values(optimizer.state))
+        if owner is not None and not wanted.isdisjoint(map(address_of, states)):
+            owner.lend(optimizer, loans, keep=True, is_watched=True)
+    return {address_of(lent.tensor): lent for lent in loans}
 
 
 def _states_of(checkpoint: Mapping[str, Any]) -> Iterator[Tensor]:

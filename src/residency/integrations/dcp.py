@@ -14,8 +14,8 @@ coordinator publishes, and only when no rank failed.
 from __future__ import annotations
 
 import io
+import logging
 import os
-import re
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
@@ -47,16 +47,17 @@ from torch.futures import Future
 
 from residency import _device
 from residency._checkpoint._decode import decode
-from residency._checkpoint._disk._layout import WRITERS, Layout, new_token
+from residency._checkpoint._disk._layout import Layout, new_token, step_of
 from residency._checkpoint._disk._lock import FileLock
 from residency._checkpoint._disk._manifest import MANIFEST, Manifest, dump_manifest
+from residency._checkpoint._disk._marks import WRITERS, remove_own
 from residency._checkpoint._disk._parts import leased
 from residency._checkpoint._disk._publish import CheckpointDirectory
 from residency._checkpoint._disk._ranks import SaveFolder
-from residency._checkpoint._disk._read import Checksums, FileReads, Wanted, read_files
-from residency._checkpoint._disk._system import SYSTEM, remove_folder, sync_folder, write_file
+from residency._checkpoint._disk._read import FileReads, Wanted, read_files
+from residency._checkpoint._disk._system import SYSTEM, sync_folder, write_file
 from residency._checkpoint._disk._write import write_files
-from residency._checkpoint._encode import Node
+from residency._checkpoint._nodes import TENSOR, Node, kind_of
 from residency._checkpoint._sources import Source, Stored, open_source
 from residency._errors import CheckpointError, CorruptSaveError, RefusedError
 from residency._transfer import memory_of
@@ -80,7 +81,7 @@ __all__ = [
     "TrainStatePlanner",
 ]
 
-_STEP = re.compile(r"step-(\d{8,})")
+_logger = logging.getLogger("residency")
 
 
 class ResidencyStorageWriter(StorageWriter):
@@ -101,7 +102,7 @@ class ResidencyStorageWriter(StorageWriter):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Reads nothing and writes nothing yet."""
-        self._path = Path(path)
+        self._path = Path(path).absolute()  # once: a later os.chdir changes nothing
         self._folder: SaveFolder | None = None
         self._world_size = 1
 
@@ -126,7 +127,7 @@ class ResidencyStorageWriter(StorageWriter):
         """Begins a save, in a new place if one is given; removes what a failed one left."""
         self._abandon()
         if checkpoint_id is not None:
-            self._path = Path(checkpoint_id)
+            self._path = Path(checkpoint_id).absolute()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Takes the settings of ``dcp.save``.
@@ -162,7 +163,7 @@ class ResidencyStorageWriter(StorageWriter):
         Raises:
             RefusedError: It cannot be written to, has no room, or has another writer.
         """
-        parent = self._path.absolute().parent
+        parent = self._path.parent
         CheckpointDirectory(parent).check_writable(
             sum(planned_bytes(item) for plan in plans for item in plan.items)
         )
@@ -216,19 +217,22 @@ class ResidencyStorageWriter(StorageWriter):
         try:
             shares = [result.storage_data for of_rank in results for result in of_rank]
             reports = reports_of(metadata, sorted(shares, key=lambda share: share.rank))
-            manifest = Manifest(_step_of(self._path), new_token(), {}, reports)
+            manifest = Manifest(step_of(self._path.name) or 0, new_token(), {}, reports)
             for name, record in all_files(reports):
                 if (folder.path / name).stat().st_size != record.num_bytes:
                     raise CheckpointError(f"{folder.path / name} is not as its rank wrote it.")
             write_file(SYSTEM, folder.path / MANIFEST, dump_manifest(manifest))
             folder.strip()
             sync_folder(SYSTEM, folder.path)
-            SYSTEM.rename(folder.path, self._path.absolute())
-            sync_folder(SYSTEM, folder.path.parent)
+            SYSTEM.rename(folder.path, self._path)
         except OSError as error:
             raise CheckpointError(f"{self._path} could not be published: {error}") from error
         finally:
             self._abandon()
+        try:
+            sync_folder(SYSTEM, self._path.parent)
+        except OSError as error:  # it is published: an error here would say that it is not
+            _logger.warning("the name of %s may not be on the disk yet: %s", self._path, error)
 
     def _save_folder(self, told: Assignment) -> SaveFolder:
         """Returns the directory of a save under way.
@@ -238,9 +242,9 @@ class ResidencyStorageWriter(StorageWriter):
         """
         target = zlib.crc32(os.fsencode(self._path.name))
         return SaveFolder(
-            Layout(SYSTEM, self._path.absolute().parent),
+            Layout(SYSTEM, self._path.parent),
             SYSTEM,
-            step=_step_of(self._path),
+            step=step_of(self._path.name) or 0,
             token=f"dcp-{target:08x}",
             rank=told.rank,
             world_size=told.world_size,
@@ -256,14 +260,14 @@ class ResidencyStorageWriter(StorageWriter):
                         f"{self._path} is being written by another writer. Nothing was saved; give"
                         " another path."
                     )
-                remove_folder(SYSTEM, folder)
+                remove_own(SYSTEM, folder)
             finally:
                 lock.give_back()
 
     def _abandon(self) -> None:
         folder, self._folder = self._folder, None
         if folder is not None:
-            remove_folder(SYSTEM, folder.path)  # nothing, where it was published
+            remove_own(SYSTEM, folder.path)  # nothing, where it was published
             folder.leave()
 
 
@@ -321,7 +325,7 @@ class ResidencyStorageReader(StorageReader):
         for path, node in leaves(source.values, ()):
             name = ".".join(map(str, path))
             paths[name] = path
-            if isinstance(node, dict) and node.get("$") == "tensor":
+            if kind_of(node) == TENSOR:
                 self._tensors[name] = shards = self._shards(source, node["name"])
                 entries[name] = _metadata_of(shards)
             else:
@@ -396,28 +400,14 @@ class ResidencyStorageReader(StorageReader):
         self._fetch_into([(read.stored, read.start, read.data) for read in reads])
 
     def _fetch_into(self, places: Sequence[tuple[Stored, int, Tensor]]) -> None:
-        files = self._opened().files
+        checksums = self._opened().files
         wanted: dict[Path, list[Wanted]] = {}
         for stored, start, data in places:
             if stored.file is not None and data.numel():
                 memory = memory_of(data)
                 one = Wanted(stored.start + start, data.numel(), stored.name, memory)
                 wanted.setdefault(stored.file, []).append(one)
-        read_files(
-            [
-                FileReads(
-                    path,
-                    ranges,
-                    Checksums(files[path].num_bytes, files[path].chunk_bytes, files[path].crc32),
-                )
-                for path, ranges in wanted.items()
-            ]
-        )
-
-
-def _step_of(path: Path) -> int:
-    match = _STEP.fullmatch(path.name)
-    return int(match[1]) if match else 0
+        read_files([FileReads(path, ranges, checksums[path]) for path, ranges in wanted.items()])
 
 
 def _metadata_of(shards: Sequence[Stored]) -> TensorStorageMetadata:

@@ -180,6 +180,7 @@ def _prepare(face: str, capacity_bytes: int, dry: bool, share: str | None) -> bo
 
 def _check_change(capacity_bytes: int, dry: bool, share: str | None) -> None:
     _backend.check_process()
+    _backend.core().recover()
     torch.accelerator.synchronize()
     _backend.core().clear_workspaces()
     reserved = torch.accelerator.memory_reserved()

@@ -320,7 +320,7 @@ def _memory_functions() -> dict[str, Any]:
     )
 
     def of_the_device(function: Any) -> Any:
-        return lambda device=None: function()
+        return lambda device=None: function(device)  # refused by torch where there is none
 
     functions: dict[str, Any] = {
         name: of_the_device(getattr(accelerator, name)) for name in figures

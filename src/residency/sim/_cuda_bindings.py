@@ -6,6 +6,7 @@ Those that are left out have nothing behind them in the simulator, and are missi
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -85,9 +86,13 @@ def _stream_bindings() -> dict[str, Callable[..., Any]]:
 
 def _memory_bindings(core: Any) -> dict[str, Callable[..., Any]]:
     # These are bindings of torch's own, which it does not annotate.
-    stats: Any = torch._C._accelerator_getDeviceStats
+    stats_of: Any = torch._C._accelerator_getDeviceStats
     reset_accumulated: Any = torch._C._accelerator_resetAccumulatedStats
     reset_peak: Any = torch._C._accelerator_resetPeakStats
+
+    def stats(device: int) -> dict[str, Any]:
+        figures: dict[str, Any] = stats_of(device)
+        return figures | {"num_oom_rejections": 0}  # no policy of this device's rejects beforehand
 
     def allocate(num_bytes: int, stream: int) -> int:
         previous = torch.accelerator.current_stream()
@@ -98,8 +103,16 @@ def _memory_bindings(core: Any) -> dict[str, Callable[..., Any]]:
             torch.accelerator.set_stream(previous)
         return address
 
+    def record_history(enabled: str | None = "all", *args: Any, **kwargs: Any) -> None:
+        if enabled is not None:
+            warnings.warn(
+                "The simulated accelerator records no memory history; a snapshot of it is an error "
+                "(residency.memory_state says who holds what).",
+                stacklevel=3,
+            )
+
     return {
-        "_cuda_memoryStats": lambda device: stats(device),
+        "_cuda_memoryStats": stats,
         "_cuda_resetAccumulatedMemoryStats": lambda device: reset_accumulated(device),
         "_cuda_resetPeakMemoryStats": lambda device: reset_peak(device),
         "_cuda_getMemoryFraction": lambda device: core.memory_fraction(),
@@ -112,6 +125,8 @@ def _memory_bindings(core: Any) -> dict[str, Callable[..., Any]]:
         "_cuda_cudaCachingAllocator_is_enabled": lambda: True,
         "_cuda_cudaCachingAllocator_raw_alloc": allocate,
         "_cuda_cudaCachingAllocator_raw_delete": core.free,
+        "_cuda_record_memory_history": record_history,
+        "_cuda_record_memory_history_legacy": record_history,
     }
 
 
@@ -137,7 +152,7 @@ def _unmodelled_bindings() -> dict[str, Callable[..., Any]]:
 
     return {
         "_cuda_memorySnapshot": refuse("allocator snapshots"),
-        "_cuda_record_memory_history": refuse("allocator histories"),
+        "_cuda_attach_out_of_memory_observer": refuse("observers of its allocator"),
         "_cuda_set_sync_debug_mode": refuse("the debug mode of synchronisations"),
         "_cuda_changeCurrentAllocator": refuse("other allocators"),
         "_cuda_cudaCachingAllocator_enable": refuse("a device without a caching allocator"),

@@ -147,8 +147,7 @@ def _read(state: Mapping[str, Any]) -> _Seen:
                 leaf.lent.written.synchronize()
             local = leaf.lent.tensor
         tensors[name] = local.detach().cpu().clone()
-        if leaf.lent is not None:
-            leaf.lent.give_back()
+    found.loans.end()
     return _Seen(tensors, {"state": found.tree, "rng": rng})
 
 
@@ -156,6 +155,8 @@ def _compare(expected: _Seen, found: _Seen, when: str) -> ResumeProof:
     import hashlib
 
     import torch
+
+    from residency._transfer import raw_bytes
 
     for name in (*expected.tensors, *found.tensors):
         there, here = expected.tensors.get(name), found.tensors.get(name)
@@ -167,7 +168,7 @@ def _compare(expected: _Seen, found: _Seen, when: str) -> ResumeProof:
                 f"{when}, {name} is {there.dtype} of shape {tuple(there.shape)} in the "
                 f"uninterrupted run and {here.dtype} of shape {tuple(here.shape)} in the resumed."
             )
-        left, right = (t.contiguous().reshape(-1).view(torch.uint8) for t in (there, here))
+        left, right = (raw_bytes(t.contiguous()) for t in (there, here))
         if not torch.equal(left, right):
             place = int((left != right).nonzero()[0]) // there.element_size()
             raise ResumeError(
@@ -187,8 +188,7 @@ def _compare(expected: _Seen, found: _Seen, when: str) -> ResumeProof:
     digest = hashlib.sha256(repr(sorted(values.items())).encode())
     for name in sorted(expected.tensors):
         digest.update(name.encode())
-        tensor = expected.tensors[name].contiguous().reshape(-1)
-        digest.update(tensor.view(torch.uint8).numpy().tobytes())
+        digest.update(raw_bytes(expected.tensors[name].contiguous()).numpy().tobytes())
     return ResumeProof(len(expected.tensors), len(values), digest.hexdigest())
 
 
@@ -196,8 +196,10 @@ def _flat(name: str, node: Any) -> list[tuple[str, Any]]:
     """Returns the values of a document's nodes with the paths to them; `place` of a tensor, which
     an offload changes and a resumed run need not have, is no value.
     """
+    from residency._checkpoint._nodes import TENSOR, kind_of
+
     if isinstance(node, Mapping):
-        if node.get("$") == "tensor":
+        if kind_of(node) == TENSOR:
             return [(name, node["name"])]
         items: Any = node.items()
     elif isinstance(node, list):

@@ -84,18 +84,20 @@ class Watch:
 def _describe_largest(device: torch.device) -> str:
     import torch
 
-    # By type(), not isinstance(): an object's __class__ may be a property that runs code.
-    tensors = [
-        thing
-        for thing in gc.get_objects()
-        if issubclass(type(thing), torch.Tensor) and thing.device == device
-    ]
-    tensors.sort(key=lambda tensor: tensor.nbytes, reverse=True)
-    shown = [
-        f"{type(tensor).__name__} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        f" of {format_bytes(tensor.nbytes)}"
-        for tensor in tensors[:_MOST_SHOWN]
-    ]
-    if len(tensors) > _MOST_SHOWN:
-        shown.append(f"and {len(tensors) - _MOST_SHOWN} more")
+    from residency._memory._objects import is_a, slot, type_name
+    from residency._modes import callers_modes_off
+
+    found: list[tuple[int, str]] = []
+    with callers_modes_off():  # what a subclass does on a use of it must not run, nor raise
+        for thing in gc.get_objects():
+            if not is_a(thing, torch.Tensor) or slot(thing, "device") != device:
+                continue
+            num_bytes = slot(thing, "nbytes") or 0  # a sparse tensor does not tell
+            dtype = str(slot(thing, "dtype")).removeprefix("torch.")
+            text = f"{type_name(thing)} {tuple(slot(thing, 'shape') or ())} {dtype}"
+            found.append((num_bytes, f"{text} of {format_bytes(num_bytes)}" if num_bytes else text))
+    found.sort(key=lambda pair: -pair[0])
+    shown = [text for _, text in found[:_MOST_SHOWN]]
+    if len(found) > _MOST_SHOWN:
+        shown.append(f"and {len(found) - _MOST_SHOWN} more")
     return ", ".join(shown) or "none that Python's garbage collector knows of"

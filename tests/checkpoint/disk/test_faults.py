@@ -69,8 +69,12 @@ def error_of(save: Callable[[], None]) -> Exception | None:
 TIDYING = {
     "close",
     "flock",
+    "fstat",
     "fsync",
     "listdir",
+    "lstat",
+    "preadv",
+    "readlink",
     "rename",
     "rmdir",
     "stat",

@@ -142,6 +142,7 @@ def test_what_dead_writers_left_is_removed_and_what_lives_is_not(
     saves.save(tmp_path, 1, 11)
     for name in ("dead", "alive", "empty"):
         (tmp_path / f".saving-00000002-{name}").mkdir()
+    (tmp_path / ".saving-00000002-dead" / ".writers").touch()
     (tmp_path / ".saving-00000002-dead" / "model.safetensors").write_bytes(b"half of it")
     (tmp_path / ".removing-abc").mkdir()
     alive = FileLock(saves.System(), tmp_path / ".saving-00000002-alive" / ".writers")

@@ -36,9 +36,7 @@ class Part:
             torch.accelerator.synchronize()
         self.document = {"tree": described.tree, "tensors": made.special}
         self.tensors = [(block.record, bytes_of(block)) for block in made.blocks]
-        for leaf in described.leaves.values():
-            if leaf.lent is not None:
-                leaf.lent.give_back()
+        described.loans.end()
 
 
 def bytes_of(block):
@@ -55,7 +53,7 @@ def write(folder, *parts, chunk_bytes=CHUNK_BYTES):
     """Writes the parts of all ranks; returns the save as the disk layer opens it."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    entries, files = {}, {}
+    entries, files, rank_of_file = {}, {}, {}
     for rank, part in enumerate(parts):
         by_top = {}
         for record, data in part.tensors:
@@ -65,6 +63,7 @@ def write(folder, *parts, chunk_bytes=CHUNK_BYTES):
             tensors.sort(key=lambda pair: (pair[0].num_bytes % 4096 != 0, -itemsize_of(pair[0])))
             content, starts = safetensors_bytes(tensors)
             (folder / name).write_bytes(content)
+            rank_of_file[name] = rank
             sums = [
                 zlib.crc32(content[at : at + chunk_bytes])
                 for at in range(0, len(content), chunk_bytes)
@@ -73,7 +72,13 @@ def write(folder, *parts, chunk_bytes=CHUNK_BYTES):
             for (record, _), start in zip(tensors, starts, strict=True):
                 entries.setdefault(record.name, []).append(StoredEntry(record, name, start))
     documents = [json.loads(json.dumps(part.document)) for part in parts]
-    return SimpleNamespace(folder=folder, documents=documents, entries=entries, files=files)
+    return SimpleNamespace(
+        folder=folder,
+        documents=documents,
+        entries=entries,
+        files=files,
+        rank_of_file=rank_of_file,
+    )
 
 
 def itemsize_of(record: Record) -> int:

@@ -281,12 +281,14 @@ def test_nothing_holds_what_was_read(device, save, restore, offload, pinned_byte
     gc.disable()
     try:
         restore(other.state, saved)
-        own = {id(v) for s in other.optimizer.state.values() for v in dict(s).values()}
-        left = [
+        values = [v for s in other.optimizer.state.values() for v in dict(s).values()]
+        own = {v.untyped_storage().data_ptr() for v in values}
+        made = [
             o
             for o in gc.get_objects()
-            if issubclass(type(o), torch.Tensor) and id(o) not in tensors | own
+            if issubclass(type(o), torch.Tensor) and id(o) not in tensors
         ]
+        left = [tensor for tensor in made if tensor.untyped_storage().data_ptr() not in own]
         assert not left
     finally:
         gc.enable()

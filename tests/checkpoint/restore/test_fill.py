@@ -10,7 +10,7 @@ from residency._checkpoint._restore import _fill
 from residency._checkpoint._restore._boxes import Box, row_major, spans, stretches
 from residency._checkpoint._restore._fill import fill
 from residency._checkpoint._restore._plan import Assignment, Plan, Target, box_of
-from residency._checkpoint._restore._saves import saved_for_rank
+from residency._checkpoint._sources._own import saved_for_rank
 from residency._checkpoint._sources._stored import Stored
 
 DTYPES = [
@@ -41,7 +41,7 @@ def restored(saved, tree, **settings):
     for name, tensor in tree.items():
         plan.fill(name, tensor)
     assert not plan.differences()
-    fill(plan.assignments.values(), checksums=plan.checksums, staging_bytes=1 << 13, **settings)
+    fill(plan.assignments, checksums=plan.checksums, staging_bytes=1 << 13, **settings)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")  # torch's, on making one
@@ -174,7 +174,7 @@ def test_the_ring_bounds_what_a_restore_takes_on_device_and_host(device, save, p
     torch.accelerator.synchronize()
     torch.accelerator.reset_peak_memory_stats()
     before, pinned = torch.accelerator.memory_allocated(), pinned_bytes()
-    fill(plan.assignments.values(), checksums=plan.checksums, staging_bytes=staging)
+    fill(plan.assignments, checksums=plan.checksums, staging_bytes=staging)
     torch.accelerator.synchronize()
     slot = staging // _fill._NUM_SLOTS
     assert torch.accelerator.max_memory_allocated() - before <= slot

@@ -1,10 +1,20 @@
 """Checkpoints of every format are loaded into a module that exists."""
 
+import os
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from runs import Net
 
-from residency import InvalidArgumentError, RefusedError
+from residency import (
+    Checkpointer,
+    CheckpointError,
+    CorruptSaveError,
+    InvalidArgumentError,
+    RefusedError,
+)
 from residency._checkpoint._restore import _load_into
 from residency._checkpoint._restore._load_into import load_into, load_save
 
@@ -115,3 +125,79 @@ def test_a_prefix_is_found_where_most_names_have_one():
     assert find(model, ["0.weight", "0.bias"]) == ""
     assert find(model, ["net.model.0.weight", "net.model.0.bias", "other.x"]) == "net.model."
     assert find(model, ["x", "y.z"]) == ""
+
+
+def save_runs(folder, *models):
+    """Saves each model as a step of its own, 10, 20 and so on."""
+    with Checkpointer(folder) as checkpointer:
+        for index, model in enumerate(models):
+            checkpointer.save(10 * (index + 1), {"model": model}).wait()
+
+
+def test_a_copy_of_an_older_save_beside_the_newer_ones_loads_its_own_bytes(device, tmp_path):
+    old, new, target = net(device, 1), net(device, 2), net(device, 3)
+    save_runs(tmp_path / "run", old)
+    shutil.copytree(tmp_path / "run" / "step-00000010", tmp_path / "run" / "best")
+    shutil.rmtree(tmp_path / "run" / "step-00000010")
+    save_runs(tmp_path / "run", new)  # step 10 again, with other bytes
+    load_into(target, tmp_path / "run" / "best")
+    assert_same(target, old)
+    load_into(target, tmp_path / "run" / "step-00000010")
+    assert_same(target, new)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_save_of_the_storage_writer_loads_under_any_name(device, tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    from residency.integrations.dcp import ResidencyStorageWriter
+
+    first, second = net(device, 1), net(device, 2)
+    writer = ResidencyStorageWriter(tmp_path / "final")
+    dcp.save({"model": values_of(first)}, storage_writer=writer, no_dist=True)
+    load_into(second, tmp_path / "final")
+    assert_same(first, second)
+    os.rename(tmp_path / "final", tmp_path / "renamed")
+    third = net(device, 3)
+    load_into(third, tmp_path / "renamed" / "manifest.json")
+    assert_same(first, third)
+
+
+@pytest.mark.parametrize("path", ["run", "run/step-00000010", "run/step-00000010/manifest.json"])
+@pytest.mark.parametrize("damage", ["manifest", "tensor"])
+def test_a_damaged_save_is_corrupt_by_whatever_path_it_is_loaded(device, tmp_path, path, damage):
+    save_runs(tmp_path / "run", net(device, 1))
+    name = "manifest.json" if damage == "manifest" else "model.safetensors"
+    file = tmp_path / "run" / "step-00000010" / name
+    data = bytearray(file.read_bytes())
+    data[-40] ^= 4
+    file.write_bytes(data if damage == "tensor" else data[:-9])
+    with pytest.raises(CorruptSaveError) as caught:
+        load_into(net(device, 2), tmp_path / path)
+    assert caught.value.file == name
+
+
+def test_a_save_that_a_crash_left_between_two_renames_is_loaded_from_its_directory(
+    device, tmp_path
+):
+    first, second = net(device, 1), net(device, 2)
+    save_runs(tmp_path, first)
+    os.rename(tmp_path / "step-00000010", tmp_path / ".replaced-00000010-0123456789abcdef")
+    load_into(second, tmp_path)
+    assert_same(first, second)
+
+
+def test_a_path_that_the_system_does_not_take_is_an_error_of_ours(tmp_path):
+    for name in ("x" * 300, "loop"):
+        if name == "loop":
+            (tmp_path / name).symlink_to(tmp_path / name)
+        with pytest.raises((CheckpointError, RefusedError), match=name):
+            load_into(torch.nn.Linear(2, 2), tmp_path / name)
+
+
+def test_a_renamed_directory_of_saves_loads_its_newest(device, tmp_path):
+    old, new, target = net(device, 1), net(device, 2), net(device, 3)
+    save_runs(tmp_path / "run", old, new)
+    os.rename(tmp_path / "run", tmp_path / "elsewhere")
+    load_into(target, Path(tmp_path / "elsewhere"))
+    assert_same(target, new)

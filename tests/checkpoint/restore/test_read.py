@@ -9,11 +9,13 @@ import zlib
 from pathlib import Path
 
 import pytest
+from interruptions import count_lines, interrupted_at, spread
 
 import residency
 from residency import CheckpointError, CorruptSaveError
 from residency._checkpoint._disk import _read
-from residency._checkpoint._disk._read import Checksums, FileReads, Ring, Slot, Wanted, read_files
+from residency._checkpoint._disk._read import Checksums, FileReads, Wanted, read_files
+from residency._checkpoint._disk._ring import Ring, Slot
 
 
 def make_file(folder, num_bytes, *, chunk_bytes=4096, seed=1):
@@ -188,3 +190,26 @@ def test_reading_imports_no_torch():
         check=True,
     )
     assert result.stdout.strip() == "False"
+
+
+def test_a_read_that_is_interrupted_writes_nothing_later(tmp_path: Path) -> None:
+    """At any line of the caller: its threads are at their end when the exception comes out."""
+    num_bytes = 300_000
+    (tmp_path / "file").write_bytes(bytes([1]) * num_bytes)
+    targets = [bytearray(num_bytes // 3) for _ in range(3)]
+    wanted = [Wanted(i * len(t), len(t), f"t{i}", memoryview(t)) for i, t in enumerate(targets)]
+
+    def read() -> None:
+        read_files([FileReads(tmp_path / "file", wanted)])
+
+    for line in spread(count_lines(read), 200, seed=1):
+        for target in targets:
+            target[:] = bytes(len(target))
+        interrupted_at(line, read, KeyboardInterrupt("here"))
+        seen = [bytes(target) for target in targets]
+        for thread in threading.enumerate():
+            if thread.name.startswith("residency-read"):
+                thread.join()
+        assert seen == [bytes(target) for target in targets], line
+    read()
+    assert all(set(target) == {1} for target in targets)

@@ -11,10 +11,10 @@ import torch
 from stored_contents import bits, whole
 
 from residency import CheckpointError, CorruptSaveError, RefusedError
-from residency._checkpoint._blocks import STORED_DTYPES
 from residency._checkpoint._disk._manifest import Record
 from residency._checkpoint._disk._parts import FilePlan, Part
 from residency._checkpoint._disk._publish import CheckpointDirectory, SaveRequest
+from residency._checkpoint._dtypes import STORED_DTYPES
 from residency._checkpoint._sources import open_source
 
 Tensors = dict[str, tuple[torch.Tensor, tuple[int, ...] | None]]

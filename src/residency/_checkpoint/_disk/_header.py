@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -22,9 +23,11 @@ Source: ``MAX_HEADER_SIZE`` in safetensors/src/tensor.rs.
 """
 
 _LENGTH_BYTES = 8
-_METADATA = "__metadata__"
+_MOST_DIMENSIONS = 1000
+_TOO_LARGE = 1 << 128  # the format counts in 64 bits; longer numbers only take time
+METADATA = "__metadata__"  # no tensor has this name
 # What torch's HuggingFaceStorageReader looks for.
-# Source: CUSTOM_METADATA_KEY and SAVED_OFFSETS_KEY in torch/distributed/checkpoint/_hf_utils.py.
+# Source: CUSTOMMETADATA_KEY and SAVED_OFFSETS_KEY in torch/distributed/checkpoint/_hf_utils.py.
 _SHARDING = "DCP_SHARDING_INFO"
 _OFFSETS = "saved_offsets"
 # Source: `Dtype` in safetensors/src/tensor.rs, 0.8.
@@ -82,7 +85,7 @@ def make_header(records: Sequence[Record], *, file: str) -> bytes:
         # The reader wants an entry for every tensor of a file that has one at all.
         sharding = {r.name: {_OFFSETS: r.offsets or (0,) * len(r.shape)} for r in records}
         metadata[_SHARDING] = json.dumps(sharding)
-    fields: dict[str, Any] = {_METADATA: metadata}
+    fields: dict[str, Any] = {METADATA: metadata}
     start = 0
     for record in records:
         _check_record(record, fields, file)
@@ -152,7 +155,7 @@ def parse_header(header: bytes, file_bytes: int, *, file: str) -> list[StoredEnt
         _fail(file, f"its header is not JSON: {error}")
     if not isinstance(fields, dict):
         _fail(file, "its header is no JSON object")
-    offsets = _parse_sharding(fields.pop(_METADATA, None), file)
+    offsets = _parse_sharding(fields.pop(METADATA, None), file)
     found = [_parse_entry(name, fields[name], offsets, file) for name in fields]
     found.sort(key=lambda item: (item[0], item[0] + item[1].num_bytes))
     end = 0
@@ -175,10 +178,10 @@ def _parse_entry(
     dtype, shape, data = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         _fail(file, f"the dtype of {name!r} is {dtype!r}, which the format does not know", name)
-    if not _is_counts(shape):
-        _fail(file, f"the shape of {name!r} is {shape!r}", name)
+    if not _is_counts(shape) or len(shape) > _MOST_DIMENSIONS:
+        _fail(file, f"the shape of {name!r} is {reprlib.repr(shape)}", name)
     if not _is_counts(data) or len(data) != 2 or data[0] > data[1]:
-        _fail(file, f"the offsets of {name!r} are {data!r}", name)
+        _fail(file, f"the offsets of {name!r} are {reprlib.repr(data)}", name)
     num_bytes = data[1] - data[0]
     if _size_bits(dtype, shape) != num_bytes * 8:
         _fail(file, f"{name!r} has {num_bytes} bytes for {dtype} of the shape {shape}", name)
@@ -202,12 +205,12 @@ def _parse_sharding(metadata: Any, file: str) -> dict[str, tuple[int, ...]]:
         _fail(file, f"its {_SHARDING} is not readable: {error!r}")
     for name, place in places.items():
         if not _is_counts(place):
-            _fail(file, f"the shard {name!r} begins at {place!r}", name)
+            _fail(file, f"the shard {name!r} begins at {reprlib.repr(place)}", name)
     return {name: tuple(place) for name, place in places.items()}
 
 
 def _is_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(type(v) is int and v >= 0 for v in values)
+    return isinstance(values, list) and all(type(v) is int and 0 <= v < _TOO_LARGE for v in values)
 
 
 def _size_bits(dtype: str, shape: Sequence[int]) -> int:

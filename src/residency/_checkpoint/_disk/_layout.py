@@ -1,5 +1,7 @@
 """The names in a checkpoint directory, and which saves they make.
 
+A name alone makes nothing ours: what is removed or replaced has our mark, too (``_marks``).
+
 [Note: replacing a save] A directory cannot be renamed over another that has files. The old save of
 a step is renamed aside first, and that name counts as the step while no other has it: at every
 moment one of the two is found, and each is whole. What is to be removed gets a third name first,
@@ -8,24 +10,31 @@ which nobody looks at, so that half of a save is never found under a name that c
 
 from __future__ import annotations
 
+import errno
+import logging
 import re
 import secrets
 from contextlib import suppress
 from pathlib import Path
 
 from residency._checkpoint._disk._manifest import MANIFEST
-from residency._checkpoint._disk._system import System, exists, remove_folder, sync_folder
+from residency._checkpoint._disk._marks import is_own_folder, is_own_probe, remove_own
+from residency._checkpoint._disk._system import SYSTEM, System, exists, lexists, sync_folder
 from residency._errors import InvalidArgumentError, RefusedError
 
+_logger = logging.getLogger("residency")
+
 LOCK = ".lock"
-WRITERS = ".writers"
 LATEST = "latest"
 
-_PUBLISHED = re.compile(r"step-(\d{8,})")
+_STEP = r"step-(\d{8,})"
+_PUBLISHED = re.compile(_STEP)
 _REPLACED = re.compile(r"\.replaced-(\d{8,})-.+")
 _SAVING = re.compile(r"\.saving-(\d{8,})-.+")
 _REMOVING = re.compile(r"\.removing-.+")
-_PASSING = re.compile(r"\.(latest|probe)-.+")
+_REMOVING_SAVE = re.compile(rf"\.removing-({_STEP.replace('(', '(?:')})-[0-9a-f]+")
+_LINK = re.compile(r"\.latest-.+")
+_PROBE = re.compile(r"\.probe-.+")
 _TOKEN = re.compile(r"[A-Za-z0-9_\-]{1,64}")
 
 
@@ -52,12 +61,27 @@ def check_token(token: str) -> None:
         )
 
 
+def step_of(name: str) -> int | None:
+    """Returns the step whose published save has this name, or None where it is no such name."""
+    match = _PUBLISHED.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def newest_save(path: Path, *, system: System = SYSTEM) -> Path | None:
+    """Returns the newest published save in a directory, or None where there is none."""
+    if not path.is_dir():
+        return None
+    published = Layout(system, path).published()
+    return path / published[max(published)] if published else None
+
+
 class Layout:
     """Finds, replaces and removes the saves of one directory."""
 
     def __init__(self, system: System, path: Path) -> None:
         self._system = system
         self.path = path
+        self.is_synced = True
 
     def names(self) -> list[str]:
         """Returns what is in the directory; nothing, where there is none."""
@@ -74,23 +98,36 @@ class Layout:
         for pattern in (_REPLACED, _PUBLISHED):  # the second in the place of the first
             for name in self.names():
                 match = pattern.fullmatch(name)
-                if match and exists(self._system, self.path / name / MANIFEST):
+                if match and self._has_manifest(self.path / name):
                     found[int(match[1])] = name
         return dict(sorted(found.items()))
 
+    def _has_manifest(self, folder: Path) -> bool:
+        try:
+            return exists(self._system, folder / MANIFEST)
+        except OSError as error:
+            if error.errno == errno.ELOOP:  # a link to itself is no save
+                return False
+            raise
+
     def saving(self) -> list[Path]:
         """Returns the directories of saves that are under way, or were."""
-        return [self.path / name for name in self.names() if _SAVING.fullmatch(name)]
+        found = [self.path / name for name in self.names() if _SAVING.fullmatch(name)]
+        return [folder for folder in found if is_own_folder(self._system, folder)]
 
     def publish(self, folder: Path, step: int) -> Path | None:
         """Makes a whole save the one of its step; returns what is to be removed in its place.
 
+        From the rename on the save is published, and nothing is an error any more.
         [Note: replacing a save]
         """
         target = self.path / step_name(step)
         aside: Path | None = None
-        if exists(self._system, target):
-            aside = self.path / f".replaced-{step:08d}-{new_token()}"
+        is_own = True
+        if lexists(self._system, target):
+            is_own = is_own_folder(self._system, target)
+            name = f".replaced-{step:08d}-" if is_own else f"{target.name}.not-a-save-"
+            aside = self.path / f"{name}{new_token()}"
             self._system.rename(target, aside)
             try:
                 sync_folder(self._system, self.path)
@@ -100,39 +137,102 @@ class Layout:
                 raise
         else:
             self._system.rename(folder, target)
-        sync_folder(self._system, self.path)
-        return aside
+        try:
+            sync_folder(self._system, self.path)
+        except OSError as error:
+            self.is_synced = False
+            _logger.warning(
+                "%s is published, and the system did not say that its name is on the disk: %s. "
+                "Older saves stay until it does.",
+                target,
+                error,
+            )
+        if aside is not None and not is_own:
+            _logger.warning("%s was no save; it is now %s, as it was.", target, aside)
+            return None
+        return aside if self.is_synced else None
 
-    def remove(self, folder: Path) -> None:
-        """Removes a directory, which no longer counts from the first moment on."""
-        doomed = self.path / f".removing-{new_token()}"
+    def sync(self) -> None:
+        """Returns when the names of the saves are on the disk, which removing older ones needs."""
+        if not self.is_synced:
+            sync_folder(self._system, self.path)
+            self.is_synced = True
+
+    def remove(self, folder: Path) -> bool:
+        """Removes what is ours of a directory, which no longer counts from the first moment on.
+
+        Returns:
+            Whether nothing of it is left. What is not ours stays where it is, in a directory that
+            is no save any more.
+        """
+        if not is_own_folder(self._system, folder):
+            return False
+        doomed = self.path / f".removing-{folder.name.lstrip('.')}-{new_token()}"
         self._system.rename(folder, doomed)
-        remove_folder(self._system, doomed)
+        return self._end_removal(doomed)
+
+    def _end_removal(self, doomed: Path) -> bool:
+        if remove_own(self._system, doomed):
+            return True
+        match = _REMOVING_SAVE.fullmatch(doomed.name)
+        if match and not lexists(self._system, self.path / match[1]):
+            self._system.rename(doomed, self.path / match[1])
+        return False
 
     def repair(self) -> None:
-        """Ends what a dead writer had begun with whole saves; needs the directory's lock."""
-        names = self.names()
-        for name in names:
-            match = _REPLACED.fullmatch(name)
-            if match is None:
-                continue
+        """Ends what a dead writer had begun with whole saves; needs the directory's lock.
+
+        What cannot be ended is left to another time: old things do not decide over new ones.
+        """
+        for name in self.names():
+            try:
+                self._repair(name)
+            except OSError as error:
+                _logger.warning("%s could not be tidied up: %s", self.path / name, error)
+
+    def _repair(self, name: str) -> None:
+        path = self.path / name
+        if match := _REPLACED.fullmatch(name):
             target = self.path / step_name(int(match[1]))
-            if exists(self._system, target):
-                self.remove(self.path / name)
-            else:
-                self._system.rename(self.path / name, target)
+            if lexists(self._system, target):
+                sync_folder(self._system, self.path)  # its name is on the disk before this one goes
+                self.remove(path)
+            elif is_own_folder(self._system, path):
+                self._system.rename(path, target)
                 sync_folder(self._system, self.path)
-        for name in names:
-            if _REMOVING.fullmatch(name):
-                remove_folder(self._system, self.path / name)
-            elif _PASSING.fullmatch(name):
-                with suppress(FileNotFoundError):  # a probe lives for a moment, without a lock
-                    self._system.unlink(self.path / name)
+        elif _REMOVING.fullmatch(name):
+            self._end_removal(path)
+        elif _LINK.fullmatch(name):
+            if self._is_own_link(path):
+                self._system.unlink(path)
+        elif _PROBE.fullmatch(name) and is_own_probe(self._system, path):
+            with suppress(FileNotFoundError):  # a probe lives for a moment, without a lock
+                self._system.unlink(path)
+
+    def _is_own_link(self, path: Path) -> bool:
+        try:
+            target = self._system.readlink(path)
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.ENOENT):  # it is no link
+                return False
+            raise
+        return step_of(target) is not None or _REPLACED.fullmatch(target) is not None
 
     def point_latest(self) -> None:
-        """Lets ``latest`` name the newest save, by renaming a link into its place."""
+        """Lets ``latest`` name the newest save, by renaming a link into its place.
+
+        What has that name and is no link of ours stays as it is.
+        """
+        latest = self.path / LATEST
+        if lexists(self._system, latest) and not self._is_own_link(latest):
+            return
         newest = list(self.published().values())[-1]
         link = self.path / f".latest-{new_token()}"
         self._system.symlink(newest, link)
-        self._system.rename(link, self.path / LATEST)
+        try:
+            self._system.rename(link, latest)
+        except BaseException:
+            with suppress(OSError):
+                self._system.unlink(link)
+            raise
         sync_folder(self._system, self.path)

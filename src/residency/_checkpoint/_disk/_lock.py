@@ -11,7 +11,6 @@ import errno
 import fcntl
 import os
 import warnings
-import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from residency._checkpoint._disk._system import (
     write_bytes,
 )
 from residency._errors import RefusedError
+from residency._registries import WeakRegistry
 
 _TAKEN = frozenset({errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES})
 # ENOLCK: the file system's lock service does not answer (NFS).
@@ -36,7 +36,8 @@ class FileLock:
     def __init__(self, system: System, path: Path) -> None:
         self.path = path
         self._system = system
-        self._fd: int | None = None
+        self._fd: int | None = None  # while it is held
+        self._opened: int | None = None  # while it may be: an interrupt comes between any two lines
         self.is_enforced = True
         _locks.add(self)
 
@@ -50,12 +51,13 @@ class FileLock:
 
         Where the file system knows no locks it warns, and counts it as had.
         """
-        fd = self._system.open(self.path, os.O_RDWR | os.O_CREAT)
+        self.give_back()
+        fd = self._opened = self._system.open(self.path, os.O_RDWR | os.O_CREAT)
         try:
             self._system.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in _NO_LOCKS:
-                close_quietly(self._system, fd)
+                self.give_back()
                 if error.errno in _TAKEN:
                     return False
                 raise
@@ -67,7 +69,7 @@ class FileLock:
                 stacklevel=2,
             )
         except BaseException:
-            close_quietly(self._system, fd)
+            self.give_back()
             raise
         self._fd = fd
         return True
@@ -102,17 +104,18 @@ class FileLock:
         return text.decode("utf-8", "replace").strip() or "that has not yet given its number"
 
     def give_back(self) -> None:
-        """Gives the lock back; nothing to give back is fine."""
-        fd, self._fd = self._fd, None
+        """Gives the lock back; nothing to give back is fine, and so is another call."""
+        self._fd, fd = None, self._opened
         if fd is not None:
             # Unlocked by name: should closing fail, the lock must not stay with this process.
             with suppress(OSError):
                 self._system.flock(fd, fcntl.LOCK_UN)
+            self._opened = None  # first: another file may have the number once it is closed
             close_quietly(self._system, fd)
 
     def forget(self) -> None:
         """Closes the file in a forked process, where the lock still is its parent's."""
-        fd, self._fd = self._fd, None
+        self._fd, fd, self._opened = None, self._opened, None
         if fd is not None:
             with suppress(OSError):
                 os.close(fd)
@@ -135,11 +138,11 @@ class WriterLock(FileLock):
             raise
 
 
-_locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
+_locks: WeakRegistry[FileLock] = WeakRegistry()
 
 
 def _forget_all() -> None:
-    for lock in list(_locks):
+    for lock in _locks:
         lock.forget()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -18,6 +19,9 @@ from residency._checkpoint._disk._crc import crc32
 from residency._errors import CheckpointError, CorruptSaveError, InvalidArgumentError
 
 MANIFEST = "manifest.json"
+MANIFEST_BEGIN = b'{"format":"residency",'
+"""What the first bytes of every manifest are, whatever its version."""
+
 _FORMAT = "residency"
 _VERSION = 1
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
@@ -281,8 +285,11 @@ def _dump_float(value: float) -> float | str:
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} stands twice")
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"the key {reprlib.repr(name)} stands twice")
+            seen.add(name)
     return found
 
 

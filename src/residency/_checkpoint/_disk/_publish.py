@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from residency._checkpoint._disk._check import read_back
 from residency._checkpoint._disk._layout import (
     LOCK,
-    WRITERS,
     Layout,
     check_token,
     new_token,
@@ -33,8 +33,10 @@ from residency._checkpoint._disk._manifest import (
     check_file_name,
     dump_manifest,
 )
+from residency._checkpoint._disk._marks import DATA_SUFFIX, WRITERS
 from residency._checkpoint._disk._parts import FilePlan, Lease, leased
 from residency._checkpoint._disk._ranks import SaveFolder
+from residency._checkpoint._disk._retention import Retention
 from residency._checkpoint._disk._stored import StoredSave, open_save, read_manifest
 from residency._checkpoint._disk._system import (
     SYSTEM,
@@ -54,36 +56,6 @@ __all__ = ["CheckpointDirectory", "Retention", "SaveFigures", "SaveRequest", "St
 _ROOM_BESIDE_TENSORS_BYTES = MIB
 
 _logger = logging.getLogger("residency")
-
-
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """Says which saves stay; the newest one always does.
-
-    Attributes:
-        newest: How many of the newest stay; None for all, or, with ``best``, for one.
-        best: How many stay for their metric, besides.
-        metric: The metric's name. A save without it, or with NaN, is none of the best.
-        greatest: Whether a greater metric is a better one.
-    """
-
-    newest: int | None = None
-    best: int = 0
-    metric: str | None = None
-    greatest: bool = False
-
-    def __post_init__(self) -> None:
-        """Raises InvalidArgumentError for counts that mean nothing."""
-        if self.newest is not None and self.newest < 1:
-            raise InvalidArgumentError(
-                f"newest is {self.newest}; the newest save always stays, so expected at least 1."
-            )
-        if self.best < 0:
-            raise InvalidArgumentError(f"best is {self.best}; a count cannot be negative.")
-        if (self.best > 0) != (self.metric is not None):
-            raise InvalidArgumentError(
-                f"best is {self.best} and metric is {self.metric!r}; each needs the other."
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +109,8 @@ class CheckpointDirectory:
         path: The directory; it is made by the first call that writes.
         system: Makes the system calls.
         chunk_bytes: What is summed and written at once; a multiple of 4096.
+        reads_back: Whether each rank reads what it wrote, past the page cache, before the save is
+            published; a save of which the disk gives back other bytes fails.
     """
 
     def __init__(
@@ -145,8 +119,10 @@ class CheckpointDirectory:
         *,
         system: System = SYSTEM,
         chunk_bytes: int = CHUNK_BYTES,
+        reads_back: bool = False,
     ) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # once: a later os.chdir changes nothing
+        self._reads_back = reads_back
         self._chunk_bytes = chunk_bytes
         self._system = system
         self._layout = Layout(system, self.path)
@@ -155,7 +131,8 @@ class CheckpointDirectory:
 
     def steps(self) -> list[int]:
         """Returns the steps whose saves are published, ascending."""
-        return list(self._layout.published())
+        with self._explaining("be listed"):
+            return list(self._layout.published())
 
     def folder(self, step: int) -> Path:
         """Returns where the save of a step lies.
@@ -163,7 +140,8 @@ class CheckpointDirectory:
         Raises:
             CheckpointError: There is none.
         """
-        published = self._layout.published()
+        with self._explaining("be listed"):
+            published = self._layout.published()
         if step not in published:
             known = ", ".join(map(str, published)) or "none"
             raise CheckpointError(f"{self.path} has no save of step {step}; it has: {known}.")
@@ -325,6 +303,8 @@ class CheckpointDirectory:
             chunk_bytes=self._chunk_bytes,
         )
         middle = self._system.now_seconds()
+        if self._reads_back:
+            read_back(folder.path, written.files, system=self._system)
         self._publish(request, folder, written, timeout_seconds)
         return SaveFigures(
             folder=self.path / step_name(request.step),
@@ -403,10 +383,13 @@ class CheckpointDirectory:
             CheckpointError: One could not be removed; no part of it counts as a save any more.
         """
         with self._locked():
-            removed = self.beyond(retention, spare=spare)
+            removed = []
             with self._explaining("be thinned out"):
-                for step in removed:
-                    self._layout.remove(self.folder(step))
+                self._layout.sync()
+                for step in self.beyond(retention, spare=spare):
+                    folder = self.folder(step)
+                    if self._layout.remove(folder) or not exists(self._system, folder / MANIFEST):
+                        removed.append(step)
             return removed
 
     def clean_up(self) -> list[Path]:
@@ -427,8 +410,8 @@ class CheckpointDirectory:
             if folder.name != spare:
                 lock = FileLock(self._system, folder / WRITERS)
                 try:
-                    if lock.take(shared=False) and lock.is_enforced:
-                        self._layout.remove(folder)
+                    is_dead = lock.take(shared=False) and lock.is_enforced
+                    if is_dead and self._layout.remove(folder):
                         removed.append(folder)
                 except FileNotFoundError:
                     continue  # its last writer removed it meanwhile
@@ -470,8 +453,11 @@ def _check_request(request: SaveRequest) -> None:
         raise InvalidArgumentError(f"step is {request.step}; a step cannot be negative.")
     if not 0 <= request.rank < request.world_size:
         raise InvalidArgumentError(f"rank {request.rank} is none of {request.world_size} ranks.")
-    names = [plan.name for plan in request.files]
-    for name in names:
-        check_file_name(name)
-        if names.count(name) > 1:
-            raise InvalidArgumentError(f"two files of a save are named {name!r}.")
+    names: set[str] = set()
+    for plan in request.files:
+        check_file_name(plan.name)
+        if not plan.name.endswith(DATA_SUFFIX):  # no name of a report, a mark or the manifest
+            raise InvalidArgumentError(f"{plan.name!r} does not end in {DATA_SUFFIX!r}.")
+        if plan.name in names:
+            raise InvalidArgumentError(f"two files of a save are named {plan.name!r}.")
+        names.add(plan.name)

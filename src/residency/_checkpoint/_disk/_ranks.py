@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 
-from residency._checkpoint._disk._layout import WRITERS, Layout, saving_name, step_name
+from residency._checkpoint._disk._layout import Layout, saving_name, step_name
 from residency._checkpoint._disk._lock import FileLock
 from residency._checkpoint._disk._manifest import (
     MANIFEST,
@@ -21,10 +21,10 @@ from residency._checkpoint._disk._manifest import (
     parse_manifest,
     parse_report,
 )
+from residency._checkpoint._disk._marks import WRITERS, failure_name, remove_own, report_name
 from residency._checkpoint._disk._system import (
     System,
     read_file,
-    remove_folder,
     sync_folder,
     write_file,
 )
@@ -70,7 +70,7 @@ class SaveFolder:
     def report(self, report: RankReport) -> None:
         """Says what this rank wrote; its files are on the disk."""
         self._has_reported = True
-        name = _report_name(self._rank)
+        name = report_name(self._rank)
         write_file(self._system, self.path / name, dump_report(report, rank=self._rank))
         sync_folder(self._system, self.path)
 
@@ -86,7 +86,7 @@ class SaveFolder:
             names = self._system.listdir(self.path)
             self._raise_if_failed(names)
             missing[:] = [
-                str(rank) for rank in range(self._world_size) if _report_name(rank) not in names
+                str(rank) for rank in range(self._world_size) if report_name(rank) not in names
             ]
             return not missing
 
@@ -98,7 +98,7 @@ class SaveFolder:
             )
         reports = []
         for rank in range(self._world_size):
-            name = _report_name(rank)
+            name = report_name(rank)
             data = read_file(self._system, self.path / name)
             reports.append(parse_report(data, rank=rank, file=name))
         self._check_sizes(reports)
@@ -115,8 +115,10 @@ class SaveFolder:
 
     def strip(self) -> None:
         """Removes what is no part of a published save."""
+        reports = [report_name(rank) for rank in range(self._world_size)]
+        own = {WRITERS, *reports, *(f"{name}.partial" for name in reports)}
         for name in self._system.listdir(self.path):
-            if name == WRITERS or name.startswith("rank-"):
+            if name in own:
                 self._system.unlink(self.path / name)
 
     def await_publication(self, timeout_seconds: float) -> None:
@@ -150,13 +152,13 @@ class SaveFolder:
         """Tells the other ranks, and removes what this rank wrote; raises nothing of its own."""
         with suppress(OSError):
             if self._world_size == 1:
-                remove_folder(self._system, self.path)
+                remove_own(self._system, self.path)
                 return
             if not self._has_joined:
                 with suppress(FileExistsError):
                     self._system.mkdir(self.path)
             mark = json.dumps({"rank": self._rank, "reason": str(error) or repr(error)})
-            write_file(self._system, self.path / _mark_name(self._rank), mark.encode("ascii"))
+            write_file(self._system, self.path / failure_name(self._rank), mark.encode("ascii"))
 
     def remove_files(self, names: list[str]) -> None:
         """Gives the room of this rank's files back, unless rank 0 may be about to publish them."""
@@ -182,19 +184,11 @@ class SaveFolder:
 
     def _raise_if_failed(self, names: list[str]) -> None:
         for rank in range(self._world_size):
-            if rank == self._rank or _mark_name(rank) not in names:
+            if rank == self._rank or failure_name(rank) not in names:
                 continue
             try:
-                mark = json.loads(read_file(self._system, self.path / _mark_name(rank)))
+                mark = json.loads(read_file(self._system, self.path / failure_name(rank)))
                 reason = str(mark["reason"])
             except (OSError, ValueError, KeyError, TypeError) as error:
                 reason = f"its reason cannot be read ({error})"
             raise CheckpointError(f"rank {rank} failed to save step {self._step}: {reason}")
-
-
-def _report_name(rank: int) -> str:
-    return f"rank-{rank:05d}.json"
-
-
-def _mark_name(rank: int) -> str:
-    return f"failed-{rank:05d}.json"

@@ -13,12 +13,15 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from residency._checkpoint._disk._crc import crc32
+from residency._checkpoint._disk._ring import Ring, Slot
 from residency._errors import CheckpointError, CorruptSaveError, InvalidArgumentError
+from residency._registries import WeakRegistry
 from residency._units import parse_bytes
 
 SCRATCH_BYTES = parse_bytes("256KiB")
@@ -94,44 +97,6 @@ class Arrival(NamedTuple):
     num_bytes: int
 
 
-@dataclass(slots=True, eq=False)
-class Slot:
-    """Is one buffer of a ring.
-
-    Attributes:
-        memory: Its bytes.
-        owner: The caller's, such as the allocation that they belong to.
-    """
-
-    memory: memoryview
-    owner: Any = None
-
-
-class Ring:
-    """Hands out slots, each to one user at a time."""
-
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self.slot_bytes = min(slot.memory.nbytes for slot in slots)
-        self._free: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
-        for slot in slots:
-            self._free.put(slot)
-
-    def take(self) -> Slot | None:
-        """Waits for a slot; None when the ring is closed."""
-        slot = self._free.get()
-        if slot is None:
-            self._free.put(None)  # for the others that wait
-        return slot
-
-    def give_back(self, slot: Slot) -> None:
-        """Returns a slot whose bytes have been carried on."""
-        self._free.put(slot)
-
-    def close(self) -> None:
-        """Wakes all who wait for a slot."""
-        self._free.put(None)
-
-
 Consumer = Callable[[Slot, Sequence[Arrival]], None]
 
 
@@ -160,6 +125,9 @@ def read_files(
     """
     if ring is None and any(w.target is None for file in files for w in file.wanted):
         raise InvalidArgumentError("a range has no target, and there is no ring to read it into.")
+    for left in _pools:  # an interrupt came before its end
+        if left.caller == threading.get_ident():
+            left.stop()
     tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
     num_tasks = 0
     for file in files:
@@ -246,28 +214,34 @@ class _Filled(NamedTuple):
 
 
 class _Pool:
-    """Runs the tasks on threads, and hands what they filled to the calling thread."""
+    """Runs the tasks on threads, and hands what they filled to the calling thread.
+
+    Invariant: once ``stop`` is over no thread writes into a target, whatever interrupted the
+    caller: one that has begun is joined, one that begins later finds that it is to stop.
+    ``test_a_read_that_is_interrupted_writes_nothing_later`` tries to break it.
+    """
 
     def __init__(self, tasks: queue.SimpleQueue[_Task], num_tasks: int, ring: Ring | None) -> None:
         self._tasks = tasks
-        self._num_threads = min(_NUM_THREADS, num_tasks)
         self._ring = ring
         self._done: queue.SimpleQueue[_Filled | int | BaseException | None] = queue.SimpleQueue()
-        self._is_stopped = threading.Event()
+        self._is_stopped = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"residency-read-{index}", daemon=True)
+            for index in range(min(_NUM_THREADS, num_tasks))
+        ]
+        self._num_left = len(self._threads)
+        self.caller = threading.get_ident()
+        _pools.add(self)
 
     def run(self, consume: Consumer | None, on_bytes: Callable[[int], None] | None) -> None:
-        threads = [
-            threading.Thread(target=self._work, name=f"residency-read-{index}", daemon=True)
-            for index in range(self._num_threads)
-        ]
-        for thread in threads:
-            thread.start()
-        num_left = len(threads)
         try:
-            while num_left:
+            for thread in self._threads:
+                thread.start()
+            while self._num_left:
                 message = self._done.get()
                 if message is None:
-                    num_left -= 1
+                    self._num_left -= 1
                 elif isinstance(message, BaseException):
                     raise message
                 elif isinstance(message, int):
@@ -276,16 +250,31 @@ class _Pool:
                 elif consume is not None:
                     consume(message.slot, message.arrivals)
         finally:
-            self._is_stopped.set()
-            if num_left and self._ring is not None:
-                self._ring.close()
-            for thread in threads:
-                thread.join()
+            self.stop()
+
+    def stop(self) -> None:
+        """Ends the reading; an interrupt that comes meanwhile is raised when that is done."""
+        self._is_stopped = True
+        interrupt: BaseException | None = None
+        is_over = False
+        while not is_over:
+            try:
+                if self._num_left and self._ring is not None:
+                    self._ring.close()
+                for thread in self._threads:
+                    with suppress(RuntimeError):  # it has not begun
+                        thread.join()
+                is_over = True
+            except BaseException as error:
+                interrupt = error
+        _pools.discard(self)
+        if interrupt is not None:
+            raise interrupt
 
     def _work(self) -> None:
         reader = _Reader(self._ring, self._done.put)
         try:
-            while not self._is_stopped.is_set():
+            while not self._is_stopped:
                 try:
                     task = self._tasks.get_nowait()
                 except queue.Empty:
@@ -298,6 +287,10 @@ class _Pool:
             self._done.put(error)
         finally:
             reader.close()
+
+
+# Those that have not stopped: one for each thread that reads, unless an interrupt left more.
+_pools: WeakRegistry[_Pool] = WeakRegistry()
 
 
 class _Reader:

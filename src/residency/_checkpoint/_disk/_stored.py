@@ -31,6 +31,7 @@ class StoredSave:
         documents: The rest of each rank's state, as JSON, by rank.
         entries: Where each tensor's bytes are, by its name: one entry, or one per shard.
         files: What the manifest says of each file, by its name.
+        rank_of_file: Which rank wrote each file.
         metrics: The figures that were saved with it.
     """
 
@@ -39,11 +40,17 @@ class StoredSave:
     documents: Sequence[dict[str, Any]]
     entries: Mapping[str, Sequence[StoredEntry]]
     files: Mapping[str, FileRecord]
+    rank_of_file: Mapping[str, int]
     metrics: Mapping[str, float]
 
 
-def read_manifest(folder: Path, step: int, *, system: System = SYSTEM) -> Manifest:
-    """Returns the manifest of a save.
+def read_manifest(folder: Path, step: int | None = None, *, system: System = SYSTEM) -> Manifest:
+    """Returns the manifest of a save, whatever the name of its folder.
+
+    Args:
+        folder: The save's directory.
+        step: The step that is expected; None for any.
+        system: Makes the system calls.
 
     Raises:
         CorruptSaveError: It is damaged, or that of another step.
@@ -56,13 +63,18 @@ def read_manifest(folder: Path, step: int, *, system: System = SYSTEM) -> Manife
     except OSError as error:
         raise CheckpointError(f"{folder / MANIFEST} could not be read: {error}") from error
     manifest = parse_manifest(data)
-    if manifest.step != step:
+    if step is not None and manifest.step != step:
         _fail(MANIFEST, f"{folder} holds step {manifest.step}, expected step {step}")
     return manifest
 
 
-def open_save(folder: Path, step: int, *, system: System = SYSTEM) -> StoredSave:
-    """Returns what a save is made of.
+def open_save(folder: Path, step: int | None = None, *, system: System = SYSTEM) -> StoredSave:
+    """Returns what the save in a folder is made of; there is no other way to open one.
+
+    Args:
+        folder: The save's directory.
+        step: The step that is expected; None for any.
+        system: Makes the system calls.
 
     Raises:
         CorruptSaveError: The manifest, the size of a file or a header is not as it was written.
@@ -75,7 +87,13 @@ def open_save(folder: Path, step: int, *, system: System = SYSTEM) -> StoredSave
         for entry in read_header(folder, name, record, system=system):
             entries.setdefault(entry.record.name, []).append(entry)
     return StoredSave(
-        step, folder, [rank.document for rank in manifest.ranks], entries, files, manifest.metrics
+        step=manifest.step,
+        folder=folder,
+        documents=[rank.document for rank in manifest.ranks],
+        entries=entries,
+        files=files,
+        rank_of_file={n: index for index, rank in enumerate(manifest.ranks) for n in rank.files},
+        metrics=manifest.metrics,
     )
 
 
@@ -92,7 +110,9 @@ def read_header(
         fd = system.open(folder / name, os.O_RDONLY)
         try:
             num_bytes = system.fstat(fd).st_size
-            header = read_bytes(system, fd, record.header_bytes, 0)
+            # Of a file of another size nothing is read: a manifest can claim any size.
+            is_whole = num_bytes == record.num_bytes
+            header = read_bytes(system, fd, record.header_bytes, 0) if is_whole else b""
         finally:
             close_quietly(system, fd)
     except FileNotFoundError:

@@ -86,6 +86,15 @@ class System:
         found: int | None = self._call("statx", _direct_alignment, fd)
         return found
 
+    def drop_cache(self, fd: int) -> None:
+        """Asks the system to forget what it has of a file in memory; nothing is sure to go.
+
+        Where the system knows no such request, nothing happens.
+        """
+        advise = getattr(os, "posix_fadvise", None)
+        if advise is not None:
+            self._call("fadvise", advise, fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
     def rename(self, source: Path, target: Path) -> None:
         """Renames, in the place of what has the new name."""
         self._call("rename", os.rename, source, target)
@@ -119,6 +128,15 @@ class System:
         """Returns what the file system knows of an open file."""
         found: os.stat_result = self._call("fstat", os.fstat, fd)
         return found
+
+    def lstat(self, path: Path) -> os.stat_result:
+        """Returns what the file system knows of a name, of a symbolic link that of the link."""
+        found: os.stat_result = self._call("lstat", os.lstat, path)
+        return found
+
+    def readlink(self, path: Path) -> str:
+        """Returns what a symbolic link says."""
+        return str(self._call("readlink", os.readlink, path))
 
     def statvfs(self, path: Path) -> os.statvfs_result:
         """Returns the room of the file system that a path lies on."""
@@ -236,6 +254,15 @@ def write_file(system: System, path: Path, data: bytes) -> None:
     system.rename(partial, path)
 
 
+def lexists(system: System, path: Path) -> bool:
+    """Returns whether something has this name, if only a symbolic link to nothing."""
+    try:
+        system.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def exists(system: System, path: Path) -> bool:
     """Returns whether something has this name."""
     try:
@@ -243,16 +270,3 @@ def exists(system: System, path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
-
-
-def remove_folder(system: System, path: Path) -> None:
-    """Removes a directory of files; nothing to remove is fine."""
-    try:
-        names = system.listdir(path)
-    except FileNotFoundError:
-        return
-    for name in names:
-        with suppress(FileNotFoundError):
-            system.unlink(path / name)
-    with suppress(FileNotFoundError):
-        system.rmdir(path)

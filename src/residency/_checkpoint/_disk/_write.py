@@ -7,6 +7,10 @@ it is written, and the file then goes on without. Bytes that lie as the file sys
 multiple of 512, or at a page where it does not say) go to the disk from where they are, others
 through a buffer of one chunk that each thread has.
 
+Invariant: the bytes that are summed are those that are handed to the system. An `_Image` has both
+the sum and the write of a chunk, over the same buffers, padding included; there is no other way to
+either (`test_what_is_summed_is_what_is_handed_to_the_system`).
+
 Memory: 4 x (chunk + 4 KiB) on the host for buffers, plus the files' headers.
 """
 
@@ -328,31 +332,23 @@ class _Crew:
                 return False  # what comes later may never be final
             view = file.header if piece.lease is None else piece.lease.view()
             buffers.append(view[piece.start : piece.start + piece.num_bytes])
-        if len(buffers) > _MAX_BUFFERS or (
-            direct and not all(_is_aligned(buffer, file.memory_alignment) for buffer in buffers)
-        ):
-            buffers = [_gather(buffers, bounce)]
-        summed = 0
-        for buffer in buffers:
-            summed = crc32(buffer, summed)
-        file.crc32[chunk.index] = summed
-        if not (direct and self._write_direct(chunk, buffers, bounce)):
+        image = _Image(buffers, bounce, file.memory_alignment if direct else None)
+        file.crc32[chunk.index] = image.crc32()
+        if not (direct and self._write_direct(chunk, image)):
             fd = file.descriptor(direct=False)
-            _write_all(self._system, fd, buffers, chunk.offset, multiple=1)
-        buffers.clear()  # nobody looks at a part's bytes after its release
+            _write_all(self._system, fd, image.buffers(padded=False), chunk.offset, multiple=1)
+        image.let_go()  # nobody looks at a part's bytes after its release
+        buffers.clear()
         for piece in chunk.pieces:
             if piece.lease is not None:
                 piece.lease.written()
         file.written()
         return True
 
-    def _write_direct(self, chunk: _Chunk, buffers: list[memoryview], bounce: memoryview) -> bool:
+    def _write_direct(self, chunk: _Chunk, image: _Image) -> bool:
         """Returns whether the file system took it; if not, it has to go through the page cache."""
-        padding = -chunk.num_bytes % ALIGNMENT
-        if padding:  # only in a file's last chunk, which then lies in the thread's own buffer
-            bounce[chunk.num_bytes : chunk.num_bytes + padding] = bytes(padding)
-            buffers = [bounce[: chunk.num_bytes + padding]]
         fd = chunk.file.descriptor(direct=True)
+        buffers = image.buffers(padded=True)
         try:
             _write_all(self._system, fd, buffers, chunk.offset, multiple=ALIGNMENT)
         except OSError as error:
@@ -361,6 +357,45 @@ class _Crew:
             chunk.file.is_direct = False
             return False
         return True
+
+
+class _Image:
+    """The bytes of one chunk, as they are summed and as they are handed to the system.
+
+    Args:
+        pieces: The bytes, one behind the other; at least one is.
+        bounce: The thread's own buffer, of one chunk and a page more.
+        alignment: What a direct write asks of memory; None for a write through the page cache.
+    """
+
+    def __init__(
+        self, pieces: Sequence[memoryview], bounce: memoryview, alignment: int | None
+    ) -> None:
+        self.num_bytes = sum(piece.nbytes for piece in pieces)
+        self._padding = 0 if alignment is None else -self.num_bytes % ALIGNMENT
+        is_fit = len(pieces) <= _MAX_BUFFERS and self._padding == 0
+        if is_fit and (alignment is None or all(_is_aligned(each, alignment) for each in pieces)):
+            self._buffers = list(pieces)
+            return
+        self._buffers = [_gather(pieces, bounce, self._padding)]
+
+    def crc32(self) -> int:
+        """Returns the checksum of the chunk, without its padding."""
+        summed = 0
+        for buffer in self.buffers(padded=False):
+            summed = crc32(buffer, summed)
+        return summed
+
+    def buffers(self, *, padded: bool) -> list[memoryview]:
+        """Returns the bytes, with zeros up to the end of a page where it is padded."""
+        if padded or not self._padding:
+            return list(self._buffers)
+        (gathered,) = self._buffers  # what has padding is in one piece
+        return [gathered[: self.num_bytes]]
+
+    def let_go(self) -> None:
+        """Drops all views of the parts' memory."""
+        self._buffers.clear()
 
 
 def _write_all(
@@ -382,8 +417,8 @@ def _write_all(
             left[0] = left[0][num_bytes:]
 
 
-def _gather(buffers: Sequence[memoryview], bounce: memoryview) -> memoryview:
-    """Copies buffers one behind the other and returns where they lie."""
+def _gather(buffers: Sequence[memoryview], bounce: memoryview, num_zeros: int) -> memoryview:
+    """Copies buffers one behind the other, puts zeros behind, and returns where all this lies."""
     start = 0
     for buffer in buffers:
         stop = start + buffer.nbytes
@@ -393,7 +428,8 @@ def _gather(buffers: Sequence[memoryview], bounce: memoryview) -> memoryview:
             # A copy of megabytes, in which the training thread can run.
             ctypes.memmove(_address(bounce[start:stop]), _address(buffer), buffer.nbytes)
         start = stop
-    return bounce[:start]
+    bounce[start : start + num_zeros] = bytes(num_zeros)
+    return bounce[: start + num_zeros]
 
 
 def _is_aligned(buffer: memoryview, alignment: int) -> bool:

@@ -8,7 +8,8 @@ take what was saved: a longer list, more keys. Invariant: nothing changes before
 
 from __future__ import annotations
 
-from collections import deque
+import sys
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -16,8 +17,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from residency._checkpoint._decode import decode, kind_of, tensor_names
+from residency._checkpoint._decode import decode, tensor_names
 from residency._checkpoint._encode import joined
+from residency._checkpoint._kinds import kind_for
+from residency._checkpoint._nodes import (
+    COUNTER,
+    DEFAULTDICT,
+    MAPPING,
+    MAPPINGS,
+    MODULE,
+    NDARRAY,
+    OPTIMIZER,
+    SCALER,
+    STATEFUL,
+    TENSOR,
+    TUPLE,
+    is_plain_dict,
+    kind_of,
+    pairs_of,
+)
 from residency._checkpoint._restore._modules import (
     extra_state_names,
     plan_module,
@@ -25,16 +43,17 @@ from residency._checkpoint._restore._modules import (
 )
 from residency._checkpoint._restore._optimizers import Settings, Thunk, plan_optimizer
 from residency._checkpoint._restore._plan import Plan
-from residency._checkpoint._restore._saves import Saved
-from residency._checkpoint._tree import parameter_names, plain_optimizer
+from residency._checkpoint._sources._own import Saved
+from residency._checkpoint._tree import class_name, parameters_of, plain_optimizer
 from residency._errors import CorruptSaveError
 
-_MAPPINGS = ("dict", "ordered")
+_OWN_CLASSES: dict[str | None, type] = {COUNTER: Counter, DEFAULTDICT: defaultdict}
 _OBJECTS: dict[str, tuple[str, type | None]] = {
-    "module": ("a module", nn.Module),
-    "optimizer": ("an optimizer", Optimizer),
-    "scaler": ("a GradScaler", torch.amp.GradScaler),
-    "stateful": ("an object with state_dict", None),
+    MODULE: ("a module", nn.Module),
+    OPTIMIZER: ("an optimizer", Optimizer),
+    SCALER: ("a GradScaler", torch.amp.GradScaler),
+    STATEFUL: ("an object with state_dict", None),
+    MAPPING: ("a mapping", Mapping),
 }
 _MISSING = object()
 
@@ -49,7 +68,7 @@ class DocumentPlan:
         self._saved = saved
         self._fresh = plan.fresh
         self._settings = Settings(
-            names=parameter_names(state),
+            names=parameters_of(state),
             fetch=self._fetch,
             fresh=self._make_fresh,
             eager=eager,
@@ -74,28 +93,31 @@ class DocumentPlan:
     def visit(self, path: str, node: Any, value: Any) -> Thunk:
         """Plans to fill a value from its node; the thunk returns what is to stand in its place."""
         kind = kind_of(node)
-        if not _is_fit(kind, value):
+        if not _is_fit(kind, node, value):
             expected = _OBJECTS[kind][0] if kind in _OBJECTS else "a plain value or a container"
             self._plan.differing.append(f"{path}: saved {expected}, here a {type(value).__name__}")
             return lambda: value
-        if kind == "module":
+        if kind == MODULE:
             return self._module(path, node, value)
-        if kind == "optimizer":
+        if kind == OPTIMIZER:
             inner = plain_optimizer(value)
             return _then(plan_optimizer(self._plan, path, node, inner, self._settings), value)
-        if kind == "scaler":
-            return self._scaler(node, value)
-        if kind == "stateful":
+        if kind == SCALER:
+            return self._scaler(path, node, value)
+        if kind == STATEFUL:
             return self._stateful(path, node, value)
-        if kind == "tensor" and isinstance(value, Tensor):
+        if kind == TENSOR and isinstance(value, Tensor):
             self._plan.fill(path, value, node["name"])
             return lambda: value
-        if isinstance(value, Mapping) and (kind in _MAPPINGS or _is_plain_dict(node)):
+        if isinstance(value, Mapping) and _is_filled(node, value):
             return self._mapping(path, node, value)
         if isinstance(node, list) and type(value) is list:
             return self._list(path, node, value)
-        if kind == "tuple" and type(value) is tuple:
+        if kind == TUPLE and type(value) is tuple:
             return self._tuple(path, node, value)
+        if kind == NDARRAY and _is_read_only(node, value):
+            self._plan.differing.append(f"{path}: the array that is here is read-only")
+            return lambda: value
         return _in_place(value, self._new(path, node))
 
     def _new(self, path: str, node: Any) -> Thunk:
@@ -107,12 +129,13 @@ class DocumentPlan:
         return self.value(node)
 
     def _module(self, path: str, node: Any, module: nn.Module) -> Thunk:
+        names = dict(zip(node["keys"], node["names"], strict=True))
         plan_module(
             self._plan,
             module,
             prefix=f"{path}.",
             saved=node["keys"],
-            stored_name=lambda name: joined(path, name),
+            stored_name=names.__getitem__,
             fresh=self._make_fresh,
             fetch=self._fetch,
         )
@@ -128,20 +151,24 @@ class DocumentPlan:
 
         return finish
 
-    def _scaler(self, node: Any, scaler: torch.amp.GradScaler) -> Thunk:
+    def _scaler(self, path: str, node: Any, scaler: torch.amp.GradScaler) -> Thunk:
+        if not scaler.is_enabled():  # it keeps nothing, as in torch
+            return lambda: scaler
+        if not node["enabled"]:
+            self._plan.differing.append(f"{path}: saved a disabled GradScaler, here an enabled one")
+            return lambda: scaler
         scale, tracker = self.value(node["scale"]), self.value(node["growth_tracker"])
 
         def finish() -> torch.amp.GradScaler:
-            if node["enabled"] and scaler.is_enabled():
-                scaler.load_state_dict(
-                    {
-                        "scale": float(scale()),
-                        "growth_factor": node["growth_factor"],
-                        "backoff_factor": node["backoff_factor"],
-                        "growth_interval": node["growth_interval"],
-                        "_growth_tracker": int(tracker()),
-                    }
-                )
+            scaler.load_state_dict(
+                {
+                    "scale": float(scale()),
+                    "growth_factor": node["growth_factor"],
+                    "backoff_factor": node["backoff_factor"],
+                    "growth_interval": node["growth_interval"],
+                    "_growth_tracker": int(tracker()),
+                }
+            )
             return scaler
 
         return finish
@@ -160,10 +187,11 @@ class DocumentPlan:
         return finish
 
     def _mapping(self, path: str, node: Any, value: Mapping[Any, Any]) -> Thunk:
-        pairs = node["items"] if "$" in node else [[key, each] for key, each in node.items()]
+        pairs = pairs_of(node)
+        metadata = self.value(node["metadata"]) if "metadata" in node and kind_of(node) else None
         thunks: dict[Any, Thunk] = {}
         for key_node, each in pairs:
-            key = decode(key_node, self._no_tensor) if "$" in node else key_node
+            key = decode(key_node, self._no_tensor) if kind_of(node) else key_node
             there = value.get(key, _MISSING)
             below = joined(path, key)
             is_new = there is _MISSING
@@ -174,6 +202,8 @@ class DocumentPlan:
             results = {key: thunk() for key, thunk in thunks.items()}
             if not isinstance(value, MutableMapping):
                 return results
+            if metadata is not None and type(value) is OrderedDict:
+                value.__dict__["_metadata"] = metadata()
             for key, result in results.items():
                 if key not in value or value[key] is not result:
                     value[key] = result
@@ -238,15 +268,23 @@ class DocumentPlan:
         raise CorruptSaveError(f"the save has the tensor {name} where a key is expected.")
 
 
-def _is_plain_dict(node: Any) -> bool:
-    return isinstance(node, dict) and "$" not in node
+def _is_filled(node: Any, value: Mapping[Any, Any]) -> bool:
+    """Returns whether a mapping that is here takes what was saved, or another one its place."""
+    kind = kind_of(node)
+    if kind is None:
+        return is_plain_dict(node)
+    if any(next(tensor_names(key), None) for key, _ in node.get("items", ())):
+        return False  # as older releases wrote numpy's numbers: a key that is read with the bytes
+    return kind in MAPPINGS and type(value) is _OWN_CLASSES.get(kind, type(value))
 
 
-def _is_fit(kind: str | None, value: Any) -> bool:
-    """Says whether objects meet nodes of objects of their kind, and values those of values."""
+def _is_fit(kind: str | None, node: Any, value: Any) -> bool:
+    """Returns whether objects meet nodes of objects of their kind, and values those of values."""
+    if kind == MAPPING:
+        return isinstance(value, Mapping) and class_name(value) == node["class"]
     if kind in _OBJECTS:
         expected = _OBJECTS[kind][1]
-        is_object = any(isinstance(value, each) for _, each in _OBJECTS.values() if each)
+        is_object = isinstance(value, nn.Module | Optimizer | torch.amp.GradScaler)
         if expected is None:
             return not is_object and callable(getattr(value, "load_state_dict", None))
         return isinstance(value, expected)
@@ -254,12 +292,20 @@ def _is_fit(kind: str | None, value: Any) -> bool:
     return isinstance(value, Mapping | Tensor) or not is_loaded
 
 
+def _is_read_only(node: Any, value: Any) -> bool:
+    """Returns whether a saved array is one that is here, into which nobody may write."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None or type(value) is not numpy.ndarray or value.flags.writeable:
+        return False
+    return (list(value.shape), value.dtype.str) == (node["shape"], node["dtype"])
+
+
 def _contains(node: Any, kind: str) -> bool:
     if isinstance(node, list):
         return any(_contains(each, kind) for each in node)
     if not isinstance(node, dict):
         return False
-    return node.get("$") == kind or any(_contains(each, kind) for each in node.values())
+    return kind_of(node) == kind or any(_contains(each, kind) for each in node.values())
 
 
 def _then(thunk: Thunk, value: Any) -> Thunk:
@@ -284,22 +330,8 @@ def _in_place(value: Any, thunk: Thunk) -> Thunk:
 
     def finish() -> Any:
         found = thunk()
-        if type(value) is not type(found) or value is None:
-            return found
-        if isinstance(value, set):
-            value.clear()
-            value.update(found)
-        elif isinstance(value, deque):
-            value.clear()
-            value.extend(found)
-        elif isinstance(value, bytearray):
-            value[:] = found
-        elif type(value).__module__ == "numpy" and type(value).__name__ == "ndarray":
-            if (value.shape, value.dtype) != (found.shape, found.dtype):
-                return found
-            value[...] = found
-        else:
-            return found
-        return value
+        kind = kind_for(value)
+        is_put = kind is not None and type(value) is type(found) and kind.put(value, found)
+        return value if is_put else found
 
     return finish

@@ -22,11 +22,10 @@ from residency._checkpoint._disk._read import (
     Arrival,
     Checksums,
     FileReads,
-    Ring,
-    Slot,
     Wanted,
     read_files,
 )
+from residency._checkpoint._disk._ring import Ring, Slot
 from residency._checkpoint._restore._boxes import (
     Box,
     count_stretches,
@@ -37,7 +36,7 @@ from residency._checkpoint._restore._boxes import (
 from residency._checkpoint._restore._plan import Assignment, Target, box_of
 from residency._checkpoint._sources._stored import Stored
 from residency._errors import InvalidArgumentError, RefusedError
-from residency._transfer import Lanes, Run, Slab, gate_of, lanes_of, memory_of
+from residency._transfer import Lanes, Run, Slab, gate_of, lanes_of, memory_of, raw_bytes
 from residency._units import format_bytes, parse_bytes
 
 _NUM_SLOTS = 8
@@ -285,7 +284,7 @@ def _read_in_order(
 def _ranges(part: _Part) -> Iterator[Wanted]:
     """Yields the bytes of a part, with the places that they go to."""
     local, shard = part.target.local, part.shard
-    flat = local.reshape(-1).view(torch.uint8)
+    flat = raw_bytes(local)
     memory = memory_of(local) if local.is_cpu else None
     itemsize = shard.dtype.itemsize
     for source, target, numel in stretches(part.box, box_of(shard), part.target.box):
@@ -325,7 +324,7 @@ def _deliver(view: Tensor, staged: Tensor, ring: Staging, slot: Slot) -> None:
         view.copy_(staged)  # by way of a copy on the device, on the current stream
         ring.give_back_after(slot, lanes.mark(_device.current_stream(view.device)))
         return
-    flat = view.reshape(-1).view(torch.uint8)
+    flat = raw_bytes(view)
     ring.give_back_after(slot, lanes.load(flat, [ring.run(slot, 0, 0, flat.numel())]))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from residency._checkpoint._disk._manifest import MANIFEST
+from residency._checkpoint._disk._stored import open_save
+from residency._checkpoint._nodes import MODULE, kind_of
 from residency._checkpoint._restore._document import DocumentPlan
 from residency._checkpoint._restore._fill import staging_bytes_of
 from residency._checkpoint._restore._modules import plan_module
+from residency._checkpoint._restore._overlaps import settle_overlaps
 from residency._checkpoint._restore._plan import Differences, Plan
-from residency._checkpoint._restore._saves import Saved, StoredSave, saved_for_rank
 from residency._checkpoint._restore._state import carry_out
 from residency._checkpoint._sources import open_source
+from residency._checkpoint._sources._own import Saved, StoredSave, find_save, saved_for_rank
 from residency._errors import RefusedError
+from residency._modes import inference_mode_off
 
 
+@inference_mode_off()
 def load_into(
     module: nn.Module, path: str | Path, *, strict: bool = True, staging: int | str = "64MiB"
 ) -> Differences:
@@ -32,8 +35,9 @@ def load_into(
 
     Args:
         module: On a device or the host, sharded or not.
-        path: A save of ours, a directory of ``torch.distributed.checkpoint``, a safetensors file
-            or directory, or a file of ``torch.save``.
+        path: A save of ours under any name, a directory of such saves, whose newest is taken, a
+            directory of ``torch.distributed.checkpoint``, a safetensors file or directory, or a
+            file of ``torch.save``.
         strict: Whether missing and unexpected names and other shapes and dtypes are refused; else
             they are left out, with a warning.
         staging: The bytes of the ring through which a device is filled.
@@ -52,24 +56,10 @@ def load_into(
     """
     staging_bytes = staging_bytes_of(staging)
     path = Path(path)
-    if (path / MANIFEST).is_file():
-        return load_save(module, open_save(path), strict=strict, staging_bytes=staging_bytes)
+    if (folder := find_save(path)) is not None:
+        return load_save(module, open_save(folder), strict=strict, staging_bytes=staging_bytes)
     with open_source(path) as source:
-        plan = Plan(source.tensors)
-        names = list(source.tensors)
-        prefix = find_prefix(module, names)
-        plan_module(
-            plan,
-            module,
-            prefix="",
-            saved=[name[len(prefix) :] for name in names if name.startswith(prefix)],
-            stored_name=lambda name: prefix + name,
-            fresh=lambda name: _plan_fresh(plan, name),
-            fetch=plan.fresh.__getitem__,
-        )
-        found = plan.check(str(path), strict=strict)
-        carry_out(plan, staging_bytes=staging_bytes)
-        return found
+        return _load_by_names(module, Plan(source.tensors), str(path), strict, staging_bytes)
 
 
 def load_save(
@@ -78,22 +68,38 @@ def load_save(
     """Fills a module from a save of ours; see ``load_into``."""
     rank, world_size = _rank_and_world_size()
     saved = saved_for_rank(save, rank=rank, world_size=world_size)
-    name = _module_in(saved, module)
     plan = Plan(saved.tensors, saved.checksums)
+    if not any(kind_of(node) == MODULE for node in saved.tree.values()):
+        # Of state dicts, as torch's distributed checkpoints save them.
+        return _load_by_names(module, plan, str(saved.folder), strict, staging_bytes)
+    name = _module_in(saved, module)
     document = DocumentPlan(plan, saved, {}, eager=False, staging_bytes=staging_bytes)
     plan.after.append(_drop(document.visit(name, saved.tree[name], module)))
+    plan.differing += settle_overlaps(plan, staging_bytes=staging_bytes)
     found = plan.check(f"{saved.folder.name}, {name}", strict=strict)
     carry_out(plan, staging_bytes=staging_bytes)
     return found
 
 
-def open_save(path: Path) -> StoredSave:
-    """Opens a published save by its directory."""
-    from residency._checkpoint._disk import _publish
-
-    step = json.loads((path / MANIFEST).read_text())["step"]
-    opened: StoredSave = _publish.CheckpointDirectory(path.parent).open(step)
-    return opened
+def _load_by_names(
+    module: nn.Module, plan: Plan, what: str, strict: bool, staging_bytes: int
+) -> Differences:
+    """Fills a module from tensors that have its names, or its names behind one prefix."""
+    names = list(plan.tensors)
+    prefix = find_prefix(module, names)
+    plan_module(
+        plan,
+        module,
+        prefix="",
+        saved=[name[len(prefix) :] for name in names if name.startswith(prefix)],
+        stored_name=lambda name: prefix + name,
+        fresh=lambda name: _plan_fresh(plan, name),
+        fetch=plan.fresh.__getitem__,
+    )
+    plan.differing += settle_overlaps(plan, staging_bytes=staging_bytes)
+    found = plan.check(what, strict=strict)
+    carry_out(plan, staging_bytes=staging_bytes)
+    return found
 
 
 def find_prefix(module: nn.Module, names: Sequence[str]) -> str:
@@ -102,15 +108,26 @@ def find_prefix(module: nn.Module, names: Sequence[str]) -> str:
     """
     mine = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     mine |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    lengths = {name.count(".") for name in mine}
     counts: dict[str, int] = {"": sum(name in mine for name in names)}
     for name in names:
-        parts = name.split(".")
-        for index in range(1, len(parts)):
-            if ".".join(parts[index:]) in mine:
-                prefix = ".".join(parts[:index]) + "."
+        # Only cuts that leave a name as deep as one of the module's can fit.
+        cuts = _last_dots(name, max(lengths, default=-1) + 1)
+        for depth in lengths:
+            if depth < len(cuts) and name[cuts[depth] + 1 :] in mine:
+                prefix = name[: cuts[depth] + 1]
                 counts[prefix] = counts.get(prefix, 0) + 1
     best = max(counts.values())
     return min((p for p, n in counts.items() if n == best), key=len) if best else ""
+
+
+def _last_dots(name: str, most: int) -> list[int]:
+    """Returns where the last dots of a name are, the last one first."""
+    found: list[int] = []
+    end = len(name)
+    while len(found) < most and (end := name.rfind(".", 0, end)) >= 0:
+        found.append(end)
+    return found
 
 
 def _module_in(saved: Saved, module: nn.Module) -> str:
@@ -120,9 +137,7 @@ def _module_in(saved: Saved, module: nn.Module) -> str:
         RefusedError: There is none, or several of which none has this one's names.
     """
     nodes: Mapping[str, Any] = {
-        name: node
-        for name, node in saved.tree.items()
-        if isinstance(node, dict) and node.get("$") == "module"
+        name: node for name, node in saved.tree.items() if kind_of(node) == MODULE
     }
     if len(nodes) == 1:
         return next(iter(nodes))

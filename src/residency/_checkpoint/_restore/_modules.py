@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from residency._checkpoint._encode import joined
 from residency._checkpoint._restore._plan import Plan
 from residency._checkpoint._tree import clean_name, plain_module
 from residency._transfer import local_of
@@ -46,9 +47,9 @@ def plan_module(
     for raw, value in module.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             continue
-        found[clean_name(raw)] = value
+        found[clean_name(module, raw)] = value
         if local_of(value).untyped_storage()._cdata not in own:
-            foreign[clean_name(raw)] = raw
+            foreign[clean_name(module, raw)] = raw
     filled = {id(value) for name, value in found.items() if name in names}
     for name, value in found.items():
         if name not in names:
@@ -69,17 +70,18 @@ def plan_module(
 
 def set_extra_state(module: nn.Module, name: str, value: Any) -> None:
     """Gives extra state to the part of a module that it belongs to."""
-    for path, part in plain_module(module).named_modules(remove_duplicate=False):
-        clean = clean_name(f"{path}." if path else "")
-        if f"{clean}_extra_state" == name:
+    module = plain_module(module)
+    for path, part in module.named_modules(remove_duplicate=False):
+        if clean_name(module, joined(path, "_extra_state")) == name:
             part.set_extra_state(value)
             return
 
 
 def extra_state_names(module: nn.Module) -> set[str]:
     """Returns the names of extra state that is no tensor."""
-    values = plain_module(module).state_dict(keep_vars=True)
-    return {clean_name(raw) for raw, value in values.items() if not isinstance(value, Tensor)}
+    module = plain_module(module)
+    values = module.state_dict(keep_vars=True).items()
+    return {clean_name(module, raw) for raw, value in values if not isinstance(value, Tensor)}
 
 
 def _storages(module: nn.Module) -> set[int]:

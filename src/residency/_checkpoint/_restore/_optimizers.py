@@ -9,6 +9,7 @@ Settings that say how a step computes (`_HOW`) stay those of the optimizer that 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +17,12 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from residency._checkpoint._decode import decode, kind_of, tensor_names
+from residency._checkpoint._decode import decode, tensor_names, tensor_nodes
+from residency._checkpoint._nodes import kind_of
 from residency._checkpoint._restore._plan import Plan
-from residency._checkpoint._restore._waiting import receive_plain
-from residency._transfer import Incoming, Reception, owner_of
+from residency._checkpoint._restore._waiting import PlainReception, receive_plain, replaced
+from residency._checkpoint._tree import ParameterName
+from residency._transfer import Incoming, Reception, moved, owner_of
 
 Thunk = Callable[[], Any]
 
@@ -31,14 +34,14 @@ class Settings:
     """Are what a restore was asked for, and what all of its parts need.
 
     Attributes:
-        names: Those of the parameters of the modules in the state.
+        names: What the parameters of the modules in the state are called.
         fetch: Returns the host tensor of a name, once its bytes are there.
         fresh: Plans a host tensor for a name.
         eager: Whether plain optimizers get their state on the device at once.
         staging_bytes: The ring's.
     """
 
-    names: Mapping[Tensor, str]
+    names: Mapping[Tensor, ParameterName]
     fetch: Callable[[str], Tensor]
     fresh: Callable[[str], None]
     eager: bool
@@ -90,6 +93,7 @@ def plan_optimizer(
 
     def finish() -> None:
         values = {place: decode(each, settings.fetch) for place, each in others.items()}
+        _place_nested(made[-1], values, others, settings)
         made.pop().finish(values, decode(node.get("loose") or {}, settings.fetch))
         for index, saved in enumerate(node["groups"]):
             group = optimizer.param_groups[order[index].group]
@@ -104,6 +108,26 @@ def plan_optimizer(
 
     plan.before.append(make_room)
     return finish
+
+
+def _place_nested(
+    reception: Reception,
+    values: dict[tuple[Tensor, str], Any],
+    nodes: Mapping[tuple[Tensor, str], Any],
+    settings: Settings,
+) -> None:
+    """Sees to it that tensors within lists and the like get where the step needs them."""
+    for (parameter, key), value in values.items():
+        on_device = [
+            settings.fetch(each["name"])
+            for each in tensor_nodes(nodes[parameter, key])
+            if not parameter.is_cpu and each.get("place") != "host"
+        ]
+        if isinstance(reception, PlainReception) and not settings.eager:
+            reception.nested[parameter, key] = on_device
+        else:
+            others = {id(each): moved(each, parameter.device) for each in on_device}
+            values[parameter, key] = replaced(value, others)
 
 
 def _receive(
@@ -158,16 +182,16 @@ class _Place:
 
 
 def _match(
-    node: Mapping[str, Any], optimizer: Optimizer, names: Mapping[Tensor, str]
+    node: Mapping[str, Any], optimizer: Optimizer, names: Mapping[Tensor, ParameterName]
 ) -> tuple[str | None, list[_Place]]:
     """Finds the saved groups in the optimizer; returns what stands against it, or None."""
-    if node["class"] != type(optimizer).__name__:
-        return f"saved a {node['class']}, here a {type(optimizer).__name__}", []
+    if node.get("class") != type(optimizer).__name__:
+        return f"saved a {node.get('class')}, here a {type(optimizer).__name__}", []
     if node.get("others"):
         keys = ", ".join(sorted(node["others"]))
         return f"its state dict has {keys}, which only its own load_state_dict takes", []
     saved: list[list[str]] = node["parameters"]
-    mine = _names_in(optimizer, names)
+    mine = _names_in(optimizer, names, saved)
     if len(saved) != len(mine):
         sizes = [[len(group) for group in side] for side in (saved, mine)]
         return f"saved groups of {sizes[0]} parameters, here of {sizes[1]}", []
@@ -205,13 +229,28 @@ def _unlike(saved: Sequence[Sequence[str]], mine: Sequence[Sequence[str]]) -> st
     return f"other parameters than were saved ({'; '.join(only)})"
 
 
-def _names_in(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[list[str]]:
-    """Names the parameters as a save does."""
+def _names_in(
+    optimizer: Optimizer,
+    names: Mapping[Tensor, ParameterName],
+    saved: Sequence[Sequence[str]],
+) -> list[list[str]]:
+    """Names the parameters as a save did, in which a name may have its module's path in front or
+    not: that depended on what else was saved.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    by_index = {p: str(index) for index, p in enumerate(parameters)}
-    found = {p: names.get(p, by_index[p]) for p in parameters}
+    wanted = {name for group in saved for name in group}
+    short = Counter(names[p].name for p in parameters if p in names)
+    found: dict[Tensor, str] = {}
+    for index, p in enumerate(parameters):
+        name = names.get(p)
+        if name is None:
+            found[p] = str(index)
+        elif name.full in wanted or short[name.name] > 1:
+            found[p] = name.full
+        else:
+            found[p] = name.name
     if len(set(found.values())) < len(found):
-        found = by_index
+        found = {p: str(index) for index, p in enumerate(parameters)}
     return [[found[p] for p in group["params"]] for group in optimizer.param_groups]
 
 

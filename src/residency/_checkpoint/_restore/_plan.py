@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from residency._checkpoint._disk._read import Checksums
 from residency._checkpoint._restore._boxes import Box
 from residency._checkpoint._sources._stored import Stored
+from residency._checkpoint._tree import layout_problem
 from residency._errors import RefusedError
+from residency._storages import overlaps_itself
 from residency._transfer import is_sharded, local_of
 
 _MOST_LINES = 40
@@ -100,7 +102,7 @@ class Plan:
 
     tensors: Mapping[str, Sequence[Stored]]
     checksums: Mapping[Path, Checksums] = field(default_factory=dict)
-    assignments: dict[int, Assignment] = field(default_factory=dict)
+    assignments: list[Assignment] = field(default_factory=list)
     fresh: dict[str, Tensor] = field(default_factory=dict)
     before: list[Callable[[], None]] = field(default_factory=list)
     after: list[Callable[[], None]] = field(default_factory=list)
@@ -109,9 +111,8 @@ class Plan:
     differing: list[str] = field(default_factory=list)
 
     def fill(self, name: str, tensor: Tensor, stored_name: str | None = None) -> bool:
-        """Plans to fill a tensor, or notes why it cannot be.
-
-        A tensor that is asked for under several names, because it is tied, is filled from the last.
+        """Plans to fill a tensor, or notes why it cannot be; what shares bytes with others, as a
+        tied one does, is for ``settle_overlaps``.
 
         Args:
             name: What the tensor is called.
@@ -127,7 +128,7 @@ class Plan:
         if problem is not None:
             self.differing.append(problem)
             return False
-        self.assignments[id(tensor)] = Assignment(target, shards)
+        self.assignments.append(Assignment(target, shards))
         return True
 
     def clear(self) -> None:
@@ -164,6 +165,11 @@ def target_of(name: str, tensor: Tensor) -> Target:
     Raises:
         RefusedError: It is a partial sum, of which no rank has the value, or has no bytes.
     """
+    if is_lazy(tensor):
+        raise RefusedError(
+            f"{name} is a {type(tensor).__name__}, which has no shape before the first forward. "
+            "Nothing was changed; run one first."
+        )
     local = local_of(tensor).detach()
     shape = tuple(tensor.shape)
     if local.is_meta:
@@ -200,8 +206,11 @@ def difference(target: Target, shards: Sequence[Stored]) -> str | None:
         return f"{name}: saved shape {tuple(first.whole_shape)}, here {target.whole_shape}"
     if first.dtype != local.dtype:
         return f"{name}: saved dtype {first.dtype}, here {local.dtype}"
-    if local.layout is not torch.strided:
-        return f"{name}: has the layout {local.layout} here, and only dense tensors are filled"
+    problem = layout_problem(local)
+    if problem is not None:
+        return f"{name}: here {problem[0]}"
+    if overlaps_itself(local):
+        return f"{name}: several of its elements share their bytes here, as where it is expanded"
     overlaps = (target.box.overlap(box_of(shard)) for shard in shards)
     num_saved = sum(part.numel for part in overlaps if part is not None)
     if num_saved < math.prod(target.box.shape):

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from residency._checkpoint import _rng
+from residency._checkpoint._encode import check_is_finite
 from residency._checkpoint._restore._document import DocumentPlan
 from residency._checkpoint._restore._fill import fill, staging_bytes_of
+from residency._checkpoint._restore._overlaps import settle_overlaps
 from residency._checkpoint._restore._plan import Differences, Plan
-from residency._checkpoint._restore._saves import StoredSave, saved_for_rank
+from residency._checkpoint._sources._own import Saved, StoredSave, saved_for_rank
 from residency._errors import RefusedError
 
 RNG = "rng"  # the top-level name that is not the caller's
@@ -81,19 +83,14 @@ def plan_state(
         CorruptSaveError: The save is damaged; nothing was changed.
     """
     staging_bytes = staging_bytes_of(staging)
+    check_is_finite(state, done="changed")
     saved = saved_for_rank(save, rank=rank, world_size=world_size)
     plan = Plan(saved.tensors, saved.checksums)
     document = DocumentPlan(plan, saved, state, eager=eager, staging_bytes=staging_bytes)
     document.add(state)
-    if rng and RNG in saved.tree and RNG not in state:
-        if saved.is_own_rank:
-            plan.after.append(_rng_setter(document.value(saved.tree[RNG])))
-        else:
-            warnings.warn(
-                "the save is of another number of ranks, so the random states are left as they "
-                "are: none of them is this rank's.",
-                stacklevel=2,
-            )
+    if rng and RNG not in state and _rng.is_saved(saved.tree.get(RNG)):
+        _plan_generators(plan, document, saved)
+    plan.differing += settle_overlaps(plan, staging_bytes=staging_bytes)
     found = plan.check(f"the save {save.folder.name}", strict=strict)
     return PlannedState(plan, found, staging_bytes)
 
@@ -122,16 +119,44 @@ def _carry_out(plan: Plan, staging_bytes: int, on_bytes: Callable[[int], None] |
             f"the save does not have all of an optimizer's state; nothing was changed.\n"
             f"{plan.differences()}"
         )
+    overlaps = settle_overlaps(plan, staging_bytes=staging_bytes)
+    if overlaps:
+        raise RefusedError(
+            "the save does not fit the state of an optimizer; nothing was changed.\n"
+            + "\n".join(overlaps)
+        )
     fill(
-        plan.assignments.values(),
+        plan.assignments,
         checksums=plan.checksums,
         staging_bytes=staging_bytes,
         on_bytes=on_bytes,
     )
-    with torch.no_grad():
-        for finish in plan.after:
-            finish()
+    try:
+        with torch.no_grad():
+            for finish in plan.after:
+                finish()
+    except Exception as error:
+        error.add_note(
+            "All tensors have the bytes of the save already; of other values some are as before."
+        )
+        raise
 
 
-def _rng_setter(thunk: Callable[[], Any]) -> Callable[[], None]:
-    return lambda: _rng.restore(thunk())
+def _plan_generators(plan: Plan, document: DocumentPlan, saved: Saved) -> None:
+    if not saved.is_own_rank:
+        warnings.warn(
+            "the save is of another number of ranks, so the random states are left as they "
+            "are: none of them is this rank's.",
+            stacklevel=3,
+        )
+        return
+    node = saved.tree[RNG]
+    for place, size in _rng.sizes(node).items():
+        [stored] = plan.tensors.get(place, [None])[:1]
+        if stored is not None and tuple(stored.shape) != size:
+            plan.differing.append(
+                f"{place}: saved a state of {tuple(stored.shape)} bytes, here of {size}"
+            )
+            return
+    thunk = document.value(node)
+    plan.after.append(lambda: _rng.restore(thunk()))

@@ -8,18 +8,21 @@ moment, and the first step finds each where the step needs it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from residency._checkpoint._restore._fill import Staging, fill
 from residency._checkpoint._restore._plan import Assignment, target_of
 from residency._checkpoint._sources._stored import Stored
 from residency._errors import RefusedError
+from residency._modes import callers_modes_off
 from residency._transfer import Incoming, local_of, owner_of, wrapped_like
 
 # States that the element-wise classes of torch.optim make in the parameter's shape.
@@ -37,6 +40,7 @@ class PlainReception:
 
     Attributes:
         waiting: What is on the host and is needed on the device, by parameter and key.
+        nested: The same of tensors within values that are none, such as lists.
     """
 
     optimizer: Optimizer
@@ -44,6 +48,7 @@ class PlainReception:
     staging_bytes: int
     targets: dict[tuple[Tensor, str], Tensor] = field(default_factory=dict)
     waiting: dict[tuple[Tensor, str], Tensor] = field(default_factory=dict)
+    nested: dict[tuple[Tensor, str], list[Tensor]] = field(default_factory=dict)
 
     def finish(self, values: Mapping[tuple[Tensor, str], Any], loose: Mapping[Any, Any]) -> None:
         """Makes what was filled the optimizer's state; see ``Reception``."""
@@ -57,8 +62,12 @@ class PlainReception:
                 for key, value in found.items()
             }
         state.update(loose)
-        if self.waiting:
-            _move_at_first_step(self.optimizer, self.waiting, self.staging_bytes)
+        _drop_first_steps(self.optimizer)
+        waiting = [*self.waiting.items()]
+        waiting += [(place, each) for place, values in self.nested.items() for each in values]
+        if waiting:
+            hook = _FirstStep(waiting, self.staging_bytes)
+            hook.handle = self.optimizer.register_step_pre_hook(hook)
 
 
 def receive_plain(
@@ -84,22 +93,24 @@ def receive_plain(
     """
     made = PlainReception(optimizer, states, staging_bytes)
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    still_waiting = {id(v) for each in _first_steps(optimizer) for v in each.waiting()}
     for parameter, entries in states.items():
         for key, incoming in entries.items():
             if incoming is None:
                 continue
             _check(parameter, key, incoming)
             there = dict.get(optimizer.state, parameter, {}).get(key)
-            on_device = _needs_device(
+            is_waiting = id(there) in still_waiting  # of a restore before, without a step since
+            on_device = is_waiting or _needs_device(
                 optimizer, group_of[parameter], parameter, key, incoming, there
             )
             device = parameter.device if on_device else torch.device("cpu")
-            target = there if _fits(there, parameter, incoming, device) else None
-            if target is None:
-                place = device if eager else torch.device("cpu")
-                target = _empty(parameter, incoming, place)
-                if on_device and place.type == "cpu":  # a parked parameter's too
-                    made.waiting[parameter, key] = target
+            place = device if eager else torch.device("cpu")
+            home = place if is_waiting else device
+            is_fit = _fits(there, parameter, incoming, home)
+            target = there if is_fit else _empty(parameter, incoming, place)
+            if on_device and local_of(target).is_cpu and (is_waiting or not is_fit):
+                made.waiting[parameter, key] = target  # a parked parameter's, too
             made.targets[parameter, key] = target
     return made
 
@@ -168,52 +179,111 @@ def _empty(parameter: Tensor, incoming: Incoming, device: torch.device) -> Tenso
     return wrapped_like(local, parameter)
 
 
-_Entry = tuple[tuple[Tensor, str], Tensor]
+_Place = tuple[Tensor, str]
+_Entry = tuple[_Place, Tensor]
 
 
-def _move_at_first_step(
-    optimizer: Optimizer, waiting: Mapping[tuple[Tensor, str], Tensor], staging_bytes: int
-) -> None:
+class _FirstStep:
     """Moves the state onto the device when the first step begins, which a closure's own forward
     and backward follow.
-    """
-    # By the tensors themselves: somebody may have put others into the state by then.
-    places = [(weakref.ref(p), key, weakref.ref(value)) for (p, key), value in waiting.items()]
 
-    def move(stepped: Optimizer, args: Any, kwargs: Any) -> None:
-        handle.remove()
-        if owner_of(stepped) is not None:
-            return  # offloaded since: the state has its home
+    A move that ends midway goes on at the next step, with what is on the host still.
+    """
+
+    handle: RemovableHandle
+
+    def __init__(self, waiting: Iterable[_Entry], staging_bytes: int) -> None:
+        # By the tensors themselves: somebody may have put others into the state by then.
+        self._places = [(weakref.ref(p), key, weakref.ref(v)) for (p, key), v in waiting]
+        self._staging_bytes = staging_bytes
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if owner_of(optimizer) is None:  # else it was offloaded since: the state has its home
+            _move(optimizer, self._still_there(optimizer), self._staging_bytes)
+        self._places.clear()
+        # Torch is going through its hooks: only the last one may go. Another one does nothing
+        # from now on, and goes at the next restore.
+        hooks: Any = optimizer._optimizer_step_pre_hooks  # torch shows it in no other way
+        if next(reversed(hooks), None) == self.handle.id:
+            self.handle.remove()
+
+    def waiting(self) -> Iterator[Tensor]:
+        """Yields what is still to be moved."""
+        yield from (value for _, _, ref in self._places if (value := ref()) is not None)
+
+    def _still_there(self, optimizer: Optimizer) -> list[_Entry]:
         found: list[_Entry] = []
-        for parameter_ref, key, value_ref in places:
+        for parameter_ref, key, value_ref in self._places:
             parameter, value = parameter_ref(), value_ref()
             if parameter is None or value is None or parameter.is_cpu:
                 continue
-            if dict.get(stepped.state, parameter, {}).get(key) is value:
+            there = dict.get(optimizer.state, parameter, {}).get(key)
+            if any(each is value for each in tensors_in(there)):
                 found.append(((parameter, key), value))
-        places.clear()
-        _move(stepped, found, staging_bytes)
+        return found
 
-    handle = optimizer.register_step_pre_hook(move)
+
+def _drop_first_steps(optimizer: Optimizer) -> None:
+    """Removes what an earlier restore left to do at the first step, and what has been done."""
+    for hook in _first_steps(optimizer):
+        hook.handle.remove()
+
+
+def _first_steps(optimizer: Optimizer) -> list[_FirstStep]:
+    hooks: Any = optimizer._optimizer_step_pre_hooks  # torch shows it in no other way
+    return [each for each in hooks.values() if isinstance(each, _FirstStep)]
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors of a state's value, which may be one or a container of them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each)
+    elif isinstance(value, list | tuple | deque):
+        for each in value:
+            yield from tensors_in(each)
+
+
+def replaced(value: Any, others: Mapping[int, Tensor]) -> Any:
+    """Returns a value with other tensors in the place of some, in the containers that it has.
+
+    Args:
+        value: A state's value.
+        others: What takes a tensor's place, by that tensor's ``id``.
+    """
+    if isinstance(value, Tensor):
+        return others.get(id(value), value)
+    if isinstance(value, dict):
+        for key in list(value):
+            value[key] = replaced(value[key], others)
+    elif isinstance(value, list | deque):
+        for index in range(len(value)):
+            value[index] = replaced(value[index], others)
+    elif type(value) is tuple:
+        return tuple(replaced(each, others) for each in value)
+    return value
 
 
 def _move(optimizer: Optimizer, entries: list[_Entry], staging_bytes: int) -> None:
     ring = Staging(staging_bytes, pin=True) if entries else None
     entries.reverse()
     for bucket in _buckets(entries, _BUCKETS * staging_bytes):
-        moved: list[tuple[Tensor, str, Tensor]] = []
+        moved: dict[_Place, dict[int, Tensor]] = {}
         assignments = []
-        for (parameter, key), value in bucket:
+        for place, value in bucket:
             local = local_of(value)
-            made = torch.empty_like(
-                local, device=parameter.device, memory_format=torch.preserve_format
-            )
-            whole = wrapped_like(made, value)
-            moved.append((parameter, key, whole))
-            assignments.append(Assignment(target_of(key, made), [_stored(key, local)]))
+            with callers_modes_off():
+                made = torch.empty_like(
+                    local, device=place[0].device, memory_format=torch.preserve_format
+                )
+            moved.setdefault(place, {})[id(value)] = wrapped_like(made, value)
+            assignments.append(Assignment(target_of(place[1], made), [_stored(place[1], local)]))
         fill(assignments, checksums={}, staging_bytes=staging_bytes, ring=ring)
-        for parameter, key, whole in moved:
-            optimizer.state[parameter][key] = whole
+        for (parameter, key), others in moved.items():
+            inner = optimizer.state[parameter]
+            inner[key] = replaced(inner[key], others)
         bucket.clear()
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from residency._checkpoint._disk._manifest import MANIFEST
 from residency._checkpoint._sources import _dcp, _own, _safetensors, _torch_save
 from residency._checkpoint._sources._stored import Source
-from residency._errors import CorruptSaveError, RefusedError
+from residency._errors import CheckpointError, CorruptSaveError, RefusedError
 
 _PICKLE_MAGIC = b"\x80"  # a file of torch.save from before torch 1.6
 KNOWN = (
@@ -32,8 +31,16 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     Raises:
         CorruptSaveError: The files are damaged or do not fit each other.
         RefusedError: There is nothing, it is of no known format, or reading it could run code.
+        CheckpointError: A file cannot be read.
     """
     path = Path(path)
+    try:
+        return _open(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be read: {error}") from error
+
+
+def _open(path: Path) -> Source:
     if path.is_dir():
         return _open_directory(path)
     if not path.exists():
@@ -42,8 +49,8 @@ def open_source(path: str | os.PathLike[str]) -> Source:
         raise RefusedError(f"{path} is neither a file nor a directory. Expected is {KNOWN}.")
     if path.name.endswith(_safetensors.INDEX_SUFFIX):
         return _safetensors.open_index(path)
-    if path.name == MANIFEST:
-        return _own.open_save(path.parent)
+    if (save := _own.find_save(path)) is not None:
+        return _own.open_source(save)
     if path.name == _dcp.METADATA:
         return _dcp.open_directory(path.parent)
     with path.open("rb") as stream:
@@ -60,8 +67,8 @@ def open_source(path: str | os.PathLike[str]) -> Source:
 
 
 def _open_directory(path: Path) -> Source:
-    if (save := _own.newest_save(path)) is not None:
-        return _own.open_save(save)
+    if (save := _own.find_save(path)) is not None:
+        return _own.open_source(save)
     if (path / _dcp.METADATA).is_file():
         return _dcp.open_directory(path)
     files = sorted(file for file in path.iterdir() if file.is_file())

@@ -1,124 +1,228 @@
-"""Saves of this library: a published directory, or the newest one of a checkpointer's directory."""
+"""Saves of this library: for every name, where its bytes are and how they lie.
+
+This is the one reader of the format above the files themselves; restores, ``load_into`` and torch's
+distributed checkpoints see a save through it. A rank of a run with another number of ranks takes
+its shards from whatever ranks wrote them, and plain values from one of those ranks.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from residency._checkpoint._disk._manifest import (
-    MANIFEST,
-    FileRecord,
-    Manifest,
-    Record,
-    StoredEntry,
-    parse_manifest,
-)
-from residency._checkpoint._disk._stored import read_header
+from residency._checkpoint._disk._layout import newest_save
+from residency._checkpoint._disk._manifest import MANIFEST, FileRecord, StoredEntry
+from residency._checkpoint._disk._read import Checksums
+from residency._checkpoint._disk._stored import open_save
+from residency._checkpoint._nodes import Node, read_document
+from residency._checkpoint._notes import PLAIN, TensorNote, read_note, senseless
 from residency._checkpoint._sources._safetensors import stored_at
 from residency._checkpoint._sources._stored import Source, Stored, check_cover, without_copies
-from residency._errors import CorruptSaveError
-
-_PUBLISHED = re.compile(r"step-(\d{8,})")
+from residency._errors import CheckpointError, CorruptSaveError
 
 
-def newest_save(path: Path) -> Path | None:
-    """Returns the newest published save below a directory, or the directory if it is a save."""
-    if (path / MANIFEST).is_file():
-        return path
-    found = [
-        (int(m[1]), entry) for entry in path.iterdir() if (m := _PUBLISHED.fullmatch(entry.name))
-    ]
-    published = [(step, folder) for step, folder in found if (folder / MANIFEST).is_file()]
-    return max(published)[1] if published else None
+class StoredSave(Protocol):
+    """What the disk layer knows of a published save."""
+
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def documents(self) -> Sequence[dict[str, Any]]: ...
+    @property
+    def entries(self) -> Mapping[str, Sequence[StoredEntry]]: ...
+    @property
+    def files(self) -> Mapping[str, FileRecord]: ...
+    @property
+    def rank_of_file(self) -> Mapping[str, int]: ...
 
 
-def open_save(folder: Path) -> Source:
-    """Opens a published save.
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor whose bytes are those of another one.
+
+    Attributes:
+        of: The other's name.
+        start: The first byte in it.
+        dtype: The view's.
+        shape: The view's.
+        stride: In elements of the view.
+    """
+
+    of: str
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A save as one rank restores it.
+
+    Attributes:
+        folder: The save's directory.
+        tree: The structure of the state: nodes by top-level name.
+        tensors: By name, where each is; several places are shards.
+        views: Tensors that share their bytes with another.
+        checksums: Of each file.
+        is_own_rank: Whether the tree was saved by this very rank of as many ranks.
+    """
+
+    folder: Path
+    tree: Mapping[str, Node]
+    tensors: Mapping[str, Sequence[Stored]]
+    views: Mapping[str, View]
+    checksums: Mapping[Path, Checksums]
+    is_own_rank: bool
+
+
+def find_save(path: Path) -> Path | None:
+    """Returns the save that a path means: a save's directory, its manifest, or the newest save of a
+    directory of saves; None where there is none.
+
+    Raises:
+        CheckpointError: The path cannot be looked at.
+    """
+    try:
+        if path.name == MANIFEST and path.is_file():
+            return path.parent
+        return path if (path / MANIFEST).is_file() else newest_save(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be read: {error}") from error
+
+
+def open_source(folder: Path) -> Source:
+    """Opens a published save as a source.
 
     Its `values` are the tree of the first rank's document, as it is on disk.
 
     Raises:
         CorruptSaveError: The manifest, the files and the documents do not fit each other.
     """
-    manifest = parse_manifest((folder / MANIFEST).read_bytes())
-    tensors: dict[str, list[Stored]] = {}
-    files: dict[Path, FileRecord] = {}
-    for rank in manifest.ranks:
-        entries: dict[str, list[StoredEntry]] = {}
-        for file_name, record in rank.files.items():
-            files[folder / file_name] = record
-            for entry in read_header(folder, file_name, record):
-                entries.setdefault(entry.record.name, []).append(entry)
-        for name, stored in _described(folder, entries, rank.document):
-            tensors.setdefault(name, []).append(stored)
-    for name, shards in tensors.items():
-        tensors[name] = without_copies(shards)
-        check_cover(name, tensors[name], folder)
-    documents = [rank.document for rank in manifest.ranks]
-    return Source(folder, "residency", tensors, _tree(manifest), documents, files)
+    save = open_save(folder)
+    saved = saved_for_rank(save, world_size=len(save.documents))
+    tree = save.documents[0]["tree"]
+    return Source(folder, "residency", saved.tensors, tree, save.documents, saved.checksums)
 
 
-def _tree(manifest: Manifest) -> Any:
-    document = manifest.ranks[0].document
-    if "tree" not in document:
-        raise CorruptSaveError(f"{MANIFEST} has a document without a tree.", file=MANIFEST)
-    return document["tree"]
+def saved_for_rank(save: StoredSave, *, rank: int = 0, world_size: int = 1) -> Saved:
+    """Describes a save as one rank restores it.
+
+    Args:
+        save: What the disk layer opened and checked.
+        rank: This process's.
+        world_size: How many ranks restore; another number may have saved.
+
+    Raises:
+        CorruptSaveError: A document makes no sense, or names bytes that the files do not have.
+    """
+    num_saved = len(save.documents)
+    source_rank = rank if rank < num_saved else 0
+    tree = read_document(save.documents[source_rank])
+    notes = [_notes(document) for document in save.documents]
+    shards: dict[str, list[Stored]] = {}
+    whole: dict[str, dict[int, Stored]] = {}
+    for index, name, stored in _located(save, notes):
+        note = notes[index].get(name, PLAIN)
+        if note.whole_shape is not None:
+            shards.setdefault(name, []).append(stored)
+        else:
+            whole.setdefault(name, {})[index] = stored
+    tensors: dict[str, Sequence[Stored]] = {}
+    for name, places in shards.items():
+        tensors[name] = without_copies(places)
+        check_cover(name, tensors[name], save.folder)
+    for name, by_rank in whole.items():
+        writer = notes[source_rank].get(name, PLAIN).of_rank
+        chosen = next(r for r in (source_rank, writer, min(by_rank)) if r in by_rank)
+        tensors.setdefault(name, [by_rank[chosen]])
+    views = {
+        name: View(note.of, note.start, note.dtype, note.shape, note.stride)
+        for name, note in notes[source_rank].items()
+        if note.of is not None and note.dtype is not None
+    }
+    checksums = {
+        save.folder / name: Checksums(record.num_bytes, record.chunk_bytes, record.crc32)
+        for name, record in save.files.items()
+    }
+    return Saved(save.folder, tree, tensors, views, checksums, num_saved == world_size)
 
 
-def _described(
-    folder: Path, entries: Mapping[str, list[StoredEntry]], document: Mapping[str, Any]
-) -> Iterator[tuple[str, Stored]]:
-    """Yields what one rank has, as its document says that it is to be read."""
-    notes = document.get("tensors", {})
-    for name in dict.fromkeys((*entries, *notes)):
-        note = notes.get(name, {})
-        if "of_rank" in note:
-            continue
-        found = entries.get(note.get("of", name), [])
-        if not found and note.get("offsets", ()) is not None:
-            raise CorruptSaveError(
-                f"{folder} has no bytes for {name!r}, of which its document speaks.", tensor=name
-            )
-        for entry in found:
-            try:
-                yield name, _stored(folder, name, entry, note)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
+def _notes(document: Mapping[str, Any]) -> dict[str, TensorNote]:
+    found = document.get("tensors", {})
+    if not isinstance(found, dict):
+        raise senseless("tensors", found)
+    return {name: read_note(name, note) for name, note in found.items()}
+
+
+def _located(
+    save: StoredSave, notes: Sequence[Mapping[str, TensorNote]]
+) -> Iterator[tuple[int, str, Stored]]:
+    """Yields where the tensors of each rank are, as its document says that they are to be read."""
+    by_rank: list[dict[str, list[StoredEntry]]] = [{} for _ in notes]
+    for name, entries in save.entries.items():
+        for entry in entries:
+            by_rank[save.rank_of_file[entry.file]].setdefault(name, []).append(entry)
+    for rank, (entries_here, notes_here) in enumerate(zip(by_rank, notes, strict=True)):
+        for name in dict.fromkeys((*entries_here, *notes_here)):
+            note = notes_here.get(name, PLAIN)
+            if note.of_rank is not None:
+                continue
+            found = entries_here.get(note.of or name, [])
+            if not found and not note.is_empty_shard:
                 raise CorruptSaveError(
-                    f"{folder} has a document that says of {name!r} what makes no sense: {note!r}.",
-                    file=MANIFEST,
+                    f"{save.folder} has no bytes for {name!r}, of which its document speaks.",
                     tensor=name,
-                ) from error
+                )
+            for entry in found:
+                yield rank, name, _stored(save.folder, name, entry, note)
 
 
-def _stored(folder: Path, name: str, entry: StoredEntry, note: Mapping[str, Any]) -> Stored:
+def _stored(folder: Path, name: str, entry: StoredEntry, note: TensorNote) -> Stored:
     record = entry.record
-    stored = replace(stored_at(folder / entry.file, record, entry.start), name=name)
-    if "dtype" in note:
-        stored = _as_noted(stored, record, note)
-    if "whole_shape" not in note:
-        zeros = (0,) * len(stored.shape)
-        return replace(stored, whole_shape=stored.shape, offsets=zeros)
+    stored = stored_at(folder / entry.file, record, entry.start)
+    if stored.name != name:
+        stored = replace(stored, name=name)
+    if note.dtype is not None:
+        stored = _as_noted(stored, record.num_bytes, note)
+    if note.whole_shape is None:
+        if not any(stored.offsets):
+            return stored  # it is whole already, as nearly always
+        return replace(stored, whole_shape=stored.shape, offsets=(0,) * len(stored.shape))
     # The header has the offsets, but for what is stored as bytes.
-    offsets = record.offsets if "dtype" not in note and record.offsets else note["offsets"]
-    return replace(stored, whole_shape=tuple(note["whole_shape"]), offsets=tuple(offsets))
+    offsets = record.offsets if note.dtype is None and record.offsets else note.offsets
+    if offsets is None or not len(offsets) == len(stored.shape) == len(note.whole_shape):
+        raise senseless(name, note)
+    return replace(stored, whole_shape=note.whole_shape, offsets=offsets)
 
 
-def _as_noted(stored: Stored, record: Record, note: Mapping[str, Any]) -> Stored:
+def _as_noted(stored: Stored, num_bytes: int, note: TensorNote) -> Stored:
     """Gives a tensor that is stored as bytes, or as a view of others, its own dtype and shape."""
-    dtype, shape = getattr(torch, note["dtype"]), tuple(note["shape"])
-    start, stride = note.get("start", 0), tuple(note["stride"]) if "stride" in note else None
-    steps = stride or torch.empty(shape, device="meta").stride()
-    num_elements = 1 + sum((size - 1) * step for size, step in zip(shape, steps, strict=True))
-    num_bytes = num_elements * dtype.itemsize if all(shape) else 0
-    if start < 0 or start + num_bytes > record.num_bytes:
-        raise ValueError(f"{num_bytes} bytes at {start} of {record.num_bytes}")
-    if stride == torch.empty(shape, device="meta").stride():
-        stride = None
-    zeros = (0,) * len(shape)
-    place = stored.file, stored.start + start, num_bytes
-    return Stored(stored.name, dtype, shape, shape, zeros, *place, None, stride)
+    assert note.dtype is not None
+    zeros = (0,) * len(note.shape)
+    whole_bytes = math.prod(note.shape) * note.dtype.itemsize
+    if note.of is None:
+        if whole_bytes != num_bytes:
+            raise senseless(stored.name, note)
+        place = stored.file, stored.start, num_bytes
+        return Stored(stored.name, note.dtype, note.shape, note.shape, zeros, *place)
+    if note.start + note.span_bytes > num_bytes:
+        raise senseless(stored.name, note)
+    is_in_order = note.span_bytes == whole_bytes and _row_major(note.shape, note.stride)
+    place = stored.file, stored.start + note.start, note.span_bytes
+    stride = None if is_in_order else note.stride
+    return Stored(stored.name, note.dtype, note.shape, note.shape, zeros, *place, None, stride)
+
+
+def _row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and step != expected:
+            return False
+        expected *= max(size, 1)
+    return True

@@ -24,6 +24,9 @@ import torch
 
 from residency._errors import CorruptSaveError, RefusedError
 
+_TOO_LARGE = 1 << 63  # torch counts in 63 bits
+_MOST_DIMENSIONS = 1000
+
 
 class UnknownNameError(pickle.UnpicklingError):
     """Says that a pickle asks for a name that is not on the list."""
@@ -180,8 +183,10 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> _Storage:
         kind, storage_type, key, _, num_elements = pid
-        if kind != "storage" or type(num_elements) is not int or num_elements < 0:
-            raise pickle.UnpicklingError(f"{pid!r} is no storage")
+        is_count = type(num_elements) is int and 0 <= num_elements < _TOO_LARGE
+        # Whatever else it is, its text could be longer than memory: lists may share lists.
+        if kind != "storage" or not is_count or type(key) not in (str, int):
+            raise pickle.UnpicklingError("a storage has no plain name or no size")
         return _Storage(str(key), num_elements, storage_type.dtype)
 
 
@@ -283,7 +288,9 @@ def _tensor(
     shape, stride = tuple(shape), tuple(stride)
     numbers = (offset, *shape, *stride)
     if len(shape) != len(stride) or any(type(n) is not int or n < 0 for n in numbers):
-        raise pickle.UnpicklingError(f"no tensor has the layout {offset}, {shape}, {stride}")
+        raise pickle.UnpicklingError("no tensor has a layout that is no whole numbers from 0 on")
+    if max(numbers) >= _TOO_LARGE or len(shape) > _MOST_DIMENSIONS:
+        raise pickle.UnpicklingError("no tensor is that large")
     storage_bytes = storage.num_elements * (storage.dtype or torch.uint8).itemsize
     return Placed(storage.key, storage_bytes, dtype, offset * dtype.itemsize, shape, stride)
 
@@ -307,7 +314,7 @@ def _parameter(data: Placed, *_: Any) -> Placed:
 
 def _encode(text: str, encoding: str) -> bytes:
     if encoding != "latin1":
-        raise pickle.UnpicklingError(f"bytes are encoded as {encoding!r}")
+        raise pickle.UnpicklingError("bytes are encoded in another way than latin1")
     return text.encode("latin1")
 
 

@@ -11,11 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-import torch
-
-from residency._checkpoint._blocks import STORED_DTYPES
 from residency._checkpoint._disk._header import header_length, parse_header
 from residency._checkpoint._disk._manifest import Record, parse_json
+from residency._checkpoint._dtypes import DTYPES, HALF_BYTES
 from residency._checkpoint._sources._stored import (
     Source,
     Stored,
@@ -27,15 +25,6 @@ from residency._errors import CorruptSaveError, RefusedError
 
 INDEX_SUFFIX = ".safetensors.index.json"
 SUFFIX = ".safetensors"
-
-_HALF_BYTES = "F4"  # two of the format's elements are one of torch's float4_e2m1fn_x2
-# By its name in a header; more than a save of this library stores as such.
-DTYPES = {name: dtype for dtype, name in STORED_DTYPES.items()} | {
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    _HALF_BYTES: torch.float4_e2m1fn_x2,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +129,7 @@ def stored_at(path: Path, record: Record, start: int) -> Stored:
         raise RefusedError(
             f"{record.name!r} in {path} is {record.dtype}, for which torch has no dtype."
         )
-    if record.dtype == _HALF_BYTES:
+    if record.dtype == HALF_BYTES:
         if not shape or shape[-1] % 2:
             _corrupt(path, f"has {record.name!r} with half a byte in a row: {shape}", record.name)
         shape = (*shape[:-1], shape[-1] // 2)

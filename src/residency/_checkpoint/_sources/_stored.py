@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from residency._checkpoint._disk._manifest import FileRecord
+from residency._checkpoint._disk._read import Checksums
 from residency._errors import CorruptSaveError, RefusedError
 
 
@@ -88,7 +88,7 @@ class Source:
     tensors: Mapping[str, Sequence[Stored]]
     values: Any
     documents: Sequence[dict[str, Any]] = field(default=())
-    files: Mapping[Path, FileRecord] = field(default_factory=dict)
+    files: Mapping[Path, Checksums] = field(default_factory=dict)
 
     def close(self) -> None:
         """Lets go of mapped files. The source is empty afterwards."""
@@ -139,6 +139,8 @@ def check_cover(name: str, shards: Sequence[Stored], file: Path) -> None:
         CorruptSaveError: They leave a hole, overlap, lie outside, or differ in dtype.
     """
     whole = shards[0].whole_shape
+    if len(shards) == 1 and shards[0].shape == whole and not any(shards[0].offsets):
+        return
     for shard in shards:
         if shard.dtype != shards[0].dtype:
             problem = f"is {shards[0].dtype} in one shard and {shard.dtype} in another"

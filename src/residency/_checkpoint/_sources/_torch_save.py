@@ -37,6 +37,7 @@ from residency._errors import CorruptSaveError, RefusedError
 
 ZIP_MAGIC = b"PK\x03\x04"
 _LOCAL_HEADER_BYTES = 30
+_MOST_VISITS = 100_000
 _MAX_DEPTH = 200
 
 
@@ -152,8 +153,9 @@ class Items:
                         f"has {len(pickles)} pickles named data.pkl, not one", None, start
                     )
                 root = pickles[0].removesuffix("data.pkl")
-                self._check_kind(archive, root)
+                # Before anything is read: nothing in such a file is longer than it looks.
                 records = {info.filename: self._record(info, start, num_bytes) for info in infos}
+                self._check_kind(archive, root)
                 return _Archive(start, root, records, archive.read(pickles[0]))
         except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError, OSError) as error:
             raise CorruptSaveError(
@@ -209,8 +211,20 @@ def named_tensors(
         RefusedError: Two tensors would have one name, or the structure contains itself.
     """
     tensors: dict[str, Stored] = {}
+    lengths: dict[int, int] = {}
+    num_visits = 0
 
     def walk(value: Any, names: tuple[str, ...]) -> Any:
+        nonlocal num_visits
+        num_visits += 1
+        if isinstance(value, dict | list | tuple):
+            lengths[id(value)] = len(value)
+        # Lists that share lists would be walked through for ever.
+        if num_visits % _MOST_VISITS == 0 and num_visits > 4 * sum(lengths.values()):
+            raise RefusedError(
+                f"{path} has containers that stand in many places, as which more than "
+                f"{num_visits} values would be read."
+            )
         if len(names) > _MAX_DEPTH:
             raise RefusedError(f"{path} nests deeper than {_MAX_DEPTH} levels, or contains itself.")
         if isinstance(value, Placed | torch.Tensor):

@@ -10,6 +10,8 @@
 #pragma once
 
 #include <atomic>
+#include <deque>
+#include <exception>
 #include <functional>
 #include <mutex>
 #include <string>
@@ -45,6 +47,9 @@ struct Launch {
   double num_operations = 0;
 };
 
+// Whether work failed for an index that is out of bounds: what a kernel of CUDA's asserts.
+bool is_index_failure(const std::exception_ptr& failure);
+
 class Machine final : private MemorySource {
  public:
   static Machine& get();
@@ -74,9 +79,11 @@ class Machine final : private MemorySource {
   static StreamId current_stream();
   static StreamId exchange_stream(StreamId stream);
 
-  // work: kernels are launched (run now, or queued where that can be told), copies enqueued
+  // work: kernels are launched (run now, or queued where that can be told), copies enqueued. Only
+  // work that may wait outlives the call; the rest may refer to the caller's frame.
   template <class Work>
   void launch(Launch&& launch, Work&& work) {
+    if (is_broken_) raise_failure();
     if (!checks_races() && !has_clock() && is_alone()) return work();
     std::string line = line_of_python();
     std::unique_lock<std::mutex> guard = enter();
@@ -86,9 +93,10 @@ class Machine final : private MemorySource {
       guard.unlock();
       return work();
     }
+    if (!launch.may_wait) return run_now(std::move(guard), stream, std::ref(work));
     const Ticket ticket = streams_.submit(stream, std::forward<Work>(work));
     guard.unlock();
-    if (!launch.may_wait || runs_at_once()) run_until(ticket);
+    if (runs_at_once()) run_until(ticket);
   }
   void enqueue(Launch&& launch, std::function<void()> work, const void* pinned = nullptr);
   void observe(Launch&& launch);  // tells the checker and the clock of work that is not done
@@ -97,6 +105,12 @@ class Machine final : private MemorySource {
   void synchronize_stream(StreamId stream);
   void synchronize();
   bool is_stream_done(StreamId stream);
+
+  // [Note: failures] What work throws after the program has gone on, the device keeps, in order. It
+  // comes out where the program next waits for the device, or issues work that cannot wait; that
+  // work is not done then. In CUDA's place an index out of bounds ends the device for the process.
+  void fail(std::exception_ptr failure);
+  void recover();  // from a failure that ended the device
 
   // events
   void record(Event& event, StreamId stream);
@@ -152,6 +166,9 @@ class Machine final : private MemorySource {
 
   bool runs_at_once() const { return settings_.schedule == Schedule::kEager; }
   void run_until(Ticket ticket);
+  void run_now(std::unique_lock<std::mutex> guard, StreamId stream, std::function<void()> work);
+  void raise_failure();
+  bool has_failed();
   void run_all();
   bool run_one(Ticket ticket);
   bool advance(Ticket ticket);
@@ -180,6 +197,9 @@ class Machine final : private MemorySource {
   std::vector<std::pair<Ticket, Block*>> draining_;  // freed, but a recorded stream has yet to pass
   Python python_;
   std::atomic<void (*)()> before_synchronize_ = nullptr;
+  std::deque<std::exception_ptr> failures_;  // [Note: failures]
+  bool is_fatal_ = false;                    // the last of them ends the device
+  std::atomic<bool> is_broken_ = false;      // it has, and the program knows
 };
 
 }  // namespace sim

@@ -3,7 +3,9 @@
 #include <c10/util/Exception.h>
 
 #include <chrono>
+#include <memory>
 
+#include "face.h"
 #include "machine.h"
 
 namespace sim {
@@ -76,6 +78,7 @@ void Machine::synchronize() {
   auto guard = enter();
   guard.unlock();
   run_all();
+  raise_failure();
   guard.lock();
   if (checks_races()) checker_.synchronize_all();
   if (has_clock()) clock_.synchronize_all();
@@ -109,7 +112,7 @@ bool Machine::run_one(Ticket ticket) {
     task = streams_.take(ticket);
   }
   if (!task) return false;
-  // One that throws has been run, as a failed kernel has.
+  // One that throws has been run, as a failed kernel has. [Note: failures]
   struct Finished {
     ~Finished() {
       Guard guard(machine.lock_);
@@ -118,7 +121,11 @@ bool Machine::run_one(Ticket ticket) {
     Machine& machine;
     StreamId stream;
   } finished{*this, task->stream};
-  task->work();
+  try {
+    task->work();
+  } catch (...) {
+    fail(std::current_exception());
+  }
   return true;
 }
 
@@ -126,6 +133,36 @@ void Machine::run_until(Ticket ticket) {
   const Turn turn(*this);
   while (run_one(ticket)) {
   }
+}
+
+// Runs work that may refer to the caller's frame: when this returns it has run, or never will.
+void Machine::run_now(std::unique_lock<std::mutex> guard, StreamId stream,
+                      std::function<void()> work) {
+  struct Piece {
+    std::function<void()> work;
+    bool has_run = false;
+    std::exception_ptr error;
+  };
+  auto piece = std::make_shared<Piece>(Piece{std::move(work)});
+  const Ticket ticket = streams_.submit(stream, [this, piece] {
+    if (!piece->work || has_failed()) return;
+    piece->has_run = true;
+    try {
+      piece->work();
+    } catch (...) {
+      piece->error = std::current_exception();
+    }
+  });
+  guard.unlock();
+  {
+    const Turn turn(*this);
+    run_until(ticket);
+    piece->work = nullptr;
+  }
+  if (piece->error) std::rethrow_exception(piece->error);
+  if (piece->has_run) return;
+  raise_failure();
+  TORCH_INTERNAL_ASSERT(false, "work was issued by a kernel that it has to wait for");
 }
 
 void Machine::run_all() {
@@ -147,6 +184,77 @@ bool Machine::advance(Ticket ticket) {
   }
   Guard guard(lock_);
   return streams_.is_reached(ticket);
+}
+
+// --------------------------------------------------------------------------------------- failures
+
+namespace {
+
+std::string text_of(const std::exception_ptr& failure) {
+  try {
+    std::rethrow_exception(failure);
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+    return "";
+  }
+}
+
+}  // namespace
+
+bool is_index_failure(const std::exception_ptr& failure) {
+  try {
+    std::rethrow_exception(failure);
+  } catch (const c10::IndexError&) {
+    return true;
+  } catch (...) {
+  }
+  const std::string text = text_of(failure);
+  return text.find("out of bounds") != std::string::npos ||
+         text.find("out of range") != std::string::npos;
+}
+
+void Machine::fail(std::exception_ptr failure) {
+  const bool is_fatal = kIsCuda && is_index_failure(failure);
+  const std::string text = is_fatal ? text_of(failure) : "";
+  Guard guard(lock_);
+  if (is_fatal_) return;  // nothing that a dead device does counts
+  is_fatal_ = is_fatal;
+  if (is_fatal) {
+    constexpr int kAssert = 710;  // cudaErrorAssert
+    failure = std::make_exception_ptr(c10::AcceleratorError(
+        {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, kAssert,
+        "CUDA error: device-side assert triggered\nThe operation that failed was issued earlier: " +
+            text +
+            "\nNothing runs on this device any more; residency.sim.enable() begins anew.\n"));
+  }
+  failures_.push_back(std::move(failure));
+}
+
+bool Machine::has_failed() {
+  Guard guard(lock_);
+  return !failures_.empty();
+}
+
+void Machine::raise_failure() {
+  std::exception_ptr failure;
+  {
+    Guard guard(lock_);
+    if (failures_.empty()) return;
+    failure = failures_.front();
+    is_broken_ = is_fatal_ && failures_.size() == 1;
+    if (!is_broken_) failures_.pop_front();
+  }
+  std::rethrow_exception(failure);
+}
+
+void Machine::recover() {
+  Guard guard(lock_);
+  if (!is_broken_) return;
+  failures_.clear();
+  is_fatal_ = is_broken_ = false;
 }
 
 // Nothing is pending but what this very thread runs.
@@ -180,6 +288,7 @@ void Machine::check_races(StreamId stream, const char* name, std::string line,
 }
 
 void Machine::enqueue(Launch&& launch, std::function<void()> work, const void* pinned) {
+  if (is_broken_) raise_failure();
   std::string line = line_of_python();
   auto guard = enter();
   const StreamId stream = current_stream();
@@ -234,7 +343,9 @@ bool Machine::query(const Event& event) {
   auto guard = enter();
   if (!event.is_recorded) return true;
   guard.unlock();
-  if (!advance(event.ticket)) return false;
+  const bool is_reached = advance(event.ticket);
+  raise_failure();
+  if (!is_reached) return false;
   guard.lock();
   host_sees(event);
   return true;
@@ -245,6 +356,7 @@ void Machine::synchronize(const Event& event) {
   if (!event.is_recorded) return;
   guard.unlock();
   run_until(event.ticket);
+  raise_failure();
   guard.lock();
   host_sees(event);
 }

@@ -180,6 +180,15 @@ py::dict pinned_memory_stats() {
   return result;
 }
 
+void free_checked(uintptr_t number) {
+  auto* address = reinterpret_cast<void*>(number);
+  const bool is_ours = !address || Machine::get().with_allocator([&](CachingAllocator& allocator) {
+    return allocator.find(address) != nullptr;
+  });
+  TORCH_CHECK(is_ours, "invalid device pointer: ", address);
+  Machine::get().free(address);
+}
+
 }  // namespace
 }  // namespace sim
 
@@ -198,8 +207,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("allocate", [](size_t num_bytes) {  // on the current stream
     return reinterpret_cast<uintptr_t>(Machine::get().allocate(num_bytes));
   });
-  module.def("free",
-             [](uintptr_t address) { Machine::get().free(reinterpret_cast<void*>(address)); });
+  module.def("free", torch::wrap_pybind_function(&free_checked));
   module.def("resize_storage", [](const c10::Storage& storage, size_t num_bytes) {
     resize_storage(storage, num_bytes);
   });
@@ -210,6 +218,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   });
   module.def("configure", &configure, py::call_guard<py::gil_scoped_release>());
   module.def("is_in_bad_fork", &is_in_bad_fork);
+  module.def("recover", [] { Machine::get().recover(); });
   module.def("use_device", torch::wrap_pybind_function(&use_device));
   module.def("now_seconds", [] { return Machine::get().now_seconds(); });
   module.def("default_generator", [] { return default_generator(); });

@@ -9,18 +9,34 @@ namespace {
 
 constexpr int64_t kMostRows = 1024;  // above it the whole span counts as touched
 
+constexpr c10::DispatchKeySet kLazyKeys({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
+                                         c10::DispatchKey::ZeroTensor});
+
 void keep(void*) {}  // an alias does not own its bytes
 
 }  // namespace
 
-at::Tensor tensor_over(const c10::Storage& storage, const at::Tensor& like, c10::DispatchKey key) {
-  auto tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage),
-                                                         c10::DispatchKeySet(key), like.dtype());
+bool has_layout_of(const at::Tensor& tensor, const at::Tensor& like) {
+  return tensor.sizes() == like.sizes() && tensor.strides() == like.strides() &&
+         tensor.storage_offset() == like.storage_offset() &&
+         (tensor.key_set() & kLazyKeys) == (like.key_set() & kLazyKeys);
+}
+
+void take_layout_of(const at::Tensor& tensor, const at::Tensor& like) {
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
-  if (like.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
-  if (like.is_conj()) impl->_set_conj(true);
-  if (like.is_neg()) impl->_set_neg(true);
+  impl->_set_conj(like.is_conj());
+  impl->_set_neg(like.is_neg());
+}
+
+at::Tensor tensor_over(const c10::Storage& storage, const at::Tensor& like, c10::DispatchKey key) {
+  // Only a new tensor can stand for zeros: torch lets none become one.
+  const auto keys = c10::DispatchKeySet(key) | (like.key_set() & kLazyKeys);
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), keys, like.dtype());
+  take_layout_of(tensor, like);
+  if (like.unsafeGetTensorImpl()->is_wrapped_number()) {
+    tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
+  }
   return tensor;
 }
 

@@ -2,7 +2,6 @@
 // kernels have none: by torch's CPU flash kernel, and what that cannot do (dropout, values of
 // another width) by the plain formula with its matrices in host memory, as scratch. Grouped keys
 // and values are repeated for the flash kernel, which does not group.
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/SDPBackend.h>
 #include <ATen/TensorOperators.h>
@@ -22,6 +21,7 @@
 
 #include "registration.h"
 #include "torch_device.h"
+#include "torch_generator.h"
 
 namespace at::native {
 namespace {
@@ -61,10 +61,22 @@ namespace {
 
 using at::Tensor;
 
-bool has_flash_kernel(const Tensor& query, const Tensor& value, const std::optional<Tensor>& mask,
-                      double dropout) {
-  return dropout == 0.0 && query.size(-1) == value.size(-1) &&
-         (!mask || mask->dim() == 2 || mask->dim() == 4);
+// What torch checks before it takes the CPU's kernel, which does not look again: the numbers of one
+// position lie side by side, and a mask has a shape that the kernel can spread. Groups are repeated
+// for it.
+bool has_flash_kernel(const Tensor& query, const Tensor& key, const Tensor& value,
+                      const std::optional<Tensor>& mask, double dropout) {
+  const auto is_dense = [](const Tensor& tensor) { return tensor.stride(-1) == 1; };
+  const ::sdp::sdp_params asked{query,
+                                key,
+                                value,
+                                mask,
+                                dropout,
+                                /*is_causal=*/false,
+                                /*enable_gqa=*/true};
+  return dropout == 0.0 && query.size(-1) == key.size(-1) && query.size(-1) == value.size(-1) &&
+         is_dense(query) && is_dense(key) && is_dense(value) &&
+         ::sdp::check_attn_mask_shape(asked, /*debug=*/false);
 }
 
 // [batch, groups, length, width] -> [batch, heads, length, width]
@@ -169,6 +181,19 @@ std::vector<Tensor> read_by(const Inputs& in) {
   return read;
 }
 
+// The host's, as CUDA keeps them.
+Tensor as_tensor(Draw draw) {
+  Tensor tensor = at::empty({2}, at::kLong);
+  tensor.mutable_data_ptr<int64_t>()[0] = static_cast<int64_t>(draw.seed);
+  tensor.mutable_data_ptr<int64_t>()[1] = static_cast<int64_t>(draw.offset);
+  return tensor;
+}
+
+Draw as_draw(const Tensor& tensor) {
+  const auto* numbers = tensor.const_data_ptr<int64_t>();
+  return {static_cast<uint64_t>(numbers[0]), static_cast<uint64_t>(numbers[1])};
+}
+
 // ------------------------------------------------------------------------------------ for torch
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor>
@@ -178,16 +203,18 @@ attention(const Tensor& query, const Tensor& key, const Tensor& value,
   Tensor output, log_sum_exp;
   Tensor seed = at::empty({}, query.options().dtype(at::kLong));
   const Tensor offset = seed;
-  if (has_flash_kernel(query, value, bias, dropout)) {
+  if (has_flash_kernel(query, key, value, bias, dropout)) {
     const int64_t num_heads = query.size(1);
     std::tie(output, log_sum_exp) = at::_scaled_dot_product_flash_attention_for_cpu(
         query, repeat_groups(key, num_heads), repeat_groups(value, num_heads), dropout, is_causal,
         bias, scale);
   } else {
-    const at::Generator generator = inner_generator(default_generator());
-    // Backward draws the numbers again, from this state. It is the host's.
-    if (dropout > 0.0) seed = generator.get_state();
     const int64_t batch = query.size(0), num_heads = query.size(1), length = query.size(2);
+    const bool drops = dropout > 0.0;
+    const int64_t num_drawn = drops ? batch * num_heads * length * key.size(2) : 0;
+    const Draw draw = drops ? reserve(default_generator(), num_drawn) : Draw{};
+    const at::Generator generator = numbers_at(draw);
+    if (drops) seed = as_tensor(draw);  // backward draws the numbers again
     output = at::empty({batch, num_heads, length, value.size(3)}, query.options());
     log_sum_exp = at::empty({batch, num_heads, length}, query.options().dtype(at::kFloat));
     const Inputs in{query, key, value, bias, dropout, is_causal, scale};
@@ -206,7 +233,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor&, const Tensor&, c10::SymInt, c10::SymInt, double dropout, bool is_causal,
     const Tensor& seed, const Tensor&, std::optional<double> scale) {
   auto mask = bias.defined() ? std::optional<Tensor>(bias) : std::nullopt;
-  if (has_flash_kernel(query, value, mask, dropout)) {
+  if (has_flash_kernel(query, key, value, mask, dropout)) {
     const int64_t num_heads = query.size(1);
     auto [query_gradient, key_gradient, value_gradient] =
         at::_scaled_dot_product_flash_attention_for_cpu_backward(
@@ -215,8 +242,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     return {query_gradient, sum_groups(key_gradient, key), sum_groups(value_gradient, value),
             Tensor()};
   }
-  at::Generator generator = at::detail::createCPUGenerator();
-  if (dropout > 0.0) generator.set_state(seed);
+  const at::Generator generator = numbers_at(dropout > 0.0 ? as_draw(seed) : Draw{});
   Tensor query_gradient = at::empty_like(query);
   Tensor key_gradient = at::empty_like(key);
   Tensor value_gradient = at::empty_like(value);

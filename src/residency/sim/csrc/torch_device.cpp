@@ -1,8 +1,7 @@
 // Registers the simulated machine with torch as a device: allocators, the device guard (streams and
-// events), random generators and the accelerator hooks.
+// events) and the accelerator hooks.
 #include "torch_device.h"
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -15,9 +14,15 @@
 #include <cstring>
 
 #include "fork.h"
+#include "torch_generator.h"
 
 namespace sim {
 namespace {
+
+void check_index(c10::DeviceIndex index) {
+  TORCH_CHECK(index <= 0, "Invalid device argument ", static_cast<int>(index),
+              ": there is one simulated accelerator, ", kDeviceLabel);
+}
 
 // ------------------------------------------------------------------------------------- allocators
 
@@ -40,7 +45,8 @@ struct TorchAllocator final : c10::DeviceAllocator {
   void recordStream(const at::DataPtr& pointer, c10::Stream stream) override {
     Machine::get().record_stream(pointer.get(), stream.id());
   }
-  DeviceStats getDeviceStats(c10::DeviceIndex) override {
+  DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+    check_index(device);
     return Machine::get().with_allocator([](CachingAllocator& allocator) {
       DeviceStats stats = allocator.stats();
       stats.max_split_size =
@@ -49,7 +55,8 @@ struct TorchAllocator final : c10::DeviceAllocator {
       return stats;
     });
   }
-  void resetAccumulatedStats(c10::DeviceIndex) override {
+  void resetAccumulatedStats(c10::DeviceIndex device) override {
+    check_index(device);
     Machine::get().with_allocator([](CachingAllocator& allocator) {
       DeviceStats& stats = allocator.stats();
       for_each_stat(allocator, [](auto& stat) { stat.reset_accumulated(); });
@@ -57,12 +64,14 @@ struct TorchAllocator final : c10::DeviceAllocator {
       stats.num_device_alloc = stats.num_device_free = 0;
     });
   }
-  void resetPeakStats(c10::DeviceIndex) override {
+  void resetPeakStats(c10::DeviceIndex device) override {
+    check_index(device);
     Machine::get().with_allocator([](CachingAllocator& allocator) {
       for_each_stat(allocator, [](auto& stat) { stat.reset_peak(); });
     });
   }
-  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
+    check_index(device);
     return Machine::get().free_and_total_bytes();
   }
 
@@ -187,35 +196,6 @@ struct TorchGuard final : c10::impl::DeviceGuardImplInterface {
   }
 };
 
-// ------------------------------------------------------------------------------ random generators
-
-// The device's random numbers are the CPU's: the kernels are CPU kernels, and get this inner
-// generator.
-struct TorchGenerator final : c10::GeneratorImpl {
-  explicit TorchGenerator(at::Generator inner_generator)
-      : c10::GeneratorImpl(kDevice, c10::DispatchKeySet(kSimKey)),
-        inner(std::move(inner_generator)) {}
-
-  void set_current_seed(uint64_t seed) override { inner.set_current_seed(seed); }
-  uint64_t current_seed() const override { return inner.current_seed(); }
-  uint64_t seed() override { return inner.seed(); }
-  void set_offset(uint64_t) override {}  // a counter of CUDA's Philox generator; this one has none
-  uint64_t get_offset() const override { return 0; }
-  void set_state(const c10::TensorImpl& state) override {
-    inner.unsafeGetGeneratorImpl()->set_state(state);
-  }
-  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    return inner.unsafeGetGeneratorImpl()->get_state();
-  }
-  TorchGenerator* clone_impl() const override { return new TorchGenerator(inner.clone()); }
-
-  at::Generator inner;
-};
-
-at::Generator new_generator() {
-  return at::make_generator<TorchGenerator>(at::detail::createCPUGenerator());
-}
-
 // ------------------------------------------------------------------------------------------ hooks
 
 template <class Interface>
@@ -308,15 +288,6 @@ void install_timer() {}
 }  // namespace
 
 c10::Allocator* device_allocator() { return &device_allocator_instance; }
-
-const at::Generator& default_generator() {
-  static auto* generator = new at::Generator(new_generator());
-  return *generator;
-}
-
-at::Generator inner_generator(const at::Generator& generator) {
-  return static_cast<TorchGenerator*>(generator.unsafeGetGeneratorImpl())->inner;
-}
 
 void copy_on_device(void* to, const void* from, size_t num_bytes) {
   Machine& machine = Machine::get();

@@ -28,14 +28,18 @@ inline bool is_sim(const at::Tensor& tensor) {
 void register_device();
 c10::Allocator* device_allocator();
 const at::Generator& default_generator();
-at::Generator inner_generator(const at::Generator& generator);
 void copy_on_device(void* to, const void* from, size_t num_bytes);
 void resize_storage(const c10::Storage& storage, size_t num_bytes);
 void resize(const at::Tensor& tensor, c10::IntArrayRef size,
             std::optional<c10::MemoryFormat> format);
 
-// Makes a tensor over `storage` with the sizes, strides and flags of `like`.
+// Makes a tensor over `storage` with the layout of `like`.
 at::Tensor tensor_over(const c10::Storage& storage, const at::Tensor& like, c10::DispatchKey key);
+
+// A tensor's layout: all that a kernel chooses for a result beside its bytes, that is its sizes,
+// strides and offset, and whether it stands for their conjugates, their negatives, or for zeros.
+bool has_layout_of(const at::Tensor& tensor, const at::Tensor& like);
+void take_layout_of(const at::Tensor& tensor, const at::Tensor& like);
 
 // CPU tensors over the bytes of simulated ones (in dry mode: meta tensors, which have none).
 // Tensors that share a storage get aliases that share one, so that kernels see overlaps. An alias

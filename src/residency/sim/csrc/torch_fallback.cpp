@@ -3,17 +3,23 @@
 // CUDA would allocate on the device before the kernel runs (the outputs) are allocated on this one.
 //
 // at::native::cpu_fallback is not used: it copies every operand and cannot write through views.
+#include <ATen/ops/copy_native.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/util/SmallVector.h>
 #include <c10/util/irange.h>
 
 #include <mutex>
 #include <unordered_map>
-#include <unordered_set>
 
 #include "fork.h"
 #include "registration.h"
 #include "torch_device.h"
+#include "torch_dry.h"
+#include "torch_generator.h"
+#include "torch_plan.h"
 #include "torch_scratch.h"
+#include "torch_substitutes.h"
+#include "torch_values.h"
 
 namespace sim {
 namespace {
@@ -24,134 +30,51 @@ using torch::jit::Stack;
 
 constexpr size_t kMostCheckedShapes = 10000;
 
-using Arguments = c10::SmallVector<IValue, 8>;  // most operations take fewer: no allocation
+void widen_statistics(Stack* stack) {
+  for (IValue* result = &stack->back(); result != &stack->back() - 2; result--) {
+    const Tensor& statistics = result->toTensor();
+    if (c10::isReducedFloatingType(statistics.scalar_type())) *result = statistics.to(c10::kFloat);
+  }
+}
 
-// What a schema says, read once.
-struct Plan {
-  struct Argument {
-    bool writes = false;
-    bool is_viewed = false;  // the result aliases it and no byte of it is read
-    bool is_generator = false;
+// The CPU's kernel takes float32 statistics beside float32 parameters alone.
+void narrow_statistics(Stack* stack, const c10::FunctionSchema& schema) {
+  IValue* arguments = &*(stack->end() - static_cast<std::ptrdiff_t>(schema.arguments().size()));
+  auto at = [&](const char* name) -> IValue* {
+    const auto index = schema.argumentIndexWithName(name);
+    return index && !arguments[*index].isNone() ? &arguments[*index] : nullptr;
   };
-  std::string name;
-  std::vector<Argument> arguments;
-  std::vector<int> returned_argument;  // which argument a result is, or -1
-  bool may_wait = false;
-  bool is_list_kernel = false;
-  bool accepts_host_tensors = false;
-  OperationCounter count_operations = nullptr;
-  ScratchRule scratch;
-  // The *_overrideable convolutions have no CPU kernel; the operations they stand for have.
-  enum class Kernel { kOwn, kConvolution, kConvolutionBackward } kernel = Kernel::kOwn;
-};
-
-// As on CUDA, these take host tensors beside device ones.
-const std::unordered_set<std::string>& operations_with_host_tensors() {
-  static const std::unordered_set<std::string> names{
-      "aten::index.Tensor",
-      "aten::index.Tensor_out",
-      "aten::index_put_",
-      "aten::index_put",
-      "aten::_index_put_impl_",
-      "aten::is_set_to",
-      "aten::repeat_interleave.Tensor",
-  };
-  return names;
-}
-
-int argument_returned(const c10::FunctionSchema& schema, const c10::Argument& result) {
-  const c10::AliasInfo* wanted = result.alias_info();
-  if (!wanted || !wanted->isWrite()) return -1;
-  for (const auto i : c10::irange(schema.arguments().size())) {
-    const c10::AliasInfo* info = schema.arguments()[i].alias_info();
-    if (info && info->beforeSet() == wanted->beforeSet()) return static_cast<int>(i);
+  const auto type = at("input")->toTensor().scalar_type();
+  if (!c10::isReducedFloatingType(type)) return;
+  for (const char* name : {"weight", "bias", "running_mean", "running_var"}) {
+    const IValue* parameter = at(name);
+    if (parameter && parameter->toTensor().scalar_type() == c10::kFloat) return;
   }
-  return -1;
-}
-
-Plan make_plan(const c10::FunctionSchema& schema) {
-  Plan plan;
-  plan.name = schema.name();
-  if (!schema.overload_name().empty()) plan.name += "." + schema.overload_name();
-  plan.accepts_host_tensors = operations_with_host_tensors().count(plan.name) > 0;
-  plan.is_list_kernel = plan.name.find("_foreach_") != std::string::npos ||
-                        plan.name.find("_fused_") != std::string::npos;
-  plan.count_operations = operation_counter(plan.name);
-  plan.scratch = scratch_rule(schema);
-  if (plan.name == "aten::convolution_overrideable") plan.kernel = Plan::Kernel::kConvolution;
-  if (plan.name == "aten::convolution_backward_overrideable") {
-    plan.kernel = Plan::Kernel::kConvolutionBackward;
+  for (const char* name : {"mean", "rstd", "save_mean", "save_invstd"}) {
+    IValue* statistics = at(name);
+    if (statistics) *statistics = statistics->toTensor().to(type);
   }
-  bool writes_any = false;
-  bool is_random = false;
-  for (const c10::Argument& argument : schema.arguments()) {
-    const c10::AliasInfo* info = argument.alias_info();
-    Plan::Argument entry;
-    entry.writes = info && info->isWrite();
-    entry.is_viewed = info && !info->isWrite();
-    entry.is_generator = argument.type()->str() == "Generator?";
-    writes_any |= entry.writes;
-    is_random |= entry.is_generator;
-    plan.arguments.push_back(entry);
-  }
-  bool makes_tensors = false;
-  for (const c10::Argument& result : schema.returns()) {
-    plan.returned_argument.push_back(argument_returned(schema, result));
-    makes_tensors |= plan.returned_argument.back() < 0;
-  }
-  // Random kernels run in the order of the program, as CUDA reserves their numbers at the launch.
-  plan.may_wait = writes_any && !makes_tensors && !is_random;
-  return plan;
-}
-
-const Plan& plan_of(const c10::OperatorHandle& op) {
-  thread_local std::unordered_map<const c10::FunctionSchema*, Plan> plans;
-  auto found = plans.find(&op.schema());
-  if (found == plans.end()) found = plans.emplace(&op.schema(), make_plan(op.schema())).first;
-  return found->second;
-}
-
-template <class Visit>
-void visit_tensors(const IValue& value, Visit visit) {
-  if (value.isTensor()) {
-    visit(value.toTensor());
-  } else if (value.isTensorList() || value.isOptionalTensorList()) {
-    for (const IValue& item : value.toListRef()) {
-      if (item.isTensor()) visit(item.toTensor());
-    }
-  }
-}
-
-template <class Replace>
-IValue replace_tensors(const IValue& value, Replace replace) {
-  if (value.isTensor()) return replace(value.toTensor());
-  if (value.isTensorList()) {
-    c10::List<Tensor> list;
-    list.reserve(value.toListRef().size());
-    for (const IValue& item : value.toListRef()) list.push_back(replace(item.toTensor()));
-    return list;
-  }
-  if (value.isOptionalTensorList()) {
-    c10::List<std::optional<Tensor>> list;
-    for (const std::optional<Tensor>& tensor : value.toOptionalTensorList()) {
-      list.push_back(tensor ? std::optional<Tensor>(replace(*tensor)) : std::nullopt);
-    }
-    return list;
-  }
-  return value;
 }
 
 void call_kernel(const c10::OperatorHandle& op, Plan::Kernel kernel, c10::DispatchKey key,
                  const Arguments& arguments, Stack* stack) {
   as_device_work([&] {
-    if (kernel == Plan::Kernel::kOwn) {
+    const bool is_norm = kernel == Plan::Kernel::kNorm || kernel == Plan::Kernel::kNormBackward;
+    if (kernel == Plan::Kernel::kOwn || is_norm) {
       stack->insert(stack->end(), arguments.begin(), arguments.end());
+      const bool is_host = key == c10::DispatchKey::CPU;
+      if (is_host && kernel == Plan::Kernel::kNormBackward) {
+        narrow_statistics(stack, op.schema());
+      }
       op.redispatchBoxed(c10::DispatchKeySet(key), stack);
+      if (is_host && kernel == Plan::Kernel::kNorm) widen_statistics(stack);
     } else if (kernel == Plan::Kernel::kConvolution) {
       static const auto convolution =
           c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", "");
       stack->insert(stack->end(), arguments.begin(), arguments.end());
       convolution.callBoxed(stack);
+    } else if (kernel == Plan::Kernel::kSubstitute) {
+      call_substitute(op, key, arguments.data(), arguments.size(), stack);
     } else {
       static const auto backward =
           c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution_backward", "");
@@ -164,6 +87,18 @@ void call_kernel(const c10::OperatorHandle& op, Plan::Kernel kernel, c10::Dispat
   });
 }
 
+// A kernel that runs after its call. Whoever reads what it wrote knows the layout of then.
+void call_late(const c10::OperatorHandle& op, const Plan& plan, c10::DispatchKey key,
+               const Arguments& arguments, const std::vector<std::pair<Tensor, Tensor>>& written,
+               Stack* results) {
+  call_kernel(op, plan.kernel, key, arguments, results);
+  for (const auto& [alias, home] : written) {
+    if (alias.storage().data() == home.storage().data() && has_layout_of(alias, home)) continue;
+    as_device_work(
+        [&, from = alias, to = home]() mutable { at::native::copy_(to, from.clone(), false); });
+  }
+}
+
 class Call {
  public:
   Call(const c10::OperatorHandle& op, Stack* stack)
@@ -171,21 +106,33 @@ class Call {
     const auto first = stack->end() - static_cast<std::ptrdiff_t>(plan_.arguments.size());
     arguments_.assign(std::make_move_iterator(first), std::make_move_iterator(stack->end()));
     stack->erase(first, stack->end());
+    num_below_ = stack->size();
   }
 
   void run() {
     use_device();
     check_devices();
+    if (plan_.scratch.kind == ScratchRule::Kind::kProduct) {
+      check_product(op_.schema(), arguments_.data(), arguments_.size());
+    }
     aliased_ = alias_arguments(aliases_);
     if (can_be_queued()) return queue();
     auto work = [&] { call_kernel(op_, plan_.kernel, aliases_.key(), aliased_, stack_); };
     if (is_dry()) {
       machine_.observe(make_launch(false));
-      work();  // meta kernels may be Python: no lock of ours is held around them
+      run_dry();  // meta kernels may be Python: no lock of ours is held around them
     } else {
-      machine_.launch(make_launch(false), work);
+      std::exception_ptr error;
+      machine_.launch(make_launch(false), [&] {
+        try {
+          work();
+        } catch (...) {
+          error = std::current_exception();
+        }
+      });
+      if (error) return fail(error);
     }
-    resize_outputs();
+    carry_back();
     adopt_results();
     take_scratch();
   }
@@ -215,12 +162,26 @@ class Call {
       return c10::Device(to_meta ? c10::kMeta : c10::kCPU);
     }
     if (argument.is_generator) {
-      return inner_generator(value.isNone() ? default_generator() : value.toGenerator());
+      const Draw draw = draw_from(value.isNone() ? default_generator() : value.toGenerator());
+      return to_meta ? IValue() : IValue(numbers_at(draw));  // many meta kernels refuse one
     }
     return replace_tensors(value, [&](const Tensor& tensor) -> Tensor {
       if (is_sim(tensor)) return aliases.of(tensor);
       return to_meta && tensor.defined() && tensor.dim() > 0 ? tensor.to(c10::kMeta) : tensor;
     });
+  }
+
+  // The numbers are taken once, however often the arguments get aliases.
+  Draw draw_from(const at::Generator& generator) const {
+    if (draw_) return *draw_;
+    int64_t numel = 0;
+    for (const IValue& argument : arguments_) {
+      visit_tensors(argument, [&](const Tensor& tensor) {
+        if (tensor.defined()) numel = std::max(numel, tensor.numel());
+      });
+    }
+    draw_ = reserve(generator, numel);
+    return *draw_;
   }
 
   Arguments alias_arguments(Aliases& aliases) {
@@ -247,14 +208,33 @@ class Call {
     return launch;
   }
 
+  void run_dry() {
+    Stack results;
+    sim::run_dry({plan_.name, op_.schema(), arguments_, aliased_, results,
+                  [this](c10::DispatchKey key, const Arguments& arguments, Stack& found) {
+                    call_kernel(op_, plan_.kernel, key, arguments, &found);
+                  }});
+    stack_->insert(stack_->end(), results.begin(), results.end());
+    reading_ = reading_after(plan_.name, arguments_);
+    for (const auto i : c10::irange(arguments_.size())) {
+      if (!plan_.arguments[i].writes) continue;
+      const Reading reading = arguments_[i].isTensor() ? reading_ : Reading::kUnknown;
+      visit_tensors(arguments_[i], [&](const Tensor& tensor) {
+        if (tensor.defined()) note_reading(tensor.storage(), reading);
+      });
+    }
+  }
+
   // ------------------------------------------------------------------------------ running it later
 
   // A kernel can be late only where lateness can be told, and if all that it writes exists already.
   // Its meta kernel makes the checks of a launch and finds the sizes of `out=` tensors; since many
   // are slow Python, a call is checked once for its shapes. The list kernels skip that: they never
   // resize.
-  bool can_be_queued() {
-    if (!plan_.may_wait || is_dry() || machine_.is_alone()) return false;
+  bool can_be_queued() { return !is_dry() && !machine_.is_alone() && can_be_late(); }
+
+  bool can_be_late() {
+    if (!plan_.may_wait) return false;
     for (const auto i : c10::irange(arguments_.size())) {
       bool writes_host = false;
       visit_tensors(arguments_[i],
@@ -324,16 +304,60 @@ class Call {
         return copy;
       });
     }
-    const auto key = aliases_.key();
+    std::vector<std::pair<Tensor, Tensor>> written;  // what the kernel gets, and where it belongs
+    for (const auto i : c10::irange(aliased_.size())) {
+      if (!plan_.arguments[i].writes || !aliased_[i].isTensor()) continue;
+      const Tensor& alias = aliased_[i].toTensor();
+      written.emplace_back(alias, tensor_over(alias.storage(), alias, aliases_.key()));
+    }
     machine_.launch(make_launch(true),
-                    [op = op_, kernel = plan_.kernel, key, aliased = std::move(aliased_)] {
+                    [op = op_, &plan = plan_, key = aliases_.key(), aliased = std::move(aliased_),
+                     written = std::move(written)] {
                       Stack results;
-                      call_kernel(op, kernel, key, aliased, &results);
+                      call_late(op, plan, key, aliased, written, &results);
                     });
+    return_written();
+    take_scratch();
+  }
+
+  void return_written() {
     for (const int argument : plan_.returned_argument) {
       stack_->push_back(arguments_[static_cast<size_t>(argument)]);
     }
-    take_scratch();
+  }
+
+  // An index out of bounds is found by the device, after the call, wherever the kernel ran.
+  // [Note: failures]
+  void fail(const std::exception_ptr& error) {
+    stack_->resize(num_below_);
+    if (!is_index_failure(error)) std::rethrow_exception(error);
+    const bool is_late = can_be_late();
+    const auto results = is_late ? std::nullopt : poisoned_results();
+    if (!is_late && !results) std::rethrow_exception(error);
+    machine_.fail(error);
+    if (is_late) return return_written();
+    stack_->insert(stack_->end(), results->begin(), results->end());
+  }
+
+  // What the kernel would have made, but for its bytes; nothing where the call itself is wrong.
+  std::optional<Stack> poisoned_results() {
+    for (const Plan::Argument& argument : plan_.arguments) {
+      if (argument.writes) return std::nullopt;
+    }
+    Aliases shapes(/*dry=*/true);
+    Stack results;
+    try {
+      call_kernel(op_, plan_.kernel, shapes.key(), alias_arguments(shapes), &results);
+    } catch (const std::exception&) {
+      return std::nullopt;
+    }
+    for (IValue& result : results) {
+      result = replace_tensors(result, [](const Tensor& shape) -> Tensor {
+        if (!shape.defined()) return shape;
+        return at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(kDevice));
+      });
+    }
+    return results;
   }
 
   void take_scratch() {
@@ -343,24 +367,19 @@ class Call {
 
   // --------------------------------------------------------------------------------- its results
 
-  // A kernel resizes `out=` tensors by resizing the alias, whose bytes are then the host's.
-  void resize_outputs() {
+  // What a kernel writes it may give another layout, more bytes (a resized `out=`) or a storage of
+  // its own (a result that is a view of a larger buffer): its alias is the host's then.
+  void carry_back() {
     for (const auto i : c10::irange(arguments_.size())) {
       if (!plan_.arguments[i].writes || !arguments_[i].isTensor()) continue;
       const Tensor& tensor = arguments_[i].toTensor();
       if (!is_sim(tensor)) continue;
       const Tensor& alias = aliased_[i].toTensor();
-      const bool has_moved = !is_dry() && alias.storage().data() != tensor.storage().data();
-      if (!has_moved && alias.sizes() == tensor.sizes() && alias.strides() == tensor.strides())
-        continue;
-      resize(tensor, alias.sizes(), std::nullopt);
-      tensor.unsafeGetTensorImpl()->set_sizes_and_strides(alias.sizes(), alias.strides(),
-                                                          alias.storage_offset());
-      const size_t num_bytes = std::min(alias.storage().nbytes(), tensor.storage().nbytes());
-      if (has_moved && num_bytes) {
-        copy_on_device(tensor.storage().mutable_data(), alias.storage().data(), num_bytes);
-        machine_.run_current_stream();
+      const c10::Storage storage = on_device(alias.storage());
+      if (!storage.is_alias_of(tensor.storage())) {
+        tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
       }
+      if (!has_layout_of(tensor, alias)) take_layout_of(tensor, alias);
     }
   }
 
@@ -377,38 +396,54 @@ class Call {
     }
   }
 
-  // Gives a kernel's result to the device: as a view of an operand if it is one, else in a block of
-  // its own.
+  // Gives a kernel's result to the device.
   Tensor adopt(const Tensor& result) {
     if (!result.defined() || result.device().type() != (is_dry() ? c10::kMeta : c10::kCPU))
       return result;
-    c10::StorageImpl* storage = result.storage().unsafeGetStorageImpl();
+    return tensor_over(on_device(result.storage()), result, kSimKey);
+  }
+
+  // The device's storage for one of a kernel's: an operand's if it is behind an alias, else one of
+  // its own.
+  c10::Storage on_device(const c10::Storage& host) {
+    c10::StorageImpl* storage = host.unsafeGetStorageImpl();
     if (const Tensor* original = aliases_.original(storage)) {
-      return tensor_over(original->storage(), result, kSimKey);
+      const c10::Storage& ours = original->storage();
+      if (host.nbytes() > ours.nbytes()) resize_storage(ours, host.nbytes());
+      if (!is_dry() && host.data() != ours.data()) bring(host, ours);
+      return ours;
     }
     for (const auto& [from, to] : adopted_) {
-      if (from == storage) return tensor_over(to, result, kSimKey);
+      if (from == storage) return to;
     }
-    at::DataPtr block = device_allocator()->allocate(storage->nbytes());
-    if (storage->nbytes() && !is_dry()) {
-      copy_on_device(block.get(), storage->data(), storage->nbytes());
-      if (!machine_.is_alone())
-        machine_.run_current_stream();  // the host's copy dies with this call
-    }
-    c10::Storage ours(c10::Storage::use_byte_size_t(), storage->nbytes(), std::move(block),
+    const bool has_bytes = is_dry() || host.data();  // those of zeros that nobody wrote have none
+    at::DataPtr block(nullptr, kDevice);
+    if (has_bytes) block = device_allocator()->allocate(host.nbytes());
+    c10::Storage ours(c10::Storage::use_byte_size_t(), host.nbytes(), std::move(block),
                       device_allocator(), /*resizable=*/true);
+    if (!is_dry()) bring(host, ours);
     adopted_.emplace_back(storage, ours);
-    return tensor_over(ours, result, kSimKey);
+    if (reading_ != Reading::kUnknown) note_reading(ours, reading_);
+    return ours;
+  }
+
+  void bring(const c10::Storage& host, const c10::Storage& ours) {
+    if (!host.nbytes() || !host.data()) return;
+    copy_on_device(ours.mutable_data(), host.data(), host.nbytes());
+    if (!machine_.is_alone()) machine_.run_current_stream();  // the host's copy dies with this call
   }
 
   Machine& machine_ = Machine::get();
   c10::OperatorHandle op_;
   const Plan& plan_;
   Stack* stack_;
+  size_t num_below_;  // entries of the stack that are not this call's
   Aliases aliases_;
   Arguments arguments_;
   Arguments aliased_;
   std::vector<std::pair<c10::StorageImpl*, c10::Storage>> adopted_;
+  Reading reading_ = Reading::kUnknown;  // of what it wrote, in dry mode
+  mutable std::optional<Draw> draw_;     // what a random operation has reserved
 };
 
 void fallback(const c10::OperatorHandle& op, Stack* stack) { Call(op, stack).run(); }
@@ -426,7 +461,7 @@ RESIDENCY_KERNELS(aten, RESIDENCY_SIM_KEY, library) {
        {"convolution_overrideable", "convolution_backward_overrideable", "silu_backward",
         "mish_backward", "native_channel_shuffle", "native_layer_norm", "native_group_norm",
         "_stack", "addr", "addr.out", "any.dims", "any.dims_out", "all.dims", "all.dims_out",
-        "linalg__powsum", "mse_loss", "smooth_l1_loss"}) {
+        "linalg__powsum", "mse_loss", "smooth_l1_loss", "mode.values"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
   if (!kIsCuda) return;

@@ -1,6 +1,7 @@
 // The operations that cannot go through the fallback: making tensors, viewing them, copying between
 // host and device, and reading a scalar.
 #include <ATen/EmptyTensor.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_local_scalar_dense_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
@@ -13,6 +14,7 @@
 #include "fork.h"
 #include "registration.h"
 #include "torch_device.h"
+#include "torch_dry.h"
 
 namespace sim {
 namespace {
@@ -43,6 +45,16 @@ Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
   check_placement(device, pinned);
   return at::detail::empty_strided_generic(size, stride, device_allocator(), kDeviceKeys,
                                            c10::dtype_or_default(dtype));
+}
+
+// Zeros without bytes, as autograd makes for a derivative that is none.
+Tensor efficient_zeros(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
+                       std::optional<c10::Layout>, std::optional<c10::Device> device,
+                       std::optional<bool> pinned) {
+  check_placement(device, pinned);
+  static at::native::ZeroTensorAllocator allocator(kDevice);
+  return at::detail::empty_generic(size, &allocator, kDeviceKeys.add(c10::DispatchKey::ZeroTensor),
+                                   c10::dtype_or_default(dtype), std::nullopt);
 }
 
 // ---------------------------------------------------------------------------------------- copying
@@ -133,12 +145,14 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
 
 Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
   TORCH_CHECK(from.defined(), "src is undefined");
+  TORCH_CHECK(!to._is_zerotensor(), "ZeroTensors are immutable; clone the tensor first");
+  if (from._is_zerotensor()) return to.zero_();
   if (!to.is_same(from)) copy_from(from, to, non_blocking);
   return to;
 }
 
 Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
-  resize(to, from.sizes(), std::nullopt);
+  sim::resize(to, from.sizes(), std::nullopt);
   return copy_from(from, to, false);
 }
 
@@ -147,8 +161,11 @@ c10::Scalar local_scalar(const Tensor& tensor) {
   Machine& machine = Machine::get();
   if (machine.settings().dry) {  // a placeholder: no kernel has computed anything
     machine.synchronize_stream(Machine::current_stream());
-    if (tensor.scalar_type() == at::kBool) return false;
-    return c10::isIntegralType(tensor.scalar_type(), false) ? c10::Scalar(1) : c10::Scalar(1.0);
+    const Reading reading = dry_reading(tensor);  // [Note: readings]
+    if (tensor.scalar_type() == at::kBool) return reading == Reading::kTrue;
+    const int value = reading == Reading::kZero ? 0 : 1;
+    const bool is_whole = c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/false);
+    return is_whole ? c10::Scalar(value) : c10::Scalar(static_cast<double>(value));
   }
   Aliases aliases(false);
   Tensor alias = aliases.of(tensor);
@@ -164,7 +181,7 @@ c10::Scalar local_scalar(const Tensor& tensor) {
 
 const Tensor& resize_(const Tensor& tensor, c10::SymIntArrayRef size,
                       std::optional<c10::MemoryFormat> format) {
-  resize(tensor, C10_AS_INTARRAYREF_SLOW(size), format);
+  sim::resize(tensor, C10_AS_INTARRAYREF_SLOW(size), format);
   return tensor;
 }
 
@@ -222,6 +239,7 @@ void record_stream(Tensor& tensor, c10::Stream stream) {
 RESIDENCY_KERNELS(aten, RESIDENCY_SIM_KEY, library) {
   library.impl("empty.memory_format", empty);
   library.impl("empty_strided", empty_strided);
+  library.impl("_efficientzerotensor", efficient_zeros);
   library.impl("_copy_from", copy_from);
   library.impl("_copy_from_and_resize", copy_from_and_resize);
   library.impl("_local_scalar_dense", local_scalar);
@@ -239,12 +257,17 @@ RESIDENCY_KERNELS(aten, RESIDENCY_SIM_KEY, library) {
   if (kIsCuda) library.impl("copy_", copy_);
 }
 
-// A copy reads lazy conjugates and negatives itself. Torch would resolve them first, by a copy.
-RESIDENCY_KERNELS(aten, Conjugate, library) {
+// A copy reads lazy conjugates and negatives itself, and a record of a stream reads no byte. Torch
+// would resolve them first, by a copy; and having done so for an operation that returns nothing, it
+// writes to the place of a result, outside the stack.
+void add_readers_of_lazy_bits(torch::Library& library) {
   library.impl("_copy_from", torch::CppFunction::makeFallthrough());
+  library.impl("record_stream", torch::CppFunction::makeFallthrough());
 }
-RESIDENCY_KERNELS(aten, Negative, library) {
-  library.impl("_copy_from", torch::CppFunction::makeFallthrough());
+RESIDENCY_KERNELS(aten, Conjugate, library) { add_readers_of_lazy_bits(library); }
+RESIDENCY_KERNELS(aten, Negative, library) { add_readers_of_lazy_bits(library); }
+RESIDENCY_KERNELS(aten, ZeroTensor, library) {
+  library.impl("record_stream", torch::CppFunction::makeFallthrough());
 }
 
 }  // namespace sim

@@ -1,0 +1,37 @@
+"""Which saves of a directory stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from residency._errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """The rule by which saves stay; the newest one always does.
+
+    Attributes:
+        newest: How many of the newest stay; None for all, or, with ``best``, for one.
+        best: How many stay for their metric, besides.
+        metric: The metric's name. A save without it, or with NaN, is none of the best.
+        greatest: Whether a greater metric is a better one.
+    """
+
+    newest: int | None = None
+    best: int = 0
+    metric: str | None = None
+    greatest: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgumentError for counts that mean nothing."""
+        if self.newest is not None and self.newest < 1:
+            raise InvalidArgumentError(
+                f"newest is {self.newest}; the newest save always stays, so expected at least 1."
+            )
+        if self.best < 0:
+            raise InvalidArgumentError(f"best is {self.best}; a count cannot be negative.")
+        if (self.best > 0) != (self.metric is not None):
+            raise InvalidArgumentError(
+                f"best is {self.best} and metric is {self.metric!r}; each needs the other."
+            )

@@ -1,0 +1,56 @@
+"""Host memory for the saves in flight, a place for each, and which save may have one.
+
+Invariant: a place has one job; it is free when that job's save is over, whoever ended it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from residency._checkpoint._job import Job
+from residency._transfer import SlabArena
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """Host memory for one save in flight.
+
+    Attributes:
+        pin: Whether it is page-locked.
+        arena: The memory.
+        job: Who had it last.
+    """
+
+    pin: bool
+    arena: SlabArena = field(init=False)
+    job: Job | None = None
+
+    def __post_init__(self) -> None:
+        """Allocates nothing yet."""
+        self.arena = SlabArena(pin=self.pin, keep=True)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no save has it."""
+        return self.job is None or self.job.save.is_done()
+
+    def emptied(self) -> SlabArena:
+        """Returns the memory with nothing in it, for the next save."""
+        is_lost = self.job is not None and self.job.is_lost
+        return SlabArena(pin=self.pin, keep=True) if is_lost else self.arena.emptied()
+
+
+def place_for_next(places: list[Place], policy: str) -> Place | None:
+    """Returns the place for a save, waiting where the policy has it so; None to skip the save.
+
+    With ``"replace"``, the place may be that of a save that is not yet being written.
+    """
+    while True:
+        free = next((place for place in places if place.is_free), None)
+        if free is not None or policy == "skip":
+            return free
+        taken = sorted((job.number, place, job) for place in places if (job := place.job))
+        _, place, newest = taken[-1]
+        if policy == "replace" and not newest.is_begun:
+            return place
+        taken[0][2].save._done.wait()

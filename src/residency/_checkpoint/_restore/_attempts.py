@@ -1,0 +1,139 @@
+"""Tries the saves of a directory, the newest first, until one is restored, on all ranks alike."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from residency._checkpoint._disk._layout import step_name
+from residency._checkpoint._disk._publish import CheckpointDirectory
+from residency._checkpoint._job import Ranks
+from residency._checkpoint._progress import progress_bar
+from residency._checkpoint._restore._state import PlannedState, plan_state
+from residency._errors import CorruptSaveError, RefusedError
+
+_MOST_ATTEMPTS = 100  # beside a writer that removes or replaces each save that is tried
+_Identity = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Attempts:
+    """One call of ``Checkpointer.restore``, with what it was asked for.
+
+    Attributes:
+        directory: Where the saves are.
+        ranks: This process's place among the ranks.
+        state: What to fill.
+        strict: Whether differences are refused.
+        rng: Whether the random number generators go back, too.
+        eager: Whether a plain optimizer's state goes onto the device at once.
+        progress: Whether to draw a progress bar.
+    """
+
+    directory: CheckpointDirectory
+    ranks: Ranks
+    state: Mapping[str, Any]
+    strict: bool
+    rng: bool
+    eager: bool
+    progress: bool
+
+    def restore(self, step: int | None) -> int:
+        """Restores a step, or the newest whole one; returns which; see ``Checkpointer.restore``."""
+        touched: list[int] = []  # whose bytes some tensors may have
+        tried: set[tuple[int, _Identity]] = set()
+        published = self._published(step)
+        while True:
+            candidate = next(each for each in published.items() if each not in tried)
+            tried.add(candidate)
+            try:
+                self._try(candidate[0], touched)
+            except Exception as error:
+                if step is not None:
+                    raise
+                # Every rank is here, as none goes on where another fails: what they decide next
+                # follows from what the first one sees.
+                published = self.ranks.of_first(self._seen)
+                is_gone = published.get(candidate[0]) != candidate[1]
+                has_more = any(each not in tried for each in published.items())
+                is_tried_on = is_gone and len(tried) < _MOST_ATTEMPTS
+                if not has_more or not (is_tried_on or isinstance(error, CorruptSaveError)):
+                    _add_what_was_changed(error, candidate[0], touched)
+                    raise
+                if not is_gone:  # else another save has taken its place meanwhile
+                    warnings.warn(f"{error} An older save is tried.", stacklevel=3)
+            else:
+                return candidate[0]
+
+    def _published(self, step: int | None) -> dict[int, _Identity]:
+        """Returns the saves to try, the newest first."""
+        published = self.ranks.of_first(self._seen)
+        if not published:
+            raise RefusedError(
+                f"{str(self.directory.path)!r} has no published save; steps() is empty. Nothing "
+                "was changed."
+            )
+        if step is not None and step not in published:
+            raise RefusedError(
+                f"{str(self.directory.path)!r} has no save of step {step}; it has "
+                f"{sorted(published)}. Nothing was changed."
+            )
+        return published if step is None else {step: published[step]}
+
+    def _seen(self) -> dict[int, _Identity]:
+        """Returns which saves there are, the newest first, and what tells each from a later one of
+        its step: a writer may replace and remove them at any time.
+        """
+        found: dict[int, _Identity] = {}
+        for step in reversed(self.directory.steps()):
+            found[step] = 0, 0
+            with suppress(OSError):  # moved or removed since
+                about = (self.directory.path / step_name(step)).stat()
+                found[step] = about.st_ino, about.st_ctime_ns
+        return found
+
+    def _try(self, step: int, touched: list[int]) -> None:
+        made: list[PlannedState] = []
+
+        def carry_out() -> None:
+            touched.append(step)
+            made[0].carry_out(advance)
+
+        def plan() -> int:
+            save = self.directory.open(step)
+            planned = plan_state(
+                self.state,
+                save,
+                rank=self.ranks.rank,
+                world_size=self.ranks.world_size,
+                strict=self.strict,
+                rng=self.rng,
+                eager=self.eager,
+            )
+            made.append(planned)
+            return sum(record.num_bytes for record in save.files.values())
+
+        what = f"restore step {step}"
+        try:
+            total = self.ranks.together(plan, what)
+            with progress_bar(f"restoring step {step}", total, is_shown=self.progress) as advance:
+                self.ranks.together(carry_out, what)
+        finally:
+            for planned in made:  # where another rank failed, it holds tensors still
+                planned.drop()
+
+
+def _add_what_was_changed(error: Exception, step: int, touched: Sequence[int]) -> None:
+    """Makes an error say what all attempts changed, not the last one alone."""
+    others = [each for each in touched if each != step]
+    if not others:
+        return
+    said = (
+        f"Tensors may hold bytes of the damaged save of step {', '.join(map(str, others))}, which "
+        "was tried first: restore another one before they are used."
+    )
+    message = str(error).replace("othing was changed", "othing was changed by this attempt")
+    error.args = (f"{said} Then: {message}", *error.args[1:])

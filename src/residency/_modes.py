@@ -1,0 +1,44 @@
+"""What a caller has switched on for tensors of his own, shut out where the library makes its own.
+
+A default device, a dispatch mode, inference mode or an autocast region decides where and how a
+tensor is made. Invariant: memory of the library's own is made inside ``callers_modes_off``, so
+that no mode of the caller's reaches it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+@contextmanager
+def callers_modes_off() -> Iterator[None]:
+    """Shuts the caller's modes out: default device and device contexts, function and dispatch
+    modes, inference mode and gradients.
+
+    Name dtype and device of what is made inside: the default dtype is not among them.
+    """
+    # `_disable_current_modes` is torch's own way to leave dispatch modes (read in 2.11 and 2.13);
+    # a default device is a function mode, which `DisableTorchFunction` turns off.
+    with (
+        torch._C.DisableTorchFunction(),
+        _disable_current_modes(),
+        torch.inference_mode(mode=False),
+        torch.no_grad(),
+    ):
+        yield
+
+
+@contextmanager
+def inference_mode_off() -> Iterator[None]:
+    """Leaves a caller's inference mode, where there is one: a tensor that is made in it cannot be
+    written later, outside. Also a decorator, of calls whose results outlive them.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(mode=False), torch.no_grad():
+        yield

@@ -1,0 +1,484 @@
+"""The step of one unit: what stands in for its parameters and its state, the optimizer's own step
+on that, and what came of it, complete before any of it is the optimizer's.
+
+Invariant: until ``Part.apply`` runs, the optimizer's state is that from before the unit; what
+``apply`` does may be done twice. ``tests/optim/test_interruptions.py`` tries to break it at every
+line.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, compress
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from residency._errors import ResidencyError
+from residency._optim._homes import Home, Homes
+from residency._optim._masters import MASTER, take_foreign_writes
+from residency._optim._offload_data import Offload
+from residency._optim._plan import Piece, Unit
+from residency._optim._shadow import Commit, Shadow, is_torchs_own, raw_step
+from residency._optim._sharding import has_partial_gradient, planned_bytes
+from residency._optim._state import ParameterState, State
+from residency._transfer import Run, is_sharded, local_of, wrapped_like
+from residency._transfer._lanes import raw_bytes
+
+Copy = tuple[Tensor, Sequence[Run]]
+_MISSING = object()
+
+
+@dataclass(slots=True)
+class _Change:
+    """What a piece makes of its parameter's entry in the state."""
+
+    parameter: Tensor
+    homes: dict[str, Home] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    keys: list[str] = field(default_factory=list)
+    is_evicted: bool = False
+
+
+@dataclass(slots=True)
+class Shared:
+    """What the parts of one step have in common.
+
+    Attributes:
+        commit: Collects what the parts leave outside of state.
+        gradients: Of sharded parameters, their local ones.
+        flat: Contiguous copies of gradients that are not, while their parameters are cut.
+        making: Homes for states that are complete with a parameter's last piece.
+        held: Homes that callers can reach without a new look.
+    """
+
+    optimizer: Optimizer
+    offload: Offload
+    homes: Homes
+    state: State
+    commit: Commit
+    gradients: dict[Tensor, Tensor] = field(default_factory=dict)
+    flat: dict[Tensor, Tensor] = field(default_factory=dict)
+    making: dict[Tensor, dict[str, Home]] = field(default_factory=dict)
+    held: set[Home] = field(default_factory=set)
+
+
+class Part:
+    """One unit on its way through a step.
+
+    Its lists have an entry for each piece: a step asks much of many small parameters, and lists
+    answer the quickest.
+
+    Attributes:
+        written: What the step writes in place, but for its slot.
+    """
+
+    def __init__(
+        self, shared: Shared, unit: Unit, slot: Tensor | None, *, number: int, of: int
+    ) -> None:
+        self.number = number
+        self.unit = unit
+        self.slot = slot
+        self.births: list[Copy] = []
+        self.stores: Sequence[Run] | None = None
+        self.is_collected = False
+        self._shared = shared
+        self._optimizer, self._offload = shared.optimizer, shared.offload
+        self._homes, self._state = shared.homes, shared.state
+        self._parameters = [piece.parameter for piece in unit.pieces]
+        self._inners = [shared.state.peek(parameter) for parameter in self._parameters]
+        self._views = _views_in(slot, unit)
+        self._is_copied = number < of and not is_torchs_own(self._offload.base)
+        # One step takes shards or local tensors: torch's loops over several cannot mix them.
+        sharded = [p for p in unit.pieces if is_sharded(p.parameter)]
+        self._is_local = self._offload.is_local and not any(
+            piece.is_whole and has_partial_gradient(piece.parameter) for piece in sharded
+        )
+        self._is_plain = not sharded and not self._offload.master_weights
+        self._proxies: list[Tensor] = []
+        self._changes: list[_Change] = []
+        self._shadow: Shadow | None = None
+        self._after: list[dict[str, Any] | None] | None = None
+        self._result: tuple[Any] | None = None
+        self._given: tuple[list[Any], list[Any]] = [], []
+        self._host_before: list[tuple[Tensor, Any]] = []
+        pieces = list(unit.pieces)
+        self.written = [local_of(parameter) for parameter in self._parameters]
+        for piece, inner in zip(unit.pieces, self._inners, strict=True):
+            if len(self._offload.resident) and inner is not None and inner.is_resident:
+                stay = [local_of(v) for v in dict.values(inner) if _is_on_device(v)]
+                self.written += stay
+                pieces += [piece] * len(stay)
+        # A step on shards may count its writes on the wrapper alone.
+        self._watched = [*self.written, *(piece.parameter for piece in sharded)]
+        self._watched_pieces = [*pieces, *sharded]
+        self._versions = _versions_of(self._watched)
+
+    @property
+    def is_stepped(self) -> bool:
+        """Returns whether the optimizer's own step ran to its end."""
+        return self._result is not None
+
+    def step(self) -> None:
+        """Runs the optimizer's own step on the unit."""
+        groups = [{**group, "params": []} for group in self._optimizer.param_groups]
+        state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        values_of: dict[int, dict[str, Any]] = {}  # parameters may share one mapping
+        pieces = zip(self.unit.pieces, self._parameters, self._inners, self._views, strict=True)
+        for piece, parameter, inner, views in pieces:
+            is_itself = self._is_plain and piece.stop is None
+            proxy = parameter if is_itself else self._proxy(piece, views)
+            self._proxies.append(proxy)
+            groups[piece.group_index]["params"].append(proxy)
+            if inner is None:
+                continue
+            values = values_of.get(id(inner))
+            if values is None:
+                values = values_of[id(inner)] = self._state_before(piece, inner, views)
+                if not values and not piece.is_whole:
+                    continue
+            state[proxy] = values
+        self._given = _contents(state)
+        base = self._offload.base
+        self._shadow = Shadow(self._optimizer, base, groups, state, self._is_copied)
+        # One statement: an interrupt finds the step run and known to be, or neither.
+        self._result = (raw_step(base)(self._shadow.optimizer),)
+
+    def roll_back(self) -> list[Piece]:
+        """Undoes on the host what a step did that failed, and returns the pieces whose parameter,
+        or resident state, it had begun to change.
+        """
+        for value, before in self._host_before:
+            if isinstance(before, Tensor):
+                value.copy_(before)
+            else:
+                value.fill_(before)
+        is_changed = map(operator.ne, _versions_of(self._watched), self._versions)
+        return list(dict.fromkeys(compress(self._watched_pieces, is_changed)))
+
+    def collect(self) -> None:
+        """Finds out what the step left: writes masters back, and makes homes for new states."""
+        assert self._shadow is not None
+        self.births, self._changes = [], []
+        if self._is_as_before():  # changed in place, as nearly always
+            self._give_gradients_back()
+            self.is_collected = True
+            return
+        if self._after is None:  # read all of it before the slot is written
+            self._after = self._values_after(self._shadow.optimizer.state)
+        parts = zip(self.unit.pieces, self._proxies, self._views, self._after, strict=True)
+        for piece, proxy, views, values in parts:
+            after = values
+            if self._offload.has_master(piece.parameter):
+                after = {MASTER: self._round(piece, proxy), **(after or {})}
+            if after is not None:
+                self._collect(piece, views, after)
+        self._give_gradients_back()
+        self.is_collected = True
+
+    def _is_as_before(self) -> bool:
+        """Returns whether a step left the very values that it got, under the same keys, with
+        nothing to make of them.
+        """
+        assert self._shadow is not None
+        if self._offload.master_weights or self._shared.making:
+            return False
+        after = self._shadow.optimizer.state
+        outer, inside = self._given
+        return _is_same([*after, *after.values()], outer) and _is_same(_contents(after)[1], inside)
+
+    def _values_after(self, state: Mapping[Tensor, dict[str, Any]]) -> list[dict[str, Any] | None]:
+        """Returns what the step left for each piece; of pieces that share a mapping, for one."""
+        seen: set[int] = set()
+        found: list[dict[str, Any] | None] = []
+        for proxy, views in zip(self._proxies, self._views, strict=True):
+            after = state.get(proxy)
+            is_new = after is not None and id(after) not in seen
+            found.append(_apart(after, views) if after is not None and is_new else None)
+            seen.add(id(after))
+        return found
+
+    def apply(self, written: torch.Event | None) -> None:
+        """Makes what was collected the optimizer's.
+
+        Args:
+            written: The event after the copies home.
+        """
+        inners = [inner for inner in self._inners if inner is not None]
+        for change in self._changes:
+            if change.is_evicted:
+                self._offload.resident.revoke(id(change.parameter))
+            inner = self._state.of(change.parameter)
+            inners.append(inner)
+            for key, home in change.homes.items():
+                inner.settle(key, home)
+            for key, value in change.values.items():
+                if key in inner.homes_by_key:
+                    inner.forget(key)
+                dict.__setitem__(inner, key, value)
+            if list(dict.keys(inner)) != change.keys:
+                for key in [k for k in dict.keys(inner) if k not in change.keys]:
+                    inner.forget(key)
+                inner.reorder(change.keys)
+        for inner in inners if written is not None else ():
+            if inner.homes_by_key:
+                inner.written = written
+
+    def check(self) -> None:
+        """Hands on what the step left outside of the state.
+
+        Raises:
+            ResidencyError: The step coupled its parameters, or changed what all parts share.
+        """
+        assert self._shadow is not None
+        self._shared.commit.add(self._shadow.outcome())
+
+    def _proxy(self, piece: Piece, views: dict[str, Tensor]) -> Tensor:
+        """Returns what the shadow steps in a parameter's place, with its gradient."""
+        parameter = piece.parameter
+        has_master = self._offload.has_master(parameter)
+        if not has_master and piece.is_whole and not (self._is_local and is_sharded(parameter)):
+            return parameter
+        proxy = self._master(piece, views) if has_master else _low(piece)
+        gradient = self._gradient_of(piece)
+        # What the caller, or a step, has set on the parameter itself is one and the same on both.
+        proxy.__dict__ = parameter.__dict__
+        proxy.requires_grad_(parameter.requires_grad)
+        if not has_master:  # torch lets a gradient have another dtype, where the parameter says so
+            proxy.grad_dtype = parameter.grad_dtype
+        proxy.grad = gradient.float() if has_master else gradient
+        return proxy
+
+    def _gradient_of(self, piece: Piece) -> Tensor:
+        """Returns the gradient that a step sees: of the local tensor, cut as the piece is, or of
+        the whole shard.
+        """
+        parameter = piece.parameter
+        assert parameter.grad is not None
+        if not self._is_local:
+            return parameter.grad.detach()
+        gradient = self._shared.gradients.get(parameter, parameter.grad).detach()
+        if piece.is_whole:
+            return gradient
+        flat = self._shared.flat.get(parameter)
+        if flat is None:
+            flat = gradient.reshape(-1)
+            if gradient.numel() and flat.data_ptr() != gradient.data_ptr():
+                self._shared.flat[parameter] = flat  # a copy, which all pieces share
+        return flat[piece.start : piece.stop]
+
+    def _give_gradients_back(self) -> None:
+        """Writes what a step changed in the flat copy of a gradient to the gradient itself, as
+        torch's foreach step with Nesterov momentum does.
+        """
+        for piece in self.unit.pieces if self._shared.flat else ():
+            flat = self._shared.flat.get(piece.parameter) if piece.is_last else None
+            if flat is None:
+                continue
+            if flat._version:
+                gradient = self._shared.gradients.get(piece.parameter, piece.parameter.grad)
+                assert gradient is not None
+                local = local_of(gradient).detach()
+                local.copy_(flat.view_as(local))
+            del self._shared.flat[piece.parameter]
+
+    def _master(self, piece: Piece, views: dict[str, Tensor]) -> Tensor:
+        """Returns a piece's master, with what others wrote into the parameter taken over."""
+        parameter, low = piece.parameter, _low(piece)
+        inner = self._state.peek(parameter)
+        master = views.get(MASTER)
+        if master is None and inner is not None and inner.is_resident and MASTER in inner:
+            master = local_of(dict.__getitem__(inner, MASTER)).detach()
+        if master is None:
+            master = low.float()
+        else:
+            take_foreign_writes(master, low)
+        return master if self._is_local else wrapped_like(master, parameter)
+
+    def _round(self, piece: Piece, proxy: Tensor) -> Tensor:
+        """Writes a stepped master to its parameter; returns it as a state."""
+        proxy.grad = None
+        master = proxy.detach()
+        _low(piece).copy_(local_of(master))
+        return master
+
+    def _shard(self, piece: Piece, value: Any) -> Any:
+        """Returns a state as callers see it: what is as large as a parameter's shard is one."""
+        if not isinstance(value, Tensor) or not self._is_local or value.dim() == 0:
+            return value
+        is_shard = value.shape == local_of(piece.parameter).shape
+        return wrapped_like(value, piece.parameter) if is_shard else value
+
+    def _state_before(
+        self, piece: Piece, inner: ParameterState, views: dict[str, Tensor]
+    ) -> dict[str, Any]:
+        """Returns what a step gets as a piece's state; notes the host's tensors in it, which it may
+        change, with their values.
+        """
+        values: dict[str, Any] = {}
+        for key, value in dict.items(inner):
+            if key in views:
+                values[key] = views[key] if self._is_local else wrapped_like(views[key], value)
+            elif is_sharded(value):
+                local = local_of(value)
+                values[key] = local if self._is_local else wrapped_like(local, value)
+            elif not piece.is_last:
+                # Pieces share what the host keeps (`step`): each advances a copy, but for the last,
+                # which counts.
+                values[key] = copy.deepcopy(value)
+            else:
+                values[key] = value
+                if isinstance(value, Tensor) and value.is_cpu:
+                    before = value.clone() if value.dim() else value.item()
+                    self._host_before.append((value, before))
+        if not self._is_plain and self._offload.has_master(piece.parameter):
+            values.pop(MASTER, None)  # it is the proxy
+        return values
+
+    def _collect(self, piece: Piece, views: dict[str, Tensor], after: dict[str, Any]) -> None:
+        inner = self._state.peek(piece.parameter)
+        before_of: dict[str, Any] = {} if inner is None else inner
+        if piece.parameter not in self._shared.making and _is_as_before(before_of, views, after):
+            return  # changed in place, as nearly always
+        making = self._shared.making.setdefault(piece.parameter, {})
+        change = _Change(piece.parameter, keys=list(after))
+        is_resident = piece.parameter in self._offload.resident
+        if is_resident and any(after[k] is not dict.get(before_of, k) for k in after):
+            sizes = [planned_bytes(value) for value in after.values() if _is_on_device(value)]
+            is_resident = self._offload.resident.allow(piece.parameter, sum(sizes))
+            change.is_evicted = not is_resident
+        for key, value in after.items():
+            view = views.get(key)
+            before = dict.get(before_of, key, _MISSING) if view is None else view
+            if value is before and not (change.is_evicted and _is_on_device(value)):
+                continue
+            local = local_of(value) if isinstance(value, Tensor) else value
+            if view is not None and _has_layout_of(local, view):
+                if local.data_ptr() == view.data_ptr():
+                    continue
+                # The step bound the key to a new tensor.
+                if inner is not None and piece.is_whole and self._has_others(inner, key):
+                    self.births.append(self._give_home(piece, key, value, making))
+                else:
+                    view.copy_(local)
+            elif _is_on_device(value) and not is_resident:
+                if piece.is_last or value.dim() > 0:
+                    self.births.append(self._give_home(piece, key, value, making))
+            elif piece.is_last:
+                change.values[key] = self._shard(piece, value)
+        if piece.is_last:
+            change.homes = {key: home for key, home in making.items() if key in after}
+            self._changes.append(change)
+
+    def _has_others(self, inner: ParameterState, key: str) -> bool:
+        """Returns whether a key's home is also another entry's, or a caller holds it."""
+        home = inner.homes_by_key[key]
+        return home in self._shared.held or home.num_entries > 1
+
+    def _give_home(self, piece: Piece, key: str, value: Tensor, making: dict[str, Home]) -> Copy:
+        is_cut = not piece.is_whole and value.dim() > 0
+        shape = local_of(piece.parameter).shape if is_cut else value.shape
+        if is_cut and (piece.stop is None or value.numel() != piece.stop - piece.start):
+            raise ResidencyError(
+                f"{self._offload.base.__name__}.step made a state {key!r} of shape "
+                f"{tuple(value.shape)} for a cut of {piece.stop} elements; it is not element-wise."
+            )
+        inner = self._state.peek(piece.parameter)
+        home = making.get(key)
+        is_at_home = home is None and inner is not None and key in inner.homes_by_key
+        if inner is not None and is_at_home and not self._has_others(inner, key):
+            home = inner.homes_by_key.get(key)
+        if home is None:
+            home = self._homes.reserved_for(piece.parameter).get(key)
+        cut_shape = shape if is_cut else None
+        if home is None or not self._homes.fits(home, value, cut_shape):
+            owner = piece.parameter if is_cut else self._shard(piece, value)
+            home = self._homes.allocate(value, cut_shape, shard_of=owner)
+        making[key] = home
+        buffer = raw_bytes(local_of(value))
+        start = piece.start * value.element_size() if is_cut else 0
+        region = home.region
+        run = Run(region.slab, region.offset + start, 0, buffer.numel())
+        return buffer, [run] if buffer.numel() else []
+
+
+def _apart(after: dict[str, Any], views: dict[str, Tensor]) -> dict[str, Any]:
+    """Returns what a step left, with copies of what lies in another key's place in the slot: that
+    may be written before it is read.
+    """
+    slot = next((view.untyped_storage().data_ptr() for view in views.values()), 0)
+    apart = {}
+    for key, value in after.items():
+        view = views.get(key)
+        if value is view or not isinstance(value, Tensor) or not slot:
+            continue
+        local = local_of(value)
+        is_its_own = view is not None and local.data_ptr() == view.data_ptr()
+        if local.untyped_storage().data_ptr() == slot and not is_its_own:
+            apart[key] = wrapped_like(local.clone(), value)
+    return {**after, **apart} if apart else after
+
+
+def _low(piece: Piece) -> Tensor:
+    """Returns the elements of a piece, in the parameter's own dtype."""
+    low = local_of(piece.parameter).detach()
+    return low if piece.is_whole else low.view(-1)[piece.start : piece.stop]
+
+
+def _is_as_before(
+    before_of: dict[str, Any], views: dict[str, Tensor], after: dict[str, Any]
+) -> bool:
+    """Returns whether a step left the very values that it got, under the same keys."""
+    return list(dict.keys(before_of)) == list(after) and all(
+        value is (views[key] if key in views else dict.get(before_of, key))
+        for key, value in after.items()
+    )
+
+
+def _is_on_device(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and not value.is_cpu
+
+
+def _views_in(slot: Tensor | None, unit: Unit) -> list[dict[str, Tensor]]:
+    """Returns the states of a unit as views of its slot, for each piece by key."""
+    if slot is None:
+        return [{} for _ in unit.pieces]
+    # Entries and slots are aligned to more than any itemsize.
+    typed = {dtype: slot.view(dtype) for dtype in unit.dtypes}
+    return [
+        {
+            key: typed[dtype].as_strided(shape, stride, offset)
+            for key, (dtype, shape, stride, offset) in each.items()
+        }
+        for each in unit.views
+    ]
+
+
+def _contents(state: Mapping[Tensor, dict[str, Any]]) -> tuple[list[Any], list[Any]]:
+    """Returns the objects of a state, to compare by identity: its own, and what is in them."""
+    inners = state.values()
+    keys, values = chain.from_iterable(inners), chain.from_iterable(map(dict.values, inners))
+    return [*state, *inners], [*map(len, inners), *keys, *values]
+
+
+def _is_same(left: list[Any], right: list[Any]) -> bool:
+    return len(left) == len(right) and all(map(operator.is_, left, right))
+
+
+def _versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def _has_layout_of(value: Any, view: Tensor) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.device == view.device
+        and value.dtype == view.dtype
+        and value.shape == view.shape
+    )

@@ -1,0 +1,159 @@
+"""Which tensors lie on the same bytes, asked of the memory and not of the objects.
+
+Two tensors may share bytes without sharing a storage object (two ``from_numpy`` over one array),
+and share a storage without sharing bytes (two columns). Invariant: the answer follows from device,
+address, shape and strides alone.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from residency._modes import callers_modes_off
+
+
+class Span(NamedTuple):
+    """The range of bytes from a tensor's first element to its last.
+
+    Attributes:
+        device: Where the bytes are.
+        first: The address of the first byte.
+        last: The address after the last one.
+    """
+
+    device: torch.device
+    first: int
+    last: int
+
+
+def span_of(tensor: Tensor) -> Span | None:
+    """Returns the range of a plain tensor; None where it has no bytes, or its storage was freed."""
+    if tensor.numel() == 0 or not tensor.untyped_storage().nbytes():
+        return None
+    count = tensor.numel()
+    if not tensor.is_contiguous():
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        count = 1 + sum((size - 1) * stride for size, stride in steps)
+    # Of the storage: `Tensor.data_ptr` refuses conjugated and negated views.
+    first = (
+        tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.element_size()
+    )
+    return Span(tensor.device, first, first + count * tensor.element_size())
+
+
+def sharing(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Returns the groups of two or more tensors that share at least one byte, directly or through
+    others, as ascending indices into ``tensors``.
+
+    Args:
+        tensors: Plain tensors, of any device; the local ones of sharded tensors. The same object
+            given twice shares with itself.
+
+    Memory:
+        Host: one byte for each byte of a range in which tensors lie among one another with gaps,
+        as columns do; else none.
+    """
+    if are_apart(tensors):
+        return []  # as nearly always
+    spans = {i: span for i, tensor in enumerate(tensors) if (span := span_of(tensor)) is not None}
+    order = sorted(spans, key=lambda i: (str(spans[i].device), spans[i].first))
+    groups: list[list[int]] = []
+    near: list[int] = []  # whose ranges overlap, directly or through others
+    reach: Span | None = None
+    for index in order:
+        span = spans[index]
+        if reach is not None and span.device == reach.device and span.first < reach.last:
+            near.append(index)
+            reach = reach._replace(last=max(reach.last, span.last))
+            continue
+        groups += _sharing_among(near, tensors, spans)
+        near, reach = [index], span
+    groups += _sharing_among(near, tensors, spans)
+    return sorted(sorted(group) for group in groups)
+
+
+def are_apart(tensors: Sequence[Tensor]) -> bool:
+    """Returns whether no two ranges overlap; asked of all parameters at every step, so without an
+    object for each. False where addresses alone do not tell, as those of two devices.
+    """
+    dense = [tensor for tensor in tensors if tensor.is_contiguous()]
+    try:
+        starts = [tensor.data_ptr() for tensor in dense]
+    except RuntimeError:  # a conjugated or negated view
+        return False
+    ends = [start + tensor.nbytes for start, tensor in zip(starts, dense, strict=True)]
+    if len(dense) < len(tensors):
+        others = [tensor for tensor in tensors if not tensor.is_contiguous()]
+        spans = [span for tensor in others if (span := span_of(tensor)) is not None]
+        starts += [span.first for span in spans]
+        ends += [span.last for span in spans]
+    starts.sort()
+    ends.sort()
+    # Ranges lie apart where each ends before the next one starts.
+    return not any(map(operator.gt, ends, starts[1:]))
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Returns whether two elements of a plain tensor share bytes, as where it is expanded.
+
+    Memory:
+        Host: one byte for each byte of its range, where sizes and strides alone do not tell.
+    """
+    span = span_of(tensor)
+    if span is None or _is_dense(tensor):
+        return False
+    if any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        return True
+    reach = 0
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and step <= reach:
+            break
+        reach += (size - 1) * step
+    else:
+        return False
+    with callers_modes_off():
+        taken = _bytes_taken(tensor, span, span.first, span.last - span.first)
+    return int(taken.sum()) < tensor.numel() * tensor.element_size()
+
+
+def _sharing_among(
+    near: Sequence[int], tensors: Sequence[Tensor], spans: dict[int, Span]
+) -> list[list[int]]:
+    """Splits tensors whose ranges overlap into groups that share bytes."""
+    if len(near) < 2:
+        return []
+    if all(_is_dense(tensors[index]) for index in near):
+        return [list(near)]
+    start = min(spans[index].first for index in near)
+    length = max(spans[index].last for index in near) - start
+    group_of = {index: {index} for index in near}
+    with callers_modes_off():
+        taken = {index: _bytes_taken(tensors[index], spans[index], start, length) for index in near}
+    for position, left in enumerate(near):
+        for right in near[position + 1 :]:
+            if group_of[left] is not group_of[right] and bool((taken[left] & taken[right]).any()):
+                group_of[left] |= group_of[right]
+                for member in group_of[left]:
+                    group_of[member] = group_of[left]
+    unique = {id(group): group for group in group_of.values()}
+    return [sorted(group) for group in unique.values() if len(group) > 1]
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
+
+
+def _bytes_taken(tensor: Tensor, span: Span, start: int, length: int) -> Tensor:
+    size = tensor.element_size()
+    taken = torch.zeros(length, dtype=torch.bool, device="cpu")
+    # An expanded dimension repeats its bytes; torch refuses to write through one.
+    shape = [n if step else 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
+    stride = [step * size for step in tensor.stride()]
+    shape, stride = [*shape, size], [*stride, 1]
+    taken.as_strided(shape, stride, span.first - start).fill_(True)
+    return taken

@@ -1,0 +1,43 @@
+// What the fallback (torch_fallback.cpp) reads out of an operation's schema, once.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <string>
+#include <vector>
+
+#include "torch_device.h"
+#include "torch_scratch.h"
+
+namespace sim {
+
+struct Plan {
+  struct Argument {
+    bool writes = false;
+    bool is_viewed = false;  // the result aliases it and no byte of it is read
+    bool is_generator = false;
+  };
+  std::string name;
+  std::vector<Argument> arguments;
+  std::vector<int> returned_argument;  // which argument a result is, or -1
+  bool may_wait = false;
+  bool is_list_kernel = false;
+  bool accepts_host_tensors = false;
+  OperationCounter count_operations = nullptr;
+  ScratchRule scratch;
+  // The *_overrideable convolutions have no CPU kernel; the operations they stand for have. For a
+  // few others torch's kernel is not the one to run (torch_substitutes.h). Norms keep statistics of
+  // another type on the device than on the host.
+  enum class Kernel {
+    kOwn,
+    kConvolution,
+    kConvolutionBackward,
+    kNorm,
+    kNormBackward,
+    kSubstitute,
+  } kernel = Kernel::kOwn;
+};
+
+const Plan& plan_of(const c10::OperatorHandle& op);
+
+}  // namespace sim

@@ -1,0 +1,134 @@
+#include "torch_substitutes.h"
+
+#include <ATen/Context.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/irange.h>
+
+#include <cstdlib>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+namespace sim {
+namespace {
+
+using at::Tensor;
+using c10::IValue;
+
+// The kernels' names in CUDA's messages.
+const char* kernel_name(const std::string& operation) {
+  static const std::unordered_map<std::string, const char*> names{
+      {"aten::mm", "addmm_cuda"},
+      {"aten::addmm", "addmm_cuda"},
+      {"aten::_addmm_activation", "addmm_cuda"},
+      {"aten::bmm", "baddbmm_cuda"},
+      {"aten::baddbmm", "baddbmm_cuda"},
+      {"aten::addmv", "addmv_impl_cuda"},
+      {"aten::dot", "dot"},
+      {"aten::vdot", "vdot"},
+  };
+  const auto found = names.find(operation);
+  return found == names.end() ? nullptr : found->second;
+}
+
+void check_deterministic() {
+  const at::Context& context = at::globalContext();
+  if (!kIsCuda || !context.deterministicAlgorithms()) return;
+  const char* config = std::getenv("CUBLAS_WORKSPACE_CONFIG");
+  const std::string_view found = config ? config : "";
+  if (found == ":4096:8" || found == ":16:8") return;
+  constexpr const char* kMessage =
+      "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` "
+      "or `at::Context::setDeterministicAlgorithms(true)`, but this operation is not deterministic "
+      "because it uses CuBLAS and you have CUDA >= 10.2. To enable deterministic behavior in this "
+      "case, you must set an environment variable before running your PyTorch application: "
+      "CUBLAS_WORKSPACE_CONFIG=:4096:8 or CUBLAS_WORKSPACE_CONFIG=:16:8. For more information, go "
+      "to https://docs.nvidia.com/cuda/cublas/index.html#results-reproducibility";
+  if (context.deterministicAlgorithmsWarnOnly()) {
+    TORCH_WARN(kMessage);
+  } else {
+    TORCH_CHECK(false, kMessage);
+  }
+}
+
+size_t place_of_dtype(const c10::FunctionSchema& schema) {
+  const std::string& name = schema.name();
+  return name == "aten::mm" || name == "aten::bmm" ? 2 : 3;
+}
+
+// mm.dtype and its fellows, for which torch has no CPU kernel.
+bool names_result_dtype(const c10::FunctionSchema& schema) {
+  const std::string& overload = schema.overload_name();
+  return (overload == "dtype" || overload == "dtype_out") && kernel_name(schema.name());
+}
+
+void call_in_result_dtype(const c10::FunctionSchema& schema, const IValue* arguments,
+                          size_t num_arguments, torch::jit::Stack* stack) {
+  const size_t place = place_of_dtype(schema);
+  const c10::ScalarType dtype = arguments[place].toScalarType();
+  const c10::ScalarType given = arguments[place - 1].toTensor().scalar_type();
+  TORCH_CHECK(dtype == given || (dtype == c10::kFloat && c10::isReducedFloatingType(given)),
+              "out_dtype must be the same as input dtype or fp32 for fp16/bf16 inputs");
+  for (const auto i : c10::irange(num_arguments)) {
+    if (i == place) continue;
+    stack->push_back(i < place ? IValue(arguments[i].toTensor().to(dtype)) : arguments[i]);
+  }
+  const bool is_out = schema.overload_name() == "dtype_out";
+  c10::Dispatcher::singleton()
+      .findSchemaOrThrow(schema.name().c_str(), is_out ? "out" : "")
+      .callBoxed(stack);
+}
+
+// The CPU's kernel for half and bfloat16 leaves every whole vector of the parameters as it was, and
+// reads past the end of the momentum (pytorch issue 191763). CUDA's computes in float32.
+bool is_half_sgd(const c10::FunctionSchema& schema) { return schema.name() == "aten::_fused_sgd_"; }
+
+void call_half_sgd(const c10::OperatorHandle& op, c10::DispatchKey key, const IValue* arguments,
+                   size_t num_arguments, torch::jit::Stack* stack) {
+  constexpr size_t kNumLists = 3;  // parameters, gradients, momentum
+  std::vector<std::pair<Tensor, Tensor>> narrowed;
+  for (const auto i : c10::irange(num_arguments)) {
+    if (i >= kNumLists) {
+      stack->push_back(arguments[i]);
+      continue;
+    }
+    c10::List<Tensor> wide;
+    for (const Tensor& tensor : arguments[i].toTensorVector()) {
+      const bool is_narrow = c10::isReducedFloatingType(tensor.scalar_type());
+      wide.push_back(is_narrow ? tensor.to(c10::kFloat) : tensor);
+      if (is_narrow) narrowed.emplace_back(tensor, wide.get(wide.size() - 1));
+    }
+    stack->push_back(std::move(wide));
+  }
+  op.redispatchBoxed(c10::DispatchKeySet(key), stack);
+  for (const auto& [tensor, wide] : narrowed) tensor.copy_(wide);
+}
+
+}  // namespace
+
+void check_product(const c10::FunctionSchema& schema, const IValue* arguments,
+                   size_t num_arguments) {
+  const char* kernel = kernel_name(schema.name());
+  if (!kernel) return;
+  for (const auto i : c10::irange(num_arguments)) {
+    if (!arguments[i].isTensor() || !arguments[i].toTensor().defined()) continue;
+    const Tensor& tensor = arguments[i].toTensor();
+    if (tensor.numel() == 0) return;
+    TORCH_CHECK_NOT_IMPLEMENTED(!c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true),
+                                '"', kernel, "\" not implemented for '",
+                                c10::toString(tensor.scalar_type()), "'");
+  }
+  check_deterministic();
+}
+
+bool has_substitute(const c10::FunctionSchema& schema) {
+  return names_result_dtype(schema) || is_half_sgd(schema);
+}
+
+void call_substitute(const c10::OperatorHandle& op, c10::DispatchKey key, const IValue* arguments,
+                     size_t num_arguments, torch::jit::Stack* stack) {
+  if (is_half_sgd(op.schema())) return call_half_sgd(op, key, arguments, num_arguments, stack);
+  call_in_result_dtype(op.schema(), arguments, num_arguments, stack);
+}
+
+}  // namespace sim

@@ -1,0 +1,91 @@
+"""What a recording may remove or replace: files that carry its own mark, and no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import residency
+from residency._cli import _record_verb, main
+
+FOREIGN = {
+    "run.ranking.jsonl": '{"rank": 1}\n',
+    "run.rank_table.jsonl": "precious\n",
+    "run.pids.jsonl": "[1, 2]\n",
+    "run.rank0.jsonl": '{"kind": "header", "format": "theirs"}\n',
+    "exp.rank0.safetensors": "weights",
+    "exp.rank1.pt": "weights",
+    "exp.rank2": "weights",
+    "exp.pid7": "",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in FOREIGN.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {file.name: file.read_text() for file in folder.iterdir()}
+
+
+def record_at(path: Path) -> str:
+    with residency.record(path):
+        pass
+    return path.read_text()
+
+
+@pytest.mark.parametrize("name", ["run.jsonl", "exp", "exp.safetensors", "run.rank0", "[r]*.jsonl"])
+def test_a_recording_removes_nothing_that_is_no_record(folder: Path, name: str) -> None:
+    assert main(["record", "-o", str(folder / name), "--", "true"]) == 0
+    assert contents(folder) == FOREIGN
+
+
+def test_the_records_of_an_earlier_run_are_removed(folder: Path) -> None:
+    for name in ("run.jsonl", "run.rank1.jsonl", "run.pid12.jsonl", "run.rank1.pid3.jsonl"):
+        record_at(folder / name)
+    other = record_at(folder / "run.rank.jsonl")
+    assert main(["record", "-o", str(folder / "run.jsonl"), "--", "true"]) == 0
+    assert contents(folder) == {**FOREIGN, "run.rank.jsonl": other}
+
+
+def test_earlier_records_stay_where_the_command_cannot_be_started(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = record_at(folder / "run.jsonl")
+    program = folder / "program"
+    program.write_text("#!/no/such/interpreter\n")
+    program.chmod(0o755)
+    assert main(["record", "-o", str(folder / "run.jsonl"), "--", str(program)]) == 2
+    assert "cannot be started" in capsys.readouterr().err
+    assert (folder / "run.jsonl").read_text() == text
+
+
+def test_a_record_that_the_command_has_written_already_stays(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    record_at(path)
+    earlier = _record_verb._earlier_records(path)
+    text = record_at(path)
+    _record_verb._remove(earlier)
+    assert path.read_text() == text
+
+
+def test_a_file_that_is_no_record_is_not_overwritten(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("exp.rank1.pt", "run.rank0.jsonl"):
+        with (
+            pytest.raises(residency.InvalidArgumentError, match="is no record"),
+            residency.record(folder / name),
+        ):
+            pass
+        assert main(["record", "-o", str(folder / name), "--", "true"]) == 2
+        assert "is no record; name another file" in capsys.readouterr().err
+    assert contents(folder) == FOREIGN
+    record_at(folder / "exp.pid7")  # an empty one has nothing to lose
+    (folder / "a.jsonl").mkdir()
+    assert main(["record", "-o", str(folder / "a.jsonl"), "--", "true"]) == 2
+    assert "Is a directory" in capsys.readouterr().err

@@ -1,0 +1,127 @@
+"""The device's generators: two numbers are their whole state, as on CUDA."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor, randn
+
+from residency import sim
+
+pytestmark = pytest.mark.sim
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[torch.device]:
+    yield sim.enable("1GiB", schedule="late")
+    torch.accelerator.synchronize()
+
+
+def _draw(generator: torch.Generator | None = None) -> list[list[float]]:
+    x = torch.randn(300, device="sim", generator=generator)
+    return [
+        x.tolist(),
+        torch.empty(3, device="sim").normal_(generator=generator).tolist(),
+        torch.randperm(9, device="sim", generator=generator).tolist(),
+        torch.multinomial(x.abs(), 4, generator=generator).tolist(),
+    ]
+
+
+def test_a_state_is_a_seed_and_an_offset() -> None:
+    torch.sim.manual_seed(5)
+    state = torch.sim.get_rng_state()
+    assert state.view(torch.int64).tolist() == [5, 0]
+    torch.randn(7, device="sim")
+    assert torch.sim.get_rng_state().view(torch.int64).tolist() == [5, 4]
+
+
+def test_the_same_state_gives_the_same_numbers_whatever_was_drawn_before() -> None:
+    generator = torch.Generator("sim").manual_seed(3)
+    torch.randn(5, device="sim", generator=generator)
+    state = generator.get_state()
+    first = _draw(generator)
+    assert _draw(generator) != first
+    generator.set_state(state)
+    assert torch.equal(generator.get_state(), state)
+    assert _draw(generator) == first
+    other = torch.Generator("sim").manual_seed(3)
+    other.set_offset(generator.get_offset())
+    assert _draw(other) == _draw(generator)
+
+
+def test_every_operation_moves_the_offset_in_fours() -> None:
+    generator = torch.Generator("sim").manual_seed(3)
+    seen = [generator.get_offset()]
+    for num_elements in (1, 5, 100_000, 2_000_000):
+        torch.rand(num_elements, device="sim", generator=generator)
+        seen.append(generator.get_offset())
+    steps = [after - before for before, after in itertools.pairwise(seen)]
+    assert steps == [4, 4, 4, 12]  # as CUDA's do: the last fill takes three rounds of its threads
+    with pytest.raises(RuntimeError, match="multiple of 4"):
+        generator.set_offset(2)
+
+
+def test_neighbouring_offsets_and_seeds_have_numbers_of_their_own() -> None:
+    drawn = set()
+    for seed in range(8):
+        generator = torch.Generator("sim").manual_seed(seed)
+        for _ in range(8):
+            drawn.add(torch.rand(1, device="sim", generator=generator).item())
+    assert len(drawn) == 64
+
+
+def test_a_state_of_another_size_is_refused_and_changes_nothing() -> None:
+    before = torch.sim.get_rng_state()
+    with pytest.raises(RuntimeError, match="found 5056 bytes, expected 16"):
+        torch.sim.set_rng_state(torch.get_rng_state())
+    assert torch.equal(torch.sim.get_rng_state(), before)
+
+
+def test_generators_can_share_a_state() -> None:
+    first, second = torch.Generator("sim").manual_seed(1), torch.Generator("sim")
+    second.graphsafe_set_state(first.graphsafe_get_state())
+    a = torch.rand(4, device="sim", generator=first).tolist()
+    b = torch.rand(4, device="sim", generator=second).tolist()
+    assert a != b
+    assert first.get_offset() == second.get_offset() == 8
+    copy = first.clone_state()
+    torch.rand(4, device="sim", generator=first)
+    assert copy.get_offset() == 8
+
+
+def test_attention_drops_the_same_weights_in_its_backward() -> None:
+    def gradient() -> torch.Tensor:
+        torch.manual_seed(2)
+        q = torch.ones(1, 2, 6, 8, device="sim", requires_grad=True)
+        values = torch.arange(96.0, device="sim").reshape(1, 2, 6, 8)
+        output = nn.functional.scaled_dot_product_attention(q, q, values, dropout_p=0.5)
+        torch.randn(100, device="sim")  # what comes between changes nothing
+        output.sum().backward()
+        assert q.grad is not None
+        return torch.cat([output.detach(), q.grad]).cpu()
+
+    assert torch.equal(gradient(), gradient())
+
+
+def test_distributed_tensors_draw_random_numbers() -> None:
+    dist.init_process_group("cpu:gloo,sim:simccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("sim", (1,))
+        torch.manual_seed(0)
+        first = randn(8, 8, device_mesh=mesh, placements=[Shard(0)])
+        second = randn(8, 8, device_mesh=mesh, placements=[Shard(0)])
+        torch.manual_seed(0)
+        again = randn(8, 8, device_mesh=mesh, placements=[Shard(0)])
+        assert torch.equal(first.to_local().cpu(), again.to_local().cpu())
+        assert not torch.equal(first.to_local().cpu(), second.to_local().cpu())
+        weight = distribute_tensor(torch.zeros(64, 64, device="sim"), mesh, [Shard(0)])
+        nn.init.normal_(weight)
+        assert 0.9 < weight.to_local().std().item() < 1.1
+    finally:
+        dist.destroy_process_group()

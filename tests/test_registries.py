@@ -1,0 +1,157 @@
+"""What the whole process shares: each registry is listed here, and keeps nothing alive."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from residency._registries import WeakRegistry
+
+ROOT = Path(__file__).resolve().parents[1] / "src" / "residency"
+
+# Every mutable object of a module, and why it cannot grow without end or keep a tensor alive.
+REGISTRIES = {
+    "_checkpoint/_background.py:_alive": "weak",
+    "_checkpoint/_disk/_lock.py:_locks": "weak",
+    "_checkpoint/_disk/_read.py:_pools": "weak",
+    "_checkpoint/_disk/_system.py:_libc": "one entry",
+    "_checkpoint/_save.py:unreported": "failed saves that nobody was told of; no tensors",
+    "_handoff/_agreement.py:_given_up": "process groups that failed; no tensors",
+    "_handoff/_hand_off_job.py:_active": "devices under way; one entry a device",
+    "_handoff/_hand_off_job.py:_active_lock": "a lock",
+    "_handoff/_park.py:_parkings": "weak keys",
+    "_handoff/_park_hooks.py:_lock": "a lock",
+    "_handoff/_park_hooks.py:_standing": "weak",
+    "_handoff/_park_hooks.py:_watch_steps": "one entry",
+    "_handoff/_parking.py:_arenas": "weak keys",
+    "_handoff/_peer.py:_links": "weak",
+    "_handoff/_segments.py:_toggle": "a lock",
+    "_memory/_phase.py:_open": "the phases that are open",
+    "_memory/_phase.py:boundaries": "the ledgers that are open",
+    "_optim/_offload.py:_classes": "weak keys; classes, no tensors",
+    "_optim/_offload.py:_metaclass_of": "one entry a metaclass; no tensors",
+    "_optim/_offloaded.py:_hooked_step": "a function",
+    "_optim/_shadow.py:_quiet": "a thread's own; a truth value",
+    "_report/_fields.py:_bytes": "a rule of the table",
+    "_transfer/_gate.py:gates": "one entry a device, whose sources are weak",
+    "_transfer/_host_memory.py:_libc": "one entry",
+    "_transfer/_lanes.py:_lanes": "one entry a device",
+    "_transfer/_lending.py:lending": "addresses, until a loan ends",
+    "_transfer/_owner.py:_forecasters": "functions",
+    "_transfer/_owner.py:_owned": "weak",
+    "_transfer/_owner.py:_owners": "one entry a class of ours",
+    "_transfer/_writers.py:_stepped": "weak",
+    "_transfer/_writers.py:watch_optimizers": "one entry",
+    "integrations/_dcp_stager.py:_of_thread": "a thread's own, while it stages",
+    "integrations/_lightning_trees.py:_class_with": "classes",
+    "integrations/_verl_guard.py:_lock": "a lock",
+    "integrations/verl.py:_makers": "one entry",
+    "integrations/xtuner.py:_config_class": "one entry",
+    "sim/_allocator.py:_pool_numbers": "a counter",
+    "sim/_backend.py:_state": "one entry a setting",
+}
+_IMMUTABLE = (
+    "frozenset", "logging.getLogger", "MappingProxyType", "namedtuple", "parse_bytes", "re.compile",
+    "struct.Struct", "torch.complex", "torch.device", "tuple", "TypeVar",
+)  # fmt: skip
+
+
+def found_registries() -> Iterator[str]:
+    for path in sorted(ROOT.rglob("*.py")):
+        file = path.relative_to(ROOT).as_posix()
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in tree.body:
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                name = ast.unparse(target)
+                if _is_mutable(node.value) and name.lower() == name and name[:2] != "__":
+                    yield f"{file}:{name}"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and any(
+                "cache" in ast.unparse(decorator) for decorator in node.decorator_list
+            ):
+                yield f"{file}:{node.name}"
+
+
+def _is_mutable(value: ast.expr) -> bool:
+    if isinstance(value, ast.Call):
+        return not ast.unparse(value.func).startswith(_IMMUTABLE)
+    return isinstance(value, ast.Dict | ast.List | ast.Set)
+
+
+def test_every_registry_of_the_process_is_listed_with_its_reason() -> None:
+    assert set(found_registries()) == set(REGISTRIES)
+
+
+class Thing:
+    pass
+
+
+def test_a_registry_keeps_nothing_alive_and_forgets_by_identity() -> None:
+    registry: WeakRegistry[Any] = WeakRegistry()
+    kept, let_go = Thing(), Thing()
+    for thing in (kept, let_go, kept):
+        registry.add(thing)
+    assert len(registry) == 2
+    del let_go, thing
+    gc.collect()
+    assert list(registry) == [kept]
+    assert kept in registry
+    assert Thing() not in registry
+    registry.discard(kept)
+    registry.discard(kept)
+    assert kept not in registry
+    registry.add(kept)
+    registry.clear()
+    assert list(registry) == []
+
+
+@pytest.fixture
+def frequent_switches() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def hammer(num_threads: int, work: Callable[[int], None]) -> list[BaseException]:
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def test_threads_add_and_discard_while_others_iterate(frequent_switches: None) -> None:
+    registry: WeakRegistry[Any] = WeakRegistry()
+    stay = [Thing() for _ in range(200)]
+    for thing in stay:
+        registry.add(thing)
+
+    def work(number: int) -> None:
+        for _ in range(300):
+            if number % 2:
+                registry.add(passing := Thing())
+                registry.discard(passing)
+                registry.add(Thing())  # dies at once
+            else:
+                assert set(map(id, registry)) >= set(map(id, stay))
+
+    assert hammer(6, work) == []
+    assert set(map(id, registry)) == set(map(id, stay))

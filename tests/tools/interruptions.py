@@ -1,0 +1,120 @@
+"""Raises an exception at the n-th line of the library that a call runs, for every n in turn.
+
+What a signal, a failed allocation or a bug may do anywhere, done everywhere. Only the calling
+thread is interrupted, as by a signal; only lines under ``src/residency`` count, and none that a
+finalizer runs, whose exceptions Python swallows.
+"""
+
+from __future__ import annotations
+
+import dis
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import residency
+
+_ROOT = str(Path(residency.__file__).parent)
+_FINALIZERS = ("__del__", "_finalize")
+
+
+class _Tracer:
+    """Counts lines of the library, and raises at one of them."""
+
+    def __init__(self, at: int | None, error: BaseException | type[BaseException] | None) -> None:
+        self.count = 0
+        self.where = ""
+        self._at = at
+        self._error = error
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        name = frame.f_code.co_filename
+        if not name.startswith(_ROOT) or _is_finalizing(frame):
+            return None
+        return self._line
+
+    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line" and not _is_leaving_a_with(frame):
+            self.count += 1
+            if self.count == self._at:
+                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                sys.settrace(None)
+                assert self._error is not None
+                raise self._error
+        return self._line
+
+
+def _is_leaving_a_with(frame: FrameType) -> bool:
+    """Says whether a line begins with the call that ends a ``with``: its line is met once more
+    there, outside of what the ``with`` guards, and Python takes no signal between the two.
+    """
+    code = frame.f_code
+    loads = code.co_code[frame.f_lasti : frame.f_lasti + 6]
+    is_thrice = len(loads) == 6 and loads[:2] == loads[2:4] == loads[4:]
+    is_load = dis.opname[loads[0]] == "LOAD_CONST"
+    return is_thrice and is_load and code.co_consts[loads[1]] is None
+
+
+def _is_finalizing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in _FINALIZERS or code.co_filename.endswith("weakref.py"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def count_lines(action: Callable[[], Any]) -> int:
+    """Runs an action undisturbed and returns how many lines of the library it ran here."""
+    tracer = _Tracer(None, None)
+    _traced(tracer, action)
+    return tracer.count
+
+
+def interrupted_at(
+    line: int, action: Callable[[], Any], error: BaseException | type[BaseException]
+) -> str:
+    """Runs an action and raises ``error`` at its ``line``-th line of the library.
+
+    Returns:
+        Where it was raised and came out again; "" where the action was over before, or the
+        exception was taken for something that the action goes on after. Another exception is let
+        out.
+    """
+    tracer = _Tracer(line, error)
+    kind = error if isinstance(error, type) else type(error)
+    try:
+        _traced(tracer, action)
+    except kind:
+        if not tracer.where:
+            raise
+        return tracer.where
+    return ""
+
+
+def spread(count: int, most: int, seed: int) -> Iterator[int]:
+    """Yields all numbers from 1 to ``count``, or, where these are more than ``most``, one at random
+    of each of ``most`` equal parts; the first and the last are always among them.
+    """
+    if count <= most:
+        yield from range(1, count + 1)
+        return
+    chance = random.Random(seed)
+    edges = [1 + count * part // most for part in range(most + 1)]
+    yield 1
+    for low, high in itertools.pairwise(edges[1:]):
+        yield chance.randrange(low, high)
+    yield count
+
+
+def _traced(tracer: _Tracer, action: Callable[[], Any]) -> None:
+    before = sys.gettrace()
+    sys.settrace(tracer)
+    try:
+        action()
+    finally:
+        sys.settrace(before)

@@ -73,6 +73,70 @@ def test_views_that_lie_among_one_another_as_they_were_saved_are_read(device, ch
     assert torch.equal(whole, saved)
 
 
+class Views(nn.Module):
+    """Names a matrix and tensors that lie in its memory."""
+
+    def __init__(self, whole, *parts):
+        super().__init__()
+        self.whole = nn.Parameter(whole)
+        for index, part in enumerate(parts):
+            self.register_buffer(f"part{index}", part(self.whole.detach()))
+
+
+PARTS = {
+    "rows": lambda whole: whole[100:300],
+    "column": lambda whole: whole[:, 7],
+    "turned": lambda whole: whole.t(),
+    "steps": lambda whole: whole[1::3, ::5],
+    "bytes": lambda whole: whole.view(torch.uint8)[3:9, 5:77],
+    "one": lambda whole: whole[5, 6],
+}
+
+
+def one_in(part):
+    """Changes one bit of the element in the middle."""
+    bits = part.view(-1).view(torch.uint8)
+    bits[bits.numel() // 2] ^= 1
+
+
+@pytest.mark.parametrize(
+    ("form", "kinds"),
+    [("torch.save", [kind]) for kind in PARTS]
+    + [(form, ["rows", "column", "turned"]) for form in ("own", "dcp")],
+)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_tensor_and_a_part_of_it_that_a_file_holds_apart_are_read_where_they_are_equal(
+    device, tmp_path, form, kinds
+):
+    def write(values):
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.pt"
+        if form == "own":
+            with residency.Checkpointer(path) as checkpointer:
+                checkpointer.save(1, {"model": values}).wait()
+        elif form == "dcp":
+            dcp.save(values, checkpoint_id=path)
+        else:
+            torch.save(values, path)
+        return path
+
+    saved = torch.arange(512.0 * 64).view(512, 64)
+    parts = [PARTS[kind] for kind in kinds]
+    values = {"whole": saved} | {
+        f"part{index}": part(saved).clone(memory_format=torch.contiguous_format)
+        for index, part in enumerate(parts)
+    }
+    model = Views(torch.zeros(512, 64, device=device), *parts)
+    path = write(values)
+    residency.load_into(model, path, staging="16KiB")
+    assert torch.equal(model.whole.detach().cpu(), saved)
+    one_in(values["part0"])
+    path = write(values)
+    with pytest.raises(RefusedError, match="whole and part0: they share memory") as caught:
+        residency.load_into(model, path, staging="16KiB")
+    assert "differ in what was saved" in str(caught.value)
+    assert torch.equal(model.whole.detach().cpu(), saved)
+
+
 @pytest.mark.parametrize("is_equal", [True, False])
 def test_weights_that_are_tied_only_here_are_refused_unless_they_are_equal(
     device, checkpointer, is_equal

@@ -1,20 +1,22 @@
 """Targets that share memory: a byte that two names ask for has one value, or the plan is refused.
 
-Tied tensors and views are asked for under each of their names. Where a save has the same for all of
-them, it is read once; where it does not, no order of reading would be right. Invariant: after
+Tied tensors and views are asked for under each of their names. Where a save has equal bytes for
+what they share, the order of reading does not matter; where it does not, no order would be right.
+Only the bytes tell: a save may hold a tensor and a part of it apart. Invariant: after
 ``settle_overlaps`` no two assignments write different bytes to one place
 (``tests/checkpoint/restore/test_overlaps.py`` tries to break it).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from residency._checkpoint._restore._boxes import Box, row_major
+from residency._checkpoint._restore._boxes import Box, row_major, spans
 from residency._checkpoint._restore._fill import fill
 from residency._checkpoint._restore._plan import Assignment, Plan, Target
 from residency._checkpoint._sources._stored import Stored
@@ -49,8 +51,10 @@ def settle_overlaps(plan: Plan, *, staging_bytes: int) -> list[str]:
                     problems.append(_conflict(other, here))
             last_of[_geometry(here.target)] = index
         for left, right in _apart(plan, list(last_of.values())):
-            dropped.add(left)
-            problems.append(_conflict(plan.assignments[left], plan.assignments[right]))
+            pair = plan.assignments[left], plan.assignments[right]
+            if not _is_same_saved(plan, *pair, staging_bytes):
+                dropped.add(left)
+                problems.append(_conflict(*pair))
     if dropped:
         kept = [each for index, each in enumerate(plan.assignments) if index not in dropped]
         plan.assignments[:] = kept
@@ -106,38 +110,77 @@ def _place(shard: Stored) -> tuple[object, int, tuple[int, ...]]:
 
 
 def _is_same_saved(plan: Plan, left: Assignment, right: Assignment, staging_bytes: int) -> bool:
-    """Returns whether two assignments of one geometry bring the same bytes."""
-    places = [[(_place(s), s.offsets, s.shape) for s in each.shards] for each in (left, right)]
-    if places[0] == places[1]:
-        return True
-    for box in _slices(left.target, staging_bytes // 2):
-        found = [_read(plan, each, box, staging_bytes) for each in (left, right)]
-        if not torch.equal(found[0], found[1]):
+    """Returns whether two assignments bring the same bytes to the memory that both lie in."""
+    if _geometry(left.target) == _geometry(right.target):
+        places = [[(_place(s), s.offsets, s.shape) for s in each.shards] for each in (left, right)]
+        if places[0] == places[1]:
+            return True
+    most_bytes = staging_bytes // 8
+    pieces = [_pieces(each.target, most_bytes) for each in (left, right)]
+    for mine, theirs in _meeting(*pieces):
+        first, last = max(mine.first, theirs.first), min(mine.last, theirs.last)
+        found = []
+        for assignment, piece in ((left, mine), (right, theirs)):
+            data, is_set = _laid(plan, assignment, piece, staging_bytes)
+            part = slice(first - piece.first, last - piece.first)
+            found.append((data[part], is_set[part]))
+        (ours, is_ours), (others, is_others) = found
+        if bool((ours.ne(others) & is_ours & is_others).any()):
             return False
     return True
 
 
-def _slices(target: Target, most_bytes: int) -> Iterator[Box]:
-    """Yields the box of a target in groups of rows of so many bytes, of one row at least."""
-    box = target.box
-    if not box.shape or not box.numel:
-        yield box
-        return
-    row_bytes = box.numel // box.shape[0] * target.local.element_size()
-    step = max(most_bytes // row_bytes, 1)
-    for first in range(0, box.shape[0], step):
-        rows = min(step, box.shape[0] - first)
-        yield Box((box.offsets[0] + first, *box.offsets[1:]), (rows, *box.shape[1:]))
+class _Piece(NamedTuple):
+    """Is a box of a target with the addresses between which its elements lie."""
+
+    first: int
+    last: int
+    box: Box
 
 
-def _read(plan: Plan, assignment: Assignment, box: Box, staging_bytes: int) -> Tensor:
+def _pieces(target: Target, most_bytes: int) -> list[_Piece]:
+    """Returns a target in pieces of so many bytes of memory, gaps included, by address."""
+    local, start = target.local, target.local.data_ptr()
+    size = local.element_size()
+    return sorted(
+        _Piece(start + span.start * size, start + (span.start + span.numel) * size, span.part)
+        for span in spans(target.box, target.box, local.stride(), max(most_bytes // size, 1))
+    )
+
+
+def _meeting(left: Sequence[_Piece], right: Sequence[_Piece]) -> Iterator[tuple[_Piece, _Piece]]:
+    """Yields the pairs of pieces of which the ranges overlap."""
+    near: list[_Piece] = []
+    rest = deque(right)
+    for mine in left:
+        while rest and rest[0].first < mine.last:
+            near.append(rest.popleft())
+        near = [theirs for theirs in near if theirs.last > mine.first]
+        yield from ((mine, theirs) for theirs in near if theirs.first < mine.last)
+
+
+def _laid(
+    plan: Plan, assignment: Assignment, piece: _Piece, staging_bytes: int
+) -> tuple[Tensor, Tensor]:
+    """Returns what is saved of a piece as it will lie in memory, and which bytes are of it.
+
+    Memory:
+        Host: four times the bytes between the piece's first and last, at most.
+    """
     target = assignment.target
+    dtype, stride = target.local.dtype, target.local.stride()
+    numel = (piece.last - piece.first) // target.local.element_size()
     with callers_modes_off():
-        made = torch.empty(box.shape, dtype=target.local.dtype, device="cpu")
-    place = Target(target.name, made, made, box, target.whole_shape)
+        read = torch.empty(piece.box.shape, dtype=dtype, device="cpu")
+        data = torch.zeros(numel, dtype=dtype, device="cpu")
+        is_set = torch.zeros((numel, dtype.itemsize), dtype=torch.bool, device="cpu")
+    place = Target(target.name, read, read, piece.box, target.whole_shape)
     fill(
         [Assignment(place, assignment.shards)],
         checksums=plan.checksums,
         staging_bytes=staging_bytes,
     )
-    return made.reshape(-1).view(torch.uint8)
+    data.as_strided(read.shape, stride).copy_(read)
+    rows = [step * dtype.itemsize for step in stride]
+    is_set.as_strided((*read.shape, dtype.itemsize), (*rows, 1)).fill_(True)
+    return data.view(torch.uint8), is_set.view(-1)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections import ChainMap, Counter, deque
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -214,6 +214,12 @@ def _modules_in(tree: Any, path: str) -> Iterator[tuple[str, nn.Module]]:
             yield from _modules_in(value, joined(path, index))
 
 
+def _takes_its_values(value: Any) -> bool:
+    """Returns whether a value is a mapping that a restore can fill in place."""
+    # A chain puts whatever it is given into its first mapping.
+    return isinstance(value, MutableMapping) and not isinstance(value, ChainMap)
+
+
 class _Walk:
     def __init__(self, tree: Any, loans: Loans, keep: bool) -> None:
         self._loans = loans
@@ -237,7 +243,7 @@ class _Walk:
             return None
         if all(callable(getattr(value, name, None)) for name in _KEEPS_STATE):
             return self._stateful(path, value)
-        if isinstance(value, Mapping):
+        if _takes_its_values(value):
             node = mapping_node(MAPPING, self.encoder.pairs(path, value))
             return {**node, "class": class_name(value)}
         return None

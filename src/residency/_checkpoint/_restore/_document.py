@@ -45,7 +45,7 @@ from residency._checkpoint._restore._optimizers import Settings, Thunk, plan_opt
 from residency._checkpoint._restore._plan import Plan
 from residency._checkpoint._sources._own import Saved
 from residency._checkpoint._tree import class_name, parameters_of, plain_optimizer
-from residency._errors import CorruptSaveError
+from residency._errors import CorruptSaveError, RefusedError
 
 _OWN_CLASSES: dict[str | None, type] = {COUNTER: Counter, DEFAULTDICT: defaultdict}
 _OBJECTS: dict[str, tuple[str, type | None]] = {
@@ -76,7 +76,16 @@ class DocumentPlan:
         )
 
     def add(self, state: Mapping[str, Any]) -> None:
-        """Plans to fill what the state names; what else the save has is left alone."""
+        """Plans to fill what the state names; what else the save has is left alone.
+
+        Raises:
+            RefusedError: The state is a mapping that takes no values.
+        """
+        if not isinstance(state, MutableMapping):
+            raise RefusedError(
+                f"the state is a {type(state).__name__}, into which no value can be put. Nothing "
+                "was changed; give dict(it)."
+            )
         for name, value in state.items():
             node = self._saved.tree.get(name, _MISSING)
             if node is _MISSING:
@@ -109,7 +118,7 @@ class DocumentPlan:
         if kind == TENSOR and isinstance(value, Tensor):
             self._plan.fill(path, value, node["name"])
             return lambda: value
-        if isinstance(value, Mapping) and _is_filled(node, value):
+        if isinstance(value, MutableMapping) and _is_filled(node, value):
             return self._mapping(path, node, value)
         if isinstance(node, list) and type(value) is list:
             return self._list(path, node, value)
@@ -186,13 +195,14 @@ class DocumentPlan:
 
         return finish
 
-    def _mapping(self, path: str, node: Any, value: Mapping[Any, Any]) -> Thunk:
+    def _mapping(self, path: str, node: Any, value: MutableMapping[Any, Any]) -> Thunk:
         pairs = pairs_of(node)
         metadata = self.value(node["metadata"]) if "metadata" in node and kind_of(node) else None
         thunks: dict[Any, Thunk] = {}
         for key_node, each in pairs:
             key = decode(key_node, self._no_tensor) if kind_of(node) else key_node
-            there = value.get(key, _MISSING)
+            # Not `get`, of which a class may make something else, as ConfigParser does.
+            there = value[key] if key in value else _MISSING  # noqa: SIM401
             below = joined(path, key)
             is_new = there is _MISSING
             thunks[key] = self._new(below, each) if is_new else self.visit(below, each, there)
@@ -200,8 +210,6 @@ class DocumentPlan:
 
         def finish() -> Any:
             results = {key: thunk() for key, thunk in thunks.items()}
-            if not isinstance(value, MutableMapping):
-                return results
             if metadata is not None and type(value) is OrderedDict:
                 value.__dict__["_metadata"] = metadata()
             for key, result in results.items():
@@ -268,7 +276,7 @@ class DocumentPlan:
         raise CorruptSaveError(f"the save has the tensor {name} where a key is expected.")
 
 
-def _is_filled(node: Any, value: Mapping[Any, Any]) -> bool:
+def _is_filled(node: Any, value: MutableMapping[Any, Any]) -> bool:
     """Returns whether a mapping that is here takes what was saved, or another one its place."""
     kind = kind_of(node)
     if kind is None:
@@ -316,10 +324,10 @@ def _then(thunk: Thunk, value: Any) -> Thunk:
     return finish
 
 
-def _setter(state: Mapping[str, Any], name: str, thunk: Thunk) -> Callable[[], None]:
+def _setter(state: MutableMapping[str, Any], name: str, thunk: Thunk) -> Callable[[], None]:
     def finish() -> None:
         result = thunk()
-        if state[name] is not result and isinstance(state, MutableMapping):
+        if state[name] is not result:
             state[name] = result
 
     return finish

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from residency._checkpoint._disk._naming import ADVICE
 from residency._checkpoint._disk._publish import CheckpointDirectory, Retention
 from residency._checkpoint._disk._verify import Verification, verify_save
 from residency._errors import CheckpointError, InvalidArgumentError
@@ -138,6 +139,8 @@ def _verify(arguments: argparse.Namespace) -> int:
             ("step", "read", "result"),
             [line for result in results for line in _lines(result)],
         )
+        if damaged:
+            print(ADVICE)
     return _EXIT_DAMAGED if damaged else 0
 
 

@@ -51,6 +51,7 @@ from residency._checkpoint._disk._layout import Layout, new_token, step_of
 from residency._checkpoint._disk._lock import FileLock
 from residency._checkpoint._disk._manifest import MANIFEST, Manifest, dump_manifest
 from residency._checkpoint._disk._marks import WRITERS, remove_own
+from residency._checkpoint._disk._naming import damage_named
 from residency._checkpoint._disk._parts import leased
 from residency._checkpoint._disk._publish import CheckpointDirectory
 from residency._checkpoint._disk._ranks import SaveFolder
@@ -357,6 +358,13 @@ class ResidencyStorageReader(StorageReader):
         Raises:
             CorruptSaveError: A chunk of a file is not what was written.
         """
+        with damage_named(self._opened().path, file=MANIFEST):
+            self._read(plan, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 blob = io.BytesIO()
@@ -369,9 +377,6 @@ class ResidencyStorageReader(StorageReader):
             self._fetch([read for read in batch if read.num_bytes])
             for read in batch:
                 read.finish()
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
     def _place(self, item: ReadItem) -> Stored:
         index = item.storage_index

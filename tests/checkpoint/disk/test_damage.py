@@ -58,9 +58,6 @@ def test_every_flipped_byte_is_found_and_named(
         damages = verify_save(where, 1).damages
         assert damages, f"byte {at} of {name}"
         assert {damage.file for damage in damages} == {name}
-        with pytest.raises(CorruptSaveError) as caught:
-            verify_save(where, 1).raise_if_damaged()
-        assert caught.value.file == name
         if name != "manifest.json" and at >= ALIGNMENT:
             (damage,) = damages
             (owner,) = [e for e in entries if 0 <= at - e.start < e.record.num_bytes]

@@ -17,12 +17,14 @@ from pathlib import Path
 from residency._checkpoint._disk._crc import crc32
 from residency._checkpoint._disk._header import ALIGNMENT
 from residency._checkpoint._disk._manifest import FileRecord, StoredEntry
+from residency._checkpoint._disk._naming import damage_named
 from residency._checkpoint._disk._stored import read_header
 from residency._checkpoint._disk._system import O_DIRECT, UNSUPPORTED, System, close_quietly
 from residency._errors import CheckpointError, CorruptSaveError
 from residency._units import MIB
 
 _BUFFER_BYTES = 4 * MIB
+_NOT_PUBLISHED = "The disk changed what was written. The save was not published; use another disk."
 _PROBE_BYTES = 64  # what is compared of a chunk before the rest of it is
 
 
@@ -57,8 +59,9 @@ def read_back(folder: Path, files: Mapping[str, FileRecord], *, system: System) 
     """
     for name, record in files.items():
         check = FileCheck(system, folder, name, record, past_cache=True)
-        for damage in check.damages():
-            raise damage.error()
+        with damage_named(folder, advice=_NOT_PUBLISHED):
+            for damage in check.damages():
+                raise damage.error()
 
 
 class FileCheck:

@@ -417,7 +417,7 @@ class _Reader:
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         return CorruptSaveError(
             f"{_name(task.file)} {what} (bytes {start} to {stop}, which hold {shown}). Some of "
-            "what was to be filled has bytes of this save already: restore from another one.",
+            "what was to be filled has bytes of this save already.",
             file=_name(task.file),
             tensor=names[0],
             offset=start if offset is None else offset,

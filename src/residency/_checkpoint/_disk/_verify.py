@@ -32,11 +32,6 @@ class Verification:
     num_bytes: int
     damages: tuple[Damage, ...]
 
-    def raise_if_damaged(self) -> None:
-        """Raises CorruptSaveError for the first damage, if there is one."""
-        if self.damages:
-            raise self.damages[0].error()
-
 
 def verify_save(
     directory: CheckpointDirectory,

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from residency._checkpoint._disk._layout import step_name
+from residency._checkpoint._disk._manifest import MANIFEST
+from residency._checkpoint._disk._naming import damage_named
 from residency._checkpoint._disk._publish import CheckpointDirectory
 from residency._checkpoint._job import Ranks
 from residency._checkpoint._progress import progress_bar
@@ -97,11 +99,14 @@ class Attempts:
 
     def _try(self, step: int, touched: list[int]) -> None:
         made: list[PlannedState] = []
+        folder = self.directory.path / step_name(step)
 
+        @damage_named(folder, file=MANIFEST)
         def carry_out() -> None:
             touched.append(step)
             made[0].carry_out(advance)
 
+        @damage_named(folder, file=MANIFEST)
         def plan() -> int:
             save = self.directory.open(step)
             planned = plan_state(

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from residency._checkpoint._disk._manifest import MANIFEST
+from residency._checkpoint._disk._naming import damage_named
 from residency._checkpoint._disk._stored import open_save
 from residency._checkpoint._nodes import MODULE, kind_of
 from residency._checkpoint._restore._document import DocumentPlan
@@ -57,8 +59,9 @@ def load_into(
     staging_bytes = staging_bytes_of(staging)
     path = Path(path)
     if (folder := find_save(path)) is not None:
-        return load_save(module, open_save(folder), strict=strict, staging_bytes=staging_bytes)
-    with open_source(path) as source:
+        with damage_named(folder, file=MANIFEST):
+            return load_save(module, open_save(folder), strict=strict, staging_bytes=staging_bytes)
+    with damage_named(path), open_source(path) as source:
         return _load_by_names(module, Plan(source.tensors), str(path), strict, staging_bytes)
 
 

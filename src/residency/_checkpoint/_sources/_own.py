@@ -17,6 +17,7 @@ import torch
 
 from residency._checkpoint._disk._layout import newest_save
 from residency._checkpoint._disk._manifest import MANIFEST, FileRecord, StoredEntry
+from residency._checkpoint._disk._naming import damage_named
 from residency._checkpoint._disk._read import Checksums
 from residency._checkpoint._disk._stored import open_save
 from residency._checkpoint._nodes import Node, read_document
@@ -104,8 +105,9 @@ def open_source(folder: Path) -> Source:
     Raises:
         CorruptSaveError: The manifest, the files and the documents do not fit each other.
     """
-    save = open_save(folder)
-    saved = saved_for_rank(save, world_size=len(save.documents))
+    with damage_named(folder, file=MANIFEST):
+        save = open_save(folder)
+        saved = saved_for_rank(save, world_size=len(save.documents))
     tree = save.documents[0]["tree"]
     return Source(folder, "residency", saved.tensors, tree, save.documents, saved.checksums)
 

@@ -19,7 +19,7 @@ from typing import Any
 import residency
 
 _ROOT = str(Path(residency.__file__).parent)
-_FINALIZERS = ("__del__", "_finalize")
+_FINALIZERS = ("__del__", "_finalize", "forget")  # the last is what a registry's reference calls
 
 
 class _Tracer:

@@ -137,11 +137,11 @@ class Draft:
     def _publish(self) -> None:
         for folder, _, names in os.walk(self.folder):
             for name in names:
-                fd = os.open(os.path.join(folder, name), os.O_RDONLY)
+                fd = SYSTEM.open(Path(folder, name), os.O_RDONLY)
                 try:
                     SYSTEM.fsync(fd)
                 finally:
-                    os.close(fd)
+                    SYSTEM.close(fd)
             sync_folder(SYSTEM, Path(folder))
         if self.final.exists():  # of a run before, as stock code overwrites it
             SYSTEM.rename(self.final, self.root / "replaced")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from residency._checkpoint._disk._crc import crc32
+from residency._checkpoint._disk._descriptor import Descriptor
 from residency._checkpoint._disk._header import ALIGNMENT
 from residency._checkpoint._disk._manifest import FileRecord, StoredEntry
 from residency._checkpoint._disk._naming import damage_named
@@ -96,7 +97,7 @@ class FileCheck:
         room = min(_BUFFER_BYTES, record.chunk_bytes, record.num_bytes)
         self._buffer = memoryview(mmap.mmap(-1, _rounded(max(room, 1))))
         self._is_direct = past_cache and O_DIRECT != 0
-        self._fd = -1
+        self._fd: Descriptor
 
     def damages(self) -> Iterator[Damage]:
         """Yields what is not as it was written."""

@@ -14,6 +14,7 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
+from residency._checkpoint._disk._descriptor import Descriptor
 from residency._checkpoint._disk._system import (
     UNSUPPORTED,
     System,
@@ -36,8 +37,10 @@ class FileLock:
     def __init__(self, system: System, path: Path) -> None:
         self.path = path
         self._system = system
-        self._fd: int | None = None  # while it is held
-        self._opened: int | None = None  # while it may be: an interrupt comes between any two lines
+        self._fd: Descriptor | None = None  # while it is held
+        self._opened: Descriptor | None = (
+            None  # while it may be: an interrupt comes between any two lines
+        )
         self.is_enforced = True
         _locks.add(self)
 
@@ -118,7 +121,7 @@ class FileLock:
         self._fd, fd, self._opened = None, self._opened, None
         if fd is not None:
             with suppress(OSError):
-                os.close(fd)
+                fd.close()
 
 
 class WriterLock(FileLock):

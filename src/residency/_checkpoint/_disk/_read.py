@@ -19,6 +19,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from residency._checkpoint._disk._crc import crc32
+from residency._checkpoint._disk._descriptor import Descriptor
 from residency._checkpoint._disk._ring import Ring, Slot
 from residency._errors import CheckpointError, CorruptSaveError, InvalidArgumentError
 from residency._registries import WeakRegistry
@@ -301,12 +302,12 @@ class _Reader:
         self._filled = filled
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._path: str | os.PathLike[str] | None = None
-        self._file = -1
+        self._file: Descriptor | None = None
 
     def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def read(self, task: _Task) -> bool:
         """Reads one chunk; says no when the ring was closed meanwhile."""
@@ -390,12 +391,12 @@ class _Reader:
 
     def _fill(self, task: _Task, offset: int, buffers: list[memoryview]) -> None:
         try:
-            if task.file.path != self._path or self._file < 0:
+            if task.file.path != self._path or self._file is None:
                 self.close()
-                self._file = os.open(task.file.path, os.O_RDONLY | os.O_CLOEXEC)
+                self._file = Descriptor(task.file.path, os.O_RDONLY)
                 self._path = task.file.path
             while buffers:
-                count = os.preadv(self._file, buffers, offset)
+                count = os.preadv(self._file.fileno(), buffers, offset)
                 if count == 0:
                     raise self._corrupt(task, f"ends at byte {offset}", offset)
                 offset += count

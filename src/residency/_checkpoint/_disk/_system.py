@@ -20,6 +20,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from residency._checkpoint._disk._descriptor import Descriptor
+
 # What a file system answers when it knows no such operation, or not for this file.
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 # Where there is no such flag (macOS, Windows), files are opened without it.
@@ -51,42 +53,43 @@ class System:
             except InterruptedError:
                 continue
 
-    def open(self, path: Path, flags: int) -> int:
+    def open(self, path: Path, flags: int) -> Descriptor:
         """Opens a file or a directory, which is closed where another program is executed."""
-        return int(self._call("open", os.open, path, flags, 0o666))
+        found: Descriptor = self._call("open", Descriptor, path, flags)
+        return found
 
-    def close(self, fd: int) -> None:
+    def close(self, fd: Descriptor) -> None:
         """Closes a file."""
-        self._call("close", os.close, fd)
+        self._call("close", Descriptor.close, fd)
 
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def pwritev(self, fd: Descriptor, buffers: Sequence[memoryview], offset: int) -> int:
         """Writes buffers at an offset; returns how many bytes were written, maybe fewer."""
         return int(self._call("pwritev", os.pwritev, fd, buffers, offset))
 
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def preadv(self, fd: Descriptor, buffers: Sequence[memoryview], offset: int) -> int:
         """Fills buffers from an offset; returns how many bytes were read, 0 at the end."""
         return int(self._call("preadv", os.preadv, fd, buffers, offset))
 
-    def fsync(self, fd: int) -> None:
+    def fsync(self, fd: Descriptor) -> None:
         """Returns when a file's bytes, or a directory's entries, are on the disk."""
         self._call("fsync", os.fsync, fd)
 
-    def ftruncate(self, fd: int, num_bytes: int) -> None:
+    def ftruncate(self, fd: Descriptor, num_bytes: int) -> None:
         """Gives a file a length."""
         self._call("ftruncate", os.ftruncate, fd, num_bytes)
 
-    def fallocate(self, fd: int, num_bytes: int) -> None:
+    def fallocate(self, fd: Descriptor, num_bytes: int) -> None:
         """Reserves a file's blocks from its start, and makes the file as long."""
         self._call("fallocate", _fallocate, fd, num_bytes)
 
-    def direct_alignment(self, fd: int) -> int | None:
+    def direct_alignment(self, fd: Descriptor) -> int | None:
         """Returns what addresses and lengths in memory are multiples of in direct writes to a file,
         or None where the system does not say.
         """
         found: int | None = self._call("statx", _direct_alignment, fd)
         return found
 
-    def drop_cache(self, fd: int) -> None:
+    def drop_cache(self, fd: Descriptor) -> None:
         """Asks the system to forget what it has of a file in memory; nothing is sure to go.
 
         Where the system knows no such request, nothing happens.
@@ -124,7 +127,7 @@ class System:
         found: os.stat_result = self._call("stat", os.stat, path)
         return found
 
-    def fstat(self, fd: int) -> os.stat_result:
+    def fstat(self, fd: Descriptor) -> os.stat_result:
         """Returns what the file system knows of an open file."""
         found: os.stat_result = self._call("fstat", os.fstat, fd)
         return found
@@ -143,7 +146,7 @@ class System:
         found: os.statvfs_result = self._call("statvfs", os.statvfs, path)
         return found
 
-    def flock(self, fd: int, operation: int) -> None:
+    def flock(self, fd: Descriptor, operation: int) -> None:
         """Locks or unlocks an open file."""
         self._call("flock", fcntl.flock, fd, operation)
 
@@ -164,23 +167,23 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _fallocate(fd: int, num_bytes: int) -> None:
+def _fallocate(fd: Descriptor, num_bytes: int) -> None:
     # Not os.posix_fallocate: where the file system cannot reserve, the C library writes to every
     # block instead, which takes as long as the save.
     if sys.platform != "linux":
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
-    if _libc().fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)) != 0:
+    if _libc().fallocate(fd.fileno(), 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 
 
-def _direct_alignment(fd: int) -> int | None:
+def _direct_alignment(fd: Descriptor) -> int | None:
     # Not in Python's os; Linux 6.1 and later say it. Source: statx(2).
     statx: Any = getattr(_libc(), "statx", None)
     if sys.platform != "linux" or statx is None:
         return None
     answer = ctypes.create_string_buffer(_STATX_BYTES)
-    if statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, answer) != 0:
+    if statx(fd.fileno(), b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, answer) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     (mask,) = struct.unpack_from("=I", answer, 0)
@@ -188,7 +191,7 @@ def _direct_alignment(fd: int) -> int | None:
     return alignment if mask & _STATX_DIOALIGN and alignment else None
 
 
-def close_quietly(system: System, fd: int) -> None:
+def close_quietly(system: System, fd: Descriptor) -> None:
     """Closes a file of which nothing is expected any more."""
     with suppress(OSError):
         system.close(fd)
@@ -212,13 +215,13 @@ def read_file(system: System, path: Path) -> bytes:
         close_quietly(system, fd)
 
 
-def read_bytes(system: System, fd: int, num_bytes: int, offset: int) -> bytes:
+def read_bytes(system: System, fd: Descriptor, num_bytes: int, offset: int) -> bytes:
     """Returns bytes of an open file, fewer where it ends before."""
     data = bytearray(num_bytes)
     return bytes(data[: read_into(system, fd, memoryview(data), offset)])
 
 
-def read_into(system: System, fd: int, view: memoryview, offset: int) -> int:
+def read_into(system: System, fd: Descriptor, view: memoryview, offset: int) -> int:
     """Fills a buffer from an open file; returns how many bytes there were."""
     done = 0
     while done < view.nbytes:
@@ -229,7 +232,7 @@ def read_into(system: System, fd: int, view: memoryview, offset: int) -> int:
     return done
 
 
-def write_bytes(system: System, fd: int, data: bytes, offset: int = 0) -> None:
+def write_bytes(system: System, fd: Descriptor, data: bytes, offset: int = 0) -> None:
     """Writes all of a buffer."""
     view = memoryview(data)
     while view.nbytes:

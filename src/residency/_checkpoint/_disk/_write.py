@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from residency._checkpoint._disk._crc import crc32
+from residency._checkpoint._disk._descriptor import Descriptor
 from residency._checkpoint._disk._header import ALIGNMENT, layout_order, make_header
 from residency._checkpoint._disk._manifest import FileRecord
 from residency._checkpoint._disk._parts import FilePlan, Lease, Part
@@ -108,7 +109,7 @@ class _File:
         self.crc32 = [0] * -(-self.num_bytes // chunk_bytes)
         self._num_pending = len(self.crc32)
         self.memory_alignment = ALIGNMENT
-        self._fds: dict[bool, int] = {}
+        self._fds: dict[bool, Descriptor] = {}
         self._lock = threading.Lock()
 
     def chunks(self) -> Iterator[_Chunk]:
@@ -149,7 +150,7 @@ class _File:
                 self.is_direct = False
         return self.is_direct
 
-    def descriptor(self, *, direct: bool) -> int:
+    def descriptor(self, *, direct: bool) -> Descriptor:
         """Returns the open file, for aligned writes or for any; opens it at the first call."""
         with self._lock:
             if direct not in self._fds:
@@ -162,7 +163,7 @@ class _File:
                     self._ask_for_alignment(fd)
             return self._fds[direct]
 
-    def _reserve(self, fd: int) -> None:
+    def _reserve(self, fd: Descriptor) -> None:
         # A disk without the room is known before the first byte, and the blocks lie together.
         try:
             self._system.fallocate(fd, self.num_bytes)
@@ -170,7 +171,7 @@ class _File:
             if error.errno not in UNSUPPORTED:
                 raise
 
-    def _ask_for_alignment(self, fd: int) -> None:
+    def _ask_for_alignment(self, fd: Descriptor) -> None:
         # Homes of optimizer states begin at multiples of 512, which most disks take as they are.
         try:
             found = self._system.direct_alignment(fd)
@@ -399,7 +400,7 @@ class _Image:
 
 
 def _write_all(
-    system: System, fd: int, buffers: Sequence[memoryview], offset: int, *, multiple: int
+    system: System, fd: Descriptor, buffers: Sequence[memoryview], offset: int, *, multiple: int
 ) -> None:
     """Writes all of the buffers; goes on after a write that was cut short, at a multiple."""
     left = list(buffers)

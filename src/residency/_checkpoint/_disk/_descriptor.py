@@ -1,0 +1,51 @@
+"""An open file that nobody can lose: it is closed when it is let go of, whatever came between."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from contextlib import suppress
+
+
+class Descriptor:
+    """An open file or directory, which the system's calls take as the number that it has.
+
+    Python takes a signal between any two of its own instructions, and none within a call of C. So
+    the number passes from the system to this object, and from it to the system, within one such
+    call: an interrupt finds the file open and owned, or closed
+    (``tests/checkpoint/disk/test_descriptors.py`` tries to break it).
+
+    Args:
+        path: Of the file.
+        flags: As for ``os.open``. Where another program is executed, the file is closed.
+    """
+
+    _numbers: list[int] = []  # noqa: RUF012 - of one that an interrupt left unmade
+
+    def __init__(self, path: str | os.PathLike[str], flags: int) -> None:
+        self._numbers = []
+        self._numbers.extend(map(os.open, (path,), (flags,), (0o666,)))
+
+    def fileno(self) -> int:
+        """Returns the number.
+
+        Raises:
+            ValueError: The file is closed.
+        """
+        if not self._numbers:
+            raise ValueError("this file is closed")
+        return self._numbers[0]
+
+    __index__ = fileno
+
+    def __str__(self) -> str:
+        return str(self._numbers[0]) if self._numbers else "closed"
+
+    def close(self) -> None:
+        """Closes the file; again, does nothing."""
+        if self._numbers:
+            deque(map(os.close, map(list.pop, (self._numbers,))), maxlen=0)
+
+    def __del__(self) -> None:
+        with suppress(OSError):
+            self.close()

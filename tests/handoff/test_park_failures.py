@@ -289,3 +289,23 @@ def test_a_round_trip_without_one_of_its_waits_shows(
         seen.clear()
     is_right = seen == [1.0, 2.0, 3.0, 4.0] * 2
     assert is_right is (of_park is None and of_unpark is None)
+
+
+def test_a_part_of_what_is_parked_is_refused_with_the_owner_that_brings_it_back(device):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).to(device)
+    freed = residency.park(model)
+    with pytest.raises(
+        residency.RefusedError, match=r"parked with a Sequential .*unpark with that"
+    ):
+        residency.park(model[0])
+    assert residency.unpark(model[0]) == 0
+    assert model[0].weight.is_cpu
+    assert residency.unpark(model) == freed
+    residency.park(model[0])
+    residency.park(model)
+    assert 0 < residency.unpark(model) < freed
+    assert model[0].weight.is_cpu
+    assert residency.unpark(model[0]) > 0
+    assert model[0].weight.device == model[1].weight.device
+    with pytest.raises(residency.RefusedError, match="where there is nothing to free"):
+        residency.park(model.cpu())

@@ -40,6 +40,9 @@ def park(
 ) -> int:
     """Moves a module's parameters, buffers and gradients to the host, in place.
 
+    Who is parked is the object that is given, and ``unpark`` is given the same: a part of a parked
+    module is no owner of its own, while a part that was parked first comes back by itself.
+
     Parameters stay the same objects, with their hooks, and keys of optimizers; tensors that share
     a storage share it on the host too. The host waits until the bytes are there, so anybody may
     read them. What is parked already stays as it is. Where somebody else holds the same storage (a
@@ -60,8 +63,8 @@ def park(
 
     Raises:
         InvalidArgumentError: An argument means nothing.
-        RefusedError: Nothing of it was ever on an accelerator, it is on several devices, has a
-            tensor that cannot be moved, or the host has no room. Nothing moved.
+        RefusedError: It is on the host, or was parked with another owner, is on several devices,
+            has a tensor that cannot be moved, or the host has no room. Nothing moved.
 
     Memory:
         Device: none beyond what is there. Host: the bytes of the storages, each rounded up to 512,
@@ -73,10 +76,7 @@ def park(
         raise InvalidArgumentError(f"gradients is {gradients!r}; expected 'move' or 'drop'.")
     before = [parking for parking in _parkings.get(module, ()) if parking.is_parked]
     if isinstance(module, nn.Module) and not before and _is_on_host(module):
-        raise RefusedError(
-            f"this {type(module).__name__} is on the host, where there is nothing to free. "
-            "Nothing moved."
-        )
+        raise RefusedError(f"this {type(module).__name__} {_reason(module)}")
     parking = Parking(module, gradients=gradients, pin=pin)
     _parkings[module] = [*before, parking]  # before it moves: whatever stops it, unpark knows of it
     freed = parking.park(need_bytes)
@@ -92,13 +92,14 @@ def park(
 
 
 def unpark(module: Owner) -> int:
-    """Brings back to the device what ``park`` moved; nothing else, and nothing twice.
+    """Brings back to the device what ``park`` moved for this owner; nothing else, nothing twice.
 
     Args:
-        module: What was parked.
+        module: The very object that was given to ``park``. For a part of it, or for what it is a
+            part of, nothing is brought back but what was parked with that object itself.
 
     Returns:
-        The device bytes that it takes, as the allocator rounds them.
+        The device bytes that it takes, as the allocator rounds them; 0 where it has nothing parked.
 
     Raises:
         InvalidArgumentError: It is neither a module nor an optimizer.
@@ -121,6 +122,18 @@ def unpark(module: Owner) -> int:
 def _is_on_host(module: nn.Module) -> bool:
     tensors = [tensor for _, tensor in tensors_of(module)]
     return bool(tensors) and all(tensor.is_cpu for tensor in tensors)
+
+
+def _reason(module: nn.Module) -> str:
+    """Says why a module is on the host, and what brings it back, if anything does."""
+    tensors = [tensor for _, tensor in tensors_of(module)]
+    for owner, parkings in list(_parkings.items()):
+        if any(parking.has_parked(tensor) for parking in parkings for tensor in tensors):
+            return (
+                f"is on the host already: it was parked with a {type(owner).__name__} that has its "
+                f"tensors. Nothing moved; call residency.unpark with that {type(owner).__name__}."
+            )
+    return "is on the host, where there is nothing to free. Nothing moved."
 
 
 def _warn_of_graphs(parking: Parking) -> None:

@@ -102,6 +102,11 @@ class Parking:
         """Whether anything is parked."""
         return bool(self._rebound)
 
+    def has_parked(self, tensor: Tensor) -> bool:
+        """Returns whether this tensor is one that is parked here."""
+        rebound = self._rebound.get(id(tensor))
+        return rebound is not None and rebound.tensor is tensor
+
     @property
     def num_bytes_parked(self) -> int:
         """The device bytes that ``unpark`` would take, as the allocator counts them."""

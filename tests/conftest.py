@@ -18,12 +18,15 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from residency.sim import _cuda_face
+from residency.sim._build import build_extension
 from residency.testing import simulated_device_type
 
 pytest_plugins = ["residency.testing.plugin", "pytester"]  # the first also where not installed
@@ -35,6 +38,21 @@ _REAL = _FACE is None
 def pytest_configure() -> None:
     """Sets the number of threads before any of torch's own begins. [Note: threads]"""
     torch.set_num_threads(1)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Builds the simulated accelerator, both as itself and as CUDA, before the time of any test
+    begins to count; the processes of pytest-xdist find it built.
+    """
+    if _REAL or hasattr(session.config, "workerinput") or session.config.option.collectonly:
+        return
+    with ThreadPool(2) as pool:  # what fails here fails by name in the tests that need it
+        pool.apply_async(build_extension)
+        pool.apply_async(
+            build_extension, kwds={"name": _cuda_face.EXTENSION, "defines": _cuda_face.DEFINES}
+        )
+        pool.close()
+        pool.join()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

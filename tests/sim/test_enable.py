@@ -27,6 +27,20 @@ def _run(script: str) -> str:
     return done.stdout
 
 
+@pytest.mark.parametrize("face", ["sim", "cuda"])
+def test_a_backward_pass_on_the_host_may_come_first(face: str) -> None:
+    script = f"""
+import torch
+from residency import sim
+torch.ones(3, requires_grad=True).sum().backward()  # autograd counts the devices here
+sim.enable("1GiB", device={face!r})
+x = torch.ones(3, device={face!r}, requires_grad=True)
+torch.utils.checkpoint.checkpoint(torch.square, x, use_reentrant=True).sum().backward()
+print(x.grad.cpu().tolist())
+"""
+    assert _run(script) == "[2.0, 2.0, 2.0]\n"
+
+
 @pytest.mark.parametrize("capacity", ["many", "8 parsecs", "", -1, 0, "0GiB", 1.5, None])
 def test_a_capacity_that_means_nothing_is_refused(capacity: object) -> None:
     with pytest.raises(residency.InvalidArgumentError, match="capacity"):

@@ -130,6 +130,8 @@ def _check_has_bytes(leaf: Leaf, local: Tensor, last: int) -> None:
 
 
 def _span_elements(tensor: Tensor) -> int:
+    if tensor.is_contiguous():
+        return tensor.numel()
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in steps)
 
@@ -153,7 +155,9 @@ def _block_of(cluster: list[_Placed], special: dict[str, Any]) -> Block:
         first = first // _MAX_ITEMSIZE * _MAX_ITEMSIZE  # each lies at a multiple of its itemsize
     last = max(each.last for each in cluster)
     # Storages of one address may differ in length: two `from_numpy` over one array.
-    longest = max(cluster, key=lambda each: each.local.untyped_storage().nbytes())
+    longest = cluster[0]
+    if len(cluster) > 1:
+        longest = max(cluster, key=lambda each: each.local.untyped_storage().nbytes())
     span = _bytes_of(longest.local, first, last)
     is_early = any(each.leaf.is_early for each in cluster)
     # Only what is lent whole is; else the bytes are copied, and the loan ends.

@@ -44,6 +44,7 @@ _logger = logging.getLogger("residency")
 _GROUP_BYTES = parse_bytes("64MiB")
 _PAGE = parse_bytes("4KiB")
 _LONG = parse_bytes("64KiB")
+_NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Group:
@@ -251,7 +252,7 @@ class Capture:
         wait_for_homes([each.block.span for each in on_host])
         for each in on_host:
             each.host.copy_(each.block.span)
-            each.block.span = each.block.span.new_empty(0)
+            each.block.span = _NO_BYTES
         if self._groups:
             watch_optimizers()
         for device, groups in self._groups.items():

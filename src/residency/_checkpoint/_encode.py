@@ -131,7 +131,7 @@ class Encoder:
     def pairs(self, name: str, value: Mapping[Any, Any]) -> list[list[Node]]:
         """Returns the nodes of keys and values. A key is read before any tensor is."""
         return [
-            [self._key(joined(name, "key"), key), self.node(joined(name, key), each)]
+            [self._key(name, key), self.node(joined(name, key), each)]
             for key, each in value.items()
         ]
 
@@ -147,7 +147,8 @@ class Encoder:
             )
         return {"tensor": self.tensor(name, stored)["name"]}
 
-    def _key(self, name: str, key: Any) -> Node:
+    def _key(self, path: str, key: Any) -> Node:
+        name = f"{path}.key" if path else "key"
         if type(key) is str:
             return self.node(name, key)
         self.is_inline = True
@@ -209,6 +210,9 @@ def check_is_finite(value: Any, name: str = "", *, done: str = "saved") -> None:
         )
 
 
+_CONTAINERS = (Mapping, list, tuple, deque, set, frozenset)
+
+
 class _Look:
     """A look through a tree that enters each container once.
 
@@ -225,7 +229,7 @@ class _Look:
 
     def through(self, value: Any, name: str, level: int) -> int:
         """Returns how many values are written of one, its parts included."""
-        if not isinstance(value, Mapping | list | tuple | deque | set | frozenset):
+        if not isinstance(value, _CONTAINERS):
             self.num_values += 1
             return 1
         if id(value) in self._around:
@@ -246,7 +250,8 @@ class _Look:
         self._alive.append(value)
         count, levels = 1, 0
         for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
-            count += self.through(each, joined(name, key), level + 1)
+            below = joined(name, key) if isinstance(each, _CONTAINERS) else ""
+            count += self.through(each, below, level + 1)
             levels = max(levels, 1 + self._done.get(id(each), (0, 0))[1])
         del self._around[id(value)]
         self._done[id(value)] = count, levels
@@ -256,7 +261,7 @@ class _Look:
 def joined(name: str, key: object) -> str:
     """Returns the dotted path of a key below a name, as it may be the name of a tensor."""
     spelled = key if type(key) is str else _spelled(key)
-    if has_halves(spelled):
+    if not spelled.isascii() and has_halves(spelled):
         spelled = spelled.encode("utf-8", "backslashreplace").decode()
     return f"{name}.{spelled}" if name else spelled
 

@@ -70,6 +70,8 @@ def is_plain_key(key: object) -> bool:
 
 def has_halves(text: str) -> bool:
     """Returns whether a text has half surrogates, which UTF-8 does not."""
+    if text.isascii():
+        return False
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -217,9 +217,9 @@ def wait_for_homes(tensors: Iterable[Tensor]) -> None:
         tensors: Host tensors that the caller reads now. One may be a state of an optimizer, taken
             before its last step, whose bytes a lane still brings.
     """
-    spans = [span for tensor in tensors if (span := span_of(tensor)) is not None]
-    if not spans or not _owned:
+    if not _owned:
         return
+    spans = [span for tensor in tensors if (span := span_of(tensor)) is not None]
     homes = sorted(
         (span.first, span.last, index, event)
         for optimizer in owned_optimizers()

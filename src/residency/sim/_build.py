@@ -28,6 +28,7 @@ import torch
 
 from residency._errors import BuildError
 
+_NAME = "residency_sim_core"
 _SOURCES = Path(__file__).parent / "csrc"
 _FLAGS = ["-O2", "-g0", "-std=c++20", "-fvisibility=hidden", "-fno-semantic-interposition"]
 _INSTALL_PYTHON_PARTS = "pip install 'residency[sim]'"
@@ -45,14 +46,24 @@ def cache_directory() -> Path:
 def load_extension(
     *,
     sources: Sequence[Path] | None = None,
-    name: str = "residency_sim_core",
+    name: str = _NAME,
     defines: Sequence[str] = (),
 ) -> ModuleType:
-    """Builds the extension if the cache does not have it, and imports it.
+    """Builds the extension if the cache does not have it, and imports it; see `build_extension`."""
+    return _import_library(name, build_extension(sources=sources, name=name, defines=defines))
+
+
+def build_extension(
+    *,
+    sources: Sequence[Path] | None = None,
+    name: str = _NAME,
+    defines: Sequence[str] = (),
+) -> Path:
+    """Builds the extension if the cache does not have it, and returns where it is.
 
     Args:
         sources: C++ files and the headers beside them; those of the simulated accelerator by
-        default.
+            default.
         name: The module's name in the sources.
         defines: Preprocessor macros to set; those that differ are different extensions.
 
@@ -82,7 +93,7 @@ def load_extension(
             f"The folder for built extensions, {folder}, cannot be used: {error}. "
             "Set RESIDENCY_CACHE to a folder that can be written."
         ) from error
-    return _import_library(name, library)
+    return library
 
 
 def _fingerprint(files: Sequence[Path], flags: Sequence[str]) -> str:

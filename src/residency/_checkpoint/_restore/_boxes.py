@@ -26,6 +26,8 @@ class Box:
 
     def overlap(self, other: Box) -> Box | None:
         """Returns what both contain, or None where that is nothing."""
+        if self.shape == other.shape and self.offsets == other.offsets:
+            return None if 0 in self.shape else self
         offsets = tuple(map(max, self.offsets, other.offsets))
         ends = [
             min(a + m, b + n)
@@ -64,11 +66,16 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 def count_stretches(part: Box, source: Box, target: Box) -> int:
     """Returns how many ranges ``stretches`` would yield."""
+    if part.shape == source.shape == target.shape:
+        return 1
     return math.prod(part.shape[: _first_inner(part, source, target)])
 
 
 def stretches(part: Box, source: Box, target: Box) -> Iterator[Stretch]:
     """Yields the ranges of ``part`` in a saved shard and in a target, both in row-major order."""
+    if part.shape == source.shape == target.shape:  # as for all that is not sharded
+        yield Stretch(0, 0, part.numel)
+        return
     inner = _first_inner(part, source, target)
     numel = math.prod(part.shape[inner:])
     in_source, in_target = part.within(source), part.within(target)

@@ -167,6 +167,7 @@ def _located(
 ) -> Iterator[tuple[int, str, Stored]]:
     """Yields where the tensors of each rank are, as its document says that they are to be read."""
     by_rank: list[dict[str, list[StoredEntry]]] = [{} for _ in notes]
+    paths = {file: save.folder / file for file in save.rank_of_file}
     for name, entries in save.entries.items():
         for entry in entries:
             by_rank[save.rank_of_file[entry.file]].setdefault(name, []).append(entry)
@@ -182,12 +183,12 @@ def _located(
                     tensor=name,
                 )
             for entry in found:
-                yield rank, name, _stored(save.folder, name, entry, note)
+                yield rank, name, _stored(paths[entry.file], name, entry, note)
 
 
-def _stored(folder: Path, name: str, entry: StoredEntry, note: TensorNote) -> Stored:
+def _stored(path: Path, name: str, entry: StoredEntry, note: TensorNote) -> Stored:
     record = entry.record
-    stored = stored_at(folder / entry.file, record, entry.start)
+    stored = stored_at(path, record, entry.start)
     if stored.name != name:
         stored = replace(stored, name=name)
     if note.dtype is not None:

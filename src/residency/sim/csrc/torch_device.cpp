@@ -9,6 +9,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 #include <cstring>
@@ -324,6 +325,18 @@ void resize(const at::Tensor& tensor, c10::IntArrayRef size,
   at::native::resize_(tensor, size, format);
 }
 
+// Autograd counts the devices at a process' first backward pass, and starts a thread for each.
+// Where that found none, because this one came later, it has to count again, or every backward pass
+// here ends in an assertion. Its members are protected (torch 2.11 and 2.13, engine.h).
+struct AutogradEngine : torch::autograd::Engine {
+  static void count_devices_again() {
+    auto& engine = torch::autograd::Engine::get_default_engine();
+    const bool has_started = engine.*(&AutogradEngine::thread_pool_shared_) != nullptr;
+    const bool is_without = (engine.*(&AutogradEngine::device_ready_queues_)).empty();
+    if (has_started && is_without) (engine.*(&AutogradEngine::start_device_threads))();
+  }
+};
+
 void register_device() {
   constexpr uint8_t kAboveTorchsOwn = 100;
   c10::SetAllocator(kSimDevice, &device_allocator_instance, kAboveTorchsOwn);
@@ -331,6 +344,7 @@ void register_device() {
   static const c10::impl::DeviceGuardImplRegistrar guard(kSimDevice, new TorchGuard);
   install_hooks();
   install_timer();
+  AutogradEngine::count_devices_again();
 }
 
 }  // namespace sim

@@ -18,7 +18,7 @@ from interruptions import count_lines, interrupted_at, spread
 
 import residency
 from residency._checkpoint import _capture
-from residency._checkpoint._job import Job, Ranks
+from residency._checkpoint._job import Job
 
 _LINES = os.environ.get("RESIDENCY_TEST_INTERRUPTS", "16")
 MOST = sys.maxsize if _LINES == "all" else int(_LINES)
@@ -240,15 +240,6 @@ def test_a_save_whose_bytes_are_gone_is_never_published(tmp_path, monkeypatch):
         with pytest.raises(residency.CheckpointError, match="names x and has no bytes of it"):
             checkpointer.save(2, {"x": torch.ones(3)}).wait()
         assert checkpointer.steps() == [1]
-
-
-def test_a_rank_that_left_a_save_out_agrees_on_the_names_of_later_ones():
-    here, there = Ranks(), Ranks()
-    there.token = here.token
-    assert here.token_of(1) == there.token_of(1)
-    here.token_of(2)  # the other one failed before
-    assert here.token_of(3) == there.token_of(3)
-    assert here.token_of(3) != here.token_of(3)
 
 
 ALARMS = """

@@ -70,8 +70,8 @@ class Checkpointer:
         spare: Host bytes that the steps of an offloaded optimizer may take while a save still reads
             its state; a step that needs more waits for the disk. None is two buckets; ``"all"`` a
             full second set, with which no step ever waits.
-        timeout_seconds: How long a rank that has written its share waits for the others; one that
-            says that it failed is not waited for.
+        timeout_seconds: How long a rank that has written its share waits for the others. One that
+            said that it failed, and may try again, is waited for a tenth of that, at most 10 s.
 
     Raises:
         InvalidArgumentError: An argument means nothing.
@@ -114,6 +114,7 @@ class Checkpointer:
         self._background = Background("residency-save")
         self._filling: Job | None = None  # the job of a call that is not over
         self._num_saves = 0
+        self._last_call: tuple[Any, int] = None, 0  # of ``save``: the step, and the number
         self._is_closed = False
         self._has_ended = False
         self._process = os.getpid()
@@ -303,15 +304,15 @@ class Checkpointer:
         if self._ranks.world_size == 1:
             self._raise_failure()
         self._num_saves += 1
-        token = self._ranks.token_of(step)  # on every rank, whatever comes
+        self._last_call = step, self._num_saves
         try:
             check_state(step, state, rng)
             figures = check_metrics(metrics)
             save = Save(step, self._directory.path / step_name(step))
-            job = self._begin(save, state, figures, rng, token, begun)
+            job = self._begin(save, state, figures, rng, begun)
         except BaseException as error:
             self._give_up_unfinished()
-            self._directory.give_up(self._ranks.request(step, token), error)
+            self._directory.give_up(self._ranks.request(step), error)
             raise
         if self._ranks.world_size > 1:
             self._raise_failure()
@@ -325,7 +326,6 @@ class Checkpointer:
         state: Mapping[str, Any],
         metrics: Mapping[str, float],
         rng: bool,
-        token: str,
         begun: float,
     ) -> Job | None:
         """Takes the bytes and hands them to the writer; returns None for a save that is skipped.
@@ -337,7 +337,7 @@ class Checkpointer:
         place = place_for_next(self._places, self._policy)
         if place is None:
             return None
-        job = Job(save, place.arena, metrics, token, self._num_saves)
+        job = Job(save, place.arena, metrics, self._num_saves)
         self._filling = job
         check_is_finite(state)
         if self._spare_bytes is not None:
@@ -391,9 +391,16 @@ class Checkpointer:
     def _write(self, job: Job) -> None:
         """Writes and publishes one save; runs on the writer's thread."""
         if job.begin():
-            job.write(self._directory, self._ranks, self._timeout_seconds)
+            job.write(
+                self._directory, self._ranks, self._timeout_seconds, partial(self._is_repeated, job)
+            )
             if job.save._error is None:
                 self._retire(job.save.step)
+
+    def _is_repeated(self, job: Job) -> bool:
+        """Returns whether the step of a job was asked for again, by the newest call of ``save``."""
+        step, number = self._last_call
+        return bool(step == job.save.step and number > job.number)
 
     def _retire(self, step: int) -> None:
         """Removes what the retention does not keep. The save counts already, and nobody waits for

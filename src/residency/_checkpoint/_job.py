@@ -6,7 +6,6 @@ import logging
 import secrets
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar, cast
@@ -39,7 +38,6 @@ class Job:
         save: What the caller has of it.
         captured: The bytes.
         metrics: Figures of the step.
-        token: See ``SaveRequest``.
         number: Its place in the order of the calls.
         begun: When the call was over.
         num_bytes: What is stored, without headers.
@@ -50,12 +48,11 @@ class Job:
     """
 
     def __init__(
-        self, save: Save, arena: SlabArena, metrics: Mapping[str, float], token: str, number: int
+        self, save: Save, arena: SlabArena, metrics: Mapping[str, float], number: int
     ) -> None:
         self.save = save
         self.captured = Capture(arena)
         self.metrics = metrics
-        self.token = token
         self.number = number
         self.begun = 0.0
         self.num_bytes = 0
@@ -88,10 +85,16 @@ class Job:
             self.is_begun = True
         return True
 
-    def write(self, directory: CheckpointDirectory, ranks: Ranks, timeout_seconds: float) -> None:
+    def write(
+        self,
+        directory: CheckpointDirectory,
+        ranks: Ranks,
+        timeout_seconds: float,
+        is_repeated: Callable[[], bool],
+    ) -> None:
         """Writes and publishes the save, or notes why that failed; raises nothing."""
         try:
-            request = self.request(ranks)
+            request = replace(self.request(ranks), is_repeated=is_repeated)
             directory.save(request, on_bytes=self.count, timeout_seconds=timeout_seconds)
         except BaseException as error:
             self.save._error = error
@@ -154,7 +157,7 @@ class Job:
         held = self.captured.held
         parts = [Part(each.block.record, each.stored, each.release) for each in held]
         return replace(
-            ranks.request(self.save.step, self.token),
+            ranks.request(self.save.step),
             files=plan_files(
                 self.captured.description.tree, parts, rank=ranks.rank, world_size=ranks.world_size
             ),
@@ -178,11 +181,10 @@ class Job:
 
 
 class Ranks:
-    """Is this process's place among the ranks of the job, and a name that all of them know."""
+    """Is this process's place among the ranks, and a token that all of them have, once each."""
 
     def __init__(self) -> None:
         self.rank, self.world_size = 0, 1
-        self._num_saves: Counter[int] = Counter()
         self.token = secrets.token_hex(4)
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -191,18 +193,9 @@ class Ranks:
             dist.broadcast_object_list(tokens, src=0)
             self.token = tokens[0]
 
-    def token_of(self, step: Any) -> str:
-        """Returns the name of the next save of a step; all ranks have the same.
-
-        Saves are counted for each step alone: a rank that left one out agrees on those of others.
-        """
-        key = step if isinstance(step, int) else -1  # of a step that is about to be refused
-        self._num_saves[key] += 1
-        return f"{self.token}-{abs(key)}-{self._num_saves[key]}"
-
-    def request(self, step: int, token: str) -> SaveRequest:
+    def request(self, step: int) -> SaveRequest:
         """Returns this rank's share of a save, with nothing in it yet."""
-        return SaveRequest(step, [], {}, {}, self.rank, self.world_size, token)
+        return SaveRequest(step, [], {}, {}, self.rank, self.world_size, self.token)
 
     @property
     def rank_to_write(self) -> int | None:

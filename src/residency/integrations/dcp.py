@@ -47,14 +47,14 @@ from torch.futures import Future
 
 from residency import _device
 from residency._checkpoint._decode import decode
-from residency._checkpoint._disk._layout import Layout, new_token, step_of
+from residency._checkpoint._disk._folder import SaveFolder
+from residency._checkpoint._disk._layout import new_token, saving_name, step_of
 from residency._checkpoint._disk._lock import FileLock
 from residency._checkpoint._disk._manifest import MANIFEST, Manifest, dump_manifest
 from residency._checkpoint._disk._marks import WRITERS, remove_own
 from residency._checkpoint._disk._naming import damage_named
 from residency._checkpoint._disk._parts import leased
 from residency._checkpoint._disk._publish import CheckpointDirectory
-from residency._checkpoint._disk._ranks import SaveFolder
 from residency._checkpoint._disk._read import FileReads, Wanted, read_files
 from residency._checkpoint._disk._system import SYSTEM, sync_folder, write_file
 from residency._checkpoint._disk._write import write_files
@@ -169,7 +169,7 @@ class ResidencyStorageWriter(StorageWriter):
             sum(planned_bytes(item) for plan in plans for item in plan.items)
         )
         told = [Assignment(rank, len(plans)) for rank in range(len(plans))]
-        self._folder = self._save_folder(told[0])
+        self._folder = self._save_folder()
         self._clear(self._folder.path)
         self._folder.join()
         return [replace(p, storage_data=each) for p, each in zip(plans, told, strict=True)]
@@ -182,7 +182,7 @@ class ResidencyStorageWriter(StorageWriter):
             RefusedError: A value is of a kind that JSON cannot hold without a pickle.
         """
         told: Assignment = plan.storage_data
-        folder = self._save_folder(told)
+        folder = self._save_folder()
         _device.synchronize()  # the threads that copy know nothing of the caller's streams
         names: list[str] = []
         try:
@@ -193,7 +193,7 @@ class ResidencyStorageWriter(StorageWriter):
             with leased(plans) as files:
                 written = write_files(folder.path, files)
         except BaseException:
-            folder.remove_files(names)
+            folder.remove_data(names)
             if told.world_size == 1:
                 self._abandon()
             raise
@@ -235,21 +235,15 @@ class ResidencyStorageWriter(StorageWriter):
         except OSError as error:  # it is published: an error here would say that it is not
             _logger.warning("the name of %s may not be on the disk yet: %s", self._path, error)
 
-    def _save_folder(self, told: Assignment) -> SaveFolder:
+    def _save_folder(self) -> SaveFolder:
         """Returns the directory of a save under way.
 
         Its name follows from the target's, and not from the plan: a planner may keep its plan, and
         what a writer put into it, for later saves.
         """
         target = zlib.crc32(os.fsencode(self._path.name))
-        return SaveFolder(
-            Layout(SYSTEM, self._path.parent),
-            SYSTEM,
-            step=step_of(self._path.name) or 0,
-            token=f"dcp-{target:08x}",
-            rank=told.rank,
-            world_size=told.world_size,
-        )
+        name = saving_name(step_of(self._path.name) or 0, f"dcp-{target:08x}")
+        return SaveFolder(SYSTEM, self._path.with_name(name))
 
     def _clear(self, folder: Path) -> None:
         """Removes what a dead writer of this save left; a living one is not disturbed."""

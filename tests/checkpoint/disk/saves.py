@@ -134,10 +134,14 @@ class FaultySystem(Unsynced):
     """
 
     def __init__(self, at: int | None = None, fault: Callable[..., Any] | None = None) -> None:
+        self._lock = threading.Lock()
+        self.arm(at, fault)
+
+    def arm(self, at: int | None = None, fault: Callable[..., Any] | None = None) -> None:
+        """Counts from 0 again, for another fault or none."""
         self.names: list[str] = []
         self._at = at
         self._fault = fault
-        self._lock = threading.Lock()
 
     def perform(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         if name in CLOCKS:

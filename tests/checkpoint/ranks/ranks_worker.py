@@ -415,6 +415,47 @@ def a_rank_that_cannot_begin_fails_the_save_for_all_and_the_next_one_works() -> 
 
 
 @two
+def a_rank_that_left_a_save_out_agrees_when_the_step_is_saved_again() -> None:
+    x = {"x": torch.ones(3, device="sim")}
+    for absent in range(NUM_RANKS):
+        folder = FOLDER / f"left-out-{absent}"
+        with residency.Checkpointer(folder, timeout_seconds=1) as checkpointer:
+            checkpointer.save(1, x).wait()
+            if dist.get_rank() != absent:
+                with pytest.raises(residency.CheckpointError, match="within 1 s"):
+                    checkpointer.save(2, x).wait()
+            dist.barrier()
+            checkpointer._timeout_seconds = 60  # the ranks are in step from here on
+            for step in (2, 2, 3):
+                checkpointer.save(step, x).wait()
+            assert checkpointer.steps() == [1, 2, 3]
+            dist.barrier()
+        dist.barrier()
+        assert not list(folder.glob(".saving-*"))
+
+
+@two
+def a_step_that_one_rank_refused_is_saved_again_at_once_by_all() -> None:
+    x = torch.ones(3, device="sim")
+    for refusing in range(NUM_RANKS):
+        is_mine = dist.get_rank() == refusing
+        with residency.Checkpointer(FOLDER / f"again-{refusing}", timeout_seconds=40) as saver:
+            if is_mine:
+                with pytest.raises(residency.RefusedError, match="bad is a builtins"):
+                    saver.save(1, {"x": x, "bad": object()})
+                again = saver.save(1, {"x": x})
+            else:
+                saver.save(1, {"x": x})
+                with pytest.raises(residency.CheckpointError, match="bad is a builtins"):
+                    saver.save(1, {"x": x})  # is begun all the same
+                saver.wait()
+            if is_mine:
+                again.wait()
+            assert saver.steps() == [1]
+            dist.barrier()
+
+
+@two
 def a_failure_that_ranks_are_told_of_at_different_calls_leaves_them_in_step() -> None:
     save = CheckpointDirectory.save
 

@@ -15,6 +15,7 @@ import logging
 import re
 import secrets
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from residency._checkpoint._disk._manifest import MANIFEST
@@ -31,6 +32,7 @@ _STEP = r"step-(\d{8,})"
 _PUBLISHED = re.compile(_STEP)
 _REPLACED = re.compile(r"\.replaced-(\d{8,})-.+")
 _SAVING = re.compile(r"\.saving-(\d{8,})-.+")
+_OF_RANK = re.compile(r"(\d{5,})-([0-9a-f]{16})(-failed)?")
 _REMOVING = re.compile(r"\.removing-.+")
 _REMOVING_SAVE = re.compile(rf"\.removing-({_STEP.replace('(', '(?:')})-[0-9a-f]+")
 _LINK = re.compile(r"\.latest-.+")
@@ -46,6 +48,23 @@ def step_name(step: int) -> str:
 def saving_name(step: int, token: str) -> str:
     """Returns the name of a save under way."""
     return f".saving-{step:08d}-{token}"
+
+
+@dataclass(frozen=True, slots=True)
+class RankFolder:
+    """Is the directory of one attempt of one rank at a save.
+
+    Attributes:
+        path: Where it is.
+        rank: The rank.
+        attempt: What tells the rank's attempts apart.
+        has_failed: Whether the rank said that it failed.
+    """
+
+    path: Path
+    rank: int
+    attempt: str
+    has_failed: bool
 
 
 def new_token() -> str:
@@ -114,6 +133,16 @@ class Layout:
         """Returns the directories of saves that are under way, or were."""
         found = [self.path / name for name in self.names() if _SAVING.fullmatch(name)]
         return [folder for folder in found if is_own_folder(self._system, folder)]
+
+    def of_ranks(self, step: int, token: str) -> list[RankFolder]:
+        """Returns the directories of all attempts at a step by the ranks of one run."""
+        begin = f"{saving_name(step, token)}-"
+        found = []
+        for name in self.names():
+            match = _OF_RANK.fullmatch(name, len(begin)) if name.startswith(begin) else None
+            if match:
+                found.append(RankFolder(self.path / name, int(match[1]), match[2], bool(match[3])))
+        return found
 
     def publish(self, folder: Path, step: int) -> Path | None:
         """Makes a whole save the one of its step; returns what is to be removed in its place.

@@ -13,6 +13,7 @@ import re
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from residency._checkpoint._disk._manifest import MANIFEST, MANIFEST_BEGIN, parse_manifest
@@ -22,7 +23,8 @@ from residency._errors import CheckpointError
 WRITERS = ".writers"
 DATA_SUFFIX = ".safetensors"
 
-_REPORT = re.compile(r"(rank|failed)-\d{5,}\.json(\.partial)?")
+_REPORT = re.compile(r"(rank|failed)-\d{5,}\.json(\.partial)?|(offered|taken)-\d{5,}-[0-9a-f]{16}")
+_ENTRY = re.compile(r"(offered|taken)-(\d{5,})-([0-9a-f]{16})")
 _REPORT_BEGIN = b'{"rank":'
 _DATA_BEGIN = b'{"__metadata__":{"format":"pt","residency":"'
 _LENGTH_BYTES = 8  # before the JSON of a safetensors header
@@ -36,6 +38,37 @@ def report_name(rank: int) -> str:
 def failure_name(rank: int) -> str:
     """Returns the name of the file in which a rank says that it failed."""
     return f"failed-{rank:05d}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Is a file without bytes in rank 0's directory: the attempt of another rank that goes with it.
+
+    Attributes:
+        rank: The other rank.
+        attempt: Its attempt.
+        is_taken: Whether rank 0 said that it does; the other rank offered it before.
+    """
+
+    rank: int
+    attempt: str
+    is_taken: bool
+
+    @property
+    def name(self) -> str:
+        """The name of the file."""
+        return f"{'taken' if self.is_taken else 'offered'}-{self.rank:05d}-{self.attempt}"
+
+
+def entries_in(names: list[str]) -> list[Entry]:
+    """Returns the entries among the names in a directory."""
+    found = filter(None, map(_ENTRY.fullmatch, names))
+    return [Entry(int(match[2]), match[3], match[1] == "taken") for match in found]
+
+
+def is_of_ranks(name: str) -> bool:
+    """Returns whether a file in a save's directory serves only until the save is published."""
+    return name == WRITERS or _REPORT.fullmatch(name) is not None
 
 
 def is_own_folder(system: System, folder: Path) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from residency._checkpoint._disk._layout import (
     Layout,
     check_token,
     new_token,
+    saving_name,
     step_name,
 )
 from residency._checkpoint._disk._lock import FileLock, WriterLock
@@ -35,7 +37,7 @@ from residency._checkpoint._disk._manifest import (
 )
 from residency._checkpoint._disk._marks import DATA_SUFFIX, WRITERS
 from residency._checkpoint._disk._parts import FilePlan, Lease, leased
-from residency._checkpoint._disk._ranks import SaveFolder
+from residency._checkpoint._disk._ranks import Attempt
 from residency._checkpoint._disk._retention import Retention
 from residency._checkpoint._disk._stored import StoredSave, open_save, read_manifest
 from residency._checkpoint._disk._system import (
@@ -46,7 +48,7 @@ from residency._checkpoint._disk._system import (
     sync_folder,
     write_file,
 )
-from residency._checkpoint._disk._write import CHUNK_BYTES, Written, write_files
+from residency._checkpoint._disk._write import CHUNK_BYTES, write_files
 from residency._errors import CheckpointError, InvalidArgumentError, RefusedError
 from residency._units import MIB, format_bytes
 
@@ -69,7 +71,8 @@ class SaveRequest:
         metrics: Figures of the step; those of rank 0 are kept.
         rank: This rank, from 0.
         world_size: The number of ranks.
-        token: Is the same on all ranks of this save, and on no other save.
+        token: Is the same on all ranks of this run, and in no other run.
+        is_repeated: Says whether this rank was asked for a save of the step again since.
     """
 
     step: int
@@ -79,6 +82,7 @@ class SaveRequest:
     rank: int
     world_size: int
     token: str
+    is_repeated: Callable[[], bool] = bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,8 @@ class CheckpointDirectory:
         self._system = system
         self._layout = Layout(system, self.path)
         self._lock = WriterLock(system, self.path / LOCK)
-        self._given_up: SaveFolder | None = None
+        self._failed: deque[Attempt] = deque()  # the last: not cleaned up, so that others see it
+        self._known: frozenset[Path] = frozenset()  # failures that this rank's attempts have seen
 
     def steps(self) -> list[int]:
         """Returns the steps whose saves are published, ascending."""
@@ -183,8 +188,8 @@ class CheckpointDirectory:
 
     def unlock(self) -> None:
         """Gives the directory back."""
-        if self._given_up is not None:
-            self._given_up.leave()
+        while self._failed:
+            self._failed.popleft().folder.leave()
         self._lock.give_back()
 
     def check_writable(self, num_bytes: int) -> None:
@@ -225,7 +230,8 @@ class CheckpointDirectory:
         Args:
             request: What to write. Every part is released exactly once, whatever happens.
             on_bytes: Is called with each number of bytes written, one call at a time.
-            timeout_seconds: How long to wait for other ranks, once this one has written.
+            timeout_seconds: How long to wait for other ranks, once this one has written; a tenth
+                of it, and at most 10 s, for one that said that it failed and may try again.
             direct: Whether to write past the page cache where the file system lets us.
 
         Raises:
@@ -236,21 +242,22 @@ class CheckpointDirectory:
         """
         with leased(request.files) as files:
             _check_request(request)
-            folder = self._folder_of(request)
+            attempt = self._attempt_at(request, timeout_seconds)
             try:
                 with self._explaining(f"take the save of step {request.step}"):
                     if request.rank != 0:
-                        return self._save(request, folder, files, on_bytes, timeout_seconds, direct)
+                        return self._save(request, attempt, files, on_bytes, direct)
                     with self._locked():
-                        # Not this save's own: another rank may have failed, and left its mark.
-                        self._clean_up(spare=folder.path.name)
-                        return self._save(request, folder, files, on_bytes, timeout_seconds, direct)
+                        # Not this step's own: another rank may have failed, and said so.
+                        self._clean_up(spare=f"{saving_name(request.step, request.token)}-")
+                        return self._save(request, attempt, files, on_bytes, direct)
             except BaseException as error:
-                folder.fail(error)
-                folder.remove_files([name for name, _ in files])
+                attempt.fail(error)
+                if request.rank == 0 and request.world_size > 1:
+                    self._failed.append(attempt)
                 raise
             finally:
-                folder.leave()
+                self._end(attempt)
 
     def give_up(self, request: SaveRequest, error: BaseException) -> None:
         """Tells the other ranks of a save that this one will not write its share.
@@ -261,41 +268,50 @@ class CheckpointDirectory:
         """
         if request.world_size == 1:
             return
-        folder = self._folder_of(request)
-        with suppress(CheckpointError, OSError):
+        with suppress(CheckpointError, OSError, InvalidArgumentError):
             _check_request(request)
             self._make_folder(self.path)
-            folder.join()  # so that nobody cleans up before the others have seen it
-            folder.fail(error)
-        if self._given_up is not None:
-            self._given_up.leave()
-        self._given_up = folder
+            attempt = self._attempt_at(request)
+            attempt.fail(error)
+            self._failed.append(attempt)
+            self._end(attempt)
 
-    def _folder_of(self, request: SaveRequest) -> SaveFolder:
-        return SaveFolder(
+    def _attempt_at(self, request: SaveRequest, timeout_seconds: float = 0.0) -> Attempt:
+        return Attempt(
             self._layout,
             self._system,
             step=request.step,
             token=request.token,
             rank=request.rank,
             world_size=request.world_size,
+            timeout_seconds=timeout_seconds,
+            known=self._known,
+            is_repeated=request.is_repeated,
         )
+
+    def _end(self, attempt: Attempt) -> None:
+        """Unlocks what is no longer needed of an attempt, or of the one that failed before."""
+        with suppress(OSError):
+            self._known = attempt.failures()
+        if attempt not in self._failed:
+            attempt.folder.leave()
+        while len(self._failed) > 1:
+            self._failed.popleft().folder.leave()
 
     def _save(
         self,
         request: SaveRequest,
-        folder: SaveFolder,
+        attempt: Attempt,
         files: list[tuple[str, list[Lease]]],
         on_bytes: Callable[[int], None] | None,
-        timeout_seconds: float,
         direct: bool,
     ) -> SaveFigures:
         needed = sum(lease.record.num_bytes for _, leases in files for lease in leases)
         self.check_writable(needed + _ROOM_BESIDE_TENSORS_BYTES)
         begin = self._system.now_seconds()
-        folder.join()
+        attempt.begin()
         written = write_files(
-            folder.path,
+            attempt.folder.path,
             files,
             system=self._system,
             on_bytes=on_bytes,
@@ -304,8 +320,12 @@ class CheckpointDirectory:
         )
         middle = self._system.now_seconds()
         if self._reads_back:
-            read_back(folder.path, written.files, system=self._system)
-        self._publish(request, folder, written, timeout_seconds)
+            read_back(attempt.folder.path, written.files, system=self._system)
+        report = RankReport(request.document, written.files)
+        if request.rank == 0:
+            self._publish(request, attempt, report)
+        else:
+            attempt.hand_over(report)
         return SaveFigures(
             folder=self.path / step_name(request.step),
             num_bytes=sum(record.num_bytes for record in written.files.values()),
@@ -314,26 +334,20 @@ class CheckpointDirectory:
             is_direct=written.is_direct,
         )
 
-    def _publish(
-        self, request: SaveRequest, folder: SaveFolder, written: Written, timeout_seconds: float
-    ) -> None:
-        report = RankReport(request.document, written.files)
-        reports = [report]
-        if request.world_size > 1:
-            folder.report(report)
-            if request.rank != 0:
-                folder.await_publication(timeout_seconds)
-                return
-            reports = folder.collect(timeout_seconds)
-        manifest = Manifest(request.step, request.token, dict(request.metrics), reports)
-        write_file(self._system, folder.path / MANIFEST, dump_manifest(manifest))
-        folder.strip()
-        sync_folder(self._system, folder.path)
-        replaced = self._layout.publish(folder.path, request.step)
+    def _publish(self, request: SaveRequest, attempt: Attempt, report: RankReport) -> None:
+        reports = attempt.collect(report) if request.world_size > 1 else [report]
+        path = attempt.folder.path
+        manifest = Manifest(request.step, attempt.name, dict(request.metrics), reports)
+        write_file(self._system, path / MANIFEST, dump_manifest(manifest))
+        attempt.folder.strip()
+        sync_folder(self._system, path)
+        replaced = self._layout.publish(path, request.step)
         try:
             if replaced is not None:
                 self._layout.remove(replaced)
             self._layout.point_latest()
+            if request.world_size > 1:
+                attempt.tidy_up()
         except OSError as error:  # the save is published: an error here would say that it is not
             _logger.warning("%s was not tidied up after a save: %s", self.path, error)
 
@@ -407,7 +421,7 @@ class CheckpointDirectory:
         removed = []
         self._layout.repair()
         for folder in self._layout.saving():
-            if folder.name != spare:
+            if not (spare and folder.name.startswith(spare)):
                 lock = FileLock(self._system, folder / WRITERS)
                 try:
                     is_dead = lock.take(shared=False) and lock.is_enforced

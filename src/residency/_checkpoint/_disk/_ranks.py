@@ -1,19 +1,35 @@
-"""What the ranks of one save say to each other, through files in its directory.
+"""How the ranks of one save find each other, and what they say to each other, through files.
 
-Each rank writes its files, then its report. Rank 0 waits for all reports; the others wait until it
-has published. Who fails leaves a mark, so that nobody waits for nothing; a rank that dies leaves
-none, and the others give up when their time is over. A rank that has reported touches its files no
-more: rank 0 may be about to publish them.
+[Note: which attempts make a save] Each call of each rank is an attempt with a directory and a name
+of its own, drawn at random. Ranks do not count: one may have failed, or left a call out, that
+another made. Another rank offers its attempt by an entry in rank 0's directory; rank 0 takes one of
+each rank, by renaming the entry; only then that rank moves its files there. Both have seen the
+other's name then, so both are alive, and what an earlier attempt left has no part in it. A rank
+that fails says so in its directory's name, which rank 0, or whoever rank 0 took, obeys at once.
+
+[Note: a failure in doubt] A rank that finds the failure of another, and no sign that it concerns
+its own attempt, cannot know whether the other one failed in this call or in one that this rank left
+out. It lets some time go by before it goes with a later attempt of the other. If the other makes
+none, or this rank itself is asked for the step again, the failure was of this attempt.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 
-from residency._checkpoint._disk._layout import Layout, saving_name, step_name
-from residency._checkpoint._disk._lock import FileLock
+from residency._checkpoint._disk._folder import SaveFolder
+from residency._checkpoint._disk._layout import (
+    Layout,
+    RankFolder,
+    new_token,
+    saving_name,
+    step_name,
+)
 from residency._checkpoint._disk._manifest import (
     MANIFEST,
     RankReport,
@@ -21,159 +37,319 @@ from residency._checkpoint._disk._manifest import (
     parse_manifest,
     parse_report,
 )
-from residency._checkpoint._disk._marks import WRITERS, failure_name, remove_own, report_name
+from residency._checkpoint._disk._marks import (
+    WRITERS,
+    Entry,
+    entries_in,
+    failure_name,
+    remove_own,
+    report_name,
+)
 from residency._checkpoint._disk._system import (
     System,
+    close_quietly,
+    exists,
     read_file,
     sync_folder,
     write_file,
 )
 from residency._errors import CheckpointError
 
-_MAX_ATTEMPTS = 100
 _FIRST_PAUSE_SECONDS = 0.001
 _LAST_PAUSE_SECONDS = 0.05
+# [Note: a failure in doubt] A tenth of the time-out, for ranks that are not quite in step.
+_PART_IN_DOUBT = 0.1
+_MAX_SECONDS_IN_DOUBT = 10.0
 
 
-class SaveFolder:
-    """Is the directory of one save under way, as one rank sees it."""
+class Attempt:
+    """Is one attempt of one rank to take part in a save. [Note: which attempts make a save]
+
+    Args:
+        layout: The directory of the saves.
+        system: Makes the system calls.
+        step: The training step.
+        token: The run's.
+        rank: This rank.
+        world_size: The number of ranks.
+        timeout_seconds: How long to wait for other ranks, each time.
+        known: Failures that this rank's earlier attempts knew of, which do not concern this one.
+        is_repeated: Says whether this rank was asked for the step again since.
+
+    Attributes:
+        folder: Where this rank writes.
+        name: What tells the save apart, if this is rank 0's attempt and it is published.
+    """
 
     def __init__(
-        self, layout: Layout, system: System, *, step: int, token: str, rank: int, world_size: int
+        self,
+        layout: Layout,
+        system: System,
+        *,
+        step: int,
+        token: str,
+        rank: int,
+        world_size: int,
+        timeout_seconds: float = 0.0,
+        known: frozenset[Path] = frozenset(),
+        is_repeated: Callable[[], bool] = bool,
     ) -> None:
-        self.path = layout.path / saving_name(step, token)
+        self._attempt = new_token()
+        self.name = f"{token}-{rank:05d}-{self._attempt}"
+        self.folder = SaveFolder(system, layout.path / saving_name(step, self.name))
+        self._layout = layout
         self._system = system
-        self._published = layout.path / step_name(step)
         self._step = step
         self._token = token
         self._rank = rank
         self._world_size = world_size
-        self._has_joined = False
-        self._has_reported = False
-        self._lock = FileLock(system, self.path / WRITERS)
+        self._timeout_seconds = timeout_seconds
+        self._known = known
+        self._is_repeated = is_repeated
+        self._offered: set[Path] = set()
+        self._in_doubt_since: dict[int, float] = {}
+        self._is_told = False  # by rank 0, that the save failed
 
-    def join(self) -> None:
-        """Makes the directory, or finds it, and locks it against being cleaned up."""
-        for _ in range(_MAX_ATTEMPTS):
-            with suppress(FileExistsError):
-                self._system.mkdir(self.path)
-            # Someone who cleans up may remove the directory before it is locked.
-            with suppress(FileNotFoundError):
-                if self._lock.take(shared=True) and self._lock.is_at_its_path():
-                    self._has_joined = True
-                    self._raise_if_failed(self._system.listdir(self.path))
-                    return
-            self._lock.give_back()
-            self._system.sleep(_FIRST_PAUSE_SECONDS)
-        raise CheckpointError(f"{self.path} was removed {_MAX_ATTEMPTS} times; is it cleaned up?")
+    def begin(self) -> None:
+        """Makes this rank's directory, and offers to take part to rank 0, if it is there."""
+        for other in self._others():
+            if other.rank == self._rank and not other.has_failed:  # of a process that died
+                with suppress(OSError):
+                    self._layout.remove(other.path)
+        self.folder.join()
+        if self._rank != 0:
+            self._offer()
 
-    def report(self, report: RankReport) -> None:
-        """Says what this rank wrote; its files are on the disk."""
-        self._has_reported = True
-        name = report_name(self._rank)
-        write_file(self._system, self.path / name, dump_report(report, rank=self._rank))
-        sync_folder(self._system, self.path)
+    def failures(self) -> frozenset[Path]:
+        """Returns the directories of attempts of which it is known that they failed."""
+        return frozenset(other.path for other in self._others() if other.has_failed)
 
-    def collect(self, timeout_seconds: float) -> list[RankReport]:
+    # ------------------------------------------------------------------------------------- rank 0
+
+    def collect(self, report: RankReport) -> list[RankReport]:
         """Returns what all ranks wrote, with the sizes of their files checked.
+
+        Args:
+            report: What rank 0 wrote.
 
         Raises:
             CheckpointError: A rank failed, did not report in time, or its files are not there.
         """
-        missing: list[str] = []
+        missing: list[int] = []
 
         def has_all() -> bool:
-            names = self._system.listdir(self.path)
-            self._raise_if_failed(names)
-            missing[:] = [
-                str(rank) for rank in range(self._world_size) if report_name(rank) not in names
-            ]
+            names = self._system.listdir(self.folder.path)
+            missing[:] = [r for r in range(1, self._world_size) if report_name(r) not in names]
+            self._take(entries_in(names), missing)
             return not missing
 
-        if not self._wait(has_all, timeout_seconds):
+        if not self._wait(has_all):
             raise CheckpointError(
-                f"of {self._world_size} ranks, {', '.join(missing)} did not report within "
-                f"{timeout_seconds:g} s; the save of step {self._step} is given up, and those "
-                "before it are as they were."
+                f"of {self._world_size} ranks, {', '.join(map(str, missing))} did not report "
+                f"within {self._timeout_seconds:g} s; the save of step {self._step} is given up, "
+                "and those before it are as they were."
             )
-        reports = []
-        for rank in range(self._world_size):
+        reports = [report]
+        for rank in range(1, self._world_size):
             name = report_name(rank)
-            data = read_file(self._system, self.path / name)
+            data = read_file(self._system, self.folder.path / name)
             reports.append(parse_report(data, rank=rank, file=name))
         self._check_sizes(reports)
         return reports
 
+    def _take(self, entries: list[Entry], missing: list[int]) -> None:
+        """Takes one attempt of each rank that has offered one and has none taken.
+
+        Raises:
+            CheckpointError: A rank failed.
+        """
+        others = self._others()
+        attempts = {(entry.rank, entry.attempt) for entry in entries}
+        for other in others:
+            if other.has_failed and (other.rank, other.attempt) in attempts:
+                raise self._told(other)
+        taken = {entry.rank for entry in entries if entry.is_taken}
+        for rank in missing:
+            of_rank = [other for other in others if other.rank == rank]
+            if rank in taken or self._is_in_doubt(rank, of_rank):
+                continue
+            offer = next((entry for entry in entries if entry.rank == rank), None)
+            if offer is not None:
+                path = self.folder.path
+                self._system.rename(path / offer.name, path / replace(offer, is_taken=True).name)
+
     def _check_sizes(self, reports: list[RankReport]) -> None:
         for report in reports:
             for name, record in report.files.items():
-                found = self._system.stat(self.path / name).st_size
+                found = self._system.stat(self.folder.path / name).st_size
                 if found != record.num_bytes:
                     raise CheckpointError(
                         f"{name} has {found} bytes, and its rank reported {record.num_bytes}."
                     )
 
-    def strip(self) -> None:
-        """Removes what is no part of a published save."""
-        reports = [report_name(rank) for rank in range(self._world_size)]
-        own = {WRITERS, *reports, *(f"{name}.partial" for name in reports)}
-        for name in self._system.listdir(self.path):
-            if name in own:
-                self._system.unlink(self.path / name)
+    def tidy_up(self) -> None:
+        """Removes what failed attempts at this step left, once it is published."""
+        for other in self._others():
+            if other.has_failed:
+                self._layout.remove(other.path)
 
-    def await_publication(self, timeout_seconds: float) -> None:
-        """Returns when rank 0 has published the save.
+    # ------------------------------------------------------------------------------- other ranks
+
+    def hand_over(self, report: RankReport) -> None:
+        """Moves what this rank wrote to rank 0's; returns when rank 0 has published the save.
+
+        Args:
+            report: What this rank wrote; its files are on the disk.
 
         Raises:
-            CheckpointError: It did not, or not in time.
+            CheckpointError: The save failed, or was not published in time.
         """
+        taken: list[RankFolder] = []
 
-        def is_over() -> bool:
+        def is_taken() -> bool:
+            taken[:] = self._offer()
+            return bool(taken)
+
+        if not self._wait(is_taken):
+            raise CheckpointError(
+                f"rank 0 took no part in the save of step {self._step} within "
+                f"{self._timeout_seconds:g} s; the save is given up, and those before it are as "
+                "they were."
+            )
+        [first] = taken
+        try:
+            for name in report.files:
+                self._system.rename(self.folder.path / name, first.path / name)
+            data = dump_report(report, rank=self._rank)
+            write_file(self._system, first.path / report_name(self._rank), data)
+            sync_folder(self._system, first.path)
+        except FileNotFoundError:
+            if exists(self._system, first.path):
+                raise
+            raise self._given_up(first) from None
+        self._await_publication(first)
+        remove_own(self._system, self.folder.path)
+
+    def _offer(self) -> list[RankFolder]:
+        """Offers this attempt to rank 0's attempts; returns the one that has taken it, if any.
+
+        Raises:
+            CheckpointError: Rank 0 failed.
+        """
+        open_for_me: list[RankFolder] = []
+        failed: list[RankFolder] = []
+        for other in self._others():
+            if other.rank != 0:
+                continue
             try:
-                names = self._system.listdir(self.path)
+                names = self._system.listdir(other.path)
             except FileNotFoundError:
-                return True
-            self._raise_if_failed(names)
-            return False
+                continue
+            entries = entries_in(names)
+            mine = {entry.attempt: entry for entry in entries if entry.rank == self._rank}
+            own = mine.pop(self._attempt, None)
+            if own is not None and own.is_taken:
+                if other.has_failed:
+                    raise self._told(other)
+                return [other]
+            if mine:  # it goes with an earlier attempt of this rank
+                continue
+            if other.has_failed:
+                failed.append(other)
+            elif WRITERS in names:  # without it, nothing says that the directory is ours
+                open_for_me.append(other)
+        if not self._is_in_doubt(0, failed + open_for_me):
+            for other in open_for_me:
+                self._leave_offer(other.path)
+        return []
 
-        if not self._wait(is_over, timeout_seconds):
+    def _leave_offer(self, path: Path) -> None:
+        if path not in self._offered:  # once: rank 0 may have renamed it
+            self._offered.add(path)
+            offer = Entry(self._rank, self._attempt, is_taken=False)
+            with suppress(FileNotFoundError):
+                fd = self._system.open(path / offer.name, os.O_WRONLY | os.O_CREAT)
+                close_quietly(self._system, fd)
+
+    def _await_publication(self, first: RankFolder) -> None:
+        if not self._wait(lambda: not exists(self._system, first.path)):
             raise CheckpointError(
                 f"rank 0 did not publish the save of step {self._step} within "
-                f"{timeout_seconds:g} s; expected it after every rank's report."
+                f"{self._timeout_seconds:g} s; expected it after every rank's report."
             )
         try:
-            data = read_file(self._system, self._published / MANIFEST)
+            data = read_file(self._system, self._layout.path / step_name(self._step) / MANIFEST)
         except FileNotFoundError:
             data = b""
-        if not data or parse_manifest(data).token != self._token:
-            raise CheckpointError(f"rank 0 gave up the save of step {self._step}.")
+        name = first.path.name.removeprefix(saving_name(self._step, ""))
+        if not data or parse_manifest(data).token != name:
+            raise self._given_up(first)
+
+    def _given_up(self, first: RankFolder) -> CheckpointError:
+        for other in self._others():
+            if other.has_failed and other.attempt == first.attempt:
+                return self._told(other)
+        self._is_told = True
+        return CheckpointError(f"rank 0 gave up the save of step {self._step}.")
+
+    # -------------------------------------------------------------------------------------- all
 
     def fail(self, error: BaseException) -> None:
         """Tells the other ranks, and removes what this rank wrote; raises nothing of its own."""
-        with suppress(OSError):
-            if self._world_size == 1:
-                remove_own(self._system, self.path)
+        with suppress(OSError, CheckpointError):
+            if self._world_size == 1 or self._is_told:  # nobody else is to know
+                remove_own(self._system, self.folder.path)
                 return
-            if not self._has_joined:
-                with suppress(FileExistsError):
-                    self._system.mkdir(self.path)
-            mark = json.dumps({"rank": self._rank, "reason": str(error) or repr(error)})
-            write_file(self._system, self.path / failure_name(self._rank), mark.encode("ascii"))
-
-    def remove_files(self, names: list[str]) -> None:
-        """Gives the room of this rank's files back, unless rank 0 may be about to publish them."""
-        if self._has_reported or self._world_size == 1:
-            return
-        for name in names:
+            if not self.folder.has_joined:
+                self.folder.join()
+            self.folder.remove_data()  # the disk may have no room for the reason
+            reason = {"rank": self._rank, "reason": str(error) or repr(error)}
             with suppress(OSError):
-                self._system.unlink(self.path / name)
+                mark = self.folder.path / failure_name(self._rank)
+                write_file(self._system, mark, json.dumps(reason).encode("ascii"))
+            failed = self.folder.path.with_name(f"{self.folder.path.name}-failed")
+            self._system.rename(self.folder.path, failed)
+            self.folder.path = failed
+            self.folder.remove_data()  # what another rank moved here meanwhile
 
-    def leave(self) -> None:
-        """Unlocks the directory."""
-        self._lock.give_back()
+    def _is_in_doubt(self, rank: int, attempts: list[RankFolder]) -> bool:
+        """Returns whether a failure of another rank may still concern this attempt.
 
-    def _wait(self, is_done: Callable[[], bool], timeout_seconds: float) -> bool:
-        deadline = self._system.now_seconds() + timeout_seconds
+        [Note: a failure in doubt]
+
+        Raises:
+            CheckpointError: It does.
+        """
+        failed = [each for each in attempts if each.has_failed and each.path not in self._known]
+        if not failed:
+            return False
+        now = self._system.now_seconds()
+        begun = self._in_doubt_since.setdefault(rank, now)
+        if self._is_repeated():
+            raise self._told(failed[-1])
+        if now < begun + min(_PART_IN_DOUBT * self._timeout_seconds, _MAX_SECONDS_IN_DOUBT):
+            return True
+        if all(each.has_failed for each in attempts):
+            raise self._told(failed[-1])
+        return False
+
+    def _told(self, other: RankFolder) -> CheckpointError:
+        """Returns the error of a rank that is told of another's failure."""
+        self._is_told = self._rank != 0  # the others hear it from rank 0
+        try:
+            reason = str(
+                json.loads(read_file(self._system, other.path / failure_name(other.rank)))["reason"]
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = f"its reason cannot be read ({error})"
+        return CheckpointError(f"rank {other.rank} failed to save step {self._step}: {reason}")
+
+    def _others(self) -> list[RankFolder]:
+        found = self._layout.of_ranks(self._step, self._token)
+        return [each for each in found if each.attempt != self._attempt]
+
+    def _wait(self, is_done: Callable[[], bool]) -> bool:
+        deadline = self._system.now_seconds() + self._timeout_seconds
         pause = _FIRST_PAUSE_SECONDS
         while not is_done():
             if self._system.now_seconds() >= deadline:
@@ -181,14 +357,3 @@ class SaveFolder:
             self._system.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE_SECONDS)
         return True
-
-    def _raise_if_failed(self, names: list[str]) -> None:
-        for rank in range(self._world_size):
-            if rank == self._rank or failure_name(rank) not in names:
-                continue
-            try:
-                mark = json.loads(read_file(self._system, self.path / failure_name(rank)))
-                reason = str(mark["reason"])
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                reason = f"its reason cannot be read ({error})"
-            raise CheckpointError(f"rank {rank} failed to save step {self._step}: {reason}")

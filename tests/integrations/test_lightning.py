@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 import weakref
 import zipfile
@@ -159,7 +160,7 @@ def test_a_removal_is_left_out_when_the_write_before_it_fails_and_that_is_told_a
     writes.write("other", go_on.wait)
     writes.remove("old", lambda: removed.append("old"))
     let_go.set()
-    writes._writes[0].result()  # the failure is there, the removal is still to come
+    assert writes._writes[0].wait(60)  # the failure is there, the removal is still to come
     with pytest.raises(residency.CheckpointError, match="no room"):
         writes.raise_failure()
     go_on.set()
@@ -184,6 +185,30 @@ def test_writes_run_on_the_device_of_the_thread_that_asks_for_them(
     writes.write("a", lambda: seen.append(getattr(device_of, "index", 0)))
     writes.close()
     assert seen == [3]
+
+
+def test_the_end_of_the_program_waits_for_writes_and_that_of_a_forked_process_does_not(
+    tmp_path: Path,
+) -> None:
+    program = f"""
+        import os, sys, threading
+        from pathlib import Path
+        from residency.integrations._ordered_writes import OrderedWrites
+        folder, go_on = Path({str(tmp_path)!r}), threading.Event()
+        writes = OrderedWrites(2)
+        writes.write("a", lambda: go_on.wait(60) and (folder / "a").touch())
+        writes.write("b", (folder / "b").touch)
+        child = os.fork()
+        if child == 0:
+            sys.exit(3)  # the thread, and what it does, are the parent's
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        assert not any(folder.iterdir())
+        go_on.set()
+    """
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)], check=True, timeout=120
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
 def test_a_write_lets_go_of_what_it_held_before_its_place_is_free() -> None:

@@ -1,6 +1,6 @@
 """Writes and removals of checkpoints in the background: in order, bounded, each failure told once.
 
-One thread does what it is told in the order of the calls, on the device of who told it first.
+One thread does what it is told in the order of the calls, on the device of who told it.
 Invariant: at most ``max_in_flight`` writes are under way, and a failure is raised by exactly one
 call.
 """
@@ -12,10 +12,10 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 
 from residency import _device
 from residency._checkpoint._arguments import check_count
+from residency._checkpoint._background import Background
 from residency._errors import CheckpointError
 
 _log = logging.getLogger("residency")
@@ -32,9 +32,8 @@ class OrderedWrites:
         """
         check_count("max_in_flight", max_in_flight)
         self.max_in_flight = max_in_flight
-        self._executor: ThreadPoolExecutor | None = None
-        self._writes: deque[Future[None]] = deque()
-        self._last: Future[None] | None = None
+        self._background: Background | None = None
+        self._writes: deque[threading.Event] = deque()  # each is set once its write is over
         self._failures: deque[CheckpointError] = deque()
         self._num_failed = 0
         self._num_told = 0  # of those
@@ -42,8 +41,11 @@ class OrderedWrites:
 
     def make_room(self) -> None:
         """Blocks until one more write may be under way."""
-        while self._writes and (self._writes[0].done() or len(self._writes) >= self.max_in_flight):
-            self._writes.popleft().result()
+        while self._writes and (
+            self._writes[0].is_set() or len(self._writes) >= self.max_in_flight
+        ):
+            self._writes[0].wait()
+            self._writes.popleft()
 
     def write(self, path: object, action: Callable[[], object]) -> None:
         """Has a write done after all that was asked for before.
@@ -56,17 +58,22 @@ class OrderedWrites:
             CheckpointError: An earlier one failed, and was not told yet; this one is under way.
         """
         failure = self._take_failure()
+        index = _device.current_index()
+        is_over = threading.Event()
 
         def run() -> None:
             nonlocal action
             try:
+                _device.use_index(index)
                 action()
             except BaseException as error:
                 self._fail(f"the checkpoint {path} could not be written", error)
             finally:
                 del action
+                is_over.set()
 
-        self._writes.append(self._submit(run))
+        self._hand(run)
+        self._writes.append(is_over)
         if failure is not None:
             raise failure
 
@@ -78,22 +85,24 @@ class OrderedWrites:
         """
         with self._lock:
             num_told = self._num_told
+        index = _device.current_index()
 
         def run() -> None:
             if self._num_failed > num_told:  # all that was before is over, and nothing else is
                 _log.warning("residency keeps %s: the write before its removal failed", path)
                 return
             try:
+                _device.use_index(index)
                 action()
             except BaseException as error:
                 self._fail(f"the checkpoint {path} could not be removed", error)
 
-        self._submit(run)
+        self._hand(run)
 
     def wait(self) -> None:
         """Blocks until everything that was asked for is done."""
-        if self._last is not None:
-            self._last.result()
+        if self._background is not None:
+            self._background.drain()
         self._writes.clear()
 
     def raise_failure(self, *, beside: BaseException | None = None) -> None:
@@ -114,10 +123,9 @@ class OrderedWrites:
 
     def close(self) -> None:
         """Ends the thread once everything is done; the next write starts another."""
-        if self._executor is not None:
-            self._executor.shutdown(wait=True)
-            self._executor = None
-        self._last = None
+        if self._background is not None:
+            self._background.end()
+            self._background = None
         self._writes.clear()
 
     def _take_failure(self) -> CheckpointError | None:
@@ -129,16 +137,11 @@ class OrderedWrites:
             failures[0].add_note(f"and {other}")
         return failures[0] if failures else None
 
-    def _submit(self, run: Callable[[], None]) -> Future[None]:
-        if self._executor is None:  # which Python waits for when it ends
-            self._executor = ThreadPoolExecutor(
-                1,
-                thread_name_prefix="residency-checkpoints",
-                initializer=_device.use_index,
-                initargs=(_device.current_index(),),
-            )
-        self._last = self._executor.submit(run)
-        return self._last
+    def _hand(self, run: Callable[[], None]) -> None:
+        if self._background is None or self._background.is_ended:  # by a close cut short
+            self._background = Background("residency-checkpoints")
+        self._background.start()
+        self._background.hand(run)
 
     def _fail(self, what: str, error: BaseException) -> None:
         failure = CheckpointError(f"{what}: {type(error).__name__}: {error}")

@@ -199,15 +199,18 @@ class Capture:
         arena: Where they go.
     """
 
+    _is_made = False  # of one that an interrupt left half made, which has nothing yet
+
     def __init__(self, arena: SlabArena) -> None:
         self.description = Description({}, {})
         self.blocks = Blocks([], {})
         self.held: tuple[Held, ...] = ()
         self.arena = arena
         self._groups: dict[torch.device, list[tuple[Group, list[Held]]]] = {}
+        self._is_made = True
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():  # modules are empty then
+        if self._is_made and not is_finalizing():  # modules are empty then
             self.release()
 
     @property

@@ -32,6 +32,8 @@ class Lent:
         num_writes: Returns a number that grows when a caller writes into it.
     """
 
+    _is_over = True  # of one that an interrupt left half made, which lends nothing
+
     def __init__(self, tensor: Tensor, value: Tensor, written: torch.Event | None) -> None:
         self.num_writes: Callable[[], int] = lambda: tensor._version
         self.tensor = tensor

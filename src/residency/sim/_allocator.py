@@ -51,6 +51,7 @@ class MemPool:
     """
 
     _core: Any  # of the subclass that `functions` makes
+    _id = (0, 0)  # of one that an interrupt left half made
 
     def __init__(self) -> None:
         core = self._core
@@ -67,8 +68,9 @@ class MemPool:
         return int(self._core.num_pool_users(self._id))
 
     def __del__(self) -> None:
-        self._core.remove_pool_user(self._id)
-        self._core.empty_pool_cache(self._id)
+        if self._id != MemPool._id and self.use_count():
+            self._core.remove_pool_user(self._id)
+            self._core.empty_pool_cache(self._id)
 
 
 @contextmanager

@@ -16,6 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+_MOST_LETTERS = 1000
+
+
+def in_short(text: str) -> str:
+    """Returns a text of which the middle is left out where a file's own words made it long."""
+    more = len(text) - _MOST_LETTERS
+    if more <= 0:
+        return text
+    half = _MOST_LETTERS // 2
+    return f"{text[:half]} [{more} letters more] {text[-half:]}"
+
 
 class ResidencyError(Exception):
     """Is the root of every error that this package raises on its own account."""
@@ -80,7 +91,7 @@ class CorruptSaveError(CheckpointError):
         tensor: str | None = None,
         offset: int | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(in_short(message))
         self.file = file
         self.tensor = tensor
         self.offset = offset

@@ -14,6 +14,7 @@ from types import ModuleType
 
 import pytest
 
+from residency._checkpoint._disk._layout import Layout
 from residency._checkpoint._disk._publish import CheckpointDirectory, Retention
 from residency._errors import CheckpointError, InvalidArgumentError, RefusedError
 
@@ -173,6 +174,34 @@ def test_between_the_renames_of_a_replaced_save_the_old_one_is_found(
     saves.save(tmp_path, 1, 22)
     saves.check_whole(tmp_path, {1: {22}})
     assert not (tmp_path / ".replaced-00000001-abc").exists()
+
+
+@pytest.mark.parametrize("moment", range(8))
+def test_a_reader_finds_the_save_that_a_writer_replaces_between_its_looks(
+    saves: ModuleType, tmp_path: Path, moment: int
+) -> None:
+    """At any call of the reader the writer does another of its renames."""
+    saves.save(tmp_path, 1, 11)
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / ".saving-00000001-abc")
+    renames = [
+        ("step-00000001", ".replaced-00000001-def"),
+        (".saving-00000001-abc", "step-00000001"),
+        (".replaced-00000001-def", ".removing-replaced-00000001-def"),
+    ]
+
+    class Beside(saves.Unsynced):  # type: ignore[name-defined, misc]
+        num_calls = 0
+
+        def perform(self, name: str, function: Callable[..., object], *arguments: object) -> object:
+            done = super().perform(name, function, *arguments)
+            for source, target in renames[: self.num_calls - moment + 1]:
+                if (tmp_path / source).exists() and not (tmp_path / target).exists():
+                    (tmp_path / source).rename(tmp_path / target)
+                    break
+            self.num_calls += 1
+            return done
+
+    assert list(Layout(Beside(), tmp_path).published()) == [1]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """Checkpoints of every format are loaded into a module that exists."""
 
+import json
 import os
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -201,3 +203,21 @@ def test_a_renamed_directory_of_saves_loads_its_newest(device, tmp_path):
     os.rename(tmp_path / "run", tmp_path / "elsewhere")
     load_into(target, Path(tmp_path / "elsewhere"))
     assert_same(target, new)
+
+
+@pytest.mark.parametrize("dtype", ["F32", "F4", "???"])
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_name_of_a_file_may_be_long_and_no_message_is(tmp_path, strict, dtype):
+    fields = {"dtype": dtype, "shape": [2], "data_offsets": [0, 8 if dtype == "F32" else 1]}
+    text = json.dumps({"model." + "x" * 60_000: fields}).encode()
+    file = tmp_path / "long.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(fields["data_offsets"][1]))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            load_into(torch.nn.Linear(2, 2), file, strict=strict)
+            said = str(warned[0].message)
+        except (CorruptSaveError, RefusedError) as error:
+            said = str(error)
+    assert "xxx" in said
+    assert len(said) < 4000

@@ -26,6 +26,7 @@ from residency._errors import InvalidArgumentError, RefusedError
 _logger = logging.getLogger("residency")
 
 LOCK = ".lock"
+_MOST_LOOKS = 100  # of a reader whose writer never pauses
 LATEST = "latest"
 
 _STEP = r"step-(\d{8,})"
@@ -112,10 +113,23 @@ class Layout:
             raise RefusedError(f"{self.path} is a file; expected a directory for saves.") from error
 
     def published(self) -> dict[int, str]:
-        """Returns the name of each published save by its step, ascending."""
+        """Returns the name of each published save by its step, ascending.
+
+        Between two looks a writer may rename both a save and its successor: what was found counts
+        only if the names stood still meanwhile, however often a busy writer is to be waited for.
+        """
+        names = self.names()
+        for _ in range(_MOST_LOOKS):
+            found = self._published_among(names)
+            before, names = names, self.names()
+            if sorted(names) == sorted(before):
+                break
+        return found
+
+    def _published_among(self, names: list[str]) -> dict[int, str]:
         found: dict[int, str] = {}
         for pattern in (_REPLACED, _PUBLISHED):  # the second in the place of the first
-            for name in self.names():
+            for name in names:
                 match = pattern.fullmatch(name)
                 if match and self._has_manifest(self.path / name):
                     found[int(match[1])] = name

@@ -19,7 +19,7 @@ from residency._checkpoint._disk._read import Checksums
 from residency._checkpoint._restore._boxes import Box
 from residency._checkpoint._sources._stored import Stored
 from residency._checkpoint._tree import layout_problem
-from residency._errors import RefusedError
+from residency._errors import RefusedError, in_short
 from residency._storages import overlaps_itself
 from residency._transfer import is_sharded, local_of
 
@@ -84,7 +84,11 @@ def _listed(title: str, lines: Sequence[str]) -> list[str]:
         return []
     more = len(lines) - _MOST_LINES
     rest = [f"  and {more} more"] if more > 0 else []
-    return [f"{title} ({len(lines)}):", *(f"  {line}" for line in lines[:_MOST_LINES]), *rest]
+    return [
+        f"{title} ({len(lines)}):",
+        *(f"  {in_short(line)}" for line in lines[:_MOST_LINES]),
+        *rest,
+    ]
 
 
 @dataclass(slots=True)

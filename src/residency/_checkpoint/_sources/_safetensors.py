@@ -21,7 +21,7 @@ from residency._checkpoint._sources._stored import (
     check_cover,
     without_copies,
 )
-from residency._errors import CorruptSaveError, RefusedError
+from residency._errors import CorruptSaveError, RefusedError, in_short
 
 INDEX_SUFFIX = ".safetensors.index.json"
 SUFFIX = ".safetensors"
@@ -127,7 +127,7 @@ def stored_at(path: Path, record: Record, start: int) -> Stored:
     dtype, shape = DTYPES.get(record.dtype), record.shape
     if dtype is None:
         raise RefusedError(
-            f"{record.name!r} in {path} is {record.dtype}, for which torch has no dtype."
+            f"{in_short(record.name)!r} in {path} is {record.dtype}, for which torch has no dtype."
         )
     if record.dtype == HALF_BYTES:
         if not shape or shape[-1] % 2:

@@ -38,7 +38,7 @@ REGISTRIES = {
     "_optim/_offload.py:_classes": "weak keys; classes, no tensors",
     "_optim/_offload.py:_metaclass_of": "one entry a metaclass; no tensors",
     "_optim/_offloaded.py:_hooked_step": "a function",
-    "_optim/_shadow.py:_quiet": "a thread's own; a truth value",
+    "_optim/_shadow.py:_shadows": "weak",
     "_report/_fields.py:_bytes": "a rule of the table",
     "_transfer/_gate.py:gates": "one entry a device, whose sources are weak",
     "_transfer/_host_memory.py:_libc": "one entry",

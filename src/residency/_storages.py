@@ -58,23 +58,63 @@ def sharing(tensors: Sequence[Tensor]) -> list[list[int]]:
         Host: one byte for each byte of a range in which tensors lie among one another with gaps,
         as columns do; else none.
     """
+    groups: list[list[int]] = []
+    for near in overlapping(tensors):
+        spans = {i: span for i in near if (span := span_of(tensors[i])) is not None}
+        groups += _sharing_among(near, tensors, spans)
+    return sorted(sorted(group) for group in groups)
+
+
+def overlapping(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Returns the groups of two or more tensors whose ranges overlap, directly or through others,
+    in the order of their addresses: those of ``sharing``, and such as lie in the gaps of others.
+    """
     if are_apart(tensors):
         return []  # as nearly always
     spans = {i: span for i, tensor in enumerate(tensors) if (span := span_of(tensor)) is not None}
-    order = sorted(spans, key=lambda i: (str(spans[i].device), spans[i].first))
     groups: list[list[int]] = []
-    near: list[int] = []  # whose ranges overlap, directly or through others
     reach: Span | None = None
-    for index in order:
+    for index in sorted(spans, key=lambda i: (str(spans[i].device), spans[i].first)):
         span = spans[index]
         if reach is not None and span.device == reach.device and span.first < reach.last:
-            near.append(index)
+            groups[-1].append(index)
             reach = reach._replace(last=max(reach.last, span.last))
-            continue
-        groups += _sharing_among(near, tensors, spans)
-        near, reach = [index], span
-    groups += _sharing_among(near, tensors, spans)
-    return sorted(sorted(group) for group in groups)
+        else:
+            groups.append([index])
+            reach = span
+    return [group for group in groups if len(group) > 1]
+
+
+def bytes_over(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Returns the range of bytes in which tensors lie, as ``uint8`` of shape ``[num_bytes]`` over
+    the storage of one of them; None where no storage has all of it.
+
+    Args:
+        tensors: Plain tensors with elements, whose ranges overlap.
+    """
+    spans = [span for tensor in tensors if (span := span_of(tensor)) is not None]
+    first, last = min(span.first for span in spans), max(span.last for span in spans)
+    for storage in (tensor.untyped_storage() for tensor in tensors):
+        if storage.data_ptr() <= first and last <= storage.data_ptr() + storage.nbytes():
+            with callers_modes_off():
+                whole = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
+                return whole.set_(storage, first - storage.data_ptr(), (last - first,), (1,))
+    return None
+
+
+def laid_over(whole: Tensor, num_bytes: int, like: Tensor) -> Tensor:
+    """Returns a tensor with the dtype, shape and strides of ``like`` over other bytes.
+
+    Args:
+        whole: ``uint8``, whose storage it gets.
+        num_bytes: Where it begins in ``whole``; a multiple of its element size from the beginning
+            of the storage.
+        like: A plain tensor.
+    """
+    start = (int(whole.storage_offset()) + num_bytes) // like.element_size()
+    with callers_modes_off():
+        made = torch.empty(0, dtype=like.dtype, device=whole.device)
+        return made.set_(whole.untyped_storage(), start, like.shape, like.stride())
 
 
 def are_apart(tensors: Sequence[Tensor]) -> bool:
@@ -105,7 +145,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
         Host: one byte for each byte of its range, where sizes and strides alone do not tell.
     """
     span = span_of(tensor)
-    if span is None or _is_dense(tensor):
+    if span is None or is_dense(tensor):
         return False
     if any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
         return True
@@ -127,7 +167,7 @@ def _sharing_among(
     """Splits tensors whose ranges overlap into groups that share bytes."""
     if len(near) < 2:
         return []
-    if all(_is_dense(tensors[index]) for index in near):
+    if all(is_dense(tensors[index]) for index in near):
         return [list(near)]
     start = min(spans[index].first for index in near)
     length = max(spans[index].last for index in near) - start
@@ -144,7 +184,8 @@ def _sharing_among(
     return [sorted(group) for group in unique.values() if len(group) > 1]
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
+    """Returns whether a plain tensor's elements fill one range of memory, each byte once."""
     return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -148,17 +149,20 @@ class World:
         return module
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Loads a state dict; saved dtypes stay, as the offloaded optimizer promises."""
-        values = copy.deepcopy(saved["state"])
+        """Loads a state dict; saved dtypes and ties stay, as the offloaded optimizer promises."""
+        file = io.BytesIO()
+        torch.save(saved["state"], file)
         self.optimizer.load_state_dict(saved)
         if isinstance(self.optimizer, residency.OffloadedOptimizer):
             return
         order = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for index, state in values.items():
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor) and key != "step":
-                    place = "cpu" if key == "mu_product" else self.device
-                    self.optimizer.state[order[index]][key] = value.to(place).clone()
+        for place in ("cpu", self.device):
+            file.seek(0)
+            for index, state in torch.load(file, map_location=place).items():
+                for key, value in state.items():
+                    mine = key != "step" and (key == "mu_product") == (place == "cpu")
+                    if isinstance(value, torch.Tensor) and mine:
+                        self.optimizer.state[order[index]][key] = value
 
     def values(self) -> dict[str, Any]:
         state = self.optimizer.state

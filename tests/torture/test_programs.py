@@ -20,14 +20,6 @@ from training_programs import Program, compare, host_copy, noise, nothing_left, 
 
 import residency
 
-KNOWN = {
-    # Assigning whole states cuts the tie of two entries that are one tensor, where it is resident.
-    "a tie of resident states is cut": True,
-    # onload_optimizer makes two tensors of two entries that are one, where they are streamed.
-    "a tie of states is cut by an onload": True,
-}
-"""What the judge steps around: true while it is known to be wrong."""
-
 CAPACITY = 96 << 20
 
 Entry = tuple[int, str]
@@ -54,12 +46,6 @@ def pair(program: Program) -> tuple[Entry, Entry] | None:
     return tuple(program.chance.sample(program.chance.choice(rich), 2)) if rich else None  # type: ignore[return-value]
 
 
-def fragile(program: Program) -> bool:
-    """Says whether whole states may not be assigned."""
-    resident = program.options["resident"] != 0
-    return KNOWN["a tie of resident states is cut"] and program.aliased and resident
-
-
 def states(program: Program, *found: Entry) -> list[list[tuple[dict[str, Any], str]]]:
     return [
         [(world.optimizer.state[world.parameters[index]], key) for index, key in found]
@@ -81,7 +67,7 @@ def assign(program: Program, folder: Path) -> None:
             made.copy_(noise(seed, tuple(old.shape), old.dtype).abs())
             if host and world is program.ours:
                 made = made.cpu()
-            if whole and not fragile(program):
+            if whole:
                 fresh = dict(state) | {entry[1]: made}
                 world.optimizer.state[world.parameters[entry[0]]] = fresh
             else:
@@ -98,7 +84,7 @@ def swap(program: Program, folder: Path) -> None:
 def exchange(program: Program, folder: Path) -> None:
     """Exchanges the whole states of two parameters."""
     found = pair(program)
-    if found and found[0][0] != found[1][0] and not fragile(program):
+    if found and found[0][0] != found[1][0]:
         for world in program.worlds:
             state = world.optimizer.state
             one, two = (world.parameters[index] for index, _ in found)
@@ -184,8 +170,6 @@ def set_data(program: Program, folder: Path) -> None:
 def replace(program: Program, folder: Path) -> None:
     """Puts a new parameter in the place of one, with its state or without."""
     index, move = program.chance.randrange(len(program.ours.parameters)), some(program.chance, 0.7)
-    if fragile(program):
-        return
     for world in program.worlds:
         old = world.parameters[index]
         new = torch.nn.Parameter(old.detach().clone())
@@ -262,7 +246,6 @@ def hooks(program: Program, folder: Path) -> None:
 def through_file(program: Program, folder: Path) -> None:
     """Loads a state dict of either world into either, through a file of torch.save."""
     forget(program)
-    program.aliased = False
     source = program.chance.choice(program.worlds)
     target = program.chance.choice(["cpu", str(program.device)])
     buffer = io.BytesIO()
@@ -276,8 +259,6 @@ def through_file(program: Program, folder: Path) -> None:
 
 def on_and_off(program: Program, folder: Path) -> None:
     """Takes the state back to the device, steps there at times, and offloads anew."""
-    if KNOWN["a tie of states is cut by an onload"] and program.aliased:
-        return
     forget(program)
     residency.onload_optimizer(program.ours.optimizer)
     assert type(program.ours.optimizer) is getattr(torch.optim, program.name)
@@ -347,7 +328,12 @@ def checkpoint(program: Program, folder: Path) -> None:
         assert checkpointer.restore(tree) == 1
     for parameter, value in zip(world.parameters, weights, strict=True):
         parameter.data.copy_(value)
+    rates = [group["lr"] for group in world.optimizer.param_groups]
     world.load(saved)
+    # A restore fills a rate that is a tensor, which may be the one of `defaults`, in place.
+    for rate, group in zip(rates, world.optimizer.param_groups, strict=True):
+        if isinstance(rate, torch.Tensor):
+            group["lr"] = rate.copy_(group["lr"])
 
 
 def fill(program: Program) -> list[torch.Tensor]:

@@ -15,15 +15,17 @@ is never filled with another's bytes. Where a caller gives a shown tensor other 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
+from residency._errors import RefusedError
 from residency._modes import callers_modes_off
-from residency._storages import sharing
+from residency._optim._arrivals import Arrivals
+from residency._storages import bytes_over, is_dense, laid_over, overlapping
 from residency._transfer import (
     Gate,
     Lanes,
@@ -37,7 +39,6 @@ from residency._transfer import (
     lanes_of,
     lending,
     local_of,
-    raw_bytes,
     wrapped_like,
 )
 
@@ -81,6 +82,8 @@ class Homes:
         reserved: Homes for state that is not made yet, by the parameter's ``id`` and by key.
         spare_bytes: Room for states that are written while a save reads their homes.
         has_aliases: Whether two entries of the state may have the same bytes.
+        arrivals: The tensors of the device that went to these homes.
+        mappings: Every ``ParameterState`` over these homes, by its ``id``.
     """
 
     def __init__(self, device: torch.device, *, pin: bool = True, spare_bytes: int = 0) -> None:
@@ -96,7 +99,8 @@ class Homes:
         # over homes only where they fit.
         self.reserved: dict[int, dict[str, Home]] = {}
         self.has_aliases = False
-        self.meet: Callable[[], Callable[[Tensor], Tensor] | None] = lambda: None
+        self.arrivals = Arrivals()
+        self.mappings: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._shown: dict[Home, Tensor] = {}
         self._held_views: weakref.WeakSet[Home] = weakref.WeakSet()
         self._by_address: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
@@ -222,8 +226,9 @@ class Homes:
         if found is not None:
             self._shown.setdefault(found, value)
             return found
-        if local.is_cpu and local.numel() and self._is_among_homes(local):
-            if _is_dense(local) and not lending.is_lent(local):
+        if self._is_among_homes(local):
+            if not lending.is_kept(local):
+                self._make_callers(local)
                 return self.over(value)
             home = None  # never copied onto bytes that it may be a view of
         if not self.takes(home, local) or home.num_entries > 1 or self.is_held(home):
@@ -251,10 +256,28 @@ class Homes:
         self.version += 1
         self.has_aliases = True
         tensor = local_of(value).detach()
-        region = Region(Slab.over(raw_bytes(tensor)), 0, align_up(max(tensor.nbytes, 1)))
+        whole = common_bytes([tensor])
+        region = Region(Slab.over(whole), 0, align_up(whole.numel()))
         home = Home(tensor, region, wrapped_like(tensor, value), is_callers=True)
         self._note_shown(home, value)
         return home
+
+    def _make_callers(self, view: Tensor) -> None:
+        """Gives the home of the library's own that a view is of a tensor over the view's storage,
+        so that a copy of both, or a file, has them in one storage.
+        """
+        for home in list(self._by_address.values()):
+            storage = view.untyped_storage()
+            start = home.tensor.data_ptr() - storage.data_ptr()
+            fits = start >= 0 and start + home.num_bytes <= storage.nbytes()
+            if home.is_callers or home.moved_to is not None or not fits:
+                continue
+            shown = self._shown.pop(home, None)
+            if shown is None or local_of(shown).untyped_storage().data_ptr() != storage.data_ptr():
+                whole = common_bytes([view])
+                inside = home.tensor.data_ptr() - whole.data_ptr()
+                shown = wrapped_like(laid_over(whole, inside, home.tensor), home.value)
+            home.moved_to = self.over(shown)
 
     def show(self, home: Home) -> Tensor:
         """Returns what a caller sees of a home: the same tensor for as long as he keeps it."""
@@ -296,10 +319,29 @@ class Homes:
         return home if _layout(home.tensor) == _layout(local) else None
 
     def _is_among_homes(self, tensor: Tensor) -> bool:
-        if self.arena.holds(tensor):
-            return True
-        others = [home.tensor for home in self._by_address.values() if home.is_callers]
-        return bool(others) and any(len(sharing([tensor, other])) for other in others)
+        if not tensor.is_cpu or not tensor.numel():
+            return False
+        others = [home.tensor for home in self._callers()]
+        return self.arena.holds(tensor) or any(
+            len(overlapping([tensor, other])) > 0 for other in others
+        )
+
+    def _callers(self) -> list[Home]:
+        homes = {*self._by_address.values(), *self._shown}
+        return [home for home in homes if home.is_callers]
+
+    def beside(self, home: Home) -> list[Home]:
+        """Returns a home and those that share bytes with it; none where it is alone."""
+        others = [o for o in self._callers() if o is not home and o.num_entries]
+        found = [home, *others] if home.is_callers else []
+        for group in overlapping([each.tensor for each in found]):
+            if 0 in group:
+                return [found[index] for index in group]
+        return []
+
+    def has(self, value: Tensor) -> bool:
+        """Says whether a value lies in a home."""
+        return self.find(value) is not None or self._is_among_homes(local_of(value))
 
     def follow(self, home: Home) -> Home:
         """Returns the home that callers have made of one, by giving what they were shown other
@@ -312,7 +354,7 @@ class Homes:
             return home
         del self._shown[home]
         local = local_of(shown)
-        if local.is_cpu and local.layout is torch.strided and local.numel() and _is_dense(local):
+        if local.is_cpu and local.layout is torch.strided and local.numel() and is_dense(local):
             home.moved_to = self.over(shown)
         else:
             home.moved_to = self.fill(None, shown)
@@ -325,13 +367,6 @@ class Homes:
     def is_shown(self) -> bool:
         """Says whether a caller has looked at the state since a step found him gone."""
         return bool(self._shown)
-
-    def met(self, value: Any) -> Any:
-        """Returns what a caller assigns; of a state that stays on the device, its home, into which
-        that moves.
-        """
-        meet = self.meet() if isinstance(value, Tensor) and not value.is_cpu else None
-        return value if meet is None else meet(value)
 
     def fence(self) -> None:
         """Blocks the host until no copy home is under way, of whatever parameter."""
@@ -360,6 +395,8 @@ class Homes:
     def num_writes(self, home: Home) -> int:
         """Returns a number that grows with what callers write to what they were shown."""
         shown = self._shown.get(home)
+        if shown is None and home.moved_to is not None:
+            return home.num_writes + self.num_writes(home.moved_to)
         return home.num_writes + (0 if shown is None else local_of(shown)._version)
 
     def held(self) -> list[Home]:
@@ -390,8 +427,20 @@ class Homes:
         return bool(home.views)
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
+def common_bytes(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns ``bytes_over``.
+
+    Raises:
+        RefusedError: No storage has all of them.
+    """
+    whole = bytes_over(tensors)
+    if whole is None:
+        raise RefusedError(
+            f"states of the shapes {[tuple(tensor.shape) for tensor in tensors]} share bytes "
+            "through several storages, none of which has all of them. Nothing was moved: assign "
+            "copies of them to optimizer.state."
+        )
+    return whole
 
 
 def _layout(tensor: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
@@ -406,6 +455,6 @@ def _model_of(like: Tensor, shape: torch.Size | None) -> Tensor:
     if shape is not None:
         return torch.empty(shape, dtype=like.dtype, device="meta")
     # What is not dense is copied row by row (raw_bytes), so its home is contiguous.
-    if not _is_dense(like):
+    if not is_dense(like):
         return torch.empty(like.shape, dtype=like.dtype, device="meta")
     return torch.empty_like(like, device="meta", memory_format=torch.preserve_format)

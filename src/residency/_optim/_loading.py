@@ -24,8 +24,10 @@ from residency._optim._schema import Schema
 from residency._optim._shadow import PRIVATE, is_torchs_own
 from residency._optim._sharding import layout_of, planned_bytes
 from residency._optim._state import State
+from residency._optim._together import fill_together, moved_together, stay_together, tied_among
 from residency._optim._validate import check_flags
-from residency._transfer import local_of, moved
+from residency._storages import overlapping
+from residency._transfer import local_of
 
 
 @dataclass(slots=True)
@@ -111,9 +113,11 @@ def prepare_load(
     check_flags(offload.base.__name__, repaired.param_groups)
     prepared = PreparedLoad(repaired.param_groups, attributes, Residents(offload.resident_bytes))
     group_of = {p: group for group in repaired.param_groups for p in group["params"]}
+    memo: dict[int, Any] = {}
+    rules: dict[Tensor, Callable[[str, Tensor], bool]] = {}
     for parameter, saved in repaired.state.items():
         if not (isinstance(parameter, Tensor) and isinstance(saved, dict)):
-            prepared.entries[parameter] = copy.deepcopy(saved)
+            prepared.entries[parameter] = copy.deepcopy(saved, memo)
             continue
         group = group_of.get(parameter)
         schema = None
@@ -121,13 +125,53 @@ def prepare_load(
             schema = offload.schema_in(optimizer, group, parameter)
         if schema is not None and is_torchs_own(offload.base):
             check_shapes(schema, saved)
-        needs_device = device_rule(offload, schema, parameter)
-        stay_here(offload, prepared.resident, parameter, saved, needs_device)
+        rules[parameter] = device_rule(offload, schema, parameter)
+        stay_here(offload, prepared.resident, parameter, saved, rules[parameter])
         prepared.entries[parameter] = {
-            key: _entry(offload, prepared.resident, parameter, key, value, needs_device)
+            key: Entry(
+                _checked(key, value) if isinstance(value, Tensor) else copy.deepcopy(value, memo)
+            )
             for key, value in saved.items()
         }
+    _place_tensors(offload, prepared, rules)
     return prepared
+
+
+def _place_tensors(
+    offload: Offload,
+    prepared: PreparedLoad,
+    rules: Mapping[Tensor, Callable[[str, Tensor], bool]],
+) -> None:
+    """Decides where each tensor of a saved state goes; those that share bytes go together."""
+    assert offload.homes is not None
+    homes = offload.homes
+    on_device: dict[tuple[Tensor, str], Tensor] = {}
+    on_host: dict[tuple[Tensor, str], Tensor] = {}
+    for parameter, needs_device in rules.items():
+        for key, entry in prepared.entries[parameter].items():
+            if isinstance(entry.value, Tensor):
+                value = entry.value
+                is_host = not needs_device(key, value) and not homes.has(value)
+                (on_host if is_host else on_device)[parameter, key] = value
+    is_tied = stay_together(on_device, prepared.resident)
+    tied = tied_among(on_device, offload.has_master) if is_tied else {}
+    homes.has_aliases |= is_tied or bool(overlapping([local_of(v) for v in on_host.values()]))
+    for parameter, key in on_device.keys() - tied.keys():
+        if offload.has_master(parameter):
+            value = on_device[parameter, key]
+            on_device[parameter, key] = as_masters_state(value, parameter)
+    on_device |= tied
+    here = {each: value for each, value in on_device.items() if each[0] in prepared.resident}
+    # Copies: the step advances them in place, and the saved ones are not ours.
+    made = moved_together(here, homes.device, copy=True)
+    made |= moved_together(on_host, torch.device("cpu"), copy=True)
+    going = {each: value for each, value in on_device.items() if each not in here}
+    places = fill_together(homes, list(going.values()))
+    for index, ((parameter, key), value) in enumerate(going.items()):
+        home = places.get(index) or homes.place_for(_home_of(offload, parameter, key), value)
+        prepared.entries[parameter][key] = Entry(value if index not in places else home.value, home)
+    for (parameter, key), value in made.items():
+        prepared.entries[parameter][key] = Entry(value)
 
 
 def _repaired(optimizer: Optimizer, base: type[Optimizer], saved: Mapping[str, Any]) -> Optimizer:
@@ -196,34 +240,19 @@ def stay_here(
     resident.allow(parameter, sum(planned_bytes(value) for value in staying))
 
 
-def _entry(
-    offload: Offload,
-    resident: Residents,
-    parameter: Tensor,
-    key: str,
-    value: Any,
-    needs_device: Callable[[str, Tensor], bool],
-) -> Entry:
-    if not isinstance(value, Tensor):
-        return Entry(copy.deepcopy(value))
+def _checked(key: str, value: Tensor) -> Tensor:
     if value.layout is not torch.strided or value.is_meta:
         raise RefusedError(
             f"the saved state {key!r} is a tensor on {value.device} of layout {value.layout}; "
             "expected dense values. Nothing was loaded."
         )
-    value = value.detach()
-    if offload.has_master(parameter):
-        value = as_masters_state(value, parameter)
+    return value.detach()
+
+
+def _home_of(offload: Offload, parameter: Tensor, key: str) -> Home | None:
+    """Returns the home that a state has, or that is reserved for it."""
     assert offload.homes is not None
     assert offload.state is not None
-    homes, state = offload.homes, offload.state
-    if not needs_device(key, value) and homes.find(value) is None:
-        # A copy: the step advances it in place, and the saved one is not ours.
-        return Entry(value.cpu().clone())
-    if parameter in resident:
-        return Entry(moved(value, homes.device, copy=True))
-    inner = state.peek(parameter)
+    inner = offload.state.peek(parameter)
     home = inner.homes_by_key.get(key) if inner is not None else None
-    if home is None:
-        home = homes.reserved_for(parameter).get(key)
-    return Entry(value, homes.place_for(home, value))
+    return home or offload.homes.reserved_for(parameter).get(key)

@@ -58,7 +58,8 @@ def offload_optimizer(
             its own. Of what accelerate's ``prepare`` returned, the optimizer inside is changed; its
             figures are at ``wrapper.optimizer.statistics()``.
         resident: Bytes of state that may stay on the device, taken in group order. A parameter
-            whose state grows beyond them, by whatever, streams from then on.
+            whose state grows beyond them, by whatever, streams from then on. States that share
+            bytes stay together, or none does.
         bucket: Bytes of state that move together.
         slots: Buckets that may be on the device at once; 3 lets both copies and the step overlap.
         pin: Whether the homes are page-locked; without, copies block the host.

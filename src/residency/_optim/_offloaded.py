@@ -184,19 +184,22 @@ class OffloadedOptimizer(Optimizer):
         """Loads a state dict into the homes; nothing that is not resident touches the device.
 
         Saved dtypes are kept: torch casts floating states to the parameter's dtype, which would
-        make float32 moments of bfloat16 parameters bfloat16.
+        make float32 moments of bfloat16 parameters bfloat16. Saved values that share bytes share
+        them after the load, on whatever device they were saved.
 
         Raises:
             ValueError: The parameter groups do not match, as torch raises it.
             RefusedError: A saved value is not dense, a saved group is one that
-                ``offload_optimizer`` would refuse, or the host has no room for the new homes.
+                ``offload_optimizer`` would refuse, values share bytes in a way that a master
+                weight's state or one storage cannot have, or the host has no room for the new
+                homes.
             Exception: What the class' own repair of old states raises, such as a KeyError.
 
         In each of these cases the optimizer is as it was.
 
         Memory:
-            No copy of what fits the homes there are. State that stays resident is on the device
-            twice for a moment.
+            No copy of what fits the homes there are; values that share bytes get new ones. State
+            that stays resident is on the device twice for a moment.
         """
         offload = _offload_of(self)
         adopt_foreign_state(self, offload)

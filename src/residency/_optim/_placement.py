@@ -25,9 +25,11 @@ from residency._optim._residents import Residents
 from residency._optim._schema import Schema, StateSize
 from residency._optim._sharding import layout_of
 from residency._optim._state import ParameterState, State
+from residency._optim._together import fill_together, moved_together, stay_together, tied_among
 from residency._optim._validate import check_flags, device_of
 from residency._optim._whole import done_whole
-from residency._transfer import copy_to_host, local_of, moved, wrapped_like
+from residency._storages import overlapping
+from residency._transfer import copy_to_host, local_of, wrapped_like
 
 _SPARE_BUCKETS = 2
 _Values = Mapping[str, Any]
@@ -61,6 +63,9 @@ def place_state(optimizer: Optimizer, offload: Offload, device: torch.device) ->
         return
     homes = Homes(device, pin=offload.pin, spare_bytes=_SPARE_BUCKETS * offload.bucket_bytes)
     resident = _choose_resident(offload, optimizer)
+    on_device = _values_on_device(offload, optimizer)
+    stay_together(on_device, resident)
+    homes.has_aliases = bool(overlapping(_tensors_of(optimizer)))
     announced = {
         m.parameter: _expected(offload, optimizer, m)
         for m in members_of(optimizer)
@@ -68,7 +73,7 @@ def place_state(optimizer: Optimizer, offload: Offload, device: torch.device) ->
     }
     likes = [local_of(like) for expected in announced.values() for like in expected.values()]
     homes.arena.reserve([like.numel() * like.element_size() for like in likes])
-    state = _moved_state(homes, resident, offload, optimizer)
+    state = _moved_state(homes, resident, offload, optimizer, on_device)
     for parameter, expected in announced.items():
         inner = state.peek(parameter) or ()
         homes.reserve(parameter, {key: like for key, like in expected.items() if key not in inner})
@@ -173,24 +178,34 @@ def plain_state(state: Mapping[Any, Any], device: torch.device) -> defaultdict[A
     What steps need on the device goes there; what they keep on the host is as it was.
     """
     plain: defaultdict[Any, Any] = defaultdict(dict)
+    at_home: dict[tuple[Any, Any], Tensor] = {}
+    elsewhere: dict[tuple[Any, Any], Tensor] = {}
     for parameter, values in state.items():
         if not (isinstance(parameter, Tensor) and isinstance(values, dict)):
             plain[parameter] = values
             continue
         homes = values.homes_by_key if isinstance(values, ParameterState) else {}
-        plain[parameter] = {
-            # A home is copied even to the host, where its page-locked memory would stay in use.
-            key: moved(value, device, copy=key in homes)
-            if isinstance(value, Tensor) and (key in homes or not value.is_cpu)
-            else value
-            for key, value in values.items()
-        }
+        plain[parameter] = dict(values)
+        for key, value in plain[parameter].items():
+            if isinstance(value, Tensor) and (key in homes or not value.is_cpu):
+                (at_home if key in homes else elsewhere)[parameter, key] = value
+    # A home is copied even to the host, where its page-locked memory would stay in use.
+    for moving, is_copied in ((at_home, True), (elsewhere, False)):
+        for (parameter, key), value in moved_together(moving, device, copy=is_copied).items():
+            plain[parameter][key] = value
     return plain
 
 
 def _values(optimizer: Optimizer, parameter: Tensor) -> _Values:
     values = dict.get(optimizer.state, parameter)
     return values if isinstance(values, dict) else {}
+
+
+def _tensors_of(optimizer: Optimizer) -> list[Tensor]:
+    """Returns the tensors of the state, local ones of shards."""
+    inners = (_values(optimizer, member.parameter) for member in members_of(optimizer))
+    tensors = [local_of(v) for inner in inners for v in inner.values() if isinstance(v, Tensor)]
+    return [tensor for tensor in tensors if tensor.layout is torch.strided]
 
 
 def _device_keys(offload: Offload, optimizer: Optimizer, member: Member) -> set[str]:
@@ -237,33 +252,57 @@ def _choose_resident(offload: Offload, optimizer: Optimizer) -> Residents:
     return chosen
 
 
+def _values_on_device(offload: Offload, optimizer: Optimizer) -> dict[tuple[Tensor, Any], Tensor]:
+    """Returns what steps need on the device of the state that exists, by parameter and key."""
+    found: dict[tuple[Tensor, Any], Tensor] = {}
+    for member in members_of(optimizer):
+        parameter, values = member.parameter, _values(optimizer, member.parameter)
+        keys = _device_keys(offload, optimizer, member) if values else ()
+        found.update({(parameter, key): values[key] for key in keys})
+    return found
+
+
 def _moved_state(
-    homes: Homes, resident: Residents, offload: Offload, optimizer: Optimizer
+    homes: Homes,
+    resident: Residents,
+    offload: Offload,
+    optimizer: Optimizer,
+    on_device: Mapping[tuple[Tensor, Any], Tensor],
 ) -> State:
     """Builds the offloaded state, with copies home queued behind what the device does now."""
     state = State(homes, resident)
     members = {m.parameter: m for m in members_of(optimizer)}
+    tied = tied_among(on_device, offload.has_master) if homes.has_aliases else {}
+    here = {each: value for each, value in tied.items() if each[0] in resident}
+    staying = moved_together(here, homes.device, copy=False)
+    going = {each: value for each, value in tied.items() if each not in staying}
+    places = fill_together(homes, list(going.values()))
+    home_of = {each: places[index] for index, each in enumerate(going) if index in places}
     for parameter, values in optimizer.state.items():
         if parameter not in members or not isinstance(values, dict):
             state[parameter] = values
             continue
         inner = state.of(parameter)
         inner.made_for = layout_of(parameter)
-        keys = _device_keys(offload, optimizer, members[parameter])
         moving: list[Tensor] = []
         regions = []
         has_master = offload.has_master(parameter)
         for key, saved in values.items():
             value = saved
-            if has_master and isinstance(saved, Tensor):
+            if has_master and isinstance(saved, Tensor) and (parameter, key) not in tied:
                 value = as_masters_state(saved, parameter)
-            if key in keys and not inner.is_resident and value.device == homes.device:
+            is_on_device = (parameter, key) in on_device
+            if (parameter, key) in home_of:
+                inner.settle(key, home_of[parameter, key])
+            elif (parameter, key) in staying:
+                dict.__setitem__(inner, key, staying[parameter, key])
+            elif is_on_device and not inner.is_resident and value.device == homes.device:
                 home = homes.allocate(value)
                 inner.settle(key, home)
                 moving.append(local_of(value))
                 regions.append(home.region)
             elif isinstance(value, Tensor):
-                inner.place(key, value, on_device=key in keys)
+                inner.place(key, value, on_device=is_on_device)
             else:
                 dict.__setitem__(inner, key, value)
         if moving:

@@ -27,6 +27,8 @@ from residency._optim._ties import Ties, covers_of
 from residency._storages import sharing
 from residency._transfer import Run, align_up, local_of
 
+_WIDEST = torch.complex128.itemsize
+
 
 class Member(NamedTuple):
     """Is a parameter with the index of its group."""
@@ -305,9 +307,11 @@ def lay_out(pieces: Sequence[Piece], homes: Sequence[HomesByKey]) -> Unit:
             is_cut = not piece.is_whole and not is_shared
             cover = covers.get(home, home)
             if cover not in placed:
-                placed[cover] = unit.num_bytes
-                run = _run_of(piece, cover, unit.num_bytes, is_cut=is_cut)
-                unit.num_bytes += align_up(run.num_bytes)
+                # What lies in a cover is aligned in the slot as it is at home.
+                offset = 0 if cover is home else cover.tensor.data_ptr() % _WIDEST
+                placed[cover] = unit.num_bytes + offset
+                run = _run_of(piece, cover, placed[cover], is_cut=is_cut)
+                unit.num_bytes += align_up(offset + run.num_bytes)
                 is_padded = piece.is_whole or is_shared
                 if run.num_bytes:
                     loads.append((run, is_padded))

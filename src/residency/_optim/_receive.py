@@ -138,7 +138,7 @@ def home_to_fill(homes: Homes, state: State, parameter: Tensor, key: str, like: 
     home = inner.homes_by_key.get(key) if inner is not None else None
     if home is None:
         home = homes.reserved_for(parameter).get(key)
-    is_alone = home is not None and home.num_entries < 2
+    is_alone = home is not None and home.num_entries < 2 and not homes.beside(home)
     if home is not None and is_alone and _layout(home.tensor) == _layout(local_of(like)):
         return homes.writable(home)
     return homes.allocate(like)

@@ -12,7 +12,6 @@ find the library's own tensors, not those that callers are shown.
 from __future__ import annotations
 
 import copy
-import weakref
 from collections import defaultdict
 from collections.abc import Hashable, ItemsView, Iterator, ValuesView
 from typing import Any
@@ -24,6 +23,7 @@ from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes
 from residency._optim._residents import Residents
 from residency._optim._sharding import layout_of, planned_bytes
+from residency._optim._together import arrived, send_home
 from residency._transfer import local_of, moved
 
 
@@ -40,6 +40,7 @@ class ParameterState(dict[str, Any]):
     """
 
     __slots__ = (
+        "__weakref__",
         "_homes",
         "_owner",
         "_residents",
@@ -64,6 +65,7 @@ class ParameterState(dict[str, Any]):
         self.made_for: Hashable = None
         self.reserved = reserved
         self.template: dict[str, int] | None = None
+        homes.mappings[id(self)] = self
 
     @property
     def is_resident(self) -> bool:
@@ -145,14 +147,21 @@ class ParameterState(dict[str, Any]):
         if not on_device:
             self.keep(key, value.cpu())
             return
-        if self.is_resident and self._homes.find(value) is not None:
+        if self.is_resident and self._homes.has(arrived(self._homes, value)):
             self.leave_device()  # to be one with another entry, which streams
         if self.is_resident and self._may_keep(key, value):
             self.keep(key, moved(value, self._homes.device))
             self._homes.has_aliases = True  # a tensor of the device is taken as it is
         else:
+            state = arrived(self._homes, value)
+            if len(self._residents) and not state.is_cpu:
+                # To be one with a state that stays on the device, both stream.
+                found = send_home(self._homes, None, state)
+                state = state if found is None else found
             home = self.homes_by_key.get(key) or self.reserved.get(key)
-            self.settle(key, self._homes.fill(home, value))
+            self.settle(key, self._homes.fill(home, state))
+            if state is value:
+                self._homes.arrivals.note(local_of(value), self.homes_by_key[key])
 
     def is_of(self, homes: Homes) -> bool:
         """Says whether the values live in these homes."""
@@ -182,13 +191,6 @@ class ParameterState(dict[str, Any]):
         self._owner, self.reserved = owner, reserved
         self.is_bound_again = True
 
-    def key_of(self, value: Tensor) -> str | None:
-        """Returns the key of a tensor that stays on the device."""
-        for key, mine in dict.items(self) if self.is_resident else ():
-            if mine is value:
-                return key
-        return None
-
     def _may_keep(self, key: str, value: Tensor) -> bool:
         """Returns whether a value may stay on the device; where the budget has no room for it, all
         values go home.
@@ -203,12 +205,10 @@ class ParameterState(dict[str, Any]):
         return False
 
     def leave_device(self) -> None:
-        """Sends the values that stay on the device home; from now on they stream."""
-        here = {k: v for k, v in dict.items(self) if isinstance(v, Tensor) and not v.is_cpu}
-        homes = {k: self._homes.fill(self.reserved.get(k), v) for k, v in here.items()}
-        self.leave_residents()
-        for key, home in homes.items():
-            self.settle(key, home)
+        """Sends the values that stay on the device home, and what shares bytes with them; from now
+        on they stream.
+        """
+        send_home(self._homes, self)
 
     def settle(self, key: str, home: Home) -> None:
         """Makes ``home`` the place of ``key``."""
@@ -249,7 +249,7 @@ class ParameterState(dict[str, Any]):
         return key in self.homes_by_key or (isinstance(value, Tensor) and not value.is_cpu)
 
     def _belongs_on_device(self, key: str, value: Tensor) -> bool:
-        if self._homes.find(value) is not None:
+        if self._homes.has(value):
             return True
         before = dict.get(self, key)
         # Loops that move a whole state to the device and back move the host's scalars, too. Those
@@ -260,7 +260,7 @@ class ParameterState(dict[str, Any]):
         return not value.is_cpu or value.dim() > 0
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self.place(key, self._homes.met(value) if not self.is_resident else value)
+        self.place(key, value)
 
     def __getitem__(self, key: str) -> Any:
         self.fence()
@@ -361,19 +361,6 @@ class State(defaultdict[Any, Any]):
         super().__init__(None)
         self._homes = homes
         self._residents = residents
-        homes.meet = weakref.WeakMethod(self._meet)
-
-    def _meet(self, value: Tensor) -> Tensor:
-        """Returns the home of a state on the device that is assigned to one that streams: to be one
-        tensor, both stream.
-        """
-        for inner in dict.values(self) if len(self._residents) else ():
-            key = inner.key_of(value) if isinstance(inner, ParameterState) else None
-            if key is not None:
-                inner.leave_device()
-                found: Tensor = inner[key]
-                return found
-        return value
 
     @property
     def has_aliases(self) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from residency import _device
+from residency._optim._company import company_of
 from residency._optim._homes import Home, Homes
 from residency._optim._offload_data import Offload
 from residency._optim._plan import Member, Plan, Unit, homes_of, lay_out, members_with_gradient
@@ -29,6 +30,7 @@ from residency._optim._shadow import Commit
 from residency._optim._sharding import layout_of, local_gradient
 from residency._optim._state import State
 from residency._optim._statistics import Timeline
+from residency._optim._together import writable
 from residency._optim._unit_step import Copy, Part, Shared
 from residency._optim._validate import has_no_rate
 from residency._transfer import Run, is_sharded, lending
@@ -78,6 +80,9 @@ class StreamedStep:
                 self._optimizer, members, layouts, is_template=is_template
             )
             self._progress = Progress(members)
+            if not self._offload.master_weights:
+                base = self._offload.base
+                self._shared.company = company_of(self._optimizer, base, members, inners)
             self._shared.held = set(self._homes.held())
             self._take(plan)
             self._finish(plan)
@@ -263,8 +268,8 @@ class StreamedStep:
             inner = self._state.peek(piece.parameter)
             for key, home in by_key.items():
                 assert inner is not None
-                if home not in self._moved and (writable := self._homes.writable(home)) is not home:
-                    self._moved[home] = writable
+                if home not in self._moved and (another := writable(self._homes, home)) is not home:
+                    self._moved[home] = another
                 if home in self._moved:
                     left = self._left_homes.setdefault(piece.parameter, [])
                     left.append((home, self._moved[home]))

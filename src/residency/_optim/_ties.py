@@ -8,6 +8,7 @@ shares nothing with them has no say.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
@@ -15,8 +16,8 @@ from torch import Tensor
 from residency._errors import RefusedError
 from residency._optim._homes import Home
 from residency._optim._state import ParameterState
-from residency._storages import are_apart, sharing
-from residency._transfer import local_of
+from residency._storages import are_apart, bytes_over, is_dense, overlapping, sharing
+from residency._transfer import Region, Slab, align_up, local_of
 
 Ties = tuple[tuple[int, ...], ...]
 
@@ -53,7 +54,12 @@ def ties_of(parameters: Sequence[Tensor], states: Sequence[ParameterState | None
 
 def _tensors_of(inner: ParameterState | None) -> Iterator[Tensor]:
     if inner is not None:
-        yield from (value for value in dict.values(inner) if isinstance(value, Tensor))
+        for value in dict.values(inner):
+            if isinstance(value, Tensor):
+                local = local_of(value)
+                # What has gaps moves with what lies in them.
+                filled = None if is_dense(local) or not local.numel() else bytes_over([local])
+                yield local if filled is None else filled
 
 
 def _join(group_of: dict[int, set[int]], members: Iterable[int]) -> None:
@@ -63,27 +69,35 @@ def _join(group_of: dict[int, set[int]], members: Iterable[int]) -> None:
 
 
 def covers_of(homes: Sequence[Home]) -> dict[Home, Home]:
-    """Returns for each home that shares bytes with another the one that holds them all.
+    """Returns for each home that lies in a range with another, or has gaps, one of all the bytes
+    from the first to the last of them.
 
     Raises:
-        RefusedError: None does.
+        RefusedError: No storage has all of these bytes.
     """
     covers: dict[Home, Home] = {}
     unique = list(dict.fromkeys(homes))
     if not any(home.is_callers for home in unique):  # those of the library's own lie apart
         return covers
-    for group in sharing([home.tensor for home in unique]):
+    groups = overlapping([home.tensor for home in unique])
+    grouped = {index for group in groups for index in group}
+    groups += [
+        [index]
+        for index, home in enumerate(unique)
+        if index not in grouped and not is_dense(home.tensor) and home.tensor.numel()
+    ]
+    for group in groups:
         found = [unique[index] for index in group]
-        cover = max(found, key=lambda home: (home.num_bytes, -home.tensor.data_ptr()))
-        first, last = cover.tensor.data_ptr(), cover.tensor.data_ptr() + cover.num_bytes
-        for home in found:
-            start = home.tensor.data_ptr()
-            is_inside = first <= start and start + home.num_bytes <= last
-            if not is_inside or (start - first) % home.tensor.element_size():
-                raise RefusedError(
-                    f"a state of shape {tuple(home.tensor.shape)} and one of shape "
-                    f"{tuple(cover.tensor.shape)} share a part of their bytes. Nothing was "
-                    "stepped: assign a copy of one of them to optimizer.state."
-                )
-            covers[home] = cover
+        whole = bytes_over([home.tensor for home in found])
+        sizes = (home.tensor.element_size() for home in found)
+        starts = (home.tensor.data_ptr() for home in found)
+        if whole is None or any(map(operator.mod, starts, sizes)):
+            raise RefusedError(
+                f"states of the shapes {[tuple(home.tensor.shape) for home in found]} share a part "
+                "of their bytes, and no storage has all of them. Nothing was stepped: assign "
+                "copies of them to optimizer.state."
+            )
+        region = Region(Slab.over(whole), 0, align_up(whole.numel()))
+        cover = Home(whole, region, whole, is_callers=True)
+        covers.update(dict.fromkeys(found, cover))
     return covers

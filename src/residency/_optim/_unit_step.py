@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from residency._errors import ResidencyError
+from residency._optim._company import Company
 from residency._optim._homes import Home, Homes
 from residency._optim._masters import MASTER, take_foreign_writes
 from residency._optim._offload_data import Offload
@@ -56,6 +57,7 @@ class Shared:
         flat: Contiguous copies of gradients that are not, while their parameters are cut.
         making: Homes for states that are complete with a parameter's last piece.
         held: Homes that callers can reach without a new look.
+        company: Parameters without elements that each part steps along; see ``_company``.
     """
 
     optimizer: Optimizer
@@ -67,6 +69,7 @@ class Shared:
     flat: dict[Tensor, Tensor] = field(default_factory=dict)
     making: dict[Tensor, dict[str, Home]] = field(default_factory=dict)
     held: set[Home] = field(default_factory=set)
+    company: Company = ()
 
 
 class Part:
@@ -144,6 +147,8 @@ class Part:
                 if not values and not piece.is_whole:
                     continue
             state[proxy] = values
+        for index, parameter in self._shared.company:
+            groups[index]["params"].append(parameter)
         self._given = _contents(state)
         base = self._offload.base
         self._shadow = Shadow(self._optimizer, base, groups, state, self._is_copied)

@@ -1,0 +1,256 @@
+"""Moves entries of the state that share bytes together: from the device home, and back.
+
+Invariant: of entries that share bytes, all stay on the device or none does, and whoever moves one
+moves the others, so that they share bytes in the new place as they did in the old.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from residency._errors import RefusedError
+from residency._optim._homes import Home, Homes, common_bytes
+from residency._optim._masters import as_masters_state
+from residency._optim._residents import Residents
+from residency._storages import laid_over, overlapping
+from residency._transfer import is_sharded, lending, local_of, moved, wrapped_like
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+def moved_together(
+    values: Mapping[_Key, Tensor], device: torch.device, *, copy: bool
+) -> dict[_Key, Tensor]:
+    """Returns ``moved`` for each value; what shares bytes shares them on the device, too.
+
+    Raises:
+        RefusedError: No storage has all bytes of tensors that share some.
+
+    Memory:
+        Bytes that are shared are copied once, with those between them.
+    """
+    keys, local = list(values), [local_of(value).detach() for value in values.values()]
+    made: dict[_Key, Tensor] = {}
+    for group in overlapping(local):
+        if local[group[0]].device == device and not copy:
+            continue
+        tensors = [local[index] for index in group]
+        whole = common_bytes(tensors)
+        place = moved(whole, device, copy=True)
+        for index, tensor in zip(group, tensors, strict=True):
+            view = laid_over(place, tensor.data_ptr() - whole.data_ptr(), tensor)
+            made[keys[index]] = wrapped_like(view, values[keys[index]])
+    return {
+        key: made[key] if key in made else moved(value, device, copy=copy)
+        for key, value in values.items()
+    }
+
+
+def stay_together(values: Mapping[tuple[Tensor, Any], Tensor], resident: Residents) -> bool:
+    """Makes the parameters stream whose state shares bytes with one that does.
+
+    Args:
+        values: What steps need on the device, by parameter and key.
+        resident: Those that stay on the device.
+
+    Returns:
+        Whether any two values share bytes.
+    """
+    owners = [parameter for parameter, _ in values]
+    groups = overlapping([local_of(value) for value in values.values()])
+    is_done = False
+    while not is_done:
+        is_done = True
+        for group in groups:
+            staying = [owners[index] in resident for index in group]
+            if any(staying) and not all(staying):
+                is_done = False
+                for index in group:
+                    resident.revoke(id(owners[index]))
+    return bool(groups)
+
+
+def tied_among(
+    values: Mapping[tuple[Tensor, Any], Tensor], has_master: Callable[[Tensor], bool]
+) -> dict[tuple[Tensor, Any], Tensor]:
+    """Returns those values that share bytes with others, in the dtype in which they are stepped.
+
+    Args:
+        values: State by parameter and key.
+        has_master: Whether a parameter's state becomes that of a float32 master.
+
+    Raises:
+        RefusedError: Values that are not one tensor would be converted each by itself.
+    """
+    keys = list(values)
+    tied: dict[tuple[Tensor, Any], Tensor] = {}
+    for group in overlapping([local_of(value) for value in values.values()]):
+        found = {keys[index]: values[keys[index]] for index in group}
+        made = {
+            key: as_masters_state(value, key[0]) if has_master(key[0]) else value
+            for key, value in found.items()
+        }
+        if any(made[key] is not found[key] for key in found):
+            places = {(local_of(value).data_ptr(), value.shape) for value in found.values()}
+            if len(places) > 1 or len({value.dtype for value in made.values()}) > 1:
+                raise RefusedError(
+                    f"states {sorted({str(key) for _, key in found})} share bytes, and those of "
+                    "parameters with a master weight are converted to float32, each by itself. "
+                    "Nothing was changed: give each of them a copy, or leave out master_weights."
+                )
+            made = dict.fromkeys(found, next(iter(made.values())))
+        tied.update(made)
+    return tied
+
+
+def fill_together(homes: Homes, values: Sequence[Tensor]) -> dict[int, Home]:
+    """Makes homes of those values that share bytes, by index, which share them as the values do.
+    Those that lie in homes already do so by themselves, and are left out.
+
+    Raises:
+        RefusedError: The host has no room, or no storage has all bytes of such a group.
+    """
+    local = [local_of(value).detach() for value in values]
+    made: dict[int, Home] = {}
+    for group in overlapping(local):
+        if any(homes.has(values[index]) for index in group):
+            continue
+        places = {_place(local[index]) for index in group}
+        if len(places) == 1:
+            one = homes.allocate(values[group[0]])
+            homes.fence()  # the range may have belonged to a tensor that is still on its way home
+            homes.write(one, values[group[0]])
+            made.update(dict.fromkeys(group, one))
+            continue
+        copied = _copied_home(homes, [local[index] for index in group])
+        home_of: dict[tuple[Any, ...], Home] = {}
+        for index, tensor in zip(group, copied, strict=True):
+            place = _place(tensor)
+            if place not in home_of:
+                home_of[place] = homes.over(wrapped_like(tensor, values[index]))
+            made[index] = home_of[place]
+    return made
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _copied_home(homes: Homes, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies tensors whose ranges overlap into one range of host memory."""
+    whole = common_bytes(tensors)
+    # Aligned as it was, for the widest of the dtypes.
+    start = whole.data_ptr() % torch.complex128.itemsize
+    num_bytes = start + whole.numel()
+    region = homes.arena.allocate(num_bytes)
+    homes.fence()
+    base = homes.arena.tensor(region, torch.uint8, (num_bytes,), (1,))
+    base[start:].copy_(whole)
+    offset = start - whole.data_ptr()
+    return [laid_over(base, offset + tensor.data_ptr(), tensor) for tensor in tensors]
+
+
+def writable(homes: Homes, home: Home) -> Home:
+    """Returns ``Homes.writable``; homes that share bytes with one that is kept for good all move.
+
+    Raises:
+        RefusedError: The host has no room for them.
+    """
+    group = homes.beside(home)
+    if not group:
+        return homes.writable(home)
+    tensors = [each.tensor for each in group]
+    lending.wait_until(lambda: all(not lending.is_lent(t) or lending.is_kept(t) for t in tensors))
+    if any(map(lending.is_lent, tensors)):
+        for each, tensor in zip(group, _copied_home(homes, tensors), strict=True):
+            each.moved_to = homes.over(wrapped_like(tensor, each.value))
+    return home.moved_to or home
+
+
+def arrived(homes: Homes, value: Tensor) -> Tensor:
+    """Returns the state that a tensor of the device went to, or the part of it that a view is; the
+    tensor itself where it went nowhere.
+    """
+    local = local_of(value)
+    found = homes.arrivals.find(local)
+    home = homes.follow(found[0]) if found is not None else None
+    if found is None or home is None or not home.num_entries:
+        return value
+    if is_sharded(home.value) != is_sharded(value):
+        return value
+    shown = homes.show(home)
+    if not found[1] and _place(local)[1:] == _place(home.tensor)[1:]:
+        return shown
+    return laid_over(common_bytes([local_of(shown)]), found[1], local)
+
+
+def send_home(homes: Homes, leaving: Any, beside: Tensor | None = None) -> Tensor | None:
+    """Sends the values of a ``ParameterState`` that stay on the device home, with the states that
+    share bytes with them; from now on they stream.
+
+    Args:
+        homes: Where to.
+        leaving: The state; None for those that share bytes with ``beside``.
+        beside: A tensor that is to be a state as well.
+
+    Returns:
+        What is ``beside`` at home; None where it shares no bytes with a state of the device.
+
+    Raises:
+        RefusedError: The host has no room; nothing has moved.
+    """
+    found = [
+        (inner, key, value)
+        for inner in list(homes.mappings.values())
+        if inner is leaving or leaving is None or homes.has_aliases
+        for key, value in dict.items(inner)
+        if isinstance(value, Tensor) and not value.is_cpu
+    ]
+    values = [value for _, _, value in found] + ([] if beside is None else [beside])
+    ids = {id(leaving)} if leaving is not None else {id(beside)}
+    owners = [id(inner) for inner, _, _ in found] + ([] if beside is None else [id(beside)])
+    groups = _joined([[owners[i] for i in g] for g in overlapping([local_of(v) for v in values])])
+    for group in groups:
+        ids |= group if ids & group else set()
+    going = [index for index, owner in enumerate(owners) if owner in ids]
+    if leaving is None and len(going) < 2:
+        return None
+    inners = {id(found[index][0]): found[index][0] for index in going if index < len(found)}
+    preferred = [
+        found[index][0].reserved.get(found[index][1]) if index < len(found) else None
+        for index in going
+    ]
+    together = fill_together(homes, [values[index] for index in going])
+    places = [
+        together[i] if i in together else homes.fill(home, values[index])
+        for i, (index, home) in enumerate(zip(going, preferred, strict=True))
+    ]
+    for inner in inners.values():
+        inner.leave_residents()
+    if leaving is not None:
+        leaving.leave_residents()
+    for index, home in zip(going, places, strict=True):
+        if index < len(found):
+            inner, key, _ = found[index]
+            inner.settle(key, home)
+        homes.arrivals.note(local_of(values[index]), home)
+    return homes.show(places[-1]) if beside is not None else None
+
+
+def _joined(groups: Sequence[Sequence[int]]) -> list[set[int]]:
+    """Returns sets of which no two have a member in common."""
+    joined: list[set[int]] = []
+    for group in groups:
+        members = set(group)
+        apart = []
+        for other in joined:
+            if members & other:
+                members |= other
+            else:
+                apart.append(other)
+        joined = [*apart, members]
+    return joined

@@ -1,0 +1,327 @@
+"""Entries of the state that share bytes go on to share them, whatever is done to the optimizer: the
+plain one, which runs the same random program beside, says which do."""
+
+import copy
+import io
+import random
+
+import pytest
+import torch
+
+import residency
+
+CLASSES = {
+    "AdamW": (torch.optim.AdamW, {"foreach": False}, ("exp_avg", "exp_avg_sq")),
+    "AdamW foreach": (torch.optim.AdamW, {"foreach": True}, ("exp_avg", "exp_avg_sq")),
+    "SGD": (torch.optim.SGD, {"momentum": 0.9, "foreach": False}, ("momentum_buffer",)),
+    "Adagrad": (torch.optim.Adagrad, {"foreach": True}, ("sum",)),
+}
+NUM_PARAMETERS = 4
+RESIDENT = [0, 0, 1200, 2200, "1MiB"]
+BUCKETS = [700, 2000, "1MiB"]
+
+
+class World:
+    """One of two runs of a program; the options are those of ours."""
+
+    def __init__(self, lab, kind, is_ours, chance):
+        make, settings, self.keys = CLASSES[kind]
+        self.lab, self.is_ours, self.chance = lab, is_ours, chance
+        self.parameters = lab.parameters(shapes=((8, 8),) * NUM_PARAMETERS)
+        self.optimizer = make(self.parameters, lr=1e-2, **settings)
+        self.num_steps = 0
+
+    def offload(self):
+        options = {
+            "resident": self.chance.choice(RESIDENT),
+            "bucket": self.chance.choice(BUCKETS),
+            "slots": self.chance.choice([1, 3]),
+            "pin": self.chance.choice([True, False]),
+        }
+        if self.is_ours:
+            residency.offload_optimizer(self.optimizer, **options)
+
+    def state(self, index):
+        return self.optimizer.state[self.parameters[index]]
+
+    def entries(self):
+        return [
+            (f"{index}.{key}", value)
+            for index, parameter in enumerate(self.parameters)
+            for key, value in dict(self.optimizer.state.get(parameter, {})).items()
+            if isinstance(value, torch.Tensor)
+        ]
+
+    def step(self):
+        missing = self.chance.choice([False, True])
+        self.lab.take_steps(self.optimizer, self.parameters, [self.num_steps], missing=missing)
+        self.num_steps += 1
+
+    def on_and_off(self):
+        if self.is_ours:
+            residency.onload_optimizer(self.optimizer)
+            check_distinct_objects(self)
+        if self.chance.random() < 0.5:
+            self.step()
+        self.offload()
+
+    def load(self):
+        saved = self.optimizer.state_dict()
+        how = self.chance.choice(["itself", "a copy", "a file", "exchanged"])
+        if how == "a copy":
+            saved = copy.deepcopy(saved)
+        elif how == "a file":
+            file = io.BytesIO()
+            torch.save(saved, file)
+            file.seek(0)
+            saved = torch.load(file)
+        elif how == "exchanged":
+            states = saved["state"]
+            states[0], states[1] = states[1], states[0]
+        self.optimizer.load_state_dict(saved)
+
+    def two(self):
+        return self.chance.sample(range(NUM_PARAMETERS), 2)
+
+    def exchange(self):
+        state = self.optimizer.state
+        p, q = (self.parameters[index] for index in self.two())
+        state[p], state[q] = state[q], state[p]
+
+    def swap(self):
+        (p, q), key = self.two(), self.chance.choice(self.keys)
+        one, two = self.state(p), self.state(q)
+        one[key], two[key] = two[key], one[key]
+
+    def one_tensor(self):
+        (p, q), key = self.two(), self.chance.choice(self.keys)
+        self.state(p)[key] = self.state(q)[self.chance.choice([key, self.keys[0]])]
+
+    def one_in_a_parameter(self):
+        (p, _), (first, last) = self.two(), (self.keys[0], self.keys[-1])
+        self.state(p)[last] = self.state(p)[first]
+
+    def one_counter(self):
+        p, q = self.two()
+        if "step" in self.state(q):
+            self.state(p)["step"] = self.state(q)["step"]
+
+    def turned(self):
+        (p, q), key = self.two(), self.chance.choice(self.keys)
+        self.state(p)[key] = self.state(q)[key].t()
+
+    def part(self):
+        (p, q), key = self.two(), self.chance.choice(self.keys)
+        value = self.state(q)[key]
+        start = value.storage_offset() + 5
+        self.state(p)["mine"] = value.as_strided((25,), (1,), start)
+
+    def column(self):
+        (p, q), key = self.two(), self.chance.choice(self.keys)
+        self.state(p)["mine"] = self.state(q)[key][:, 2:5]
+
+    def two_offsets(self):
+        """Makes windows of one tensor that nobody has afterwards."""
+        (p, q), key = self.two(), self.chance.choice(self.keys)
+        distance = self.chance.choice([16, 24, 1])
+        flat = torch.linspace(0.1, 1.0, 64 + distance).to(self.parameters[p].device)
+        self.state(p)["whole"] = flat
+        whole = self.state(p)["whole"]
+        self.state(q)[key] = whole[distance:].view(8, 8)
+        self.state(p)[key] = whole[:64].view(8, 8)
+        del whole, self.state(p)["whole"]
+
+    def part_ways(self):
+        (p, _), key = self.two(), self.chance.choice(self.keys)
+        self.state(p)[key] = self.state(p)[key].clone()
+        self.state(p).pop("mine", None)
+
+    def assign_whole(self):
+        p, _ = self.two()
+        values = dict(self.state(p))
+        self.optimizer.state[self.parameters[p]] = values
+
+    def pop_and_set(self):
+        p, q = self.two()
+        taken = self.optimizer.state.pop(self.parameters[p])
+        self.optimizer.state[self.parameters[p]] = self.optimizer.state.pop(self.parameters[q])
+        self.optimizer.state[self.parameters[q]] = taken
+
+    def snapshot(self):
+        """Keeps what later steps write, and compares it after the first of them."""
+        expected = [(name, value.cpu().clone()) for name, value in self.entries()]
+        self.kept, is_kept = None, self.chance.random() < 0.5
+        if self.is_ours:
+            self.kept = residency.snapshot({"o": self.optimizer})
+        self.step()
+        if self.is_ours and not is_kept:
+            taken = self.kept.tree["o"]["state"]
+            for name, value in expected:
+                index, key = name.split(".")
+                assert bits(taken[int(index)][key]) == bits(value), name
+            self.kept = None
+
+    def park(self):
+        if self.is_ours:
+            residency.park(self.optimizer)
+            residency.unpark(self.optimizer)
+
+    def write(self):
+        found = self.entries()
+        _, value = self.chance.choice([each for each in found if each[1].dim()])
+        value.mul_(0.5)
+
+
+TIES = ["one_tensor", "one_in_a_parameter", "one_counter", "turned", "part", "column",
+        "two_offsets"]  # fmt: skip
+ACTIONS = [*TIES, "step", "step", "step", "on_and_off", "on_and_off", "load", "load", "exchange",
+           "exchange", "swap", "part_ways", "assign_whole", "pop_and_set", "write",
+           "write", "snapshot", "park"]  # fmt: skip
+
+
+def check_distinct_objects(world):
+    """Checks that what onload gives back is plain."""
+    assert type(world.optimizer) in {kind for kind, _, _ in CLASSES.values()}
+    assert all(v.device == world.lab.device for k, v in world.entries() if "step" not in k)
+
+
+def spans_of(found):
+    """Returns the bytes of each tensor: where they begin and end, and on which device."""
+    spans = []
+    for name, value in found:
+        reach = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
+        first = value.data_ptr()
+        spans.append((name, str(value.device), first, first + (reach + 1) * value.element_size()))
+    return spans
+
+
+def ties(found):
+    """Returns which tensors reach into each other's range, and how far apart they begin."""
+    spans = spans_of(found)
+    return {
+        (a[0], b[0]): b[2] - a[2]
+        for i, a in enumerate(spans)
+        for b in spans[i + 1 :]
+        if a[1] == b[1] and a[2] < b[3] and b[2] < a[3]
+    }
+
+
+def saved_ties(world):
+    """Returns the ties in a copy of the state dict, and in a file of it."""
+    saved = world.optimizer.state_dict()
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    results = []
+    for tree in (copy.deepcopy(saved), torch.load(file)):
+        found = [
+            (f"{index}.{key}", value)
+            for index, values in sorted(tree["state"].items())
+            for key, value in values.items()
+            if isinstance(value, torch.Tensor)
+        ]
+        results.append(ties(found))
+    return results
+
+
+def bits(tensor):
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).tolist()
+
+
+def compare(ours, plain, log):
+    mine, theirs = ours.entries(), plain.entries()
+    assert [n for n, _ in mine] == [n for n, _ in theirs], log
+    assert ties(mine) == ties(theirs), log
+    for (name, a), (_, b) in zip(mine, theirs, strict=True):
+        assert bits(a) == bits(b), (name, log)
+    for p, q in zip(ours.parameters, plain.parameters, strict=True):
+        assert bits(p) == bits(q), log
+
+
+def run(lab, seed):
+    chance = random.Random(seed)
+    kind = chance.choice(list(CLASSES))
+    own = chance.random()
+    ours, plain = (World(lab, kind, is_ours, random.Random(own)) for is_ours in (True, False))
+    names = [chance.choice(TIES) for _ in range(chance.randint(0, 2))]
+    names += ["offload", *[chance.choice(ACTIONS) for _ in range(chance.randint(3, 12))], "step"]
+    log = [seed, kind]
+    for world in (ours, plain):
+        world.lab.take_steps(world.optimizer, world.parameters, [0], missing=False)
+    for name in names:
+        log.append(name)
+        try:
+            for world in (ours, plain):
+                with torch.no_grad():
+                    getattr(world, name)()
+        except BaseException as error:
+            error.add_note(str(log))
+            raise
+        if chance.random() < 0.6:
+            compare(ours, plain, log)
+        if chance.random() < 0.2:
+            assert saved_ties(ours) == saved_ties(plain), log
+    compare(ours, plain, log)
+
+
+@pytest.mark.parametrize("seed", range(0, 144, 12))
+def test_ties_of_entries_are_those_of_the_plain_optimizer(lab, seed):
+    for each in range(seed, seed + 12):
+        run(lab, each)
+
+
+def tied_bfloat16(lab, make):
+    parameters = lab.parameters(shapes=((8, 8), (8, 8)), dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(parameters)
+    lab.take_steps(optimizer, parameters, [0], missing=False)
+    first, other = (optimizer.state[p] for p in parameters)
+    other["exp_avg"] = make(first["exp_avg"])
+    return optimizer, parameters
+
+
+def test_one_tensor_of_two_parameters_with_masters_is_converted_once(lab):
+    optimizer, parameters = tied_bfloat16(lab, lambda t: t)
+    residency.offload_optimizer(optimizer, master_weights=True)
+    first, other = (optimizer.state[p]["exp_avg"] for p in parameters)
+    assert first is other
+    assert first.dtype == torch.float32
+
+
+def test_views_that_would_be_converted_for_masters_are_refused_and_nothing_moves(lab):
+    optimizer, parameters = tied_bfloat16(lab, torch.t)
+    with pytest.raises(residency.RefusedError, match=r"'exp_avg'.* share bytes.*master weight"):
+        residency.offload_optimizer(optimizer, master_weights=True)
+    first, other = (optimizer.state[p]["exp_avg"] for p in parameters)
+    assert first.device == other.device == lab.device
+    assert first.data_ptr() == other.data_ptr()
+    optimizer.step()
+
+
+def test_a_load_that_is_refused_for_its_ties_changes_nothing(lab):
+    optimizer, parameters = tied_bfloat16(lab, torch.t)
+    saved = copy.deepcopy(optimizer.state_dict())
+    fresh = torch.optim.AdamW(parameters)
+    residency.offload_optimizer(fresh, master_weights=True)
+    lab.take_steps(fresh, parameters, [0], missing=False)
+    before = lab.read(fresh, parameters)
+    with pytest.raises(residency.RefusedError, match="share bytes"):
+        fresh.load_state_dict(saved)
+    lab.assert_equal(lab.read(fresh, parameters), before)
+
+
+@pytest.mark.parametrize("resident", [0, "1MiB"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_buffers_round_as_in_a_list_in_which_some_parameters_have_none_yet(lab, dtype, resident):
+    results = []
+    for offload in (False, True):
+        parameters = lab.parameters(dtype=dtype)
+        optimizer = torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, foreach=True)
+        if offload:
+            residency.offload_optimizer(optimizer, bucket=3000, resident=resident)
+        for step in range(3):
+            lab.set_gradients(parameters, step, missing=False)
+            for parameter in parameters[2 * step + 2 :]:
+                parameter.grad = None
+            optimizer.step()
+        results.append(lab.read(optimizer, parameters))
+    lab.assert_equal(*results)

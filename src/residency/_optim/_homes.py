@@ -103,6 +103,7 @@ class Homes:
         self.mappings: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._shown: dict[Home, Tensor] = {}
         self._held_views: weakref.WeakSet[Home] = weakref.WeakSet()
+        self._of_callers: weakref.WeakSet[Home] = weakref.WeakSet()
         self._by_address: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
 
     def allocate(
@@ -259,6 +260,7 @@ class Homes:
         whole = common_bytes([tensor])
         region = Region(Slab.over(whole), 0, align_up(whole.numel()))
         home = Home(tensor, region, wrapped_like(tensor, value), is_callers=True)
+        self._of_callers.add(home)
         self._note_shown(home, value)
         return home
 
@@ -321,19 +323,15 @@ class Homes:
     def _is_among_homes(self, tensor: Tensor) -> bool:
         if not tensor.is_cpu or not tensor.numel():
             return False
-        others = [home.tensor for home in self._callers()]
         return self.arena.holds(tensor) or any(
-            len(overlapping([tensor, other])) > 0 for other in others
+            len(overlapping([tensor, home.tensor])) > 0 for home in self._of_callers
         )
-
-    def _callers(self) -> list[Home]:
-        homes = {*self._by_address.values(), *self._shown}
-        return [home for home in homes if home.is_callers]
 
     def beside(self, home: Home) -> list[Home]:
         """Returns a home and those that share bytes with it; none where it is alone."""
-        others = [o for o in self._callers() if o is not home and o.num_entries]
-        found = [home, *others] if home.is_callers else []
+        if not home.is_callers:
+            return []
+        found = [home, *(o for o in self._of_callers if o is not home and o.num_entries)]
         for group in overlapping([each.tensor for each in found]):
             if 0 in group:
                 return [found[index] for index in group]

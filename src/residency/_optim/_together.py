@@ -95,7 +95,7 @@ def tied_among(
             for key, value in found.items()
         }
         if any(made[key] is not found[key] for key in found):
-            places = {(local_of(value).data_ptr(), value.shape) for value in found.values()}
+            places = {_place(local_of(value)) for value in found.values()}
             if len(places) > 1 or len({value.dtype for value in made.values()}) > 1:
                 raise RefusedError(
                     f"states {sorted({str(key) for _, key in found})} share bytes, and those of "
@@ -211,6 +211,10 @@ def send_home(homes: Homes, leaving: Any, beside: Tensor | None = None) -> Tenso
         if isinstance(value, Tensor) and not value.is_cpu
     ]
     values = [value for _, _, value in found] + ([] if beside is None else [beside])
+    if beside is not None:
+        storages = [local_of(value).untyped_storage().data_ptr() for value in values]
+        if storages[-1] not in storages[:-1]:
+            return None  # as nearly always
     ids = {id(leaving)} if leaving is not None else {id(beside)}
     owners = [id(inner) for inner, _, _ in found] + ([] if beside is None else [id(beside)])
     groups = _joined([[owners[i] for i in g] for g in overlapping([local_of(v) for v in values])])

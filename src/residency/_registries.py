@@ -6,8 +6,9 @@ so that threads, finalizers and a fork find the set whole at any moment; an iter
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -49,3 +50,38 @@ class WeakRegistry(Generic[T]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+class Turn:
+    """What one holder has while it has something for itself; its end is the end of the turn.
+
+    Attributes:
+        is_over: Whether the holder said so, while somebody still has this object.
+    """
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+
+class Turns:
+    """Who has something for itself: at most one holder of each key.
+
+    A holder that an interrupt keeps from saying that its turn is over loses it with the ``Turn``.
+    """
+
+    def __init__(self) -> None:
+        self._turns: weakref.WeakValueDictionary[Hashable, Turn] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()
+
+    def take(self, key: Hashable) -> Turn | None:
+        """Returns a turn, to be kept as long as it lasts; None where another one has it."""
+        turn = Turn()
+        with self._lock:
+            there = self._turns.get(key)
+            if there is not None and not there.is_over:
+                return None
+            self._turns[key] = turn
+        return turn
+
+    def __len__(self) -> int:
+        return sum(1 for turn in list(self._turns.values()) if not turn.is_over)

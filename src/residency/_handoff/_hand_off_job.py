@@ -10,7 +10,6 @@ for, and exactly that comes back. Whatever fails on the way in, all of it comes 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,14 +29,14 @@ from residency._handoff._reclaim import Effort, Reclaimed
 from residency._handoff._residue import residue_lines
 from residency._memory._post_mortem import describe_device
 from residency._memory._state import measure
+from residency._registries import Turns
 from residency._units import format_bytes
 
 _POLL_SECONDS = 0.005
 _GRACE_SECONDS = 5.0
 _LONG_POLL_SECONDS = 0.1  # where a try costs something
 _log = logging.getLogger("residency")
-_active: dict[torch.device, object] = {}  # devices that are handed over now, and by whom
-_active_lock = threading.Lock()
+_active = Turns()  # devices that are handed over now
 
 
 @contextmanager
@@ -47,18 +46,16 @@ def sole_hand_off(device: torch.device) -> Iterator[None]:
     Raises:
         RefusedError: One is under way.
     """
-    token = object()
+    turn = _active.take(device)
+    if turn is None:
+        raise RefusedError(
+            f"A hand-off of {device} is under way in this process, and they do not nest. "
+            "Nothing was moved; end that one first, or ask it for the larger size."
+        )
     try:
-        with _active_lock:
-            if _active.setdefault(device, token) is not token:
-                raise RefusedError(
-                    f"A hand-off of {device} is under way in this process, and they do not nest. "
-                    "Nothing was moved; end that one first, or ask it for the larger size."
-                )
         yield
     finally:
-        if _active.get(device) is token:
-            del _active[device]
+        turn.is_over = True
 
 
 class HandOff:

@@ -9,7 +9,7 @@ keeps the kind of segment that it was born in.
 from __future__ import annotations
 
 import sys
-import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,6 +18,7 @@ import torch
 from residency import _device
 from residency._errors import RefusedError
 from residency._memory._state import measure
+from residency._registries import Turns
 
 _NAME = "expandable_segments"
 # Modules that manage device memory of their own and are inert, or fail, when segments grow.
@@ -27,7 +28,7 @@ _OPPOSED = {
 }
 
 
-_toggle = threading.Lock()
+_toggle = Turns()  # the setting is the process's, not the device's
 
 
 def is_expandable(device: torch.device) -> bool:
@@ -54,18 +55,25 @@ def expandable_segments(device: torch.device, wanted: bool | None) -> Iterator[N
         yield
         return
     require_settable(device, wanted)
-    if not _toggle.acquire(blocking=False):  # the setting is the process's, not the device's
+    turn = _toggle.take(_NAME)
+    if turn is None:
         raise RefusedError("Another hand-off has changed `expandable_segments` until it ends.")
+    settings = _parse(_device.allocator_settings())
+    # What was not named before keeps what it is told now.
+    settings_before = _compose(settings | {_NAME: str(is_expandable(device))})
+    # With the turn, should an interrupt come before it is called.
+    restore = weakref.finalize(turn, _device.set_allocator_settings, settings_before)
+    restore.atexit = False
     try:
-        before = is_expandable(device)
-        settings = _parse(_device.allocator_settings())
         _device.set_allocator_settings(_compose(settings | {_NAME: str(wanted)}))
-        try:
-            yield
-        finally:  # what was not named before keeps what it is told now
-            _device.set_allocator_settings(_compose(settings | {_NAME: str(before)}))
+    except Exception:
+        restore.detach()  # the allocator takes none
+        raise
+    try:
+        yield
     finally:
-        _toggle.release()
+        restore()
+        turn.is_over = True
 
 
 def require_settable(device: torch.device, wanted: bool | None) -> None:

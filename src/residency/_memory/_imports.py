@@ -5,7 +5,6 @@ Loaded by its path in processes that may never import torch: nothing but the sta
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,6 @@ class ImportWatch(MetaPathFinder):
     def __init__(self, calls: Mapping[str, Callable[[ModuleType], None]]) -> None:
         """Takes the functions by the modules' names; nothing happens until `start`."""
         self._calls = dict(calls)
-        self._is_looking = False
 
     def start(self) -> None:
         """Calls for the modules that are there, and watches for the others."""
@@ -39,13 +37,12 @@ class ImportWatch(MetaPathFinder):
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Finds a watched module as Python would, with a loader that tells when it is done."""
-        if name not in self._calls or self._is_looking:
+        if name not in self._calls or self not in sys.meta_path:
             return None
-        self._is_looking = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._is_looking = False
+        # Of those that Python would ask next: no flag can stay behind an interrupt.
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((found for found in specs if found is not None), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _TellingLoader(spec.loader, self._tell)
         return spec

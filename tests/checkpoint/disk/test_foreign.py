@@ -15,8 +15,15 @@ import pytest
 
 from residency._checkpoint._disk._layout import newest_save
 from residency._checkpoint._disk._publish import Retention
+from residency._checkpoint._disk._stored import open_save
 from residency._checkpoint._disk._system import System
-from residency._errors import CheckpointError, InvalidArgumentError
+from residency._checkpoint._disk._verify import verify_save
+from residency._errors import (
+    CheckpointError,
+    CorruptSaveError,
+    InvalidArgumentError,
+    RefusedError,
+)
 
 KEEP_ONE = Retention(newest=1)
 
@@ -212,3 +219,40 @@ def test_a_relative_directory_stays_the_same_after_a_change_of_directory(
     assert newest_save(tmp_path / "run") == tmp_path / "run" / "step-00000001"
     shutil.rmtree(tmp_path / "run")
     assert newest_save(tmp_path / "run") is None
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "manifest.json"])
+def test_a_pipe_in_the_place_of_a_file_is_damage_and_nobody_waits_for_it(
+    saves: ModuleType, tmp_path: Path, name: str
+) -> None:
+    saves.save(tmp_path, 1, 11)
+    folder = tmp_path / "step-00000001"
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(CorruptSaveError, match=name):
+        open_save(folder)
+    if name != "manifest.json":  # without which it is no save
+        (damage,) = {each.file for each in verify_save(saves.directory(tmp_path), 1).damages}
+        assert damage == name
+
+
+def test_nothing_is_written_where_a_link_in_the_place_of_the_lock_leads(
+    saves: ModuleType, tmp_path: Path
+) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.write_text("mine")
+    folder = tmp_path / "saves"
+    folder.mkdir()
+    (folder / ".lock").symlink_to(theirs)
+    with pytest.raises((RefusedError, CheckpointError, OSError), match=r"\.lock"):
+        saves.save(folder, 1, 11)
+    assert theirs.read_text() == "mine"
+
+
+def test_a_manifest_for_which_there_is_no_memory_cannot_be_read(
+    saves: ModuleType, tmp_path: Path
+) -> None:
+    saves.save(tmp_path, 1, 11)
+    os.truncate(tmp_path / "step-00000001" / "manifest.json", 1 << 43)
+    with pytest.raises(CheckpointError, match="no memory for its"):
+        saves.directory(tmp_path).open(1)

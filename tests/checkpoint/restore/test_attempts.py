@@ -139,6 +139,21 @@ def test_generators_of_another_size_are_refused_before_any_byte_moves(checkpoint
     assert not state["x"].any()
 
 
+@pytest.mark.filterwarnings("ignore:.*An older save is tried")
+def test_random_states_that_are_none_are_damage_and_an_older_save_is_tried(
+    checkpointer, monkeypatch
+):
+    checkpointer.save(1, {"x": torch.ones(3)}).wait()
+    monkeypatch.setattr(random, "getstate", lambda: (3, ("no number",) * 625, None))
+    checkpointer.save(2, {"x": torch.zeros(3)}).wait()
+    monkeypatch.undo()
+    state = {"x": torch.zeros(3)}
+    with pytest.raises(CorruptSaveError, match="random states in step-00000002 are none"):
+        checkpointer.restore(state, step=2)
+    assert checkpointer.restore(state) == 1
+    assert state["x"].all()
+
+
 def test_an_object_that_raises_leaves_a_note_of_what_was_changed(checkpointer):
     class Loader:
         def state_dict(self):

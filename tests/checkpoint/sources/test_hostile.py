@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
+
+import residency
 
 SCRIPT = Path(__file__).with_name("hostile.py")
 # A child that never ends is the failure that this is for.
@@ -37,3 +40,11 @@ def test_files_made_to_do_harm_are_refused_by_name_in_little_memory(tmp_path: Pa
         kind, _, length = outcome.partition(" of ")
         assert kind in {"CorruptSaveError", "RefusedError"}, f"{name}: {outcome}"
         assert int(length.split()[0]) < MOST_LETTERS, f"{name}: {outcome}"
+
+
+def test_an_index_for_which_there_is_no_memory_cannot_be_read(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.touch()
+    os.truncate(index, 1 << 43)
+    with pytest.raises(residency.CheckpointError, match="MemoryError"):
+        residency.load_into(nn.Linear(2, 2), tmp_path)

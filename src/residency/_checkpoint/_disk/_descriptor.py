@@ -6,6 +6,10 @@ import os
 from collections import deque
 from contextlib import suppress
 
+# A pipe that has the name of a file is opened at once, and read as an empty file: without this,
+# who opens it waits for a writer, without end.
+_O_NONBLOCK: int = getattr(os, "O_NONBLOCK", 0)
+
 
 class Descriptor:
     """An open file or directory, which the system's calls take as the number that it has.
@@ -24,7 +28,7 @@ class Descriptor:
 
     def __init__(self, path: str | os.PathLike[str], flags: int) -> None:
         self._numbers = []
-        self._numbers.extend(map(os.open, (path,), (flags,), (0o666,)))
+        self._numbers.extend(map(os.open, (path,), (flags | _O_NONBLOCK,), (0o666,)))
 
     def fileno(self) -> int:
         """Returns the number.

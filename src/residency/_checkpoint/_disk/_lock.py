@@ -16,6 +16,7 @@ from pathlib import Path
 
 from residency._checkpoint._disk._descriptor import Descriptor
 from residency._checkpoint._disk._system import (
+    O_NOFOLLOW,
     UNSUPPORTED,
     System,
     close_quietly,
@@ -55,7 +56,8 @@ class FileLock:
         Where the file system knows no locks it warns, and counts it as had.
         """
         self.give_back()
-        fd = self._opened = self._system.open(self.path, os.O_RDWR | os.O_CREAT)
+        flags = os.O_RDWR | os.O_CREAT | O_NOFOLLOW  # `sign` must not write where a link leads
+        fd = self._opened = self._system.open(self.path, flags)
         try:
             self._system.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError as error:

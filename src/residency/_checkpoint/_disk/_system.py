@@ -26,6 +26,7 @@ from residency._checkpoint._disk._descriptor import Descriptor
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 # Where there is no such flag (macOS, Windows), files are opened without it.
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+O_NOFOLLOW: int = getattr(os, "O_NOFOLLOW", 0)
 
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
@@ -217,7 +218,10 @@ def read_file(system: System, path: Path) -> bytes:
 
 def read_bytes(system: System, fd: Descriptor, num_bytes: int, offset: int) -> bytes:
     """Returns bytes of an open file, fewer where it ends before."""
-    data = bytearray(num_bytes)
+    try:
+        data = bytearray(num_bytes)
+    except MemoryError as error:
+        raise OSError(errno.ENOMEM, f"there is no memory for its {num_bytes} bytes") from error
     return bytes(data[: read_into(system, fd, memoryview(data), offset)])
 
 

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from residency._checkpoint import _rng
+from residency._checkpoint._disk._manifest import MANIFEST
 from residency._checkpoint._encode import check_is_finite
 from residency._checkpoint._restore._document import DocumentPlan
 from residency._checkpoint._restore._fill import fill, staging_bytes_of
 from residency._checkpoint._restore._overlaps import settle_overlaps
 from residency._checkpoint._restore._plan import Differences, Plan
 from residency._checkpoint._sources._own import Saved, StoredSave, saved_for_rank
-from residency._errors import RefusedError
+from residency._errors import CorruptSaveError, RefusedError
 
 RNG = "rng"  # the top-level name that is not the caller's
 
@@ -159,4 +160,14 @@ def _plan_generators(plan: Plan, document: DocumentPlan, saved: Saved) -> None:
             )
             return
     thunk = document.value(node)
-    plan.after.append(lambda: _rng.restore(thunk()))
+
+    def restore_generators() -> None:
+        values = thunk()
+        try:
+            _rng.restore(values)
+        except Exception as error:  # what each generator raises for a state that is none
+            raise CorruptSaveError(
+                f"the random states in {saved.folder.name} are none: {error!r}.", file=MANIFEST
+            ) from error
+
+    plan.after.append(restore_generators)

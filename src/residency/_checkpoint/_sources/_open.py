@@ -31,13 +31,13 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     Raises:
         CorruptSaveError: The files are damaged or do not fit each other.
         RefusedError: There is nothing, it is of no known format, or reading it could run code.
-        CheckpointError: A file cannot be read.
+        CheckpointError: A file cannot be read, or takes more memory than there is.
     """
     path = Path(path)
     try:
         return _open(path)
-    except OSError as error:
-        raise CheckpointError(f"{path} could not be read: {error}") from error
+    except (OSError, MemoryError) as error:  # an index may be of any size
+        raise CheckpointError(f"{path} could not be read: {error!r}") from error
 
 
 def _open(path: Path) -> Source:

@@ -131,6 +131,7 @@ def load_weights_only(source: Path | io.BytesIO, path: Path, *, mmap: bool) -> A
     Raises:
         CorruptSaveError: It is no whole `torch.save` file.
         RefusedError: Loading it could run code.
+        OSError, MemoryError: It cannot be read, or says that it holds more than there is room for.
     """
     try:
         with warnings.catch_warnings():
@@ -150,7 +151,9 @@ def load_weights_only(source: Path | io.BytesIO, path: Path, *, mmap: bool) -> A
         raise CorruptSaveError(
             f"{path} is no whole file of torch.save: {error}.", file=path.name
         ) from error
-    except (EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+    except (OSError, MemoryError):  # a pickle may ask for any size
+        raise
+    except Exception as error:  # torch's reader of pickles is Python: whatever its steps raise
         raise CorruptSaveError(
             f"{path} is no whole file of torch.save: {error!r}.", file=path.name
         ) from error

@@ -256,7 +256,9 @@ def hostile_zip(chance: random.Random, file: Path, outside: Path) -> str:
 
 def hostile_metadata(chance: random.Random, file: Path, outside: Path) -> str:
     """Changes what the metadata of a directory of ``torch.distributed.checkpoint`` says."""
-    metadata = pickle.loads(file.read_bytes())
+    content = file.read_bytes()
+    assert b"Metadata" in content, "it is a hostile pickle already"
+    metadata = pickle.loads(content)
     number = chance.choice([2**63, 2**63 - 1, 2**40, -1, 0, 1.5, "4", None, True])
     kind = chance.choice(["path", "offset", "length", "size", "chunk", "type", "drop", "nested"])
     place = metadata.storage_data[chance.choice(list(metadata.storage_data))]

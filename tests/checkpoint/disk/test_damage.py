@@ -130,6 +130,15 @@ def test_two_files_that_are_exchanged_are_found(
         open_save(folder, 1)
 
 
+@pytest.mark.parametrize("number", [b"1e400", b"-1e999"])
+def test_a_number_that_json_reads_and_does_not_write_is_damage(folder: Path, number: bytes) -> None:
+    manifest = (folder / "manifest.json").read_bytes()
+    assert b'"loss":11.0' in manifest
+    (folder / "manifest.json").write_bytes(manifest.replace(b'"loss":11.0', b'"loss":' + number))
+    with pytest.raises(CorruptSaveError, match="a value that no manifest has"):
+        open_save(folder, 1)
+
+
 def test_a_manifest_of_a_later_version_is_not_called_damaged(folder: Path) -> None:
     import zlib
 

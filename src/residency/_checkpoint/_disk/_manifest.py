@@ -215,9 +215,13 @@ def _unseal(data: bytes, file: str) -> dict[str, Any]:
     if not isinstance(found, dict) or "crc32" not in found:
         _fail(file, "it has no checksum")
     fields = {key: value for key, value in found.items() if key != "crc32"}
-    if found["crc32"] != _sum(fields):
-        _fail(file, f"its checksum is {_sum(fields)}, and was {found['crc32']!r} when written")
-    if _dump(found) != data:  # a byte changed, but not what the JSON means
+    try:
+        said, again = _sum(fields), _dump(found)
+    except (ValueError, RecursionError) as error:  # what JSON reads and does not write, as 1e400
+        _fail(file, f"it has a value that no manifest has: {error}")
+    if found["crc32"] != said:
+        _fail(file, f"its checksum is {said}, and was {found['crc32']!r} when written")
+    if again != data:  # a byte changed, but not what the JSON means
         _fail(file, "its bytes are not as they were written")
     return fields
 

@@ -271,10 +271,11 @@ def hand_over(request: dict[str, Any], log: Log) -> None:
 def engine(request: dict[str, Any], log: Log) -> None:
     """Takes the device, fills it and gives it back, until it is killed."""
     device = device_of(request)
+    num_bytes = request["need"] - (4 << 20)  # the rest is for what `all` makes
     while True:
         try:
             with residency.take_over(request["need"], peer=request["peer"], timeout=PATIENCE):
-                taken = torch.ones(request["need"], dtype=torch.uint8, device=device)
+                taken = torch.ones(num_bytes, dtype=torch.uint8, device=device)
                 is_whole = bool(taken.all())
                 del taken
             log("returned", whole=is_whole)

@@ -90,3 +90,21 @@ def test_an_exception_at_any_line_leaves_all_or_nothing(lab, pinned_bytes, name,
 def final_of(lab, optimizer, parameters):
     lab.take_steps(optimizer, parameters, range(5, 7), missing=False)
     return lab.read(optimizer, parameters)
+
+
+def test_a_load_after_an_interrupted_one_loads_its_own_dict(lab):
+    def prepared():
+        optimizer, _, action = loaded(lab, {})
+        return optimizer, action
+
+    saved = build(lab, offload=False, steps=4)[0].state_dict()
+    count = interruptions.count_lines(prepared()[1])
+    for line in [*interruptions.spread(count, NUM_LINES, seed=5), *range(count - 12, count)]:
+        optimizer, action = prepared()
+        interruptions.interrupted_at(line, action, KeyboardInterrupt())
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        found = optimizer.state_dict()["state"]
+        assert list(found) == list(saved["state"])
+        for index, values in saved["state"].items():
+            for key, value in values.items():
+                assert torch.equal(found[index][key].cpu(), value.cpu()), (line, index, key)

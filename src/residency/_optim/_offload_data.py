@@ -5,6 +5,7 @@ It never refers to the optimizer, so that an optimizer still dies with its last 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,16 @@ from residency._optim._ties import Ties, ties_of
 from residency._transfer import local_of
 
 
+class Loading:
+    """One call of ``load_state_dict``.
+
+    Attributes:
+        adapted: The saved dict, once the hooks that may adapt it have run.
+    """
+
+    adapted: dict[Any, Any] | None = None
+
+
 @dataclass(slots=True)
 class Offload:
     """Holds the settings, the homes, the plan and the counters of one offloaded optimizer.
@@ -38,7 +49,7 @@ class Offload:
         resident_bytes: Bytes of state that may stay on the device.
         resident: The parameters whose state stays on the device.
         is_entered: Whether a step came in through the offloaded class.
-        loading: The saved dict, while ``load_state_dict`` runs.
+        loading: The call of ``load_state_dict`` that runs. A dead one is over, however it ended.
     """
 
     base: type[Optimizer]
@@ -53,7 +64,7 @@ class Offload:
     master_weights: bool = False
     guard: RemovableHandle | None = None
     is_entered: bool = False
-    loading: dict[Any, Any] | None = None
+    loading: weakref.ref[Loading] | None = None
     slot_bytes: int = 0
     num_buckets: int = 0
     num_steps: int = 0

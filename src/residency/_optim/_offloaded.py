@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.optim import Optimizer
 from residency._errors import RefusedError
 from residency._modes import inference_mode_off
 from residency._optim._loading import prepare_load
-from residency._optim._offload_data import Offload
+from residency._optim._offload_data import Loading, Offload
 from residency._optim._placement import follow_parameters, members_of, prime_state
 from residency._optim._separable import separability
 from residency._optim._shadow import PRIVATE, raw_step
@@ -208,8 +209,14 @@ class OffloadedOptimizer(Optimizer):
             super().load_state_dict(state_dict)
             return
 
-        def take_state(optimizer: Optimizer, adapted: dict[str, Any]) -> dict[str, Any]:
-            offload.loading = adapted
+        call = Loading()
+        offload.loading = mine = weakref.ref(call)
+
+        def take_state(optimizer: Optimizer, adapted: dict[str, Any]) -> dict[str, Any] | None:
+            call = mine()
+            if call is None or offload.loading is not mine:
+                return None  # an interrupt left the hook behind
+            call.adapted = adapted
             return {**adapted, "state": {}}
 
         # Last of the hooks that may adapt the dict: torch then validates, but copies nothing.
@@ -259,9 +266,10 @@ class OffloadedOptimizer(Optimizer):
             return
         others = dict(state)
         values = others.pop("state", None)
-        if offload.loading is not None:
+        call = offload.loading() if offload.loading is not None else None
+        if call is not None and call.adapted is not None:
             groups = others.get("param_groups", self.param_groups)
-            values = _by_parameter(offload.loading, groups)
+            values = _by_parameter(call.adapted, groups)
         if values is None:
             values = {key: dict(inner) for key, inner in offload.state.items()}
         assert offload.homes is not None

@@ -500,6 +500,21 @@ BAD_SETTINGS = [
     ("per_process_memory_fraction:2", "expected a number from 0 to 1"),
     ("per_process_memory_fraction:0.5x", "expected a number from 0 to 1"),
     ("backend:cudaMallocAsync", "'native' only"),
+    *((f"pinned_num_register_threads:{number}", "power of 2, got") for number in (0, 3, 1000)),
+    ("pinned_num_register_threads:256", "less than or equal to 128, got 256"),
+    ("pinned_num_register_threads:-8", "expected a whole number"),
+    ("pinned_num_register_threads:8x", "expected a whole number"),
+    ("pinned_reserve_segment_size_mb:0", "greater than 0"),
+    *(
+        (f"{name}:1", "expected 'True' or 'False'")
+        for name in (
+            "graph_capture_record_stream_reuse",
+            "pinned_free_catch_all",
+            "pinned_use_cuda_host_register",
+            "release_lock_on_cudamalloc",
+            "throw_on_cudamalloc_oom",
+        )
+    ),
     ("max_split_size_mb", ""),
 ]
 
@@ -520,6 +535,18 @@ def test_a_setting_that_means_nothing_is_refused_and_changes_nothing(
     assert _stat("max_split_size") == 40 * MIB
     assert torch.sim.get_per_process_memory_fraction() == 0.5
     del tensor
+
+
+def test_settings_of_cuda_without_an_effect_on_bytes_are_accepted() -> None:
+    _start(64 * MIB)
+    settings = (
+        "pinned_num_register_threads:128,pinned_use_cuda_host_register:True,"
+        "pinned_reserve_segment_size_mb:64,pinned_free_catch_all:False,"
+        "release_lock_on_cudamalloc:True,throw_on_cudamalloc_oom:False,"
+        "graph_capture_record_stream_reuse:True,backend:native"
+    )
+    torch.sim.set_allocator_settings(settings)
+    assert torch._C._accelerator_getAllocatorSettings() == settings
 
 
 def test_sizes_that_torch_would_not_take_in_one_string_are_brought_back_too() -> None:

@@ -1,7 +1,7 @@
 """The simulated accelerator in CUDA's place: scripts that say ``cuda`` run, and compute the same.
 
-The face is for good in a process, so each test starts some; two workers run most cases, those of
-frameworks apart.
+The face is for good in a process, so each test starts some; three workers run most cases, those of
+frameworks and those of refusals apart.
 """
 
 from __future__ import annotations
@@ -20,15 +20,23 @@ import residency
 from residency import sim
 from residency.sim import _cuda_face
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+import cuda_strict_worker
+
 pytestmark = pytest.mark.sim
 
 HERE = Path(__file__).parent
-WORKERS = ("cuda_face_worker", "cuda_frameworks_worker")
+WORKERS = ("cuda_face_worker", "cuda_frameworks_worker", "cuda_strict_worker")
 CASES = [
     (worker, line.removeprefix("def ").split("(")[0])
     for worker in WORKERS
     for before, line in itertools.pairwise((HERE / f"{worker}.py").read_text().splitlines())
     if before == "@case"
+]
+CASES += [
+    ("cuda_strict_worker", name)
+    for name in cuda_strict_worker.REFUSED | cuda_strict_worker.ACCEPTED
 ]
 RUN_ON = """
 import runpy, sys

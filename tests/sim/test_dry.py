@@ -256,6 +256,13 @@ WITHOUT_META: dict[str, tuple[Callable[[], torch.Tensor], tuple[int, ...]]] = {
     ),
     "prod": (lambda: _backward(lambda x: x.prod(1)), (4, 6)),
     "cov": (lambda: torch.ones(4, 6, device="sim").cov(), (4, 4)),
+    "cov with weights": (
+        lambda: torch.ones(4, 6, device="sim").cov(
+            fweights=torch.ones(6, dtype=torch.long, device="sim"),
+            aweights=torch.ones(6, device="sim"),
+        ),
+        (4, 4),
+    ),
     "lstsq": (
         lambda: torch.linalg.lstsq(*torch.ones(2, 6, 4, device="sim").unbind()).solution,
         (4, 4),

@@ -5,6 +5,7 @@ figures.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -421,6 +422,21 @@ def test_pinned_memory_is_not_reused_under_a_copy_that_reads_it(empty_host: None
     stream.synchronize()
     assert target.sum().item() == 3.0 * 1024
     assert torch.empty(1024, pin_memory=True).data_ptr() == address
+
+
+def test_no_more_memory_is_pinned_than_the_machine_has(empty_host: None) -> None:
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    largest = 1 << (physical.bit_length() - 1)
+    held = torch.empty(largest, dtype=torch.uint8, pin_memory=True)  # no page is touched
+    before = sim.pinned_memory_stats()
+    with pytest.raises(torch.AcceleratorError, match=r"^sim error: out of memory\nTried to page-"):
+        torch.empty(largest, dtype=torch.uint8, pin_memory=True)
+    assert sim.pinned_memory_stats() == before
+    del held
+    accelerator.empty_host_cache()
+    with pytest.raises(torch.AcceleratorError, match="out of memory"):
+        torch.empty(physical + 1, dtype=torch.uint8, pin_memory=True)
+    assert torch.empty(largest, dtype=torch.uint8, pin_memory=True).is_pinned()
 
 
 def test_a_pinned_tensor_is_pinned_everywhere_and_a_pageable_one_nowhere(empty_host: None) -> None:

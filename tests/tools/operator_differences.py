@@ -88,9 +88,6 @@ DIFFERENCES = [
     ),
     # Dry mode.
     Difference(
-        "dry", "operator", "cov", "error", "reads min() >= 0 of the weights, whose bool is False"
-    ),
-    Difference(
         "bytes",
         "operator",
         "argwhere|combinations|masked_scatter|masked_select|nonzero|nonzero_static",

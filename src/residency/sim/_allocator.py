@@ -16,6 +16,11 @@ from residency._errors import InvalidArgumentError
 _pool_numbers = itertools.count(1)
 
 
+def new_pool_id() -> tuple[int, int]:
+    """Returns a key that no private pool of the process has had; 0 first, as CUDA's of users."""
+    return 0, next(_pool_numbers)
+
+
 def adopt_settings(extension: Any) -> None:
     """Makes torch refuse unknown allocator settings, and takes over those of the environment.
 
@@ -55,7 +60,7 @@ class MemPool:
 
     def __init__(self) -> None:
         core = self._core
-        self._id = (0, next(_pool_numbers))
+        self._id = new_pool_id()
         core.add_pool_user(self._id)
 
     @property

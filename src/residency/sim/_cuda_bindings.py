@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from residency._errors import SimulatorError
+from residency.sim import _allocator
 from residency.sim._cuda_types import DEVICE_TYPE, DeviceProperties
 
 NCCL_VERSION = (2, 27, 5)  # a placeholder, of the release that torch 2.13 is built with
@@ -118,8 +119,8 @@ def _memory_bindings(core: Any) -> dict[str, Callable[..., Any]]:
         "_cuda_getMemoryFraction": lambda device: core.memory_fraction(),
         "_cuda_setMemoryFraction": lambda fraction, device: core.set_memory_fraction(fraction),
         "_cuda_emptyCache": lambda: torch.accelerator.empty_cache(),
-        "_cuda_hostMemoryStats": lambda: _host_stats(core),
-        "_cuda_resetAccumulatedHostMemoryStats": lambda: None,
+        "_cuda_hostMemoryStats": core.host_memory_stats,
+        "_cuda_resetAccumulatedHostMemoryStats": core.reset_accumulated_host_memory_stats,
         "_cuda_resetPeakHostMemoryStats": lambda: core.reset_peak_pinned_memory_stats(),
         "_cuda_getAllocatorBackend": lambda: "native",
         "_cuda_cudaCachingAllocator_is_enabled": lambda: True,
@@ -127,29 +128,20 @@ def _memory_bindings(core: Any) -> dict[str, Callable[..., Any]]:
         "_cuda_cudaCachingAllocator_raw_delete": core.free,
         "_cuda_record_memory_history": record_history,
         "_cuda_record_memory_history_legacy": record_history,
+        "_graph_pool_handle": _allocator.new_pool_id,
     }
 
 
-def _host_stats(core: Any) -> dict[str, Any]:
-    found: dict[str, int] = core.pinned_memory_stats()
+def refuse(what: str) -> Callable[..., Any]:
+    """Returns a function that says that ``what`` is not modelled, whatever it is called with."""
 
-    def entry(name: str) -> dict[str, int]:
-        return {"current": found[f"{name}.current"], "peak": found[f"{name}.peak"]}
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise SimulatorError(f"The simulated accelerator does not model {what}.")
 
-    return {
-        "allocated_bytes": entry("pinned_bytes"),
-        "active_bytes": entry("used_bytes"),
-        "num_host_alloc": found["num_pinned"],
-    }
+    return refused
 
 
 def _unmodelled_bindings() -> dict[str, Callable[..., Any]]:
-    def refuse(what: str) -> Callable[..., Any]:
-        def refused(*args: Any, **kwargs: Any) -> Any:
-            raise SimulatorError(f"The simulated accelerator does not model {what}.")
-
-        return refused
-
     return {
         "_cuda_memorySnapshot": refuse("allocator snapshots"),
         "_cuda_attach_out_of_memory_observer": refuse("observers of its allocator"),

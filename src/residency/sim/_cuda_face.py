@@ -54,9 +54,9 @@ def register(core: Any) -> None:
         _is_in_bad_fork=core.is_in_bad_fork,
         _cached_device_count=1,  # else NVML is asked for it
     )
-    vars(torch.cuda.graphs)["_cuda_isCurrentStreamCapturing"] = names[
-        "_cuda_isCurrentStreamCapturing"
-    ]
+    for name in ("_cuda_isCurrentStreamCapturing", "_graph_pool_handle"):
+        vars(torch.cuda.graphs)[name] = names[name]
+    _refuse_graphs()
     if torch.version.cuda is None:
         vars(torch.version)["cuda"] = _CUDA_VERSION
     pools = _allocator.functions(core)
@@ -66,6 +66,13 @@ def register(core: Any) -> None:
     _teach_storages(core)
     if dist.is_available():
         _offer_nccl(core)
+
+
+def _refuse_graphs() -> None:
+    """Makes a graph say by name that it cannot be captured: torch's own words name a dummy."""
+    base: Any = torch.cuda.CUDAGraph.__base__
+    if "__new__" in vars(base) and base.__module__ == torch._utils.__name__:  # no CUDA in torch
+        base.__new__ = staticmethod(_cuda_bindings.refuse("CUDA graphs"))
 
 
 def _teach_storages(core: Any) -> None:

@@ -3,7 +3,9 @@
 #include <c10/core/AllocatorConfig.h>
 #include <c10/util/Exception.h>
 
+#include <bit>
 #include <optional>
+#include <unordered_map>
 #include <unordered_set>
 
 #include "machine.h"
@@ -13,28 +15,35 @@ namespace {
 
 using Config = c10::CachingAllocator::AcceleratorAllocatorConfig;
 
-// Settings of CUDAAllocatorConfig. Those without an effect on bytes of the device are accepted and
-// ignored, so that a script's environment works unchanged.
-const std::unordered_set<std::string>& settings_of_cuda() {
-  static const std::unordered_set<std::string> names{
-      "backend",
-      "graph_capture_record_stream_reuse",
-      "per_process_memory_fraction",
-      "pinned_free_catch_all",
-      "pinned_num_register_threads",
-      "pinned_reserve_segment_size_mb",
-      "pinned_use_cuda_host_register",
-      "release_lock_on_cudamalloc",
-      "throw_on_cudamalloc_oom",
-  };
-  return names;
+constexpr size_t kMostRegisterThreads = 128;
+
+using Check = void (*)(const std::string& name, const std::string& value);
+
+void check_boolean(const std::string& name, const std::string& value) {
+  TORCH_CHECK_VALUE(value == "True" || value == "False", "the allocator setting ", name, " is '",
+                    value, "'; expected 'True' or 'False'.");
 }
 
-std::string known_settings() {
-  std::set<std::string> sorted(Config::getKeys().begin(), Config::getKeys().end());
-  std::string text;
-  for (const std::string& name : sorted) text += (text.empty() ? "" : ", ") + name;
-  return text;
+size_t whole_number(const std::string& name, const std::string& value) {
+  const bool is_number = !value.empty() && value.size() < 19 &&
+                         value.find_first_not_of("0123456789") == std::string::npos;
+  TORCH_CHECK_VALUE(is_number, "the allocator setting ", name, " is '", value,
+                    "'; expected a whole number.");
+  return std::stoull(value);
+}
+
+void check_register_threads(const std::string& name, const std::string& value) {
+  const size_t num_threads = whole_number(name, value);
+  TORCH_CHECK_VALUE(std::has_single_bit(num_threads),
+                    "Number of register threads has to be power of 2, got ", num_threads);
+  TORCH_CHECK_VALUE(num_threads <= kMostRegisterThreads,
+                    "Number of register threads should be less than or equal to ",
+                    kMostRegisterThreads, ", got ", num_threads);
+}
+
+void check_reserve_segment(const std::string& name, const std::string& value) {
+  TORCH_CHECK_VALUE(whole_number(name, value) > 0,
+                    "Pinned reserve segment size has to be greater than 0");
 }
 
 double parse_fraction(const std::string& text) {
@@ -50,6 +59,43 @@ double parse_fraction(const std::string& text) {
   return fraction;
 }
 
+void check_fraction(const std::string&, const std::string& value) { parse_fraction(value); }
+
+void check_backend(const std::string&, const std::string& value) {
+  TORCH_CHECK_VALUE(value == "native", "the allocator backend is '", value,
+                    "'; the simulated accelerator has 'native' only.");
+}
+
+// Settings of CUDAAllocatorConfig, and the values that its parser takes. Those without an effect on
+// bytes of the device are checked and ignored, so that a script's environment works unchanged.
+const std::unordered_map<std::string, Check>& settings_of_cuda() {
+  static const std::unordered_map<std::string, Check> checks{
+      {"backend", check_backend},
+      {"graph_capture_record_stream_reuse", check_boolean},
+      {"per_process_memory_fraction", check_fraction},
+      {"pinned_free_catch_all", check_boolean},
+      {"pinned_num_register_threads", check_register_threads},
+      {"pinned_reserve_segment_size_mb", check_reserve_segment},
+      {"pinned_use_cuda_host_register", check_boolean},
+      {"release_lock_on_cudamalloc", check_boolean},
+      {"throw_on_cudamalloc_oom", check_boolean},
+  };
+  return checks;
+}
+
+std::unordered_set<std::string> names_of_cuda() {
+  std::unordered_set<std::string> names;
+  for (const auto& [name, _] : settings_of_cuda()) names.insert(name);
+  return names;
+}
+
+std::string known_settings() {
+  std::set<std::string> sorted(Config::getKeys().begin(), Config::getKeys().end());
+  std::string text;
+  for (const std::string& name : sorted) text += (text.empty() ? "" : ", ") + name;
+  return text;
+}
+
 // Looks at every setting before it applies one.
 void parse_settings_of_cuda(const std::string& settings) {
   const c10::CachingAllocator::ConfigTokenizer tokens(settings);
@@ -62,9 +108,9 @@ void parse_settings_of_cuda(const std::string& settings) {
     TORCH_CHECK_VALUE(i + 2 < tokens.size() && tokens[i + 1] == ":", "the allocator setting '",
                       name, "' has no value; expected '", name, ":VALUE'.");
     const std::string& value = tokens[i + 2];
+    const auto check = settings_of_cuda().find(name);
+    if (check != settings_of_cuda().end()) check->second(name, value);
     if (name == "per_process_memory_fraction") fraction = parse_fraction(value);
-    TORCH_CHECK_VALUE(name != "backend" || value == "native", "the allocator backend is '", value,
-                      "'; the simulated accelerator has 'native' only.");
     i = tokens.skipKey(i);
   }
   if (!fraction) return;
@@ -114,7 +160,7 @@ void adopt_allocator_settings() {
   const std::string settings = c10::CachingAllocator::getAllocatorSettings();
   static const bool is_registered = [] {
     if (Config::getConfigParserHook()) return false;  // CUDA's own, in a build of torch that has it
-    Config::registerDeviceConfigParserHook(&parse_settings_of_cuda, settings_of_cuda());
+    Config::registerDeviceConfigParserHook(&parse_settings_of_cuda, names_of_cuda());
     return true;
   }();
   if (is_registered) parse_settings_of_cuda(settings);

@@ -3,7 +3,6 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <new>
 
 namespace sim {
 namespace {
@@ -29,28 +28,50 @@ bool HostAllocator::is_quiet(const Block& block) const {
                      [&](Ticket use) { return streams_.is_reached(use); });
 }
 
-void* HostAllocator::allocate(size_t num_bytes, bool& is_reused) {
+// A block can be had again once the copies that used it have run.
+void HostAllocator::retire(Block& block) {
+  block.is_active = false;
+  statistics_.active_requests.decrease(1);
+  statistics_.active_bytes.decrease(block.size);
+}
+
+void HostAllocator::retire_quiet_blocks() {
+  for (auto& [address, block] : blocks_) {
+    if (block.is_active && !block.is_used && is_quiet(block)) retire(block);
+  }
+}
+
+HostAllocator::Blocks::iterator HostAllocator::pin(size_t size) {
+  void* address = mmap(nullptr, size, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (address == MAP_FAILED) return blocks_.end();
+  statistics_.allocations.increase(1);
+  statistics_.allocated_bytes.increase(size);
+  statistics_.alloc_time.increase(0);
+  return blocks_.emplace(reinterpret_cast<uintptr_t>(address), Block{.size = size}).first;
+}
+
+void* HostAllocator::allocate(size_t num_bytes, size_t most_bytes, bool& is_reused) {
   is_reused = false;
   if (num_bytes == 0) return nullptr;
+  retire_quiet_blocks();
   const size_t size = power_of_two(num_bytes);
   auto found = std::find_if(blocks_.begin(), blocks_.end(), [&](const auto& entry) {
-    return !entry.second.is_used && entry.second.size == size && is_quiet(entry.second);
+    return !entry.second.is_active && entry.second.size == size;
   });
-  if (found == blocks_.end()) {
-    void* address = mmap(nullptr, size, PROT_READ | PROT_WRITE,
-                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (address == MAP_FAILED) throw std::bad_alloc();
-    found = blocks_.emplace(reinterpret_cast<uintptr_t>(address), Block{size, false, {}}).first;
-    statistics_.num_pinned++;
-    statistics_.pinned_bytes += size;
-  } else {
-    is_reused = true;
+  is_reused = found != blocks_.end();
+  if (!is_reused) {
+    const auto pinned_bytes = static_cast<size_t>(statistics_.allocated_bytes.current);
+    if (size > most_bytes || pinned_bytes > most_bytes - size) return nullptr;
+    found = pin(size);
+    if (found == blocks_.end()) return nullptr;
   }
-  found->second.is_used = true;
-  found->second.uses.clear();
-  statistics_.used_bytes += size;
-  statistics_.peak_used_bytes = std::max(statistics_.peak_used_bytes, statistics_.used_bytes);
-  statistics_.peak_pinned_bytes = std::max(statistics_.peak_pinned_bytes, statistics_.pinned_bytes);
+  Block& block = found->second;
+  block.is_used = block.is_active = true;
+  block.uses.clear();
+  statistics_.used_bytes.increase(size);
+  statistics_.active_requests.increase(1);
+  statistics_.active_bytes.increase(size);
   return reinterpret_cast<void*>(found->first);
 }
 
@@ -58,7 +79,8 @@ void HostAllocator::free(void* address) {
   if (!address) return;
   Block& block = blocks_.at(reinterpret_cast<uintptr_t>(address));
   block.is_used = false;
-  statistics_.used_bytes -= block.size;
+  statistics_.used_bytes.decrease(block.size);
+  if (is_quiet(block)) retire(block);
 }
 
 void HostAllocator::record_use(const void* address, Ticket ticket) {
@@ -92,12 +114,15 @@ std::vector<Ticket> HostAllocator::uses_of_cache() const {
 }
 
 void HostAllocator::empty_cache() {
+  retire_quiet_blocks();
   for (auto next = blocks_.begin(); next != blocks_.end();) {
     auto entry = next++;
     const Block& block = entry->second;
-    if (block.is_used || !is_quiet(block)) continue;
+    if (block.is_active) continue;
     munmap(reinterpret_cast<void*>(entry->first), block.size);
-    statistics_.pinned_bytes -= block.size;
+    statistics_.allocations.decrease(1);
+    statistics_.allocated_bytes.decrease(block.size);
+    statistics_.free_time.increase(0);
     blocks_.erase(entry);
   }
 }

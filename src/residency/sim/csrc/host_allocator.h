@@ -4,6 +4,8 @@
 // Source of the rules: ATen/core/CachingHostAllocator.h (sizes round up to a power of two).
 #pragma once
 
+#include <c10/core/Allocator.h>
+
 #include <cstdint>
 #include <map>
 #include <vector>
@@ -12,20 +14,37 @@
 
 namespace sim {
 
+// The figures of torch's own record: blocks and bytes that are pinned (used, or kept for reuse),
+// and those that are active (used, or waiting for a copy). Pinning takes no time here.
 struct HostStatistics {
-  size_t used_bytes = 0;
-  size_t pinned_bytes = 0;  // used, and kept for reuse
-  size_t peak_used_bytes = 0;
-  size_t peak_pinned_bytes = 0;
-  size_t num_pinned = 0;  // allocations that really pinned memory
+  using Stat = c10::CachingAllocator::Stat;
+  using DurationStat = c10::CachingAllocator::DurationStat;
+
+  Stat used_bytes;  // by tensors
+  Stat allocations;
+  Stat allocated_bytes;
+  Stat active_requests;
+  Stat active_bytes;
+  DurationStat alloc_time;
+  DurationStat free_time;
+
+  template <class Apply>
+  void for_each(Apply apply) {
+    for (Stat* stat :
+         {&used_bytes, &allocations, &allocated_bytes, &active_requests, &active_bytes}) {
+      apply(*stat);
+    }
+    for (DurationStat* stat : {&alloc_time, &free_time}) apply(*stat);
+  }
 };
 
 class HostAllocator {
  public:
   explicit HostAllocator(const Streams& streams) : streams_(streams) {}
 
-  // `is_reused` says that earlier copies used the same bytes, and have all run.
-  void* allocate(size_t num_bytes, bool& is_reused);
+  // `is_reused` says that earlier copies used the same bytes, and have all run. Returns nullptr for
+  // no bytes, and where more than `most_bytes` would be pinned in all.
+  void* allocate(size_t num_bytes, size_t most_bytes, bool& is_reused);
   void free(void* address);
   void record_use(const void* address, Ticket ticket);
   bool is_pinned(const void* address) const;
@@ -38,13 +57,17 @@ class HostAllocator {
  private:
   struct Block {
     size_t size;
-    bool is_used;
+    bool is_used = false;
+    bool is_active = false;  // used, or a copy of it has yet to run
     std::vector<Ticket> uses;
   };
   using Blocks = std::map<uintptr_t, Block>;
 
   Blocks::iterator around(const void* address);
   bool is_quiet(const Block& block) const;
+  Blocks::iterator pin(size_t size);
+  void retire(Block& block);
+  void retire_quiet_blocks();
 
   const Streams& streams_;
   Blocks blocks_;

@@ -4,9 +4,11 @@
 #include <c10/util/Exception.h>
 #include <pthread.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 
 #include "face.h"
 #include "fork.h"
@@ -17,6 +19,12 @@ namespace {
 constexpr int kPoison = 0xFF;  // NaN in every floating dtype, -1 in every signed integer
 
 uintptr_t number(const void* address) { return reinterpret_cast<uintptr_t>(address); }
+
+size_t physical_memory_bytes() {
+  static const size_t num_bytes =
+      static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGE_SIZE));
+  return num_bytes;
+}
 
 }  // namespace
 
@@ -253,10 +261,27 @@ void Machine::raise_out_of_memory(size_t num_bytes) {
 
 // ----------------------------------------------------------------------------- pinned host memory
 
+void Machine::raise_out_of_pinned_memory(size_t num_bytes) {
+  using c10::CachingAllocator::format_size;
+  constexpr int kMemoryAllocation = 2;  // cudaErrorMemoryAllocation
+  const auto pinned_bytes = static_cast<size_t>(host_.statistics().allocated_bytes.current);
+  throw c10::AcceleratorError(
+      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, kMemoryAllocation,
+      std::string(kIsCuda ? "CUDA" : "sim") + " error: out of memory\nTried to page-lock " +
+          format_size(num_bytes) + " of host memory, as a block of the next power of two; " +
+          format_size(pinned_bytes) + " are page-locked already, and this machine has " +
+          format_size(physical_memory_bytes()) + ".\n");
+}
+
+// A real allocation commits the pages at once, so that the machine's memory bounds them; these are
+// committed when they are touched, which dry mode never does: it stands for another machine.
 void* Machine::allocate_pinned(size_t num_bytes) {
   const auto guard = enter();
+  const size_t most_bytes =
+      settings_.dry ? std::numeric_limits<size_t>::max() : physical_memory_bytes();
   bool is_reused = false;
-  void* address = host_.allocate(num_bytes, is_reused);
+  void* address = host_.allocate(num_bytes, most_bytes, is_reused);
+  if (!address && num_bytes) raise_out_of_pinned_memory(num_bytes);
   if (is_reused) checker_.forget(number(address), number(address) + host_.block_size(address));
   return address;
 }
@@ -292,9 +317,12 @@ HostStatistics Machine::pinned_statistics() {
 
 void Machine::reset_peak_pinned_statistics() {
   Guard guard(lock_);
-  HostStatistics& statistics = host_.statistics();
-  statistics.peak_used_bytes = statistics.used_bytes;
-  statistics.peak_pinned_bytes = statistics.pinned_bytes;
+  host_.statistics().for_each([](auto& stat) { stat.reset_peak(); });
+}
+
+void Machine::reset_accumulated_pinned_statistics() {
+  Guard guard(lock_);
+  host_.statistics().for_each([](auto& stat) { stat.reset_accumulated(); });
 }
 
 }  // namespace sim

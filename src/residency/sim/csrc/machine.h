@@ -135,13 +135,14 @@ class Machine final : private MemorySource {
   }
 
   // pinned host memory
-  void* allocate_pinned(size_t num_bytes);
+  void* allocate_pinned(size_t num_bytes);  // throws c10::AcceleratorError in CUDA's words
   void free_pinned(void* address);
   void record_pinned_use(const void* address, StreamId stream);
   bool is_pinned(const void* address);
   void empty_pinned_cache();
   HostStatistics pinned_statistics();
   void reset_peak_pinned_statistics();
+  void reset_accumulated_pinned_statistics();
 
  private:
   using Guard = std::lock_guard<std::mutex>;
@@ -183,6 +184,7 @@ class Machine final : private MemorySource {
   size_t free_bytes();
   std::string holders_of_memory();
   [[noreturn]] void raise_out_of_memory(size_t num_bytes);
+  [[noreturn]] void raise_out_of_pinned_memory(size_t num_bytes);
 
   Settings settings_;
   uint64_t epoch_ = 0;  // how often the settings were made

@@ -172,11 +172,11 @@ void configure(size_t capacity_bytes, const std::string& schedule, bool check_ra
 py::dict pinned_memory_stats() {
   const HostStatistics statistics = Machine::get().pinned_statistics();
   py::dict result;
-  result["used_bytes.current"] = statistics.used_bytes;
-  result["used_bytes.peak"] = statistics.peak_used_bytes;
-  result["pinned_bytes.current"] = statistics.pinned_bytes;
-  result["pinned_bytes.peak"] = statistics.peak_pinned_bytes;
-  result["num_pinned"] = statistics.num_pinned;
+  result["used_bytes.current"] = statistics.used_bytes.current;
+  result["used_bytes.peak"] = statistics.used_bytes.peak;
+  result["pinned_bytes.current"] = statistics.allocated_bytes.current;
+  result["pinned_bytes.peak"] = statistics.allocated_bytes.peak;
+  result["num_pinned"] = statistics.allocations.allocated;
   return result;
 }
 

@@ -30,18 +30,45 @@ void begin_allocating_on_this_thread_to(PoolId id) {
   });
 }
 
+py::dict figures_of(const c10::CachingAllocator::Stat& stat) {
+  py::dict figures;
+  figures["current"] = stat.current;
+  figures["peak"] = stat.peak;
+  figures["allocated"] = stat.allocated;
+  figures["freed"] = stat.freed;
+  return figures;
+}
+
+py::dict figures_of(const c10::CachingAllocator::DurationStat& stat) {
+  py::dict figures;
+  figures["total"] = stat.total;
+  figures["max"] = stat.max;
+  figures["min"] = stat.min;
+  figures["count"] = stat.count;
+  figures["avg"] = stat.count ? stat.total / stat.count : 0;
+  return figures;
+}
+
+// What torch reports of CUDA's pinned memory.
+py::dict host_memory_stats() {
+  const HostStatistics stats = Machine::get().pinned_statistics();
+  py::dict result;
+  result["allocations"] = figures_of(stats.allocations);
+  result["allocated_bytes"] = figures_of(stats.allocated_bytes);
+  result["active_requests"] = figures_of(stats.active_requests);
+  result["active_bytes"] = figures_of(stats.active_bytes);
+  result["num_host_alloc"] = stats.allocations.allocated;
+  result["num_host_free"] = stats.allocations.freed;
+  result["host_alloc_time"] = figures_of(stats.alloc_time);
+  result["host_free_time"] = figures_of(stats.free_time);
+  return result;
+}
+
 // {"all" | "small_pool" | "large_pool": {figure: bytes}}, as torch reports for CUDA.
 py::dict figures_of_pool(const c10::CachingAllocator::StatArray& stats) {
   py::dict result;
   const char* names[] = {"all", "small_pool", "large_pool"};
-  for (size_t i = 0; i < stats.size(); i++) {
-    py::dict figures;
-    figures["current"] = stats[i].current;
-    figures["peak"] = stats[i].peak;
-    figures["allocated"] = stats[i].allocated;
-    figures["freed"] = stats[i].freed;
-    result[names[i]] = figures;
-  }
+  for (size_t i = 0; i < stats.size(); i++) result[names[i]] = figures_of(stats[i]);
   return result;
 }
 
@@ -83,6 +110,9 @@ void register_memory(py::module& module) {
   });
   module.def("empty_pool_cache", [](PoolId id) { Machine::get().empty_cache(id); }, no_gil());
   module.def("private_pool_stats", &private_pool_stats);
+  module.def("host_memory_stats", &host_memory_stats);
+  module.def("reset_accumulated_host_memory_stats",
+             [] { Machine::get().reset_accumulated_pinned_statistics(); });
   module.def("free_in_used_pools", [] {
     const auto found =
         with_allocator([](CachingAllocator& allocator) { return allocator.free_in_used_pools(); });

@@ -112,14 +112,17 @@ struct TorchPinnedAllocator final : at::HostAllocator {
   at::HostStats get_stats() override {
     const HostStatistics ours = Machine::get().pinned_statistics();
     at::HostStats stats;
-    stats.active_bytes.current = static_cast<int64_t>(ours.used_bytes);
-    stats.active_bytes.peak = static_cast<int64_t>(ours.peak_used_bytes);
-    stats.allocated_bytes.current = static_cast<int64_t>(ours.pinned_bytes);
-    stats.allocated_bytes.peak = static_cast<int64_t>(ours.peak_pinned_bytes);
-    stats.num_host_alloc = static_cast<int64_t>(ours.num_pinned);
+    stats.allocations = ours.allocations;
+    stats.allocated_bytes = ours.allocated_bytes;
+    stats.active_requests = ours.active_requests;
+    stats.active_bytes = ours.active_bytes;
+    stats.host_alloc_time = ours.alloc_time;
+    stats.host_free_time = ours.free_time;
+    stats.num_host_alloc = ours.allocations.allocated;
+    stats.num_host_free = ours.allocations.freed;
     return stats;
   }
-  void reset_accumulated_stats() override {}
+  void reset_accumulated_stats() override { Machine::get().reset_accumulated_pinned_statistics(); }
   void reset_peak_stats() override { Machine::get().reset_peak_pinned_statistics(); }
 };
 

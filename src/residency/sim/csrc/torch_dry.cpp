@@ -130,7 +130,10 @@ void repeat_interleave(const DryCall& call) {
   call.results.emplace_back(meta({length}, repeats.scalar_type()));
 }
 
-void equal(const DryCall& call) { call.results.emplace_back(false); }
+// Torch asks so whether a check of its own holds (`is_scalar_tensor_true`).
+void equal(const DryCall& call) {
+  call.results.emplace_back(dry_reading(call.arguments[0].toTensor()) == Reading::kHolds);
+}
 
 // (log_probs [T, N, C], targets [N, S] or [all], input_lengths, target_lengths, ..)
 void ctc_loss(const DryCall& call) {
@@ -440,6 +443,11 @@ Reading reading_after(const std::string& name, const Arguments& arguments) {
   if (name == "aten::_amp_foreach_non_finite_check_and_unscale_") return Reading::kZero;
   if (operation == "aten::eq" && arguments[1].isScalar() && arguments[1].toScalar().equal(0)) {
     return Reading::kZero;
+  }
+  const bool is_check =
+      operation == "aten::ge" || operation == "aten::gt" || operation == "aten::ne";
+  if (is_check && arguments[1].isScalar() && arguments[1].toScalar().equal(0)) {
+    return arguments[0].toTensor().dim() == 0 ? Reading::kHolds : Reading::kUnknown;
   }
   if (operation == "aten::all") {
     return input() == Reading::kZero ? Reading::kZero : Reading::kTrue;

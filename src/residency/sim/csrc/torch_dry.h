@@ -30,8 +30,10 @@ void run_dry(const DryCall& call);
 // [Note: readings] No kernel computes a value in dry mode, so `item()` gives a placeholder: 1 for
 // numbers, False for truth values. Torch's own code asks too, and must take the branch that a
 // training step takes: nothing overflowed, nothing is zero, every check holds. A storage that such
-// an answer was written to is noted, until something else is written there.
-enum class Reading { kUnknown, kZero, kTrue };
+// an answer was written to is noted, until something else is written there. `kHolds` is of a number
+// that was compared with 0 and is more: true where torch checks it, and no value that `item()`
+// gives.
+enum class Reading { kUnknown, kZero, kTrue, kHolds };
 Reading dry_reading(const at::Tensor& tensor);
 
 // What the tensors that an operation wrote or made read as.

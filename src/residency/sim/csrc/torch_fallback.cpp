@@ -115,6 +115,9 @@ class Call {
     if (plan_.scratch.kind == ScratchRule::Kind::kProduct) {
       check_product(op_.schema(), arguments_.data(), arguments_.size());
     }
+    if (plan_.determinism) {
+      check_deterministic(*plan_.determinism, op_.schema(), arguments_.data());
+    }
     aliased_ = alias_arguments(aliases_);
     if (can_be_queued()) return queue();
     auto work = [&] { call_kernel(op_, plan_.kernel, aliases_.key(), aliased_, stack_); };

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "torch_determinism.h"
 #include "torch_device.h"
 #include "torch_scratch.h"
 
@@ -25,6 +26,7 @@ struct Plan {
   bool accepts_host_tensors = false;
   OperationCounter count_operations = nullptr;
   ScratchRule scratch;
+  const DeterminismRule* determinism = nullptr;
   // The *_overrideable convolutions have no CPU kernel; the operations they stand for have. For a
   // few others torch's kernel is not the one to run (torch_substitutes.h). Norms keep statistics of
   // another type on the device than on the host.

@@ -1,13 +1,12 @@
 #include "torch_substitutes.h"
 
-#include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/irange.h>
 
-#include <cstdlib>
-#include <string_view>
 #include <unordered_map>
 #include <vector>
+
+#include "torch_determinism.h"
 
 namespace sim {
 namespace {
@@ -29,26 +28,6 @@ const char* kernel_name(const std::string& operation) {
   };
   const auto found = names.find(operation);
   return found == names.end() ? nullptr : found->second;
-}
-
-void check_deterministic() {
-  const at::Context& context = at::globalContext();
-  if (!kIsCuda || !context.deterministicAlgorithms()) return;
-  const char* config = std::getenv("CUBLAS_WORKSPACE_CONFIG");
-  const std::string_view found = config ? config : "";
-  if (found == ":4096:8" || found == ":16:8") return;
-  constexpr const char* kMessage =
-      "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` "
-      "or `at::Context::setDeterministicAlgorithms(true)`, but this operation is not deterministic "
-      "because it uses CuBLAS and you have CUDA >= 10.2. To enable deterministic behavior in this "
-      "case, you must set an environment variable before running your PyTorch application: "
-      "CUBLAS_WORKSPACE_CONFIG=:4096:8 or CUBLAS_WORKSPACE_CONFIG=:16:8. For more information, go "
-      "to https://docs.nvidia.com/cuda/cublas/index.html#results-reproducibility";
-  if (context.deterministicAlgorithmsWarnOnly()) {
-    TORCH_WARN(kMessage);
-  } else {
-    TORCH_CHECK(false, kMessage);
-  }
 }
 
 size_t place_of_dtype(const c10::FunctionSchema& schema) {
@@ -118,7 +97,7 @@ void check_product(const c10::FunctionSchema& schema, const IValue* arguments,
                                 '"', kernel, "\" not implemented for '",
                                 c10::toString(tensor.scalar_type()), "'");
   }
-  check_deterministic();
+  check_blas_is_deterministic();
 }
 
 bool has_substitute(const c10::FunctionSchema& schema) {

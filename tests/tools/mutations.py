@@ -1,0 +1,314 @@
+"""Measures how blind the tests are: changes one place of the library at a time, and runs the tests.
+
+``python tests/tools/mutations.py --seed 1 --count 40 --table mutations.md`` draws 40 mutants (the
+kinds are in ``mutants.py``), runs for each the tests that are nearest to its file until one fails
+or the time is over, and writes a line per mutant as it goes. It never writes to the checkout: each
+mutant lives in a copy of ``src`` that stands first on the path. One process of tests runs at once.
+
+A mutant is *found* where a test fails, hangs or takes the process down; it *survives* where none
+does so in the time given. It is *reached* where the statement around the change ran in any process
+of these tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import mutants
+from mutants import KINDS, PACKAGES, Mutant
+
+ROOT = Path(__file__).resolve().parents[2]
+_HANG_SECONDS = 60
+_MEMORY_BYTES = 64 << 30  # of addresses, most of which nothing is behind
+_FILE_BYTES = 4 << 30
+
+# Where the tests of a package stand, and those of others that go through it, nearest first.
+_FOLDERS = {
+    "_transfer": ("transfer", "optim", "checkpoint"),
+    "_optim": ("optim",),
+    "_checkpoint": ("checkpoint", "integrations/test_dcp.py"),
+    "_handoff": ("handoff",),
+    "_memory": ("memory", "cli"),
+}
+_FIRST = {
+    "_transfer": ("optim/test_waits.py", "optim/test_parity.py", "checkpoint/test_gate.py"),
+    "_optim": ("optim/test_waits.py", "optim/test_parity.py", "optim/test_state.py"),
+    "_checkpoint": ("checkpoint/test_checkpointer.py", "checkpoint/restore/test_load_into.py"),
+    "_handoff": ("handoff/test_hand_off.py", "handoff/test_park.py"),
+    "_memory": ("memory/test_phase.py", "memory/test_holders.py"),
+}
+_JUDGES = {
+    "_transfer": ("test_programs.py", "test_saves.py"),
+    "_optim": ("test_programs.py", "test_master_programs.py"),
+    "_checkpoint": ("test_saves.py", "test_save_trees.py", "test_save_damage.py"),
+    "_handoff": ("test_transitions.py",),
+    "_memory": (),
+}
+
+# Stops between two tests when the time is over, so that a hang is one test that takes too long.
+_BUDGET = """
+import os, time
+_end = time.monotonic() + float(os.environ["MUTANT_SECONDS"])
+_session = None
+def pytest_sessionstart(session):
+    global _session
+    _session = session
+def pytest_runtest_logfinish(nodeid, location):
+    if time.monotonic() > _end and not _session.shouldstop:
+        _session.shouldstop = "the time is over"
+"""
+_SITE = """
+import atexit, os, sys
+def _tell():
+    if getattr(sys, "mutant_was_reached", False):
+        open(os.environ["MUTANT_REACHED"], "w").close()
+atexit.register(_tell)
+"""
+
+
+@dataclass
+class Result:
+    """What became of one mutant: ``found``, ``survived`` or ``invalid``, and by what."""
+
+    name: str
+    package: str
+    file: str
+    line: int
+    kind: str
+    was: str
+    now: str
+    state: str
+    how: str = ""
+    test: str = ""
+    reached: bool = False
+    seconds: float = 0.0
+
+
+def nearest_tests(root: Path, package: str, file: str) -> list[str]:
+    """Returns the test files of a source file, nearest first: those that bear its name, that name
+    its module or what it defines, those that go through the whole package, and the folder's rest.
+    """
+    stem = Path(file).stem
+    text = (root / "src" / "residency" / file).read_text()
+    names = set(re.findall(r"^(?:def|class) (\w+)", text, flags=re.MULTILINE))
+    words = {*stem.strip("_").split("_"), *(part.strip("_") for part in Path(file).parts[1:-1])}
+    ranked = []
+    for place, path in _test_files(root, package):
+        content = path.read_text()
+        own = set(path.stem.removeprefix("test_").split("_"))
+        score = 40 * (own == words) + 15 * len(own & words) - 10 * place
+        score += 30 * bool(re.search(rf"\b{stem}\b", content)) if stem != "__init__" else 0
+        score += min(30, 6 * sum(bool(re.search(rf"\b{name}\b", content)) for name in names))
+        score += 12 * any(path == root / "tests" / first for first in _FIRST[package])
+        score += 5 * (path.parent.name in words)
+        ranked.append((-score, path.stat().st_size, path.relative_to(root).as_posix()))
+    return [name for _, _, name in sorted(ranked)]
+
+
+def _test_files(root: Path, package: str) -> list[tuple[int, Path]]:
+    found: dict[Path, int] = {}
+    for place, folder in enumerate(_FOLDERS[package]):
+        at = root / "tests" / folder
+        for path in [at] if at.suffix else sorted(at.rglob("test_*.py")):
+            if path.is_file() and "stacks" not in path.parts:
+                found.setdefault(path, place)
+    return [(place, path) for path, place in found.items()]
+
+
+def run(root: Path, mutant: Mutant, seconds: float, torture_seconds: float) -> Result:
+    """Makes the mutant in a copy of ``src``, runs its tests, and returns what became of it."""
+    fields = ("name", "package", "file", "line", "kind", "was", "now")
+    result = Result(**{field: getattr(mutant, field) for field in fields}, state="survived")
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        source = Path(folder) / "src"
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(root / "src", source, ignore=ignored)
+        path = source / "residency" / mutant.file
+        content = mutants.apply(path.read_bytes(), mutant)
+        try:
+            compile(content, mutant.file, "exec", dont_inherit=True)
+        except (SyntaxError, ValueError) as error:
+            result.state, result.how = "invalid", str(error)
+            return result
+        path.write_bytes(content)
+        (source / "mutant_budget.py").write_text(_BUDGET)
+        (source / "sitecustomize.py").write_text(_SITE)
+        tests = nearest_tests(root, mutant.package, mutant.file)
+        _test(root, Path(folder), result, tests, seconds, {})
+        if result.state == "survived" and torture_seconds:
+            judges = [f"tests/torture/{name}" for name in _JUDGES[mutant.package]]
+            for judge in filter(lambda name: (root / name).exists(), judges):
+                if result.state == "survived":
+                    variables = {"TORTURE_SECONDS": str(torture_seconds)}
+                    _test(root, Path(folder), result, [judge], torture_seconds, variables)
+    result.seconds = round(time.monotonic() - begin, 1)
+    return result
+
+
+def _test(
+    root: Path,
+    folder: Path,
+    result: Result,
+    tests: list[str],
+    seconds: float,
+    variables: dict[str, str],
+) -> None:
+    """Runs tests on the copy in ``folder``, and notes in the result what they found."""
+    reached = folder / "reached"
+    environment = os.environ | variables
+    environment["PYTHONPATH"] = str(folder / "src")
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
+    environment["TMPDIR"] = str(folder)
+    environment["MUTANT_SECONDS"] = str(seconds)
+    environment["MUTANT_REACHED"] = str(reached)
+    options = ["-x", "-q", f"--timeout={_HANG_SECONDS}", "-p", "no:cacheprovider"]
+    options += ["-p", "mutant_budget", "-m", "not slow and not whole"]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
+    output = folder / "output"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            cwd=root,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_limit,
+        )
+        try:
+            code: int | None = process.wait(seconds + 2 * _HANG_SECONDS)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # what it started goes with it
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    result.reached |= reached.exists()
+    _judge(result, code, output.read_text(errors="replace"))
+
+
+def _limit() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_FILE_BYTES, _FILE_BYTES))
+
+
+def _judge(result: Result, code: int | None, output: str) -> None:
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, flags=re.MULTILINE)
+    result.test = failed[0] if failed else output.strip().rpartition("\n")[2]
+    if code == 5:
+        raise RuntimeError(f"no test ran for {result.name}:\n{output}")
+    if code is None or "Timeout (>" in output or "+ Timeout +" in output:
+        result.state, result.how = "found", "hang"
+    elif code < 0:
+        result.state, result.how = "found", f"signal {-code}"
+    elif failed or code not in (0, 2):
+        result.state, result.how = "found", "failure" if code == 1 else "no start"
+    elif code == 2 and "the time is over" not in output:
+        result.state, result.how = "found", "no start"
+    else:
+        result.how = "all passed" if code == 0 else "passed until the time was over"
+
+
+def read(path: Path) -> dict[str, Result]:
+    """Returns the results of a file by the names of the mutants; a later line counts."""
+    if not path.exists():
+        return {}
+    lines = path.read_text().splitlines()
+    return {result.name: result for result in (Result(**json.loads(line)) for line in lines)}
+
+
+def table(results: Sequence[Result], old: str = "") -> str:
+    """Returns the counts and the survivors in Markdown, with each "why" of an older table kept."""
+    whys = dict(re.findall(r"^\| (`[^|]*?` \| [^|]* \| .*?) \| (?:yes|no) \| (.*?) \|$", old, re.M))
+    valid = [result for result in results if result.state != "invalid"]
+    lines = []
+    for title, field, keys in (("package", "package", PACKAGES), ("kind", "kind", KINDS)):
+        lines += [f"| {title} | mutants | found | of them by a hang | survived |"]
+        lines += ["|---|---:|---:|---:|---:|"]
+        for key in keys:
+            counts = _counts([r for r in valid if getattr(r, field) == key])
+            if counts[0]:
+                lines.append(f"| {key.strip('_')} | {' | '.join(map(str, counts))} |")
+        lines += [f"| all | {' | '.join(map(str, _counts(valid)))} |", ""]
+    lines += ["| survivor | kind | change | reached | why |", "|---|---|---|---|---|"]
+    for r in sorted((r for r in valid if r.state == "survived"), key=lambda r: (r.file, r.line)):
+        was, now = (text.replace("|", "\\|") for text in (r.was, r.now))
+        key = f"`{r.file}:{r.line}` | {r.kind} | `{was}` → `{now}`"
+        lines.append(f"| {key} | {'yes' if r.reached else 'no'} | {whys.get(key, '')} |")
+    return "\n".join(lines) + "\n"
+
+
+def _counts(results: Sequence[Result]) -> tuple[int, int, int, int]:
+    states = collections.Counter(result.state for result in results)
+    hangs = sum(result.how == "hang" for result in results)
+    return len(results), states["found"], hangs, states["survived"]
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument("--count", type=int, default=40, help="mutants, evenly over the files")
+    parser.add_argument("--only", metavar="PACKAGE", choices=PACKAGES, help="one package")
+    parser.add_argument("--kind", action="append", choices=KINDS, help="may be given again")
+    parser.add_argument("--seconds", type=float, default=90.0, help="of tests for each mutant")
+    parser.add_argument("--torture", type=float, default=0.0, help="seconds a judge, for survivors")
+    parser.add_argument("--results", type=Path, default=Path("mutations.jsonl"))
+    parser.add_argument("--resume", action="store_true", help="leave out those in --results")
+    parser.add_argument("--again", action="store_true", help="run the survivors in --results")
+    parser.add_argument("--table", type=Path, metavar="OUT.md", help="write the results there")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin none after them")
+    parser.add_argument("--root", type=Path, default=ROOT, help="another checkout")
+    return parser.parse_args(arguments)
+
+
+def _chosen(options: argparse.Namespace, known: dict[str, Result]) -> list[Mutant]:
+    packages = (options.only,) if options.only else PACKAGES
+    every = mutants.of_tree(options.root / "src" / "residency", packages)
+    if options.again:
+        return [m for m in every if m.name in known and known[m.name].state == "survived"]
+    every = [m for m in every if options.kind is None or m.kind in options.kind]
+    drawn = mutants.sample(every, options.count, options.seed)
+    return [m for m in drawn if not (options.resume and m.name in known)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Draws, runs, writes, and prints a line per mutant."""
+    options = _arguments(arguments)
+    known = read(options.results)
+    end = time.monotonic() + 60 * options.minutes
+    for mutant in _chosen(options, known):
+        if time.monotonic() > end:
+            break
+        result = run(options.root, mutant, options.seconds, options.torture)
+        with options.results.open("a") as file:
+            file.write(json.dumps(asdict(result)) + "\n")
+        known[result.name] = result
+        reached = "" if result.reached or result.state == "found" else " (not reached)"
+        print(
+            f"{result.state}{reached}: {result.name} [{result.how} {result.test}]"
+            f" {result.seconds:.0f} s",
+            flush=True,
+        )
+    if options.table is not None:
+        old = options.table.read_text() if options.table.exists() else ""
+        options.table.write_text(table(list(known.values()), old))
+
+
+if __name__ == "__main__":
+    main()

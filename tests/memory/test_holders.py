@@ -337,6 +337,13 @@ def test_what_an_operation_saved_for_backward_is_named_with_it(make: Make) -> No
     assert loss.requires_grad
 
 
+def test_a_leaf_that_its_graph_alone_keeps_is_named_with_the_graph(make: Make) -> None:
+    loss = make().requires_grad_().sum()  # which saves nothing
+    here = "test_a_leaf_that_its_graph_alone_keeps_is_named_with_the_graph() local"
+    assert only().path == f"leaf of the graph of {here} 'loss'"
+    assert loss.requires_grad
+
+
 def test_hooks_on_saved_tensors_are_not_called(make: Make) -> None:
     unpacked = []
     weight = make().requires_grad_()

@@ -215,8 +215,9 @@ def surprises(answers: dict[Key, Answer], differences: list[Difference]) -> list
     lines = []
     for key, answer in sorted(answers.items()):
         status = answer["status"]
-        expected = [d.status for d in differences if d.holds_for(key)]
-        if status in ("equal", "skipped") or status in expected:
+        if status in ("equal", "skipped"):
+            continue
+        if any(entry.holds_for(key) and entry.allows(status) for entry in differences):
             continue
         lines.append(f"{status}: {'/'.join(key)}: {answer['detail']}")
     return lines
@@ -227,7 +228,7 @@ def stale(answers: dict[Key, Answer], differences: list[Difference]) -> list[str
     return [
         f"{entry.mode}/{entry.kind}/{entry.names} is no longer {entry.status}: remove the entry"
         for entry in differences
-        if not any(entry.holds_for(k) and a["status"] == entry.status for k, a in answers.items())
+        if not any(entry.holds_for(k) and entry.allows(a["status"]) for k, a in answers.items())
     ]
 
 

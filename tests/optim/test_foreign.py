@@ -187,6 +187,15 @@ def test_a_class_that_treats_large_tensors_in_another_way_is_streamed_exactly(la
     lab.assert_equal(lab.read(streamed, parameters), lab.read(plain, others))
 
 
+@pytest.mark.parametrize("cls", [FromSizeOn, Scaled])
+def test_a_state_that_has_shapes_of_its_own_is_taken_in_after_the_first_steps(lab, cls):
+    plain, others = run(lab, cls, offload=False, steps=range(5))
+    streamed, parameters = run(lab, cls, offload=False, steps=range(3))
+    residency.offload_optimizer(streamed, bucket=4000, slots=2)
+    lab.take_steps(streamed, parameters, range(3, 5))
+    lab.assert_equal(lab.read(streamed, parameters), lab.read(plain, others))
+
+
 @pytest.mark.parametrize("cls", [Abstract, Slotted])
 def test_a_class_of_another_layout_is_swapped_in_front_of_its_own_and_back(lab, cls):
     streamed, _ = run(lab, cls, offload=True, steps=range(1))

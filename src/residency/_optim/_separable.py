@@ -216,10 +216,12 @@ class _Trial:
         dtype = self._dtype or parameter.dtype
         made = torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
         values = dict(dict.get(optimizer.state, parameter) or {})
-        if values:
-            _refuse_subclasses(self._base, values)
+        _refuse_subclasses(self._base, values)
+        # One that has factors or blocks has no sample of a small tensor's; its step makes them.
+        if values and all(v.shape == parameter.shape for v in values.values() if _moves(v)):
             self._state[made] = {
-                k: self._cast(_shrink(k, v, parameter, shape)) for k, v in values.items()
+                k: self._cast(_shrink(v, shape)) if isinstance(v, Tensor) else copy.deepcopy(v)
+                for k, v in values.items()
             }
         return made
 
@@ -337,17 +339,9 @@ def _refuse_subclasses(base: type[Optimizer], values: Mapping[str, Any]) -> None
             )
 
 
-def _shrink(key: str, value: Any, parameter: Tensor, shape: tuple[int, ...]) -> Any:
-    if not isinstance(value, Tensor):
-        return copy.deepcopy(value)
+def _shrink(value: Tensor, shape: tuple[int, ...]) -> Tensor:
     if value.dim() == 0:
         return local_of(value).detach().cpu().clone()
-    if value.shape != parameter.shape:
-        raise RefusedError(
-            f"the state {key!r} has shape {tuple(value.shape)} for a parameter of shape "
-            f"{tuple(parameter.shape)}; only states of the parameter's shape and scalars can be "
-            "tried out. Offload the optimizer before its first step."
-        )
     count = torch.Size(shape).numel()
     sample = local_of(value).detach().flatten()[:count].cpu()
     if not sample.numel():  # an empty shard

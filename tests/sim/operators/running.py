@@ -6,6 +6,7 @@ import copy
 import gc
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -154,9 +155,16 @@ def gradients(sample: Any, result: Any, *, create_graph: bool = False) -> list[A
     )
 
 
+# Autograd numbers what it records, each thread for itself, and adds the parts of a gradient in the
+# order of the numbers. A device's first backward pass records on a thread of autograd's, so the
+# host's must not on the one of the forward pass, or the two would add in another order.
+_BACKWARD = ThreadPoolExecutor(1)
+
+
 def twice_differentiated(operator: Call) -> Call:
     def call(sample: Any) -> Any:
-        first = gradients(sample, plain(operator)(sample), create_graph=True)
+        result = plain(operator)(sample)
+        first = _BACKWARD.submit(gradients, sample, result, create_graph=True).result()
         if not any(g is not None and g.requires_grad for g in first):
             raise NotApplicableError
         sample.output_process_fn_grad = None  # what is differentiated now are gradients

@@ -42,9 +42,11 @@ def pytest_configure() -> None:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Builds the simulated accelerator, both as itself and as CUDA, before the time of any test
-    begins to count; the processes of pytest-xdist find it built.
+    begins to count, where pytest-xdist runs them all (`-n`); its processes find it built.
     """
-    if _REAL or hasattr(session.config, "workerinput") or session.config.option.collectonly:
+    option = session.config.option
+    is_xdists = getattr(option, "numprocesses", None) is not None
+    if _REAL or not is_xdists or option.collectonly or hasattr(session.config, "workerinput"):
         return
     with ThreadPool(2) as pool:  # what fails here fails by name in the tests that need it
         pool.apply_async(build_extension)

@@ -116,7 +116,9 @@ def checkout(tmp_path: Path) -> Path:
     (tests / "test_half.py").write_text(
         "from residency._optim._half import half\n\n\ndef test_a_half():\n    assert half(8) == 4\n"
     )
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow\n    whole\n")
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\naddopts = --import-mode=importlib\nmarkers =\n    slow\n    whole\n"
+    )
     return tmp_path
 
 
@@ -146,6 +148,20 @@ def test_a_change_that_a_test_sees_is_found_and_others_survive(
     mutations.main([*command, "--resume", "--table", str(page)])
     assert page.read_text().count("nobody calls it") == 2  # also of the branch that no test takes
     assert page.read_text().count("| yes |  |") == 1
+
+
+def test_a_test_that_fails_on_the_real_code_finds_nothing_and_is_left_out(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = checkout / "tests" / "optim" / "smaller" / "test_half.py"  # and so the nearest
+    broken.parent.mkdir()
+    broken.write_text("import residency  # _half, half\n\ndef test_it():\n    assert 0\n")
+    results = checkout / "results.jsonl"
+    command = ["--root", str(checkout), "--results", str(results), "--kind", "comparison turned"]
+    mutations.main([*command, "--seconds", "30"])
+    (result,) = mutations.read(results).values()
+    assert (result.state, result.test) == ("found", "tests/optim/test_half.py::test_a_half")
+    assert "tests/optim/smaller/test_half.py" in capsys.readouterr().out
 
 
 def test_tests_that_hang_or_die_have_found_the_change() -> None:

@@ -5,9 +5,9 @@ kinds are in ``mutants.py``), runs for each the tests that are nearest to its fi
 or the time is over, and writes a line per mutant as it goes. It never writes to the checkout: each
 mutant lives in a copy of ``src`` that stands first on the path. One process of tests runs at once.
 
-A mutant is *found* where a test fails, hangs or takes the process down; it *survives* where none
-does so in the time given. It is *reached* where the statement around the change ran in any process
-of these tests.
+A mutant is *found* where a test that passes on the real code fails, hangs or takes the process
+down; it *survives* where none does so in the time given. It is *reached* where the statement around
+the change ran in any process of these tests.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -25,8 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import mutants
@@ -81,7 +81,7 @@ atexit.register(_tell)
 """
 
 
-@dataclass
+@dataclasses.dataclass
 class Result:
     """What became of one mutant: ``found``, ``survived`` or ``invalid``, and by what."""
 
@@ -130,35 +130,78 @@ def _test_files(root: Path, package: str) -> list[tuple[int, Path]]:
     return [(place, path) for path, place in found.items()]
 
 
-def run(root: Path, mutant: Mutant, seconds: float, torture_seconds: float) -> Result:
-    """Makes the mutant in a copy of ``src``, runs its tests, and returns what became of it."""
-    fields = ("name", "package", "file", "line", "kind", "was", "now")
-    result = Result(**{field: getattr(mutant, field) for field in fields}, state="survived")
-    begin = time.monotonic()
+@contextlib.contextmanager
+def _tree(root: Path) -> Iterator[Path]:
+    """Gives a folder with a copy of ``src``, and what a run of tests needs besides."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         source = Path(folder) / "src"
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(root / "src", source, ignore=ignored)
-        path = source / "residency" / mutant.file
-        content = mutants.apply(path.read_bytes(), mutant)
-        try:
-            compile(content, mutant.file, "exec", dont_inherit=True)
-        except (SyntaxError, ValueError) as error:
-            result.state, result.how = "invalid", str(error)
-            return result
-        path.write_bytes(content)
+        shutil.copytree(root / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
         (source / "mutant_budget.py").write_text(_BUDGET)
         (source / "sitecustomize.py").write_text(_SITE)
-        tests = nearest_tests(root, mutant.package, mutant.file)
-        _test(root, Path(folder), result, tests, seconds, {})
-        if result.state == "survived" and torture_seconds:
-            judges = [f"tests/torture/{name}" for name in _JUDGES[mutant.package]]
-            for judge in filter(lambda name: (root / name).exists(), judges):
-                if result.state == "survived":
-                    variables = {"TORTURE_SECONDS": str(torture_seconds)}
-                    _test(root, Path(folder), result, [judge], torture_seconds, variables)
-    result.seconds = round(time.monotonic() - begin, 1)
-    return result
+        yield Path(folder)
+
+
+class Runner:
+    """Runs mutants, and looks once at each test that found one: does it pass on the real code?
+
+    A test file that does not, or not in the time after which a test counts as hung, is no judge:
+    it is left out from then on.
+    """
+
+    def __init__(self, root: Path, seconds: float, torture_seconds: float) -> None:
+        self._root = root
+        self._seconds = seconds
+        self._torture_seconds = torture_seconds
+        self._passes: dict[str, bool] = {}
+        self.no_judges: set[str] = set()
+
+    def run(self, mutant: Mutant) -> Result:
+        """Makes the mutant in a copy of ``src``, runs its tests, and returns what became of it."""
+        begin = time.monotonic()
+        while True:
+            result = self._once(mutant)
+            file = result.test.partition("::")[0]
+            if result.state != "found" or not file.startswith("tests/"):
+                break
+            if self._is_fit(result.test, result):
+                break
+            self.no_judges.add(file)
+        result.seconds = round(time.monotonic() - begin, 1)
+        return result
+
+    def _once(self, mutant: Mutant) -> Result:
+        result = _undecided(mutant)
+        with _tree(self._root) as folder:
+            path = folder / "src" / "residency" / mutant.file
+            content = mutants.apply(path.read_bytes(), mutant)
+            try:
+                compile(content, mutant.file, "exec", dont_inherit=True)
+            except (SyntaxError, ValueError) as error:
+                result.state, result.how = "invalid", str(error)
+                return result
+            path.write_bytes(content)
+            tests = nearest_tests(self._root, mutant.package, mutant.file)
+            tests = [test for test in tests if test not in self.no_judges]
+            _test(self._root, folder, result, tests, self._seconds, {})
+            for name in _JUDGES[mutant.package] if self._torture_seconds else ():
+                judge = f"tests/torture/{name}"
+                if result.state == "survived" and judge not in self.no_judges:
+                    variables = {"TORTURE_SECONDS": str(self._torture_seconds)}
+                    _test(self._root, folder, result, [judge], self._torture_seconds, variables)
+        return result
+
+    def _is_fit(self, test: str, found: Result) -> bool:
+        if test not in self._passes:
+            with _tree(self._root) as folder:
+                real = dataclasses.replace(found, state="survived", test="")
+                _test(self._root, folder, real, [test], self._seconds, {})
+                self._passes[test] = real.state == "survived"
+        return self._passes[test]
+
+
+def _undecided(mutant: Mutant) -> Result:
+    fields = ("name", "package", "file", "line", "kind", "was", "now")
+    return Result(**{field: getattr(mutant, field) for field in fields}, state="survived")
 
 
 def _test(
@@ -209,7 +252,7 @@ def _limit() -> None:
 
 
 def _judge(result: Result, code: int | None, output: str) -> None:
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, flags=re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, flags=re.MULTILINE)
     result.test = failed[0] if failed else output.strip().rpartition("\n")[2]
     if code == 5:
         raise RuntimeError(f"no test ran for {result.name}:\n{output}")
@@ -291,13 +334,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Draws, runs, writes, and prints a line per mutant."""
     options = _arguments(arguments)
     known = read(options.results)
+    runner = Runner(options.root, options.seconds, options.torture)
     end = time.monotonic() + 60 * options.minutes
     for mutant in _chosen(options, known):
         if time.monotonic() > end:
             break
-        result = run(options.root, mutant, options.seconds, options.torture)
+        result = runner.run(mutant)
         with options.results.open("a") as file:
-            file.write(json.dumps(asdict(result)) + "\n")
+            file.write(json.dumps(dataclasses.asdict(result)) + "\n")
         known[result.name] = result
         reached = "" if result.reached or result.state == "found" else " (not reached)"
         print(
@@ -305,6 +349,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f" {result.seconds:.0f} s",
             flush=True,
         )
+    if runner.no_judges:
+        print(f"left out, as they did not pass on the real code: {sorted(runner.no_judges)}")
     if options.table is not None:
         old = options.table.read_text() if options.table.exists() else ""
         options.table.write_text(table(list(known.values()), old))

@@ -13,7 +13,7 @@ import residency
 from residency import _device, park, unpark
 from residency._handoff import _parking
 from residency._handoff._park_ties import Rebound
-from residency._transfer import Lanes
+from residency._transfer import Lanes, lanes_of
 from residency._transfer import _slab as slab_module
 
 
@@ -109,6 +109,16 @@ def test_a_parking_that_fails_leaves_everything_whole_on_the_device(
     del model, nodes
     gc.collect()
     assert pinned_bytes() == pinned_before
+
+
+def test_a_parking_that_fails_ends_when_nothing_writes_into_its_host_memory_any_more(
+    device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make(device)
+    torch.accelerator.synchronize()
+    with monkeypatch.context() as broken, pytest.raises(failing_copy(broken)):
+        park(model)
+    assert lanes_of(device).d2h.query()  # else the memory, free again, would still be written
 
 
 def test_a_device_without_room_leaves_everything_whole_on_the_host(

@@ -30,7 +30,7 @@ KINDS = (
     "and/or swapped",
 )
 
-_WAITS = re.compile(r"_?(wait|await|synchronize$|before_write$|before_free$)")
+_WAITS = re.compile(r"_?(wait|await|fence$|synchronize$|before_write$|before_free$)")
 _SYNCS = re.compile(r"f(data)?sync$|sync_folder$")
 _COPIES = re.compile(r"(copy_|_foreach_copy_|_copy_batch|_copy_group|_copy_to_others)$")
 _LOCKS = re.compile(r"(?<![a-z])(r?lock|condition|guard)", re.IGNORECASE)

@@ -9,7 +9,7 @@ import residency
 
 
 # The state that went has its own wait, which does not count for the others.
-@pytest.mark.parametrize(("gone", "new"), itertools.permutations(range(3), 2))
+@pytest.mark.parametrize(("gone", "new"), list(itertools.permutations(range(3), 2)))
 def test_a_new_state_is_not_overwritten_by_a_copy_home_of_one_that_went(lab, gone, new):
     parameters = lab.parameters(shapes=[(64, 64)] * 3)
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)

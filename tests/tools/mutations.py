@@ -108,27 +108,34 @@ def nearest_tests(root: Path, package: str, file: str) -> list[str]:
     names = set(re.findall(r"^(?:def|class) (\w+)", text, flags=re.MULTILINE))
     words = {*stem.strip("_").split("_"), *(part.strip("_") for part in Path(file).parts[1:-1])}
     ranked = []
-    for place, path in _test_files(root, package):
+    for place, path in _test_files(root, package, stem):
         content = path.read_text()
         own = set(path.stem.removeprefix("test_").split("_"))
-        score = 40 * (own == words) + 15 * len(own & words) - 10 * place
+        score = 40 * (own == words) + 15 * len(own & words) - 4 * place
         score += 30 * bool(re.search(rf"\b{stem}\b", content)) if stem != "__init__" else 0
         score += min(30, 6 * sum(bool(re.search(rf"\b{name}\b", content)) for name in names))
-        score += 12 * any(path == root / "tests" / first for first in _FIRST[package])
+        score += 25 * any(path == root / "tests" / first for first in _FIRST[package])
         score += 5 * (path.parent.name in words)
         score -= 100 * bool(own & {"ranks", "distributed"})  # several processes each: minutes
         ranked.append((-score, path.stat().st_size, path.relative_to(root).as_posix()))
     return [name for _, _, name in sorted(ranked)]
 
 
-def _test_files(root: Path, package: str) -> list[tuple[int, Path]]:
+def _test_files(root: Path, package: str, stem: str) -> list[tuple[int, Path]]:
+    """Returns the package's test files, and those of others that import the module."""
+    tests = root / "tests"
     found: dict[Path, int] = {}
     for place, folder in enumerate(_FOLDERS[package]):
-        at = root / "tests" / folder
+        at = tests / folder
         for path in [at] if at.suffix else sorted(at.rglob("test_*.py")):
-            if path.is_file() and "stacks" not in path.parts:
+            if path.is_file():
                 found.setdefault(path, place)
-    return [(place, path) for path, place in found.items()]
+    module = re.compile(rf"residency\.{package}(\.\w+)*( import .*|\.)\b{stem}\b")
+    for path in sorted(tests.rglob("test_*.py")):
+        if path not in found and module.search(path.read_text()):
+            found[path] = len(_FOLDERS[package])
+    others = {"stacks", "torture", "verl"}
+    return [(place, path) for path, place in found.items() if not others & set(path.parts)]
 
 
 @contextlib.contextmanager

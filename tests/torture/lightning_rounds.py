@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import traceback
 import warnings
 from pathlib import Path
@@ -67,6 +68,7 @@ class Module(L.LightningModule):  # type: ignore[misc]
             self.out.weight = self.words.weight
         self.inner.bias.requires_grad_(not plan["frozen"])
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.automatic_optimization = not plan["manual"]
         self.losses: list[torch.Tensor] = []
         self.notes: list[int] = []
 
@@ -82,8 +84,20 @@ class Module(L.LightningModule):  # type: ignore[misc]
         if self.plan["infinite"] is not None and self.global_step == self.plan["infinite"]:
             loss = loss * float("inf")
         self.losses.append(loss.detach().clone())
+        if not self.automatic_optimization:
+            self.step_by_hand(loss, index)
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
+
+    def step_by_hand(self, loss: torch.Tensor, index: int) -> None:
+        """Steps one optimizer after every batch, and the other after every second."""
+        self.manual_backward(loss)
+        for place, optimizer in enumerate(self.optimizers()):
+            if index % (place + 1) == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        for schedule in self.lr_schedulers() or []:
+            schedule.step()
 
     def validation_step(self, batch: list[torch.Tensor], index: int) -> None:
         self.log("val", self.loss(batch[0]))
@@ -98,11 +112,16 @@ class Module(L.LightningModule):  # type: ignore[misc]
         parameters = [p for p in self.parameters() if p.requires_grad]
         groups: list[dict[str, Any]] = [{"params": parameters[:2]}]
         groups.append({"params": parameters[2:], "lr": 3e-3})
+        if self.plan["manual"]:
+            return [self.optimizer_of([group]) for group in groups]
+        return self.optimizer_of(groups)
+
+    def optimizer_of(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
         optimizer = OPTIMIZERS[self.plan["optimizer"]](groups)
         if self.offload is not None:
             residency.offload_optimizer(optimizer, **self.offload)
         if self.plan["scheduler"] is None:
-            return optimizer
+            return {"optimizer": optimizer}
         schedule: dict[str, Any] = {
             "scheduler": SCHEDULERS[self.plan["scheduler"]](optimizer),
             "interval": self.plan["interval"],
@@ -112,16 +131,30 @@ class Module(L.LightningModule):  # type: ignore[misc]
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
 
+class Slow(TorchCheckpointIO):  # type: ignore[misc]
+    """Writes when the next batch is over, or a moment later where none comes."""
+
+    def __init__(self) -> None:
+        self.batch_is_over = threading.Event()
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self.batch_is_over.clear()
+        self.batch_is_over.wait(0.1)
+        super().save_checkpoint(*args, **kwargs)
+
+
 class Watch(L.Callback):  # type: ignore[misc]
     """Stops a run in its midst, and notes the generators at its end."""
 
-    def __init__(self, stop: int | None) -> None:
-        self.stop = stop
+    def __init__(self, stop: int | None, base: Any) -> None:
+        self.stop, self.base = stop, base
         self.count = 0
         self.generators: dict[str, Any] = {}
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.count += 1
+        if isinstance(self.base, Slow):
+            self.base.batch_is_over.set()
         self.generators = random_states()
         if self.count == self.stop:
             raise StopError
@@ -129,6 +162,14 @@ class Watch(L.Callback):  # type: ignore[misc]
 
 def draw(chance: random.Random) -> dict[str, Any]:
     """Draws what both sides have in common."""
+    plan = draw_any(chance)
+    if plan["manual"]:  # what Lightning takes with optimization by hand
+        plan |= {"accumulate": 1, "clip": None, "average": None}
+        plan["scheduler"] = None if plan["scheduler"] == "plateau" else plan["scheduler"]
+    return plan
+
+
+def draw_any(chance: random.Random) -> dict[str, Any]:
     precision = chance.choice(["32-true", "32-true", "bf16-mixed", "16-mixed", "bf16-true"])
     every = chance.choice([1, 2, 3])
     return {
@@ -154,6 +195,7 @@ def draw(chance: random.Random) -> dict[str, Any]:
         "last": chance.choice([None, True, "link"]),
         "weights only": chance.random() < 0.1,
         "average": chance.choice([None, None, None, "ema", "swa"]),
+        "manual": chance.random() < 0.2,
         "on exception": chance.random() < 0.2,
         "at epoch end": chance.random() < 0.2,
     }
@@ -167,16 +209,9 @@ def draw_ours(chance: random.Random) -> dict[str, Any]:
         "offload": offload_settings(chance),
         "io": chance.random() < 0.85,
         "in flight": chance.choice([1, 1, 2, 3]),
-        "base": chance.random() < 0.3,
+        "base": chance.choice([None, TorchCheckpointIO, Slow, Slow]),
         "phases": chance.random() < 0.7,
     }
-
-
-def plugins_of(ours: dict[str, Any] | None, plan: dict[str, Any]) -> list[Any]:
-    if ours is None or not ours["io"]:
-        return []
-    base = TorchCheckpointIO() if ours["base"] else None
-    return [ResidencyCheckpointIO(base, max_in_flight=ours["in flight"])]
 
 
 def callbacks_of(plan: dict[str, Any], ours: dict[str, Any] | None) -> list[Any]:
@@ -227,7 +262,11 @@ def fit(
     L.seed_everything(plan["seed"], verbose=False)
     within = ours is not None and ours["where"] in ("configure", "both")
     module = Module(plan, ours["offload"] if ours is not None and within else None)
-    watch = Watch(stop)
+    base = ours["base"]() if ours is not None and ours["base"] is not None else None
+    watch = Watch(stop, base)
+    plugins: list[Any] = []
+    if ours is not None and ours["io"]:
+        plugins.append(ResidencyCheckpointIO(base, max_in_flight=ours["in flight"]))
     clip = plan["clip"]
     trainer = L.Trainer(
         accelerator="gpu",
@@ -242,7 +281,7 @@ def fit(
         limit_val_batches=1 if plan["validate"] else 0,
         num_sanity_val_steps=0,
         log_every_n_steps=1,
-        plugins=plugins_of(ours, plan),
+        plugins=plugins,
         callbacks=[watch, *callbacks_of(plan, ours)],
         logger=False,
         enable_progress_bar=False,

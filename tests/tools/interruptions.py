@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import itertools
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -99,7 +100,10 @@ def interrupted_at(
 def spread(count: int, most: int, seed: int) -> Iterator[int]:
     """Yields all numbers from 1 to ``count``, or, where these are more than ``most``, one at random
     of each of ``most`` equal parts; the first and the last are always among them.
+
+    ``RESIDENCY_TEST_LINES`` stands for ``most`` where it is set: a large one takes every line.
     """
+    most = int(os.environ.get("RESIDENCY_TEST_LINES") or most)
     if count <= most:
         yield from range(1, count + 1)
         return

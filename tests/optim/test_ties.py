@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import residency
+from residency._transfer import lending
 
 CLASSES = {
     "AdamW": (torch.optim.AdamW, {"foreach": False}, ("exp_avg", "exp_avg_sq")),
@@ -325,3 +326,32 @@ def test_buffers_round_as_in_a_list_in_which_some_parameters_have_none_yet(lab, 
             optimizer.step()
         results.append(lab.read(optimizer, parameters))
     lab.assert_equal(*results)
+
+
+@pytest.mark.parametrize("start", [0, 1000])
+@pytest.mark.parametrize("bucket", [2048, "1MiB"])
+def test_states_that_share_bytes_move_together_off_memory_that_is_lent_for_good(lab, start, bucket):
+    runs = []
+    for is_ours in (False, True):
+        parameters = lab.parameters(shapes=((4000,), (1000,)))
+        optimizer = torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, foreach=False)
+        lab.take_steps(optimizer, parameters, [0], missing=False)
+        whole = optimizer.state[parameters[0]]["momentum_buffer"]
+        optimizer.state[parameters[1]]["momentum_buffer"] = whole[start : start + 1000]
+        if is_ours:
+            residency.offload_optimizer(optimizer, bucket=bucket)
+        lab.take_steps(optimizer, parameters, [1], missing=False)
+        lent = [optimizer.state[p]["momentum_buffer"] for p in parameters] if is_ours else []
+        before = [tensor.clone() for tensor in lent]
+        for tensor in lent:
+            lending.lend(tensor, tensor, keep=True)
+        try:
+            lab.take_steps(optimizer, parameters, [2, 3], missing=False)
+        finally:
+            for tensor in lent:
+                lending.give_back(tensor, tensor)
+        assert all(map(torch.equal, lent, before))
+        whole, part = (optimizer.state[p]["momentum_buffer"] for p in parameters)
+        assert part.data_ptr() - whole.data_ptr() == 4 * start
+        runs.append(lab.read(optimizer, parameters))
+    lab.assert_equal(*runs)

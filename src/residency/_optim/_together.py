@@ -160,6 +160,8 @@ def writable(homes: Homes, home: Home) -> Home:
     Raises:
         RefusedError: The host has no room for them.
     """
+    if home.moved_to is not None:  # with one that was asked for before
+        return writable(homes, home.moved_to)
     group = homes.beside(home)
     if not group:
         return homes.writable(home)

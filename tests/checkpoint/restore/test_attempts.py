@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import random
+import weakref
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 import residency
 from residency import CheckpointError, CorruptSaveError, RefusedError
 from residency._checkpoint._disk._publish import CheckpointDirectory
+from residency._checkpoint._job import Ranks
 
 
 @pytest.fixture
@@ -88,6 +90,22 @@ def test_an_error_of_a_save_that_is_still_there_is_raised(checkpointer, monkeypa
     monkeypatch.setattr(CheckpointDirectory, "open", fail)
     with pytest.raises(CheckpointError, match="does not answer"):
         checkpointer.restore({"x": torch.zeros(3)})
+
+
+def test_the_error_of_another_rank_keeps_none_of_the_tensors(checkpointer, device, monkeypatch):
+    checkpointer.save(1, {"x": torch.ones(3000, device=device)}).wait()
+
+    def fail_elsewhere(self, action, what):
+        action()
+        raise CheckpointError(f"rank 1 could not {what}")
+
+    monkeypatch.setattr(Ranks, "together", fail_elsewhere)
+    state = {"x": torch.zeros(3000, device=device)}
+    tensor = weakref.ref(state["x"])
+    with pytest.raises(CheckpointError, match="rank 1") as caught:
+        checkpointer.restore(state)
+    state.clear()
+    assert tensor() is None, caught.value
 
 
 def build():

@@ -18,7 +18,7 @@ from residency._memory import _objects
 from residency._memory._holders import add_held_by_cpp, follow_torch, storages_of
 from residency._memory._holders_autograd import Graphs
 from residency._memory._holders_roots import (
-    leave_frames,
+    frames_read,
     named_by_modules,
     named_by_threads,
     namespaces,
@@ -40,12 +40,8 @@ def bytes_in_cycles(device: torch.device, *, seconds: float | None = None) -> in
     Returns:
         The bytes of their storages; None where the search did not come to its end in time.
     """
-    touched: list[types.FrameType] = []
-    try:
-        with torch._C.DisableTorchFunction():
-            return _search(device, seconds, touched)
-    finally:
-        leave_frames(touched)
+    with frames_read() as touched, torch._C.DisableTorchFunction():
+        return _search(device, seconds, touched)
 
 
 def _search(

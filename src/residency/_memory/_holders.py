@@ -23,7 +23,7 @@ from residency import _device
 from residency._memory import _objects
 from residency._memory._holders_autograd import Graphs
 from residency._memory._holders_paths import Paths
-from residency._memory._holders_roots import leave_frames, named_objects, namespaces
+from residency._memory._holders_roots import frames_read, named_objects, namespaces
 from residency._memory._holders_walk import Origin, Walk
 from residency._memory._owners import Owners, gradient_of
 from residency._units import format_bytes, parse_bytes
@@ -113,12 +113,8 @@ def find_holders(
     figures = {} if device is None else _device.allocator_figures(device)
     if device is None or not figures:
         return []
-    touched: list[types.FrameType] = []
-    try:
-        with torch._C.DisableTorchFunction():  # [Note: foreign code]
-            found = _find(device, figures, least_bytes, seconds, error, touched)
-    finally:
-        leave_frames(touched)
+    with frames_read() as touched, torch._C.DisableTorchFunction():  # [Note: foreign code]
+        found = _find(device, figures, least_bytes, seconds, error, touched)
     return sorted(found, key=lambda holder: (-holder.num_bytes, holder.path))
 
 

@@ -15,8 +15,10 @@ import contextvars
 import inspect
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from residency._memory import _objects
@@ -30,7 +32,7 @@ def named_objects(touched: list[types.FrameType]) -> Iterator[tuple[object, str]
     """Yields objects that have a name of their own, with it; the most telling names come first.
 
     Args:
-        touched: Takes the frames whose locals were read, for `leave_frames`.
+        touched: Takes the frames whose locals were read, see `frames_read`.
     """
     yield from named_by_threads(touched)
     yield from named_by_modules()
@@ -65,7 +67,24 @@ def frame_locals(
     return list(table.items()) if is_view else _objects.items(table)
 
 
-def leave_frames(touched: list[types.FrameType]) -> None:
+@contextmanager
+def frames_read() -> Iterator[list[types.FrameType]]:
+    """Takes the frames whose locals a search reads, and leaves them as they were. [Note: locals]
+
+    The frames of a search that an error ends are emptied, an interrupt's above all: who keeps the
+    error, as an interactive session does, would keep every object of the process.
+    """
+    touched: list[types.FrameType] = []
+    try:
+        yield touched
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        raise
+    finally:
+        _leave_frames(touched)
+
+
+def _leave_frames(touched: list[types.FrameType]) -> None:
     """Takes out of frames what reading their locals put there. [Note: locals]"""
     is_traced = sys.gettrace() is not None or sys.getprofile() is not None
     while touched:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 import residency
 from residency._cli import _record_verb, main
+from residency._memory._ledger import Ledger
 
 FOREIGN = {
     "run.ranking.jsonl": '{"rank": 1}\n',
@@ -89,3 +93,41 @@ def test_a_file_that_is_no_record_is_not_overwritten(
     (folder / "a.jsonl").mkdir()
     assert main(["record", "-o", str(folder / "a.jsonl"), "--", "true"]) == 2
     assert "Is a directory" in capsys.readouterr().err
+
+
+def test_the_first_boundaries_of_two_threads_go_to_one_file(tmp_path: Path) -> None:
+    begun: list[threading.Thread] = []
+
+    def place() -> tuple[int, int]:
+        """Is asked while the file is made; the other thread has its boundary just then."""
+        if not begun:
+            begun.append(threading.Thread(target=ledger.write, args=({"kind": "begin"},)))
+            begun[0].start()
+            begun[0].join(0.2)  # it may wait for this one, and then does not end here
+        return 0, 1
+
+    ledger = Ledger(tmp_path / "run.jsonl", peaks="bounds", place=place, is_shared=True)
+    ledger.write({"kind": "begin"})
+    begun[0].join(30)
+    ledger.close()
+    assert [file.name for file in tmp_path.iterdir()] == ["run.jsonl"]
+    lines = (tmp_path / "run.jsonl").read_text().splitlines()
+    assert [json.loads(line)["kind"] for line in lines] == ["header", "begin", "begin", "close"]
+
+
+def test_a_boundary_that_comes_as_the_record_closes_leaves_the_record_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "run.jsonl"
+    ledger = Ledger(file, peaks="bounds", place=lambda: (0, 1), is_shared=False)
+    ledger.write({"kind": "begin"})
+
+    def close_first() -> float:
+        monkeypatch.undo()
+        ledger.close()  # as another thread does, when this one has begun to write
+        return time.perf_counter()
+
+    monkeypatch.setattr(time, "perf_counter", close_first)
+    ledger.write({"kind": "end"})
+    lines = file.read_text().splitlines()
+    assert [json.loads(line)["kind"] for line in lines] == ["header", "begin", "close"]

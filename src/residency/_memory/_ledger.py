@@ -70,7 +70,7 @@ class Ledger:
         self.is_shared = is_shared
         self._started = time.perf_counter()
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._counts: dict[str, int] = {}
         self._num_visits = 0
         self._file = -1
@@ -130,6 +130,8 @@ class Ledger:
         seconds = round(time.perf_counter() - self._started, 6)
         try:
             with self._lock:
+                if not self._is_open:  # closed meanwhile
+                    return
                 if self._file < 0:
                     self._make_file()
                 self._append({**line, "t": seconds})
@@ -145,8 +147,12 @@ class Ledger:
 
     def close(self) -> None:
         """Writes the last line and closes the file; doing it again does nothing."""
-        if self._pid == os.getpid() and self._file >= 0:
-            self.write({"kind": "close"})
-            os.close(self._file)
-            self._file = -1
-        self._is_open = False
+        if self._pid != os.getpid():  # a forked child, in which nobody gives the lock back
+            self._is_open = False
+            return
+        with self._lock:
+            if self._file >= 0:
+                self.write({"kind": "close"})
+                os.close(self._file)
+                self._file = -1
+            self._is_open = False

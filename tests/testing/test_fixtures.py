@@ -28,7 +28,8 @@ def test_the_simulated_device_checks_races_and_is_empty(sim_device: torch.device
     assert _settings("check_races", "dry", "clock") == (True, False, None)
     assert accelerator.memory_reserved() == 0
     assert accelerator.max_memory_allocated() == 0
-    assert sim.pinned_memory_stats()["pinned_bytes.peak"] == 0
+    pinned = sim.pinned_memory_stats()  # other tests of the process may keep some
+    assert pinned["pinned_bytes.peak"] == pinned["pinned_bytes.current"]
 
 
 def test_the_projects_defaults_hold_without_a_marker(sim_device: torch.device) -> None:
@@ -163,6 +164,7 @@ def test_kernels_are_queued_though_no_test_has_made_a_stream(sim_device: torch.d
 def test_settling_finishes_work_past_its_failures_and_frees_what_is_free(
     sim_device: torch.device,
 ) -> None:
+    pinned = sim.pinned_memory_stats()["pinned_bytes.current"]  # by other tests of the process
     held = torch.zeros(MIB, device=sim_device)
     target, bad = torch.zeros(10, device=sim_device), torch.tensor([99], device=sim_device)
     for _ in range(3):
@@ -175,5 +177,5 @@ def test_settling_finishes_work_past_its_failures_and_frees_what_is_free(
     assert settle() == held.nbytes
     assert accelerator.memory_reserved() == 20 * MIB  # the segment of the tensor that is held
     assert accelerator.max_memory_allocated() == held.nbytes
-    assert sim.pinned_memory_stats()["pinned_bytes.current"] == 0
+    assert sim.pinned_memory_stats()["pinned_bytes.current"] == pinned
     assert held.min().item() == 1.0

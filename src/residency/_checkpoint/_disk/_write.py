@@ -274,19 +274,18 @@ class _Crew:
             threading.Thread(target=self._work, name=f"residency-write-{index}", daemon=True)
             for index in range(NUM_THREADS)
         ]
-        started = []
         try:
             for thread in threads:
                 thread.start()
-                started.append(thread)
-            for thread in started:
+            for thread in threads:
                 thread.join()
         except BaseException as error:  # an interrupt: the threads end with their present chunk
             self._fail(error)
             raise
         finally:
-            for thread in started:
-                thread.join()
+            for thread in threads:
+                if thread.ident is not None:  # it was started
+                    thread.join()
         if isinstance(self._failure, CheckpointError):
             raise self._failure
         if self._failure is not None:

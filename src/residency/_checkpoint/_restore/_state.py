@@ -165,6 +165,8 @@ def _plan_generators(plan: Plan, document: DocumentPlan, saved: Saved) -> None:
         values = thunk()
         try:
             _rng.restore(values)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception as error:  # what each generator raises for a state that is none
             raise CorruptSaveError(
                 f"the random states in {saved.folder.name} are none: {error!r}.", file=MANIFEST

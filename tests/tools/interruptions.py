@@ -12,6 +12,7 @@ import itertools
 import os
 import random
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -47,6 +48,10 @@ class _Tracer:
                 assert self._error is not None
                 raise self._error
         return self._line
+
+    def let_go(self) -> None:
+        """Keeps the exception, and so what its frames have, no longer."""
+        self._error = None
 
 
 def _is_leaving_a_with(frame: FrameType) -> bool:
@@ -90,10 +95,16 @@ def interrupted_at(
     kind = error if isinstance(error, type) else type(error)
     try:
         _traced(tracer, action)
-    except kind:
+    except kind as caught:
         if not tracer.where:
             raise
+        # Python 3.11 may keep a frame for good that its tracer left by an exception, as that of a
+        # generator within `sum`: what the frame has, and the traceback, must not stay with it.
+        traceback.clear_frames(caught.__traceback__)
+        caught.__traceback__ = None
         return tracer.where
+    finally:
+        tracer.let_go()
     return ""
 
 

@@ -64,8 +64,10 @@ def test_the_last_attempt_is_published_whatever_the_ranks_did_before(
     check_schedule(tmp_path, world_size, schedule)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", range(4, 30))
+@pytest.mark.skipif(
+    "RESIDENCY_TEST_SCHEDULES" not in os.environ, reason="minutes: set RESIDENCY_TEST_SCHEDULES=30"
+)
+@pytest.mark.parametrize("schedule", range(4, int(os.environ.get("RESIDENCY_TEST_SCHEDULES") or 5)))
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_last_attempt_is_published_after_more_schedules(
     tmp_path: Path, world_size: int, schedule: int

@@ -12,6 +12,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from residency._checkpoint._disk._marks import report_name
 from residency._errors import CheckpointError
 
 SCRIPT = Path(__file__).with_name("attempts.py")
@@ -141,6 +144,29 @@ def test_a_step_that_is_asked_for_again_takes_no_bytes_of_the_attempt_that_faile
     ranks.begin(1 - failing, 22).result()
     again.result()
     assert ranks.seeds() == [22, 22]
+
+
+def test_a_save_that_is_published_before_a_rank_looks_again_is_published(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    class Slow(ranks.saves.Unsynced):  # type: ignore[name-defined, misc]
+        """Does nothing after its report until rank 0 has moved the directory."""
+
+        reported: Path | None = None
+
+        def perform(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+            until = time.monotonic() + 20
+            while self.reported and self.reported.exists() and time.monotonic() < until:
+                time.sleep(0.001)
+            done = super().perform(name, function, *arguments)
+            if name == "rename" and Path(arguments[1]).name == report_name(1):
+                self.reported = Path(arguments[1])
+            return done
+
+    ranks.directories[1] = ranks.saves.directory(tmp_path, Slow())
+    for save in [ranks.begin(rank, 11) for rank in range(2)]:
+        save.result()
+    assert ranks.seeds() == [11, 11]
 
 
 def test_what_another_run_left_of_the_step_is_no_part_of_a_save(

@@ -220,9 +220,11 @@ class Attempt:
         try:
             for name in report.files:
                 self._system.rename(self.folder.path / name, first.path / name)
-            data = dump_report(report, rank=self._rank)
-            write_file(self._system, first.path / report_name(self._rank), data)
             sync_folder(self._system, first.path)
+            data = dump_report(report, rank=self._rank)
+            # Last: rank 0 may publish as soon as the report is there, and brings its name to the
+            # disk with its own.
+            write_file(self._system, first.path / report_name(self._rank), data)
         except FileNotFoundError:
             if exists(self._system, first.path):
                 raise

@@ -25,6 +25,7 @@ from residency._modes import callers_modes_off
 from residency._transfer import Lent
 
 _MOST_LEVELS = 100  # each takes a few calls, when a tree is written and when it is read
+_CONTAINERS = (Mapping, list, tuple, deque, set, frozenset)
 _MOST_VALUES = 100_000  # that a tree with shared containers may be written as, if it has few
 _LONGEST_KEY = 100
 SPAN = ".__storage__"  # ends the name under which `_blocks` may store what a tensor lies in
@@ -208,9 +209,6 @@ def check_is_finite(value: Any, name: str = "", *, done: str = "saved") -> None:
             f"{name or 'the state'} has {look.num_values} values in containers that stand in many "
             f"places, as which {num_values} would be written. Nothing was {done}; make it flatter."
         )
-
-
-_CONTAINERS = (Mapping, list, tuple, deque, set, frozenset)
 
 
 class _Look:

@@ -71,25 +71,42 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def device(tested_device: torch.device) -> torch.device:
-    """The accelerator under test, empty, once for every schedule that it has."""
-    return tested_device
+def device(tested_device: torch.device, request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """The accelerator under test, empty, once for every schedule that it has.
+
+    A test that passes must leave no more of its memory, or page-locked, than it found: what only
+    the garbage collector could free counts as freed.
+    """
+    num_failed = request.session.testsfailed  # a failed test's traceback keeps its tensors
+    before = _held_bytes()
+    yield tested_device
+    request.node.funcargs.clear()  # what the other fixtures made, which pytest keeps until later
+    if request.session.testsfailed == num_failed and _held_bytes() != before:
+        gc.collect()
+        torch.accelerator.synchronize()
+        after = _held_bytes()
+        assert after[0] <= before[0], "page-locked bytes stay"
+        assert after[1] <= before[1], "bytes of the device stay"
+
+
+def _held_bytes() -> tuple[int, int]:
+    return _pinned_bytes(), torch.accelerator.memory_allocated()
+
+
+def _pinned_bytes() -> int:
+    from residency import _device, sim
+
+    _device.release_pinned_cache()
+    if _REAL:
+        return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
+    return sim.pinned_memory_stats()["pinned_bytes.current"]
 
 
 @pytest.fixture
 def pinned_bytes(device: torch.device) -> Callable[[], int]:
     """Pinned host bytes that are in use: what torch only keeps for reuse is given back first."""
-    from residency import _device, sim
-
     gc.collect()
-
-    def in_use() -> int:
-        _device.release_pinned_cache()
-        if _REAL:
-            return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
-        return sim.pinned_memory_stats()["pinned_bytes.current"]
-
-    return in_use
+    return _pinned_bytes
 
 
 @pytest.fixture(scope="module")

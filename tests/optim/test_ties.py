@@ -343,13 +343,13 @@ def test_states_that_share_bytes_move_together_off_memory_that_is_lent_for_good(
         lab.take_steps(optimizer, parameters, [1], missing=False)
         lent = [optimizer.state[p]["momentum_buffer"] for p in parameters] if is_ours else []
         before = [tensor.clone() for tensor in lent]
-        for tensor in lent:
-            lending.lend(tensor, tensor, keep=True)
+        for index, tensor in enumerate(lent):
+            lending.lend(tensor, index, keep=True)
         try:
             lab.take_steps(optimizer, parameters, [2, 3], missing=False)
         finally:
-            for tensor in lent:
-                lending.give_back(tensor, tensor)
+            for index, tensor in enumerate(lent):
+                lending.give_back(tensor, index)
         assert all(map(torch.equal, lent, before))
         whole, part = (optimizer.state[p]["momentum_buffer"] for p in parameters)
         assert part.data_ptr() - whole.data_ptr() == 4 * start

@@ -134,13 +134,13 @@ def test_room_is_checked_before_anything_is_pinned(monkeypatch):
     assert arena.slab_bytes == 0
 
 
-@pytest.mark.parametrize("error", [RuntimeError("CUDA error: out of memory"), MemoryError()])
-def test_memory_that_cannot_be_locked_is_refused_and_the_arena_stays_usable(monkeypatch, error):
+@pytest.mark.parametrize("kind", [RuntimeError, MemoryError])
+def test_memory_that_cannot_be_locked_is_refused_and_the_arena_stays_usable(monkeypatch, kind):
     arena = SlabArena()
     kept = arena.allocate(512)
 
     def fail(num_bytes):
-        raise error
+        raise kind("CUDA error: out of memory")
 
     with monkeypatch.context() as broken:
         broken.setattr(_slab._device, "allocate_pinned", fail)

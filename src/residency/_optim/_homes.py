@@ -36,6 +36,7 @@ from residency._transfer import (
     another_over,
     gate_of,
     is_sharded,
+    keep_alive_instead,
     lanes_of,
     lending,
     local_of,
@@ -70,6 +71,16 @@ class Home:
     @property
     def num_bytes(self) -> int:
         return self.tensor.numel() * self.tensor.element_size()
+
+    def move_to(self, other: Home) -> None:
+        """Puts another home in the place of this one.
+
+        What callers hold keeps only the bytes alive from now on. The other home may lie in it, and
+        a cycle through a storage is one that Python's garbage collector cannot see.
+        """
+        self.moved_to = other
+        for view in self.views:
+            keep_alive_instead(view, self.tensor)
 
 
 class Homes:
@@ -279,7 +290,7 @@ class Homes:
                 whole = common_bytes([view])
                 inside = home.tensor.data_ptr() - whole.data_ptr()
                 shown = wrapped_like(laid_over(whole, inside, home.tensor), home.value)
-            home.moved_to = self.over(shown)
+            home.move_to(self.over(shown))
 
     def show(self, home: Home) -> Tensor:
         """Returns what a caller sees of a home: the same tensor for as long as he keeps it."""
@@ -353,13 +364,14 @@ class Homes:
         del self._shown[home]
         local = local_of(shown)
         if local.is_cpu and local.layout is torch.strided and local.numel() and is_dense(local):
-            home.moved_to = self.over(shown)
+            home.move_to(self.over(shown))
         else:
-            home.moved_to = self.fill(None, shown)
+            place = self.fill(None, shown)
+            home.move_to(place)
             with torch.no_grad():
-                local.data = local_of(self.show(home.moved_to))
-            self._note_shown(home.moved_to, shown)
-        return home.moved_to
+                local.data = local_of(self.show(place))
+            self._note_shown(place, shown)
+        return self.follow(home)
 
     @property
     def is_shown(self) -> bool:

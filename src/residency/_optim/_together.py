@@ -169,7 +169,7 @@ def writable(homes: Homes, home: Home) -> Home:
     lending.wait_until(lambda: all(not lending.is_lent(t) or lending.is_kept(t) for t in tensors))
     if any(map(lending.is_lent, tensors)):
         for each, tensor in zip(group, _copied_home(homes, tensors), strict=True):
-            each.moved_to = homes.over(wrapped_like(tensor, each.value))
+            each.move_to(homes.over(wrapped_like(tensor, each.value)))
     return home.moved_to or home
 
 

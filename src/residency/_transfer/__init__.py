@@ -26,6 +26,7 @@ from residency._transfer._slab import (
     SlabArena,
     align_up,
     another_over,
+    keep_alive_instead,
     memory_of,
 )
 from residency._transfer._writers import (
@@ -56,6 +57,7 @@ __all__ = [
     "copy_to_host",
     "gate_of",
     "is_sharded",
+    "keep_alive_instead",
     "lanes_of",
     "lending",
     "local_of",

@@ -359,6 +359,18 @@ def another_over(tensor: Tensor, owner: object) -> tuple[Tensor, weakref.ref[Any
     return data.as_strided(tensor.shape, tensor.stride()), weakref.ref(buffer)
 
 
+def keep_alive_instead(view: weakref.ref[Any], owner: object) -> None:
+    """Lets the storage of ``another_over`` keep another object alive.
+
+    Args:
+        view: The reference that came with it.
+        owner: The bytes, or what has them.
+    """
+    buffer = view()
+    if buffer is not None:
+        buffer.owner = owner
+
+
 def _slab_sizes(entries: Sequence[int]) -> list[int]:
     """Returns sizes of slabs into which ``entries`` fit when each takes the first that has room."""
     sizes: list[int] = []

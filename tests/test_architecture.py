@@ -233,6 +233,22 @@ def except_faults(files: Tree) -> list[str]:
     return faults
 
 
+def log_faults(files: Tree) -> list[str]:
+    """Finds errors given to a logger as they are: who keeps the record keeps their frames, and what
+    those have of a model.
+    """
+    return [
+        f"{file}:{call.lineno} gives a logger an error: give it its text"
+        for file, tree in files.items()
+        for handler in ast.walk(tree)
+        if isinstance(handler, ast.ExceptHandler) and handler.name is not None
+        for call in ast.walk(handler)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
+        if call.func.attr in {"debug", "info", "warning", "error", "critical"}
+        if any(isinstance(arg, ast.Name) and arg.id == handler.name for arg in call.args)
+    ]
+
+
 def doors(files: Tree) -> list[str]:
     return [
         file
@@ -292,6 +308,10 @@ def test_only_one_file_knows_the_binary_factor(package: Tree) -> None:
 
 def test_no_error_is_passed_over_in_silence(package: Tree) -> None:
     assert except_faults(package) == []
+
+
+def test_no_record_of_a_log_keeps_the_frames_of_an_error(package: Tree) -> None:
+    assert log_faults(package) == []
 
 
 def test_every_public_door_lists_its_names_in_order(package: Tree) -> None:
@@ -416,6 +436,14 @@ def test_the_binary_factor_is_found(tmp_path: Path, value: str) -> None:
 def test_silent_handlers_are_found(tmp_path: Path, clause: str, body: str, is_fault: bool) -> None:
     made_up(tmp_path, a=f"try:\n    f()\n{clause}\n    {body}")
     assert bool(except_faults(parse(tmp_path))) == is_fault
+
+
+@pytest.mark.parametrize(("given", "is_fault"), [("e", True), ("str(e)", False)])
+def test_an_error_that_is_given_to_a_logger_is_found(
+    tmp_path: Path, given: str, is_fault: bool
+) -> None:
+    made_up(tmp_path, a=f"try:\n    f()\nexcept OSError as e:\n    log.warning('%s', {given})")
+    assert bool(log_faults(parse(tmp_path))) == is_fault
 
 
 def test_a_door_without_an_ordered_list_is_found(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def has_ended(group: Group) -> bool:
         group.finish()
     except Exception as error:  # a failed kernel is told by whatever asks the device next
         _logger.warning(
-            "copies of a save cannot be waited for: %s: %s", type(error).__name__, error
+            "copies of a save cannot be waited for: %s: %s", type(error).__name__, str(error)
         )
         return False
     return True

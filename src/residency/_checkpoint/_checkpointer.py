@@ -411,7 +411,9 @@ class Checkpointer:
         try:
             self._directory.apply(self._retention, spare=step)
         except (OSError, ResidencyError) as error:  # old ones go another time
-            _logger.warning("an old save in %s could not be removed: %s", self._directory, error)
+            _logger.warning(
+                "an old save in %s could not be removed: %s", self._directory, str(error)
+            )
 
     def _raise_failure(self) -> None:
         """Raises the first failure of a save of this checkpointer that nobody was told of."""

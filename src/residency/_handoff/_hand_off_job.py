@@ -129,7 +129,7 @@ class HandOff:
         try:
             self._link.receive(Deadline(self._timeout), expected="returned")
         except HandOffError as problem:  # what a process had that has ended comes back by itself
-            _log.warning("residency: %s The device is taken back.", problem)
+            _log.warning("residency: %s The device is taken back.", str(problem))
         finally:
             self._link.close()
 

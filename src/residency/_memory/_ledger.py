@@ -138,7 +138,7 @@ class Ledger:
                 self._num_visits += line["kind"] == "end"
         except OSError as error:
             self._is_open = False
-            _log.warning("residency stopped recording to %s: %s", self.path, error)
+            _log.warning("residency stopped recording to %s: %s", self.path, str(error))
 
     def _append(self, line: dict[str, Any]) -> None:
         data = (json.dumps(line, separators=(",", ":")) + "\n").encode()

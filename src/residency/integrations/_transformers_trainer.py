@@ -246,7 +246,9 @@ class ResidencyTrainerMixin(_Trainer):  # type: ignore[misc]  # is not analysed:
         try:
             self._residency_draft.take(tree, write, **how)
         except RefusedError as error:
-            _log.warning("a part of a checkpoint is written before training goes on: %s", error)
+            _log.warning(
+                "a part of a checkpoint is written before training goes on: %s", str(error)
+            )
             return False
         return True
 

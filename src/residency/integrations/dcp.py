@@ -233,7 +233,7 @@ class ResidencyStorageWriter(StorageWriter):
         try:
             sync_folder(SYSTEM, self._path.parent)
         except OSError as error:  # it is published: an error here would say that it is not
-            _logger.warning("the name of %s may not be on the disk yet: %s", self._path, error)
+            _logger.warning("the name of %s may not be on the disk yet: %s", self._path, str(error))
 
     def _save_folder(self) -> SaveFolder:
         """Returns the directory of a save under way.

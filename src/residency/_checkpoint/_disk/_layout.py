@@ -188,7 +188,7 @@ class Layout:
                 "%s is published, and the system did not say that its name is on the disk: %s. "
                 "Older saves stay until it does.",
                 target,
-                error,
+                str(error),
             )
         if aside is not None and not is_own:
             _logger.warning("%s was no save; it is now %s, as it was.", target, aside)
@@ -231,7 +231,7 @@ class Layout:
             try:
                 self._repair(name)
             except OSError as error:
-                _logger.warning("%s could not be tidied up: %s", self.path / name, error)
+                _logger.warning("%s could not be tidied up: %s", self.path / name, str(error))
 
     def _repair(self, name: str) -> None:
         path = self.path / name

@@ -349,7 +349,7 @@ class CheckpointDirectory:
             if request.world_size > 1:
                 attempt.tidy_up()
         except OSError as error:  # the save is published: an error here would say that it is not
-            _logger.warning("%s was not tidied up after a save: %s", self.path, error)
+            _logger.warning("%s was not tidied up after a save: %s", self.path, str(error))
 
     def beyond(self, retention: Retention, *, spare: int | None = None) -> list[int]:
         """Returns the steps that a retention does not keep, ascending.

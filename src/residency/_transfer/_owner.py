@@ -87,7 +87,7 @@ class Loans:
         return iter(self._all)
 
     def end(self, *, but: Collection[Lent] = ()) -> None:
-        """Ends all loans except these; again without effect.
+        """Ends all loans except these, and forgets them, with the memory; again without effect.
 
         Args:
             but: Loans whose borrower goes on reading.
@@ -96,6 +96,7 @@ class Loans:
         for lent in self._all:
             if lent not in kept:
                 lent.give_back()
+        self._all = [lent for lent in self._all if lent in kept]
 
 
 @dataclass(frozen=True, slots=True)

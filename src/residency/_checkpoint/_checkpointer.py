@@ -425,7 +425,10 @@ class Checkpointer:
         for save in mine[1:]:
             error.add_note(f"The save of step {save.step} failed, too: {save._error}")
         unreported[:] = [save for save in unreported if save not in mine]
-        raise error
+        try:
+            raise error
+        finally:
+            del error, mine  # an error that this frame keeps would keep the frame
 
     def _use_directory(self) -> None:
         if self._ranks.rank == 0 and not self._directory.is_locked:

@@ -240,7 +240,10 @@ class Ranks:
         # All ranks decide alike: damage lets them try another save, what else fails does not.
         worst = next((rank for rank, (_, is_damage, _) in failed.items() if not is_damage), None)
         if failure is not None and (worst is None or not isinstance(failure, CorruptSaveError)):
-            raise failure
+            try:
+                raise failure
+            finally:
+                failure = None  # an error that this frame keeps would keep the frame
         rank = min(failed) if worst is None else worst
         message = f"rank {rank} could not {what}: {failed[rank][0]}"
         if worst is None:

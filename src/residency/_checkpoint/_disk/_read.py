@@ -236,6 +236,7 @@ class _Pool:
         _pools.add(self)
 
     def run(self, consume: Consumer | None, on_bytes: Callable[[int], None] | None) -> None:
+        message = None
         try:
             for thread in self._threads:
                 thread.start()
@@ -251,6 +252,7 @@ class _Pool:
                 elif consume is not None:
                     consume(message.slot, message.arrivals)
         finally:
+            message = None  # an error that this frame keeps would keep the frame
             self.stop()
 
     def stop(self) -> None:

@@ -67,13 +67,8 @@ class DocumentPlan:
         self._plan = plan
         self._saved = saved
         self._fresh = plan.fresh
-        self._settings = Settings(
-            names=parameters_of(state),
-            fetch=self._fetch,
-            fresh=self._make_fresh,
-            eager=eager,
-            staging_bytes=staging_bytes,
-        )
+        self._names = parameters_of(state)
+        self._eager, self._staging_bytes = eager, staging_bytes
 
     def add(self, state: Mapping[str, Any]) -> None:
         """Plans to fill what the state names; what else the save has is left alone.
@@ -110,7 +105,7 @@ class DocumentPlan:
             return self._module(path, node, value)
         if kind == OPTIMIZER:
             inner = plain_optimizer(value)
-            return _then(plan_optimizer(self._plan, path, node, inner, self._settings), value)
+            return _then(plan_optimizer(self._plan, path, node, inner, self._settings()), value)
         if kind == SCALER:
             return self._scaler(path, node, value)
         if kind == STATEFUL:
@@ -246,6 +241,16 @@ class DocumentPlan:
             return value if is_same else results
 
         return finish
+
+    def _settings(self) -> Settings:
+        """Makes what optimizers need; kept here, its methods would be a cycle with this object."""
+        return Settings(
+            names=self._names,
+            fetch=self._fetch,
+            fresh=self._make_fresh,
+            eager=self._eager,
+            staging_bytes=self._staging_bytes,
+        )
 
     def _make_fresh(self, name: str) -> None:
         """Plans a host tensor; those that shared their bytes when they were saved do so again."""

@@ -355,3 +355,50 @@ def test_states_that_share_bytes_move_together_off_memory_that_is_lent_for_good(
         assert part.data_ptr() - whole.data_ptr() == 4 * start
         runs.append(lab.read(optimizer, parameters))
     lab.assert_equal(*runs)
+
+
+class SecondStateLater(torch.optim.Optimizer):
+    """Momentum, and from a parameter's step ``age`` on a sum of it, which is one state more."""
+
+    def __init__(self, parameters, age):
+        super().__init__(
+            [{"params": [p], "age": a} for p, a in zip(parameters, age, strict=True)], {}
+        )
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["num"], state["momentum"] = 0, torch.zeros_like(p)
+                state["num"] += 1
+                state["momentum"].mul_(0.9).add_(p.grad)
+                p.sub_(state["momentum"], alpha=0.1)
+                if state["num"] >= group["age"]:
+                    state.setdefault("sum", torch.zeros_like(p)).add_(state["momentum"])
+                    p.sub_(state["sum"], alpha=0.01)
+
+
+@pytest.mark.parametrize(("part", "room"), [(slice(None), "4KiB"), (slice(100, 300), "3KiB")])
+@pytest.mark.parametrize("age", [(4, 4), (4, 9), (9, 4)])
+def test_states_that_share_bytes_leave_the_device_together_when_one_of_them_grows(
+    lab, age, part, room
+):
+    runs = []
+    for is_ours in (False, True):
+        parameters = lab.parameters(shapes=((400,), (len(range(400)[part]),)))
+        optimizer = SecondStateLater(parameters, age)
+        lab.take_steps(optimizer, parameters, [0], missing=False)
+        shared = optimizer.state[parameters[0]]["momentum"][part]
+        optimizer.state[parameters[1]]["momentum"] = shared
+        if is_ours:
+            residency.offload_optimizer(optimizer, resident=room)
+            assert not any(optimizer.state[p]["momentum"].is_cpu for p in parameters)
+        lab.take_steps(optimizer, parameters, range(1, 7), missing=False)
+        runs.append(lab.read(optimizer, parameters))
+        if is_ours:
+            assert all(optimizer.state[p]["momentum"].is_cpu for p in parameters)
+    lab.assert_equal(*runs)

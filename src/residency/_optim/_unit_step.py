@@ -38,13 +38,19 @@ _MISSING = object()
 
 @dataclass(slots=True)
 class _Change:
-    """What a piece makes of its parameter's entry in the state."""
+    """What a piece makes of its parameter's entry in the state.
+
+    Attributes:
+        is_evicted: Whether values that stayed on the device get homes.
+        is_leaving: Whether they do so afterwards, with those of others that share bytes with them.
+    """
 
     parameter: Tensor
     homes: dict[str, Home] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     keys: list[str] = field(default_factory=list)
     is_evicted: bool = False
+    is_leaving: bool = False
 
 
 @dataclass(slots=True)
@@ -231,6 +237,9 @@ class Part:
                 for key in [k for k in dict.keys(inner) if k not in change.keys]:
                     inner.forget(key)
                 inner.reorder(change.keys)
+        for change in self._changes:
+            if change.is_leaving:
+                self._state.of(change.parameter).leave_device()
         for inner in inners if written is not None else ():
             if inner.homes_by_key:
                 inner.written = written
@@ -356,8 +365,9 @@ class Part:
         is_resident = piece.parameter in self._offload.resident
         if is_resident and any(after[k] is not dict.get(before_of, k) for k in after):
             sizes = [planned_bytes(value) for value in after.values() if _is_on_device(value)]
-            is_resident = self._offload.resident.allow(piece.parameter, sum(sizes))
-            change.is_evicted = not is_resident
+            has_room = self._offload.resident.allow(piece.parameter, sum(sizes))
+            is_resident = has_room or self._state.has_aliases
+            change.is_evicted, change.is_leaving = not is_resident, not has_room and is_resident
         for key, value in after.items():
             view = views.get(key)
             before = dict.get(before_of, key, _MISSING) if view is None else view

@@ -310,7 +310,7 @@ def test_a_step_goes_on_while_its_states_are_lent_and_waits_only_without_spare(
 
 
 def test_a_step_waits_for_a_save_of_states_that_share_bytes_and_takes_no_memory_beside(
-    tmp_path, waits, device
+    device, tmp_path, waits
 ):
     """One state is a part of another, so that neither may move without the other."""
     parameters = [nn.Parameter(torch.ones(size, device=device)) for size in (4000, 1000)]

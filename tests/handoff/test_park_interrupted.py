@@ -81,14 +81,6 @@ def require_whole(model: Model) -> None:
     assert places == {False} or is_parked(model)
 
 
-def at_line(line: int, act: Callable[[], None], error: type[BaseException]) -> str:
-    try:
-        return interrupted_at(line, act, error)
-    except residency.RefusedError as refused:  # what an allocation on the host is made of
-        assert issubclass(error, torch.OutOfMemoryError)
-        return str(refused)
-
-
 @pytest.fixture
 def model(device: torch.device, pinned_bytes: Callable[[], int]) -> Any:
     before = pinned_bytes()
@@ -133,7 +125,7 @@ def test_a_parking_that_is_interrupted_anywhere_is_whole(
     for parameter in model.parameters():
         parameter.grad = kept.get(id(parameter), parameter.grad)
     for line in spread(count, MOST, seed=1):
-        check(at_line(line, act, error))
+        check(interrupted_at(line, act, error))
 
 
 @pytest.mark.parametrize("error", ERRORS)

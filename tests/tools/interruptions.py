@@ -40,7 +40,7 @@ class _Tracer:
         return self._line
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line" and not _is_leaving_a_with(frame):
+        if event == "line" and not _is_leaving_a_with(frame) and not _is_at_a_handlers_edge(frame):
             self.count += 1
             if self.count == self._at:
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
@@ -65,6 +65,14 @@ def _is_leaving_a_with(frame: FrameType) -> bool:
     return is_thrice and is_load and code.co_consts[loads[1]] is None
 
 
+def _is_at_a_handlers_edge(frame: FrameType) -> bool:
+    """Says whether an ``except`` begins or ends here: an exception would leave Python 3.11 handling
+    the caught one for good, with all frames up to the caller's; it takes no signal there.
+    """
+    opname = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+    return opname in ("PUSH_EXC_INFO", "POP_EXCEPT")
+
+
 def _is_finalizing(frame: FrameType | None) -> bool:
     while frame is not None:
         code = frame.f_code
@@ -87,7 +95,8 @@ def interrupted_at(
     """Runs an action and raises ``error`` at its ``line``-th line of the library.
 
     Returns:
-        Where it was raised and came out again; "" where the action was over before, or the
+        Where it was raised and came out again, as it was or, of an allocation of host memory that
+        fails, as the cause of a ``RefusedError``; "" where the action was over before, or the
         exception was taken for something that the action goes on after. Another exception is let
         out.
     """
@@ -95,13 +104,17 @@ def interrupted_at(
     kind = error if isinstance(error, type) else type(error)
     try:
         _traced(tracer, action)
-    except kind as caught:
-        if not tracer.where:
+    except (kind, residency.RefusedError) as caught:
+        chain: list[BaseException] = [caught]
+        while chain[-1].__cause__ is not None:
+            chain.append(chain[-1].__cause__)
+        if not tracer.where or not any(isinstance(each, kind) for each in chain):
             raise
         # Python 3.11 may keep a frame for good that its tracer left by an exception, as that of a
         # generator within `sum`: what the frame has, and the traceback, must not stay with it.
-        traceback.clear_frames(caught.__traceback__)
-        caught.__traceback__ = None
+        for each in chain:
+            traceback.clear_frames(each.__traceback__)
+            each.__traceback__ = None
         return tracer.where
     finally:
         tracer.let_go()

@@ -92,7 +92,7 @@ def test_an_error_of_a_save_that_is_still_there_is_raised(checkpointer, monkeypa
         checkpointer.restore({"x": torch.zeros(3)})
 
 
-def test_the_error_of_another_rank_keeps_none_of_the_tensors(checkpointer, device, monkeypatch):
+def test_the_error_of_another_rank_keeps_none_of_the_tensors(device, checkpointer, monkeypatch):
     checkpointer.save(1, {"x": torch.ones(3000, device=device)}).wait()
 
     def fail_elsewhere(self, action, what):

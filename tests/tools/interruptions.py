@@ -24,11 +24,26 @@ _ROOT = str(Path(residency.__file__).parent)
 _FINALIZERS = ("__del__", "_finalize", "forget")  # the last is what a registry's reference calls
 
 
+class Lines(int):
+    """How many lines of the library a call ran; ``places`` has the file and number of each."""
+
+    places: list[tuple[str, int]]
+
+    def firsts_and_lasts(self) -> list[int]:
+        """Returns when each line of the source ran for the first and for the last time."""
+        first: dict[tuple[str, int], int] = {}
+        last: dict[tuple[str, int], int] = {}
+        for index, place in enumerate(self.places, start=1):
+            first.setdefault(place, index)
+            last[place] = index
+        return sorted({*first.values(), *last.values()})
+
+
 class _Tracer:
     """Counts lines of the library, and raises at one of them."""
 
     def __init__(self, at: int | None, error: BaseException | type[BaseException] | None) -> None:
-        self.count = 0
+        self.places: list[tuple[str, int]] = []
         self.where = ""
         self._at = at
         self._error = error
@@ -41,8 +56,8 @@ class _Tracer:
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line" and not _is_leaving_a_with(frame) and not _is_at_a_handlers_edge(frame):
-            self.count += 1
-            if self.count == self._at:
+            self.places.append((frame.f_code.co_filename, frame.f_lineno))
+            if len(self.places) == self._at:
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
                 sys.settrace(None)
                 assert self._error is not None
@@ -82,11 +97,13 @@ def _is_finalizing(frame: FrameType | None) -> bool:
     return False
 
 
-def count_lines(action: Callable[[], Any]) -> int:
+def count_lines(action: Callable[[], Any]) -> Lines:
     """Runs an action undisturbed and returns how many lines of the library it ran here."""
     tracer = _Tracer(None, None)
     _traced(tracer, action)
-    return tracer.count
+    lines = Lines(len(tracer.places))
+    lines.places = tracer.places
+    return lines
 
 
 def interrupted_at(
@@ -106,8 +123,8 @@ def interrupted_at(
         _traced(tracer, action)
     except (kind, residency.RefusedError) as caught:
         chain: list[BaseException] = [caught]
-        while chain[-1].__cause__ is not None:
-            chain.append(chain[-1].__cause__)
+        while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
+            chain.append(before)
         if not tracer.where or not any(isinstance(each, kind) for each in chain):
             raise
         # Python 3.11 may keep a frame for good that its tracer left by an exception, as that of a
@@ -125,9 +142,14 @@ def spread(count: int, most: int, seed: int) -> Iterator[int]:
     """Yields all numbers from 1 to ``count``, or, where these are more than ``most``, one at random
     of each of ``most`` equal parts; the first and the last are always among them.
 
-    ``RESIDENCY_TEST_LINES`` stands for ``most`` where it is set: a large one takes every line.
+    ``RESIDENCY_TEST_LINES`` stands for ``most`` where it is set. ``each`` takes every line of the
+    source, at its first and its last time.
     """
-    most = int(os.environ.get("RESIDENCY_TEST_LINES") or most)
+    wanted = os.environ.get("RESIDENCY_TEST_LINES") or str(most)
+    if wanted == "each" and isinstance(count, Lines):
+        yield from count.firsts_and_lasts()
+        return
+    most = count if wanted == "each" else int(wanted)
     if count <= most:
         yield from range(1, count + 1)
         return

@@ -1,4 +1,4 @@
-"""What a call took is free when it is over: no memory waits for Python's garbage collector.
+"""A call that is over has freed its memory: none waits for Python's garbage collector.
 
 A model that is dropped after a restore, and stays on the device until the collector comes, is the
 very peak that this library is to take away.
@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 import residency
-from residency import _device, sim
 
 
 class Training:
@@ -187,31 +186,29 @@ def collector_is_off(device: torch.device) -> Iterator[None]:
     gc.enable()
 
 
-def _held() -> tuple[int, int]:
-    torch.accelerator.synchronize()
-    _device.release_pinned_cache()
-    pinned = sim.pinned_memory_stats()["pinned_bytes.current"]
-    return torch.accelerator.memory_allocated(), pinned
-
-
 @pytest.mark.sim
 @pytest.mark.sim_device(schedule="late")
 @pytest.mark.parametrize(("call", "error"), CALLS.items())
 def test_what_a_call_took_waits_for_no_garbage_collection(
     device: torch.device,
     tmp_path: Path,
+    pinned_bytes: Callable[[], int],
     collector_is_off: None,
     call: Callable[[Training], None],
     error: type[Exception] | None,
 ) -> None:
+    def held() -> tuple[int, int]:
+        torch.accelerator.synchronize()
+        return torch.accelerator.memory_allocated(), pinned_bytes()
+
     def act(number: int) -> None:
         training = Training(device, tmp_path / str(number))
         with nullcontext() if error is None else suppress(error):
             call(training)
             assert error is None
 
-    act(1)  # what is made once in a process
+    act(1)  # the first call also makes what the process keeps
     gc.collect()
-    before = _held()
+    before = held()
     act(2)
-    assert _held() == before
+    assert held() == before

@@ -81,8 +81,8 @@ def _is_leaving_a_with(frame: FrameType) -> bool:
 
 
 def _is_at_a_handlers_edge(frame: FrameType) -> bool:
-    """Says whether an ``except`` begins or ends here: an exception would leave Python 3.11 handling
-    the caught one for good, with all frames up to the caller's; it takes no signal there.
+    """Returns whether an ``except`` begins or ends here. Python takes no signal there, and Python
+    3.11 would handle the caught exception for good, with all frames up to the caller's.
     """
     opname = dis.opname[frame.f_code.co_code[frame.f_lasti]]
     return opname in ("PUSH_EXC_INFO", "POP_EXCEPT")

@@ -38,7 +38,7 @@ _MISSING = object()
 
 @dataclass(slots=True)
 class _Change:
-    """What a piece makes of its parameter's entry in the state.
+    """The changes of one piece to the state of its parameter.
 
     Attributes:
         is_evicted: Whether values that stayed on the device get homes.

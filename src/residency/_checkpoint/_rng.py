@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from residency import _device
+from residency._checkpoint._disk._manifest import MANIFEST
 from residency._checkpoint._nodes import TENSOR, TUPLE, Node, is_plain_dict, kind_of
+from residency._errors import CorruptSaveError
 
 _NAMES = ("python", "numpy", "torch", "accelerator")
 
@@ -50,10 +52,18 @@ def is_saved(node: Node) -> bool:
 
 
 def sizes(node: Node) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes that the tensors of such a node must have, by their names."""
+    """Returns the shapes that the tensors of such a node must have, by their names.
+
+    Raises:
+        CorruptSaveError: What stands for the accelerator's state is none.
+    """
     wanted = {node["torch"]["name"]: tuple(torch.get_rng_state().shape)}
     device, saved = _device.accelerator(), node["accelerator"]
-    if device is not None and saved is not None and saved["type"] == device.type:
+    if saved is None:
+        return wanted
+    if not is_plain_dict(saved) or kind_of(saved.get("state")) != TENSOR or "type" not in saved:
+        raise CorruptSaveError("the random state of the accelerator is none.", file=MANIFEST)
+    if device is not None and saved["type"] == device.type:
         wanted[saved["state"]["name"]] = tuple(_device.rng_state(device).shape)
     return wanted
 

@@ -172,6 +172,18 @@ def test_random_states_that_are_none_are_damage_and_an_older_save_is_tried(
     assert state["x"].all()
 
 
+@pytest.mark.parametrize("state", [{"type": "sim"}, {"state": torch.ones(16)}, [1], 7, {"a": 1}])
+def test_a_random_state_of_the_accelerator_that_is_none_is_damage(checkpointer, state):
+    rng = {"python": (1,), "numpy": None, "torch": torch.get_rng_state(), "accelerator": state}
+    checkpointer.save(1, {"x": torch.ones(3), "rng": rng}, rng=False).wait()
+    target = {"x": torch.zeros(3)}
+    with pytest.raises(CorruptSaveError, match="random state of the accelerator is none"):
+        checkpointer.restore(target, step=1)
+    assert not target["x"].any()
+    assert checkpointer.restore(target, rng=False) == 1
+    assert target["x"].all()
+
+
 def test_an_object_that_raises_leaves_a_note_of_what_was_changed(checkpointer):
     class Loader:
         def state_dict(self):

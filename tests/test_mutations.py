@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 from pathlib import Path
 
+import covered_lines
 import mutants
 import mutations
 import pytest
@@ -122,12 +123,19 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def _command(checkout: Path, kind: str) -> list[str]:
+    lines = checkout / "lines.db"
+    covered_lines.record(checkout, lines)
+    command = ["--root", str(checkout), "--results", str(checkout / "results.jsonl")]
+    return [*command, "--lines", str(lines), "--kind", kind]
+
+
 def test_a_change_that_a_test_sees_is_found_and_others_survive(
     checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {path: path.read_bytes() for path in checkout.rglob("*.py")}
     results = checkout / "results.jsonl"
-    command = ["--root", str(checkout), "--results", str(results), "--kind", "one off"]
+    command = _command(checkout, "one off")
     mutations.main([*command, "--seconds", "30", "--count", "9"])
     found = {result.was: result for result in mutations.read(results).values()}
 
@@ -150,18 +158,41 @@ def test_a_change_that_a_test_sees_is_found_and_others_survive(
     assert page.read_text().count("| yes |  |") == 1
 
 
-def test_a_test_that_fails_on_the_real_code_finds_nothing_and_is_left_out(
-    checkout: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    broken = checkout / "tests" / "optim" / "smaller" / "test_half.py"  # and so the nearest
-    broken.parent.mkdir()
-    broken.write_text("import residency  # _half, half\n\ndef test_it():\n    assert 0\n")
-    results = checkout / "results.jsonl"
-    command = ["--root", str(checkout), "--results", str(results), "--kind", "comparison turned"]
-    mutations.main([*command, "--seconds", "30"])
-    (result,) = mutations.read(results).values()
+def test_a_test_that_fails_on_the_real_code_is_not_asked(checkout: Path) -> None:
+    broken = checkout / "tests" / "optim" / "test_broken.py"
+    broken.write_text(
+        "from residency._optim._half import half\n\ndef test_it():\n    assert half(0) == 1\n"
+    )
+    mutations.main([*_command(checkout, "comparison turned"), "--seconds", "30"])
+    (result,) = mutations.read(checkout / "results.jsonl").values()
     assert (result.state, result.test) == ("found", "tests/optim/test_half.py::test_a_half")
-    assert "tests/optim/smaller/test_half.py" in capsys.readouterr().out
+
+
+def test_a_test_that_fails_alone_on_the_real_code_ends_the_command(checkout: Path) -> None:
+    command = _command(checkout, "comparison turned")
+    test = checkout / "tests" / "optim" / "test_half.py"
+    test.write_text(test.read_text().replace("== 4", "== 5"))
+    with pytest.raises(SystemExit, match=r"test_half\.py::test_a_half fails on the real code"):
+        mutations.main(command)
+
+
+def test_the_record_names_the_tests_of_a_line_and_of_the_processes_that_they_start(
+    checkout: Path,
+) -> None:
+    (checkout / "tests" / "optim" / "test_child.py").write_text(
+        "import subprocess, sys\n\ndef test_a_child():\n"
+        "    code = 'from residency._optim._half import half; half(0)'\n"
+        "    subprocess.run([sys.executable, '-c', code], check=True)\n"
+    )
+    path = checkout / "lines.db"
+    assert covered_lines.record(checkout, path) == 0
+    lines = covered_lines.Lines(path)
+    child, test = "tests/optim/test_child.py::test_a_child", "tests/optim/test_half.py::test_a_half"
+    assert lines.tests("_optim/_half.py", range(2, 3)) == [test, child]
+    assert lines.tests("_optim/_half.py", range(3, 4)) == [child]
+    assert lines.tests("_optim/_half.py", range(4, 5)) == [test]
+    assert lines.tests("_optim/_half.py", range(8, 9)) == []
+    assert 0 < lines.seconds(test) < lines.seconds(child)
 
 
 def test_tests_that_hang_or_die_have_found_the_change() -> None:
@@ -183,9 +214,3 @@ def test_tests_that_hang_or_die_have_found_the_change() -> None:
         assert result.state == "survived"
     with pytest.raises(RuntimeError, match="no test ran"):
         mutations._judge(mutations.Result(**fields, line=1, state="survived"), 5, "")
-
-
-def test_the_tests_of_a_files_name_come_first() -> None:
-    nearest = mutations.nearest_tests(mutations.ROOT, "_handoff", "_handoff/_park_room.py")
-    assert nearest[0] == "tests/handoff/test_park_room.py"
-    assert "tests/handoff/test_hand_off.py" in nearest

@@ -64,7 +64,9 @@ class Edit:
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one file. ``place`` is where the statement begins that holds it, or None."""
+    """One change of one file. ``place`` is where the statement begins that holds it, or None;
+    ``lines`` are those from there to the change.
+    """
 
     package: str
     file: str
@@ -75,6 +77,7 @@ class Mutant:
     now: str
     edits: tuple[Edit, ...]
     place: int | None
+    lines: range
 
     @property
     def name(self) -> str:
@@ -289,7 +292,9 @@ def _mutant(
     line = source.content.count(b"\n", 0, start) + 1
     texts = [" ".join(text.decode().split()) for text in (was, _edited(was, moved))]
     place = source.place(where)
-    return Mutant(package, file, line, start - begin, kind, texts[0], texts[1], edits, place)
+    first = line if place is None else source.content.count(b"\n", 0, place) + 1
+    lines = range(first, line + 1)
+    return Mutant(package, file, line, start - begin, kind, texts[0], texts[1], edits, place, lines)
 
 
 def apply(content: bytes, mutant: Mutant) -> bytes:
@@ -324,14 +329,14 @@ def sample(mutants: list[Mutant], count: int, seed: int) -> list[Mutant]:
             chance.shuffle(of_kind)
         chance.shuffle(kinds)
         package = kinds[0][0].package
-        queues.setdefault(package, []).append(_in_turn(kinds))
+        queues.setdefault(package, []).append(in_turn(kinds))
     for files in queues.values():
         chance.shuffle(files)
-    order = _in_turn([queues[package] for package in sorted(queues)])
-    return _in_turn(order)[:count]
+    order = in_turn([queues[package] for package in sorted(queues)])
+    return in_turn(order)[:count]
 
 
-def _in_turn(queues: list[list[T]]) -> list[T]:
+def in_turn(queues: list[list[T]]) -> list[T]:
     """Returns the first of each, then the second of each, and so on."""
     longest = max(map(len, queues), default=0)
     return [queue[i] for i in range(longest) for queue in queues if i < len(queue)]

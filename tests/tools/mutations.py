@@ -1,9 +1,13 @@
 """Measures how blind the tests are: changes one place of the library at a time, and runs the tests.
 
-``python tests/tools/mutations.py --seed 1 --count 40 --table mutations.md`` draws 40 mutants (the
-kinds are in ``mutants.py``), runs for each the tests that are nearest to its file until one fails
-or the time is over, and writes a line per mutant as it goes. It never writes to the checkout: each
-mutant lives in a copy of ``src`` that stands first on the path. One process of tests runs at once.
+``python tests/tools/covered_lines.py lines.db`` records once which test runs which line. Then
+``python tests/tools/mutations.py --lines lines.db --seed 1 --count 40 --table mutations.md`` draws
+40 mutants (the kinds are in ``mutants.py``), runs for each the tests that run its line, the
+quickest first, until one fails or their time is over, and writes a line per mutant as it goes. It
+never writes to the checkout: each mutant lives in a copy of ``src`` that stands first on the path.
+
+With ``--torture 60`` the judges of its package look for 60 seconds each at what no test found;
+``--again`` runs what survived in an earlier call, as with more ``--seconds``.
 
 A mutant is *found* where a test that passes on the real code fails, hangs or takes the process
 down; it *survives* where none does so in the time given. It is *reached* where the statement around
@@ -13,7 +17,6 @@ the change ran in any process of these tests.
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import dataclasses
 import json
@@ -30,6 +33,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import mutants
+from covered_lines import Lines
 from mutants import KINDS, PACKAGES, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,21 +41,6 @@ _HANG_SECONDS = 60
 _MEMORY_BYTES = 64 << 30  # of addresses, most of which nothing is behind
 _FILE_BYTES = 4 << 30
 
-# Where the tests of a package stand, and those of others that go through it, nearest first.
-_FOLDERS = {
-    "_transfer": ("transfer", "optim", "checkpoint"),
-    "_optim": ("optim",),
-    "_checkpoint": ("checkpoint", "integrations/test_dcp.py"),
-    "_handoff": ("handoff",),
-    "_memory": ("memory", "cli"),
-}
-_FIRST = {
-    "_transfer": ("optim/test_waits.py", "optim/test_parity.py", "checkpoint/test_gate.py"),
-    "_optim": ("optim/test_waits.py", "optim/test_parity.py", "optim/test_state.py"),
-    "_checkpoint": ("checkpoint/test_checkpointer.py", "checkpoint/restore/test_load_into.py"),
-    "_handoff": ("handoff/test_hand_off.py", "handoff/test_park.py"),
-    "_memory": ("memory/test_phase.py", "memory/test_holders.py"),
-}
 _JUDGES = {
     "_transfer": ("test_programs.py", "test_saves.py"),
     "_optim": ("test_programs.py", "test_master_programs.py"),
@@ -99,43 +88,23 @@ class Result:
     seconds: float = 0.0
 
 
-def nearest_tests(root: Path, package: str, file: str) -> list[str]:
-    """Returns the test files of a source file, nearest first: those that bear its name, that name
-    its module or what it defines, those that go through the whole package, and the folder's rest.
+def chosen_tests(lines: Lines, mutant: Mutant, seconds: float) -> list[str]:
+    """Returns tests that run the lines of a mutant and take ``seconds`` together, the quickest
+    first; of each function its quickest arguments come before all others.
     """
-    stem = Path(file).stem
-    text = (root / "src" / "residency" / file).read_text()
-    names = set(re.findall(r"^(?:def|class) (\w+)", text, flags=re.MULTILINE))
-    words = {*stem.strip("_").split("_"), *(part.strip("_") for part in Path(file).parts[1:-1])}
-    ranked = []
-    for place, path in _test_files(root, package, stem):
-        content = path.read_text()
-        own = set(path.stem.removeprefix("test_").split("_"))
-        score = 40 * (own == words) + 15 * len(own & words) - 4 * place
-        score += 30 * bool(re.search(rf"\b{stem}\b", content)) if stem != "__init__" else 0
-        score += min(30, 6 * sum(bool(re.search(rf"\b{name}\b", content)) for name in names))
-        score += 25 * any(path == root / "tests" / first for first in _FIRST[package])
-        score += 5 * (path.parent.name in words)
-        score -= 100 * bool(own & {"ranks", "distributed"})  # several processes each: minutes
-        ranked.append((-score, path.stat().st_size, path.relative_to(root).as_posix()))
-    return [name for _, _, name in sorted(ranked)]
-
-
-def _test_files(root: Path, package: str, stem: str) -> list[tuple[int, Path]]:
-    """Returns the package's test files, and those of others that import the module."""
-    tests = root / "tests"
-    found: dict[Path, int] = {}
-    for place, folder in enumerate(_FOLDERS[package]):
-        at = tests / folder
-        for path in [at] if at.suffix else sorted(at.rglob("test_*.py")):
-            if path.is_file():
-                found.setdefault(path, place)
-    module = re.compile(rf"residency\.{package}(\.\w+)*( import .*|\.)\b{stem}\b")
-    for path in sorted(tests.rglob("test_*.py")):
-        if path not in found and module.search(path.read_text()):
-            found[path] = len(_FOLDERS[package])
-    others = {"stacks", "torture", "verl"}
-    return [(place, path) for path, place in found.items() if not others & set(path.parts)]
+    tests = lines.tests(mutant.file, mutant.lines)
+    if not tests:  # a line that runs on import, or never: whoever runs the file
+        tests = lines.tests(mutant.file, range(1, 10_000))
+    functions: dict[str, list[str]] = {}
+    for test in tests:
+        functions.setdefault(test.partition("[")[0], []).append(test)
+    chosen = []
+    for test in mutants.in_turn(list(functions.values())):
+        seconds -= lines.seconds(test)
+        if seconds < 0 and chosen:
+            break
+        chosen.append(test)
+    return chosen
 
 
 @contextlib.contextmanager
@@ -150,34 +119,20 @@ def _tree(root: Path) -> Iterator[Path]:
 
 
 class Runner:
-    """Runs mutants, and looks once at each test that found one: does it pass on the real code?
+    """Runs mutants, each in a copy of ``src``."""
 
-    A test file that does not, or not in the time after which a test counts as hung, is no judge:
-    it is left out from then on.
-    """
-
-    def __init__(self, root: Path, seconds: float, torture_seconds: float) -> None:
+    def __init__(
+        self, root: Path, lines: Lines, seconds: float, torture_seconds: float, options: list[str]
+    ) -> None:
         self._root = root
+        self._lines = lines
         self._seconds = seconds
         self._torture_seconds = torture_seconds
-        self._passes: dict[str, bool] = {}
-        self.no_judges: set[str] = set()
+        self._options = options
 
     def run(self, mutant: Mutant) -> Result:
-        """Makes the mutant in a copy of ``src``, runs its tests, and returns what became of it."""
+        """Makes the mutant, runs its tests, and returns what became of it."""
         begin = time.monotonic()
-        while True:
-            result = self._once(mutant)
-            file = result.test.partition("::")[0]
-            if result.state != "found" or not file.startswith("tests/"):
-                break
-            if self._is_fit(result.test, result):
-                break
-            self.no_judges.add(file)
-        result.seconds = round(time.monotonic() - begin, 1)
-        return result
-
-    def _once(self, mutant: Mutant) -> Result:
         result = _undecided(mutant)
         with _tree(self._root) as folder:
             path = folder / "src" / "residency" / mutant.file
@@ -188,70 +143,69 @@ class Runner:
                 result.state, result.how = "invalid", str(error)
                 return result
             path.write_bytes(content)
-            tests = nearest_tests(self._root, mutant.package, mutant.file)
-            tests = [test for test in tests if test not in self.no_judges]
-            _test(self._root, folder, result, tests, self._seconds, {})
+            tests = chosen_tests(self._lines, mutant, self._seconds)
+            if tests:
+                self._test(folder, result, tests, 2 * self._seconds, {})
             for name in _JUDGES[mutant.package] if self._torture_seconds else ():
-                judge = f"tests/torture/{name}"
-                if result.state == "survived" and judge not in self.no_judges:
+                if result.state == "survived":
                     variables = {"TORTURE_SECONDS": str(self._torture_seconds)}
-                    _test(self._root, folder, result, [judge], self._torture_seconds, variables)
+                    judge = f"tests/torture/{name}"
+                    self._test(folder, result, [judge], self._torture_seconds, variables)
+        result.seconds = round(time.monotonic() - begin, 1)
         return result
 
-    def _is_fit(self, test: str, found: Result) -> bool:
-        if test not in self._passes:
-            with _tree(self._root) as folder:
-                real = dataclasses.replace(found, state="survived", test="")
-                _test(self._root, folder, real, [test], self._seconds, {})
-                self._passes[test] = real.state == "survived"
-        return self._passes[test]
+    def fails(self, tests: Sequence[str]) -> str:
+        """Returns the first of ``tests`` that does not pass on the real code, or nothing."""
+        seconds = 60.0 + 3 * sum(map(self._lines.seconds, tests))
+        with _tree(self._root) as folder:
+            result = Result("", "", "", 0, "", "", "", state="survived")
+            self._test(folder, result, list(tests), seconds, {})
+        return result.test if result.state == "found" else ""
+
+    def _test(
+        self,
+        folder: Path,
+        result: Result,
+        tests: Sequence[str],
+        seconds: float,
+        variables: dict[str, str],
+    ) -> None:
+        """Runs tests on the copy in ``folder``, and notes in the result what they found."""
+        reached = folder / "reached"
+        environment = os.environ | variables
+        environment["PYTHONPATH"] = str(folder / "src")
+        environment["PYTHONDONTWRITEBYTECODE"] = "1"
+        environment["TMPDIR"] = str(folder)
+        environment["MUTANT_SECONDS"] = str(seconds)
+        environment["MUTANT_REACHED"] = str(reached)
+        options = ["-x", "-q", f"--timeout={_HANG_SECONDS}", "-p", "no:cacheprovider"]
+        options += ["-p", "mutant_budget", *self._options]
+        output = folder / "output"
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pytest", *options, *tests],
+                cwd=self._root,
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_limit,
+            )
+            try:
+                code: int | None = process.wait(seconds + 2 * _HANG_SECONDS)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                with contextlib.suppress(ProcessLookupError):  # what it started goes with it
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        result.reached |= reached.exists()
+        _judge(result, code, output.read_text(errors="replace"))
 
 
 def _undecided(mutant: Mutant) -> Result:
     fields = ("name", "package", "file", "line", "kind", "was", "now")
     return Result(**{field: getattr(mutant, field) for field in fields}, state="survived")
-
-
-def _test(
-    root: Path,
-    folder: Path,
-    result: Result,
-    tests: list[str],
-    seconds: float,
-    variables: dict[str, str],
-) -> None:
-    """Runs tests on the copy in ``folder``, and notes in the result what they found."""
-    reached = folder / "reached"
-    environment = os.environ | variables
-    environment["PYTHONPATH"] = str(folder / "src")
-    environment["PYTHONDONTWRITEBYTECODE"] = "1"
-    environment["TMPDIR"] = str(folder)
-    environment["MUTANT_SECONDS"] = str(seconds)
-    environment["MUTANT_REACHED"] = str(reached)
-    options = ["-x", "-q", f"--timeout={_HANG_SECONDS}", "-p", "no:cacheprovider"]
-    options += ["-p", "mutant_budget", "-m", "not slow and not whole"]
-    command = [sys.executable, "-m", "pytest", *options, *tests]
-    output = folder / "output"
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            command,
-            cwd=root,
-            env=environment,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_limit,
-        )
-        try:
-            code: int | None = process.wait(seconds + 2 * _HANG_SECONDS)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # what it started goes with it
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    result.reached |= reached.exists()
-    _judge(result, code, output.read_text(errors="replace"))
 
 
 def _limit() -> None:
@@ -290,7 +244,7 @@ def table(results: Sequence[Result], old: str = "") -> str:
     valid = [result for result in results if result.state != "invalid"]
     lines = []
     for title, field, keys in (("package", "package", PACKAGES), ("kind", "kind", KINDS)):
-        lines += [f"| {title} | mutants | found | of them by a hang | survived |"]
+        lines += [f"| {title} | mutants | found by tests | by torture alone | survived |"]
         lines += ["|---|---:|---:|---:|---:|"]
         for key in keys:
             counts = _counts([r for r in valid if getattr(r, field) == key])
@@ -306,9 +260,9 @@ def table(results: Sequence[Result], old: str = "") -> str:
 
 
 def _counts(results: Sequence[Result]) -> tuple[int, int, int, int]:
-    states = collections.Counter(result.state for result in results)
-    hangs = sum(result.how == "hang" for result in results)
-    return len(results), states["found"], hangs, states["survived"]
+    found = [result for result in results if result.state == "found"]
+    by_torture = sum(result.test.startswith("tests/torture/") for result in found)
+    return len(results), len(found) - by_torture, by_torture, len(results) - len(found)
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -317,7 +271,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=40, help="mutants, evenly over the files")
     parser.add_argument("--only", metavar="PACKAGE", choices=PACKAGES, help="one package")
     parser.add_argument("--kind", action="append", choices=KINDS, help="may be given again")
-    parser.add_argument("--seconds", type=float, default=90.0, help="of tests for each mutant")
+    parser.add_argument("--lines", type=Path, required=True, help="what covered_lines.py wrote")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of tests for each mutant")
     parser.add_argument("--torture", type=float, default=0.0, help="seconds a judge, for survivors")
     parser.add_argument("--results", type=Path, default=Path("mutations.jsonl"))
     parser.add_argument("--resume", action="store_true", help="leave out those in --results")
@@ -325,6 +280,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--table", type=Path, metavar="OUT.md", help="write the results there")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin none after them")
     parser.add_argument("--root", type=Path, default=ROOT, help="another checkout")
+    parser.add_argument("options", nargs="*", help="for pytest, after --")
     return parser.parse_args(arguments)
 
 
@@ -342,8 +298,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Draws, runs, writes, and prints a line per mutant."""
     options = _arguments(arguments)
     known = read(options.results)
-    runner = Runner(options.root, options.seconds, options.torture)
+    lines = Lines(options.lines)
+    runner = Runner(options.root, lines, options.seconds, options.torture, options.options)
     end = time.monotonic() + 60 * options.minutes
+    found = []
     for mutant in _chosen(options, known):
         if time.monotonic() > end:
             break
@@ -351,14 +309,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with options.results.open("a") as file:
             file.write(json.dumps(dataclasses.asdict(result)) + "\n")
         known[result.name] = result
+        found += [result.test] if lines.passed(result.test) else []
         reached = "" if result.reached or result.state == "found" else " (not reached)"
         print(
             f"{result.state}{reached}: {result.name} [{result.how} {result.test}]"
             f" {result.seconds:.0f} s",
             flush=True,
         )
-    if runner.no_judges:
-        print(f"left out, as they did not pass on the real code: {sorted(runner.no_judges)}")
+    failing = runner.fails(sorted(set(found))) if found else ""
+    if failing:
+        sys.exit(f"{failing} fails on the real code too, so what it found stands for nothing")
     if options.table is not None:
         old = options.table.read_text() if options.table.exists() else ""
         options.table.write_text(table(list(known.values()), old))

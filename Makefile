@@ -12,6 +12,9 @@ JOBS ?= 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 SECONDS ?= 60
+# The judges of tests/torture begin at seeds of their own in each commit: a run repeats another one.
+# Empty, or in `make torture`: at new ones.
+TORTURE_FROM ?= $(shell git rev-parse HEAD 2>/dev/null)
 
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
@@ -31,11 +34,13 @@ demo: $(STAMP)
 	$(RUN) residency demo $(DEMO_ARGS)
 
 test: $(STAMP)
-	$(RUN) python -m pytest --timeout=300 -n $(JOBS) --dist loadfile $(TEST_ARGS)
+	$(RUN) TORTURE_FROM=$(TORTURE_FROM) python -m pytest --timeout=300 -n $(JOBS) --dist loadfile $(TEST_ARGS)
 
-# Judges that know the public documentation alone, each for SECONDS seconds, with fresh seeds.
+# Judges that know the public documentation alone, each file of them for SECONDS seconds.
+torture: TORTURE_FROM :=
 torture: $(STAMP)
-	$(RUN) TORTURE_SECONDS=$(SECONDS) python -m pytest -s tests/torture $(TEST_ARGS)
+	$(RUN) TORTURE_SECONDS=$(SECONDS) TORTURE_FROM=$(TORTURE_FROM) \
+		python -m pytest -n $(JOBS) --dist loadfile tests/torture $(TEST_ARGS)
 
 # The second tier: every operator, module and optimizer of torch over the simulated accelerator.
 test-all: $(STAMP)

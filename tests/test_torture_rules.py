@@ -73,3 +73,38 @@ def test_what_is_no_number_is_answered_with_the_usage(
     monkeypatch.setenv(variable, "soon")
     result = judged.runpytest()
     result.stdout.fnmatch_lines([f"*{variable} is 'soon'; expected a number*make torture*"])
+
+
+def test_the_seeds_are_new_in_each_run_and_printed_or_those_of_a_text(
+    judged: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seed() -> str:
+        judged.makepyfile("def test_a_judge(torture):\n    torture(lambda chance: None)")
+        lines = judged.runpytest().outlines
+        (line,) = [line for line in lines if line.startswith("3 rounds from seed ")]
+        assert line.endswith("::test_a_judge")
+        return line.split()[4]
+
+    monkeypatch.delenv("TORTURE_FROM", raising=False)
+    assert seed() != seed()
+    monkeypatch.setenv("TORTURE_FROM", "a commit")
+    assert seed() == seed()
+
+
+def test_the_tests_of_a_file_share_its_time(
+    judged: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged.makepyfile(
+        "import time\nimport pytest\n\n"
+        "@pytest.mark.parametrize('number', range(4))\n"
+        "def test_a_judge(torture, number):\n"
+        "    begin = time.monotonic()\n"
+        "    torture(lambda chance: time.sleep(0.01))\n"
+        "    assert time.monotonic() - begin >= 0.1\n"
+    )
+    monkeypatch.setenv("TORTURE_SECONDS", "0.4")
+    result = judged.runpytest()
+    result.assert_outcomes(passed=4)
+    rounds = [int(line.split()[0]) for line in result.outlines if " rounds from seed " in line]
+    assert len(rounds) == 4
+    assert max(rounds) <= 10  # a fourth of the time each

@@ -1,9 +1,10 @@
 """Runs a judge again and again, each time with a new seed, for as long as it may take.
 
-``TORTURE_SECONDS`` is the time of each judge, which then begins at a new seed; without it a judge
-takes the first few seeds. ``TORTURE_SEED`` runs one seed alone. The judges are written
-from the public documentation: stock torch, stock safetensors and plain arithmetic say what is
-right, and nothing private of the library is imported.
+``TORTURE_SECONDS`` is the time of each file of judges, which its tests share; without it each test
+runs a few seeds. They follow a first one, which is new in each run and printed at its end; with
+``TORTURE_FROM``, any text, it is the one of that text. ``TORTURE_SEED`` runs one seed alone. The
+judges are written from the public documentation: stock torch, stock safetensors and plain
+arithmetic say what is right, and nothing private of the library is imported.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable
 import pytest
 
 _NUM_SEEDS = 3
+_ROUNDS = "rounds of torture"
 
 Judge = Callable[[random.Random], None]
 
@@ -42,10 +44,11 @@ def torture(request: pytest.FixtureRequest) -> Callable[[Judge], None]:
     def run(judge: Judge) -> None:
         seconds = _number("TORTURE_SECONDS")
         given = _number("TORTURE_SEED")
-        seed = 0 if given is None else int(given)
-        if given is None and seconds is not None:
-            seed = random.SystemRandom().randrange(10**9)
-        print(f"first seed {seed}")
+        text = os.environ.get("TORTURE_FROM")
+        chance = random.Random(text) if text else random.SystemRandom()
+        seed = chance.randrange(10**9) if given is None else int(given)
+        if seconds is not None:
+            seconds /= sum(item.path == request.path for item in request.session.items)
         end = time.monotonic() + (seconds or 0.0)
         count = 0
 
@@ -54,16 +57,26 @@ def torture(request: pytest.FixtureRequest) -> Callable[[Judge], None]:
                 return count == (_NUM_SEEDS if given is None else 1)
             return count > 0 and time.monotonic() >= end
 
-        while not is_over():
-            try:
+        try:
+            while not is_over():
                 judge(random.Random(seed + count))
-            except BaseException as error:
-                error.add_note(
-                    f"Repeat it: TORTURE_SEED={seed + count} python -m pytest "
-                    f"'{request.node.nodeid}'"
-                )
-                raise
-            count += 1
-        print(f"{count} rounds")
+                count += 1
+        except BaseException as error:
+            error.add_note(
+                f"Repeat it: TORTURE_SEED={seed + count} python -m pytest '{request.node.nodeid}'"
+            )
+            raise
+        finally:
+            request.node.user_properties.append((_ROUNDS, (seed, count)))
 
     return run
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints how many rounds each judge passed, and from which seed."""
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, value in getattr(report, "user_properties", ()):
+                if name == _ROUNDS and report.when == "call":
+                    line = f"{value[1]} rounds from seed {value[0]}: {report.nodeid}"
+                    terminalreporter.write_line(line)

@@ -59,9 +59,14 @@ class _Plugin:
         self._record = recorder()
         self._seconds: dict[str, float] = {}
         self._others: set[str] = set()
+        self._file = ""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        file = item.nodeid.partition("::")[0]
+        if self._file and file != self._file:  # a process that dies loses one file's lines
+            self._save()
+        self._file = file
         self._record.start()
         self._record.switch_context(item.nodeid)
         try:
@@ -75,11 +80,13 @@ class _Plugin:
         self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.duration
 
     def pytest_sessionfinish(self) -> None:
+        self._save()
+
+    def _save(self) -> None:
         self._record.save()
-        for test in self._others:
-            del self._seconds[test]
+        passed = {test: s for test, s in self._seconds.items() if test not in self._others}
         path = Path(os.environ[_FOLDER]) / f"seconds-{os.getpid()}.json"
-        path.write_text(json.dumps(self._seconds))
+        path.write_text(json.dumps(passed))
 
 
 def pytest_configure(config: pytest.Config) -> None:

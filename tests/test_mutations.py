@@ -68,7 +68,12 @@ def _changed(source: str, kind: str) -> list[str]:
         (
             "early return",
             'def f() -> None:\n    """Does."""\n    g()',
-            ['def f() -> None:\n    """Does."""\n    return None; g()'],
+            ['def f() -> None:\n    """Does."""\n    return None\n    g()'],
+        ),
+        (
+            "early return",
+            "def f() -> None:\n    try:\n        g()\n    finally:\n        h()",
+            ["def f() -> None:\n    return None\n    try:\n        g()\n    finally:\n        h()"],
         ),
         ("early return", "def f() -> int:\n    g()", []),
         ("and/or swapped", "x = a and b or c", ["x = (a and b and c)", "x = (a or b) or c"]),

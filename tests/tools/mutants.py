@@ -231,7 +231,8 @@ def _early_return(source: _Source, node: ast.AST) -> Found:
         return
     if not any(isinstance(n, ast.Yield | ast.YieldFrom) for n in ast.walk(node)):
         start = source.start(body[0])
-        yield "early return", body[0], (Edit(start, start, b"return None; "),)
+        indent = source.content[source.content.rfind(b"\n", 0, start) + 1 : start]
+        yield "early return", body[0], (Edit(start, start, b"return None\n" + indent),)
 
 
 _FINDERS: tuple[Callable[[_Source, ast.AST], Found], ...] = (

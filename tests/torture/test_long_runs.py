@@ -153,7 +153,7 @@ def test_runs_of_a_thousand_steps_with_every_transition_leave_nothing_behind(
             run.checkpointer.wait()
             gc.collect()
             torch.accelerator.synchronize()
-            lines.append(count_lines(run.step))
+            lines.append(min(count_lines(run.step) for _ in range(3)))
             figures.append(
                 {
                     "device": torch.accelerator.memory_allocated(),

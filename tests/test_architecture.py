@@ -249,6 +249,21 @@ def log_faults(files: Tree) -> list[str]:
     ]
 
 
+def stream_faults(files: Tree) -> list[str]:
+    """Finds stream objects that are entered as they are: one that threads share swaps their current
+    streams.
+    """
+    return [
+        f"{file}:{node.lineno} enters {ast.unparse(item.context_expr)}: enter on_lane of it"
+        for file, tree in files.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.With)
+        for item in node.items
+        if isinstance(item.context_expr, ast.Name | ast.Attribute)
+        if re.search(r"(h2d|d2h|lane|stream)$", ast.unparse(item.context_expr))
+    ]
+
+
 def doors(files: Tree) -> list[str]:
     return [
         file
@@ -312,6 +327,10 @@ def test_no_error_is_passed_over_in_silence(package: Tree) -> None:
 
 def test_no_record_of_a_log_keeps_the_frames_of_an_error(package: Tree) -> None:
     assert log_faults(package) == []
+
+
+def test_no_stream_that_threads_share_is_entered_as_it_is(package: Tree) -> None:
+    assert stream_faults(package) == []
 
 
 def test_every_public_door_lists_its_names_in_order(package: Tree) -> None:
@@ -444,6 +463,17 @@ def test_an_error_that_is_given_to_a_logger_is_found(
 ) -> None:
     made_up(tmp_path, a=f"try:\n    f()\nexcept OSError as e:\n    log.warning('%s', {given})")
     assert bool(log_faults(parse(tmp_path))) == is_fault
+
+
+@pytest.mark.parametrize(
+    ("entered", "is_fault"),
+    [("self.h2d", True), ("no_grad(), lanes.d2h", True), ("on_lane(lanes.d2h)", False)],
+)
+def test_a_stream_that_is_entered_as_it_is_is_found(
+    tmp_path: Path, entered: str, is_fault: bool
+) -> None:
+    made_up(tmp_path, a=f"with {entered}:\n    pass")
+    assert bool(stream_faults(parse(tmp_path))) == is_fault
 
 
 def test_a_door_without_an_ordered_list_is_found(tmp_path: Path) -> None:

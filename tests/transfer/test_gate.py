@@ -78,8 +78,3 @@ def test_the_gate_forgets_reads_that_are_over(device):
         gate.reading([tensor], lanes.mark(lanes.d2h), lanes.d2h)
         _device.synchronize(device)
     assert len(gate) < 300
-
-
-def test_lanes_are_made_once_per_device(device):
-    assert lanes_of(device) is lanes_of(device)
-    assert lanes_of(device).h2d.stream_id != lanes_of(device).d2h.stream_id

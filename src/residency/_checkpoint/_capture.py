@@ -34,6 +34,7 @@ from residency._transfer import (
     lanes_of,
     local_of,
     memory_of,
+    on_lane,
     wait_for_homes,
     watch_optimizers,
 )
@@ -379,7 +380,7 @@ def _queue_copies(device: torch.device, groups: Sequence[tuple[Group, list[Held]
 def _copy_group(group: Group, members: Sequence[Held], lanes: Lanes, gate: Gate) -> None:
     for each in members:
         each.group = group
-    with lanes.d2h:
+    with on_lane(lanes.d2h):
         for each in members:
             each.host.copy_(each.block.span, non_blocking=True)
         if group.sums is not None:

@@ -36,7 +36,7 @@ from residency._handoff._park_ties import (
     ties_of,
 )
 from residency._modes import callers_modes_off
-from residency._transfer import Region, Run, SlabArena, copy_to_host, gate_of, lanes_of
+from residency._transfer import Region, Run, SlabArena, copy_to_host, gate_of, lanes_of, on_lane
 from residency._units import format_bytes
 
 # A pinned arena for each owner, so that the second parking of a module allocates nothing.
@@ -384,7 +384,7 @@ class Parking:
         if region is not None and region.num_bytes >= tie.num_bytes:
             lanes.load(target, [Run(region.slab, region.offset, 0, tie.num_bytes)])
             return
-        with lanes.h2d:
+        with on_lane(lanes.h2d):
             target.copy_(tie.as_bytes())
 
 

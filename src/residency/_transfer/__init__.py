@@ -2,7 +2,7 @@
 
 from residency._transfer._gate import Gate, copy_to_host, gate_of
 from residency._transfer._host_memory import available_host_bytes
-from residency._transfer._lanes import Lanes, Run, lanes_of, raw_bytes, reset_lanes
+from residency._transfer._lanes import Lanes, Run, lanes_of, on_lane, raw_bytes, reset_lanes
 from residency._transfer._lending import Lending, lending
 from residency._transfer._owner import (
     Incoming,
@@ -65,6 +65,7 @@ __all__ = [
     "moved",
     "mutating",
     "note_owned",
+    "on_lane",
     "owned_optimizers",
     "owner_of",
     "raw_bytes",

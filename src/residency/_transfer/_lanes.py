@@ -2,7 +2,7 @@
 
 Made once per device and kept: a stream per step would be an allocator pool per step. Invariant: the
 copies of a lane run in the order of their issue, so waiting for a lane's newest event waits for all
-before it.
+before it. All threads share the streams; each enters one by ``on_lane`` alone.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Lanes:
         Returns:
             The event after the copies.
         """
-        with self.h2d:
+        with on_lane(self.h2d):
             for run in runs:
                 target = slot.narrow(0, run.slot_offset, run.num_bytes)
                 source = run.slab.data.narrow(0, run.slab_offset, run.num_bytes)
@@ -79,7 +79,7 @@ class Lanes:
         Returns:
             The event after the copies.
         """
-        with self.d2h:
+        with on_lane(self.d2h):
             for buffer, runs in copies:
                 for run in runs:
                     target = run.slab.data.narrow(0, run.slab_offset, run.num_bytes)
@@ -101,6 +101,17 @@ def lanes_of(device: torch.device) -> Lanes:
 def reset_lanes() -> None:
     """Forgets the lanes, for tests that start from a fresh device."""
     _lanes.clear()
+
+
+def on_lane(lane: torch.Stream) -> torch.Stream:
+    """Returns a lane as an object of the caller's own, for one ``with``.
+
+    A stream object keeps what it displaced when it was entered. Threads that are in one object at
+    once would each take, as they leave, the stream of whoever entered last.
+    """
+    return torch.Stream(
+        stream_id=lane.stream_id, device_index=lane.device_index, device_type=lane.device_type
+    )
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:

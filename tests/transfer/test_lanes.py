@@ -1,0 +1,157 @@
+"""The copy streams of a device: each is one for all threads, and leaves each on its own stream."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import residency
+from residency import _device
+from residency._transfer import Run, Slab, lanes_of
+
+SECONDS = 60
+
+
+def test_lanes_are_made_once_per_device(device):
+    assert lanes_of(device) is lanes_of(device)
+    assert lanes_of(device).h2d.stream_id != lanes_of(device).d2h.stream_id
+
+
+# What uses a lane: each makes what it needs, and returns the use.
+
+
+def _step(device, tmp_path) -> Callable[[], Any]:
+    parameter = torch.nn.Parameter(torch.ones(512, device=device))
+    optimizer = residency.offload_optimizer(torch.optim.AdamW([parameter]))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer.step
+
+
+def _snapshot(device, tmp_path) -> Callable[[], Any]:
+    tree = {"weight": torch.ones(512, device=device)}
+    return lambda: residency.snapshot(tree)
+
+
+def _save(device, tmp_path) -> Callable[[], Any]:
+    tree = {"weight": torch.ones(512, device=device)}
+    checkpointer = residency.Checkpointer(tmp_path / threading.current_thread().name)
+
+    def save() -> None:
+        with checkpointer:
+            checkpointer.save(1, tree)
+
+    return save
+
+
+def _restore(device, tmp_path) -> Callable[[], Any]:
+    tree = {"weight": torch.ones(512, device=device)}
+    checkpointer = residency.Checkpointer(tmp_path / threading.current_thread().name)
+    checkpointer.save(1, tree)
+    checkpointer.wait()
+
+    def restore() -> None:
+        with checkpointer:
+            checkpointer.restore(tree, rng=False)
+
+    return restore
+
+
+def _park(device, tmp_path) -> Callable[[], Any]:
+    module = torch.nn.Linear(64, 8, device=device)
+    return lambda: residency.park(module)
+
+
+def _unpark(device, tmp_path) -> Callable[[], Any]:
+    module = torch.nn.Linear(64, 8, device=device)
+    residency.park(module)
+    return lambda: residency.unpark(module)
+
+
+def _unpark_of_what_is_not_where_it_was(device, tmp_path) -> Callable[[], Any]:
+    optimizer = torch.optim.SGD(
+        [torch.nn.Parameter(torch.ones(64, device=device))], lr=0.1, momentum=0.9
+    )
+    (parameter,) = optimizer.param_groups[0]["params"]
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    residency.park(optimizer)
+    optimizer.state[parameter]["momentum_buffer"].data = torch.ones(64)
+    return lambda: residency.unpark(optimizer)
+
+
+USES = (_step, _snapshot, _save, _restore, _park, _unpark, _unpark_of_what_is_not_where_it_was)
+
+
+@pytest.mark.parametrize("prepare", USES, ids=lambda use: use.__name__.strip("_"))
+def test_threads_that_are_in_a_lane_at_once_leave_on_their_own_streams(
+    device, tmp_path, monkeypatch, prepare
+):
+    """The thread that enters last leaves last, and has another stream than the first."""
+    lanes = {lanes_of(device).h2d.stream_id, lanes_of(device).d2h.stream_id}
+    ready, is_first_in, is_second_in, is_first_out = (threading.Event() for _ in range(4))
+    found: dict[str, tuple[int, int]] = {}
+    errors = []
+    copy = torch.Tensor.copy_
+
+    def copy_together(*args: Any, **options: Any) -> torch.Tensor:
+        if ready.is_set() and _device.current_stream(device).stream_id in lanes:
+            if threading.current_thread().name == "first":
+                is_first_in.set()
+                assert is_second_in.wait(SECONDS)
+            else:
+                is_second_in.set()
+                assert is_first_out.wait(SECONDS)
+        return copy(*args, **options)
+
+    def run(is_first: bool) -> None:
+        own = _device.new_stream(device)
+        torch.accelerator.set_stream(own)
+        use = prepare(device, tmp_path)
+        torch.accelerator.synchronize()
+        if is_first:
+            assert prepared.wait(SECONDS)
+            ready.set()
+        else:
+            prepared.set()
+            assert is_first_in.wait(SECONDS)
+        use()
+        found[threading.current_thread().name] = (
+            own.stream_id,
+            _device.current_stream(device).stream_id,
+        )
+        torch.accelerator.set_stream(own)
+        torch.accelerator.synchronize()
+
+    def run_and_tell(is_first: bool) -> None:
+        try:
+            run(is_first)
+        except BaseException as error:
+            errors.append(str(error))
+        finally:
+            (is_first_out if is_first else is_second_in).set()
+
+    prepared = threading.Event()
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_together)
+    threads = [
+        threading.Thread(target=run_and_tell, args=(name == "first",), name=name)
+        for name in ("first", "second")
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert all(after == own for own, after in found.values())
+    assert (len(found), errors) == (2, [])
+
+
+def test_an_error_in_a_lane_leaves_the_thread_on_its_own_stream(device):
+    before = _device.current_stream(device).stream_id
+    slot, slab = torch.empty(512, dtype=torch.uint8, device=device), Slab(512, pin=True)
+    with pytest.raises(RuntimeError):
+        lanes_of(device).load(slot, [Run(slab, 0, 256, 512)])
+    assert _device.current_stream(device).stream_id == before

@@ -280,6 +280,25 @@ def test_a_need_parks_whole_storages_and_few_bytes_more(device) -> None:
         assert torch.accelerator.memory_allocated() == before
 
 
+@pytest.mark.parametrize("need", [512 * 3, 512 * 3 + 1, "1GiB"])
+@pytest.mark.parametrize("gradients", ["move", "drop"])
+def test_a_need_that_takes_all_bytes_parks_what_has_none_too(device, need, gradients) -> None:
+    model = nn.Linear(128, 1, bias=False, device=device)  # with its gradient 1 KiB
+    model.buffer = nn.Buffer(torch.ones(128, device=device))
+    model.empty = nn.Parameter(torch.zeros(0, 3, device=device))
+    model.empty_buffer = nn.Buffer(torch.zeros(0, device=device))
+    model.window = nn.Buffer(model.buffer[:0])
+    model.attribute = model.empty_buffer.view(0, 1)
+    (model(torch.ones(128, device=device)).sum() + model.empty.sum()).backward()
+    assert park(model, need=need, gradients=gradients) == 512 * 3
+    tensors = [*model.parameters(), *model.buffers(), model.attribute]
+    assert len(tensors) == 6
+    assert all(tensor.is_cpu for tensor in tensors)
+    assert all(p.grad is None or p.grad.is_cpu for p in model.parameters())
+    unpark(model)
+    assert all(tensor.device == device for tensor in tensors)
+
+
 def test_each_parking_brings_back_what_it_took(device) -> None:
     model = nn.ParameterList([torch.zeros(128 * n, device=device) for n in (1, 2, 4)])
     first, second = Parking(model), Parking(model)

@@ -52,7 +52,8 @@ def park(
     Args:
         module: A module, FSDP2 and DDP too, or an optimizer, whose state is moved.
         need: Park only so many device bytes, as whole storages: bytes, or a string such as
-            ``"2GiB"``. None parks everything.
+            ``"2GiB"``. None parks everything, and so does a number that takes all bytes there are:
+            tensors without elements go then, too.
         gradients: ``"move"`` them with the rest, or ``"drop"`` them, as
             ``zero_grad(set_to_none=True)`` does.
         pin: Whether the host memory is page-locked.

@@ -404,7 +404,11 @@ def _with_gradients(chosen: Sequence[Tie], ties: Sequence[Tie]) -> list[Tie]:
 
 
 def _fewest(ties: Sequence[Tie], wanted: int) -> list[Tie]:
-    """Chooses storages that together have at least as many bytes, and few more."""
+    """Chooses storages that together have at least as many bytes, and few more; where that takes
+    every byte, those without bytes too, as their owner is then away as a whole.
+    """
+    if sum(tie.allocated_bytes for tie in ties) <= wanted:
+        return list(ties)
     chosen: list[Tie] = []
     left = wanted
     descending = sorted(ties, key=lambda tie: -tie.allocated_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from pathlib import Path
@@ -31,6 +32,12 @@ def whole(model: nn.Module, before: list[torch.Tensor]) -> bool:
     return all(p.device.type == "sim" for p in now) and all(
         torch.equal(one.cpu(), other) for one, other in zip(now, before, strict=True)
     )
+
+
+def wait_for(name: str) -> None:
+    deadline = time.monotonic() + 60
+    while not (FOLDER / name).exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def need_of_all() -> int:
@@ -101,14 +108,33 @@ def one_that_fails_for_another_reason_makes_all_raise() -> None:
 
 
 @pair
+def one_that_is_gone_is_told_with_the_reason() -> None:
+    model = make_model()
+    before = [p.detach().cpu().clone() for p in model.parameters()]
+    group = dist.new_group(backend="gloo")
+    dist.barrier(group)  # connects them
+    if dist.get_rank() == 1:
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        (FOLDER / "gone").touch()
+        return
+    wait_for("gone")
+    with (
+        pytest.raises(HandOffError, match=r"^A rank of the group is gone: .*\w"),
+        hand_off(need_of_all(), park=[model], group=group, timeout=60),
+    ):
+        pytest.fail("the body must not run")
+    assert whole(model, before)
+
+
+@pair
 def one_that_does_not_come_is_noticed() -> None:
     """The last case: gloo closes its connections after a timeout."""
     model = make_model()
     before = [p.detach().cpu().clone() for p in model.parameters()]
     if dist.get_rank() == 1:
-        deadline = time.monotonic() + 60
-        while not (FOLDER / "noticed").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for("noticed")
         return
     with (
         pytest.raises(HandOffError, match=r"Not all ranks of the group came within 6 s"),

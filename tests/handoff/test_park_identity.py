@@ -256,6 +256,47 @@ def test_the_call_of_modules_is_torchs_own_again_when_nothing_is_parked(device) 
     assert nn.Module.__call__ is torch_call
 
 
+def test_a_watch_that_begins_in_one_thread_while_the_last_one_ends_in_another_stays(
+    device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch_call = nn.Module.__call__
+    model = nn.Linear(4, 4).to(device)
+    ending, beginning = (_park_hooks.Notices({0: object()}) for _ in range(2))
+    has_come = threading.Event()  # to the lock, or past it
+    lock, set_call = _park_hooks._lock, _park_hooks._set_call
+
+    class Lock:
+        def __enter__(self) -> None:
+            if threading.current_thread() is thread:
+                has_come.set()
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    def begin() -> None:
+        beginning.put_up([model])
+        has_come.set()
+
+    def begin_meanwhile(function: object) -> None:
+        if function is torch_call:
+            thread.start()
+            assert has_come.wait(60)
+        set_call(function)
+
+    thread = threading.Thread(target=begin)
+    monkeypatch.setattr(_park_hooks, "_lock", Lock())
+    monkeypatch.setattr(_park_hooks, "_set_call", begin_meanwhile)
+    ending.put_up([model])
+    ending.take_down()
+    thread.join()
+    monkeypatch.undo()
+    watched = nn.Module.__call__
+    beginning.take_down()
+    assert watched is _park_hooks._call
+    assert nn.Module.__call__ is torch_call
+
+
 def test_a_function_put_around_the_call_meanwhile_stays(
     device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

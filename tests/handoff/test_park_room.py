@@ -62,6 +62,39 @@ def test_what_was_parked_fits_back_on_a_device_that_is_nearly_full(
     del others
 
 
+def test_runs_come_back_where_each_alone_would_ask_for_a_segment_that_is_too_large(
+    sim_device: torch.device,
+) -> None:
+    others = [torch.empty(236 * MIB, dtype=torch.uint8, device=sim_device)]
+    segment = torch.empty(20 * MIB, dtype=torch.uint8, device=sim_device)
+    del segment  # which the next ones share; after 14 MiB of its own, 4 MiB would ask for 20
+    model = nn.Module()
+    for size in (14, 2, 4):
+        others.append(torch.full((size * MIB,), size, dtype=torch.uint8, device=sim_device))
+    model.register_buffer("last", others.pop())
+    del others[2]
+    model.register_buffer("first", others.pop())
+    assert residency.park(model) == 18 * MIB
+    torch.accelerator.empty_cache()
+    assert residency.memory_state().free == 20 * MIB
+    residency.unpark(model)
+    assert all(buffer.device == sim_device for buffer in model.buffers())
+    assert [int(b.cpu().unique()) for b in model.buffers()] == [4, 14]
+
+
+def test_what_fits_comes_back_without_a_byte_of_the_cache_going_to_the_device(
+    sim_device: torch.device,
+) -> None:
+    model = nn.Linear(1024, 1024).to(sim_device)
+    residency.park(model)
+    cached = torch.empty(64 * MIB, dtype=torch.uint8, device=sim_device)
+    del cached
+    before = torch.accelerator.memory_reserved()
+    residency.unpark(model)
+    assert torch.accelerator.memory_reserved() >= before
+    assert all(p.device == sim_device for p in model.parameters())
+
+
 def test_what_does_not_fit_is_told_in_bytes_and_by_its_reason(sim_device: torch.device) -> None:
     model = nn.Module()
     for number in range(10):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 
 from residency import HandOffError, _device, hand_off
 from residency._handoff._residue import residue_lines
@@ -48,6 +49,16 @@ def test_what_the_driver_charges_is_told_apart_from_other_processes(
     assert "300.00 MiB  charged to this process beyond torch's allocator: its context" in found
     assert "charged to other processes" in found
     del kept
+
+
+def test_process_groups_that_have_memory_on_the_device_are_counted(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = {"first": "cuda:nccl", "second": "cpu:gloo,cuda:nccl", "third": "cpu:gloo"}
+    for group, backend in groups.items():  # as torch registers groups
+        monkeypatch.setitem(distributed_c10d._world.pg_map, group, (backend, None))
+    monkeypatch.setattr(_device, "charged_bytes", lambda _: 300 * MIB)
+    assert "its context, 2 communicators of process groups" in lines(device)
 
 
 def test_what_nobody_tells_apart_is_named_as_one(

@@ -25,6 +25,17 @@ def no_collector() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_collector")
+def test_bytes_are_those_of_each_storage_that_cycles_alone_have(device: torch.device) -> None:
+    kept = torch.ones(100, device=device)
+    tensors = (torch.ones(200, device=device), torch.ones(300, device=device), kept[:50])
+    for tensor in tensors:
+        cycle: list[Any] = [tensor, tensor.view(-1)]  # a storage of two tensors counts once
+        cycle.append(cycle)
+    del tensors, tensor, cycle
+    assert bytes_in_cycles(device) == (200 + 300) * kept.itemsize
+
+
+@pytest.mark.usefixtures("no_collector")
 def test_a_search_that_a_debugger_looked_into_keeps_nothing_once_that_lets_go(
     device: torch.device,
 ) -> None:

@@ -174,6 +174,7 @@ def _weak_keys(tensor: Any) -> Any:
 WAYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "dict": (lambda t: {"a": {1: t}}, "['a'][1]"),
     "key_tuple": (lambda t: {("a", 2): t}, "[('a', 2)]"),
+    "long_key_tuple": (lambda t: {(1, 2, 3, 4, 5): t}, "[(1, 2, 3, 4, ...)]"),
     "default_dict": (lambda t: collections.defaultdict(list, {"a": [t]}), "['a'][0]"),
     "ordered_dict": (lambda t: collections.OrderedDict(a=t), "['a']"),
     "list": (lambda t: [None, [t]], "[1][0]"),

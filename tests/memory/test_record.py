@@ -276,6 +276,7 @@ def test_an_unmodified_script_is_recorded_and_its_status_returned(tmp_path: Path
     assert done.stdout == "arguments --lr 1\n"
     assert f"recorded {tmp_path / 'run.jsonl'}" in done.stderr
     assert _phases(tmp_path / "run.jsonl") == ["optimizer_step", "optimizer_step", "save"]
+    assert _lines(tmp_path / "run.jsonl")[0]["peaks"] == "bounds"
     assert read_run(tmp_path / "run.jsonl").warnings == []
 
 
@@ -286,11 +287,12 @@ def test_a_module_is_recorded_and_the_hidden_sitecustomize_runs(tmp_path: Path) 
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text("print('theirs')")
     paths = os.pathsep.join([SOURCE, str(tmp_path / "site")])
-    command = ("-o", "out.jsonl", "--", sys.executable, "-m", "pkg")
+    command = ("-o", "out.jsonl", "--peaks", "exact", "--", sys.executable, "-m", "pkg")
     done = _record(tmp_path, *command, PYTHONPATH=paths)
     assert done.returncode == 3, done.stderr
     assert done.stdout.endswith("theirs\narguments\n")
     assert _phases(tmp_path / "out.jsonl") == ["optimizer_step", "optimizer_step", "save"]
+    assert _lines(tmp_path / "out.jsonl")[0]["peaks"] == "exact"
 
 
 OWN = """

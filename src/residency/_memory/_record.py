@@ -90,7 +90,7 @@ def record_process() -> None:
     The process gets a file with its first phase. For the time of a `record` of the program's own,
     its phases go to that one's file.
     """
-    peaks = os.environ.get(PEAKS_VARIABLE, PEAKS[0])
+    peaks = os.environ[PEAKS_VARIABLE]
     path = Path(os.environ[PATH_VARIABLE])
     block = _recording(Ledger(path, peaks=peaks, place=_place, is_shared=True), calls=True)
     block.__enter__()

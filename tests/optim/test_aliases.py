@@ -300,6 +300,53 @@ def test_memory_that_a_caller_puts_at_a_state_is_the_state(lab, replace, place):
     assert all(map(torch.equal, *results))
 
 
+def _exchanged(state, p, q):
+    # Python assigns from left to right: for a moment no entry has q's.
+    state[q]["exp_avg"], state[p]["exp_avg"] = state[p]["exp_avg"], state[q]["exp_avg"]
+
+
+def _out_and_back(state, p, q):
+    taken = state[q].pop("exp_avg")
+    state[q]["exp_avg"] = taken
+
+
+def _out_and_elsewhere(state, p, q):
+    taken = state.pop(q)
+    state[p]["exp_avg"] = taken["exp_avg"]
+    state[q] = {**taken, "exp_avg": torch.zeros_like(taken["exp_avg"])}
+
+
+def _replaced_and_in_turned(state, p, q):
+    taken = state[q]["exp_avg"]
+    state[q]["exp_avg"] = torch.ones_like(taken)
+    state[p]["exp_avg"] = taken.t()
+
+
+WAYS = [_exchanged, _out_and_back, _out_and_elsewhere, _replaced_and_in_turned]
+
+
+@pytest.mark.parametrize("replace", [None, "share_memory", "set_", "data of other strides"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_state_that_no_entry_has_for_a_while_is_live_again_in_its_next(lab, way, replace):
+    results = []
+    place = FEW["resident in part"]
+    for offload in (False, True):
+        optimizer, parameters = _three(lab, offload, place=place, foreach=False)
+        lab.take_steps(optimizer, parameters, range(2), missing=False)
+        kept = optimizer.state[parameters[1]]["exp_avg"]
+        if replace is not None:
+            REPLACEMENTS[replace](kept)
+        lab.take_steps(optimizer, parameters, [2], missing=False)
+        way(optimizer.state, *parameters[:2])
+        seen = []
+        for step in range(3, 6):
+            lab.take_steps(optimizer, parameters, [step], missing=False)
+            seen.append(kept.cpu().clone())
+            kept.mul_(0.5)
+        results.append([*seen, *_everything(lab, optimizer, parameters)])
+    assert all(map(torch.equal, *results))
+
+
 def test_a_load_leaves_alone_what_a_caller_has_kept(lab):
     results = []
     for offload in (False, True):

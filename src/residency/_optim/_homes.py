@@ -9,7 +9,8 @@ views of it, read and write them. So a step that finds one alive waits for its c
 it returns; one that nobody looks at does not wait. Assignments follow the tensors, too: a shown one
 that is assigned to another key takes its home along, and a home that is held, or has two entries,
 is never filled with another's bytes. Where a caller gives a shown tensor other memory (``.data =``,
-``set_``, ``share_memory_``), that is the home from then on.
+``set_``, ``share_memory_``), that is the home from then on. Such memory is known for as long as
+anybody has it, also while no entry does, as within an exchange of two entries.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from residency._errors import RefusedError
 from residency._modes import callers_modes_off
 from residency._optim._arrivals import Arrivals
-from residency._storages import bytes_over, is_dense, laid_over, overlapping
+from residency._storages import bytes_over, is_dense, laid_over, overlapping, span_of
 from residency._transfer import (
     Gate,
     Lanes,
@@ -115,6 +117,8 @@ class Homes:
         self._shown: dict[Home, Tensor] = {}
         self._held_views: weakref.WeakSet[Home] = weakref.WeakSet()
         self._of_callers: weakref.WeakSet[Home] = weakref.WeakSet()
+        # What they lie in, for longer: its storage, the first byte in that, and how many.
+        self._callers_memory: list[tuple[StorageWeakRef, int, int]] = []
         self._by_address: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
 
     def allocate(
@@ -272,6 +276,9 @@ class Homes:
         region = Region(Slab.over(whole), 0, align_up(whole.numel()))
         home = Home(tensor, region, wrapped_like(tensor, value), is_callers=True)
         self._of_callers.add(home)
+        known = [each for each in self._callers_memory if not each[0].expired()]  # type: ignore[no-untyped-call]  # torch's
+        weak = StorageWeakRef(whole.untyped_storage())  # type: ignore[no-untyped-call]  # torch's
+        self._callers_memory = [*known, (weak, int(whole.storage_offset()), whole.numel())]
         self._note_shown(home, value)
         return home
 
@@ -334,9 +341,22 @@ class Homes:
     def _is_among_homes(self, tensor: Tensor) -> bool:
         if not tensor.is_cpu or not tensor.numel():
             return False
-        return self.arena.holds(tensor) or any(
-            len(overlapping([tensor, home.tensor])) > 0 for home in self._of_callers
-        )
+        return self.arena.holds(tensor) or self._is_callers(tensor)
+
+    def _is_callers(self, tensor: Tensor) -> bool:
+        """Says whether a host tensor has bytes of a caller's memory that is, or was, a home."""
+        span = span_of(tensor)
+        if span is None:
+            return False
+        for weak, offset, num_bytes in self._callers_memory:
+            # Its address is asked for anew: a caller may have put the storage elsewhere. torch has
+            # no public way back from a weak reference.
+            storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+            if storage is not None:
+                first = storage.data_ptr() + offset
+                if first < span.last and span.first < first + num_bytes:
+                    return True
+        return False
 
     def beside(self, home: Home) -> list[Home]:
         """Returns a home and those that share bytes with it; none where it is alone."""

@@ -51,3 +51,12 @@ def test_every_error_is_a_residency_error_with_a_docstring(name: str) -> None:
     error = getattr(_errors, name)
     assert issubclass(error, ResidencyError)
     assert error.__doc__
+
+
+def test_a_warning_points_at_the_line_that_called_into_the_package() -> None:
+    names = {"__name__": "residency._inner._module", "warn": _errors.warn}
+    exec(compile("def inner(): warn('found')\ndef outer(): inner()", "module.py", "exec"), names)
+    with pytest.warns(UserWarning, match="found") as caught:
+        names["outer"]()
+    (warning,) = caught
+    assert warning.filename == __file__

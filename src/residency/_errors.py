@@ -1,4 +1,4 @@
-"""The errors of the package, one tree. Each also is the builtin that a caller would expect.
+"""The errors of the package, one tree, and its warnings. Each error is the builtin expected, too.
 
 ResidencyError
 ├── CheckpointError (RuntimeError)      a save or a restore could not be carried out
@@ -14,9 +14,13 @@ ResidencyError
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable
 
 _MOST_LETTERS = 1000
+_PACKAGE = __name__.partition(".")[0]
+_AROUND_CALLS = ("contextlib", "torch.utils._contextlib")  # whose decorators stand around ours
 
 
 def in_short(text: str) -> str:
@@ -26,6 +30,18 @@ def in_short(text: str) -> str:
         return text
     half = _MOST_LETTERS // 2
     return f"{text[:half]} [{more} letters more] {text[-half:]}"
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns, at the line of the program that called into this package."""
+    level, frame = 2, sys._getframe(1)
+    while _is_inside(str(frame.f_globals.get("__name__"))) and frame.f_back is not None:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
+
+
+def _is_inside(module: str) -> bool:
+    return module in _AROUND_CALLS or module.partition(".")[0] == _PACKAGE
 
 
 class ResidencyError(Exception):

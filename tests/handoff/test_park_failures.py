@@ -223,8 +223,9 @@ def test_graphs_that_may_have_captured_the_parameters_are_warned_about(device) -
     model = make(device)
     with torch.get_device_module().use_mem_pool(pool):
         captured = torch.ones(4096, device=device)
-    with pytest.warns(UserWarning, match="captured graph"):
+    with pytest.warns(UserWarning, match="captured graph") as caught:
         park(model)
+    assert [warning.filename for warning in caught] == [__file__]  # the line that parks
     unpark(model)
     del captured, pool
 

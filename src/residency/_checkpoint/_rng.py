@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import sys
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from residency import _device
 from residency._checkpoint._disk._manifest import MANIFEST
 from residency._checkpoint._nodes import TENSOR, TUPLE, Node, is_plain_dict, kind_of
-from residency._errors import CorruptSaveError
+from residency._errors import CorruptSaveError, warn
 
 _NAMES = ("python", "numpy", "torch", "accelerator")
 
@@ -85,10 +84,9 @@ def restore(values: Mapping[str, Any]) -> None:
     device = _device.accelerator()
     if device is None or device.type != saved["type"]:
         here = "no accelerator" if device is None else f"an accelerator of type {device.type!r}"
-        warnings.warn(
+        warn(
             f"the random state of an accelerator of type {saved['type']!r} was saved, and here is "
             f"{here}; its generator is left as it is.",
-            stacklevel=2,
         )
         return
     _device.set_rng_state(saved["state"], device)

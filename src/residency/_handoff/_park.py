@@ -16,14 +16,13 @@ for each owner in its list, made anew for each hand-off:
 
 from __future__ import annotations
 
-import warnings
 import weakref
 
 from torch import nn
 from torch.optim import Optimizer
 
 from residency import _device
-from residency._errors import InvalidArgumentError, RefusedError
+from residency._errors import InvalidArgumentError, RefusedError, warn
 from residency._handoff._park_tensors import Gradients, Owner, tensors_of
 from residency._handoff._parking import Parking
 from residency._units import format_bytes, parse_bytes
@@ -84,10 +83,9 @@ def park(
     _warn_of_graphs(parking)
     shared = parking.num_bytes_shared
     if shared and (need_bytes is None or freed < need_bytes):
-        warnings.warn(
+        warn(
             f"{format_bytes(shared)} of this {type(module).__name__} stay on the device: somebody "
             "else holds the same storages. residency.holders() names who.",
-            stacklevel=2,
         )
     return freed
 
@@ -145,11 +143,10 @@ def _warn_of_graphs(parking: Parking) -> None:
     if device is None or not parking.is_parked:
         return
     if _device.private_pool_bytes(device, _device.allocator_figures(device)):
-        warnings.warn(
+        warn(
             "a captured graph, or another private pool, holds memory on this device. A graph that "
             "was captured over parked tensors reads other bytes when it is replayed: capture it "
             "anew after residency.unpark.",
-            stacklevel=3,
         )
 
 

@@ -133,8 +133,9 @@ def test_parameters_find_their_states_whatever_else_is_in_the_call(checkpointer,
             assert torch.equal(found, optimizer.state[model.weight]["exp_avg"])
     if not beside:
         here = {"model": other, "optimizer": others_optimizer, "average": nn.Linear(3, 3)}
-        with pytest.warns(UserWarning, match="average"):
+        with pytest.warns(UserWarning, match="average") as warned:
             checkpointer.restore(here, strict=False)
+        assert warned[0].filename == __file__
 
 
 def test_values_of_ones_own_under_the_name_of_the_generators_are_no_generators(checkpointer):

@@ -107,8 +107,9 @@ def test_what_does_not_fit_is_refused_with_nothing_changed_or_left_out(device, t
     for part in ("surplus", "scale", "inner.bias: saved shape (4,), here (65,)"):
         assert part in str(caught.value)
     assert all(torch.equal(v, before[n]) for n, v in values_of(second).items())
-    with pytest.warns(UserWarning, match="surplus"):
+    with pytest.warns(UserWarning, match="surplus") as warned:
         found = load_into(second, tmp_path / "model.pt", strict=False)
+    assert warned[0].filename == __file__
     assert found.unexpected == ("surplus",)
     assert found.missing == ("scale",)
     assert torch.equal(second.inner.weight.cpu(), first.inner.weight.cpu())

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from residency._checkpoint._disk._system import (
     read_bytes,
     write_bytes,
 )
-from residency._errors import RefusedError
+from residency._errors import RefusedError, warn
 from residency._registries import WeakRegistry
 
 _TAKEN = frozenset({errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES})
@@ -67,11 +66,10 @@ class FileLock:
                     return False
                 raise
             self.is_enforced = False
-            warnings.warn(
+            warn(
                 f"{self.path.parent} is on a file system without locks ({error}): a second writer "
                 "is not noticed, and what a dead one left is not removed.",
                 RuntimeWarning,
-                stacklevel=2,
             )
         except BaseException:
             self.give_back()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from residency._checkpoint._disk._publish import CheckpointDirectory
 from residency._checkpoint._job import Ranks
 from residency._checkpoint._progress import progress_bar
 from residency._checkpoint._restore._state import PlannedState, plan_state
-from residency._errors import CorruptSaveError, RefusedError
+from residency._errors import CorruptSaveError, RefusedError, warn
 
 _MOST_ATTEMPTS = 100  # beside a writer that removes or replaces each save that is tried
 _Identity = tuple[int, int]
@@ -66,7 +65,7 @@ class Attempts:
                     _add_what_was_changed(error, candidate[0], touched)
                     raise
                 if not is_gone:  # else another save has taken its place meanwhile
-                    warnings.warn(f"{error} An older save is tried.", stacklevel=3)
+                    warn(f"{error} An older save is tried.")
             else:
                 return candidate[0]
 

@@ -8,7 +8,6 @@ Settings that say how a step computes (`_HOW`) stay those of the optimizer that 
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from residency._checkpoint._nodes import kind_of
 from residency._checkpoint._restore._plan import Plan
 from residency._checkpoint._restore._waiting import PlainReception, receive_plain, replaced
 from residency._checkpoint._tree import ParameterName
+from residency._errors import warn
 from residency._transfer import Incoming, Reception, moved, owner_of
 
 Thunk = Callable[[], Any]
@@ -270,10 +270,9 @@ def _set(group: dict[str, Any], key: str, value: Any) -> None:
 def _run_hooks(path: str, optimizer: Optimizer) -> None:
     hooks: Any = optimizer.__dict__
     if hooks.get("_optimizer_load_state_dict_pre_hooks"):
-        warnings.warn(
+        warn(
             f"{path} has load_state_dict pre-hooks, which a restore does not run: it reads into "
             "the state in place and has no state dict for them.",
-            stacklevel=2,
         )
     for hook in list((hooks.get("_optimizer_load_state_dict_post_hooks") or {}).values()):
         hook(optimizer)

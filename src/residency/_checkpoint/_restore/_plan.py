@@ -6,7 +6,6 @@ Invariant: making a plan changes nothing. A plan that is refused leaves every ob
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from residency._checkpoint._disk._read import Checksums
 from residency._checkpoint._restore._boxes import Box
 from residency._checkpoint._sources._stored import Stored
 from residency._checkpoint._tree import layout_problem
-from residency._errors import RefusedError, in_short
+from residency._errors import RefusedError, in_short, warn
 from residency._storages import overlaps_itself
 from residency._transfer import is_sharded, local_of
 
@@ -159,7 +158,7 @@ class Plan:
                 f"{what} does not fit; nothing was changed. Cast or rename what differs, or pass "
                 f"strict=False to leave it out.\n{found}"
             )
-        warnings.warn(f"{what} does not fit; this is left out:\n{found}", stacklevel=3)
+        warn(f"{what} does not fit; this is left out:\n{found}")
         return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ from residency._checkpoint._restore._fill import fill, staging_bytes_of
 from residency._checkpoint._restore._overlaps import settle_overlaps
 from residency._checkpoint._restore._plan import Differences, Plan
 from residency._checkpoint._sources._own import Saved, StoredSave, saved_for_rank
-from residency._errors import CorruptSaveError, RefusedError
+from residency._errors import CorruptSaveError, RefusedError, warn
 
 RNG = "rng"  # the top-level name that is not the caller's
 
@@ -145,10 +144,9 @@ def _carry_out(plan: Plan, staging_bytes: int, on_bytes: Callable[[int], None] |
 
 def _plan_generators(plan: Plan, document: DocumentPlan, saved: Saved) -> None:
     if not saved.is_own_rank:
-        warnings.warn(
+        warn(
             "the save is of another number of ranks, so the random states are left as they "
             "are: none of them is this rank's.",
-            stacklevel=3,
         )
         return
     node = saved.tree[RNG]

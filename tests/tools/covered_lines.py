@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,8 @@ import coverage
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+_MEMORY_BYTES = 64 << 30  # of addresses, most of which nothing is behind
+_FILE_BYTES = 4 << 30
 _FOLDER = "COVERED_LINES_FOLDER"
 _LEFT_OUT = ("tests/sim", "tests/torture", "tests/verl", "tests/test_mutations.py")
 
@@ -123,6 +126,14 @@ class Lines:
         return self._seconds[test]
 
 
+def limit() -> None:
+    """Keeps this process, in which a mutant may run, from taking all memory or all of the disk; a
+    test that wants more than that fails, and so is no judge.
+    """
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_FILE_BYTES, _FILE_BYTES))
+
+
 def record(root: Path, out: Path, arguments: Sequence[str] = ()) -> int:
     """Runs the tests of a checkout, and writes ``out`` and the seconds beside it.
 
@@ -136,7 +147,9 @@ def record(root: Path, out: Path, arguments: Sequence[str] = ()) -> int:
         left_out = [f"--ignore={path}" for path in _LEFT_OUT]
         command = [sys.executable, "-m", "pytest", "-q", "-p", "covered_lines", *left_out]
         options = ["-p", "no:cacheprovider", "--timeout=900", "-n", "2", "--dist", "loadfile"]
-        code = subprocess.call([*command, *options, *arguments], cwd=root, env=environment)
+        code = subprocess.call(
+            [*command, *options, *arguments], cwd=root, env=environment, preexec_fn=limit
+        )
         data = coverage.CoverageData(str(out))
         data.erase()
         for part in sorted(Path(folder).glob("lines.*")):

@@ -22,7 +22,6 @@ import dataclasses
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -33,13 +32,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import mutants
-from covered_lines import Lines
+from covered_lines import Lines, limit
 from mutants import KINDS, PACKAGES, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 _HANG_SECONDS = 180  # on a busy machine, too
-_MEMORY_BYTES = 64 << 30  # of addresses, most of which nothing is behind
-_FILE_BYTES = 4 << 30
 
 _JUDGES = {
     "_transfer": ("test_programs.py", "test_saves.py"),
@@ -189,7 +186,7 @@ class Runner:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_limit,
+                preexec_fn=limit,
             )
             try:
                 code: int | None = process.wait(seconds + 2 * _HANG_SECONDS)
@@ -206,11 +203,6 @@ class Runner:
 def _undecided(mutant: Mutant) -> Result:
     fields = ("name", "package", "file", "line", "kind", "was", "now")
     return Result(**{field: getattr(mutant, field) for field in fields}, state="survived")
-
-
-def _limit() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (_FILE_BYTES, _FILE_BYTES))
 
 
 def _judge(result: Result, code: int | None, output: str) -> None:

@@ -75,10 +75,7 @@ class Transitions(Program):
             try:
                 freed = residency.park(owner, need=need, pin=pin)
             except residency.RefusedError as error:
-                known = KNOWN["park refuses a part of a module that is parked already"]
-                if owner is self.ours or (owner is not self.optimizer and not known):
-                    raise
-                self.log[-1] += f" refused {error}"
+                self.note_refusal(owner, error)
                 return
         after = torch.accelerator.memory_allocated()
         if quiet:
@@ -88,6 +85,13 @@ class Transitions(Program):
             if owner is self.ours and (need is None or freed < need):
                 stay = [n for n, t in tensors_of(self.ours).items() if t.device.type != "cpu"]
                 assert not stay, (need, freed, before, after, stay)
+
+    def note_refusal(self, owner: Any, error: residency.RefusedError) -> None:
+        """Logs that an owner was not parked, where that is known; raises the error elsewhere."""
+        known = KNOWN["park refuses a part of a module that is parked already"]
+        if owner is self.ours or (owner is not self.optimizer and not known):
+            raise error
+        self.log[-1] += f" refused {error}"
 
     def is_split(self) -> bool:
         """Says whether an offloaded optimizer's parameters are in two places, which is refused."""
@@ -264,7 +268,10 @@ class Transitions(Program):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if which == "park":
-                self.interrupt(lambda: residency.park(owner))
+                try:
+                    self.interrupt(lambda: residency.park(owner))
+                except residency.RefusedError as error:
+                    self.note_refusal(owner, error)
             elif which == "unpark":
                 residency.park(self.ours)
                 self.interrupt(lambda: residency.unpark(self.ours))

@@ -110,3 +110,15 @@ def test_a_state_that_comes_later_keeps_to_the_slots(lab, slots):
         optimizer.step()
         torch.accelerator.synchronize()
         assert torch.accelerator.max_memory_allocated() - before <= slots * 4 * num_bytes
+
+
+@pytest.mark.parametrize("missing_bytes", [0, 1])
+def test_states_stay_in_order_where_the_bound_has_room_for_their_last_byte(lab, missing_bytes):
+    parameters = lab.parameters(shapes=[(size,) for size in SIZES[:2]])
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    lab.take_steps(optimizer, parameters, range(1), missing=False)
+    residency.offload_optimizer(optimizer, resident=sum(NUM_BYTES[:2]) - missing_bytes)
+    for step in (1, 2):
+        places = [optimizer.state[p]["momentum_buffer"].device.type for p in parameters]
+        assert places == [lab.device.type, "cpu" if missing_bytes else lab.device.type]
+        lab.take_steps(optimizer, parameters, [step], missing=False)

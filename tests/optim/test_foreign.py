@@ -2,6 +2,7 @@
 
 import abc
 import collections
+import copy
 import threading
 
 import pytest
@@ -340,3 +341,54 @@ def test_attributes_of_a_class_of_torch_are_shared_whatever_they_are(lab):
     # The first step knew as well as the second what state there is.
     assert optimizer.statistics().num_buckets == num_buckets > 1
     assert optimizer.param_groups[0]["guard"] is optimizer.guard
+
+
+PLACES = set()
+
+
+class Unforeseen(torch.optim.Optimizer):
+    """Looks at a value in its first step, which tensors without bytes do not have, and keeps
+    scalars of the host beside its tensors. Where steps found them is in ``PLACES``.
+    """
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if "average" not in state:
+                    state["step"] = torch.zeros(())
+                    state["average"] = torch.full_like(p, p.grad.abs().max().item())
+                if "scale" not in state and p.dim() > 0:
+                    state["scale"] = torch.ones(())
+                tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
+                PLACES.update((p.device, p.dim(), key, v.device) for key, v in tensors.items())
+                state["step"] += 1
+                state["average"].lerp_(p.grad, 0.1)
+                p.sub_(state["average"], alpha=group["lr"] / state["step"].item())
+
+
+def test_a_load_that_cannot_foresee_a_step_puts_scalars_where_a_first_step_does(lab):
+    shapes = ((33,), (), (16, 16))
+    others = lab.parameters(shapes=shapes)
+    plain = Unforeseen(others, lr=1e-2)
+    PLACES.clear()
+    lab.take_steps(plain, others, range(2), missing=False)
+    expected = {place for place in PLACES if place[0] == lab.device}
+    saved = copy.deepcopy(plain.state_dict())
+    parameters = lab.parameters(shapes=shapes)
+    resumed = residency.offload_optimizer(Unforeseen(parameters, lr=1e-2))
+    with torch.no_grad():
+        for p, other in zip(parameters, others, strict=True):
+            p.copy_(other)
+    resumed.load_state_dict(saved)
+    lab.take_steps(plain, others, range(2, 4), missing=False)
+    PLACES.clear()
+    lab.take_steps(resumed, parameters, range(2, 4), missing=False)
+    lab.assert_equal(lab.read(resumed, parameters), lab.read(plain, others))
+    assert {place for place in PLACES if place[0] == lab.device} == expected

@@ -216,3 +216,32 @@ def test_master_weights_are_refused_where_nothing_streams_and_cannot_be_undone(l
     assert type(on_host) is torch.optim.AdamW
     with pytest.raises(residency.InvalidArgumentError, match="master_weights is 1"):
         residency.offload_optimizer(on_host, master_weights=1)
+
+
+@pytest.mark.parametrize("resident", [0, "1MiB"])
+def test_a_save_without_masters_is_restored_into_masters_wherever_their_state_is(
+    lab, tmp_path, resident
+):
+    saved = lab.parameters(dtype=torch.bfloat16)
+    plain = torch.optim.AdamW(lab.groups(saved), lr=1e-2)
+    lab.take_steps(plain, saved, range(2), missing=False)
+    with residency.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"parameters": saved, "optimizer": plain})
+    found = []
+    for how in ("restored", "loaded"):
+        optimizer, parameters = streamed(lab, resident=resident)
+        lab.take_steps(optimizer, parameters, range(1), missing=False)
+        if how == "restored":
+            into = {"parameters": parameters, "optimizer": optimizer}
+            residency.Checkpointer(tmp_path).restore(into, rng=False)
+        else:
+            with torch.no_grad():
+                for p, value in zip(parameters, saved, strict=True):
+                    p.copy_(value)
+            optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+        for p in parameters:
+            on = lab.device if resident else torch.device("cpu")
+            assert {optimizer.state[p][key].device for key in ("exp_avg", "exp_avg_sq")} == {on}
+        lab.take_steps(optimizer, parameters, range(2, 4), missing=False)
+        found.append(lab.read(optimizer, parameters))
+    lab.assert_equal(*found)

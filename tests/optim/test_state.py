@@ -257,3 +257,43 @@ def test_a_resident_state_is_the_parameters_and_not_that_of_whoever_gets_its_add
     state = optimizer.state.pop(parameters[0])
     assert parameters[0] not in resident
     assert not state.is_resident
+
+
+class Looking(torch.optim.SGD):
+    """Lets somebody look in the midst of a step."""
+
+    look = None
+
+    def step(self, closure=None):
+        if Looking.look is not None:
+            Looking.look()
+        return super().step(closure)
+
+
+def test_a_state_that_is_taken_in_the_midst_of_a_step_has_its_bytes_after_it(lab, monkeypatch):
+    parameters = lab.parameters()
+    optimizer = Looking(parameters, lr=0.1, momentum=0.9)
+    residency.offload_optimizer(optimizer, bucket=lab.bucket)
+    lab.take_steps(optimizer, parameters, range(1), missing=False)
+    taken = []
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            Looking,
+            "look",
+            lambda: taken or taken.append(optimizer.state[parameters[0]]["momentum_buffer"]),
+        )
+        lab.take_steps(optimizer, parameters, range(1, 2), missing=False)
+    seen = taken[0].clone()
+    assert torch.equal(seen, optimizer.state[parameters[0]]["momentum_buffer"])
+
+
+def test_priming_waits_for_copies_home_into_the_memory_that_it_zeroes(lab):
+    parameters = lab.parameters(shapes=((64, 40),) * 3)
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    residency.offload_optimizer(optimizer, bucket=4096)
+    lab.take_steps(optimizer, parameters, range(1), missing=False)
+    optimizer.state.pop(parameters[0])  # while copies home are under way
+    optimizer.prime()
+    found = [optimizer.state[p]["momentum_buffer"] for p in parameters]
+    assert not found[0].any()
+    assert all(torch.equal(f, p.grad.cpu()) for f, p in zip(found[1:], parameters[1:], strict=True))

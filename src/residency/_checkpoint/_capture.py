@@ -35,7 +35,6 @@ from residency._transfer import (
     local_of,
     memory_of,
     on_lane,
-    wait_for_homes,
     watch_optimizers,
 )
 from residency._units import parse_bytes
@@ -253,7 +252,6 @@ class Capture:
         """Copies what the host has, and queues the copies of what a device has."""
         to_copy = [h for h in self.held if h.block.lent is None and h.block.num_bytes]
         on_host = [each for each in to_copy if each.block.span.is_cpu]
-        wait_for_homes([each.block.span for each in on_host])
         for each in on_host:
             each.host.copy_(each.block.span)
             each.block.span = _NO_BYTES

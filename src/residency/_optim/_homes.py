@@ -5,12 +5,13 @@ and never while a save reads them.
 
 [Note: what callers hold] A caller who reads a state gets a tensor over its home's bytes with a
 storage of its own, the shown one. It is the live state, as without an offload: he may keep it and
-views of it, read and write them. So a step that finds one alive waits for its copies home before
-it returns; one that nobody looks at does not wait. Assignments follow the tensors, too: a shown one
-that is assigned to another key takes its home along, and a home that is held, or has two entries,
-is never filled with another's bytes. Where a caller gives a shown tensor other memory (``.data =``,
-``set_``, ``share_memory_``), that is the home from then on. Such memory is known for as long as
-anybody has it, also while no entry does, as within an exchange of two entries.
+views of it, read and write them. So a step that finds one alive, at its begin or its end, waits for
+its copies home before it returns; one that nobody looks at does not wait. Assignments follow the
+tensors, too: a shown one that is assigned to another key takes its home along, and a home that is
+held, or has two entries, is never filled with another's bytes. Where a caller gives a shown tensor
+other memory (``.data =``, ``set_``, ``share_memory_``), that is the home from then on. Such memory
+is known for as long as anybody has it, also while no entry does, as within an exchange of two
+entries.
 """
 
 from __future__ import annotations

@@ -7,11 +7,10 @@ lent has the bytes of the moment of the loan until it is given back.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -58,13 +57,6 @@ class OffloadOwner:
             else inner
             for key, inner in states.items()
         }
-
-    def under_way(self, optimizer: Any) -> Iterator[tuple[Tensor, torch.Event]]:
-        """Yields the homes into which a step's copies are still under way; see ``StateOwner``."""
-        for inner in list(dict.values(optimizer.state)):
-            written = inner.written if isinstance(inner, ParameterState) else None
-            if written is not None and not written.query():
-                yield from ((home.tensor, written) for home in _homes_of(inner))
 
     def set_spare(self, optimizer: Any, num_bytes: int | None) -> None:
         """Sets and allocates what steps may take while states are lent; see ``StateOwner``."""

@@ -57,8 +57,7 @@ class PreparedLoad:
     def finish(self, optimizer: Optimizer, state: State, homes: Homes) -> None:
         """Fills the homes and puts groups, attributes and state in place."""
         state.fence()
-        if homes.newest is not None:
-            homes.newest.synchronize()  # a new home's range may have belonged to a copy under way
+        homes.fence()  # a new home's range may have belonged to a copy under way
         state.residents.become(self.resident)
         optimizer.__dict__.update(self.attributes)
         optimizer.param_groups = self.groups
@@ -212,7 +211,7 @@ def device_rule(
     inner = offload.state.peek(parameter) if offload.state is not None else None
 
     def needs_device(key: str, value: Tensor) -> bool:
-        if schema is not None:
+        if schema is not None and key not in schema.unseen:
             return key in schema.device or value.dim() > 0
         if inner is not None and isinstance(dict.get(inner, key), Tensor):
             return inner.is_on_device(key)

@@ -131,9 +131,7 @@ def prime_state(optimizer: Optimizer, offload: Offload, homes: Homes, state: Sta
         if member.parameter not in offload.resident:
             homes.reserve(member.parameter, schema.device)
         schemas[member.parameter] = schema
-    state.fence()
-    if homes.newest is not None:
-        homes.newest.synchronize()
+    homes.fence()
     made: dict[Tensor, dict[str, Any]] = {}
     for parameter, schema in schemas.items():
         reserved = homes.reserved_for(parameter)

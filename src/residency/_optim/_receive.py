@@ -42,6 +42,7 @@ class Received:
     resident: Residents
     targets: dict[tuple[Tensor, str], Tensor] = field(default_factory=dict)
     homes: dict[tuple[Tensor, str], Home] = field(default_factory=dict)
+    staying: set[tuple[Tensor, str]] = field(default_factory=set)  # on the device
 
     def finish(self, values: Mapping[tuple[Tensor, str], Any], loose: Mapping[Any, Any]) -> None:
         """Makes the homes that were filled the optimizer's state; see ``Reception``."""
@@ -60,13 +61,12 @@ class Received:
         found = self.targets.get((parameter, key))
         if found is None:
             return Entry(values[parameter, key])
-        home = self.homes.get((parameter, key))
         if self.offload.has_master(parameter):
             found = as_masters_state(found, parameter)
-        if home is None and parameter in self.resident and found.dim() > 0:
+        if (parameter, key) in self.staying:
             assert self.offload.homes is not None
             found = moved(found, self.offload.homes.device)
-        return Entry(found, home)
+        return Entry(found, self.homes.get((parameter, key)))
 
 
 def receive_state(
@@ -83,8 +83,7 @@ def receive_state(
     assert offload.homes is not None
     assert offload.state is not None
     offload.state.fence()
-    if offload.homes.newest is not None:
-        offload.homes.newest.synchronize()  # what is read into must have no copy under way
+    offload.homes.fence()  # what is read into must have no copy under way
     received = Received(optimizer, offload, states, Residents(offload.resident_bytes))
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     for parameter, entries in states.items():
@@ -116,6 +115,7 @@ def _place(
     if not is_on_device:
         return _empty(like, torch.device("cpu"))
     if parameter in received.resident:
+        received.staying.add((parameter, key))
         inner = offload.state.peek(parameter)
         there = dict.get(inner, key) if inner is not None else None
         if isinstance(there, Tensor) and not there.is_cpu and _layout(there) == _layout(like):

@@ -37,7 +37,7 @@ class Residents:
 
     def allow_owner(self, owner: int, num_bytes: int) -> bool:
         """Is ``allow`` for the parameter with this ``id``."""
-        others = sum(self._allowed.values()) - self._allowed.get(owner, 0)
+        others = sum(n for other, n in self._allowed.items() if other != owner)
         if others + num_bytes > self._budget_bytes:
             return False
         self._allowed[owner] = num_bytes

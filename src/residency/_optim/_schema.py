@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,11 +41,13 @@ class Schema:
         device: By key, what it keeps on the device, as meta tensors (a ``DTensor`` around one).
         values: All that it makes, by key, in the order in which it does; those of ``device`` too.
         later: What the steps right after it make besides, of the kind of ``device``.
+        unseen: Keys of ``device`` that may be scalars of the host: they are counted all the same.
     """
 
     device: dict[str, Tensor]
     values: dict[str, Any] = field(default_factory=dict)
     later: dict[str, Tensor] = field(default_factory=dict)
+    unseen: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,9 @@ def state_schema(
             if schema is None or not has_master:
                 return schema
             master = {MASTER: master_like(parameter)}
-            return Schema({**master, **schema.device}, {**master, **schema.values}, schema.later)
+            return replace(
+                schema, device={**master, **schema.device}, values={**master, **schema.values}
+            )
     finally:
         torch.set_rng_state(random_state)
 
@@ -130,6 +134,7 @@ def _tried_out(
         # Fused steps keep `step` on the device; on meta tensors none is fused.
         if isinstance(value, Tensor) and (not value.is_cpu or (key == "step" and is_fused))
     }
+    unseen: frozenset[str] = frozenset()
     if not is_whole:
         small = torch.ones([_SMALL] * parameter.dim(), dtype=stand.dtype)
         states, is_whole, _ = _state_after(optimizer, base, group, small)
@@ -140,10 +145,12 @@ def _tried_out(
             if scaled is None:
                 return None
             found, made = states, scaled
+            unseen = frozenset(key for key, value in scaled.items() if value.dim() == 0)
     device = _as_shards(made, stand, parameter)
     if device is None:
         return None
-    return Schema(device, {**found, **device}, _as_shards(later, stand, parameter) or {})
+    later = _as_shards(later, stand, parameter) or {}
+    return Schema(device, {**found, **device}, later, unseen)
 
 
 def _scaled(states: dict[str, Any], small: Tensor, stand: Tensor) -> dict[str, Tensor] | None:

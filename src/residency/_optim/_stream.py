@@ -86,6 +86,8 @@ class StreamedStep:
             self._shared.held = set(self._homes.held())
             self._take(plan)
             self._finish(plan)
+            if self._shared.held or self._homes.held():  # [Note: what callers hold]
+                self._homes.fence()
         except BaseException as error:
             self._stop()
             if self._num_done == self._num_parts:
@@ -94,8 +96,6 @@ class StreamedStep:
             raise
         finally:
             self._offload.leave_plan()
-            if self._shared.held:  # [Note: what callers hold]
-                self._homes.fence()
 
     def _finish(self, plan: Plan) -> None:
         """Makes group values, attributes and figures those after the step."""

@@ -16,7 +16,6 @@ from residency._transfer._owner import (
     register_forecast,
     register_owner,
     states_to_come,
-    wait_for_homes,
 )
 from residency._transfer._sharding import is_sharded, local_of, moved, wrapped_like
 from residency._transfer._slab import (
@@ -73,7 +72,6 @@ __all__ = [
     "register_owner",
     "reset_lanes",
     "states_to_come",
-    "wait_for_homes",
     "watch_optimizers",
     "wrapped_like",
     "written_by_steps",

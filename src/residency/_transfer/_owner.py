@@ -7,8 +7,7 @@ lends its bytes to a save and how it takes a restore's.
 from __future__ import annotations
 
 import sys
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 
 from residency._registries import WeakRegistry
-from residency._storages import span_of
 from residency._transfer._lending import lending
 
 
@@ -152,11 +150,6 @@ class StateOwner(Protocol):
             RefusedError: The host has no room for what steps take meanwhile.
         """
 
-    def under_way(self, optimizer: Any) -> Iterable[tuple[Tensor, torch.Event]]:
-        """Yields the states on the host whose bytes are still to come, each with the event after
-        them.
-        """
-
     def set_spare(self, optimizer: Any, num_bytes: int | None) -> None:
         """Sets how much host memory steps may take while states are lent, and allocates it.
 
@@ -211,32 +204,6 @@ def owned_optimizers() -> list[Any]:
     the tensors of a state and not the optimizer.
     """
     return list(_owned)
-
-
-def wait_for_homes(tensors: Iterable[Tensor]) -> None:
-    """Blocks the host until no state of an optimizer is on its way into the memory of these.
-
-    Args:
-        tensors: Host tensors that the caller reads now. One may be a state of an optimizer, taken
-            before its last step, whose bytes a lane still brings.
-    """
-    if not _owned:
-        return
-    spans = [span for tensor in tensors if (span := span_of(tensor)) is not None]
-    homes = sorted(
-        (span.first, span.last, index, event)
-        for optimizer in owned_optimizers()
-        if (owner := owner_of(optimizer)) is not None
-        for index, (state, event) in enumerate(owner.under_way(optimizer))
-        if (span := span_of(state)) is not None
-    )
-    begins = [first for first, *_ in homes]
-    for span in spans:
-        # Homes do not overlap: of those that begin before, only the last may reach into the span.
-        low = max(bisect_right(begins, span.first) - 1, 0)
-        for first, last, _, event in homes[low : bisect_left(begins, span.last)]:
-            if first < span.last and span.first < last:
-                event.synchronize()
 
 
 def register_forecast(forecast: Callable[[Any], list[Tensor]]) -> None:

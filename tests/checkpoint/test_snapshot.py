@@ -131,6 +131,26 @@ def test_the_state_of_an_offloaded_optimizer_is_handed_over_not_copied(lab, no_l
     assert no_loans()
 
 
+def test_a_snapshot_takes_the_memory_of_the_next_step_and_the_next_snapshot_takes_none(
+    lab, pinned_bytes
+):
+    run = lab.run(offload=True)
+    run.step()
+    snapshot = residency.snapshot({"optimizer": run.optimizer})
+    before = pinned_bytes()
+    expected = run.copy()["optimizer"]
+    run.step()
+    run.step()
+    assert pinned_bytes() == before
+    lab.same(snapshot.tree["optimizer"], expected)
+    del snapshot
+    gc.collect()
+    again = residency.snapshot({"optimizer": run.optimizer})
+    run.step()
+    again.wait()
+    assert pinned_bytes() == before
+
+
 def test_a_dropped_snapshot_leaves_nothing_pinned_and_nothing_lent(lab, pinned_bytes, no_loans):
     run = lab.run(offload=True)
     run.step()

@@ -157,3 +157,17 @@ def test_a_slab_is_pinned_where_there_is_an_accelerator(device, pinned_bytes):
     assert device.type != "cpu"
     assert tensor.is_pinned()
     assert pinned_bytes() - before == 512
+
+
+def test_whatever_comes_back_its_longest_stretch_is_one_range_again():
+    for chosen in itertools.product([False, True], repeat=6):
+        slab = _slab.Slab(6 * ALIGNMENT, pin=False)
+        offsets = [slab.take(ALIGNMENT) for _ in chosen]
+        slab.put_back([(o, ALIGNMENT) for o, free in zip(offsets, chosen, strict=True) if free])
+        stretches = [list(group) for free, group in itertools.groupby(chosen) if free]
+        longest = max(map(len, stretches), default=0)
+        assert slab.take((longest + 1) * ALIGNMENT) is None, chosen
+        if longest:
+            start = slab.take(longest * ALIGNMENT)
+            assert start is not None, chosen
+            assert all(chosen[start // ALIGNMENT :][:longest]), chosen

@@ -69,6 +69,22 @@ def test_a_second_writer_is_refused_by_the_number_of_the_first(
     assert first.steps() == [1, 2]
 
 
+def test_a_second_writer_is_refused_where_the_first_ones_number_cannot_be_read(
+    saves: ModuleType, tmp_path: Path
+) -> None:
+    class Unreadable(saves.System):  # type: ignore[name-defined, misc]
+        def preadv(self, *arguments: object) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    first, second = saves.directory(tmp_path), saves.directory(tmp_path, Unreadable())
+    first.lock()
+    with pytest.raises(
+        RefusedError, match=r"being written by process that cannot be named \(.*5\]"
+    ):
+        second.lock()
+    first.unlock()
+
+
 def holding(path: Path) -> subprocess.Popen[str]:
     """Starts a process that holds the lock until it is killed."""
     code = (

@@ -222,3 +222,33 @@ def test_a_name_of_a_file_may_be_long_and_no_message_is(tmp_path, strict, dtype)
             said = str(error)
     assert "xxx" in said
     assert len(said) < 4000
+
+
+class Computing(torch.nn.Linear):
+    """Saves its weight doubled, as a tensor of its own, and halves what it loads."""
+
+    num_loads = 0
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight"] = self.weight.detach() * 2
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        self.num_loads += 1
+        if prefix + "weight" in state_dict:
+            state_dict = {**state_dict, prefix + "weight": state_dict[prefix + "weight"] / 2}
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def test_a_tensor_that_a_module_makes_for_its_state_dict_is_loaded_by_the_module(device, tmp_path):
+    first, second = Computing(3, 4).to(device), Computing(3, 4).to(device)
+    torch.save(values_of(first), tmp_path / "model.pt")
+    assert not load_into(second, tmp_path / "model.pt")
+    assert_same(first, second)
+    assert torch.equal(second.weight, first.weight)
+    assert second.num_loads == 1
+    # Where every tensor is filled in place, the module's own loading does not run.
+    plain = torch.nn.Sequential(torch.nn.Linear(3, 4)).to(device)
+    plain.register_load_state_dict_pre_hook(lambda *_: pytest.fail("loaded"))
+    torch.save(values_of(plain), tmp_path / "model.pt")
+    assert not load_into(plain, tmp_path / "model.pt")

@@ -73,6 +73,14 @@ def test_views_that_lie_among_one_another_as_they_were_saved_are_read(device, ch
     assert torch.equal(whole, saved)
 
 
+def test_rows_that_lie_farther_apart_than_they_were_saved_are_refused(device, checkpointer):
+    saved = torch.arange(16.0, device=device)
+    checkpointer.save(1, {"flat": saved, "square": saved.view(4, 4)}).wait()
+    whole = torch.zeros(32, device=device)
+    state = {"flat": whole[:16], "square": whole.view(4, 8)[:, :4]}  # 0 to 3, 8 to 11, ...
+    refused(checkpointer, state, "flat and square: they share memory here")
+
+
 class Views(nn.Module):
     """Names a matrix and tensors that lie in its memory."""
 

@@ -297,3 +297,13 @@ def test_names_that_collide_and_structures_that_contain_themselves_are_refused(
     loop.append(loop)
     with pytest.raises(RefusedError, match="contains itself"):
         open_source(saved(tmp_path / "state.pt", loop))
+
+
+def test_a_structure_is_read_to_the_depth_that_the_refusal_names(tmp_path: Path) -> None:
+    nested: Any = torch.arange(3)
+    for _ in range(200):
+        nested = [nested]
+    with open_source(saved(tmp_path / "state.pt", nested)) as source:
+        assert list(source.tensors) == [".".join(["0"] * 200)]
+    with pytest.raises(RefusedError, match="nests deeper than 200 levels"):
+        open_source(saved(tmp_path / "state.pt", [nested]))

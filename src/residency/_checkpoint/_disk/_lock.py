@@ -98,12 +98,9 @@ class FileLock:
         """Returns what the holder wrote."""
         try:
             fd = self._system.open(self.path, os.O_RDONLY)
+            text = read_bytes(self._system, fd, _MAX_OWNER_BYTES, 0)
         except OSError as error:
             return f"that cannot be named ({error})"
-        try:
-            text = read_bytes(self._system, fd, _MAX_OWNER_BYTES, 0)
-        finally:
-            close_quietly(self._system, fd)
         return text.decode("utf-8", "replace").strip() or "that has not yet given its number"
 
     def give_back(self) -> None:

@@ -1,0 +1,39 @@
+"""The thread that writes saves: one, whatever interrupts its begin, and none once it has ended."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from residency._checkpoint import _background
+from residency._checkpoint._background import Background
+
+
+def test_an_interrupt_before_the_thread_began_leaves_one_that_is_begun_again_and_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[threading.Thread] = []
+
+    class Interrupted(threading.Thread):
+        """Is interrupted before it begins, the first time."""
+
+        def start(self) -> None:
+            begun.append(self)
+            if len(begun) == 1:
+                raise KeyboardInterrupt
+            super().start()
+
+    monkeypatch.setattr(_background.threading, "Thread", Interrupted)
+    done: list[int] = []
+    background = Background("residency-test")
+    with pytest.raises(KeyboardInterrupt):
+        background.start()
+    background.start()
+    background.hand(lambda: done.append(1))
+    background.hand(lambda: done.append(2))
+    background.end()
+    assert done == [1, 2]
+    assert len(begun) == 2
+    assert not begun[1].is_alive()
+    background.end()  # again, does nothing

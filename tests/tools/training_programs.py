@@ -168,6 +168,7 @@ class World:
         state = self.optimizer.state
         return {
             "parameters": list(self.parameters),
+            "gradients": [p.grad for p in self.parameters],
             "state": [dict(state[p]) if p in state else {} for p in self.parameters],
             "groups": [
                 {

@@ -384,14 +384,16 @@ def out_of_memory(program: Program, folder: Path) -> None:
                     if should is before and not before["state"][index] and what == "state":
                         continue
                     same(now[what][index], should[what][index], where)
-        for parameter in parameters:
-            if id(parameter) in stepped:
-                parameter.grad = None
         if parts:
             forget(program)
             program.ours.load(after_all(program))
         else:
+            done = [(each, each.grad) for each in parameters if id(each) in stepped]
+            for parameter, _ in done:
+                parameter.grad = None
             optimizer.step()
+            for parameter, gradient in done:  # the stock run has it still
+                parameter.grad = gradient
     ballast.clear()
 
 

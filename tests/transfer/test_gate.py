@@ -1,5 +1,8 @@
 """The gate: whoever writes or frees device storage waits for the lanes that still read it."""
 
+import sys
+import threading
+
 import torch
 
 import residency
@@ -78,3 +81,91 @@ def test_the_gate_forgets_reads_that_are_over(device):
         gate.reading([tensor], lanes.mark(lanes.d2h), lanes.d2h)
         _device.synchronize(device)
     assert len(gate) < 300
+
+
+class Writer:
+    """A stream that notes what it is made to wait for."""
+
+    def __init__(self):
+        self.events = []
+
+    def wait_event(self, event):
+        self.events.append(event)
+
+
+def waits_before(gate, *tensors):
+    writer = Writer()
+    gate.before_write(tensors, stream=writer)
+    return writer.events
+
+
+def test_a_writer_waits_for_the_newest_read_of_a_lane_alone(device):
+    lanes, gate = lanes_of(device), Gate(device)
+    one, two, three = (torch.ones(8, device=device) for _ in range(3))
+    marks = [lanes.mark(lanes.d2h) for _ in range(3)]
+    reads = [
+        gate.reading(tensors, mark, lanes.d2h)
+        for tensors, mark in zip(([one, two], [two, three], [three]), marks, strict=True)
+    ]
+    assert waits_before(gate, one) == [marks[0]]
+    assert waits_before(gate, one, two) == [marks[1]]
+    assert waits_before(gate, one, two, three) == [marks[2]]
+    reads[2].end()
+    assert waits_before(gate, one, two, three) == [marks[1]]
+    assert len(gate) == 2
+    gate.before_free([two])
+    assert waits_before(gate, two) == []
+    reads[0].end()
+    assert len(gate) == 0
+
+
+def test_a_read_of_another_thread_is_waited_for_beside(device):
+    """Which of two threads' events comes first on the lane is not known."""
+    lanes, gate = lanes_of(device), Gate(device)
+    tensor, first = torch.ones(8, device=device), lanes.mark(lanes.d2h)
+    second = lanes.mark(lanes.d2h)
+    thread = threading.Thread(target=gate.reading, args=([tensor], second, lanes.d2h))
+    thread.start()
+    thread.join()
+    gate.reading([tensor], first, lanes.d2h)
+    assert set(waits_before(gate, tensor)) == {first, second}
+
+
+def test_threads_pass_the_gate_at_once(device):
+    lanes, gate, errors = lanes_of(device), Gate(device), []
+    shared = [torch.ones(8, device=device) for _ in range(20)]
+    before = sys.getswitchinterval()
+
+    class Unfinished(torch.Event):
+        def query(self):
+            return False
+
+    def pass_often(number):
+        try:
+            for index in range(300):
+                own = torch.ones(8, device=device)
+                tensors = [own, *shared[number : number + 10]]
+                event = Unfinished(device.type)
+                read = gate.reading(tensors, event, lanes.d2h)
+                assert event in waits_before(gate, *tensors)
+                gate.before_free([own])
+                assert event not in waits_before(gate, own)
+                assert event in waits_before(gate, *shared)
+                if index % 3:
+                    read.end()
+                    assert event not in waits_before(gate, *tensors)
+            read.end()
+        except BaseException as error:
+            errors.append(repr(error))
+
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=pass_often, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert errors == []
+    assert len(gate) == 0

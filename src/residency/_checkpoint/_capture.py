@@ -28,6 +28,7 @@ from residency._errors import CheckpointError, InvalidArgumentError
 from residency._transfer import (
     Gate,
     Lanes,
+    Read,
     Region,
     SlabArena,
     gate_of,
@@ -57,6 +58,7 @@ class Group:
 
     Attributes:
         event: The event after the copies, None before they are queued and where they are done.
+        read: What the gate knows of the copies, from when they are queued until they are done.
         sources: What keeps the copied storages alive until then.
         sums: Those over all bytes before and after, where they were asked for.
     """
@@ -69,6 +71,7 @@ class Group:
     ) -> None:
         self._device = device
         self.event: torch.Event | None = None
+        self.read: Read | None = None
         self.sources = list(sources)
         self.sums = sums
         self._is_over = device is None
@@ -82,11 +85,13 @@ class Group:
             event.synchronize()
         else:  # an exception came before the event; copies may be queued
             lanes_of(self._device).d2h.synchronize()
+        if (read := self.read) is not None:
+            read.end()
         self.sources = []
         if self.sums is not None:
             self.sums.let_go()
         self._is_over = True
-        self.event = None
+        self.event = self.read = None
 
 
 class Held:
@@ -133,7 +138,10 @@ class Held:
     def is_done(self) -> bool:
         """Says whether the bytes are final, without a wait."""
         events = [self.group.event, self.block.lent.written if self.block.lent else None]
-        return all(event is None or event.query() for event in events)
+        is_done = all(event is None or event.query() for event in events)
+        if is_done:
+            self.group.finish()  # from here on no step waits for it
+        return is_done
 
     def keep(self, final: Tensor) -> Tensor:
         """Hands the final bytes over for good: the tensor that it returns keeps the memory.
@@ -384,7 +392,7 @@ def _copy_group(group: Group, members: Sequence[Held], lanes: Lanes, gate: Gate)
         if group.sums is not None:
             group.sums.compare()
     group.event = lanes.mark(lanes.d2h)
-    gate.reading(group.sources, group.event, lanes.d2h)
+    group.read = gate.reading(group.sources, group.event, lanes.d2h)
     for each in members:
         each.block.span = each.block.span.new_empty(0)  # the group alone keeps the storage
 

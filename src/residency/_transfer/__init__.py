@@ -1,6 +1,6 @@
 """The only code that copies bytes between host and device: slabs, lanes and the gate."""
 
-from residency._transfer._gate import Gate, copy_to_host, gate_of
+from residency._transfer._gate import Gate, Read, copy_to_host, gate_of
 from residency._transfer._host_memory import available_host_bytes
 from residency._transfer._lanes import Lanes, Run, lanes_of, on_lane, raw_bytes, reset_lanes
 from residency._transfer._lending import Lending, lending
@@ -43,6 +43,7 @@ __all__ = [
     "Lending",
     "Lent",
     "Loans",
+    "Read",
     "Reception",
     "Region",
     "Run",

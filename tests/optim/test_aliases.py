@@ -257,6 +257,38 @@ def test_what_a_caller_keeps_is_the_live_state_to_read_and_to_write(lab, keep, p
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.parametrize("share", ["one tensor", "a view"])
+@pytest.mark.parametrize("look", ["read", "write", "snapshot"])
+def test_a_state_is_whole_where_a_step_took_it_under_its_other_name_alone(lab, share, look):
+    results = []
+    for offload in (False, True):
+        parameters = lab.parameters(shapes=((64, 64), (64, 64)))
+        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
+        if offload:
+            residency.offload_optimizer(optimizer, bucket=lab.bucket)
+        lab.take_steps(optimizer, parameters, range(1), missing=False)
+        first, second = (optimizer.state[p] for p in parameters)
+        state = second["momentum_buffer"]
+        first["momentum_buffer"] = state if share == "one tensor" else state.view(-1).view(64, 64)
+        del first, second, state
+        for step in range(1, 3):
+            lab.set_gradients(parameters, step, missing=False)
+            parameters[0].grad = None  # so that the step takes the other one alone
+            optimizer.step()
+            if look == "snapshot":
+                taken = residency.snapshot({"first": optimizer.state[parameters[0]]})
+                results.append(taken.tree["first"]["momentum_buffer"].cpu().clone())
+                continue
+            state = optimizer.state[parameters[0]]["momentum_buffer"]
+            results.append(state.cpu().clone())
+            if look == "write":
+                state.mul_(0.5)
+            del state
+        results += [p.detach().cpu() for p in parameters]
+    plain, ours = results[: len(results) // 2], results[len(results) // 2 :]
+    assert all(map(torch.equal, plain, ours))
+
+
 def test_a_step_waits_only_while_a_caller_has_a_state(lab):
     optimizer, parameters = _three(lab, True)
     lab.take_steps(optimizer, parameters, range(2), missing=False)

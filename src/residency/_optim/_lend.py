@@ -111,7 +111,7 @@ def lend_homes(
             homes.make_spare([home.num_bytes for home, _ in mine])
             found += mine
     return {
-        home.tensor.data_ptr(): loans.lend(home.tensor, home.value, inner.written)
+        home.tensor.data_ptr(): loans.lend(home.tensor, home.value, inner.under_way)
         for home, inner in found
     }
 
@@ -139,7 +139,7 @@ def _loan(inner: ParameterState, home: Home, loans: Loans, keep: bool, is_watche
     if keep and inner.has_others(home) and (home.num_entries > 1 or not is_watched):
         inner.fence()
         home = inner.copy_of(home)
-    lent = loans.lend(home.tensor, home.value, inner.written, keep=keep)
+    lent = loans.lend(home.tensor, home.value, inner.under_way, keep=keep)
     lent.num_writes = partial(inner.num_writes_of, home)
     return lent
 

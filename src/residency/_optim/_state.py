@@ -32,7 +32,7 @@ class ParameterState(dict[str, Any]):
 
     Attributes:
         homes_by_key: The homes of the values that live on the host between steps.
-        written: The event after the newest copy home, None when nothing is under way.
+        written: The event after the newest copy home of these values; see ``under_way``.
         made_for: The layout of the parameter that the values belong to.
         is_bound_again: Whether a caller has put it under another parameter, as its state.
         reserved: Homes for values that are not there yet.
@@ -113,10 +113,18 @@ class ParameterState(dict[str, Any]):
             self._homes.version += 1
         self.template = None
 
+    @property
+    def under_way(self) -> torch.Event | None:
+        """Returns the event after which the homes have their values, None where nothing is under
+        way. A home may be another entry's too, which a step took without this one.
+        """
+        return self._homes.newest if self._homes.has_aliases else self.written
+
     def fence(self) -> None:
         """Blocks the host until no copy home is under way."""
-        if self.written is not None:
-            self.written.synchronize()
+        event = self.under_way
+        if event is not None:
+            event.synchronize()
             self.written = None
         self.take_replaced()
 

@@ -12,9 +12,9 @@ JOBS ?= 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 SECONDS ?= 60
-# The judges of tests/torture begin at seeds of their own in each commit: a run repeats another one.
-# Empty, or in `make torture`: at new ones.
-TORTURE_FROM ?= $(shell git rev-parse HEAD 2>/dev/null)
+# The judges of tests/torture begin at seeds of their own in each tree of files: a run repeats
+# another one. Empty, or in `make torture`: at new ones.
+TORTURE_FROM ?= $(shell git rev-parse 'HEAD^{tree}' 2>/dev/null)
 
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin

@@ -81,4 +81,4 @@ def _open_directory(path: Path) -> Source:
 
 def _is_safetensors(begin: bytes) -> bool:
     """Says whether a file begins with a header's length, and a brace."""
-    return len(begin) > 8 and begin[6:9] == b"\0\0{"
+    return begin[6:9] == b"\0\0{"

@@ -55,6 +55,15 @@ def all_have_their_bytes_before_one_enters() -> None:
 
 
 @pair
+def a_group_that_has_no_backend_for_the_host_agrees_on_the_device() -> None:
+    model = make_model()
+    group = dist.new_group(backend="simccl")
+    with hand_off(need_of_all(), park=[model], group=group, timeout=60) as freed:
+        assert freed.free >= need_of_all()
+    dist.destroy_process_group(group)
+
+
+@pair
 def one_that_is_short_makes_all_raise_and_all_are_whole() -> None:
     model = make_model()
     before = [p.detach().cpu().clone() for p in model.parameters()]

@@ -339,6 +339,29 @@ def test_copies_of_a_parked_module_are_ordinary_modules(device) -> None:
     assert copied.head.weight is copied.embedding.weight
 
 
+def test_state_in_containers_leaves_the_device_with_the_rest(device) -> None:
+    parameter = nn.Parameter(torch.arange(1.0, 201.0, device=device))
+    optimizer = torch.optim.LBFGS([parameter], max_iter=4)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (parameter**4).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    [state] = optimizer.state.values()
+    containers = [v for v in state.values() if isinstance(v, list)]
+    inside = [t for each in containers for t in each if isinstance(t, Tensor)]
+    values = [t.cpu() for t in inside]
+    assert len(values) > 2
+    park(optimizer)
+    assert all(t.is_cpu for t in inside)
+    unpark(optimizer)
+    assert all(t.device.type == device.type for t in inside)
+    assert equal([t.cpu() for t in inside], values)
+
+
 def test_inference_mode_leaves_parameters_that_train(device) -> None:
     trained, inferred = nn.Linear(4, 4).to(device), None
     with torch.inference_mode():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
@@ -56,3 +57,17 @@ def test_two_at_once_are_refused_and_one_after_the_other_are_not(device, block) 
     except torch.OutOfMemoryError:
         enter()  # while the exception still has the block's frame
     assert len(refused) == 1
+
+
+@pytest.mark.parametrize("block", [sole_hand_off, toggle])
+def test_a_profiler_that_keeps_the_frames_keeps_nobody_out(device, block) -> None:
+    frames = []
+    sys.setprofile(lambda frame, *_: frames.append(frame))
+    try:
+        with block(device):
+            pass
+    finally:
+        sys.setprofile(None)
+    assert frames
+    with block(device):
+        pass

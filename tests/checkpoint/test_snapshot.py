@@ -184,6 +184,15 @@ def test_ties_and_views_come_back_shared_and_are_copied_once(lab):
     assert found["apart"].eq(1).all()
 
 
+def test_a_snapshot_that_is_not_to_pin_takes_no_page_locked_memory(lab, pinned_bytes):
+    tree = {"x": torch.arange(1000.0, device=lab.device)}
+    before = pinned_bytes()
+    snapshot = residency.snapshot(tree, pin=False).wait()
+    assert pinned_bytes() == before
+    assert not snapshot.tree["x"].is_pinned()
+    lab.same(snapshot.tree, lab.copied(tree))
+
+
 def test_only_the_span_of_a_small_view_is_copied(lab, pinned_bytes):
     large = torch.zeros(1 << 20, device=lab.device)
     before = pinned_bytes()

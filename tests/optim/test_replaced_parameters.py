@@ -68,8 +68,10 @@ def test_a_new_parameter_at_the_address_of_one_that_died_is_stepped(lab):
     for step in range(4):  # without state nothing but the parameter's own identity tells them apart
         lab.take_steps(optimizer, parameters, [step], missing=False)
         before = parameters[0].detach().clone()
+        gone = weakref.ref(parameters[0])
         optimizer.param_groups[0]["params"].clear()
         parameters.clear()
+        assert gone() is None
         parameters.append(torch.nn.Parameter(before))
         optimizer.param_groups[0]["params"].append(parameters[0])
         lab.set_gradients(parameters, step, missing=False)

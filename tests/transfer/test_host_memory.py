@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from residency._transfer._host_memory import available_in_cgroups
+from residency._transfer import _host_memory
+from residency._transfer._host_memory import available_host_bytes, available_in_cgroups
 
 V2 = ("memory.max", "memory.current", "inactive_file")
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -58,3 +59,23 @@ def test_a_group_over_its_limit_leaves_nothing_and_none_leaves_no_answer(tmp_pat
     assert available(tmp_path / "none", "0::/") is None
     write_group(tmp_path / "cgroup", V2, 1000, 3000, 500)
     assert available(tmp_path, "0::/") == 0
+
+
+@pytest.mark.parametrize(
+    ("ram", "in_groups", "expected"),
+    [(5, None, 5120), (5, 4096, 4096), (5, 8192, 5120), (None, 8192, 8192), (None, None, None)],
+)
+def test_the_host_has_what_is_free_or_less_where_a_group_says_so(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ram: int | None,
+    in_groups: int | None,
+    expected: int | None,
+) -> None:
+    said = "" if ram is None else f"MemAvailable:   {ram} kB\n"
+    (tmp_path / "meminfo").write_text(
+        f"MemTotal:   9 kB\nMemFree:   2 kB\n{said}SwapFree:   7 kB\n"
+    )
+    monkeypatch.setattr(_host_memory, "_PROC", tmp_path)
+    monkeypatch.setattr(_host_memory, "available_in_cgroups", lambda: in_groups)
+    assert available_host_bytes() == expected

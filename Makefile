@@ -12,6 +12,7 @@ JOBS ?= 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 SECONDS ?= 60
+ROUNDS ?=
 # The judges of tests/torture begin at seeds of their own in each tree of files: a run repeats
 # another one. Empty, or in `make torture`: at new ones.
 TORTURE_FROM ?= $(shell git rev-parse 'HEAD^{tree}' 2>/dev/null)
@@ -36,10 +37,11 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(RUN) TORTURE_FROM=$(TORTURE_FROM) python -m pytest --timeout=300 -n $(JOBS) --dist loadfile $(TEST_ARGS)
 
-# Judges that know the public documentation alone, each file of them for SECONDS seconds.
+# Judges that know the public documentation alone, each file of them for SECONDS seconds, each test
+# for ROUNDS seeds at most.
 torture: TORTURE_FROM :=
 torture: $(STAMP)
-	$(RUN) TORTURE_SECONDS=$(SECONDS) TORTURE_FROM=$(TORTURE_FROM) \
+	$(RUN) TORTURE_SECONDS=$(SECONDS) TORTURE_ROUNDS=$(ROUNDS) TORTURE_FROM=$(TORTURE_FROM) \
 		python -m pytest -n $(JOBS) --dist loadfile tests/torture $(TEST_ARGS)
 
 # The second tier: every operator, module and optimizer of torch over the simulated accelerator.

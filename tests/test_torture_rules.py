@@ -66,7 +66,7 @@ def test_a_failing_seed_is_printed_with_the_command_that_repeats_it(
     judged.runpytest().assert_outcomes(passed=1)
 
 
-@pytest.mark.parametrize("variable", ["TORTURE_SECONDS", "TORTURE_SEED"])
+@pytest.mark.parametrize("variable", ["TORTURE_SECONDS", "TORTURE_ROUNDS", "TORTURE_SEED"])
 def test_what_is_no_number_is_answered_with_the_usage(
     variable: str, judged: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,3 +108,6 @@ def test_the_tests_of_a_file_share_its_time(
     rounds = [int(line.split()[0]) for line in result.outlines if " rounds from seed " in line]
     assert len(rounds) == 4
     assert max(rounds) <= 10  # a fourth of the time each
+    monkeypatch.setenv("TORTURE_ROUNDS", "2")
+    lines = judged.runpytest().outlines
+    assert sum(line.startswith("2 rounds from seed ") for line in lines) == 4

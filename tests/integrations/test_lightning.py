@@ -25,7 +25,8 @@ import residency
 from residency.integrations import _framework, _lightning_trees
 from residency.integrations._ordered_writes import OrderedWrites
 
-pytestmark = [pytest.mark.sim, pytest.mark.slow]
+# One process runs all cases, before the first of them: minutes, on a busy machine many.
+pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 HERE = Path(__file__).parent
 CASES_FOLDER = HERE.parents[0] / "sim"  # has worker_cases
@@ -54,7 +55,7 @@ def start(worker: str, *arguments: object, **variables: str) -> subprocess.Popen
 def finish(processes: Sequence[subprocess.Popen[str]]) -> None:
     try:
         for process in processes:
-            output = process.communicate(timeout=280)[0]  # the first may have to compile
+            output = process.communicate(timeout=700)[0]  # the first may have to compile
             assert process.returncode == 0, output[-5000:]
     finally:
         for process in processes:

@@ -17,7 +17,8 @@ import pytest
 
 import residency
 
-pytestmark = [pytest.mark.sim, pytest.mark.slow]
+# One process runs all cases, before the first of them: minutes, on a busy machine many.
+pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 HERE = Path(__file__).parent
 SHARED = HERE.parent / "sim"  # has worker_cases
@@ -48,7 +49,7 @@ def start(worker: str, *arguments: object) -> subprocess.Popen[str]:
 def finish(processes: list[subprocess.Popen[str]]) -> None:
     try:
         for process in processes:
-            output = process.communicate(timeout=280)[1]  # the first may have to compile
+            output = process.communicate(timeout=700)[1]  # the first may have to compile
             assert process.returncode == 0, output[-5000:]
     finally:
         for process in processes:

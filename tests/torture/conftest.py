@@ -1,14 +1,16 @@
 """Runs a judge again and again, each time with a new seed, for as long as it may take.
 
-``TORTURE_SECONDS`` is the time of each file of judges, which its tests share; without it each test
-runs a few seeds. They follow a first one, which is new in each run and printed at its end; with
-``TORTURE_FROM``, any text, it is the one of that text. ``TORTURE_SEED`` runs one seed alone. The
-judges are written from the public documentation: stock torch, stock safetensors and plain
-arithmetic say what is right, and nothing private of the library is imported.
+``TORTURE_SECONDS`` is the time of each file of judges, which its tests share. ``TORTURE_ROUNDS`` is
+how many seeds a test runs at most; a few where neither is given. They follow a first one, which is
+new in each run and printed at its end; with ``TORTURE_FROM``, any text, it is the one of that text.
+``TORTURE_SEED`` runs one seed alone. The judges are written from the public documentation: stock
+torch, stock safetensors and plain arithmetic say what is right, and nothing private of the library
+is imported.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import time
@@ -44,6 +46,9 @@ def torture(request: pytest.FixtureRequest) -> Callable[[Judge], None]:
     def run(judge: Judge) -> None:
         seconds = _number("TORTURE_SECONDS")
         given = _number("TORTURE_SEED")
+        most = _number("TORTURE_ROUNDS")
+        if most is None:
+            most = _NUM_SEEDS if seconds is None else math.inf
         text = os.environ.get("TORTURE_FROM")
         chance = random.Random(text) if text else random.SystemRandom()
         seed = chance.randrange(10**9) if given is None else int(given)
@@ -53,9 +58,9 @@ def torture(request: pytest.FixtureRequest) -> Callable[[Judge], None]:
         count = 0
 
         def is_over() -> bool:
-            if seconds is None or given is not None:
-                return count == (_NUM_SEEDS if given is None else 1)
-            return count > 0 and time.monotonic() >= end
+            if given is not None or seconds is None:
+                return count >= (most if given is None else 1)
+            return count >= most or (count > 0 and time.monotonic() >= end)
 
         try:
             while not is_over():

@@ -177,7 +177,12 @@ class Transitions(Program):
             self.interrupt(run, 4000)
         assert run() == step
         self.stock.load_state_dict(self.saves[step]["net"])
-        self.plain.load_state_dict(copy.deepcopy(self.saves[step]["optimizer"]))
+        saved = copy.deepcopy(self.saves[step]["optimizer"])
+        self.plain.load_state_dict(saved)
+        order = [p for group in self.plain.param_groups for p in group["params"]]
+        for index, state in saved["state"].items():
+            if "mu_product" in state:  # torch's load casts NAdam's to the dtype of the parameter
+                self.plain.state[order[index]]["mu_product"] = state["mu_product"]
 
     def settle_saves(self) -> None:
         """Sorts interrupted saves into those that were made and those that were not."""

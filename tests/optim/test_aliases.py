@@ -289,6 +289,41 @@ def test_a_state_is_whole_where_a_step_took_it_under_its_other_name_alone(lab, s
     assert all(map(torch.equal, plain, ours))
 
 
+@pytest.mark.parametrize("bucket", ["4KiB", "64KiB"], ids=["cut", "whole"])
+@pytest.mark.parametrize("share", ["one tensor", "a view"])
+@pytest.mark.parametrize("kept", ["snapshot", "snapshot and state"])
+def test_a_shared_state_that_a_step_moves_off_a_snapshots_bytes_stays_shared(
+    lab, kept, share, bucket
+):
+    results = []
+    for offload in (False, True):
+        parameters = lab.parameters(shapes=((64, 64),) * 3)
+        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, foreach=False)
+        if offload:
+            residency.offload_optimizer(optimizer, bucket=bucket)
+        lab.take_steps(optimizer, parameters, range(1), missing=False)
+        taken = []
+        for step in range(1, 10):
+            if step in (1, 3, 6):
+                taken.append(residency.snapshot({"optimizer": optimizer}))
+            if step == 1:
+                first, second, _ = (optimizer.state[p] for p in parameters)
+                state = second["momentum_buffer"]
+                is_view = share == "a view"
+                first["momentum_buffer"] = state.view(-1).view(64, 64) if is_view else state
+                taken += [state] if kept == "snapshot and state" else []
+                del first, second, state
+            # Whoever of the two has no gradient must find what the other's step has written.
+            lab.set_gradients(parameters, step, missing=False)
+            if step % 3:
+                parameters[step % 3 - 1].grad = None
+            optimizer.step()
+        results.append(_everything(lab, optimizer, parameters))
+        seen = [taken.tree for taken in taken if not torch.is_tensor(taken)]
+        results[-1] += [s["optimizer"]["state"][0]["momentum_buffer"].cpu() for s in seen]
+    assert all(map(torch.equal, *results))
+
+
 def test_a_step_waits_only_while_a_caller_has_a_state(lab):
     optimizer, parameters = _three(lab, True)
     lab.take_steps(optimizer, parameters, range(2), missing=False)

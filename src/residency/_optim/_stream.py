@@ -274,10 +274,19 @@ class StreamedStep:
                     left = self._left_homes.setdefault(piece.parameter, [])
                     left.append((home, self._moved[home]))
                     inner.settle(key, self._moved[home])
+            if any(home.num_entries for home in by_key.values()):
+                self._settle_others()
         after = homes_of(unit.pieces, self._state)
         arrived = set(self._moved.values())
         is_moved = any(home in arrived for by_key in after for home in by_key.values())
         return lay_out(unit.pieces, after).stores if is_moved else unit.stores
+
+    def _settle_others(self) -> None:
+        """Takes along the entries of parameters without a gradient: they share the bytes."""
+        for inner in list(self._homes.mappings.values()):
+            for key, home in list(inner.homes_by_key.items()):
+                if home in self._moved:
+                    inner.settle(key, self._moved[home])
 
     def _store(self, copies: Sequence[Copy]) -> torch.Event:
         self._lanes.d2h.wait_event(self._lanes.mark(self._current))

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor, randn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, randn
+from torch.utils.checkpoint import checkpoint
 
 from residency import sim
 
@@ -109,19 +111,64 @@ def test_attention_drops_the_same_weights_in_its_backward() -> None:
     assert torch.equal(gradient(), gradient())
 
 
-def test_distributed_tensors_draw_random_numbers() -> None:
+def test_a_fork_of_the_random_state_leaves_it_where_it_was() -> None:
+    before = torch.sim.get_rng_state()
+    with torch.random.fork_rng(devices=[0], device_type="sim"):
+        torch.randn(100, device="sim")
+        assert not torch.equal(torch.sim.get_rng_state(), before)
+    assert torch.equal(torch.sim.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_recomputed_dropout_drops_the_same(use_reentrant: bool) -> None:
+    outputs = []
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        outputs.append(nn.functional.dropout(x, 0.5))
+        return outputs[-1] * x
+
+    x = torch.ones(64, device="sim", requires_grad=True)
+    result = checkpoint(run, x, use_reentrant=use_reentrant)
+    torch.randn(100, device="sim")  # what comes between changes nothing
+    result.sum().backward()
+    first, second = (output.detach().cpu() for output in outputs)
+    assert torch.equal(first, second)
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
     dist.init_process_group("cpu:gloo,sim:simccl", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("sim", (1,))
-        torch.manual_seed(0)
-        first = randn(8, 8, device_mesh=mesh, placements=[Shard(0)])
-        second = randn(8, 8, device_mesh=mesh, placements=[Shard(0)])
-        torch.manual_seed(0)
-        again = randn(8, 8, device_mesh=mesh, placements=[Shard(0)])
-        assert torch.equal(first.to_local().cpu(), again.to_local().cpu())
-        assert not torch.equal(first.to_local().cpu(), second.to_local().cpu())
-        weight = distribute_tensor(torch.zeros(64, 64, device="sim"), mesh, [Shard(0)])
-        nn.init.normal_(weight)
-        assert 0.9 < weight.to_local().std().item() < 1.1
-    finally:
-        dist.destroy_process_group()
+    yield init_device_mesh("sim", (1,))
+    dist.destroy_process_group()
+
+
+def test_distributed_tensors_draw_random_numbers(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    first = randn(8, 8, device_mesh=mesh, placements=[Shard(0)])
+    second = randn(8, 8, device_mesh=mesh, placements=[Shard(0)])
+    torch.manual_seed(0)
+    again = randn(8, 8, device_mesh=mesh, placements=[Shard(0)])
+    assert torch.equal(first.to_local().cpu(), again.to_local().cpu())
+    assert not torch.equal(first.to_local().cpu(), second.to_local().cpu())
+    weight = distribute_tensor(torch.zeros(64, 64, device="sim"), mesh, [Shard(0)])
+    nn.init.normal_(weight)
+    assert 0.9 < weight.to_local().std().item() < 1.1
+    dropped = nn.functional.dropout(distribute_tensor(torch.ones(64, device="sim"), mesh), 0.5)
+    assert isinstance(dropped, DTensor)
+    assert set(dropped.to_local().tolist()) == {0.0, 2.0}
+
+
+def test_a_sharded_model_is_initialised_on_the_device(mesh: DeviceMesh) -> None:
+    with torch.device("meta"):
+        layer = nn.Linear(32, 32)
+    fully_shard(layer, mesh=mesh)
+    layer.to_empty(device="sim")
+    torch.manual_seed(0)
+    layer.reset_parameters()
+    first = layer.weight.full_tensor().cpu()
+    layer.reset_parameters()
+    assert not torch.equal(layer.weight.full_tensor().cpu(), first)
+    torch.manual_seed(0)
+    layer.reset_parameters()
+    assert torch.equal(layer.weight.full_tensor().cpu(), first)
+    assert 0 < first.abs().max() <= 32**-0.5

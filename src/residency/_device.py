@@ -69,8 +69,23 @@ def allocate_pinned(num_bytes: int) -> Tensor:
         An uninitialised ``uint8`` tensor of shape ``[num_bytes]`` on the host.
     """
     with callers_modes_off():
-        pin = is_pinning_available()
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin)
+        return unfilled_bytes(num_bytes, torch.device("cpu"), pin=is_pinning_available())
+
+
+def unfilled_bytes(num_bytes: int, device: torch.device, *, pin: bool = False) -> Tensor:
+    """Allocates bytes that nobody fills, for copies that write all of them.
+
+    ``torch.empty`` fills what it returns where a caller wants deterministic algorithms
+    (``torch.utils.deterministic.fill_uninitialized_memory``), seconds for gigabytes on the host.
+    That is one setting of all threads, so it is left alone; a storage that grows is not filled.
+
+    Returns:
+        ``uint8`` of shape ``[num_bytes]``, in a storage of its own.
+    """
+    data = torch.empty(0, dtype=torch.uint8, device=device, pin_memory=pin)
+    storage = data.untyped_storage()
+    storage.resize_(num_bytes)
+    return data.set_(storage, 0, (num_bytes,), (1,))
 
 
 def release_pinned_cache() -> None:

@@ -1,8 +1,10 @@
 """The seam answers with an accelerator and without one."""
 
+import pytest
 import torch
 
 from residency import _device
+from residency._transfer import _slab
 
 
 def test_the_figures_move_with_an_allocation(device):
@@ -30,3 +32,36 @@ def test_there_is_an_answer_without_an_accelerator(monkeypatch):
 def test_only_cuda_takes_a_limit(device):
     if device.type != "cuda":
         assert not _device.limit_memory(1 << 30, device)
+
+
+@pytest.fixture
+def deterministic():
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_host_memory_of_our_own_is_not_filled_in_deterministic_mode(device, deterministic):
+    for pages in (lambda: _device.allocate_pinned(1 << 16), lambda: _slab.Slab(1 << 16).data):
+        pages().fill_(7)
+        assert (pages() == 7).all()  # the block that was just freed, as it was
+    loose = _slab.Slab(1 << 16, pin=False).data  # new pages, which the system has cleared
+    assert loose.tolist() != [255] * (1 << 16)
+    assert torch.utils.deterministic.fill_uninitialized_memory  # the caller's, of all threads
+
+
+def test_what_nobody_fills_is_a_tensor_like_others(device):
+    before = _device.memory_allocated(device)
+    for num_bytes in (0, 1, 4096):
+        for place in (torch.device("cpu"), device):
+            made = _device.unfilled_bytes(num_bytes, place)
+            assert (made.shape, made.dtype, made.device) == ((num_bytes,), torch.uint8, place)
+            assert made.untyped_storage().nbytes() == num_bytes
+            assert not made.is_pinned()
+    assert _device.unfilled_bytes(64, torch.device("cpu"), pin=True).is_pinned()
+    made = _device.unfilled_bytes(4096, device)
+    assert _device.memory_allocated(device) == before + 4096
+    with pytest.raises(torch.OutOfMemoryError):
+        _device.unfilled_bytes(1 << 60, device)
+    assert _device.memory_allocated(device) == before + 4096

@@ -100,7 +100,7 @@ class _Attempt:
     def find(self, num_bytes: int) -> Tensor | None:
         """Allocates bytes, if there is room."""
         try:
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            return _device.unfilled_bytes(num_bytes, self._device)
         except torch.OutOfMemoryError as error:
             self.error = error.with_traceback(None)  # which would keep what the frames have
             return None

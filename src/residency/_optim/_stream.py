@@ -188,7 +188,7 @@ class StreamedStep:
                 self._drop_alive(keep=0)
 
     def _allocate(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self._homes.device)
+        return _device.unfilled_bytes(num_bytes, self._homes.device)
 
     def _allow_h2d(self) -> None:
         born = self._lanes.mark(self._current)

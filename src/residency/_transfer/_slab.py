@@ -62,7 +62,7 @@ def _power_of_two_at_most(num_bytes: int) -> int:
 @callers_modes_off()
 def _allocate_pages(num_bytes: int) -> Tensor:
     """Allocates host bytes that begin at a page, as page-locked memory does."""
-    data = torch.empty(num_bytes + _PAGE, dtype=torch.uint8, device="cpu")
+    data = _device.unfilled_bytes(num_bytes + _PAGE, torch.device("cpu"))
     data = data.narrow(0, -data.data_ptr() % _PAGE, num_bytes)
     ask_for_large_pages(data.data_ptr(), num_bytes)
     return data

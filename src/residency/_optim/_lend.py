@@ -19,7 +19,7 @@ from residency._optim._offload_data import Offload
 from residency._optim._offloaded import OffloadedOptimizer, adopt_foreign_state
 from residency._optim._placement import follow_parameters
 from residency._optim._receive import receive_state
-from residency._optim._schema import state_schema
+from residency._optim._schema import Schemas
 from residency._optim._shadow import PRIVATE
 from residency._optim._state import ParameterState
 from residency._transfer import (
@@ -149,13 +149,14 @@ def _states_to_come(optimizer: Optimizer) -> list[Tensor]:
     what does not live in homes.
     """
     offload = optimizer.__dict__.get(PRIVATE)
+    base = type(optimizer) if offload is None else offload.base
     found: list[Tensor] = []
+    schemas = Schemas()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if dict.get(optimizer.state, parameter) or not parameter.requires_grad:
                 continue
-            base = type(optimizer) if offload is None else offload.base
-            schema = state_schema(optimizer, base, group, parameter, is_local=is_sharded(parameter))
+            schema = schemas.of(optimizer, base, group, parameter, is_local=is_sharded(parameter))
             if schema is None:
                 continue
             homes = {}

@@ -20,7 +20,7 @@ from residency._optim._homes import Home, Homes
 from residency._optim._masters import as_masters_state
 from residency._optim._offload_data import Offload
 from residency._optim._residents import Residents
-from residency._optim._schema import Schema
+from residency._optim._schema import Schema, Schemas
 from residency._optim._shadow import PRIVATE, is_torchs_own
 from residency._optim._sharding import layout_of, planned_bytes
 from residency._optim._state import State
@@ -113,6 +113,7 @@ def prepare_load(
     prepared = PreparedLoad(repaired.param_groups, attributes, Residents(offload.resident_bytes))
     group_of = {p: group for group in repaired.param_groups for p in group["params"]}
     memo: dict[int, Any] = {}
+    schemas = Schemas()
     rules: dict[Tensor, Callable[[str, Tensor], bool]] = {}
     for parameter, saved in repaired.state.items():
         if not (isinstance(parameter, Tensor) and isinstance(saved, dict)):
@@ -121,7 +122,7 @@ def prepare_load(
         group = group_of.get(parameter)
         schema = None
         if group is not None:
-            schema = offload.schema_in(optimizer, group, parameter)
+            schema = offload.schema_in(optimizer, group, parameter, schemas)
         if schema is not None and is_torchs_own(offload.base):
             check_shapes(schema, saved)
         rules[parameter] = device_rule(offload, schema, parameter)

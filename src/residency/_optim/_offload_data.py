@@ -18,10 +18,9 @@ from residency._optim._homes import Homes
 from residency._optim._masters import needs_master, refuse_shared_masters
 from residency._optim._plan import Member, Plan, make_plan
 from residency._optim._residents import Residents
-from residency._optim._schema import Schema, StateSize, state_schema
+from residency._optim._schema import Schema, Schemas, StateSize
 from residency._optim._separable import Separability
 from residency._optim._shadow import is_torchs_own
-from residency._optim._sharding import layout_of
 from residency._optim._state import State
 from residency._optim._statistics import Timeline
 from residency._optim._ties import Ties, ties_of
@@ -73,7 +72,7 @@ class Offload:
     timeline: Timeline | None = None
     _plan: Plan | None = None
     _plan_key: tuple[Any, ...] = ()
-    _schemas: dict[tuple[Any, ...], Schema | None] = field(default_factory=dict)
+    _schemas: Schemas = field(default_factory=Schemas)
 
     @property
     def is_local(self) -> bool:
@@ -100,8 +99,6 @@ class Offload:
         indices = [member.group_index for member in members]
         seated = tuple(zip(map(id, parameters), indices, layouts, strides, strict=True))
         settings = tuple(_settings_of(group) for group in optimizer.param_groups)
-        if self._plan_key[2:] != (settings,):
-            self._schemas.clear()  # another momentum may make state where there was none
         ties = self._ties_of(parameters)
         key = (self.homes.version, (is_template, ties, seated), settings)
         if self._plan is None or key != self._plan_key:
@@ -145,12 +142,7 @@ class Offload:
         known = in_groups | {id(key) for key in dict.keys(self.state)}
         self.homes.forget_reserved(known)
         self.resident.keep_only(known)
-        here = {
-            (index, layout_of(p), local_of(p).stride())
-            for index, group in enumerate(optimizer.param_groups)
-            for p in group["params"]
-        }
-        self._schemas = {key: made for key, made in self._schemas.items() if key in here}
+        self._schemas.keep_only(self.base, optimizer.param_groups)
 
     def _ties_of(self, parameters: list[Tensor]) -> Ties:
         assert self.state is not None
@@ -181,18 +173,16 @@ class Offload:
         """Returns what a first step makes on the device for a parameter; None when it cannot be
         known.
         """
-        parameter = member.parameter
-        key = (member.group_index, layout_of(parameter), local_of(parameter).stride())
-        if key not in self._schemas:
-            group = optimizer.param_groups[member.group_index]
-            self._schemas[key] = self.schema_in(optimizer, group, parameter)
-        return self._schemas[key]
+        group = optimizer.param_groups[member.group_index]
+        return self.schema_in(optimizer, group, member.parameter, self._schemas)
 
     def schema_in(
-        self, optimizer: Optimizer, group: dict[str, Any], parameter: Tensor
+        self, optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, known: Schemas
     ) -> Schema | None:
-        """Returns ``schema_of`` for a group that the optimizer may not have yet."""
-        return state_schema(
+        """Returns ``schema_of`` for a group that the optimizer may not have yet; ``known`` are
+        those that were found before.
+        """
+        return known.of(
             optimizer,
             self.base,
             group,

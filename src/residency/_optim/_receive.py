@@ -26,6 +26,7 @@ from residency._optim._loading import (
 from residency._optim._masters import MASTER, as_masters_state
 from residency._optim._offload_data import Offload
 from residency._optim._residents import Residents
+from residency._optim._schema import Schemas
 from residency._optim._shadow import is_torchs_own
 from residency._optim._state import State
 from residency._optim._whole import done_whole
@@ -86,6 +87,7 @@ def receive_state(
     offload.homes.fence()  # what is read into must have no copy under way
     received = Received(optimizer, offload, states, Residents(offload.resident_bytes))
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    schemas = Schemas()
     for parameter, entries in states.items():
         likes = {k: _like(parameter, each) for k, each in entries.items() if each is not None}
         if MASTER in likes and not offload.has_master(parameter):
@@ -93,7 +95,7 @@ def receive_state(
                 "the saved optimizer has float32 master weights, and this one steps the rounded "
                 "parameters. Nothing was changed: offload it with master_weights=True."
             )
-        schema = offload.schema_in(optimizer, group_of[parameter], parameter)
+        schema = offload.schema_in(optimizer, group_of[parameter], parameter, schemas)
         if schema is not None and is_torchs_own(offload.base):
             check_shapes(schema, likes)
         needs_device = device_rule(offload, schema, parameter)

@@ -9,7 +9,7 @@ it. Invariant: neither the optimizer nor torch's random state is changed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from residency._optim._shadow import (
     shadow_step,
     stand_in,
 )
-from residency._optim._sharding import planned_bytes
+from residency._optim._sharding import layout_of, planned_bytes
 from residency._transfer import is_sharded, local_of, wrapped_like
 
 _SMALL = 8
@@ -74,6 +74,63 @@ class StateSize:
             tuple(t.element_size() for t in large),
             len(found) - len(large),
         )
+
+
+class Schemas:
+    """The schemas of one optimizer: parameters that are alike have one, from one trial."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Hashable, bool, bool], Schema | None] = {}
+
+    def of(
+        self,
+        optimizer: Optimizer,
+        base: type[Optimizer],
+        group: Mapping[str, Any],
+        parameter: Tensor,
+        *,
+        is_local: bool,
+        has_master: bool = False,
+    ) -> Schema | None:
+        """Returns what ``state_schema`` does; the optimizer and its class are always the same."""
+        key = _kind_of(base, group, parameter), is_local, has_master
+        if key not in self._found:
+            self._found[key] = state_schema(
+                optimizer, base, group, parameter, is_local=is_local, has_master=has_master
+            )
+        return self._found[key]
+
+    def keep_only(self, base: type[Optimizer], groups: Collection[Mapping[str, Any]]) -> None:
+        """Forgets what no parameter of these groups is like."""
+        here = {_kind_of(base, group, p) for group in groups for p in group["params"]}
+        self._found = {key: made for key, made in self._found.items() if key[0] in here}
+
+    def clear(self) -> None:
+        """Forgets all of them."""
+        self._found.clear()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+def _kind_of(base: type[Optimizer], group: Mapping[str, Any], parameter: Tensor) -> Hashable:
+    """Returns what is equal for parameters of which the first steps make the same."""
+    # How fast the steps of torch's own classes go decides no state; layers may have each its rate.
+    rates = ("lr", "initial_lr") if is_torchs_own(base) else ()
+    settings = tuple(
+        (name, type(value) if name in rates else _exact(value))
+        for name, value in group.items()
+        if name != "params"
+    )
+    return settings, layout_of(parameter), local_of(parameter).stride()
+
+
+def _exact(value: Any) -> Hashable:
+    if isinstance(value, tuple):
+        return type(value), tuple(map(_exact, value))
+    # 1, 1.0 and True are equal. What is no plain value is like itself alone.
+    is_plain = value is None or isinstance(value, bool | int | float | complex | str)
+    return type(value), value if is_plain else id(value)
 
 
 def state_schema(

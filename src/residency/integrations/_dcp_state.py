@@ -33,7 +33,7 @@ from residency._checkpoint._tree import parameter_names, plain_module, plain_opt
 from residency._errors import InvalidArgumentError, RefusedError
 from residency._optim import OffloadedOptimizer
 from residency._optim._offload_data import Offload
-from residency._optim._schema import Schema, state_schema
+from residency._optim._schema import Schema, Schemas
 from residency._optim._shadow import PRIVATE
 from residency._transfer import (
     Incoming,
@@ -201,6 +201,7 @@ class TrainState(Stateful):
             optimizer.prime()
         saved = optimizer.state_dict()
         state: _State = {}
+        schemas = Schemas()
         for mine, packed, called in zip(
             optimizer.param_groups, saved["param_groups"], names, strict=True
         ):
@@ -209,7 +210,7 @@ class TrainState(Stateful):
                     values = saved["state"][key]
                     state[name] = {k: _free_to_fill(v) for k, v in values.items()}
                 elif parameter in unborn:
-                    state[name] = _template(optimizer, mine, parameter, name)
+                    state[name] = _template(optimizer, mine, parameter, name, schemas)
         groups = [
             {**copy.deepcopy({k: v for k, v in packed.items() if k != "params"}), "params": called}
             for packed, called in zip(saved["param_groups"], names, strict=True)
@@ -326,10 +327,14 @@ def _is_unborn(optimizer: Optimizer, parameter: Tensor) -> bool:
 
 
 def _template(
-    optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, name: str
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    parameter: Tensor,
+    name: str,
+    schemas: Schemas,
 ) -> dict[str, Any]:
     """Returns zeros on the host for what a first step of a plain optimizer makes."""
-    schema = _schema(optimizer, group, parameter)
+    schema = _schema(optimizer, group, parameter, schemas)
     if schema is None:
         raise RefusedError(
             f"what {type(optimizer).__name__} makes for {name} in its first step cannot be "
@@ -344,18 +349,21 @@ def _template(
     }
 
 
-def _schema(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> Schema | None:
+def _schema(
+    optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, schemas: Schemas
+) -> Schema | None:
     offload = optimizer.__dict__.get(PRIVATE)
     base = offload.base if isinstance(offload, Offload) else type(optimizer)
-    return state_schema(optimizer, base, group, parameter, is_local=is_sharded(parameter))
+    return schemas.of(optimizer, base, group, parameter, is_local=is_sharded(parameter))
 
 
 def _put(optimizer: Optimizer, filled: Mapping[Tensor, Mapping[str, Any]]) -> None:
     """Makes what was filled the optimizer's state, where each value belongs."""
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    schemas = Schemas()
     states = {
         parameter: {
-            key: _incoming(optimizer, group_of[parameter], parameter, key, value)
+            key: _incoming(optimizer, group_of[parameter], parameter, key, value, schemas)
             for key, value in values.items()
         }
         for parameter, values in filled.items()
@@ -378,13 +386,18 @@ def _put(optimizer: Optimizer, filled: Mapping[Tensor, Mapping[str, Any]]) -> No
 
 
 def _incoming(
-    optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, key: str, value: Any
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    parameter: Tensor,
+    key: str,
+    value: Any,
+    schemas: Schemas,
 ) -> Incoming | None:
     if not isinstance(value, Tensor):
         return None
     is_host = value.is_cpu
     if value.dim() == 0 and key != "step" and not dict.get(optimizer.state, parameter):
         # A template's scalars are all on the host, wherever steps keep them.
-        schema = _schema(optimizer, group, parameter)
+        schema = _schema(optimizer, group, parameter, schemas)
         is_host = schema is None or key not in schema.device
     return Incoming(value.dtype, tuple(value.shape), is_host)

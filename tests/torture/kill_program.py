@@ -34,7 +34,7 @@ import residency
 from residency import sim
 from residency.testing import simulated_device_type
 
-PATIENCE = 30.0  # of the two sides of a hand-off
+PATIENCE = 600.0  # of the two sides of a hand-off
 
 OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
     lambda p: torch.optim.AdamW(p, lr=1e-2),

@@ -28,8 +28,8 @@ Torture = Callable[[Judge], None]
 
 PROGRAM = Path(__file__).parent / "kill_program.py"
 SAVE_SECONDS = 0.06  # about what a save of this program takes; kills are uniform over it
-HANG_SECONDS = 60.0
-SOON_SECONDS = 15.0  # half of what the sides of a hand-off wait for each other
+HANG_SECONDS = 600.0  # a machine may be busy with much else
+SOON_SECONDS = 300.0  # half of what the sides of a hand-off wait for each other
 
 
 class Running:

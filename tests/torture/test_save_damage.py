@@ -81,7 +81,7 @@ def verify(folder: Path, *words: str) -> tuple[int, dict[str, Any]]:
         [sys.executable, "-m", "residency", "checkpoint", "verify", str(folder), "--json", *words],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert ran.stdout, ran

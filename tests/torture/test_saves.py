@@ -186,7 +186,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "residency", "checkpoint", *words, "--json"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
 

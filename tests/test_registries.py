@@ -23,6 +23,7 @@ REGISTRIES = {
     "_checkpoint/_disk/_read.py:_pools": "weak",
     "_checkpoint/_disk/_system.py:_libc": "one entry",
     "_checkpoint/_save.py:unreported": "failed saves that nobody was told of; no tensors",
+    "_device.py:_events": "as many events of a device as were in use at once",
     "_handoff/_agreement.py:_given_up": "process groups that failed; no tensors",
     "_handoff/_hand_off_job.py:_active": "weak",
     "_handoff/_park.py:_parkings": "weak keys",

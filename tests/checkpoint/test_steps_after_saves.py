@@ -117,7 +117,7 @@ def test_a_step_that_is_captured_neither_waits_for_a_copy_nor_asks_whether_it_is
         def step(self, closure=None):
             """Writes nothing."""
 
-    monkeypatch.setattr(_device, "new_event", lambda device: Refusing(device.type))
+    monkeypatch.setattr(_device, "new_event", lambda device, **_: Refusing(device.type))
     parameters = list(training["parameters"].values())
     snapshot = residency.snapshot(training)
     with monkeypatch.context() as patch:

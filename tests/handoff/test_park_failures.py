@@ -243,18 +243,18 @@ class Unwaited(torch.Event):
 def no_wait_for_the_producers(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Lanes.mark
     monkeypatch.setattr(_device, "synchronize", lambda device=None: None)
-    monkeypatch.setattr(Lanes, "mark", lambda self, stream: real(self, self.d2h))
+    monkeypatch.setattr(Lanes, "mark", lambda self, stream, **_: real(self, self.d2h))
 
 
 def no_wait_for_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        _device, "new_event", lambda device: Unwaited(device.type, enable_timing=True)
+        _device, "new_event", lambda device, **_: Unwaited(device.type, enable_timing=True)
     )
 
 
 def no_wait_for_what_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Lanes.mark
-    monkeypatch.setattr(Lanes, "mark", lambda self, stream: real(self, self.h2d))
+    monkeypatch.setattr(Lanes, "mark", lambda self, stream, **_: real(self, self.h2d))
 
 
 @pytest.mark.sim

@@ -23,10 +23,10 @@ def _without_ready(monkeypatch: pytest.MonkeyPatch) -> None:
 def _without_done(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Lanes.store
 
-    def store_with_a_blind_lane(self: Lanes, copies: object) -> torch.Event:
+    def store_with_a_blind_lane(self: Lanes, copies: object, **options: bool) -> torch.Event:
         # As if the lane had not been made to wait for the step: its copies run on a fresh stream.
         blind = Lanes(self.device, self.h2d, torch.Stream(device=self.device))
-        return store(blind, copies)
+        return store(blind, copies, **options)
 
     monkeypatch.setattr(Lanes, "store", store_with_a_blind_lane)
 

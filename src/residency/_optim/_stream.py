@@ -200,25 +200,25 @@ class StreamedStep:
         self._gate.before_write([slot], stream=self._lanes.h2d)
         num_bytes = sum(run.num_bytes for run in unit.loads)
         self._offload.copied_to_device_bytes += num_bytes
-        begun = self._lanes.mark(self._lanes.h2d)
-        ready = self._lanes.load(slot, unit.loads)
+        begun = self._lanes.mark(self._lanes.h2d, timed=True)
+        ready = self._lanes.load(slot, unit.loads, timed=True)
         self._timeline.loads.append((begun, ready, num_bytes))
         return ready
 
     def _await(self, ready: torch.Event | None) -> None:
         if ready is not None:
-            begun = self._lanes.mark(self._current)
+            begun = self._lanes.mark(self._current, timed=True)
             self._current.wait_event(ready)
-            self._timeline.stalls.append((begun, self._lanes.mark(self._current)))
+            self._timeline.stalls.append((begun, self._lanes.mark(self._current, timed=True)))
 
     def _drop_alive(self, *, keep: int) -> None:
         if len(self._alive) <= keep:
             return
-        begun = self._lanes.mark(self._current)
+        begun = self._lanes.mark(self._current, timed=True)
         while len(self._alive) > keep:
             self._gate.before_free(self._alive[0])
             self._alive.popleft()
-        self._timeline.stalls.append((begun, self._lanes.mark(self._current)))
+        self._timeline.stalls.append((begun, self._lanes.mark(self._current, timed=True)))
 
     def _step_unit(self, unit: Unit, slot: Tensor | None) -> list[Tensor]:
         """Steps one unit and queues its copies home; returns the new tensors that those copies
@@ -290,8 +290,8 @@ class StreamedStep:
 
     def _store(self, copies: Sequence[Copy]) -> torch.Event:
         self._lanes.d2h.wait_event(self._lanes.mark(self._current))
-        begun = self._lanes.mark(self._lanes.d2h)
-        written = self._lanes.store(copies)
+        begun = self._lanes.mark(self._lanes.d2h, timed=True)
+        written = self._lanes.store(copies, timed=True)
         num_bytes = sum(run.num_bytes for _, runs in copies for run in runs)
         self._timeline.stores.append((begun, written, num_bytes))
         self._gate.reading([buffer for buffer, _ in copies], written, self._lanes.d2h)

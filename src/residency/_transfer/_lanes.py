@@ -43,13 +43,16 @@ class Lanes:
     h2d: torch.Stream
     d2h: torch.Stream
 
-    def mark(self, stream: torch.Stream) -> torch.Event:
-        """Returns an event that is done when everything now queued on ``stream`` is."""
-        event = _device.new_event(self.device)
+    def mark(self, stream: torch.Stream, *, timed: bool = False) -> torch.Event:
+        """Returns an event that is done when everything now queued on ``stream`` is.
+
+        It is recorded anew once nobody refers to it.
+        """
+        event = _device.new_event(self.device, timed=timed)
         event.record(stream)
         return event
 
-    def load(self, slot: Tensor, runs: Iterable[Run]) -> torch.Event:
+    def load(self, slot: Tensor, runs: Iterable[Run], *, timed: bool = False) -> torch.Event:
         """Queues copies from slabs into ``slot`` on the h2d lane, which must already be allowed to
         write.
 
@@ -57,6 +60,7 @@ class Lanes:
             slot: ``uint8`` on the device, kept by the caller until the returned event is waited
                 for.
             runs: What to copy.
+            timed: Whether the event is.
 
         Returns:
             The event after the copies.
@@ -66,15 +70,18 @@ class Lanes:
                 target = slot.narrow(0, run.slot_offset, run.num_bytes)
                 source = run.slab.data.narrow(0, run.slab_offset, run.num_bytes)
                 target.copy_(source, non_blocking=True)
-        return self.mark(self.h2d)
+        return self.mark(self.h2d, timed=timed)
 
-    def store(self, copies: Iterable[tuple[Tensor, Iterable[Run]]]) -> torch.Event:
+    def store(
+        self, copies: Iterable[tuple[Tensor, Iterable[Run]]], *, timed: bool = False
+    ) -> torch.Event:
         """Queues copies from device buffers into slabs on the d2h lane, after a wait on the
         producer.
 
         Args:
             copies: Buffers (``uint8``, on the device) with the runs to copy out of them. The caller
                 passes the buffers to ``Gate.reading`` with the returned event.
+            timed: Whether the event is.
 
         Returns:
             The event after the copies.
@@ -85,7 +92,7 @@ class Lanes:
                     target = run.slab.data.narrow(0, run.slab_offset, run.num_bytes)
                     source = buffer.narrow(0, run.slot_offset, run.num_bytes)
                     target.copy_(source, non_blocking=True)
-        return self.mark(self.d2h)
+        return self.mark(self.d2h, timed=timed)
 
 
 _lanes: dict[torch.device, Lanes] = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import time
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -73,6 +74,18 @@ def new_event(device: torch.device, *, timed: bool = False) -> torch.Event:
     return event
 
 
+def wait_asleep(event: torch.Event) -> None:
+    """Blocks the host until an event is done, and sleeps meanwhile, a millisecond at most at once.
+
+    ``synchronize`` keeps a core busy until then: CUDA's does unless an event is made to block
+    (``cudaEventSynchronize``), which torch's own cannot be.
+    """
+    seconds = _FIRST_SLEEP_SECONDS
+    while not event.query():
+        time.sleep(seconds)
+        seconds = min(2 * seconds, _LONGEST_SLEEP_SECONDS)
+
+
 def _make_event(device: torch.device, *, timed: bool) -> torch.Event:
     return torch.Event(device.type, enable_timing=timed)
 
@@ -97,6 +110,8 @@ def _references_of_one() -> int:
     return sys.getrefcount(event)  # its argument may count as one, as it did before Python 3.14
 
 
+_FIRST_SLEEP_SECONDS = 3e-5
+_LONGEST_SLEEP_SECONDS = 1e-3
 _MOST_LOOKS = 16  # as long as an event takes to make
 _REFERENCES_OF_ONE = _references_of_one()
 _events: dict[tuple[torch.device, bool], deque[torch.Event]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -111,3 +112,50 @@ def test_threads_never_get_the_event_that_another_one_has(device, made):
         thread.join()
     assert not errors
     assert len(made) < 500
+
+
+def test_the_writer_of_a_save_sleeps_while_it_waits_for_copies(device, tmp_path, monkeypatch):
+    slept = []
+    sleep = time.sleep
+
+    class NeverSpinning(torch.Event):
+        is_late = False
+
+        def query(self):
+            self.is_late, is_asked = True, self.is_late
+            return is_asked and super().query()
+
+        def synchronize(self):
+            assert threading.current_thread() is threading.main_thread(), "a core is kept busy"
+            super().synchronize()
+
+    def count(seconds: float) -> None:
+        slept.append((threading.current_thread(), seconds))
+        sleep(seconds)
+
+    parameter = torch.nn.Parameter(torch.arange(1 << 14, dtype=torch.float32, device=device))
+    optimizer = residency.offload_optimizer(torch.optim.AdamW([parameter]))
+    tree = {"weight": parameter, "optimizer": optimizer}
+    monkeypatch.setattr(_device, "new_event", lambda device, **_: NeverSpinning(device.type))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with residency.Checkpointer(tmp_path) as checkpointer:
+        monkeypatch.setattr(_device.time, "sleep", count)
+        checkpointer.save(1, tree).wait()
+        monkeypatch.undo()
+        expected = parameter.detach().cpu()
+        parameter.data.zero_()
+        checkpointer.restore(tree)
+    assert torch.equal(parameter.detach().cpu(), expected)
+    mine = [seconds for thread, seconds in slept if thread is not threading.current_thread()]
+    assert mine
+    assert all(0 < seconds <= 1e-3 for seconds in mine)
+
+
+def test_a_wait_asleep_ends_with_what_the_event_raises(device):
+    class Broken:
+        def query(self):
+            raise RuntimeError("device-side assert triggered")
+
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        _device.wait_asleep(Broken())

@@ -82,7 +82,7 @@ class Group:
         if self._is_over or self._device is None:
             return
         if event is not None:
-            event.synchronize()
+            _device.wait_asleep(event)
         else:  # an exception came before the event; copies may be queued
             lanes_of(self._device).d2h.synchronize()
         if (read := self.read) is not None:
@@ -125,7 +125,7 @@ class Held:
         """
         lent = self.block.lent
         if lent is not None and lent.written is not None:
-            lent.written.synchronize()
+            _device.wait_asleep(lent.written)
         self.group.finish()
         if self.group.sums is not None and self.group.sums.differs(self.block):
             names = ", ".join(self.block.layouts)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import random
 import zlib
@@ -20,6 +21,7 @@ from residency._checkpoint._disk._manifest import FileRecord, Record
 from residency._checkpoint._disk._parts import FilePlan, Part, leased
 from residency._checkpoint._disk._system import O_DIRECT, System
 from residency._checkpoint._disk._write import write_files
+from residency._errors import CheckpointError
 
 CHUNK_BYTES = 8192
 SIZES = (
@@ -160,3 +162,54 @@ def test_a_piece_in_two_alignments_is_padded_with_zeros(saves: ModuleType, tmp_p
     assert sorted(map(len, handed)) == [8192, 8192]
     assert handed[[len(h.rstrip(b"\0")) for h in handed].index(4608)][4608:] == bytes(3584)
     assert len(data) == 4096 + CHUNK_BYTES + 512
+
+
+class Mapped(Disk):
+    """A kernel that takes no bytes from some memory: all of it, or direct writes alone."""
+
+    def __init__(self, memory: memoryview, *, direct_alone: bool) -> None:
+        super().__init__(memory=512)
+        first = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.refused: list[int] = []
+        self._mapped = range(first, first + memory.nbytes)
+        self._direct_alone = direct_alone
+
+    def perform(self, name: str, function: Callable[..., object], *arguments: object) -> object:
+        if name == "pwritev" and (arguments[0] in self._direct or not self._direct_alone):
+            for each in arguments[1]:
+                address = ctypes.addressof(ctypes.c_char.from_buffer(each))
+                if address in self._mapped:
+                    self.refused.append(address)
+                    raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+        return super().perform(name, function, *arguments)
+
+
+@pytest.mark.parametrize("direct_alone", [True, False], ids=["direct writes", "all writes"])
+def test_memory_that_a_driver_has_mapped_is_written_through_a_buffer(
+    tmp_path: Path, direct_alone: bool
+) -> None:
+    data = random.Random(1).randbytes(40 * CHUNK_BYTES)
+    memory = memoryview(mmap.mmap(-1, len(data)))
+    memory[:] = data
+    disk = Mapped(memory, direct_alone=direct_alone)
+    record, found = write_tensors(tmp_path, {"a": memory}, disk)
+    assert found[-len(data) :] == data
+    check_sums(record, found)
+    assert 1 <= len(disk.refused) <= _write.NUM_THREADS  # no later chunk was tried from there
+    assert disk.num_direct >= 40  # past the cache, as before
+
+
+def test_a_bad_address_that_is_the_buffers_own_is_an_error(tmp_path: Path) -> None:
+    class Faulty(System):
+        num_writes = 0
+
+        def perform(self, name: str, function: Callable[..., object], *arguments: object) -> object:
+            if name == "pwritev":
+                self.num_writes += 1
+                raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+            return function(*arguments)
+
+    system = Faulty()
+    with pytest.raises(CheckpointError, match="Bad address"):
+        write_tensors(tmp_path, {"a": memoryview(mmap.mmap(-1, 4096))}, system)
+    assert 1 <= system.num_writes <= 2 * _write.NUM_THREADS

@@ -5,7 +5,8 @@ The chunks of a file are independent: what comes later never delays what is at h
 used where the file system takes it; that it does not may show when the file is opened or only when
 it is written, and the file then goes on without. Bytes that lie as the file system wants them (at a
 multiple of 512, or at a page where it does not say) go to the disk from where they are, others
-through a buffer of one chunk that each thread has.
+through a buffer of one chunk that each thread has. So do all from then on where the kernel cannot
+take bytes from where they are: memory that a driver has mapped, as page-locked memory may be.
 
 Invariant: the bytes that are summed are those that are handed to the system. An `_Image` has both
 the sum and the write of a chunk, over the same buffers, padding included; there is no other way to
@@ -265,6 +266,7 @@ class _Crew:
         self._chunks = (chunk for file in files for chunk in file.chunks())
         self._on_bytes = on_bytes
         self._failure: BaseException | None = None
+        self._copies_all = False
         self._lock = threading.Lock()
         self._reporting = threading.Lock()
 
@@ -332,11 +334,19 @@ class _Crew:
                 return False  # what comes later may never be final
             view = file.header if piece.lease is None else piece.lease.view()
             buffers.append(view[piece.start : piece.start + piece.num_bytes])
-        image = _Image(buffers, bounce, file.memory_alignment if direct else None)
-        file.crc32[chunk.index] = image.crc32()
-        if not (direct and self._write_direct(chunk, image)):
-            fd = file.descriptor(direct=False)
-            _write_all(self._system, fd, image.buffers(padded=False), chunk.offset, multiple=1)
+        alignment = file.memory_alignment if direct else None
+        image = _Image(buffers, bounce, alignment, copy=self._copies_all)
+        try:
+            self._write_image(chunk, image, direct=direct)
+        except OSError as error:
+            # The kernel pins no page of a mapping that is marked VM_IO or VM_PFNMAP: EFAULT, from
+            # `check_vma_flags` in its mm/gup.c. Source: github.com/ikwzm/udmabuf/issues/117.
+            if error.errno != errno.EFAULT or image.is_copy:
+                raise
+            self._copies_all = True
+            image.let_go()
+            image = _Image(buffers, bounce, alignment, copy=True)
+            self._write_image(chunk, image, direct=file.is_direct)
         image.let_go()  # nobody looks at a part's bytes after its release
         buffers.clear()
         for piece in chunk.pieces:
@@ -344,6 +354,12 @@ class _Crew:
                 piece.lease.written()
         file.written()
         return True
+
+    def _write_image(self, chunk: _Chunk, image: _Image, *, direct: bool) -> None:
+        chunk.file.crc32[chunk.index] = image.crc32()
+        if not (direct and self._write_direct(chunk, image)):
+            fd = chunk.file.descriptor(direct=False)
+            _write_all(self._system, fd, image.buffers(padded=False), chunk.offset, multiple=1)
 
     def _write_direct(self, chunk: _Chunk, image: _Image) -> bool:
         """Returns whether the file system took it; if not, it has to go through the page cache."""
@@ -366,18 +382,27 @@ class _Image:
         pieces: The bytes, one behind the other; at least one is.
         bounce: The thread's own buffer, of one chunk and a page more.
         alignment: What a direct write asks of memory; None for a write through the page cache.
+        copy: Whether the pieces go through the buffer though they lie as they should.
+
+    Attributes:
+        is_copy: Whether they do.
     """
 
     def __init__(
-        self, pieces: Sequence[memoryview], bounce: memoryview, alignment: int | None
+        self,
+        pieces: Sequence[memoryview],
+        bounce: memoryview,
+        alignment: int | None,
+        *,
+        copy: bool,
     ) -> None:
         self.num_bytes = sum(piece.nbytes for piece in pieces)
         self._padding = 0 if alignment is None else -self.num_bytes % ALIGNMENT
-        is_fit = len(pieces) <= _MAX_BUFFERS and self._padding == 0
-        if is_fit and (alignment is None or all(_is_aligned(each, alignment) for each in pieces)):
-            self._buffers = list(pieces)
-            return
-        self._buffers = [_gather(pieces, bounce, self._padding)]
+        is_fit = len(pieces) <= _MAX_BUFFERS and self._padding == 0 and not copy
+        self.is_copy = not is_fit or not (
+            alignment is None or all(_is_aligned(each, alignment) for each in pieces)
+        )
+        self._buffers = [_gather(pieces, bounce, self._padding)] if self.is_copy else list(pieces)
 
     def crc32(self) -> int:
         """Returns the checksum of the chunk, without its padding."""

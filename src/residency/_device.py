@@ -151,6 +151,16 @@ def unfilled_bytes(num_bytes: int, device: torch.device, *, pin: bool = False) -
     return data.set_(storage, 0, (num_bytes,), (1,))
 
 
+def is_lost(error: BaseException) -> bool:
+    """Says whether an error is the device's own, and not of memory that could not be had.
+
+    After one, as of an index out of bounds, CUDA answers every call with it until the process ends.
+    """
+    out_of_memory = 2  # cudaErrorMemoryAllocation
+    code = getattr(error, "error_code", None)
+    return isinstance(error, torch.AcceleratorError) and code != out_of_memory
+
+
 def release_pinned_cache() -> None:
     """Gives freed page-locked memory back to the system instead of keeping it for reuse.
 
@@ -258,9 +268,15 @@ def allocator_figures(device: torch.device) -> Mapping[str, Any]:
 
 
 def device_room(device: torch.device) -> tuple[int, int] | None:
-    """Returns the device's free and total bytes; None where its backend does not tell them."""
+    """Returns the device's free and total bytes; None where its backend does not tell them.
+
+    Raises:
+        torch.AcceleratorError: The device is lost.
+    """
     try:
         return torch.accelerator.get_memory_info(device)
+    except torch.AcceleratorError:
+        raise
     except (NotImplementedError, RuntimeError):
         return None
 
@@ -378,6 +394,8 @@ def free_in_private_pools(
     snapshot: Any = torch.cuda.memory_snapshot  # torch does not annotate it
     try:
         segments = snapshot(include_traces=False)
+    except torch.AcceleratorError:
+        raise
     except (NotImplementedError, RuntimeError):
         return None
     whole = beside = 0
@@ -427,6 +445,8 @@ def may_have_graphs() -> bool:
                 for s in cuda.memory_snapshot(include_traces=False)
             ):
                 return True
+        except torch.AcceleratorError:
+            raise
         except (NotImplementedError, RuntimeError):
             pass  # the simulated accelerator's, which tells its pools above
     return any(type(thing) is cuda.CUDAGraph for thing in gc.get_objects())

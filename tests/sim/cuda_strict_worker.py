@@ -1,13 +1,14 @@
 """What CUDA refuses and the host's kernels would do, in one process with the simulator as CUDA.
 
 The operations that raise there by the documentation of `torch.use_deterministic_algorithms`, and
-their neighbours that do not; graphs; figures and bounds of page-locked memory.
+their neighbours that do not; graphs; figures and bounds of page-locked memory; a lost device.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,11 @@ from torch import nn
 from torch.nn import functional
 from worker_cases import Cases
 
+import residency
 from residency import sim
+from residency._checkpoint._restore._fill import Staging
+from residency._memory import _phase
+from residency._transfer import SlabArena
 
 Run = Callable[[], object]
 
@@ -360,6 +365,92 @@ def dry_mode_refuses_what_is_not_deterministic_and_page_locks_as_another_machine
     assert large.is_pinned()
     del large
     torch.accelerator.empty_host_cache()
+
+
+def lose() -> None:
+    values()[torch.tensor([5], device="cuda")]
+    torch.cuda.synchronize()
+
+
+@contextmanager
+def lost() -> Iterator[None]:
+    sim.enable("1GiB", device="cuda")
+    with pytest.raises(torch.AcceleratorError):
+        lose()
+    try:
+        yield
+    finally:
+        sim.enable("1GiB", device="cuda")
+
+
+def dies(run: Run) -> None:
+    with pytest.raises(torch.AcceleratorError, match="device-side assert triggered") as found:
+        run()
+    assert found.value.error_code == 710  # cudaErrorAssert
+
+
+@case
+def a_lost_device_answers_every_call_with_its_error() -> None:
+    event, stream = torch.cuda.Event(), torch.cuda.Stream()
+    event.record()
+    with lost():
+        for call in (
+            event.record,
+            event.query,
+            event.synchronize,
+            lambda: stream.wait_event(event),
+            stream.query,
+            stream.synchronize,
+            torch.cuda.mem_get_info,
+            torch.cuda.empty_cache,
+            lambda: torch.empty(4, pin_memory=True),
+            lambda: torch.ones(4, device="cuda"),
+        ):
+            dies(call)
+        assert torch.cuda.memory_allocated() >= 0  # torch's own figures ask no device
+
+
+@case
+def the_error_of_a_lost_device_comes_through_the_library() -> None:
+    arena = SlabArena()
+    optimizer = torch.optim.SGD([values().requires_grad_()], lr=0.1, momentum=0.9)
+    with lost():
+        for call in (
+            residency.memory_state,
+            residency.reclaim,
+            lambda: residency.reclaim("1MiB"),
+            lambda: residency.hand_off("1MiB", timeout=60).__enter__(),
+            lambda: arena.reserve([4096]),
+            lambda: Staging(4096, pin=True),
+            lambda: residency.offload_optimizer(optimizer).prime(),
+        ):
+            started = time.monotonic()
+            dies(call)
+            assert time.monotonic() - started < 20  # nobody waits for what cannot come
+
+
+@case
+def a_phase_lets_the_error_of_a_lost_device_pass_and_measures_no_more() -> None:
+    kept = ValueError("the body's own")
+    with lost(), pytest.raises(ValueError, match="own"), residency.phase("step"):
+        raise kept
+    _phase.boundaries.is_enabled = True
+
+
+@case
+def a_hand_off_whose_body_loses_the_device_says_so_and_keeps_what_was_parked() -> None:
+    layer = nn.Linear(8, 8).cuda()
+    before = layer.weight.detach().cpu()
+    started, need = time.monotonic(), torch.cuda.mem_get_info()[1] - MIB
+    with (
+        pytest.raises(residency.HandOffError, match="device-side assert") as found,
+        residency.hand_off(need, park=[layer], timeout=60),
+    ):
+        lose()
+    assert time.monotonic() - started < 20
+    sim.enable("1GiB", device="cuda")
+    found.value.retry()
+    assert torch.equal(layer.weight.detach().cpu(), before)
 
 
 def main(folder: Path) -> None:

@@ -427,7 +427,9 @@ def test_pinned_memory_is_not_reused_under_a_copy_that_reads_it(empty_host: None
 def test_no_more_memory_is_pinned_than_the_machine_has(empty_host: None) -> None:
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     largest = 1 << (physical.bit_length() - 1)
-    held = torch.empty(largest, dtype=torch.uint8, pin_memory=True)  # no page is touched
+    sim.enable(dry=True)  # in which no page is committed
+    held = torch.empty(largest, dtype=torch.uint8, pin_memory=True)
+    sim.enable()
     before = sim.pinned_memory_stats()
     with pytest.raises(torch.AcceleratorError, match=r"^sim error: out of memory\nTried to page-"):
         torch.empty(largest, dtype=torch.uint8, pin_memory=True)
@@ -436,7 +438,7 @@ def test_no_more_memory_is_pinned_than_the_machine_has(empty_host: None) -> None
     accelerator.empty_host_cache()
     with pytest.raises(torch.AcceleratorError, match="out of memory"):
         torch.empty(physical + 1, dtype=torch.uint8, pin_memory=True)
-    assert torch.empty(largest, dtype=torch.uint8, pin_memory=True).is_pinned()
+    assert torch.empty(MIB, dtype=torch.uint8, pin_memory=True).is_pinned()
 
 
 def test_a_pinned_tensor_is_pinned_everywhere_and_a_pageable_one_nowhere(empty_host: None) -> None:

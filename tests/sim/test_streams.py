@@ -177,6 +177,20 @@ def test_an_error_of_a_queued_kernel_is_raised_at_its_call(lane: torch.Stream) -
     torch.accelerator.synchronize()
 
 
+@pytest.mark.parametrize("ask", ["event", "stream"])
+def test_what_is_queued_is_not_ready_when_it_is_asked_for(lane: torch.Stream, ask: str) -> None:
+    host, source = _host_tensor(), _device_tensor(1.0)
+    done = torch.Event("sim")
+    with lane:
+        host.copy_(source, non_blocking=True)
+        done.record()
+    asked = {"event": done, "stream": lane}[ask]
+    assert not asked.query()
+    while not asked.query():  # each question makes a piece of progress, so that loops end
+        pass
+    assert host.eq(1.0).all()
+
+
 def test_streams_run_in_the_order_of_their_own_work(lane: torch.Stream) -> None:
     tensor = _device_tensor(0.0)
     lane.wait_stream(torch.accelerator.current_stream())

@@ -189,6 +189,39 @@ def test_queued_work_that_fails_is_reported_on_the_test_that_queued_it(run_tests
 
 
 @sim_only
+def test_a_device_that_a_test_loses_is_there_again_for_the_next(run_tests, monkeypatch) -> None:
+    monkeypatch.setenv("RESIDENCY_TEST_DEVICE", "sim-as-cuda")
+    result = run_tests(
+        """
+        import pytest, torch
+        from residency import sim
+
+        def lose(device):
+            torch.zeros(3, device=device)[torch.tensor([9], device=device)]
+
+        def test_loses_it(tested_device):
+            lose(tested_device)
+
+        def test_uses_it(tested_device):
+            assert torch.ones(3, device=tested_device).sum().item() == 3.0
+
+        def test_loses_it_and_takes_it_back(tested_device):
+            lose(tested_device)
+            with pytest.raises(torch.AcceleratorError):
+                torch.accelerator.synchronize()
+            sim.enable(**sim.settings())
+
+        def test_uses_it_again(tested_device):
+            assert torch.ones(3, device=tested_device).sum().item() == 3.0
+        """
+    )
+    result.assert_outcomes(failed=1, passed=3)
+    result.stdout.fnmatch_lines(
+        ["*Work that was queued by the test failed*: AcceleratorError: CUDA error: device-side*"]
+    )
+
+
+@sim_only
 def test_one_failed_test_does_not_make_the_next_ones_fail(run_tests) -> None:
     # The failed tests' tensors live on in tracebacks, in the way of the settings to come.
     result = run_tests(

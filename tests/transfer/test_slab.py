@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from residency import RefusedError
+from residency import RefusedError, sim
 from residency._transfer import ALIGNMENT, SlabArena, _slab, align_up
 
 SIZES = st.integers(0, 5000)
@@ -132,6 +132,26 @@ def test_room_is_checked_before_anything_is_pinned(monkeypatch):
     with pytest.raises(RefusedError):
         arena.allocate(20_000)
     assert arena.slab_bytes == 0
+
+
+def test_what_torch_keeps_for_reuse_makes_room(device, pinned_bytes, monkeypatch):
+    size = 1 << 20
+    room = pinned_bytes() + size + 4096
+    kept = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    monkeypatch.setattr(_slab, "available_host_bytes", lambda: room - read_pinned_bytes())
+    arena = SlabArena()
+    with pytest.raises(RefusedError, match="are available"):
+        arena.reserve([size])
+    del kept
+    assert room - read_pinned_bytes() < size  # torch has it, and the system does not
+    arena.reserve([size])
+    assert arena.slab_bytes == size
+
+
+def read_pinned_bytes():
+    if torch.cuda.is_available():
+        return torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    return sim.pinned_memory_stats()["pinned_bytes.current"]
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, MemoryError])

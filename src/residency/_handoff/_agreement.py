@@ -90,7 +90,7 @@ def _gather(group: Any, device: torch.device, figure: int, seconds: float) -> li
             time.sleep(_PAUSE_SECONDS)
         work.wait()
     except RuntimeError as error:  # of the backend: a closed connection
-        if isinstance(error, HandOffError):
+        if isinstance(error, HandOffError | torch.AcceleratorError):
             raise
         _given_up.append(group)
         first_line = str(error).partition("\n")[0]

@@ -236,23 +236,25 @@ class HandOff:
 
     def _unpark_in_time(self) -> Exception | None:
         """Returns what stood against it when the time was over; None where all is back."""
+        self._missing = 0
+        if not any(parking.is_parked for parking in self._parkings):
+            return None
         deadline, pause = Deadline(self._timeout), _POLL_SECONDS
         while True:
-            state = measure(self._device)
-            # What is stuck may be the very holes that the parked tensors left.
-            own = state.returnable + state.draining + (state.stuck or 0)
             parked = sum(parking.num_bytes_parked for parking in self._parkings)
-            missing = max(0, parked - state.free - own)
-            if not missing:
-                try:
-                    for parking in self._parkings:
-                        parking.unpark()
-                except DoesNotFitError as error:  # in pieces; everything is whole still
-                    missing, pause = error.num_bytes, _LONG_POLL_SECONDS
-                except Exception as error:
-                    error.add_note("What was parked is whole on the host: residency.unpark.")
-                    self._missing = FAILED
-                    return error
+            try:
+                state = measure(self._device)
+                # What is stuck may be the very holes that the parked tensors left.
+                own = state.returnable + state.draining + (state.stuck or 0)
+                missing = max(0, parked - state.free - own)
+                for parking in self._parkings if not missing else ():
+                    parking.unpark()
+            except DoesNotFitError as error:  # in pieces; everything is whole still
+                missing, pause = error.num_bytes, _LONG_POLL_SECONDS
+            except Exception as error:
+                error.add_note("What was parked is whole on the host: residency.unpark.")
+                self._missing = FAILED
+                return error
             self._missing = missing
             if not missing:
                 return None

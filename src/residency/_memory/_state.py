@@ -131,6 +131,7 @@ def memory_state(device: torch.device | int | str | None = None) -> MemoryState:
 
     Raises:
         InvalidArgumentError: No such accelerator is on this machine.
+        torch.AcceleratorError: The device is lost, by an index out of bounds for one.
     """
     return measure(_device.resolve(device), walk_pools=True)
 

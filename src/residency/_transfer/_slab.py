@@ -322,6 +322,8 @@ class SlabArena:
         try:
             return Slab(size, pin=self.is_pinned)
         except (RuntimeError, MemoryError) as error:  # the driver's, or a limit on locked pages
+            if _device.is_lost(error):
+                raise
             raise RefusedError(
                 f"{format_bytes(size)} of host memory could not be page-locked ({error}; "
                 f"{_locked_limit()}). Nothing was changed; raise that limit (ulimit -l), keep "
@@ -399,6 +401,9 @@ def _locked_limit() -> str:
 
 def _require_host_room(num_bytes: int) -> None:
     available = available_host_bytes()
+    if available is not None and num_bytes > available:
+        _device.release_pinned_cache()  # what torch keeps for reuse counts as used
+        available = available_host_bytes()
     if available is not None and num_bytes > available:
         raise RefusedError(
             f"{format_bytes(num_bytes)} of host memory are needed and {format_bytes(available)} "

@@ -10,8 +10,8 @@ import gc
 
 from residency._errors import QueuedWorkError
 
-# The simulator drops an operation that failed, so that each try gets further. A real device repeats
-# its first failure for good.
+# The simulator drops an operation that failed, so that each try gets further, and where it is lost
+# as CUDA's is, it can be had again. A real device repeats its first failure for good.
 _MOST_FAILURES_SIMULATED = 100_000
 _MOST_FAILURES_REAL = 3
 
@@ -35,18 +35,21 @@ def settle() -> int:
 
 def finish_work() -> list[Exception]:
     """Lets all queued work run, past operations that fail, and returns their failures."""
-    from residency import _device
+    from residency import _device, sim
 
     device = _device.accelerator()
     if device is None:
         return []
-    most = _MOST_FAILURES_SIMULATED if device.type == "sim" else _MOST_FAILURES_REAL
+    is_simulated = sim.is_enabled()
+    most = _MOST_FAILURES_SIMULATED if is_simulated else _MOST_FAILURES_REAL
     failures: list[Exception] = []
     while len(failures) < most:
         try:
             _device.synchronize(device)
         except Exception as error:
             failures.append(error.with_traceback(None))  # whose frames would keep tensors alive
+            if is_simulated and _device.is_lost(error):
+                sim.enable(**sim.settings())
         else:
             break
     return failures

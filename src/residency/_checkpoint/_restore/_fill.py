@@ -127,6 +127,8 @@ class Staging:
         try:
             self._slab = Slab(num_bytes, pin=pin)
         except (RuntimeError, MemoryError) as error:
+            if _device.is_lost(error):
+                raise
             raise RefusedError(
                 f"a staging ring of {format_bytes(num_bytes)} could not be page-locked ({error}). "
                 "Nothing was changed; pass a smaller `staging`."

@@ -1,7 +1,8 @@
 // Pinned host memory: power-of-two blocks, kept for reuse, handed out again only once the copies
 // that used them have run. No torch ops in here. Callers hold the machine's lock (machine.h).
 //
-// Source of the rules: ATen/core/CachingHostAllocator.h (sizes round up to a power of two).
+// Source of the rules: ATen/core/CachingHostAllocator.h (sizes round up to a power of two; which
+// block a copy is recorded for).
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -15,7 +16,7 @@
 namespace sim {
 
 // The figures of torch's own record: blocks and bytes that are pinned (used, or kept for reuse),
-// and those that are active (used, or waiting for a copy). Pinning takes no time here.
+// and those that are active (used, or waiting for a copy). Times are not taken.
 struct HostStatistics {
   using Stat = c10::CachingAllocator::Stat;
   using DurationStat = c10::CachingAllocator::DurationStat;
@@ -38,15 +39,28 @@ struct HostStatistics {
   }
 };
 
+// The host side of a copy, as torch tells it to the allocator: the tensor's first byte, and the
+// context of its storage, which for the allocator's own is the block's address.
+struct PinnedUse {
+  const void* address = nullptr;
+  const void* context = nullptr;
+};
+
+size_t physical_memory_bytes();
+size_t available_memory_bytes();  // what the system says can still be had without swapping
+
 class HostAllocator {
  public:
   explicit HostAllocator(const Streams& streams) : streams_(streams) {}
 
-  // `is_reused` says that earlier copies used the same bytes, and have all run. Returns nullptr for
-  // no bytes, and where more than `most_bytes` would be pinned in all.
-  void* allocate(size_t num_bytes, size_t most_bytes, bool& is_reused);
+  // `is_reused` says that earlier copies used the same bytes, and have all run. `commits` says that
+  // all pages of a new block are there when this returns, as with cudaHostAlloc. Returns nullptr
+  // for no bytes, and where the host has no room.
+  void* allocate(size_t num_bytes, bool commits, bool& is_reused);
   void free(void* address);
-  void record_use(const void* address, Ticket ticket);
+  // Returns whether there is such a block: what `use` has is the context of its allocation, or its
+  // first byte. A tensor that lies inside, made over the address, is not found.
+  bool record_use(PinnedUse use, Ticket ticket);
   bool is_pinned(const void* address) const;
   size_t block_size(const void* address) const;
   // What must have run before every block that is kept for reuse can go.
@@ -65,7 +79,7 @@ class HostAllocator {
 
   Blocks::iterator around(const void* address);
   bool is_quiet(const Block& block) const;
-  Blocks::iterator pin(size_t size);
+  Blocks::iterator pin(size_t size, bool commits);
   void retire(Block& block);
   void retire_quiet_blocks();
 

@@ -4,11 +4,9 @@
 #include <c10/util/Exception.h>
 #include <pthread.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <cstdlib>
 #include <cstring>
-#include <limits>
 
 #include "face.h"
 #include "fork.h"
@@ -19,12 +17,6 @@ namespace {
 constexpr int kPoison = 0xFF;  // NaN in every floating dtype, -1 in every signed integer
 
 uintptr_t number(const void* address) { return reinterpret_cast<uintptr_t>(address); }
-
-size_t physical_memory_bytes() {
-  static const size_t num_bytes =
-      static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGE_SIZE));
-  return num_bytes;
-}
 
 }  // namespace
 
@@ -42,6 +34,7 @@ Machine::Machine() {
 
 std::unique_lock<std::mutex> Machine::enter() {
   use_device();
+  if (is_broken_) raise_failure();
   return std::unique_lock<std::mutex>(lock_);
 }
 
@@ -208,6 +201,7 @@ void Machine::record_stream(const void* address, StreamId stream) {
 }
 
 void Machine::empty_cache(PoolId only) {
+  if (is_broken_) raise_failure();
   Guard guard(lock_);
   allocator_.empty_cache(only);
 }
@@ -269,18 +263,17 @@ void Machine::raise_out_of_pinned_memory(size_t num_bytes) {
       {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, kMemoryAllocation,
       std::string(kIsCuda ? "CUDA" : "sim") + " error: out of memory\nTried to page-lock " +
           format_size(num_bytes) + " of host memory, as a block of the next power of two; " +
-          format_size(pinned_bytes) + " are page-locked already, and this machine has " +
-          format_size(physical_memory_bytes()) + ".\n");
+          format_size(pinned_bytes) + " are page-locked already, and of this machine's " +
+          format_size(physical_memory_bytes()) + " " + format_size(available_memory_bytes()) +
+          " are available.\n");
 }
 
-// A real allocation commits the pages at once, so that the machine's memory bounds them; these are
-// committed when they are touched, which dry mode never does: it stands for another machine.
+// Commits the pages at once, as a real allocation does, but in dry mode, which stands for another
+// machine.
 void* Machine::allocate_pinned(size_t num_bytes) {
   const auto guard = enter();
-  const size_t most_bytes =
-      settings_.dry ? std::numeric_limits<size_t>::max() : physical_memory_bytes();
   bool is_reused = false;
-  void* address = host_.allocate(num_bytes, most_bytes, is_reused);
+  void* address = host_.allocate(num_bytes, /*commits=*/!settings_.dry, is_reused);
   if (!address && num_bytes) raise_out_of_pinned_memory(num_bytes);
   if (is_reused) checker_.forget(number(address), number(address) + host_.block_size(address));
   return address;
@@ -291,9 +284,9 @@ void Machine::free_pinned(void* address) {
   host_.free(address);
 }
 
-void Machine::record_pinned_use(const void* address, StreamId stream) {
+bool Machine::record_pinned_use(PinnedUse use, StreamId stream) {
   Guard guard(lock_);
-  host_.record_use(address, streams_.tip(stream));
+  return host_.record_use(use, streams_.tip(stream));
 }
 
 bool Machine::is_pinned(const void* address) {
@@ -302,6 +295,7 @@ bool Machine::is_pinned(const void* address) {
 }
 
 void Machine::empty_pinned_cache() {
+  if (is_broken_) raise_failure();
   std::unique_lock<std::mutex> guard(lock_);
   const std::vector<Ticket> uses = host_.uses_of_cache();
   guard.unlock();

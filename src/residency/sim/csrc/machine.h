@@ -98,7 +98,7 @@ class Machine final : private MemorySource {
     guard.unlock();
     if (runs_at_once()) run_until(ticket);
   }
-  void enqueue(Launch&& launch, std::function<void()> work, const void* pinned = nullptr);
+  void enqueue(Launch&& launch, std::function<void()> work, PinnedUse pinned = {});
   void observe(Launch&& launch);  // tells the checker and the clock of work that is not done
   bool is_alone() const;          // no stream but the current one can tell when work runs
   void run_current_stream();      // without the host having waited: the checker is not told
@@ -137,7 +137,7 @@ class Machine final : private MemorySource {
   // pinned host memory
   void* allocate_pinned(size_t num_bytes);  // throws c10::AcceleratorError in CUDA's words
   void free_pinned(void* address);
-  void record_pinned_use(const void* address, StreamId stream);
+  bool record_pinned_use(PinnedUse use, StreamId stream);
   bool is_pinned(const void* address);
   void empty_pinned_cache();
   HostStatistics pinned_statistics();

@@ -175,15 +175,16 @@ void Machine::run_all() {
   }
 }
 
-// One piece of progress towards the ticket, so that a loop over `event.query()` ends; says whether
-// it is reached. While another thread runs, it makes the progress.
+// Says whether the ticket is reached; where it is not, makes one piece of progress towards it, so
+// that a loop over `event.query()` ends. While another thread runs, it makes the progress.
 bool Machine::advance(Ticket ticket) {
   {
-    const Turn turn(*this, std::try_to_lock);
-    if (t_has_turn) run_one(ticket);
+    Guard guard(lock_);
+    if (streams_.is_reached(ticket)) return true;
   }
-  Guard guard(lock_);
-  return streams_.is_reached(ticket);
+  const Turn turn(*this, std::try_to_lock);
+  if (t_has_turn) run_one(ticket);
+  return false;
 }
 
 // --------------------------------------------------------------------------------------- failures
@@ -287,14 +288,13 @@ void Machine::check_races(StreamId stream, const char* name, std::string line,
   }
 }
 
-void Machine::enqueue(Launch&& launch, std::function<void()> work, const void* pinned) {
-  if (is_broken_) raise_failure();
+void Machine::enqueue(Launch&& launch, std::function<void()> work, PinnedUse pinned) {
   std::string line = line_of_python();
   auto guard = enter();
   const StreamId stream = current_stream();
   note(stream, launch, std::move(line));
   const Ticket ticket = streams_.submit(stream, std::move(work));
-  if (pinned) host_.record_use(pinned, ticket);
+  if (pinned.address) host_.record_use(pinned, ticket);
   guard.unlock();
   if (runs_at_once()) run_until(ticket);
 }

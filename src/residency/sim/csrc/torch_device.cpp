@@ -104,9 +104,8 @@ struct TorchPinnedAllocator final : at::HostAllocator {
   void copy_data(void* to, const void* from, size_t num_bytes) const override {
     std::memcpy(to, from, num_bytes);
   }
-  bool record_event(void* address, void*, c10::Stream stream) override {
-    Machine::get().record_pinned_use(address, stream.id());
-    return true;
+  bool record_event(void* address, void* context, c10::Stream stream) override {
+    return Machine::get().record_pinned_use({address, context}, stream.id());
   }
   void empty_cache() override { Machine::get().empty_pinned_cache(); }
   at::HostStats get_stats() override {

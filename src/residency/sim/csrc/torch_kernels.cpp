@@ -115,8 +115,8 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
                              : "copy_ (device to host)",
                 {},
                 /*may_wait=*/true};
-  const void* host = !crosses ? nullptr : (is_sim(from) ? to : from).storage().data();
-  const bool is_pinned = host && machine.is_pinned(host);
+  const Tensor& host = is_sim(from) ? to : from;
+  const bool is_pinned = crosses && machine.is_pinned(host.storage().data());
   if (crosses) launch.engine = is_sim(to) ? Engine::kToDevice : Engine::kToHost;
   launch.num_bytes = static_cast<double>(crosses ? to.nbytes() : from.nbytes() + to.nbytes());
   if (machine.checks_races()) {
@@ -137,7 +137,9 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   if (!crosses) {
     machine.launch(std::move(launch), std::move(work));
   } else {
-    machine.enqueue(std::move(launch), std::move(work), is_pinned ? host : nullptr);
+    PinnedUse use;
+    if (is_pinned) use = {host.const_data_ptr(), host.storage().data_ptr().get_context()};
+    machine.enqueue(std::move(launch), std::move(work), use);
     if (must_wait) machine.synchronize_stream(Machine::current_stream());
   }
   return to;

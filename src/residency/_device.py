@@ -281,8 +281,15 @@ def device_room(device: torch.device) -> tuple[int, int] | None:
         return None
 
 
+def tells_settings() -> bool:
+    """Says whether torch tells its allocator's settings as they are now; 2.11 does not."""
+    return hasattr(torch._C, "_accelerator_getAllocatorSettings")
+
+
 def allocator_settings() -> str:
-    """Returns the allocator's settings as torch last took them; empty where it does not tell."""
+    """Returns the allocator's settings as torch last took them; where it does not tell, those that
+    the process began with.
+    """
     read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     if read is not None:
         return str(read() or "")

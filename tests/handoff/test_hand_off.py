@@ -333,6 +333,30 @@ def test_segments_stop_growing_inside_and_grow_again_after(device: torch.device)
 
 
 @pytest.mark.sim
+@pytest.mark.parametrize("now", [True, False])
+def test_segments_grow_as_before_on_a_torch_that_does_not_tell_its_settings(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, now: bool
+) -> None:
+    """A library has changed the setting since the process began, whose environment names it."""
+    from residency._handoff._segments import is_expandable
+
+    read = torch._C._accelerator_getAllocatorSettings
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", f"expandable_segments:{not now}")
+    torch.accelerator.empty_cache()
+    try:
+        torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{now}")
+        model = make_model(device)
+        assert is_expandable(device) is now
+        with hand_off(0, expandable_segments=not now):
+            assert read() == f"expandable_segments:{not now}"
+        assert read() == f"expandable_segments:{now}"
+        del model
+    finally:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
+@pytest.mark.sim
 def test_segments_do_not_grow_beside_a_library_that_cannot_bear_it(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

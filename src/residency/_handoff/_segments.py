@@ -17,7 +17,7 @@ import torch
 
 from residency import _device
 from residency._errors import RefusedError
-from residency._memory._state import measure
+from residency._memory._state import has_growing_segments
 from residency._registries import Turns
 
 _NAME = "expandable_segments"
@@ -35,9 +35,14 @@ def is_expandable(device: torch.device) -> bool:
     """Says whether the allocator's segments grow: by its settings, else by what it has.
 
     Torch tells the settings that it was given last, and keeps this one where they do not name it.
+    An older one tells nothing: then what a library may have changed since the process began shows
+    in what the allocator has.
     """
     named = _parse(_device.allocator_settings()).get(_NAME)
-    return measure(device).stuck is None if named is None else named == "True"
+    if named is None or not _device.tells_settings():
+        seen = has_growing_segments(device)
+        return named == "True" if seen is None else seen
+    return named == "True"
 
 
 @contextmanager

@@ -211,12 +211,25 @@ def _classify(
 
 
 def _grows_in_pages(figures: Mapping[str, Any]) -> bool:
-    """Says whether reserved bytes lie outside segments: those that grow are not counted as such."""
+    """Says whether reserved bytes may lie outside segments: those that grow are not counted."""
+    if _has_uncounted(figures):
+        return True
+    # Plain segments from before the setting may hide those that came after it.
+    large = figures.get("reserved_bytes.large_pool.current", 0)
+    return bool(large) and "expandable_segments:True" in _device.allocator_settings()
+
+
+def has_growing_segments(device: torch.device) -> bool | None:
+    """Says whether segments of the allocator's are seen to grow; None where it has none yet."""
+    figures = _device.allocator_figures(device)
+    if not figures.get("reserved_bytes.all.current", 0):
+        return None
+    return _has_uncounted(figures)
+
+
+def _has_uncounted(figures: Mapping[str, Any]) -> bool:
     small = int(figures.get("reserved_bytes.small_pool.current", 0))
     num_small = int(figures.get("segment.small_pool.current", 0))
     large = int(figures.get("reserved_bytes.large_pool.current", 0))
     num_large = int(figures.get("segment.large_pool.current", 0))
-    if small != num_small * _SMALL_SEGMENT_BYTES or (large and not num_large):
-        return True
-    # Plain segments from before the setting may hide those that came after it.
-    return bool(large) and "expandable_segments:True" in _device.allocator_settings()
+    return small != num_small * _SMALL_SEGMENT_BYTES or (large > 0 and not num_large)

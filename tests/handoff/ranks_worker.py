@@ -6,6 +6,7 @@ import gc
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,25 @@ def a_group_that_has_no_backend_for_the_host_agrees_on_the_device() -> None:
     with hand_off(need_of_all(), park=[model], group=group, timeout=60) as freed:
         assert freed.free >= need_of_all()
     dist.destroy_process_group(group)
+
+
+@pair
+def what_the_groups_first_collective_takes_is_not_among_the_bytes_that_were_proven() -> None:
+    model = make_model()
+    communicator: list[torch.Tensor] = []
+    real = dist.all_gather
+
+    def all_gather(*args: Any, **options: Any) -> Any:
+        if not communicator:
+            communicator.append(torch.ones(16 * MIB, dtype=torch.uint8, device="sim"))
+        return real(*args, **options)
+
+    need = need_of_all() - 16 * MIB
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather", all_gather)
+        with hand_off(need, park=[model], group=dist.group.WORLD, timeout=60):
+            assert communicator
+            assert memory_state().free >= need
 
 
 @pair

@@ -1,6 +1,7 @@
 """One hand-off from its beginning to its end.
 
-[Note: the order of a hand-off] What the other side needs is heard first. Then the means of
+[Note: the order of a hand-off] Ranks of a group meet first, so that what their collectives take is
+taken before anything is measured. What the other side needs is heard next. Then the means of
 `reclaim` are tried, the cheapest first, then the listed owners are parked, in their order, each
 only as far as bytes are missing. The device's own figure proves the result; ranks of a group hear
 of each other; only then does the body run. On the way out the bytes of what was parked are waited
@@ -137,6 +138,8 @@ class HandOff:
         """Makes room, on all ranks of a group or on none."""
         if self._group is None:
             return self._make_room()
+        # A group's first collective may make its communicator, in hundreds of MiB of the device.
+        agree(self._group, self._device, 0, seconds=self._patience)
         try:
             effort = self._make_room()
             if self._link is not None:

@@ -13,6 +13,7 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 SECONDS ?= 60
 ROUNDS ?=
+PARTS ?=
 # The judges of tests/torture begin at seeds of their own in each tree of files: a run repeats
 # another one. Empty, or in `make torture`: at new ones.
 TORTURE_FROM ?= $(shell git rev-parse 'HEAD^{tree}' 2>/dev/null)
@@ -66,11 +67,11 @@ bench: $(STAMP)
 bench-checkpoint: $(STAMP)
 	$(RUN) python -m benchmarks checkpoint $(BENCH_ARGS)
 
-# For a machine with an accelerator: the tests on it, then the benchmarks with a dated report each.
-# Uses an interpreter that has torch with CUDA, the package's dependencies, pytest and hypothesis.
+# For a machine with a GPU: probes, the tests on it, benchmarks and the demo, and one dated report.
+# Uses an interpreter that has torch with CUDA and what CONTRIBUTING.md names. A part or several, of
+# probe, optimizers, saves, memory, stacks, benchmarks, demo: make gpu PARTS="probe optimizers"
 gpu:
-	PYTHONPATH=src RESIDENCY_TEST_DEVICE=cuda $(GPU_PYTHON) -m pytest $(TEST_ARGS)
-	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks
+	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.gpu $(PARTS)
 
 # torch first and alone: a later resolution then finds it installed and fetches no other build.
 $(STAMP): pyproject.toml constraints.txt

@@ -50,20 +50,25 @@ def run(name: str, options: Sequence[str] = ()) -> int:
     return 0
 
 
-def report_path(name: str, ending: str) -> Path:
+def report_path(name: str, ending: str, hardware: str | None = None) -> Path:
     """Returns where the report of a benchmark goes, or what belongs to it."""
-    hardware = re.sub(r"[^a-z0-9]+", "-", hardware_name().lower()).strip("-")
-    return HERE / "reports" / f"{datetime.date.today().isoformat()}_{hardware}_{name}{ending}"
+    device = re.sub(r"[^a-z0-9]+", "-", (hardware or hardware_name()).lower()).strip("-")
+    return HERE / "reports" / f"{datetime.date.today().isoformat()}_{device}_{name}{ending}"
 
 
 def report(name: str, output: str) -> str:
     """Returns the text of a report on a benchmark, named with its options."""
+    heading = report_heading(name, hardware_name(), f"python -m benchmarks {name}")
+    return f"{heading}\n```\n{output.rstrip()}\n```\n"
+
+
+def report_heading(name: str, hardware: str, command: str) -> str:
+    """Returns the first lines of a report: what was measured, where, and how to repeat it."""
     return (
         f"# {name}\n\n"
-        f"- hardware: {hardware_name()}, {os.cpu_count()} CPU cores\n"
+        f"- hardware: {hardware}, {os.cpu_count()} CPU cores\n"
         f"- torch {torch.__version__}, Python {platform.python_version()}\n"
-        f"- command: `python -m benchmarks {name}`\n\n"
-        f"```\n{output.rstrip()}\n```\n"
+        f"- command: `{command}`\n"
     )
 
 

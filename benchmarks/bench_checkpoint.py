@@ -27,7 +27,9 @@ import torch
 from benchmarks.__main__ import report_path
 from benchmarks.checkpoint import device, loads, plot, saves, tables
 from benchmarks.checkpoint.measure import CaseFailedError, run_case
+from benchmarks.device import find_device
 from residency._units import format_bytes, parse_bytes
+from residency.testing import simulated_device_type
 
 _NUM_SAVES = 3  # of one process: the first is not like the others
 _STEP_CASES = (
@@ -60,11 +62,13 @@ def main() -> None:
     """Prints the tables, whether each target is reached, and where the plot is."""
     options = _options()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if options.gpu and accelerator is None:
-        sys.exit("--gpu: there is no accelerator.")
     if options.gpu:
-        print("\n".join(device.real_lines()))
+        if accelerator is None and simulated_device_type() != "cuda":
+            sys.exit("--gpu: there is no accelerator.")
+        find_device()
+        print("\n".join(device.real_lines(options.size or "16GiB")))
         return
+    options.size = options.size or "2GiB"
     num_bytes = parse_bytes(options.size)
     print(f"state: {options.size}, AdamW; {options.rounds} rounds; load average {_load()}")
     with tempfile.TemporaryDirectory(prefix="residency-bench-", dir=options.folder) as name:
@@ -91,7 +95,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Saves and loads beside others and the raw disk.")
-    parser.add_argument("--size", default="2GiB", help="of the state")
+    parser.add_argument("--size", help="of the state; else 2GiB, or 16GiB with --gpu")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--curve", default="256MiB,1GiB,4GiB", help="sizes to plot, or nothing")
     parser.add_argument("--folder", default=None, help="on the disk to measure")

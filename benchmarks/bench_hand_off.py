@@ -21,6 +21,7 @@ from collections.abc import Callable
 import torch
 
 import residency
+from benchmarks.device import find_device
 from residency import _device
 
 MIB = 1 << 20
@@ -90,16 +91,12 @@ def main() -> None:
         framework = f"transformers {transformers.__version__}, {Trainer.__name__}"
     except ImportError:
         framework = "no framework"
-    device = _device.accelerator()
-    if device is None:
-        from residency import sim
-
-        # As CUDA, which is where verl looks for a device.
-        device = sim.enable("2GiB", schedule="eager", workspaces=False, device="cuda")
-    capacity = _device.memory_info(device)[1]
+    # As CUDA, which is where verl looks for a device.
+    device = find_device("2GiB", schedule="eager", workspaces=False, device="cuda")
     run(device, None, lambda: None)
     trained = torch.accelerator.max_memory_allocated()
-    need = capacity - trained  # short steps leave as much free, long ones do not
+    # Short steps leave as much free, long ones do not. A context takes its part of the capacity.
+    need = _device.memory_info(device)[0] + torch.accelerator.memory_reserved() - trained
 
     def hand_off() -> None:
         with residency.hand_off(need):

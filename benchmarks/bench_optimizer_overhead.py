@@ -16,6 +16,7 @@ import torch
 
 import residency
 from benchmarks.bench_simulator import least_seconds
+from benchmarks.device import find_device
 
 NUM_TENSORS = 400
 NUM_ROUNDS = 60
@@ -25,9 +26,7 @@ SHAPE = (16, 16)
 def main() -> None:
     """Prints the ratio of the two steps for each class."""
     torch.set_num_threads(1)
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None:
-        device = residency.sim.enable("1GiB", schedule="eager")
+    device = find_device("1GiB", schedule="eager")
     print(f"{NUM_TENSORS} tensors of {SHAPE} on {device.type}, least of {NUM_ROUNDS} steps each")
     for cls in (torch.optim.AdamW, torch.optim.SGD):
         options = {"momentum": 0.9} if cls is torch.optim.SGD else {}

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 import residency
+from benchmarks.device import find_device
 from residency._units import format_bytes
 
 NUM_STEPS = 10
@@ -23,13 +24,14 @@ SIZES = {"simulated": [(256, 1024)] * 16, "real": [(4096, 4096)] * 64}
 
 def main() -> None:
     """Prints one line per setting: median seconds, ratio to stock, bytes that the step adds."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    device = found or _simulated()
-    shapes = SIZES["simulated" if device.type == "sim" else "real"]
-    bucket = "4MiB" if device.type == "sim" else "128MiB"
+    clock = residency.sim.Clock(memory_bytes_per_second=MEMORY_BYTES_PER_SECOND)
+    device = find_device(clock=clock)
+    is_simulated = residency.sim.is_enabled()
+    shapes = SIZES["simulated" if is_simulated else "real"]
+    bucket = "4MiB" if is_simulated else "128MiB"
     num_parameters = sum(rows * columns for rows, columns in shapes)
-    clock = ", simulated clock" if device.type == "sim" else ""
-    print(f"AdamW, {num_parameters:,} fp32 parameters, median of {NUM_STEPS} steps{clock}")
+    whose = ", simulated clock" if is_simulated else ""
+    print(f"AdamW, {num_parameters:,} fp32 parameters, median of {NUM_STEPS} steps{whose}")
     stock_seconds, _ = measure(device, shapes, lambda optimizer: optimizer)
     print(f"{'stock':28} {stock_seconds * 1e3:9.2f} ms   1.00 x")
     for slots in (1, 2, 3):
@@ -45,12 +47,6 @@ def main() -> None:
             f"{label:28} {seconds * 1e3:9.2f} ms {seconds / stock_seconds:6.2f} x   "
             f"the step adds {format_bytes(added_bytes)}"
         )
-
-
-def _simulated() -> torch.device:
-    clock = residency.sim.Clock(memory_bytes_per_second=MEMORY_BYTES_PER_SECOND)
-    device: torch.device = residency.sim.enable(clock=clock)
-    return device
 
 
 def measure(
@@ -70,7 +66,7 @@ def measure(
     torch.accelerator.reset_peak_memory_stats()
     begin_bytes = torch.accelerator.memory_allocated()
     seconds = []
-    now = residency.sim.now_seconds if device.type == "sim" else time.perf_counter
+    now = residency.sim.now_seconds if residency.sim.is_enabled() else time.perf_counter
     for _ in range(NUM_STEPS):
         start = now()
         optimizer.step()

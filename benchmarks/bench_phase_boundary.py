@@ -14,6 +14,7 @@ import torch
 
 import residency
 from benchmarks.bench_simulator import least_seconds
+from benchmarks.device import find_device
 
 NUM_CALLS = 50
 NUM_ROUNDS = 40
@@ -23,9 +24,7 @@ BOUNDARIES = 2
 def main() -> None:
     """Prints the cost of a boundary and its ratio to the calls."""
     torch.set_num_threads(1)
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None:
-        device = residency.sim.enable("1GiB", schedule="eager")
+    device = find_device("1GiB", schedule="eager")
     kept = [torch.empty(1000 * i, device=device) for i in range(1, 400)]
     module = torch.get_device_module(device)
 

@@ -58,7 +58,7 @@ def residency_save(state: State, *, prepared: bool = True, verify: str = "gate")
 
     # A new directory per path, as each peer has it; one checkpointer, as a run has it.
     with (
-        tempfile.TemporaryDirectory(dir=os.environ["BENCH_FOLDER"]) as folder,
+        tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_FOLDER")) as folder,
         residency.Checkpointer(folder, keep=1, verify=verify) as saver,
     ):
         if prepared:

@@ -1,0 +1,181 @@
+"""One command for a machine with a GPU: probes, tests, benchmarks and the demo, and one report.
+
+``python -m benchmarks.gpu`` does all; ``python -m benchmarks.gpu probe optimizers`` the parts that
+are named, so that each fits where time is short. Each command of a part is a process of its own:
+an error that stays with a CUDA context ends with it. The report is
+``reports/YYYY-MM-DD_<hardware>_gpu[_parts].md``, written anew after each command.
+
+``RESIDENCY_TEST_DEVICE=sim-as-cuda`` takes the simulated accelerator in CUDA's place, with the
+sizes of a processor.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.__main__ import HERE, report_heading, report_path
+from residency.testing import simulated_device_type
+
+_IS_SIMULATED = simulated_device_type() == "cuda"
+_PYTEST = (
+    "-m", "pytest", "-q", "--tb=short", "-rfE", "--timeout=300", "--maxfail=100",
+    "--continue-on-collection-errors", "-p", "no:cacheprovider",
+    # Torch says it once, in whichever test the first product is in a thread of autograd's.
+    "-W", "ignore:Attempting to run cuBLAS",
+)  # fmt: skip
+# Tests of what is no accelerator's, of packages that a GPU machine may lack, and of the simulator,
+# which must not be compiled in the process that uses CUDA, stand in no part.
+_TESTS = {
+    "optimizers": ("tests/transfer", "tests/optim", "--ignore=tests/optim/test_third_party.py",
+                   "--ignore=tests/optim/stacks"),
+    "saves": ("tests/checkpoint", "tests/test_callers_modes.py"),
+    "memory": ("tests/memory", "tests/handoff", "tests/test_no_cycles.py",
+               "tests/testing/test_real_device.py"),
+    "stacks": ("tests/optim/stacks", "tests/integrations",
+               "--ignore=tests/integrations/test_xtuner.py",
+               "--ignore=tests/integrations/test_verl_door.py"),
+}  # fmt: skip
+_BENCHMARKS = ("optimizer_step", "optimizer_overhead", "phase_boundary", "hand_off")
+_SAVE = (
+    "-m",
+    "benchmarks.bench_checkpoint",
+    "--gpu",
+    "--size",
+    "64MiB" if _IS_SIMULATED else "4GiB",
+)
+# Each case of the demo, and the package that it cannot do without.
+_DEMO = {
+    "resume": None,
+    "optimizer-step": None,
+    "hand-off": None,
+    "async-save": "lightning",
+    "best-adapter": "peft",
+}
+_PARTS = ("probe", *_TESTS, "benchmarks", "demo")
+_NEEDED = {"rich": "rich"}
+_NEEDED_BY_TESTS = {
+    "pytest": "pytest",
+    "pytest_timeout": "pytest-timeout",
+    "hypothesis": "hypothesis",
+    "sortedcontainers": "sortedcontainers",
+    "numpy": "numpy",
+    "safetensors": "safetensors",
+}
+_TAIL_LINES = 40
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """Is a command that has run."""
+
+    command: Sequence[str]
+    status: int
+    seconds: float
+    output: str
+
+    def section(self) -> str:
+        """Returns its part of the report."""
+        lines = self.output.rstrip().splitlines()
+        if "pytest" in self.command:  # what failed, and the counts
+            starts = [i for i, line in enumerate(lines) if "short test summary info" in line]
+            lines = lines[starts[-1] :] if starts else lines[-1:]
+        elif self.status:
+            lines = lines[-_TAIL_LINES:]
+        text = "\n".join(lines)
+        command = " ".join(("python", *self.command))
+        return f"## `{command}`\n\nstatus {self.status}, {self.seconds:.0f} s\n\n```\n{text}\n```\n"
+
+
+def main(names: Sequence[str]) -> int:
+    """Runs the parts and writes the report; returns 0 when every command did what it should."""
+    if unknown := sorted(set(names) - set(_PARTS)):
+        print(f"no part is named {', '.join(unknown)}; there are: {', '.join(_PARTS)}")
+        return 2
+    parts = names or _PARTS
+    needed = _NEEDED | (_NEEDED_BY_TESTS if set(parts) & set(_TESTS) else {})
+    if missing := [package for module, package in needed.items() if not _is_installed(module)]:
+        print(f"missing: {' '.join(missing)}. pip install them into {sys.executable}.")
+        return 2
+    hardware = _hardware()
+    if hardware == "simulated" and not _IS_SIMULATED:
+        print("torch finds no accelerator; RESIDENCY_TEST_DEVICE=sim-as-cuda takes the simulated.")
+        return 2
+    path = report_path("_".join(["gpu", *names]), ".md", hardware)
+    report, is_kept = report_heading("gpu", hardware, f"make gpu PARTS='{' '.join(parts)}'"), True
+    for command in [command for part in parts for command in _commands(part)]:
+        done = _run(command)
+        is_kept = is_kept and done.status == 0
+        report += f"\n{done.section()}"
+        path.write_text(report, encoding="utf-8")
+    if left_out := [f"{case} (no {name})" for case, name in _DEMO.items() if not _can_show(case)]:
+        print(f"left out of the demo: {', '.join(left_out)}")
+    print(f"written: {path}; {'kept' if is_kept else 'NOT ALL IS KEPT'}")
+    return 0 if is_kept else 1
+
+
+def _commands(part: str) -> Iterable[Sequence[str]]:
+    """Yields what a part runs, as arguments of Python."""
+    if part == "probe":
+        yield ("-m", "residency.testing.probe", *["--small"] * _IS_SIMULATED)
+    elif part == "benchmarks":
+        yield from (("-m", f"benchmarks.bench_{name}") for name in _BENCHMARKS)
+        yield _SAVE
+    elif part == "demo":
+        yield from (
+            ("-m", "residency", "demo", "--case", case) for case in _DEMO if _can_show(case)
+        )
+    else:
+        yield (*_PYTEST, *_TESTS[part])
+
+
+def _can_show(case: str) -> bool:
+    package = _DEMO[case]
+    return package is None or _is_installed(package)
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _hardware() -> str:
+    """Returns the accelerator's name, asked in another process: this one is to have no context."""
+    program = "from benchmarks.__main__ import hardware_name; print(hardware_name())"
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True).stdout.strip()
+
+
+def _run(command: Sequence[str]) -> _Done:
+    """Runs a command to its end and shows what it prints while it does."""
+    print(f"\n== python {' '.join(command)}", flush=True)
+    start, lines = time.perf_counter(), []
+    paths = (str(HERE.parent / "src"), os.environ.get("PYTHONPATH"))
+    environment = {
+        "RESIDENCY_TEST_DEVICE": "cuda",
+        "PYTHONUNBUFFERED": "1",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
+    with subprocess.Popen(
+        [sys.executable, *command],
+        cwd=HERE.parent,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+    return _Done(command, process.returncode, time.perf_counter() - start, "".join(lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

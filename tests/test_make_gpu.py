@@ -1,0 +1,84 @@
+"""``make gpu``: what it runs is there, what is missing is said at once, and the report is whole."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """The command, with a report in a folder of the test's own."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    module: Any = importlib.import_module("benchmarks.gpu")
+    monkeypatch.setattr(module, "report_path", lambda *_: tmp_path / "report.md")
+    monkeypatch.setattr(module, "_hardware", lambda: "NVIDIA H200")
+    return module
+
+
+def test_every_folder_and_file_that_it_names_is_there(gpu: Any) -> None:
+    names = [name for part in gpu._TESTS.values() for name in part]
+    assert all((ROOT / name.removeprefix("--ignore=")).exists() for name in names), names
+    for part in ("benchmarks", "probe"):
+        for _, module, *_ in gpu._commands(part):
+            assert importlib.util.find_spec(module) is not None
+
+
+def test_an_unknown_part_is_named(gpu: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["probe", "tests/optim"]) == 2
+    assert "no part is named tests/optim; there are: probe, " in capsys.readouterr().out
+
+
+def test_what_is_missing_is_said_in_one_line_before_anything_runs(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = gpu._is_installed
+    absent = ("hypothesis", "pytest_timeout")
+    monkeypatch.setattr(gpu, "_is_installed", lambda name: name not in absent and there(name))
+    assert gpu.main(["probe", "optimizers"]) == 2
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("missing: pytest-timeout hypothesis. ")
+
+
+def test_a_machine_without_a_gpu_is_told_so(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "_hardware", lambda: "simulated")
+    monkeypatch.setattr(gpu, "_IS_SIMULATED", False)
+    assert gpu.main([]) == 2
+    assert "torch finds no accelerator" in capsys.readouterr().out
+
+
+def test_the_report_has_each_commands_output_and_a_failure_is_the_status(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    programs = (
+        "print('PASS one')",
+        "print('FAIL two'); raise SystemExit(3)",
+        "print('PASS three')",
+    )
+    monkeypatch.setattr(gpu, "_commands", lambda part: [("-c", program) for program in programs])
+    assert gpu.main(["probe"]) == 1
+    report = (tmp_path / "report.md").read_text()
+    assert report.startswith("# gpu\n\n- hardware: NVIDIA H200, ")
+    assert "make gpu PARTS='probe'" in report
+    assert [line for line in report.splitlines() if line.startswith(("PASS", "FAIL"))] == [
+        "PASS one",
+        "FAIL two",
+        "PASS three",
+    ]
+    assert "\nstatus 3, " in report
+
+
+def test_of_tests_the_report_has_the_failures_and_the_counts(gpu: Any) -> None:
+    output = "....F\nTraceback ...\n== short test summary info ==\nFAILED a.py::b\n1 failed in 2s\n"
+    done = gpu._Done(("-m", "pytest", "a.py"), 1, 2.0, output)
+    assert done.section() == (
+        "## `python -m pytest a.py`\n\nstatus 1, 2 s\n\n"
+        "```\n== short test summary info ==\nFAILED a.py::b\n1 failed in 2s\n```\n"
+    )

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
-import time
-from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +17,7 @@ from torch import Tensor
 
 from residency._errors import InvalidArgumentError, RefusedError
 from residency._modes import callers_modes_off
+from residency._units import MIB
 
 
 def accelerator() -> torch.device | None:
@@ -50,71 +48,6 @@ def current_stream(device: torch.device) -> torch.Stream:
 def new_stream(device: torch.device) -> torch.Stream:
     """Makes a stream; make few and keep them, each has an allocator pool of its own."""
     return torch.Stream(device=device)
-
-
-def new_event(device: torch.device, *, timed: bool = False) -> torch.Event:
-    """Returns an event to record: one that nobody refers to any more, or a new one.
-
-    A wait on the device takes an event as it was recorded last when the wait was issued, whatever
-    is recorded later (CUDA's runtime API, ``cudaStreamWaitEvent`` and ``cudaEventRecord``), so only
-    references tell whether one is in use.
-
-    Args:
-        device: The accelerator whose streams record it.
-        timed: Whether it can be asked for the time to another one, which costs the device more.
-    """
-    pool = _events.setdefault((device, timed), deque())
-    for _ in range(_MOST_LOOKS):
-        event = _take_oldest(pool)
-        if event is not None:
-            break
-    else:
-        event = _make_event(device, timed=timed)
-    pool.append(event)
-    return event
-
-
-def wait_asleep(event: torch.Event) -> None:
-    """Blocks the host until an event is done, and sleeps meanwhile, a millisecond at most at once.
-
-    ``synchronize`` keeps a core busy until then: CUDA's does unless an event is made to block
-    (``cudaEventSynchronize``), which torch's own cannot be.
-    """
-    seconds = _FIRST_SLEEP_SECONDS
-    while not event.query():
-        time.sleep(seconds)
-        seconds = min(2 * seconds, _LONGEST_SLEEP_SECONDS)
-
-
-def _make_event(device: torch.device, *, timed: bool) -> torch.Event:
-    return torch.Event(device.type, enable_timing=timed)
-
-
-def _take_oldest(pool: deque[torch.Event]) -> torch.Event | None:
-    """Takes the event that was taken longest ago out of the pool, or puts it last if it is in use.
-
-    It is out of the pool while its references are counted: no other thread finds it then.
-    """
-    try:
-        event = pool.popleft()
-    except IndexError:
-        return None
-    if sys.getrefcount(event) == _REFERENCES_OF_ONE:
-        return event
-    pool.append(event)
-    return None
-
-
-def _references_of_one() -> int:
-    event = object()
-    return sys.getrefcount(event)  # its argument may count as one, as it did before Python 3.14
-
-
-_FIRST_SLEEP_SECONDS = 3e-5
-_LONGEST_SLEEP_SECONDS = 1e-3
-_MOST_LOOKS = 16  # as long as an event takes to make
-_REFERENCES_OF_ONE = _references_of_one()
-_events: dict[tuple[torch.device, bool], deque[torch.Event]] = {}
 
 
 def is_pinning_available() -> bool:
@@ -169,6 +102,28 @@ def release_pinned_cache() -> None:
     if accelerator() is None:
         return
     synchronize()
+    _empty_host_cache()
+
+
+def give_back_pinned(num_bytes: int) -> None:
+    """Gives page-locked memory that the caller has just freed back to the system.
+
+    Torch keeps what anybody frees for whoever asks next, and can only give back all of it. So up to
+    64 MiB, as much as a restore moves through, stay there for the next one; only for more do
+    others, a ``DataLoader`` that pins, lose theirs. Waits for nothing: memory that somebody still
+    copies stays, too.
+
+    Args:
+        num_bytes: What was freed; no copy of it is under way.
+    """
+    if num_bytes > _MOST_LEFT_PINNED_BYTES and accelerator() is not None:
+        _empty_host_cache()
+
+
+_MOST_LEFT_PINNED_BYTES = 64 * MIB
+
+
+def _empty_host_cache() -> None:
     release = getattr(torch.accelerator, "empty_host_cache", None)
     if release is None:  # before torch 2.12; only builds for an accelerator have it
         release = getattr(torch._C, "_host_emptyCache", None)

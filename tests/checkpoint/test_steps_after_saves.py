@@ -9,7 +9,7 @@ import torch
 
 import residency
 from residency import _device
-from residency._transfer import Gate, gate_of
+from residency._transfer import Gate, _events, gate_of
 from residency._transfer._gate import gates
 
 
@@ -117,7 +117,7 @@ def test_a_step_that_is_captured_neither_waits_for_a_copy_nor_asks_whether_it_is
         def step(self, closure=None):
             """Writes nothing."""
 
-    monkeypatch.setattr(_device, "new_event", lambda device, **_: Refusing(device.type))
+    monkeypatch.setattr(_events, "new_event", lambda device, **_: Refusing(device.type))
     parameters = list(training["parameters"].values())
     snapshot = residency.snapshot(training)
     with monkeypatch.context() as patch:

@@ -13,7 +13,7 @@ import residency
 from residency import _device, park, unpark
 from residency._handoff import _parking
 from residency._handoff._park_ties import Rebound
-from residency._transfer import Lanes, lanes_of
+from residency._transfer import Lanes, _events, lanes_of
 from residency._transfer import _slab as slab_module
 
 
@@ -248,7 +248,7 @@ def no_wait_for_the_producers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def no_wait_for_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        _device, "new_event", lambda device, **_: Unwaited(device.type, enable_timing=True)
+        _events, "new_event", lambda device, **_: Unwaited(device.type, enable_timing=True)
     )
 
 

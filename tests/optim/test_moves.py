@@ -5,6 +5,8 @@ import pytest
 import torch
 
 import residency
+from residency import _device
+from residency._transfer import _events, moved, moved_at_once
 
 CASES = {
     "AdamW": {},
@@ -157,3 +159,89 @@ def test_a_memory_format_that_changes_between_steps_changes_no_bit(lab):
         lab.take_steps(optimizer, [p], range(2, 4))
         results.append(lab.read(optimizer, [p]))
     lab.assert_equal(*results)
+
+
+def test_the_way_back_to_the_device_is_one_wait_for_copies_on_the_lane(lab, monkeypatch):
+    """And a device without room for all of it has got nothing."""
+    waits = []
+
+    class Counted(torch.Event):
+        def synchronize(self):
+            waits.append(self)
+            super().synchronize()
+
+    def refuse(device=None):
+        raise AssertionError("waited for the whole device")
+
+    model, plain = build(lab, "AdamW fused", lab.device)
+    lab.take_steps(plain, list(model.parameters()), range(3), missing=False)
+    expected = lab.read(plain, list(model.parameters()))
+    model, optimizer = build(lab, "AdamW fused", lab.device)
+    parameters = list(model.parameters())
+    residency.offload_optimizer(optimizer, bucket=2000)
+    lab.take_steps(optimizer, parameters, range(3), missing=False)
+    optimizer.state[parameters[0]]["exp_avg"].sum()  # waits for the copies home
+    expected_room = sum(v.numel() * 4 for s in expected.state for v in s.values())
+    before = torch.accelerator.memory_allocated()
+    busy = torch.full((1000, 1000), 1.0, device=lab.device)
+    with monkeypatch.context() as patch:
+        patch.setattr(_events, "new_event", lambda device, **_: Counted(device.type))
+        patch.setattr(torch.Tensor, "to", None)  # a copy that the host waits for
+        torch.accelerator.reset_peak_memory_stats()
+        patch.setattr(_device, "synchronize", refuse)
+        residency.onload_optimizer(optimizer)
+    assert len(waits) == 1
+    assert torch.accelerator.max_memory_allocated() - before <= (
+        busy.nbytes + expected_room + 512 * 3 * len(parameters)
+    )
+    lab.assert_equal(lab.read(optimizer, parameters), expected)
+
+
+@pytest.mark.sim
+def test_a_failure_between_copies_to_the_device_leaves_none_under_way(lab, monkeypatch):
+
+    sources = [torch.full((50_000,), float(n)).pin_memory() for n in range(3)]
+    copy, copied = torch.Tensor.copy_, []
+
+    def copy_twice(target, source, **options):
+        if len(copied) == 2:
+            raise KeyboardInterrupt
+        copied.append(target.data_ptr())
+        return copy(target, source, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", copy_twice)
+        with pytest.raises(KeyboardInterrupt):
+            moved_at_once(sources, lab.device, copy=True)
+    del sources
+    # What was freed is written by others at once; a copy under way would be a race.
+    others = [torch.full((50_000,), 7.0, device=lab.device) for _ in range(3)]
+    assert all((other == 7).all().item() for other in others)
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_what_is_moved_at_once_is_what_each_would_be_alone(lab, copy):
+
+    tensors = [
+        torch.arange(12.0).reshape(3, 4).t(),
+        torch.arange(12.0)[::2],
+        torch.empty(0, 3),
+        torch.tensor(2.5, dtype=torch.bfloat16),
+        torch.ones(4, device=lab.device),
+        torch.nn.Parameter(torch.ones(3)),
+    ]
+    for device in (lab.device, torch.device("cpu")):
+        together = moved_at_once(tensors, device, copy=copy)
+        alone = [moved(tensor, device, copy=copy) for tensor in tensors]
+        for ours, other in zip(together, alone, strict=True):
+            assert torch.equal(ours, other)
+            assert (ours.stride(), ours.dtype, ours.device) == (
+                other.stride(),
+                other.dtype,
+                other.device,
+            )
+            assert not ours.requires_grad
+        assert (together[4].data_ptr() == tensors[4].data_ptr()) == (
+            not copy and device == lab.device
+        )
+    assert moved_at_once([], lab.device, copy=True) == []

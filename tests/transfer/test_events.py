@@ -10,22 +10,22 @@ import torch
 
 import residency
 from residency import _device
-from residency._transfer import lanes_of
+from residency._transfer import _events, lanes_of
 
 
 @pytest.fixture
 def made(device, monkeypatch):
     """The events that are made from now on, as whether each is timed."""
-    monkeypatch.setattr(_device, "_events", {})
+    monkeypatch.setattr(_events, "_events", {})
     events = []
 
-    make = _device._make_event
+    make = _events._make_event
 
     def count(device, *, timed):
         events.append(timed)
         return make(device, timed=timed)
 
-    monkeypatch.setattr(_device, "_make_event", count)
+    monkeypatch.setattr(_events, "_make_event", count)
     return events
 
 
@@ -95,7 +95,7 @@ def test_threads_never_get_the_event_that_another_one_has(device, made):
     def take() -> None:
         seen.wait()
         for _ in range(500):
-            mine = [_device.new_event(device) for _ in range(3)]
+            mine = [_events.new_event(device) for _ in range(3)]
             with lock:
                 taken.update(map(id, mine))
                 if len(taken) % 3:
@@ -136,11 +136,11 @@ def test_the_writer_of_a_save_sleeps_while_it_waits_for_copies(device, tmp_path,
     parameter = torch.nn.Parameter(torch.arange(1 << 14, dtype=torch.float32, device=device))
     optimizer = residency.offload_optimizer(torch.optim.AdamW([parameter]))
     tree = {"weight": parameter, "optimizer": optimizer}
-    monkeypatch.setattr(_device, "new_event", lambda device, **_: NeverSpinning(device.type))
+    monkeypatch.setattr(_events, "new_event", lambda device, **_: NeverSpinning(device.type))
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     with residency.Checkpointer(tmp_path) as checkpointer:
-        monkeypatch.setattr(_device.time, "sleep", count)
+        monkeypatch.setattr(_events.time, "sleep", count)
         checkpointer.save(1, tree).wait()
         monkeypatch.undo()
         expected = parameter.detach().cpu()
@@ -158,4 +158,4 @@ def test_a_wait_asleep_ends_with_what_the_event_raises(device):
             raise RuntimeError("device-side assert triggered")
 
     with pytest.raises(RuntimeError, match="device-side assert"):
-        _device.wait_asleep(Broken())
+        _events.wait_asleep(Broken())

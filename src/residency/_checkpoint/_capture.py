@@ -36,6 +36,7 @@ from residency._transfer import (
     local_of,
     memory_of,
     on_lane,
+    wait_asleep,
     watch_optimizers,
 )
 from residency._units import parse_bytes
@@ -82,7 +83,7 @@ class Group:
         if self._is_over or self._device is None:
             return
         if event is not None:
-            _device.wait_asleep(event)
+            wait_asleep(event)
         else:  # an exception came before the event; copies may be queued
             lanes_of(self._device).d2h.synchronize()
         if (read := self.read) is not None:
@@ -125,7 +126,7 @@ class Held:
         """
         lent = self.block.lent
         if lent is not None and lent.written is not None:
-            _device.wait_asleep(lent.written)
+            wait_asleep(lent.written)
         self.group.finish()
         if self.group.sums is not None and self.group.sums.differs(self.block):
             names = ", ".join(self.block.layouts)

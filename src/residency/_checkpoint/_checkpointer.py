@@ -286,9 +286,10 @@ class Checkpointer:
             self._give_up_unfinished()
             self._is_closed = True
             self._background.end()
+            pinned_bytes = sum(place.arena.pinned_bytes for place in self._places)
             self._places.clear()
             self._directory.unlock()
-            _device.release_pinned_cache()
+            _device.give_back_pinned(pinned_bytes)
             self._has_ended = True
             self._raise_failure()
 

@@ -96,6 +96,7 @@ def follow_parameters(optimizer: Optimizer, offload: Offload) -> None:
     if device.type != "cpu":
         check_flags(type(optimizer).__name__, optimizer.param_groups)
     before = optimizer.state
+    pinned_bytes = 0 if offload.homes is None else offload.homes.arena.pinned_bytes
     try:
         if offload.state is not None:
             # Homes are host tensors already; what stays on the old device is moved once, here.
@@ -104,7 +105,8 @@ def follow_parameters(optimizer: Optimizer, offload: Offload) -> None:
     except BaseException:
         optimizer.state = before
         raise
-    _device.release_pinned_cache()
+    del before  # the old homes go with it
+    _device.give_back_pinned(pinned_bytes)
 
 
 def prime_state(optimizer: Optimizer, offload: Offload, homes: Homes, state: State) -> None:

@@ -17,7 +17,7 @@ from residency._optim._homes import Home, Homes, common_bytes
 from residency._optim._masters import as_masters_state
 from residency._optim._residents import Residents
 from residency._storages import laid_over, overlapping
-from residency._transfer import is_sharded, lending, local_of, moved, wrapped_like
+from residency._transfer import is_sharded, lending, local_of, moved_at_once, wrapped_like
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -25,7 +25,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 def moved_together(
     values: Mapping[_Key, Tensor], device: torch.device, *, copy: bool
 ) -> dict[_Key, Tensor]:
-    """Returns ``moved`` for each value; what shares bytes shares them on the device, too.
+    """Returns each value on the device, once it is there; what shares bytes shares them there too.
 
     Raises:
         RefusedError: No storage has all bytes of tensors that share some.
@@ -34,20 +34,19 @@ def moved_together(
         Bytes that are shared are copied once, with those between them.
     """
     keys, local = list(values), [local_of(value).detach() for value in values.values()]
-    made: dict[_Key, Tensor] = {}
-    for group in overlapping(local):
-        if local[group[0]].device == device and not copy:
-            continue
-        tensors = [local[index] for index in group]
-        whole = common_bytes(tensors)
-        place = moved(whole, device, copy=True)
-        for index, tensor in zip(group, tensors, strict=True):
+    groups = [group for group in overlapping(local) if copy or local[group[0]].device != device]
+    wholes = [common_bytes([local[index] for index in group]) for group in groups]
+    places = moved_at_once(wholes, device, copy=True)
+    tied = {index for group in groups for index in group}
+    alone = [key for index, key in enumerate(keys) if index not in tied]
+    arrived = moved_at_once([values[key] for key in alone], device, copy=copy)
+    made = dict(zip(alone, arrived, strict=True))
+    for group, whole, place in zip(groups, wholes, places, strict=True):
+        for index in group:
+            tensor = local[index]
             view = laid_over(place, tensor.data_ptr() - whole.data_ptr(), tensor)
             made[keys[index]] = wrapped_like(view, values[keys[index]])
-    return {
-        key: made[key] if key in made else moved(value, device, copy=copy)
-        for key, value in values.items()
-    }
+    return {key: made[key] for key in keys}
 
 
 def stay_together(values: Mapping[tuple[Tensor, Any], Tensor], resident: Residents) -> bool:

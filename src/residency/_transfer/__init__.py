@@ -1,9 +1,11 @@
 """The only code that copies bytes between host and device: slabs, lanes and the gate."""
 
+from residency._transfer._events import wait_asleep
 from residency._transfer._gate import Gate, Read, copy_to_host, gate_of
 from residency._transfer._host_memory import available_host_bytes
 from residency._transfer._lanes import Lanes, Run, lanes_of, on_lane, raw_bytes, reset_lanes
 from residency._transfer._lending import Lending, lending
+from residency._transfer._moves import moved_at_once
 from residency._transfer._owner import (
     Incoming,
     Lent,
@@ -63,6 +65,7 @@ __all__ = [
     "local_of",
     "memory_of",
     "moved",
+    "moved_at_once",
     "mutating",
     "note_owned",
     "on_lane",
@@ -74,6 +77,7 @@ __all__ = [
     "reset_lanes",
     "states_to_come",
     "watch_optimizers",
+    "wait_asleep",
     "wrapped_like",
     "written_by_steps",
 ]

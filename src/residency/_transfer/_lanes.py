@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from residency import _device
+from residency._transfer import _events
 from residency._transfer._slab import Slab
 
 
@@ -48,7 +49,7 @@ class Lanes:
 
         It is recorded anew once nobody refers to it.
         """
-        event = _device.new_event(self.device, timed=timed)
+        event = _events.new_event(self.device, timed=timed)
         event.record(stream)
         return event
 

@@ -169,6 +169,11 @@ class SlabArena:
         return sum(slab.num_bytes for slab in self._slabs)
 
     @property
+    def pinned_bytes(self) -> int:
+        """Returns the bytes of all slabs, if they are page-locked."""
+        return self.slab_bytes if self.is_pinned else 0
+
+    @property
     def used_bytes(self) -> int:
         """Returns the bytes of all live entries, each rounded up to ``ALIGNMENT``."""
         return self.slab_bytes - sum(slab.free_bytes for slab in self._slabs)

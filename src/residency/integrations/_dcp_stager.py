@@ -152,9 +152,10 @@ class PinnedStager(AsyncStager):
         self._is_closed = True
         self._flight = None
         self._arena.is_kept = False
+        pinned_bytes = self._arena.pinned_bytes
         self._arena.free_all()
         self._arena = SlabArena(pin=False)
-        _device.release_pinned_cache()
+        _device.give_back_pinned(pinned_bytes)
 
 
 class _Flight:

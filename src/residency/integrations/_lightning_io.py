@@ -136,8 +136,9 @@ class ResidencyCheckpointIO:
         """
         self._writes.close()
         if self._arena is not None:
+            pinned_bytes = self._arena.pinned_bytes
             self._arena = None
-            _device.release_pinned_cache()
+            _device.give_back_pinned(pinned_bytes)
         self._base.teardown()
         self._writes.raise_failure(beside=error_of_training())
 

@@ -209,12 +209,13 @@ class BackgroundSaves:
             CheckpointError: Something could not be written, and there is no other error.
         """
         self._writes.close()
+        pinned_bytes = sum(arena.pinned_bytes for arena in self._arenas)
         for arena in self._arenas:
             arena.is_kept = False
             arena.free_all()
         if self._arenas:
             self._arenas.clear()
-            _device.release_pinned_cache()
+            _device.give_back_pinned(pinned_bytes)
         for folder in self._folders:
             with suppress(OSError):  # another run of this directory saves
                 folder.rmdir()

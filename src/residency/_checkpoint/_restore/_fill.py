@@ -86,7 +86,8 @@ def fill(
     Memory:
         A ring of ``staging_bytes`` on the host, less where less is moved, page-locked where it
         feeds a device; for device tensors whose elements are not in order a copy of at most one
-        slot on the device, and on the host. All of it is given back.
+        slot on the device, and on the host. All of it is given back, up to 64 MiB of the ring to
+        torch's cache of page-locked memory.
     """
     work = _sorted_out(assignments)
     devices = {target.local.device for target in work.targets if not target.local.is_cpu}
@@ -96,8 +97,9 @@ def fill(
         lanes = lanes_of(device)
         lanes.h2d.wait_event(lanes.mark(_device.current_stream(device)))
     is_own_ring = ring is None and work.needs_ring
+    ring_bytes = min(staging_bytes, work.ring_bytes) if is_own_ring else 0
     if is_own_ring:
-        ring = Staging(min(staging_bytes, work.ring_bytes), pin=bool(devices))
+        ring = Staging(ring_bytes, pin=bool(devices))
     try:
         with torch.no_grad():
             _read_in_order(work, checksums, ring, on_bytes)
@@ -110,8 +112,10 @@ def fill(
     finally:
         _wait_for_lanes(devices)
         if is_own_ring and devices:
+            for device in devices:
+                lanes_of(device).mark(lanes_of(device).h2d).synchronize()  # it reads the ring
             ring = None
-            _device.release_pinned_cache()
+            _device.give_back_pinned(ring_bytes)
 
 
 def _wait_for_lanes(devices: Iterable[torch.device]) -> None:

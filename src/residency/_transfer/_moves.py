@@ -1,0 +1,75 @@
+"""Moves many tensors to a device at once: copies on the h2d lane, and one wait for all of them.
+
+Invariant: whatever ends a move, no copy is under way any more into or out of what its caller drops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from residency import _device
+from residency._modes import callers_modes_off
+from residency._storages import is_dense
+from residency._transfer._lanes import lanes_of, on_lane
+from residency._transfer._sharding import local_of, moved, wrapped_like
+
+
+def moved_at_once(tensors: Sequence[Tensor], device: torch.device, *, copy: bool) -> list[Tensor]:
+    """Returns ``moved`` for each tensor; blocks the host until all of them are there.
+
+    Raises:
+        torch.OutOfMemoryError: The device has no room for all of them; nothing was copied to it.
+
+    Memory:
+        The bytes of the tensors on ``device``.
+    """
+    is_carried = [_is_carried(local_of(tensor), device) for tensor in tensors]
+    targets = [
+        _like(tensor, device) if carried else None
+        for tensor, carried in zip(tensors, is_carried, strict=True)
+    ]
+    _carry(
+        [
+            (target, local_of(tensor).detach())
+            for target, tensor in zip(targets, tensors, strict=True)
+            if target is not None
+        ],
+        device,
+    )
+    return [
+        moved(tensor, device, copy=copy) if target is None else wrapped_like(target, tensor)
+        for target, tensor in zip(targets, tensors, strict=True)
+    ]
+
+
+def _is_carried(local: Tensor, device: torch.device) -> bool:
+    """Says whether a copy is one range of bytes from the host to the device."""
+    is_upwards = local.is_cpu and device.type != "cpu"
+    return is_upwards and local.numel() > 0 and is_dense(local)
+
+
+@callers_modes_off()
+def _like(tensor: Tensor, device: torch.device) -> Tensor:
+    local = local_of(tensor)
+    return torch.empty_like(local, device=device, memory_format=torch.preserve_format)
+
+
+@callers_modes_off()
+def _carry(copies: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
+    """Copies each second one into the first."""
+    if not copies:
+        return
+    lanes = lanes_of(device)
+    current = _device.current_stream(device)
+    lanes.h2d.wait_event(lanes.mark(current))  # their memory may have readers from before
+    try:
+        with on_lane(lanes.h2d):
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+    finally:
+        landed = lanes.mark(lanes.h2d)
+        current.wait_event(landed)
+        landed.synchronize()

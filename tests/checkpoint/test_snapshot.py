@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import residency
-from residency import CheckpointError, InvalidArgumentError, RefusedError
+from residency import CheckpointError, InvalidArgumentError, RefusedError, _device, sim
+from residency._transfer import _slab
 
 BOTH = pytest.mark.parametrize("offload", [False, True], ids=["plain", "offloaded"])
 DTYPES = [
@@ -440,3 +441,30 @@ def test_what_a_snapshot_has_borrowed_is_not_waited_for_but_refused(device: torc
     optimizer.state[model.weight]["exp_avg"] = torch.zeros(8, 8)
     taken = snapshot.tree["optimizer"]["state"]
     assert any(torch.equal(value["exp_avg"], before) for value in taken.values())
+
+
+@pytest.mark.sim
+def test_snapshots_one_after_the_other_page_lock_memory_once(device, monkeypatch):
+    def figures() -> tuple[int, int]:
+        found = sim.pinned_memory_stats()
+        return found["pinned_bytes.current"], found["num_pinned"]
+
+    tree = {name: torch.ones(100_000 * name, device=device) for name in range(1, 6)}
+    residency.snapshot(tree).wait()
+    gc.collect()
+    before = figures()
+    for _ in range(3):
+        taken = residency.snapshot(tree).wait()
+        assert all(torch.equal(taken.tree[name], tree[name].cpu()) for name in tree)
+        del taken
+        assert figures() == before
+    residency.snapshot({name: tensor[:-1] for name, tensor in tree.items()}).wait()
+    assert figures() == before  # smaller ones lie in the same slabs
+    _device._empty_host_cache()  # torch.accelerator.empty_host_cache, where torch has it
+    assert figures()[0] < before[0]
+    residency.snapshot(tree).wait()
+    # Where the host has no room, what torch keeps is given back before anything is refused.
+    room = iter([0])
+    monkeypatch.setattr(_slab, "available_host_bytes", lambda: next(room, 1 << 30))
+    residency.snapshot({"larger": torch.ones(10_000_000, device=device)}).wait()
+    assert figures()[0] <= 64 << 20

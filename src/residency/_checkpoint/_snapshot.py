@@ -108,7 +108,11 @@ def snapshot(tree: Any, *, verify: str = "gate", pin: bool = True) -> Snapshot:
         Device: none; with ``verify="full"``, 8 bytes per 16 KiB and up to 32 KiB for each tensor.
         Host: the bytes of the tree, of overlapping tensors their common span once, each rounded up
         to 512, plus what is left at the end of each slab. The state of an offloaded optimizer is
-        handed over, not copied; its next step moves to a second set of homes.
+        handed over, not copied; its next step moves to a second set of homes. The first call of its
+        size page-locks all that, for which the host waits: seconds for gigabytes on CUDA. Torch
+        keeps the memory once nobody has the snapshot, and the next one of the same sizes takes it
+        from there. ``torch.accelerator.empty_host_cache()`` (torch 2.12 and later) gives it back to
+        the system; so does whatever of this library finds too little host memory.
     """
     is_verified = check_verify(verify)
     arena = SlabArena(pin=pin and _device.is_pinning_available())

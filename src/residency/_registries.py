@@ -14,6 +14,13 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
+class _Ref(weakref.ref[T]):
+    """A weak reference that knows under which number it is kept."""
+
+    __slots__ = ("key",)
+    key: int
+
+
 class WeakRegistry(Generic[T]):
     """A set of objects, by identity, that keeps none of them alive and is safe for threads.
 
@@ -21,17 +28,21 @@ class WeakRegistry(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._refs: dict[int, weakref.ref[T]] = {}
+        refs: dict[int, weakref.ref[T]] = {}
+
+        def forget(ref: weakref.ref[T]) -> None:
+            key = getattr(ref, "key", None)  # None where an interrupt left it half made
+            if key is not None and refs.get(key) is ref:  # another may have the number by now
+                refs.pop(key, None)
+
+        self._refs = refs
+        self._forget = forget
 
     def add(self, thing: T) -> None:
         """Takes an object in; one that is in stays."""
-        key, refs = id(thing), self._refs
-
-        def forget(ref: weakref.ref[T]) -> None:
-            if refs.get(key) is ref:  # another object may have the number by now
-                refs.pop(key, None)
-
-        self._refs[key] = weakref.ref(thing, forget)
+        ref = _Ref(thing, self._forget)
+        ref.key = id(thing)
+        self._refs[ref.key] = ref
 
     def discard(self, thing: T) -> None:
         """Lets an object go, if it is in."""

@@ -44,7 +44,8 @@ class Block:
         gather: How the stored tensor lies in the span, where its elements are not in order.
         is_early: Whether others than optimizers may change the bytes.
         lent: The loan, of a state that lives on the host.
-        layouts: How the tensors over the block lie in the span, by name.
+        laid: How the tensors over the block lie in the span, by name; of the tensor that it is
+            stored as, where there is no other.
         num_bytes: The bytes of the span.
     """
 
@@ -53,8 +54,18 @@ class Block:
     gather: Layout | None
     is_early: bool
     lent: Lent | None
-    layouts: dict[str, Layout]
+    laid: Layout | dict[str, Layout]
     num_bytes: int
+
+    @property
+    def names(self) -> Collection[str]:
+        """Returns what the tensors over the block are called."""
+        return self.laid if isinstance(self.laid, dict) else (self.record.name,)
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """Returns how the tensors over the block lie in the span, by name."""
+        return self.laid if isinstance(self.laid, dict) else {self.record.name: self.laid}
 
 
 class Blocks(NamedTuple):
@@ -86,10 +97,12 @@ def make_blocks(
         RefusedError: A tensor has no plain layout, or is a partial sum.
     """
     special: dict[str, Any] = {}
-    by_storage: dict[tuple[torch.device, int], list[_Placed]] = {}
+    on_device: dict[torch.device, dict[int, int | list[int]]] = {}
+    found: list[Leaf] = []
+    locals_found: list[Tensor] = []
     blocks: list[Block] = []
     for leaf in leaves.values():
-        local = local_of(leaf.value).detach() if leaf.lent is None else leaf.lent.tensor
+        local = local_of(leaf.value) if leaf.lent is None else leaf.lent.tensor
         check_plain_layout(leaf, local)
         note = _shard_note(leaf, local)
         writer = rank
@@ -106,21 +119,45 @@ def make_blocks(
         if local.numel() == 0:
             blocks.append(_block_of([_Placed(leaf, local, 0, 0)], special))
             continue
-        first = int(local.storage_offset()) * local.element_size()
-        last = first + _span_elements(local) * local.element_size()
-        _check_has_bytes(leaf, local, last)
-        key = local.device, local.untyped_storage().data_ptr()
-        by_storage.setdefault(key, []).append(_Placed(leaf, local, first, last))
-    for placed in by_storage.values():
-        blocks += [_block_of(cluster, special) for cluster in _clusters(placed)]
+        _check_has_bytes(leaf, local)
+        storages = on_device.setdefault(local.device, {})
+        address = local.untyped_storage().data_ptr()
+        index = len(found)
+        before = storages.setdefault(address, index)
+        if isinstance(before, list):
+            before.append(index)
+        elif before != index:
+            storages[address] = [before, index]
+        found.append(leaf)
+        locals_found.append(local)
+    known: dict[Layout, Layout] = {}
+    for here in (each for storages in on_device.values() for each in storages.values()):
+        if isinstance(here, list):
+            placed = [_placed(found[index], locals_found[index]) for index in here]
+            blocks += [_block_of(cluster, special) for cluster in _clusters(placed)]
+        elif locals_found[here].is_contiguous():
+            blocks.append(_block_alone(found[here], locals_found[here], special, known))
+        else:
+            blocks.append(_block_of([_placed(found[here], locals_found[here])], special))
     order = {name: index for index, name in enumerate(leaves)}
-    blocks.sort(key=lambda block: min(order[name] for name in block.layouts))
+    blocks.sort(key=lambda block: min(order[name] for name in block.names))
     return Blocks(blocks, special)
 
 
-def _check_has_bytes(leaf: Leaf, local: Tensor, last: int) -> None:
+def _placed(leaf: Leaf, local: Tensor) -> _Placed:
+    return _Placed(leaf, local, *_range_of(local))
+
+
+def _range_of(local: Tensor) -> tuple[int, int]:
+    """Returns the first byte of its storage that a tensor has, and the one behind its last."""
+    itemsize = local.element_size()
+    first = int(local.storage_offset()) * itemsize
+    return first, first + _span_elements(local) * itemsize
+
+
+def _check_has_bytes(leaf: Leaf, local: Tensor) -> None:
     """Refuses a tensor whose storage was made shorter than it; its bytes are nowhere."""
-    found = local.untyped_storage().nbytes()
+    found, (_, last) = local.untyped_storage().nbytes(), _range_of(local)
     if found < last:
         raise RefusedError(
             f"{leaf.name} needs {last} bytes of a storage that has {found}: its memory was freed, "
@@ -147,6 +184,18 @@ def _clusters(placed: list[_Placed]) -> list[list[_Placed]]:
             clusters.append([each])
         reach = max(reach, each.last)
     return clusters
+
+
+def _block_alone(
+    leaf: Leaf, local: Tensor, special: dict[str, Any], known: dict[Layout, Layout]
+) -> Block:
+    """Returns ``_block_of`` one tensor in order, as nearly all are; alike ones have one layout."""
+    first, last = _range_of(local)
+    layout = Layout(local.dtype, tuple(local.shape), local.stride(), 0)
+    layout = known.setdefault(layout, layout)
+    record = _record(leaf, layout, special)
+    span = _bytes_of(local, first, last)
+    return Block(record, span, None, leaf.is_early, leaf.lent, layout, last - first)
 
 
 def _block_of(cluster: list[_Placed], special: dict[str, Any]) -> Block:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from residency import _device
 from residency._checkpoint._blocks import Block, Blocks, Layout, make_blocks
+from residency._checkpoint._disk._manifest import Record
 from residency._checkpoint._sums import Sums
 from residency._checkpoint._tree import Description, describe
 from residency._errors import CheckpointError, InvalidArgumentError
@@ -124,17 +125,21 @@ class Held:
         Raises:
             CheckpointError: Somebody wrote into the source while it was copied.
         """
+        self._settle()
+        return self.host
+
+    def _settle(self) -> None:
+        """Blocks the host until the bytes are final."""
         lent = self.block.lent
         if lent is not None and lent.written is not None:
             wait_asleep(lent.written)
         self.group.finish()
         if self.group.sums is not None and self.group.sums.differs(self.block):
-            names = ", ".join(self.block.layouts)
+            names = ", ".join(self.block.names)
             raise CheckpointError(
                 f"{names} was written while it was being copied, by code that passes no gate. "
                 "The save was dropped; put that write into `with residency.mutating(tensor):`."
             )
-        return self.host
 
     def is_done(self) -> bool:
         """Says whether the bytes are final, without a wait."""
@@ -159,12 +164,21 @@ class Held:
         self._is_released = True
         return self._kept
 
-    def stored(self) -> memoryview:
+    @property
+    def record(self) -> Record:
+        """Returns how the bytes are stored."""
+        return self.block.record
+
+    def acquire(self) -> memoryview:
         """Returns the final bytes in the order in which they are stored."""
-        final = self.final()
-        if self.block.gather is not None:
-            final = view_of(final, self.block.gather).contiguous().view(-1).view(torch.uint8)
-        return memory_of(final)
+        self._settle()
+        block, region = self.block, self._region
+        if block.gather is not None:
+            final = view_of(self.host, block.gather).contiguous()
+            return memory_of(final.view(-1).view(torch.uint8))
+        if region is not None:
+            return region.slab.memory(region.offset, block.num_bytes)
+        return memory_of(block.span)
 
     def release(self) -> None:
         """Gives the memory back, once no copy into it is under way; raises nothing of its own.
@@ -268,10 +282,10 @@ class Capture:
             watch_optimizers()
         for device, groups in self._groups.items():
             _queue_copies(device, groups)
-        for leaf in self.description.leaves.values():
-            local = local_of(leaf.value)
-            if leaf.lent is None and not local.is_cpu:
-                gate_of(local.device).keeping([local])
+        leaves = self.description.leaves.values()
+        for local in (local_of(leaf.value) for leaf in leaves if leaf.lent is None):
+            if not local.is_cpu:
+                gate_of(local.device).keeping((local,))
 
     def release(self) -> bool:
         """Gives all back, and lets go of what the caller has; from any thread, and again.
@@ -394,8 +408,9 @@ def _copy_group(group: Group, members: Sequence[Held], lanes: Lanes, gate: Gate)
             group.sums.compare()
     group.event = lanes.mark(lanes.d2h)
     group.read = gate.reading(group.sources, group.event, lanes.d2h)
+    gone = torch.empty(0, dtype=torch.uint8, device=group.sources[0].device)
     for each in members:
-        each.block.span = each.block.span.new_empty(0)  # the group alone keeps the storage
+        each.block.span = gone  # the group alone keeps the storage
 
 
 def _groups(held: Iterable[Held]) -> Iterator[list[Held]]:

@@ -90,7 +90,8 @@ class Encoder:
                 f"{name} is a {type(value).__name__}, which has no shape before the first forward."
                 " Nothing was saved; run one, or leave its module out."
             )
-        self.leaves[name] = Leaf(name, value.detach(), is_early, lent)
+        mine = value.detach() if lent is None else value
+        self.leaves[name] = Leaf(name, mine, is_early, lent)
         return tensor_node(name)
 
     def node(self, name: str, value: Any) -> Node:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from residency._checkpoint._disk._manifest import file_name
-from residency._checkpoint._disk._parts import FilePlan, Part
+from residency._checkpoint._disk._parts import FilePlan, Stores
 from residency._checkpoint._nodes import ARRAYS, TENSOR, Node, kind_of, pairs_of
 
 SHARED = "tensors"
@@ -21,7 +21,9 @@ _MOST_OWN_FILES = 32
 _MOST_LETTERS = 100  # of a file's name, before what tells ranks apart
 
 
-def plan_files(tree: Node, parts: Iterable[Part], *, rank: int, world_size: int) -> list[FilePlan]:
+def plan_files(
+    tree: Node, parts: Iterable[Stores], *, rank: int, world_size: int
+) -> list[FilePlan]:
     """Returns which parts go into which files.
 
     Of a state with many top-level names, tensors that stand at its top share one file, and so do
@@ -34,7 +36,7 @@ def plan_files(tree: Node, parts: Iterable[Part], *, rank: int, world_size: int)
         world_size: The number of ranks.
     """
     nodes: dict[str, Any] = {key: node for key, node in pairs_of(tree) if isinstance(key, str)}
-    by_top: dict[str, list[Part]] = {}
+    by_top: dict[str, list[Stores]] = {}
     for part in parts:
         by_top.setdefault(_top_of(part.record.name, nodes), []).append(part)
     own = set(by_top)
@@ -43,7 +45,7 @@ def plan_files(tree: Node, parts: Iterable[Part], *, rank: int, world_size: int)
     if len(own) > _MOST_OWN_FILES:
         sizes = {top: sum(part.record.num_bytes for part in by_top[top]) for top in own}
         own = set(sorted(own, key=lambda top: -sizes[top])[:_MOST_OWN_FILES])
-    by_file: dict[str, list[Part]] = {}
+    by_file: dict[str, list[Stores]] = {}
     used: set[str] = {SHARED} if len(own) < len(by_top) else set()
     for top, of_top in by_top.items():
         name = _file_of(top, used) if top in own else SHARED

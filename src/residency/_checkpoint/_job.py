@@ -13,7 +13,6 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from residency._checkpoint._capture import Capture
-from residency._checkpoint._disk._parts import Part
 from residency._checkpoint._disk._publish import CheckpointDirectory, SaveRequest
 from residency._checkpoint._files import plan_files
 from residency._checkpoint._notes import TensorNote, read_note
@@ -154,12 +153,13 @@ class Job:
             CheckpointError: The document would name a tensor that is nowhere.
         """
         self._check_is_whole()
-        held = self.captured.held
-        parts = [Part(each.block.record, each.stored, each.release) for each in held]
         return replace(
             ranks.request(self.save.step),
             files=plan_files(
-                self.captured.description.tree, parts, rank=ranks.rank, world_size=ranks.world_size
+                self.captured.description.tree,
+                self.captured.held,
+                rank=ranks.rank,
+                world_size=ranks.world_size,
             ),
             document=self.captured.document,
             metrics=self.metrics,

@@ -392,7 +392,7 @@ def _storage_of(tensor: Tensor) -> int | None:
     """Returns which storage a tensor lies in; None where it has none of its own, or none yet."""
     if is_sharded(tensor) or is_lazy(tensor) or tensor.layout is not torch.strided:
         return None
-    return int(tensor.detach().untyped_storage()._cdata)
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _names_in_common(module: nn.Module) -> set[str]:

@@ -140,7 +140,8 @@ def _loan(inner: ParameterState, home: Home, loans: Loans, keep: bool, is_watche
         inner.fence()
         home = inner.copy_of(home)
     lent = loans.lend(home.tensor, home.value, inner.under_way, keep=keep)
-    lent.num_writes = partial(inner.num_writes_of, home)
+    if is_watched:
+        lent.count = partial(inner.num_writes_of, home)
     return lent
 
 

@@ -27,18 +27,22 @@ class Lent:
         tensor: The bytes; of a sharded state, the local tensor.
         value: What callers see: the tensor, or a ``DTensor`` around it.
         written: The event after which the bytes are final, or None when they are.
-        num_writes: Returns a number that grows when a caller writes into it.
+        count: What ``num_writes`` asks, where the owner has other tensors over the bytes, too.
     """
 
     _is_over = True  # of one that an interrupt left half made, which lends nothing
 
     def __init__(self, tensor: Tensor, value: Tensor, written: torch.Event | None) -> None:
-        self.num_writes: Callable[[], int] = lambda: tensor._version
+        self.count: Callable[[], int] | None = None
         self.tensor = tensor
         self.value = value
         self.written = written
         self._borrower = object()
         self._is_over = False
+
+    def num_writes(self) -> int:
+        """Returns a number that grows when a caller writes into it."""
+        return self.tensor._version if self.count is None else self.count()
 
     def begin(self, *, keep: bool) -> None:
         """Begins the loan; see ``Lending.lend``."""

@@ -78,12 +78,13 @@ class Slab:
         is_pinned: Whether it is page-locked.
     """
 
-    __slots__ = ("_free", "data", "is_pinned")
+    __slots__ = ("_free", "_memory", "data", "is_pinned")
 
     def __init__(self, num_bytes: int, *, pin: bool = True) -> None:
         self.is_pinned = pin
         self.data = _device.allocate_pinned(num_bytes) if pin else _allocate_pages(num_bytes)
         self._free = [(0, num_bytes)]
+        self._memory: memoryview | None = None
 
     @classmethod
     def over(cls, data: Tensor) -> Slab:
@@ -94,11 +95,18 @@ class Slab:
         """
         slab = object.__new__(cls)
         slab.data, slab.is_pinned, slab._free = data, data.is_pinned(), []
+        slab._memory = None
         return slab
 
     @property
     def num_bytes(self) -> int:
         return self.data.numel()
+
+    def memory(self, offset: int, num_bytes: int) -> memoryview:
+        """Returns a range of the bytes, which keeps all of them alive."""
+        if self._memory is None:
+            self._memory = memory_of(self.data)
+        return self._memory[offset : offset + num_bytes]
 
     @property
     def free_bytes(self) -> int:
@@ -117,6 +125,7 @@ class Slab:
         """Returns a slab over the same memory with all of it free."""
         other = object.__new__(Slab)
         other.is_pinned, other.data, other._free = self.is_pinned, self.data, [(0, self.num_bytes)]
+        other._memory = self._memory
         return other
 
     def put_back(self, ranges: Iterable[tuple[int, int]]) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any, NoReturn
 
 from residency._checkpoint._disk._manifest import Record, StoredEntry, parse_json
@@ -30,6 +31,7 @@ METADATA = "__metadata__"  # no tensor has this name
 # Source: CUSTOMMETADATA_KEY and SAVED_OFFSETS_KEY in torch/distributed/checkpoint/_hf_utils.py.
 _SHARDING = "DCP_SHARDING_INFO"
 _OFFSETS = "saved_offsets"
+_LAST_BITS = 1 << 10  # more than an element of any dtype has
 # Source: `Dtype` in safetensors/src/tensor.rs, 0.8.
 DTYPE_BITS = {
     "BOOL": 8,
@@ -65,10 +67,10 @@ def layout_order(records: Sequence[Record]) -> list[int]:
     is aligned for its dtype.
     """
 
-    def key(index: int) -> tuple[bool, int]:
+    def key(index: int) -> int:
         record = records[index]
         is_ragged = record.num_bytes % ALIGNMENT != 0
-        return is_ragged, -DTYPE_BITS.get(record.dtype, 0) if is_ragged else 0
+        return _LAST_BITS - DTYPE_BITS.get(record.dtype, 0) if is_ragged else 0
 
     return sorted(range(len(records)), key=key)
 
@@ -85,18 +87,21 @@ def make_header(records: Sequence[Record], *, file: str) -> bytes:
         # The reader wants an entry for every tensor of a file that has one at all.
         sharding = {r.name: {_OFFSETS: r.offsets or (0,) * len(r.shape)} for r in records}
         metadata[_SHARDING] = json.dumps(sharding)
-    fields: dict[str, Any] = {METADATA: metadata}
+    # As text at once: objects for each of many tensors cost more than their encoding.
+    fields = [f"{_quoted(METADATA)}:{json.dumps(metadata, separators=(',', ':'))}"]
+    names = {METADATA}
     start = 0
     for record in records:
-        _check_record(record, fields, file)
+        _check_record(record, names, file)
+        names.add(record.name)
         stop = start + record.num_bytes
-        fields[record.name] = {
-            "dtype": record.dtype,
-            "shape": record.shape,
-            "data_offsets": (start, stop),
-        }
+        shape = ",".join(map(str, record.shape))
+        fields.append(
+            f'{_quoted(record.name)}:{{"dtype":"{record.dtype}","shape":[{shape}],'
+            f'"data_offsets":[{start},{stop}]}}'
+        )
         start = stop
-    text = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode("ascii")
+    text = f"{{{','.join(fields)}}}".encode("ascii")
     num_bytes = -(-(_LENGTH_BYTES + len(text)) // ALIGNMENT) * ALIGNMENT - _LENGTH_BYTES
     if num_bytes > MAX_HEADER_BYTES:
         raise CheckpointError(
@@ -106,8 +111,8 @@ def make_header(records: Sequence[Record], *, file: str) -> bytes:
     return num_bytes.to_bytes(_LENGTH_BYTES, "little") + text.ljust(num_bytes)
 
 
-def _check_record(record: Record, fields: dict[str, Any], file: str) -> None:
-    if record.name in fields:
+def _check_record(record: Record, names: Collection[str], file: str) -> None:
+    if record.name in names:
         raise CheckpointError(f"{file} would hold two tensors named {record.name!r}.")
     expected = _size_bits(record.dtype, record.shape) if record.dtype in DTYPE_BITS else None
     if expected != record.num_bytes * 8:

@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 from residency._checkpoint._disk._manifest import Record
 from residency._errors import CheckpointError
 
 
+class Stores(Protocol):
+    """What has one tensor's bytes for a save."""
+
+    @property
+    def record(self) -> Record:
+        """What is stored."""
+
+    def acquire(self) -> memoryview:
+        """Returns the bytes, contiguous, and blocks until they are final.
+
+        It is called at most once (not for a tensor without bytes, nor after a failure), from any
+        thread. Memory that is writable and begins at a page, or where else the file system takes
+        it, goes to the disk without a copy.
+        """
+
+    def release(self) -> None:
+        """Is called exactly once, from any thread: the bytes were written, or the save failed. It
+        must not raise.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Holds one tensor's bytes for a save.
-
-    Attributes:
-        record: What is stored.
-        acquire: Returns the bytes, contiguous, and blocks until they are final. It is called at
-            most once (not for a tensor without bytes, nor after a failure), from any thread. Memory
-            that is writable and begins at a page, or where else the file system takes it, goes to
-            the disk without a copy.
-        release: Is called exactly once, from any thread: the bytes were written, or the save
-            failed. It must not raise.
-    """
+    """One tensor's bytes for a save, from functions; see ``Stores``."""
 
     record: Record
     acquire: Callable[[], memoryview]
@@ -35,25 +47,36 @@ class FilePlan:
     """Names a file and the parts that go into it."""
 
     name: str
-    parts: Sequence[Part]
+    parts: Sequence[Stores]
+
+
+_ALONE = nullcontext()
 
 
 class Lease:
-    """Acquires and releases a part once, whichever thread comes first."""
+    """Acquires and releases a part once, whichever thread comes first.
 
-    def __init__(self, part: Part) -> None:
+    Args:
+        part: What it is.
+        counting: A lock that nobody holds for long; the leases of a save have one together.
+    """
+
+    def __init__(self, part: Stores, counting: threading.Lock) -> None:
         self.record = part.record
         self._part = part
         self._view: memoryview | None = None
         self._error: BaseException | None = None
         self._is_released = False
         self._num_pending = 0
-        self._acquiring = threading.Lock()
-        self._counting = threading.Lock()
+        self._counting = counting
+        # Of a part that lies in one chunk, one thread alone asks for the bytes.
+        self._acquiring: threading.Lock | nullcontext[None] = _ALONE
 
     def expect(self, num_chunks: int) -> None:
         """Says how many chunks the part's bytes lie in."""
         self._num_pending = num_chunks
+        if num_chunks > 1:
+            self._acquiring = threading.Lock()
 
     def view(self) -> memoryview:
         """Returns the part's bytes; a second thread waits here for the first one's answer."""
@@ -71,7 +94,9 @@ class Lease:
     def _acquire(self) -> memoryview:
         record = self.record
         try:
-            view = memoryview(self._part.acquire()).cast("B")
+            view = memoryview(self._part.acquire())
+            if view.format != "B" or view.ndim != 1:
+                view = view.cast("B")
         except Exception as error:
             raise CheckpointError(
                 f"the bytes of {record.name!r} could not be had: {error}"
@@ -103,7 +128,8 @@ class Lease:
 @contextmanager
 def leased(plans: Sequence[FilePlan]) -> Iterator[list[tuple[str, list[Lease]]]]:
     """Yields each plan's name and leases; at the end every part is released, whatever happened."""
-    files = [(plan.name, [Lease(part) for part in plan.parts]) for plan in plans]
+    counting = threading.Lock()
+    files = [(plan.name, [Lease(part, counting) for part in plan.parts]) for plan in plans]
     try:
         yield files
     finally:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 import residency
 from residency import Checkpointer
+from residency._checkpoint._capture import Capture
 from residency._optim import _schema
+from residency._transfer import SlabArena
 
 SHAPES = ((16,), (8, 2), (5,))
+PACKAGE = str(Path(residency.__file__).parent)
 
 
 def parameters_like(device, count, dtype=torch.float32):
@@ -131,3 +140,88 @@ def test_every_setting_of_a_foreign_class_counts_by_its_value(device, trials):
     assert [len(each["seen"]) for each in state["optimizer"].state.values()] == [
         *(1, 1, 2, 2, 2, 2, 1, 1)
     ]
+
+
+def calls_of(action):
+    """Counts the calls of each Python function of the package in an action, on all threads."""
+    calls = Counter()
+
+    def note(frame, event, argument):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE):
+            calls[f"{Path(code.co_filename).name}:{code.co_name}:{code.co_firstlineno}"] += 1
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return calls
+
+
+def calls_for_each_tensor(action_for, counts=(40, 80)):
+    """Returns how many calls of each function one more tensor of a save or restore brings."""
+    few, many = (calls_of(action_for(count)) for count in counts)
+    more_tensors = 4 * (counts[1] - counts[0])
+    return {name: (many[name] - few[name]) / more_tensors for name in many}
+
+
+MOST_CALLS = 8  # of one function for one tensor
+
+
+@pytest.mark.sim  # counts lines of Python, which are the same everywhere
+def test_no_function_is_called_more_than_a_few_times_for_each_tensor_of_a_save(device, tmp_path):
+    def saving(count):
+        state = training(device, count, is_born=True)
+
+        def action():
+            with Checkpointer(tmp_path / str(count)) as checkpointer:
+                checkpointer.save(1, state).wait()
+
+        return action
+
+    found = calls_for_each_tensor(saving)
+    assert {name: each for name, each in found.items() if each > MOST_CALLS} == {}
+    assert sum(found.values()) < 80
+
+
+@pytest.mark.sim
+def test_no_function_is_called_more_than_a_few_times_for_each_tensor_of_a_restore(device, tmp_path):
+    def restoring(count):
+        saved, fresh = (training(device, count, is_born=each) for each in (True, False))
+        with Checkpointer(tmp_path / str(count)) as checkpointer:
+            checkpointer.save(1, saved).wait()
+
+        def action():
+            with Checkpointer(tmp_path / str(count)) as checkpointer:
+                checkpointer.restore(fresh)
+
+        return action
+
+    found = calls_for_each_tensor(restoring)
+    assert {name: each for name, each in found.items() if each > MOST_CALLS} == {}
+    assert sum(found.values()) < 130
+
+
+def test_a_save_leaves_few_objects_for_each_tensor_to_the_collector(device, tmp_path):
+    def objects_of(count):
+        state = training(device, count, is_born=True)
+        with Checkpointer(tmp_path / str(count)) as checkpointer:
+            checkpointer.save(1, state).wait()
+            gc.collect()
+            gc.disable()
+            try:
+                before = gc.get_count()[0]
+                captured = Capture(SlabArena(pin=False))
+                captured.describe(state)
+                captured.make_room()
+                made = gc.get_count()[0] - before
+                captured.release()
+            finally:
+                gc.enable()
+        return made
+
+    few, many = objects_of(40), objects_of(240)
+    assert (many - few) / (4 * 200) < 12

@@ -8,7 +8,7 @@ everything else is an object with its kind under ``KIND``.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from residency._errors import CorruptSaveError
@@ -132,7 +132,7 @@ def _check_nodes(tree: Node) -> None:
                 f"the document is nested deeper than {_MAX_DEPTH} levels, as no save is."
             )
         if isinstance(node, list):
-            pending += [(each, depth + 1) for each in node]
+            pending += _below(node, depth)
         elif isinstance(node, dict):
             fields = _FIELDS.get(node[KIND]) if isinstance(node.get(KIND), str) else None
             if KIND in node and not isinstance(node[KIND], str):
@@ -142,7 +142,14 @@ def _check_nodes(tree: Node) -> None:
                     raise _senseless(node)
             if not (_has_own_bytes(node) and _is_whole_scaler(node) and _is_matched(node)):
                 raise _senseless(node)
-            pending += [(each, depth + 1) for each in node.values()]
+            pending += _below(node.values(), depth)
+
+
+def _below(nodes: Iterable[Node], depth: int) -> list[tuple[Node, int]]:
+    """Returns what is to be looked at; plain values are not, unless they lie too deep."""
+    return [
+        (each, depth + 1) for each in nodes if isinstance(each, list | dict) or depth == _MAX_DEPTH
+    ]
 
 
 def _has_own_bytes(node: Mapping[str, Any]) -> bool:

@@ -6,7 +6,7 @@ show, the bytes are those of the save as soon as it has been read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ from residency._optim._offload_data import Offload
 from residency._optim._residents import Residents
 from residency._optim._schema import Schemas
 from residency._optim._shadow import is_torchs_own
+from residency._optim._sharding import layout_of
 from residency._optim._state import State
 from residency._optim._whole import done_whole
 from residency._transfer import Incoming, local_of, moved, wrapped_like
@@ -88,8 +89,11 @@ def receive_state(
     received = Received(optimizer, offload, states, Residents(offload.resident_bytes))
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     schemas = Schemas()
+    known: dict[Hashable, Tensor] = {}
     for parameter, entries in states.items():
-        likes = {k: _like(parameter, each) for k, each in entries.items() if each is not None}
+        likes = {
+            k: _like(parameter, each, known) for k, each in entries.items() if each is not None
+        }
         if MASTER in likes and not offload.has_master(parameter):
             raise RefusedError(
                 "the saved optimizer has float32 master weights, and this one steps the rounded "
@@ -146,8 +150,16 @@ def home_to_fill(homes: Homes, state: State, parameter: Tensor, key: str, like: 
     return homes.allocate(like)
 
 
-def _like(parameter: Tensor, incoming: Incoming) -> Tensor:
-    """Returns what a saved state looks like here, on meta."""
+def _like(parameter: Tensor, incoming: Incoming, known: dict[Hashable, Tensor]) -> Tensor:
+    """Returns what a saved state looks like here, on meta; alike ones are one tensor."""
+    kind = layout_of(parameter), local_of(parameter).stride(), incoming
+    found = known.get(kind)
+    if found is None:
+        found = known[kind] = _made_like(parameter, incoming)
+    return found
+
+
+def _made_like(parameter: Tensor, incoming: Incoming) -> Tensor:
     if incoming.shape == tuple(parameter.shape) and incoming.shape:
         local = torch.empty_like(
             local_of(parameter).detach(),

@@ -172,8 +172,11 @@ def _tasks_of(file: FileReads) -> Iterator[_Task]:
             )
         for index in range(span.start // grid, (span.stop - 1) // grid + 1):
             start, stop = max(span.start, index * grid), min(span.stop, (index + 1) * grid)
-            task = by_chunk.setdefault(index, _Task(file))
-            task.spans.append(_Span(start, stop, span.wanted))
+            task = by_chunk.get(index)
+            if task is None:
+                task = by_chunk[index] = _Task(file)
+            is_inside = (start, stop) == (span.start, span.stop)
+            task.spans.append(span if is_inside else _Span(start, stop, span.wanted))
     for index in sorted(by_chunk):
         task = by_chunk[index]
         if sums is not None:
@@ -357,13 +360,14 @@ class _Reader:
                 spans.append(span)
                 continue
             taken = min(room, span.stop - span.start)
-            call.append(_Span(span.start, span.start + taken, span.wanted))
+            is_all = span.start + taken == span.stop
+            call.append(span if is_all else _Span(span.start, span.start + taken, span.wanted))
             left -= taken
             if not span.wanted:
                 scratch_left -= taken
             elif any(w.target is None for w in span.wanted):
                 slot_left -= taken
-            if span.start + taken < span.stop:
+            if not is_all:
                 spans.append(_Span(span.start + taken, span.stop, span.wanted))
         if call:
             yield call

@@ -33,7 +33,7 @@ from residency._checkpoint._restore._boxes import (
     spans,
     stretches,
 )
-from residency._checkpoint._restore._plan import Assignment, Target, box_of
+from residency._checkpoint._restore._plan import Assignment, Target, box_of, is_whole
 from residency._checkpoint._sources._stored import Stored
 from residency._errors import InvalidArgumentError, RefusedError
 from residency._transfer import Lanes, Run, Slab, gate_of, lanes_of, memory_of, raw_bytes
@@ -186,11 +186,12 @@ class Staging:
 
 
 class _Part(NamedTuple):
-    """Is the box of a target that one stored shard has."""
+    """Is the box of a target that one stored shard has, and where in the whole that shard is."""
 
     target: Target
     shard: Stored
     box: Box
+    shard_box: Box
 
     @property
     def view(self) -> Tensor:
@@ -237,10 +238,11 @@ def _sorted_out(assignments: Iterable[Assignment]) -> _Work:
             continue
         work.targets.append(target)
         for shard in shards:
-            box = target.box.overlap(box_of(shard))
+            shard_box = target.box if is_whole(target, shard) else box_of(shard)
+            box = target.box.overlap(shard_box)
             if box is None:
                 continue
-            part = _Part(target, shard, box)
+            part = _Part(target, shard, box, shard_box)
             if shard.tensor is not None:
                 work.of_tensors.append(part)
             elif _is_in_order(part):
@@ -251,12 +253,12 @@ def _sorted_out(assignments: Iterable[Assignment]) -> _Work:
 
 
 def _is_in_order(part: _Part) -> bool:
-    target, shard, box = part
+    target, shard, box, shard_box = part
     if not target.local.is_contiguous():
         return False
     if shard.stride is not None and tuple(shard.stride) != row_major(shard.shape):
         return False
-    count = count_stretches(box, box_of(shard), target.box)
+    count = count_stretches(box, shard_box, target.box)
     return count <= _FEW_STRETCHES or box.numel // count * shard.dtype.itemsize >= _LONG_STRETCH
 
 
@@ -290,13 +292,16 @@ def _read_in_order(
 def _ranges(part: _Part) -> Iterator[Wanted]:
     """Yields the bytes of a part, with the places that they go to."""
     local, shard = part.target.local, part.shard
-    flat = raw_bytes(local)
     memory = memory_of(local) if local.is_cpu else None
+    flat = raw_bytes(local) if memory is None else None
     itemsize = shard.dtype.itemsize
-    for source, target, numel in stretches(part.box, box_of(shard), part.target.box):
+    for source, target, numel in stretches(part.box, part.shard_box, part.target.box):
         start, first, size = shard.start + source * itemsize, target * itemsize, numel * itemsize
-        here = None if memory is None else memory[first : first + size]
-        yield Wanted(start, size, part.target.name, here, (flat, first))
+        if memory is None:
+            yield Wanted(start, size, part.target.name, None, (flat, first))
+        else:
+            here = memory if size == memory.nbytes else memory[first : first + size]
+            yield Wanted(start, size, part.target.name, here)
 
 
 def _carry(part: _Part, ring: Staging) -> None:

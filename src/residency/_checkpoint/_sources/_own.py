@@ -129,13 +129,15 @@ def saved_for_rank(save: StoredSave, *, rank: int = 0, world_size: int = 1) -> S
     notes = [_notes(document) for document in save.documents]
     shards: dict[str, list[Stored]] = {}
     whole: dict[str, dict[int, Stored]] = {}
+    tensors: dict[str, Sequence[Stored]] = {}
     for index, name, stored in _located(save, notes):
         note = notes[index].get(name, PLAIN)
         if note.whole_shape is not None:
             shards.setdefault(name, []).append(stored)
+        elif num_saved == 1:
+            tensors[name] = [stored]
         else:
             whole.setdefault(name, {})[index] = stored
-    tensors: dict[str, Sequence[Stored]] = {}
     for name, places in shards.items():
         tensors[name] = without_copies(places)
         check_cover(name, tensors[name], save.folder)

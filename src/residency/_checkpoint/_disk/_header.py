@@ -31,7 +31,7 @@ METADATA = "__metadata__"  # no tensor has this name
 # Source: CUSTOMMETADATA_KEY and SAVED_OFFSETS_KEY in torch/distributed/checkpoint/_hf_utils.py.
 _SHARDING = "DCP_SHARDING_INFO"
 _OFFSETS = "saved_offsets"
-_LAST_BITS = 1 << 10  # more than an element of any dtype has
+_LAST_BITS = 1000  # more than an element of any dtype has
 # Source: `Dtype` in safetensors/src/tensor.rs, 0.8.
 DTYPE_BITS = {
     "BOOL": 8,

@@ -19,8 +19,8 @@ from residency._memory import _phase
 from residency._memory._phase import open_phases
 
 pytestmark = [
-    pytest.mark.sim,
-    pytest.mark.sim_device(capacity=256 << 20, schedule="late", check_races=False),
+    pytest.mark.device_memory(limit="256MiB"),
+    pytest.mark.sim_device(schedule="late", check_races=False),
 ]
 MIB = 1 << 20
 

@@ -27,7 +27,7 @@ from same_values import assert_same
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
-from worker_cases import Cases
+from worker_cases import Cases, take_device
 
 import residency
 from residency.integrations import _lightning_sharded
@@ -400,9 +400,7 @@ def a_strategy_that_writes_no_shards_is_refused() -> None:
 
 
 def main(at: Path) -> None:
-    from residency import sim
-
-    sim.enable("256MiB", check_races=True, device="cuda")
+    take_device("1GiB", face="cuda", check_races=True)
     # Before the strategy, which would tie the group to a device; torch's meshes would then be made
     # by splitting NCCL's communicator, which the simulator's cannot.
     dist.init_process_group(

@@ -25,7 +25,7 @@ import torch
 from same_values import assert_same
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from worker_cases import Cases
+from worker_cases import Cases, pinned_bytes, take_device
 
 case = Cases()
 TREE = sys.argv[1] if len(sys.argv) > 1 else "lightning.pytorch"
@@ -565,7 +565,7 @@ def host_state_of_an_offloaded_optimizer_is_lent_and_not_copied() -> None:
 
 @case
 def memory_is_reused_from_save_to_save_and_given_back_at_the_end() -> None:
-    from residency import _device, sim
+    from residency import _device
 
     io = ResidencyCheckpointIO()
     slabs: list[int] = []
@@ -576,9 +576,9 @@ def memory_is_reused_from_save_to_save_and_given_back_at_the_end() -> None:
 
     with folder() as at:
         _device.release_pinned_cache()
-        before = sim.pinned_memory_stats()["pinned_bytes.current"]
+        before = pinned_bytes(with_cached=True)
         fit(io, [Each(look)])
-        after = sim.pinned_memory_stats()["pinned_bytes.current"]
+        after = pinned_bytes(with_cached=True)
         assert after == before, (before, after)
     # The first has no state of the optimizer to save but that of one step.
     assert len(slabs) == 6
@@ -859,9 +859,7 @@ def the_other_tree_is_left_alone() -> None:
 
 
 def main(at: Path) -> None:
-    from residency import sim
-
-    sim.enable("256MiB", check_races=True, device="cuda")
+    take_device("1GiB", face="cuda", check_races=True)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # the framework's advice to its users
     os.chdir(at)

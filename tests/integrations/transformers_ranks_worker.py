@@ -33,9 +33,7 @@ from transformers_lab import (
     trained,
     weights,
 )
-from worker_cases import Cases
-
-from residency import sim
+from worker_cases import Cases, take_device
 
 RANK, FOLDER = int(sys.argv[1]), Path(sys.argv[4])
 two = Cases()
@@ -131,7 +129,7 @@ def accelerate_loads_an_offloaded_optimizer_from_the_host_when_it_is_told_to() -
 
 def main() -> None:
     torch.set_num_threads(1)
-    sim.enable("1GiB", check_races=True, device="cuda")
+    take_device("1GiB", face="cuda", check_races=True)
     warnings.simplefilter("ignore")
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()

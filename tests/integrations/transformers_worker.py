@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import peft
 import pytest
 import torch
 import transformers
@@ -50,7 +49,7 @@ from transformers_lab import (
     watched,
     weights,
 )
-from worker_cases import Cases
+from worker_cases import Cases, optional, pinned_bytes, require_simulator, take_device
 
 import residency
 from residency import sim
@@ -60,6 +59,7 @@ from residency.integrations.transformers import (
     save_pretrained,
 )
 
+peft = optional("peft")
 case = Cases()
 EMBEDDING = {"vocab_size": 16384, "hidden_size": 1024, "head_dim": 64}
 EMBEDDING_BYTES = 16384 * 1024 * 4
@@ -75,6 +75,7 @@ def inside(folder: str) -> Path:
 @case
 def under_a_capacity_in_which_stock_ends_in_the_best_adapter_ours_loads_it() -> None:
     """The embedding goes along in the file of an adapter that targets it, and is not trained."""
+    require_simulator("a capacity to the byte, without the workspaces of a real device")
 
     def model() -> Any:
         return adapted(tiny_model(**EMBEDDING), target_modules=["q_proj", "embed_tokens"])
@@ -776,11 +777,11 @@ def a_save_takes_nothing_on_the_device() -> None:
 @case
 def what_saves_pinned_is_given_back_when_training_ends() -> None:
     gc.collect()
-    before = sim.pinned_memory_stats()["used_bytes.current"]
+    before = pinned_bytes()
     seen = []
 
     def look(state: Any) -> None:
-        seen.append(sim.pinned_memory_stats()["used_bytes.current"] - before)
+        seen.append(pinned_bytes() - before)
 
     model = tiny_model()
     with tempfile.TemporaryDirectory() as folder:
@@ -788,7 +789,7 @@ def what_saves_pinned_is_given_back_when_training_ends() -> None:
     num_bytes = 3 * sum(p.nbytes for p in model.parameters())  # weights and two states
     assert num_bytes <= seen[0] <= 2 * num_bytes
     assert seen[1] == seen[0]  # the same again, for the second save
-    assert sim.pinned_memory_stats()["used_bytes.current"] == before
+    assert pinned_bytes() == before
 
 
 @case
@@ -1087,7 +1088,7 @@ def main(folder: Path) -> None:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     dead.extend(let_some_die(folder))
-    sim.enable("1GiB", check_races=True, device="cuda")
+    take_device("1GiB", face="cuda", check_races=True)
     case.run(folder / "outcomes.json")
 
 

@@ -20,10 +20,9 @@ import trl
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers_lab import adapter_of, assert_same, device_peak, ours, tiny_model, watched
-from worker_cases import Cases
+from worker_cases import Cases, take_device
 
 import residency
-from residency import sim
 from residency.integrations.transformers import ResidencyTrainerMixin
 
 case = Cases()
@@ -197,7 +196,7 @@ def a_model_in_four_bits_trains_on_the_host_and_its_adapter_comes_back() -> None
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    sim.enable("1GiB", check_races=True, device="cuda")
+    take_device("1GiB", face="cuda", check_races=True)
     warnings.simplefilter("ignore")  # the frameworks' advice to their users
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()

@@ -35,13 +35,15 @@ from torch.distributed.tensor.parallel import (
 )
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "sim"))
-from worker_cases import Cases, GatedWriter, allocated_peak
+from worker_cases import Cases, GatedWriter, allocated_peak, take_device
 
 import residency
-from residency import sim
+from residency.testing import tested_device_type
 
 NUM_RANKS, PHASE = int(sys.argv[2]), sys.argv[3]
 FOLDER = Path(sys.argv[4])
+DEVICE = tested_device_type()
+BACKEND = "nccl" if DEVICE == "cuda" else "simccl"
 BUCKET = 2048  # (33, 40) is cut, on two ranks too
 cases = {name: Cases() for name in ("first", "second", "last", "four")}
 first, second, last, four = cases.values()
@@ -64,7 +66,7 @@ def layers() -> nn.Sequential:
     """Weights of 40, 7 and 1 rows: on two ranks, even, uneven and empty shards."""
     torch.manual_seed(0)
     modules = (nn.Linear(33, 40), nn.Linear(40, 7), nn.Linear(7, 1, bias=False))
-    return nn.Sequential(*modules).to("sim")
+    return nn.Sequential(*modules).to(DEVICE)
 
 
 def whole_vectors() -> nn.Sequential:
@@ -73,7 +75,7 @@ def whole_vectors() -> nn.Sequential:
     """
     torch.manual_seed(0)
     modules = (nn.Linear(32, 64), nn.Linear(64, 3, bias=False), nn.Linear(32, 1, bias=False))
-    return nn.Sequential(*modules).to("sim")
+    return nn.Sequential(*modules).to(DEVICE)
 
 
 def sharded(
@@ -83,7 +85,7 @@ def sharded(
 ) -> nn.Sequential:
     model = make_layers()
     shape = shape or (NUM_RANKS,)
-    mesh = init_device_mesh("sim", shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
+    mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
     for module in (*model, model):
         fully_shard(module, mesh=mesh, **settings)
     return model
@@ -118,7 +120,7 @@ class Run:
         """Steps on another batch on each rank."""
         for step in steps:
             torch.manual_seed(100 * step + dist.get_rank())
-            self.model(torch.randn(4, 33).to("sim")).float().square().sum().backward()
+            self.model(torch.randn(4, 33).to(DEVICE)).float().square().sum().backward()
             if clip:
                 nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             for index, parameter in enumerate(self.parameters if missing else ()):
@@ -131,7 +133,7 @@ class Run:
         for step in steps:
             generator = torch.Generator().manual_seed(step)
             for parameter in self.parameters:
-                whole = torch.randn(parameter.shape, generator=generator).to("sim")
+                whole = torch.randn(parameter.shape, generator=generator).to(DEVICE)
                 mesh, placements = parameter.device_mesh, parameter.placements
                 parameter.grad = distribute_tensor(whole, mesh, placements, src_data_rank=None)
             self._step()
@@ -141,7 +143,7 @@ class Run:
         self.scheduler.step()
         self.optimizer.zero_grad()
         # Reuses whatever the step freed: a copy that still reads it would carry this value home.
-        torch.full((50_000,), 7.0, device="sim")
+        torch.full((50_000,), 7.0, device=DEVICE)
 
 
 def assert_same_tensor(ours: Any, theirs: Any, what: str) -> None:
@@ -296,13 +298,15 @@ def replicas_of_shards() -> None:
 def block() -> nn.Sequential:
     """Its norm sees a part of the sequence on each rank, so its gradients are partial sums."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.LayerNorm(33), nn.Linear(33, 48), nn.ReLU(), nn.Linear(48, 7)).to("sim")
+    return nn.Sequential(nn.LayerNorm(33), nn.Linear(33, 48), nn.ReLU(), nn.Linear(48, 7)).to(
+        DEVICE
+    )
 
 
 def tensor_parallel(mesh: Any = None) -> nn.Sequential:
     return parallelize_module(
         block(),
-        mesh or init_device_mesh("sim", (NUM_RANKS,)),
+        mesh or init_device_mesh(DEVICE, (NUM_RANKS,)),
         {
             "0": SequenceParallel(sequence_dim=0),
             "1": ColwiseParallel(input_layouts=Shard(0)),
@@ -314,7 +318,7 @@ def tensor_parallel(mesh: Any = None) -> nn.Sequential:
 @second
 def tensor_parallel_with_partial_gradients() -> None:
     model = tensor_parallel()
-    model(torch.randn(4, 33).to("sim")).sum().backward()
+    model(torch.randn(4, 33).to(DEVICE)).sum().backward()
     kinds = {type(p) for q in model.parameters() for p in q.grad.placements}
     assert Partial in kinds, "no gradient is a partial sum; the case shows nothing"
     assert {q.placements for q in model.parameters()} >= {(Replicate(),), (Shard(0),), (Shard(1),)}
@@ -325,7 +329,7 @@ def tensor_parallel_with_partial_gradients() -> None:
 
 
 def two_dimensional() -> nn.Sequential:
-    mesh = init_device_mesh("sim", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("data", "tensor"))
     model = tensor_parallel(mesh["tensor"])
     for module in (model[0], model[1], model[3], model):
         fully_shard(module, mesh=mesh["data"])
@@ -560,7 +564,7 @@ def masters_of_shards_equal_masters_on_the_device_and_go_through_dcp() -> None:
 
     def backward(model: nn.Module, step: int) -> None:
         torch.manual_seed(10 * step + dist.get_rank())
-        batch = torch.randn(4, 33).to("sim", torch.bfloat16)
+        batch = torch.randn(4, 33).to(DEVICE, torch.bfloat16)
         model(batch).square().sum().backward()
 
     ours = Run(low, offload=True, master_weights=True)
@@ -598,9 +602,11 @@ def masters_of_shards_equal_masters_on_the_device_and_go_through_dcp() -> None:
 
 def main(own_rank: int) -> None:
     torch.set_num_threads(1)
-    sim.enable("1GiB", schedule="late", check_races=True)
+    take_device("1GiB", schedule="late", check_races=True)
     store = dist.FileStore(str(FOLDER / f"store-{PHASE}"), NUM_RANKS)
-    dist.init_process_group("cpu:gloo,sim:simccl", store=store, rank=own_rank, world_size=NUM_RANKS)
+    dist.init_process_group(
+        f"cpu:gloo,{DEVICE}:{BACKEND}", store=store, rank=own_rank, world_size=NUM_RANKS
+    )
     cases[PHASE].run(FOLDER / f"{PHASE}{own_rank}.json")
     dist.destroy_process_group()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import importlib
 import json
 import os
 import subprocess
@@ -19,8 +20,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import residency
+from residency import sim
+from residency.testing import simulated_device_type, tested_device_type
 
 Case = Callable[[], None]
+_SKIPPED = "skipped: "
 
 
 class Cases:
@@ -40,11 +44,73 @@ class Cases:
             try:
                 function()
                 outcomes[name] = "passed"
+            except pytest.skip.Exception as skipped:
+                outcomes[name] = f"{_SKIPPED}{skipped}"
             except (Exception, pytest.fail.Exception):
                 outcomes[name] = traceback.format_exc()
             file.write_text(json.dumps(outcomes))
             gc.collect()
             torch.accelerator.synchronize()
+
+
+def judge(outcome: str | None) -> None:
+    """Ends a test as its case ended."""
+    if outcome is not None and outcome.startswith(_SKIPPED):
+        pytest.skip(outcome.removeprefix(_SKIPPED))
+    assert outcome == "passed", outcome
+
+
+def take_device(capacity: int | str, *, face: str | None = None, **settings: Any) -> torch.device:
+    """Takes the real accelerator where tests run on one, else the simulated one with settings.
+
+    Args:
+        capacity: Of the simulated one.
+        face: As which device it appears; else as the one that the tests run on.
+        settings: Further ones of ``sim.enable``.
+    """
+    simulated = simulated_device_type()
+    if simulated is None:
+        return torch.device(tested_device_type(), 0)
+    return sim.enable(capacity, device=face or simulated, **settings)
+
+
+def require_simulator(why: str) -> None:
+    """Skips a case on a real device."""
+    if simulated_device_type() is None:
+        pytest.skip(why)
+
+
+def missing_devices(num_ranks: int) -> str | None:
+    """Says why so many ranks cannot run here: of real devices, each needs one of its own."""
+    if simulated_device_type() is None and (found := torch.accelerator.device_count()) < num_ranks:
+        return f"{_SKIPPED}{num_ranks} ranks need {num_ranks} devices; there are {found}"
+    return None
+
+
+def pinned_bytes(*, with_cached: bool = False) -> int:
+    """Returns the page-locked bytes that tensors hold, or those that freed blocks keep as well."""
+    if simulated_device_type() is None:
+        key = "allocated_bytes.current" if with_cached else "active_bytes.current"
+        return int(torch.cuda.host_memory_stats()[key])
+    return sim.pinned_memory_stats()[f"{'pinned' if with_cached else 'used'}_bytes.current"]
+
+
+def optional(name: str) -> Any:
+    """Imports a package that a machine may lack; the cases that use it are skipped there."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        return _Absent(name)
+
+
+class _Absent:
+    """Stands for a package that is not installed."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        pytest.skip(f"needs {self._name}")
 
 
 def allocated_peak(function: Callable[[], object]) -> int:

@@ -67,7 +67,6 @@ _NEEDED_BY_TESTS = {
     "numpy": "numpy",
     "safetensors": "safetensors",
 }
-_TAIL_LINES = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +84,6 @@ class _Done:
         if "pytest" in self.command:  # what failed, and the counts
             starts = [i for i, line in enumerate(lines) if "short test summary info" in line]
             lines = lines[starts[-1] :] if starts else lines[-1:]
-        elif self.status:
-            lines = lines[-_TAIL_LINES:]
         text = "\n".join(lines)
         command = " ".join(("python", *self.command))
         return f"## `{command}`\n\nstatus {self.status}, {self.seconds:.0f} s\n\n```\n{text}\n```\n"

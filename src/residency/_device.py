@@ -21,11 +21,42 @@ from residency._units import MIB
 
 
 def accelerator() -> torch.device | None:
-    """Returns the current accelerator with its index, or None where there is none."""
-    found = torch.accelerator.current_accelerator(check_available=True)
+    """Returns the current accelerator with its index, or None where there is none.
+
+    Asking starts nothing: a process that has not used the device is left without a context on it
+    and able to fork. Before torch initialises a device, its first one is every thread's; torch
+    would initialise it to say so, and its `is_available` starts CUDA's driver.
+    """
+    found = torch.accelerator.current_accelerator()
     if found is None:
         return None
-    return torch.device(found.type, torch.accelerator.current_device_index())
+    if _is_initialized(found):
+        return torch.device(found.type, torch.accelerator.current_device_index())
+    return torch.device(found.type, 0) if torch.accelerator.device_count() else None
+
+
+def _is_initialized(device: torch.device) -> bool:
+    """Says whether torch has initialised the device; True of a device that cannot say."""
+    ask = getattr(torch.get_device_module(device), "is_initialized", None)
+    return ask is None or bool(ask())
+
+
+def has_context(device: torch.device) -> bool:
+    """Says whether this process has a context on the device: whether it has used it by now.
+
+    Without one it has no memory there, and nothing page-locked for it; to ask how much is free, to
+    synchronise or to pin would make one, of 0.5 GB on CUDA, in a process that may need none.
+    """
+    if not _is_initialized(device):
+        return False
+    ask: Any = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    return device.type != "cuda" or ask is None or bool(ask(device.index))
+
+
+def used_accelerator() -> torch.device | None:
+    """Returns the current accelerator where this process has a context on it, else None."""
+    found = accelerator()
+    return found if found is not None and has_context(found) else None
 
 
 def current_index() -> int | None:
@@ -99,7 +130,7 @@ def release_pinned_cache() -> None:
 
     Waits for the device first: a freed block that a copy may still use is not free yet.
     """
-    if accelerator() is None:
+    if used_accelerator() is None:
         return
     synchronize()
     _empty_host_cache()
@@ -157,18 +188,27 @@ def memory_info(device: torch.device | None = None) -> tuple[int, int]:
 
 def synchronize(device: torch.device | None = None) -> None:
     """Blocks the host until everything queued on the device has run."""
-    if accelerator() is not None:
+    if used_accelerator() is not None:
         torch.accelerator.synchronize(device)
 
 
-def rng_state(device: torch.device) -> Tensor:
-    """Returns the state of the device's generator, bytes on the host; waits for nothing."""
+def rng_state(device: torch.device) -> Tensor | None:
+    """Returns the state of the device's generator, bytes on the host; waits for nothing.
+
+    None where torch has not initialised the device: nothing has been drawn there, and to ask would
+    initialise it.
+    """
+    if not _is_initialized(device):
+        return None
     state: Tensor = torch.get_device_module(device).get_rng_state(device)
     return state
 
 
 def set_rng_state(state: Tensor, device: torch.device) -> None:
-    """Puts the device's generator into a state that ``rng_state`` returned."""
+    """Puts the device's generator into a state that ``rng_state`` returned.
+
+    CUDA takes it when it is initialised.
+    """
     torch.get_device_module(device).set_rng_state(state, device)
 
 
@@ -212,10 +252,12 @@ def resolve(device: torch.device | int | str | None) -> torch.device | None:
 
 
 def allocator_figures(device: torch.device) -> Mapping[str, Any]:
-    """Returns the allocator's figures under torch's names; none before its first allocation.
+    """Returns the allocator's figures under torch's names; none before the device is used.
 
     Asking starts nothing: a process that has not touched the device is left able to fork.
     """
+    if not has_context(device):
+        return {}
     if device.type == "cuda":  # names private pools, which `torch.accelerator` leaves out
         cuda_figures: Mapping[str, Any] = torch.cuda.memory_stats(device)
         return cuda_figures
@@ -421,8 +463,8 @@ def tag_memory_history(device: torch.device, text: str) -> Any:
         What was attached before, for `untag_memory_history`; None where there is no such thing.
     """
     read = getattr(torch._C, "_cuda_getMemoryMetadata", None)
-    if device.type != "cuda" or read is None:
-        return None
+    if device.type != "cuda" or read is None or not _is_initialized(device):
+        return None  # torch looks for its allocator without a check that there is one
     before = read()
     tag: Any = {**before, "phase": text} if isinstance(before, dict) else text  # 2.15: a mapping
     untag_memory_history(tag)

@@ -264,6 +264,7 @@ class Capture:
             RefusedError: The host has no room.
         """
         blocks = self.blocks.blocks
+        self.arena.pin_for(any(not b.span.is_cpu for b in blocks if b.lent is None))
         regions = iter(make_room(self.arena, sizes_of(blocks)))
         self.held = tuple(
             Held(block, self.arena, None if block.lent is not None else next(regions))
@@ -310,7 +311,8 @@ def capture(tree: Any, *, arena: SlabArena, keep: bool = False, verify: bool = F
 
     Args:
         tree: See ``describe``.
-        arena: Where the bytes go, page-locked for copies that do not block the host.
+        arena: Where the bytes go, page-locked, if it may be, where some are on a device: copies
+            then do not block the host.
         keep: Whether what is lent may be kept for good.
         verify: Whether to compare sums over all bytes before and after the copies.
 

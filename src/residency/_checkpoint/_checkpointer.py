@@ -110,7 +110,7 @@ class Checkpointer:
                 "decide each for itself; expected 'wait'."
             )
         self._directory = CheckpointDirectory(directory, reads_back=verify == "read")
-        self._places = [Place(_device.is_pinning_available()) for _ in range(max_in_flight)]
+        self._places = [Place() for _ in range(max_in_flight)]
         self._background = Background("residency-save")
         self._filling: Job | None = None  # the job of a call that is not over
         self._num_saves = 0
@@ -157,14 +157,18 @@ class Checkpointer:
             try:
                 looked_at.describe(self._with_rng(state, True), rank=self._ranks.rank_to_write)
                 sizes = sizes_of(looked_at.blocks.blocks)
+                is_on_device = any(not block.span.is_cpu for block in looked_at.blocks.blocks)
             finally:
                 looked_at.release()
             for optimizer in optimizers_in(state):
                 self._set_spare(optimizer)
+                groups = optimizer.param_groups
+                is_on_device |= any(not p.is_cpu for group in groups for p in group["params"])
                 sizes += [like.numel() * like.element_size() for like in states_to_come(optimizer)]
             for place in self._places:
                 if place.is_free:
                     place.arena = place.emptied()
+                    place.arena.pin_for(is_on_device)
                     for region in make_room(place.arena, sizes):
                         region.touch()
 
@@ -350,7 +354,7 @@ class Checkpointer:
         self._take_place(place, job)
         job.copy()
         job.begun = time.perf_counter()
-        pinned_bytes = sum(each.arena.slab_bytes for each in self._places if each.pin)
+        pinned_bytes = sum(each.arena.pinned_bytes for each in self._places)
         save._figures = job.figures(job.begun - begun, pinned_bytes)
         job.is_handed = True
         self._background.hand(partial(self._write, job))

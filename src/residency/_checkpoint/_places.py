@@ -11,23 +11,21 @@ from residency._checkpoint._job import Job
 from residency._transfer import SlabArena
 
 
+def _new_arena() -> SlabArena:
+    return SlabArena(keep=True)
+
+
 @dataclass(slots=True, eq=False)
 class Place:
     """Host memory for one save in flight.
 
     Attributes:
-        pin: Whether it is page-locked.
         arena: The memory.
         job: Who had it last.
     """
 
-    pin: bool
-    arena: SlabArena = field(init=False)
+    arena: SlabArena = field(default_factory=_new_arena)
     job: Job | None = None
-
-    def __post_init__(self) -> None:
-        """Allocates nothing yet."""
-        self.arena = SlabArena(pin=self.pin, keep=True)
 
     @property
     def is_free(self) -> bool:
@@ -37,7 +35,7 @@ class Place:
     def emptied(self) -> SlabArena:
         """Returns the memory with nothing in it, for the next save."""
         is_lost = self.job is not None and self.job.is_lost
-        return SlabArena(pin=self.pin, keep=True) if is_lost else self.arena.emptied()
+        return _new_arena() if is_lost else self.arena.emptied()
 
 
 def place_for_next(places: list[Place], policy: str) -> Place | None:

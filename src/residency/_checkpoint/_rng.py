@@ -18,6 +18,7 @@ from residency._checkpoint._disk._manifest import MANIFEST
 from residency._checkpoint._nodes import TENSOR, TUPLE, Node, is_plain_dict, kind_of
 from residency._errors import CorruptSaveError, warn
 
+_SEED_AND_OFFSET = 16
 _NAMES = ("python", "numpy", "torch", "accelerator")
 
 
@@ -26,13 +27,14 @@ def capture() -> dict[str, Any]:
 
     Returns:
         ``python``, ``numpy`` (None where it has not been imported), ``torch``, and
-        ``accelerator``: None, or a dict of its ``type`` and ``state``.
+        ``accelerator``: a dict of its ``type`` and ``state``, or None where nothing has used it.
     """
     numpy: Any = sys.modules.get("numpy")
     device = _device.accelerator()
+    state = None if device is None else _device.rng_state(device)
     accelerator = None
-    if device is not None:
-        accelerator = {"type": device.type, "state": _device.rng_state(device)}
+    if device is not None and state is not None:
+        accelerator = {"type": device.type, "state": state}
     return {
         "python": random.getstate(),
         "numpy": None if numpy is None else numpy.random.get_state(),
@@ -63,7 +65,11 @@ def sizes(node: Node) -> dict[str, tuple[int, ...]]:
     if not is_plain_dict(saved) or kind_of(saved.get("state")) != TENSOR or "type" not in saved:
         raise CorruptSaveError("the random state of the accelerator is none.", file=MANIFEST)
     if device is not None and saved["type"] == device.type:
-        wanted[saved["state"]["name"]] = tuple(_device.rng_state(device).shape)
+        state = _device.rng_state(device)
+        # Where nothing has used it yet, CUDA's: a seed and an offset of 8 bytes each (get_state in
+        # aten/src/ATen/cuda/CUDAGeneratorImpl.cpp).
+        shape = (_SEED_AND_OFFSET,) if state is None else tuple(state.shape)
+        wanted[saved["state"]["name"]] = shape
     return wanted
 
 

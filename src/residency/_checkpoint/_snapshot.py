@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residency import _device
 from residency._checkpoint._capture import Capture, capture, check_verify, view_of
 from residency._checkpoint._state_dicts import state_dicts
 from residency._modes import callers_modes_off
@@ -94,7 +93,7 @@ def snapshot(tree: Any, *, verify: str = "gate", pin: bool = True) -> Snapshot:
             ``load_state_dict``, tensors, arrays, plain values, and containers of all these.
         verify: ``"full"`` compares sums over all bytes of device tensors before and after the
             copies, and so finds writers that pass no gate; ``"gate"`` trusts that all do.
-        pin: Whether the copies go to page-locked memory; without, they block the host.
+        pin: Whether copies from a device go to page-locked memory; without, they block the host.
 
     Returns:
         The snapshot; its tensors keep their memory as long as they live.
@@ -115,6 +114,6 @@ def snapshot(tree: Any, *, verify: str = "gate", pin: bool = True) -> Snapshot:
         the system; so does whatever of this library finds too little host memory.
     """
     is_verified = check_verify(verify)
-    arena = SlabArena(pin=pin and _device.is_pinning_available())
+    arena = SlabArena(pin=pin)
     captured = capture(tree, arena=arena, keep=True, verify=is_verified)
     return Snapshot(captured, arena)

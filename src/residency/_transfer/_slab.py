@@ -160,13 +160,14 @@ class SlabArena:
     """Packs entries into slabs, allocated ahead by ``reserve`` or as they are needed.
 
     Attributes:
-        is_pinned: Whether slabs are page-locked.
+        is_pinned: Whether slabs that come from here on are page-locked.
         is_kept: Whether slabs stay when nothing in them is in use; set it to reuse them.
     """
 
     def __init__(self, *, pin: bool = True, keep: bool = False) -> None:
         self.is_pinned = pin
         self.is_kept = keep
+        self._may_pin = pin
         self._slabs: list[Slab] = []
         # Ranges come back from finalizers, at any moment and on any thread: only append here.
         self._returned: deque[Region] = deque()
@@ -179,13 +180,26 @@ class SlabArena:
 
     @property
     def pinned_bytes(self) -> int:
-        """Returns the bytes of all slabs, if they are page-locked."""
-        return self.slab_bytes if self.is_pinned else 0
+        """Returns the bytes of the slabs that are page-locked."""
+        self._collect()
+        return sum(slab.num_bytes for slab in self._slabs if slab.is_pinned)
 
     @property
     def used_bytes(self) -> int:
         """Returns the bytes of all live entries, each rounded up to ``ALIGNMENT``."""
         return self.slab_bytes - sum(slab.free_bytes for slab in self._slabs)
+
+    def pin_for(self, is_on_device: bool) -> None:
+        """Has slabs from here on page-locked where a device copies to them, if they may be.
+
+        Bytes that come from the host gain nothing from it, and page-locking makes a context on an
+        accelerator that the process may never use. Unused slabs that a device is to copy to and
+        that are not page-locked go.
+        """
+        self.is_pinned = self._may_pin and is_on_device and _device.is_pinning_available()
+        self._collect()
+        if self.is_pinned:
+            self._slabs = [s for s in self._slabs if s.is_pinned or s.free_bytes < s.num_bytes]
 
     def reserve(self, sizes: Sequence[int]) -> None:
         """Allocates slabs for entries that ``allocate`` is asked for next, in this order.
@@ -287,7 +301,7 @@ class SlabArena:
         For whoever gives back all entries at once, those included that an interrupt lost: ranges
         of this arena that come back later are not the other's.
         """
-        other = SlabArena(pin=self.is_pinned, keep=self.is_kept)
+        other = SlabArena(pin=self._may_pin, keep=self.is_kept)
         other._slabs = [slab.emptied() for slab in self._slabs]
         return other
 

@@ -78,7 +78,7 @@ class PinnedStager(AsyncStager):
             InvalidArgumentError: ``spare`` does not parse.
         """
         self._spare_bytes = spare_bytes(spare)
-        self._pin = pin and _device.is_pinning_available()
+        self._pin = pin
         self._arena = self._new_arena()
         self._newest: weakref.ref[_Staged] | None = None
         self._flight: _Flight | None = None

@@ -144,7 +144,7 @@ class ResidencyCheckpointIO:
 
     def _freeze(self, checkpoint: dict[str, Any]) -> Frozen:
         if self._arena is None:
-            self._arena = SlabArena(pin=_device.is_pinning_available(), keep=True)
+            self._arena = SlabArena(keep=True)
         return freeze(checkpoint, arena=self._arena)
 
     def _write(self, frozen: Frozen, path: Any, storage_options: Any) -> None:

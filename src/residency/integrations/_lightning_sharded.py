@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from residency import _device
 from residency._errors import CheckpointError
 from residency._optim import OffloadedOptimizer
 from residency._transfer import SlabArena
@@ -130,7 +129,7 @@ class ResidencyShardedStrategy:
             path = Path(self.broadcast(filepath))
             self._writes.make_room()
             if self._arena is None:
-                self._arena = SlabArena(pin=_device.is_pinning_available(), keep=True)
+                self._arena = SlabArena(keep=True)
             if not self._groups:
                 # One for each thread: collectives of two in one group would meet in any order.
                 self._groups = [dist.new_group(backend="gloo") for _ in range(2)]

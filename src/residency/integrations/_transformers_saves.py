@@ -227,7 +227,7 @@ def _free_of(arenas: list[SlabArena]) -> SlabArena:
     try:
         return arenas.pop()
     except IndexError:
-        return SlabArena(pin=_device.is_pinning_available(), keep=True)
+        return SlabArena(keep=True)
 
 
 def model_to_take(model: nn.Module) -> tuple[Any, Callable[[Any], dict[str, Any]]] | None:

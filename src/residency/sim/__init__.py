@@ -36,6 +36,8 @@ __all__ = [
 ]
 
 _SCHEDULES = ("late", "overtake", "eager")
+# "On H100, each primary context costs ~534 MiB" (github.com/meta-pytorch/torchcomms/pull/777).
+_CONTEXTS = {"sim": "0B", "cuda": "534MiB"}
 
 
 def enable(
@@ -47,6 +49,7 @@ def enable(
     clock: Clock | None = None,
     share: str | None = None,
     workspaces: bool = True,
+    context: int | str | None = None,
     device: str | None = None,
 ) -> torch.device:
     """Turns the simulated accelerator on, or changes its settings, and returns its device.
@@ -73,13 +76,18 @@ def enable(
         workspaces: Charge the scratch memory that CUDA's libraries and kernels take: a cuBLAS
             workspace for each thread and stream, which a further call of ``enable`` frees, and the
             buffers of split reductions. Turn it off to count bytes of tensors alone.
+        context: Bytes of the device that the process takes beside torch's once it has a context:
+            what CUDA keeps for itself, kernels, NCCL. The first use of the device makes it, memory
+            page-locked for it and the question how much is free among them; questions about the
+            process alone do not. By default 534 MiB as ``cuda``, as measured on an H100 without
+            NCCL, and none as ``sim``.
         device: ``"sim"``, the default, or ``"cuda"``, in whose place scripts then find it. The
             first call in a process decides; for CUDA, before anything uses ``torch.cuda``.
 
     Raises:
-        InvalidArgumentError: An argument or allocator setting means nothing, or the capacity is
-            below what is in use or another under the same name, or ``dry`` would change while
-            memory is in use.
+        InvalidArgumentError: An argument or allocator setting means nothing, or the capacity has no
+            room beside the context, or is below what is in use or another under the same name, or
+            ``dry`` would change while memory is in use.
         SimulatorError: Another device is in the place already, the shared file is unusable, or this
             process was forked from one that had used the device.
         BuildError: The extension cannot be built here; the message says what to install.
@@ -90,9 +98,10 @@ def enable(
     capacity_bytes = _parse_capacity(capacity)
     _check_options(schedule, clock)
     face, name = _face(device), share_name(share)
-    is_new = _prepare(face, capacity_bytes, dry, name)
+    context_bytes = _parse_context(context, face, capacity_bytes)
+    is_new = _prepare(face, capacity_bytes, context_bytes, dry, name)
     settings: dict[str, Any] = {"schedule": schedule, "check_races": check_races, "dry": dry}
-    settings |= {"clock": clock, "workspaces": workspaces}
+    settings |= {"clock": clock, "workspaces": workspaces, "context_bytes": context_bytes}
     _backend.configure(capacity_bytes, share=name, **settings)
     if is_new:  # last, so that a refused first call leaves torch as it was
         _backend.register()
@@ -159,6 +168,16 @@ def _parse_capacity(capacity: int | str) -> int:
     return capacity_bytes
 
 
+def _parse_context(context: int | str | None, face: str, capacity_bytes: int) -> int:
+    context_bytes = parse_bytes(_CONTEXTS[face] if context is None else context, name="context")
+    if context_bytes >= capacity_bytes:
+        raise InvalidArgumentError(
+            f"context is {format_bytes(context_bytes)}, and capacity {format_bytes(capacity_bytes)}"
+            "; expected room for something beside it: more capacity, or context='0B'."
+        )
+    return context_bytes
+
+
 def _check_options(schedule: str, clock: Clock | None) -> None:
     if clock is not None:
         clock.rates()  # refused now if they mean nothing
@@ -168,30 +187,37 @@ def _check_options(schedule: str, clock: Clock | None) -> None:
         )
 
 
-def _prepare(face: str, capacity_bytes: int, dry: bool, share: str | None) -> bool:
+def _prepare(
+    face: str, capacity_bytes: int, context_bytes: int, dry: bool, share: str | None
+) -> bool:
     """Loads the device, or checks that its settings can change; returns whether it is new."""
     is_new = not _backend.is_registered()
     if is_new:
         _backend.load(face)
     else:
-        _check_change(capacity_bytes, dry, share)
+        _check_change(capacity_bytes, context_bytes, dry, share)
     return is_new
 
 
-def _check_change(capacity_bytes: int, dry: bool, share: str | None) -> None:
+def _check_change(capacity_bytes: int, context_bytes: int, dry: bool, share: str | None) -> None:
     _backend.check_process()
-    _backend.core().recover()
+    core = _backend.core()
+    if not core.has_context():
+        return  # nothing is in use, and no question makes one
+    core.recover()
     torch.accelerator.synchronize()
-    _backend.core().clear_workspaces()
+    core.clear_workspaces()
+    room = capacity_bytes - context_bytes
     reserved = torch.accelerator.memory_reserved()
     joins = share not in (None, _backend.share())  # only what is in use goes along
-    if capacity_bytes < reserved or joins:
+    if room < reserved or joins:
         torch.accelerator.empty_cache()
         reserved = torch.accelerator.memory_reserved()
-    if capacity_bytes < reserved:
+    if room < reserved:
+        beside = f" beside a context of {format_bytes(context_bytes)}" if context_bytes else ""
         raise InvalidArgumentError(
-            f"capacity is {format_bytes(capacity_bytes)}, and {format_bytes(reserved)} are in use; "
-            "free tensors first or ask for more."
+            f"capacity is {format_bytes(capacity_bytes)}, and {format_bytes(reserved)} are in use"
+            f"{beside}; free tensors first or ask for more."
         )
     allocated = torch.accelerator.memory_allocated()
     if dry != _backend.is_dry() and allocated > 0:

@@ -128,6 +128,8 @@ def check_process() -> None:
     Raises:
         SimulatorError: It was forked from one that had used the device.
     """
+    if not core().is_in_bad_fork():
+        return
     try:
         core().use_device()
     except RuntimeError as error:
@@ -143,6 +145,7 @@ def configure(
     clock: Clock | None,
     share: str | None,
     workspaces: bool,
+    context_bytes: int,
 ) -> None:
     """Applies settings, after all queued work has run; changes nothing when it raises.
 
@@ -157,14 +160,22 @@ def configure(
     sharing = (folder, share or "")
     try:
         extension.configure(
-            capacity_bytes, schedule, check_races, dry, rates, *sharing, workspaces, blas
+            capacity_bytes,
+            schedule,
+            check_races,
+            dry,
+            rates,
+            *sharing,
+            workspaces,
+            blas,
+            context_bytes,
         )
     except extension.ShareRefused as error:
         raise InvalidArgumentError(str(error)) from None
     except extension.ShareUnusable as error:
         raise SimulatorError(str(error)) from None
     options = {"schedule": schedule, "check_races": check_races, "dry": dry, "clock": clock}
-    options |= {"share": share, "workspaces": workspaces}
+    options |= {"share": share, "workspaces": workspaces, "context": context_bytes}
     _state["settings"] = {"capacity": capacity_bytes, **options}
 
 
@@ -242,7 +253,7 @@ class DeviceProperties:
     @property
     def total_memory(self) -> int:
         """The capacity, in bytes."""
-        return int(torch.accelerator.get_memory_info()[1])
+        return int(core().capacity_bytes())
 
 
 class GradScaler(torch.amp.GradScaler):

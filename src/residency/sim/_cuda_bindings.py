@@ -31,12 +31,20 @@ def bindings(core: Any) -> dict[str, Callable[..., Any]]:
 
 def _device_bindings(core: Any) -> dict[str, Callable[..., Any]]:
     def initialise() -> None:
-        core.use_device()  # refused in a forked child
+        core.initialize()  # refused in a forked child
         properties = DeviceProperties()
         vars(torch.cuda).update(
             default_generators=(core.default_generator(),),
             _get_device_properties=lambda device: properties,
         )
+
+    def count() -> int:
+        core.poison_fork()
+        return 1
+
+    def arch_flags() -> str:
+        core.poison_fork()
+        return f"sm_{DeviceProperties.major}{DeviceProperties.minor}"
 
     def exchange(device: int) -> int:
         return int(torch.accelerator.current_device_index())
@@ -48,14 +56,14 @@ def _device_bindings(core: Any) -> dict[str, Callable[..., Any]]:
     return {
         "_cuda_init": initialise,
         "_cuda_isInBadFork": core.is_in_bad_fork,
-        "_cuda_getDeviceCount": lambda: 1,
+        "_cuda_getDeviceCount": count,
         "_cuda_getDevice": lambda: 0,
         "_cuda_setDevice": set_device,
         "_cuda_exchangeDevice": lambda device: exchange(device),
         "_cuda_maybeExchangeDevice": lambda device: exchange(device),
-        "_cuda_hasPrimaryContext": lambda device: True,
+        "_cuda_hasPrimaryContext": lambda device: core.has_context(),
         "_cuda_canDeviceAccessPeer": lambda device, peer: False,
-        "_cuda_getArchFlags": lambda: f"sm_{DeviceProperties.major}{DeviceProperties.minor}",
+        "_cuda_getArchFlags": arch_flags,
         "_cuda_synchronize": lambda: torch.accelerator.synchronize(),
         "_cuda_ipc_collect": lambda: None,
         "_cuda_get_sync_debug_mode": lambda: 0,

@@ -52,7 +52,7 @@ def register(core: Any) -> None:
         _exchange_device=names["_cuda_exchangeDevice"],
         _maybe_exchange_device=names["_cuda_maybeExchangeDevice"],
         _is_in_bad_fork=core.is_in_bad_fork,
-        _cached_device_count=1,  # else NVML is asked for it
+        _device_count_nvml=lambda: 1,  # which leaves a process able to fork
     )
     for name in ("_cuda_isCurrentStreamCapturing", "_graph_pool_handle"):
         vars(torch.cuda.graphs)[name] = names[name]

@@ -78,6 +78,8 @@ class CudaEventBase(torch.Event):
 class DeviceProperties:
     """What ``torch.cuda.get_device_properties`` returns: an A100's, but for the name and memory."""
 
+    _core: Any = None  # set by `install`
+
     name = "Simulated CUDA device (residency)"
     major, minor = 8, 0  # bfloat16 and TF32, and not what steers libraries to FP8 or Hopper kernels
     multi_processor_count = 108
@@ -97,7 +99,7 @@ class DeviceProperties:
     @property
     def total_memory(self) -> int:
         """The capacity, in bytes."""
-        return int(torch.accelerator.get_memory_info()[1])
+        return int(self._core.capacity_bytes())
 
     def __repr__(self) -> str:
         return (
@@ -168,6 +170,7 @@ class Nvtx:
 
 def install(core: Any) -> None:
     """Puts the classes where torch looks for them."""
+    DeviceProperties._core = core
     CudaEventBase._elapsed = staticmethod(core.elapsed_milliseconds)
     vars(torch._C).update(_CudaStreamBase=CudaStreamBase, _CudaEventBase=CudaEventBase)
     streams = importlib.reload(torch.cuda.streams)  # its classes, over these bases

@@ -18,6 +18,8 @@ std::atomic<bool> is_forked_in_use{false};
 
 }  // namespace
 
+void poison_fork() { is_used = true; }
+
 bool is_in_bad_fork() { return is_forked_in_use.load(std::memory_order_relaxed); }
 
 void use_device() {

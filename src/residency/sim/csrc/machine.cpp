@@ -18,6 +18,14 @@ constexpr int kPoison = 0xFF;  // NaN in every floating dtype, -1 in every signe
 
 uintptr_t number(const void* address) { return reinterpret_cast<uintptr_t>(address); }
 
+// What a call of CUDA's raises where torch's allocator is not asked.
+[[noreturn]] void raise_out_of_memory_beside_torch(const std::string& why) {
+  constexpr int kMemoryAllocation = 2;  // cudaErrorMemoryAllocation
+  throw c10::AcceleratorError(
+      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, kMemoryAllocation,
+      std::string(kIsCuda ? "CUDA" : "sim") + " error: out of memory\n" + why + "\n");
+}
+
 }  // namespace
 
 // Never destroyed: tensors may outlive every static object of this library.
@@ -35,7 +43,20 @@ Machine::Machine() {
 std::unique_lock<std::mutex> Machine::enter() {
   use_device();
   if (is_broken_) raise_failure();
-  return std::unique_lock<std::mutex>(lock_);
+  std::unique_lock<std::mutex> guard(lock_);
+  if (!has_context_) make_context();
+  return guard;
+}
+
+void Machine::make_context() {
+  const size_t num_bytes = settings_.context_bytes;
+  if (!take_room(num_bytes)) {
+    raise_out_of_memory_beside_torch("The context takes " +
+                                     c10::CachingAllocator::format_size(num_bytes) + ", and " +
+                                     c10::CachingAllocator::format_size(free_bytes()) +
+                                     " of the device are free. " + holders_of_memory());
+  }
+  has_context_ = true;
 }
 
 void Machine::configure(const Settings& settings, const std::string& share_folder,
@@ -49,7 +70,9 @@ void Machine::configure(const Settings& settings, const std::string& share_folde
     // The kernel would give the bytes back too, but not remove the file.
     static const int at_exit = std::atexit([] { get().share_.leave(); });
     (void)at_exit;
-    share_.join(share_folder, share_name, settings.capacity_bytes, allocator_.reserved_bytes());
+    const size_t context_bytes = has_context_ ? settings.context_bytes : 0;
+    share_.join(share_folder, share_name, settings.capacity_bytes,
+                allocator_.reserved_bytes() + context_bytes);
   }
   checker_.reset();
   clock_ = Clock(settings.rates.value_or(Rates()));
@@ -60,7 +83,7 @@ void Machine::configure(const Settings& settings, const std::string& share_folde
 // ---------------------------------------------------------------------------------- device memory
 
 bool Machine::take_room(size_t num_bytes) {
-  if (allocator_.reserved_bytes() + num_bytes > settings_.capacity_bytes) return false;
+  if (held_bytes() + num_bytes > settings_.capacity_bytes) return false;
   return !share_.is_joined() || share_.reserve(num_bytes);
 }
 
@@ -218,7 +241,7 @@ std::pair<size_t, size_t> Machine::free_and_total_bytes() {
 
 size_t Machine::free_bytes() {
   return share_.is_joined() ? share_.figures().free_bytes
-                            : settings_.capacity_bytes - allocator_.reserved_bytes();
+                            : settings_.capacity_bytes - held_bytes();
 }
 
 // In the words of CUDA's message.
@@ -230,7 +253,7 @@ std::string Machine::holders_of_memory() {
     text +=
         "Process " + std::to_string(pid) + " has " + format_size(num_bytes) + " memory in use. ";
   }
-  return text + "This process has " + format_size(allocator_.reserved_bytes()) + " memory in use. ";
+  return text + "This process has " + format_size(held_bytes()) + " memory in use. ";
 }
 
 void Machine::raise_out_of_memory(size_t num_bytes) {
@@ -257,24 +280,22 @@ void Machine::raise_out_of_memory(size_t num_bytes) {
 
 void Machine::raise_out_of_pinned_memory(size_t num_bytes) {
   using c10::CachingAllocator::format_size;
-  constexpr int kMemoryAllocation = 2;  // cudaErrorMemoryAllocation
   const auto pinned_bytes = static_cast<size_t>(host_.statistics().allocated_bytes.current);
-  throw c10::AcceleratorError(
-      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, kMemoryAllocation,
-      std::string(kIsCuda ? "CUDA" : "sim") + " error: out of memory\nTried to page-lock " +
-          format_size(num_bytes) + " of host memory, as a block of the next power of two; " +
-          format_size(pinned_bytes) + " are page-locked already, and of this machine's " +
-          format_size(physical_memory_bytes()) + " " + format_size(available_memory_bytes()) +
-          " are available.\n");
+  raise_out_of_memory_beside_torch(
+      "Tried to page-lock " + format_size(num_bytes) +
+      " of host memory, as a block of the next power of two; " + format_size(pinned_bytes) +
+      " are page-locked already, and of this machine's " + format_size(physical_memory_bytes()) +
+      " " + format_size(available_memory_bytes()) + " are available.");
 }
 
 // Commits the pages at once, as a real allocation does, but in dry mode, which stands for another
 // machine.
 void* Machine::allocate_pinned(size_t num_bytes) {
+  if (num_bytes == 0) return nullptr;
   const auto guard = enter();
   bool is_reused = false;
   void* address = host_.allocate(num_bytes, /*commits=*/!settings_.dry, is_reused);
-  if (!address && num_bytes) raise_out_of_pinned_memory(num_bytes);
+  if (!address) raise_out_of_pinned_memory(num_bytes);
   if (is_reused) checker_.forget(number(address), number(address) + host_.block_size(address));
   return address;
 }
@@ -289,7 +310,10 @@ bool Machine::record_pinned_use(PinnedUse use, StreamId stream) {
   return host_.record_use(use, streams_.tip(stream));
 }
 
+// As CUDA's hooks, which ask the driver: "cudaPointerGetAttributes grabs context on the current
+// device" (aten/src/ATen/cuda/detail/CUDAHooks.cpp).
 bool Machine::is_pinned(const void* address) {
+  if (!has_context_ && !is_in_bad_fork()) enter();
   Guard guard(lock_);
   return host_.is_pinned(address);
 }

@@ -74,6 +74,11 @@ class Machine final : private MemorySource {
   // before it takes a lock.
   void set_before_synchronize(void (*waiter)()) { before_synchronize_ = waiter; }
 
+  // [Note: contexts] A process has no context until it does something with the device, and keeps it
+  // from then on: memory of it or page-locked, streams, events, synchronisation, and the question
+  // how much of it is free (pytorch#28113, #103584). It takes bytes of the device.
+  bool has_context() const { return has_context_; }
+
   // streams
   StreamId create_stream();
   static StreamId current_stream();
@@ -162,8 +167,12 @@ class Machine final : private MemorySource {
   bool take_room(size_t num_bytes);
   void give_back_room(char* address, size_t num_bytes);
 
-  // Refuses a process that may not use the device (fork.h); held, the state is the caller's.
+  // Refuses a process that may not use the device (fork.h), and makes its context; held, the state
+  // is the caller's. What does not come through here asks, and leaves a process as it is.
   std::unique_lock<std::mutex> enter();
+  void make_context();
+  size_t context_bytes() const { return has_context_ ? settings_.context_bytes : 0; }
+  size_t held_bytes() const { return allocator_.reserved_bytes() + context_bytes(); }
 
   bool runs_at_once() const { return settings_.schedule == Schedule::kEager; }
   void run_until(Ticket ticket);
@@ -187,8 +196,9 @@ class Machine final : private MemorySource {
   [[noreturn]] void raise_out_of_pinned_memory(size_t num_bytes);
 
   Settings settings_;
-  uint64_t epoch_ = 0;  // how often the settings were made
-  std::mutex lock_;     // [Note: two locks]
+  uint64_t epoch_ = 0;                     // how often the settings were made
+  std::atomic<bool> has_context_ = false;  // [Note: contexts]
+  std::mutex lock_;                        // [Note: two locks]
   std::mutex turn_;
   Streams streams_{settings_};
   RaceChecker checker_;

@@ -1,5 +1,6 @@
 // The Python side of the extension: settings, figures, the line of Python that issues an operation,
 // and the allocator on its own, driven by a recorded trace.
+#include <ATen/Context.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
@@ -154,9 +155,11 @@ class TraceReplay final : MemorySource {
 
 void configure(size_t capacity_bytes, const std::string& schedule, bool check_races, bool dry,
                std::optional<std::array<double, 5>> rates, const std::string& share_folder,
-               const std::string& share_name, bool workspaces, size_t blas_workspace_bytes) {
+               const std::string& share_name, bool workspaces, size_t blas_workspace_bytes,
+               size_t context_bytes) {
   Settings settings;
   settings.capacity_bytes = capacity_bytes;
+  settings.context_bytes = context_bytes;
   settings.schedule = schedule == "eager"  ? Schedule::kEager
                       : schedule == "late" ? Schedule::kLate
                                            : Schedule::kOvertake;
@@ -220,6 +223,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("is_in_bad_fork", &is_in_bad_fork);
   module.def("recover", [] { Machine::get().recover(); });
   module.def("use_device", torch::wrap_pybind_function(&use_device));
+  module.def("poison_fork", &poison_fork);
+  module.def("initialize", torch::wrap_pybind_function(
+                               [] { at::globalContext().lazyInitDevice(kSimDevice); }));
+  module.def("has_context", [] { return Machine::get().has_context(); });
+  module.def("capacity_bytes", [] { return Machine::get().settings().capacity_bytes; });
   module.def("now_seconds", [] { return Machine::get().now_seconds(); });
   module.def("default_generator", [] { return default_generator(); });
   module.def("pinned_memory_stats", &pinned_memory_stats);

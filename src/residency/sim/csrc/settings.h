@@ -25,6 +25,7 @@ struct Rates {
 
 struct Settings {
   size_t capacity_bytes = size_t(8) << 30;
+  size_t context_bytes = 0;  // of the capacity, once the process has a context
   Schedule schedule = Schedule::kLate;
   bool check_races = false;
   std::optional<Rates> rates;  // simulated time; without them events carry the host's time

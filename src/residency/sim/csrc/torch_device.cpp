@@ -12,6 +12,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
+#include <atomic>
 #include <cstring>
 
 #include "fork.h"
@@ -27,6 +28,8 @@ void check_index(c10::DeviceIndex index) {
 
 // ------------------------------------------------------------------------------------- allocators
 
+std::atomic<bool> is_initialized = false;  // by torch.cuda, which is so at its first use
+
 struct TorchAllocator final : c10::DeviceAllocator {
   static void deallocate(void* address) {
     if (address && !is_in_bad_fork()) Machine::get().free(address);
@@ -39,7 +42,8 @@ struct TorchAllocator final : c10::DeviceAllocator {
   void copy_data(void* to, const void* from, size_t num_bytes) const override {
     copy_on_device(to, from, num_bytes);
   }
-  bool initialized() override { return !is_in_bad_fork(); }  // where it is not, all figures are 0
+  // Where it is not, all figures are 0.
+  bool initialized() override { return (!kIsCuda || is_initialized) && !is_in_bad_fork(); }
   void emptyCache(c10::MempoolId_t pool) override {
     if (!is_in_bad_fork()) Machine::get().empty_cache(pool);
   }
@@ -205,8 +209,11 @@ template <class Interface>
 struct AcceleratorHooks : Interface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  void init() const override {}
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return Machine::get().has_context(); }
+  void init() const override {
+    use_device();
+    is_initialized = true;
+  }
   c10::DeviceIndex deviceCount() const override { return 1; }
   void setCurrentDevice(c10::DeviceIndex index) const override {
     TorchGuard::check_index({kSimDevice, index});

@@ -464,7 +464,7 @@ def tag_memory_history(device: torch.device, text: str) -> Any:
     """
     read = getattr(torch._C, "_cuda_getMemoryMetadata", None)
     if device.type != "cuda" or read is None or not _is_initialized(device):
-        return None  # torch looks for its allocator without a check that there is one
+        return None  # the texts are the allocator's, which torch makes when it initialises CUDA
     before = read()
     tag: Any = {**before, "phase": text} if isinstance(before, dict) else text  # 2.15: a mapping
     untag_memory_history(tag)

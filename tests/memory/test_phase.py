@@ -245,6 +245,7 @@ def test_a_tag_is_text_or_joins_the_users_mapping(
     monkeypatch: pytest.MonkeyPatch, before: Any, written: Any
 ) -> None:
     current = [before]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)  # before, no allocator has any
     monkeypatch.setattr(torch._C, "_cuda_getMemoryMetadata", lambda: current[-1], raising=False)
     monkeypatch.setattr(torch._C, "_cuda_setMemoryMetadata", current.append, raising=False)
     found = _device.tag_memory_history(torch.device("cuda", 0), "save")

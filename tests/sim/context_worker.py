@@ -148,7 +148,7 @@ def a_context_takes_its_bytes() -> None:
     room = CAPACITY - CONTEXT
     kept = torch.empty(room, dtype=torch.uint8, device="cuda")
     assert torch.cuda.mem_get_info() == (0, CAPACITY)
-    with pytest.raises(torch.OutOfMemoryError, match="of 1024.00 MiB of which 0 bytes is"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"of 1024\.00 MiB of which 0 bytes is"):
         torch.empty(1, device="cuda")
     del kept
     torch.cuda.empty_cache()

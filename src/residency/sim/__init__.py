@@ -62,32 +62,26 @@ def enable(
         schedule: When queued work runs. ``"late"``: when something forces it, and then only the
             forced stream and what that stream waits for, so that whatever was read before it was
             ready is wrong. ``"overtake"``: when something forces it, after everything else that may
-            legally run, so that whatever was overwritten too early is wrong. ``"eager"``: at once.
+            legally run, so that what was overwritten too early is wrong. ``"eager"``: at once.
         check_races: Raise `RaceError` where two operations on different streams touch the same
-            bytes, one of them writing, and no event or synchronisation orders them. An allocation
-            counts as a write. Costs a multiple of a small operation's time.
-        dry: Run kernels for their shapes only and never touch device bytes, so that a model far
-            larger than this machine's memory can be stepped. What a tensor holds is then undefined,
-            and ``item()`` gives a placeholder.
-        clock: Rates of simulated time. With it events carry simulated times, which
-            ``Event.elapsed_time`` and ``now_seconds`` return; without it, the host's.
+            bytes, one of them (an allocation, too) writing, and no event or synchronisation orders
+            them. Costs a multiple of a small operation's time.
+        dry: Run kernels for their shapes only, so that a model larger than this machine's memory
+            can be stepped. What tensors hold is undefined, and ``item()`` gives a placeholder.
+        clock: Rates of simulated time, which events, ``Event.elapsed_time`` and ``now_seconds``
+            then have; without it, the host's.
         share: A name, by default ``RESIDENCY_SIM_SHARE``: this user's processes that give the same
             one have the capacity between them, as on one GPU; without one, this process alone.
-        workspaces: Charge the scratch memory that CUDA's libraries and kernels take: a cuBLAS
-            workspace for each thread and stream, which a further call of ``enable`` frees, and the
-            buffers of split reductions. Turn it off to count bytes of tensors alone.
-        context: Bytes of the device that the process takes beside torch's once it has a context:
-            what CUDA keeps for itself, kernels, NCCL. The first use of the device makes it, memory
-            page-locked for it and the question how much is free among them; questions about the
-            process alone do not. By default 534 MiB as ``cuda``, as measured on an H100 without
-            NCCL, and none as ``sim``.
+        workspaces: Charge scratch memory: a cuBLAS workspace for each thread and stream, which a
+            further ``enable`` frees, and buffers of split reductions. Off, tensors alone count.
+        context: Bytes of the device that the process takes beside torch's from its first use of
+            the device on (the driver, kernels, NCCL); by default 534 MiB as ``cuda``, else none.
         device: ``"sim"``, the default, or ``"cuda"``, in whose place scripts then find it. The
             first call in a process decides; for CUDA, before anything uses ``torch.cuda``.
 
     Raises:
-        InvalidArgumentError: An argument or allocator setting means nothing, or the capacity has no
-            room beside the context, or is below what is in use or another under the same name, or
-            ``dry`` would change while memory is in use.
+        InvalidArgumentError: An argument or allocator setting means nothing, the capacity is below
+            the context or what is in use or another under the name, or ``dry`` cannot change now.
         SimulatorError: Another device is in the place already, the shared file is unusable, or this
             process was forked from one that had used the device.
         BuildError: The extension cannot be built here; the message says what to install.

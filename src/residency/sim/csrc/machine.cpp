@@ -240,8 +240,7 @@ std::pair<size_t, size_t> Machine::free_and_total_bytes() {
 }
 
 size_t Machine::free_bytes() {
-  return share_.is_joined() ? share_.figures().free_bytes
-                            : settings_.capacity_bytes - held_bytes();
+  return share_.is_joined() ? share_.figures().free_bytes : settings_.capacity_bytes - held_bytes();
 }
 
 // In the words of CUDA's message.

@@ -224,8 +224,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("recover", [] { Machine::get().recover(); });
   module.def("use_device", torch::wrap_pybind_function(&use_device));
   module.def("poison_fork", &poison_fork);
-  module.def("initialize", torch::wrap_pybind_function(
-                               [] { at::globalContext().lazyInitDevice(kSimDevice); }));
+  module.def("initialize",
+             torch::wrap_pybind_function([] { at::globalContext().lazyInitDevice(kSimDevice); }));
   module.def("has_context", [] { return Machine::get().has_context(); });
   module.def("capacity_bytes", [] { return Machine::get().settings().capacity_bytes; });
   module.def("now_seconds", [] { return Machine::get().now_seconds(); });

@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import residency
-from residency import InvalidArgumentError, RefusedError
+from residency import InvalidArgumentError, RefusedError, _device
 
 
 def in_threads(*actions):
@@ -171,3 +171,24 @@ def test_two_tensors_over_one_array_are_saved(tmp_path):
         checkpointer.restore(found)
     assert torch.equal(found["whole"], torch.arange(100.0))
     assert torch.equal(found["short"], torch.arange(10.0))
+
+
+def test_the_threads_that_write_are_on_the_device_of_the_call(lab, tmp_path, monkeypatch):
+    chosen = {}
+    of_the_call = 1
+
+    def index():  # as torch: a thread begins on the first device
+        name = threading.current_thread().name
+        return of_the_call if name == "MainThread" else chosen.get(name, 0)
+
+    def use(index):
+        chosen[threading.current_thread().name] = index
+
+    monkeypatch.setattr(_device, "current_index", index)
+    monkeypatch.setattr(_device, "use_index", use)
+    run = lab.run(offload=True)
+    with residency.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"optimizer": run.optimizer}).wait()
+    assert "residency-save" in chosen
+    assert "residency-write-0" in chosen
+    assert set(chosen.values()) == {of_the_call}

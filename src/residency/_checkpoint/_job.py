@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
+from residency import _device
 from residency._checkpoint._capture import Capture
 from residency._checkpoint._disk._publish import CheckpointDirectory, SaveRequest
 from residency._checkpoint._files import plan_files
@@ -51,6 +52,7 @@ class Job:
     ) -> None:
         self.save = save
         self.captured = Capture(arena)
+        self._device_index = _device.current_index()
         self.metrics = metrics
         self.number = number
         self.begun = 0.0
@@ -93,6 +95,7 @@ class Job:
     ) -> None:
         """Writes and publishes the save, or notes why that failed; raises nothing."""
         try:
+            _device.use_index(self._device_index)  # a thread begins on the first device
             request = replace(self.request(ranks), is_repeated=is_repeated)
             directory.save(request, on_bytes=self.count, timeout_seconds=timeout_seconds)
         except BaseException as error:

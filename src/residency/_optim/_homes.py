@@ -38,6 +38,7 @@ from residency._transfer import (
     align_up,
     another_over,
     gate_of,
+    is_only_one,
     is_sharded,
     keep_alive_instead,
     lanes_of,
@@ -60,6 +61,7 @@ class Home:
         moved_to: The home in its place, where a caller has replaced the memory.
         views: References that live as long as a caller holds what he was shown, or a view of it.
         num_writes: How often callers wrote to tensors that they were shown and let go of.
+        is_watched: Whether a save that keeps the bytes for good finds out when callers write.
     """
 
     tensor: Tensor
@@ -70,6 +72,7 @@ class Home:
     moved_to: Home | None = None
     views: list[weakref.ref[Any]] = field(default_factory=list)
     num_writes: int = 0
+    is_watched: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -166,7 +169,8 @@ class Homes:
 
     def writable(self, home: Home) -> Home:
         """Returns a home in place of one that a save reads: another one of the spare, or, where
-        that is used up, the same one once the save has given it back; the host waits for that.
+        that is used up or a caller has a view, which cannot follow, the same one once the save has
+        given it back; the host waits for that.
         """
         found: list[Home] = []
 
@@ -174,14 +178,13 @@ class Homes:
             is_kept = lending.is_kept(home.tensor)
             if not lending.is_lent(home.tensor):
                 found.append(home)
-            else:
+            elif is_kept or not self.has_views(home):
                 region = self.arena.find_room(home.num_bytes)
                 if region is None and is_kept:
                     region = self.arena.allocate(home.num_bytes)
                 if region is not None:
                     found.append(self._home_in(region, home.tensor, home.value))
-                    if not is_kept:
-                        self._show_instead(found[0], home)
+                    self._show_instead(found[0], home)
             return bool(found)
 
         if not is_found():
@@ -314,9 +317,7 @@ class Homes:
         return shown
 
     def _show_instead(self, home: Home, before: Home) -> None:
-        """Binds what a caller was shown of a home that a save reads to the one that takes its
-        place: it stays the live state. A view of it stays with the save's bytes.
-        """
+        """Binds what a caller was shown of a home that a save reads to the one in its place."""
         shown = self._shown.pop(before, None) if self.is_held(before) else None
         if shown is not None:
             before.num_writes += local_of(shown)._version
@@ -455,7 +456,14 @@ class Homes:
                 return True
             home.num_writes = num_writes
         home.views = [view for view in home.views if view() is not None]
+        if home.views:
+            self._held_views.add(home)
         return bool(home.views)
+
+    def has_views(self, home: Home) -> bool:
+        """Says whether a caller has more of a home than the tensor that he was shown."""
+        is_held, shown = self.is_held(home), self._shown.get(home)
+        return is_held and not (shown is not None and is_only_one(local_of(shown)))
 
 
 def common_bytes(tensors: Sequence[Tensor]) -> Tensor:

@@ -28,6 +28,7 @@ from residency._transfer import (
     Loans,
     Reception,
     is_sharded,
+    lending,
     local_of,
     owned_optimizers,
     register_forecast,
@@ -136,9 +137,11 @@ def _lent(inner: ParameterState, loans: Loans, keep: bool, is_watched: bool) -> 
 
 def _loan(inner: ParameterState, home: Home, loans: Loans, keep: bool, is_watched: bool) -> Lent:
     """Lends a home; for good, and where others have it, a copy: they go on to write."""
-    if keep and inner.has_others(home) and (home.num_entries > 1 or not is_watched):
+    if keep and inner.has_others(home, also_shown=not is_watched):
         inner.fence()
         home = inner.copy_of(home)
+    if keep:
+        home.is_watched = is_watched and (home.is_watched or not lending.is_kept(home.tensor))
     lent = loans.lend(home.tensor, home.value, inner.under_way, keep=keep)
     if is_watched:
         lent.count = partial(inner.num_writes_of, home)

@@ -23,7 +23,7 @@ from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes
 from residency._optim._residents import Residents
 from residency._optim._sharding import layout_of, planned_bytes
-from residency._optim._together import arrived, send_home
+from residency._optim._together import apart_from_kept, arrived, send_home
 from residency._transfer import local_of, moved
 
 
@@ -175,9 +175,12 @@ class ParameterState(dict[str, Any]):
         """Says whether the values live in these homes."""
         return self._homes is homes
 
-    def has_others(self, home: Home) -> bool:
-        """Says whether a home is also another entry's, or a caller holds it."""
-        return home.num_entries > 1 or self._homes.is_held(home)
+    def has_others(self, home: Home, *, also_shown: bool) -> bool:
+        """Says whether a home is also another entry's, or a caller holds it: a view of it, or what
+        he was shown.
+        """
+        is_held = self._homes.is_held if also_shown else self._homes.has_views
+        return home.num_entries > 1 or is_held(home)
 
     def num_writes_of(self, home: Home) -> int:
         """Returns a number that grows when a caller writes to what he was shown of a home."""
@@ -277,7 +280,7 @@ class ParameterState(dict[str, Any]):
     def _shown(self, key: str, value: Any) -> Any:
         """Returns what callers see of a value."""
         home = self.homes_by_key.get(key)
-        return value if home is None else self._homes.show(home)
+        return value if home is None else self._homes.show(apart_from_kept(self._homes, home))
 
     def __delitem__(self, key: str) -> None:
         if key not in self:

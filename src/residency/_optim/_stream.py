@@ -30,7 +30,7 @@ from residency._optim._shadow import Commit
 from residency._optim._sharding import layout_of, local_gradient
 from residency._optim._state import State
 from residency._optim._statistics import Timeline
-from residency._optim._together import writable
+from residency._optim._together import move_entries, writable
 from residency._optim._unit_step import Copy, Part, Shared
 from residency._optim._validate import has_no_rate
 from residency._transfer import Run, is_sharded, lending
@@ -274,19 +274,14 @@ class StreamedStep:
                     left = self._left_homes.setdefault(piece.parameter, [])
                     left.append((home, self._moved[home]))
                     inner.settle(key, self._moved[home])
-            if any(home.num_entries for home in by_key.values()):
-                self._settle_others()
+            if any(
+                home.num_entries for home in by_key.values()
+            ):  # of parameters without a gradient
+                move_entries(self._homes, self._moved)
         after = homes_of(unit.pieces, self._state)
         arrived = set(self._moved.values())
         is_moved = any(home in arrived for by_key in after for home in by_key.values())
         return lay_out(unit.pieces, after).stores if is_moved else unit.stores
-
-    def _settle_others(self) -> None:
-        """Takes along the entries of parameters without a gradient: they share the bytes."""
-        for inner in list(self._homes.mappings.values()):
-            for key, home in list(inner.homes_by_key.items()):
-                if home in self._moved:
-                    inner.settle(key, self._moved[home])
 
     def _store(self, copies: Sequence[Copy]) -> torch.Event:
         self._lanes.d2h.wait_event(self._lanes.mark(self._current))

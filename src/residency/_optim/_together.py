@@ -172,6 +172,29 @@ def writable(homes: Homes, home: Home) -> Home:
     return home.moved_to or home
 
 
+def move_entries(homes: Homes, moved: Mapping[Home, Home]) -> None:
+    """Settles every entry of homes that others have taken the place of, whichever parameter's."""
+    for inner in list(homes.mappings.values()):
+        for key, home in list(inner.homes_by_key.items()):
+            if home in moved:
+                inner.settle(key, moved[home])
+
+
+def apart_from_kept(homes: Homes, home: Home) -> Home:
+    """Returns the home of a state that a caller is about to see: where a snapshot keeps the bytes
+    for good, the state gets a copy, so that what he sees is the state's and not the snapshot's. A
+    save that watches its bytes is no reason for one.
+    """
+    if home.is_watched or not lending.is_kept(home.tensor):
+        return home
+    another = writable(homes, home)
+    if home.moved_to is None:
+        homes.fence()  # the range may have belonged to a tensor that is still on its way home
+        another.tensor.copy_(home.tensor)
+    move_entries(homes, {home: another})
+    return another
+
+
 def arrived(homes: Homes, value: Tensor) -> Tensor:
     """Returns the state that a tensor of the device went to, or the part of it that a view is; the
     tensor itself where it went nowhere.

@@ -27,6 +27,7 @@ from residency._transfer._slab import (
     SlabArena,
     align_up,
     another_over,
+    is_only_one,
     keep_alive_instead,
     memory_of,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "before_write",
     "copy_to_host",
     "gate_of",
+    "is_only_one",
     "is_sharded",
     "keep_alive_instead",
     "lanes_of",

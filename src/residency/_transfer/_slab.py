@@ -386,7 +386,21 @@ def another_over(tensor: Tensor, owner: object) -> tuple[Tensor, weakref.ref[Any
     buffer = (ctypes.c_char * size).from_address(tensor.data_ptr())
     buffer.owner = owner  # type: ignore[attr-defined]  # the buffer owns what it points to
     data = torch.frombuffer(buffer, dtype=tensor.dtype, count=tensor.numel())
-    return data.as_strided(tensor.shape, tensor.stride()), weakref.ref(buffer)
+    # Not a view, which would keep its base: nothing but this tensor is to have the storage.
+    return data.as_strided(tensor.shape, tensor.stride()).data, weakref.ref(buffer)
+
+
+def is_only_one(tensor: Tensor) -> bool:
+    """Says whether nothing but a tensor has its storage: no view, no array, no other tensor."""
+    return _num_owners(tensor) == _NUM_OWNERS_OF_ONE
+
+
+def _num_owners(tensor: Tensor) -> int:
+    # torch has no public way to ask; its own trees of CUDA graphs ask so.
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+_NUM_OWNERS_OF_ONE = _num_owners(torch.empty(1, device="cpu"))  # the asking has some, too
 
 
 def keep_alive_instead(view: weakref.ref[Any], owner: object) -> None:

@@ -290,7 +290,6 @@ def park(program: Program, folder: Path) -> None:
 
 def snapshot(program: Program, folder: Path) -> None:
     """Takes a snapshot, trains on, and compares it with the moment of the call."""
-    forget(program)
     world = program.stock
     expected = host_copy(
         {"m": dict(world.module().state_dict()), "o": world.optimizer.state_dict()}
@@ -311,7 +310,6 @@ def snapshot(program: Program, folder: Path) -> None:
 
 def checkpoint(program: Program, folder: Path) -> None:
     """Saves, trains on, and restores; the stock run loads its own copies."""
-    forget(program)
     if program.tied or program.aliased:
         return
     world = program.stock
@@ -328,6 +326,7 @@ def checkpoint(program: Program, folder: Path) -> None:
             for each in program.worlds:
                 each.optimizer.step()
         compare(program)
+        forget(program)  # a load of torch's makes new tensors
         checkpointer.wait()
         assert checkpointer.restore(tree) == 1
     for parameter, value in zip(world.parameters, weights, strict=True):

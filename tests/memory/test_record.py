@@ -18,7 +18,8 @@ import residency
 from residency._cli import main
 from residency._memory import _ledger, _phase
 from residency._report import read_run, read_runs
-from residency.testing import simulated_device_type, tested_device_type
+from residency.testing import simulated_device_type
+from residency.testing import tested_device_type as type_under_test
 
 SOURCE = str(Path(residency.__file__).parents[1])
 MIB = 1 << 20
@@ -246,10 +247,10 @@ import sys, torch
 if {simulated_device_type()!r} is not None:
     from residency import sim
     sim.enable("1GiB", device={simulated_device_type()!r})
-model = torch.nn.Linear(8, 8).to({tested_device_type()!r})
+model = torch.nn.Linear(8, 8).to({type_under_test()!r})
 optimizer = torch.optim.AdamW(model.parameters())
 for _ in range(2):
-    model(torch.ones(2, 8, device={tested_device_type()!r})).sum().backward()
+    model(torch.ones(2, 8, device={type_under_test()!r})).sum().backward()
     optimizer.step()
 torch.save(model.state_dict(), "model.pt")
 assert torch.accelerator.max_memory_allocated() > 0

@@ -441,7 +441,8 @@ def a_phase_lets_the_error_of_a_lost_device_pass_and_measures_no_more() -> None:
 def a_hand_off_whose_body_loses_the_device_says_so_and_keeps_what_was_parked() -> None:
     layer = nn.Linear(8, 8).cuda()
     before = layer.weight.detach().cpu()
-    started, need = time.monotonic(), torch.cuda.mem_get_info()[1] - MIB
+    free = torch.cuda.mem_get_info()[0]
+    started, need = time.monotonic(), free + torch.cuda.memory_reserved() - MIB
     with (
         pytest.raises(residency.HandOffError, match="device-side assert") as found,
         residency.hand_off(need, park=[layer], timeout=60),

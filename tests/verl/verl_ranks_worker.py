@@ -124,7 +124,7 @@ def a_rank_without_the_bytes_is_an_error_on_both() -> None:
 def main(num_ranks: int, phase: str, folder: Path) -> None:
     from residency import sim
 
-    sim.enable("1GiB", check_races=True, device="cuda")
+    sim.enable("1GiB", check_races=True, context="0B", device="cuda")
     warnings.simplefilter("ignore")  # the frameworks' advice to their users
     lab.become_rank(RANK, num_ranks, folder / "meeting_of_ranks")
     model().mkdir()

@@ -376,7 +376,7 @@ def the_guard_reaches_trinitys_worker_which_inherits_the_methods() -> None:
 def main(folder: Path) -> None:
     from residency import sim
 
-    sim.enable("1GiB", check_races=True, device="cuda")
+    sim.enable("1GiB", check_races=True, context="0B", device="cuda")
     warnings.simplefilter("ignore")  # the frameworks' advice to their users
     lab.become_rank(0, 1, folder / "meeting")
     model().mkdir()

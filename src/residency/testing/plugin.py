@@ -199,6 +199,7 @@ def _residency_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
                 "schedule": _default_schedules(config)[0],
                 "check_races": True,
                 "workspaces": False,  # tests compute their bounds from the bytes of tensors
+                "context": "0B",
             }
             limit = {} if asked.limit is None else {"capacity": asked.limit}
             loan = lender.lend_simulated(defaults | dict(asked.sim_options) | limit)

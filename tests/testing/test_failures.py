@@ -326,7 +326,7 @@ def test_a_marker_that_means_nothing_is_named(run_tests) -> None:
             "InvalidArgumentError: sim_device(capacity='1GiB') and device_memory(limit='2GiB') "
             "both say how many bytes the device has; keep one of them.",
             "InvalidArgumentError: sim_device does not know speed; it takes capacity, check_races,"
-            " clock, dry, schedule, share, workspaces.",
+            " clock, context, dry, schedule, share, workspaces.",
             "InvalidArgumentError: device_memory takes keywords only; found '2GiB' without one.",
             "InvalidArgumentError: growth is '1 GB'; expected an int of bytes*",
             "InvalidArgumentError: The parameter of sim_device is 'late'; expected a mapping *",

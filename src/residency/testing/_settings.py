@@ -17,7 +17,7 @@ ALL = "all"
 
 _VARIABLE = "RESIDENCY_TEST_DEVICE"
 _SIM_OPTIONS = frozenset(
-    {"capacity", "check_races", "clock", "dry", "schedule", "share", "workspaces"}
+    {"capacity", "check_races", "clock", "context", "dry", "schedule", "share", "workspaces"}
 )
 _MEMORY_OPTIONS = frozenset({"growth", "limit"})
 

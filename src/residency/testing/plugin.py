@@ -38,8 +38,8 @@ _LENDER = pytest.StashKey[Lender]()
 _REQUEST = pytest.StashKey[Request]()  # on the tests that take a device
 _MARKERS = (
     "sim_device(capacity=, schedule=, check_races=, dry=, clock=, share=, workspaces=, context=): "
-    "the test runs on the simulated accelerator with these settings; schedule may be 'all' or a list, for "
-    "one run with each",
+    "the test runs on the simulated accelerator with these settings; schedule may be 'all' or a "
+    "list, for one run with each",
     "device_memory(limit=, growth=): the device has `limit` bytes during the test, which may leave "
     "at most `growth` bytes more allocated than it found; sizes as in '2GiB'",
 )

@@ -25,8 +25,9 @@ _SIMULATED_CAPACITY_BYTES = parse_bytes("8GiB")
 
 def _enable(capacity_bytes: int, face: Face) -> torch.device:
     # Without workspaces: deterministic cuBLAS takes 32 MiB a thread (see open_bench), more than the
-    # whole state of the small models here, on which the cases base their capacities.
-    return sim.enable(capacity_bytes, workspaces=False, device=face)
+    # whole state of the small models here, on which the cases base their capacities. Nor with a
+    # context, which takes more still.
+    return sim.enable(capacity_bytes, workspaces=False, context="0B", device=face)
 
 
 class Bench:

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1] / "src" / "residency"
 # Every mutable object of a module, and why it cannot grow without end or keep a tensor alive.
 REGISTRIES = {
     "_checkpoint/_background.py:_alive": "weak",
+    "_checkpoint/_capture.py:_of_thread": "a thread's own, the index of its device",
     "_checkpoint/_disk/_lock.py:_locks": "weak",
     "_checkpoint/_disk/_read.py:_pools": "weak",
     "_checkpoint/_disk/_system.py:_libc": "one entry",

@@ -66,7 +66,7 @@ def test_a_thread_that_dies_while_it_waits_for_bytes_fails_one_save(
 
     with residency.Checkpointer(tmp_path) as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr(Held, "stored", die)
+            patch.setattr(Held, "acquire", die)
             with pytest.raises(CheckpointError, match="died"):
                 checkpointer.save(0, run.state).wait()
         assert checkpointer.steps() == []
@@ -77,7 +77,7 @@ def test_an_error_that_is_kept_keeps_nothing_of_the_state(tmp_path, lab, monkeyp
     def die(self):
         raise RuntimeError("died")
 
-    monkeypatch.setattr(Held, "stored", die)
+    monkeypatch.setattr(Held, "acquire", die)
     value = torch.ones(100)
     kept = weakref.ref(value.untyped_storage())
     with residency.Checkpointer(tmp_path) as checkpointer:

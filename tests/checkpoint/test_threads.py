@@ -190,5 +190,5 @@ def test_the_threads_that_write_are_on_the_device_of_the_call(lab, tmp_path, mon
     with residency.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"optimizer": run.optimizer}).wait()
     assert "residency-save" in chosen
-    assert "residency-write-0" in chosen
+    assert any(name.startswith("residency-write") for name in chosen)
     assert set(chosen.values()) == {of_the_call}

@@ -101,7 +101,7 @@ def under_a_capacity_in_which_stock_ends_in_the_best_adapter_ours_loads_it() -> 
         return trainer
 
     settings = sim.settings()
-    sim.enable(**{**settings, "capacity": capacity, "check_races": False})
+    sim.enable(**{**settings, "capacity": capacity, "context": 0, "check_races": False})
     with tempfile.TemporaryDirectory() as folder:
         gc.collect()
         with pytest.raises(torch.OutOfMemoryError) as info:

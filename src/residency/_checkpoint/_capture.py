@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ from residency._transfer import (
 from residency._units import parse_bytes
 
 _logger = logging.getLogger("residency")
+_of_thread = threading.local()  # where a thread that writes a save stands
 
 _GROUP_BYTES = parse_bytes("64MiB")
 _PAGE = parse_bytes("4KiB")
@@ -104,8 +106,11 @@ class Held:
         group: The copies that bring them.
     """
 
-    def __init__(self, block: Block, arena: SlabArena, region: Region | None) -> None:
+    def __init__(
+        self, block: Block, arena: SlabArena, region: Region | None, device_index: int | None
+    ) -> None:
         self.block = block
+        self._device_index = device_index
         self.group = _NO_COPIES
         self._arena = arena
         self._region = region
@@ -170,7 +175,15 @@ class Held:
         return self.block.record
 
     def acquire(self) -> memoryview:
-        """Returns the final bytes in the order in which they are stored."""
+        """Returns the final bytes in the order in which they are stored, to a thread that writes.
+
+        The thread is on the device of the call from then on. Events end in it: on CUDA, for their
+        device and then for the thread's own, on which that makes a context (``destroyEvent`` in
+        c10/cuda/impl/CUDAGuardImpl.h).
+        """
+        if getattr(_of_thread, "device_index", -1) != self._device_index:
+            _device.use_index(self._device_index)
+            _of_thread.device_index = self._device_index
         self._settle()
         block, region = self.block, self._region
         if block.gather is not None:
@@ -266,8 +279,9 @@ class Capture:
         blocks = self.blocks.blocks
         self.arena.pin_for(any(not b.span.is_cpu for b in blocks if b.lent is None))
         regions = iter(make_room(self.arena, sizes_of(blocks)))
+        index = _device.current_index()
         self.held = tuple(
-            Held(block, self.arena, None if block.lent is not None else next(regions))
+            Held(block, self.arena, None if block.lent is not None else next(regions), index)
             for block in blocks
         )
         self._groups = _groups_of(self.held, verify=verify)

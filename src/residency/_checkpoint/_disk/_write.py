@@ -28,7 +28,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from residency import _device
 from residency._checkpoint._disk._crc import crc32
 from residency._checkpoint._disk._descriptor import Descriptor
 from residency._checkpoint._disk._header import ALIGNMENT, layout_order, make_header
@@ -268,7 +267,6 @@ class _Crew:
         self._on_bytes = on_bytes
         self._failure: BaseException | None = None
         self._copies_all = False
-        self._device_index = _device.current_index()
         self._lock = threading.Lock()
         self._reporting = threading.Lock()
 
@@ -298,9 +296,6 @@ class _Crew:
     def _work(self) -> None:
         bounce: memoryview | None = None
         try:
-            # Events end here: on CUDA, for their device and then for the thread's own, on which
-            # that makes a context (destroyEvent in c10/cuda/impl/CUDAGuardImpl.h).
-            _device.use_index(self._device_index)
             while (chunk := self._next_chunk()) is not None:
                 if bounce is None:
                     bounce = memoryview(mmap.mmap(-1, self._chunk_bytes + ALIGNMENT))

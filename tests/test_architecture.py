@@ -19,6 +19,7 @@ LAYERS = (
     ("_modes",),
     ("_storages",),
     ("_device",),
+    ("_private_pools",),
     ("sim",),
     ("_transfer",),
     ("_memory",),

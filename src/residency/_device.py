@@ -7,7 +7,7 @@ nothing is pinned, and every memory figure is zero.
 
 from __future__ import annotations
 
-import gc
+import ctypes
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -258,10 +258,10 @@ def allocator_figures(device: torch.device) -> Mapping[str, Any]:
     """
     if not has_context(device):
         return {}
-    if device.type == "cuda":  # names private pools, which `torch.accelerator` leaves out
-        cuda_figures: Mapping[str, Any] = torch.cuda.memory_stats(device)
-        return cuda_figures
-    return torch.accelerator.memory_stats(device)
+    # The device's own names private pools, which `torch.accelerator` leaves out.
+    read: Any = getattr(torch.get_device_module(device), "memory_stats", None)
+    figures: Mapping[str, Any] = (read or torch.accelerator.memory_stats)(device)
+    return figures
 
 
 def device_room(device: torch.device) -> tuple[int, int] | None:
@@ -338,6 +338,35 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and bool(torch.cuda.is_current_stream_capturing())
 
 
+def tolerate_captures() -> None:
+    """Lets the calling thread wait and page-lock while another one captures a CUDA graph.
+
+    Such calls end a capture with an error, those of any thread in CUDA's default mode, unless the
+    thread's own mode is relaxed (CUDA's runtime API, ``cudaThreadExchangeStreamCaptureMode``). For
+    threads of the library's own; does nothing where CUDA is not in use, and never fails.
+    """
+    in_use: Any = torch.cuda.is_initialized
+    if in_use() and (exchange := _capture_mode_exchange()) is not None:
+        exchange(ctypes.byref(ctypes.c_int(_RELAXED)))
+
+
+def _capture_mode_exchange() -> Any:
+    """Returns the function of CUDA's runtime that torch has loaded; None where it is not found."""
+    name = "cudaThreadExchangeStreamCaptureMode"
+    cudart: Any = torch.cuda.cudart  # binds a few functions; the simulator's this one, too
+    if (exchange := getattr(cudart(), name, None)) is not None:
+        return exchange
+    major = str(torch.version.cuda).partition(".")[0]
+    try:
+        loaded = ctypes.CDLL(f"libcudart.so.{major}", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+        return getattr(loaded, name)
+    except (OSError, AttributeError):
+        return None
+
+
+_RELAXED = 2  # cudaStreamCaptureModeRelaxed
+
+
 def clear_workspaces(device: torch.device) -> None:
     """Frees the workspaces that matrix products keep from one to the next; the next makes its own.
 
@@ -372,88 +401,6 @@ def charged_bytes(device: torch.device) -> int | None:
         return None
     own = [process.usedGpuMemory for process in processes if process.pid == os.getpid()]
     return int(own[0]) if own and own[0] is not None else None
-
-
-def free_in_private_pools(
-    device: torch.device, figures: Mapping[str, Any], *, walk: bool
-) -> tuple[int, int] | None:
-    """Returns the bytes that private pools keep free: in whole segments, and beside live blocks.
-
-    Args:
-        device: The accelerator.
-        figures: Its `allocator_figures`, which say whether there are private pools.
-        walk: Go through all segments if there are; on CUDA milliseconds for thousands of blocks.
-
-    Returns:
-        Both figures, or None where there are private pools whose segments were not seen.
-    """
-    read = getattr(torch.get_device_module(device), "free_in_used_pools", None)
-    if read is not None:  # the simulated accelerator's
-        whole, beside = read()
-        return int(whole), int(beside)
-    if not private_pool_bytes(device, figures):
-        return 0, 0
-    if device.type != "cuda" or not walk:
-        return None
-    snapshot: Any = torch.cuda.memory_snapshot  # torch does not annotate it
-    try:
-        segments = snapshot(include_traces=False)
-    except torch.AcceleratorError:
-        raise
-    except (NotImplementedError, RuntimeError):
-        return None
-    whole = beside = 0
-    for segment in segments:
-        if segment["device"] != device.index or tuple(segment["segment_pool_id"]) == (0, 0):
-            continue
-        free = segment["total_size"] - segment["active_size"]
-        is_whole = segment["active_size"] == 0 and not segment.get("is_expandable", False)
-        whole, beside = whole + free * is_whole, beside + free * (not is_whole)
-    return whole, beside
-
-
-def private_pool_bytes(device: torch.device, figures: Mapping[str, Any]) -> int:
-    """Returns what private pools, of captured graphs or a ``MemPool``, have reserved.
-
-    Args:
-        device: The accelerator.
-        figures: Its `allocator_figures`.
-    """
-    read = getattr(torch.get_device_module(device), "private_pool_stats", None)
-    if read is not None:  # the simulated accelerator's
-        return sum(pool["all"]["current"] for pool in read().values())
-    return sum(
-        int(value)
-        for name, value in figures.items()
-        if name.startswith("reserved_bytes_by_private_pools") and name.endswith("all.current")
-    )
-
-
-def may_have_graphs() -> bool:
-    """Says whether a captured graph may be alive on any device of the process.
-
-    Torch tells which segments belong to pools, and a graph may have been captured without one.
-    """
-    present = accelerator()
-    if present is None:
-        return False
-    for index in range(torch.accelerator.device_count()):
-        device = torch.device(present.type, index)
-        if private_pool_bytes(device, allocator_figures(device)):
-            return True
-    cuda: Any = torch.cuda  # not annotated here; older torch counts no pools
-    if cuda.is_initialized():
-        try:
-            if any(
-                tuple(s["segment_pool_id"]) != (0, 0)
-                for s in cuda.memory_snapshot(include_traces=False)
-            ):
-                return True
-        except torch.AcceleratorError:
-            raise
-        except (NotImplementedError, RuntimeError):
-            pass  # the simulated accelerator's, which tells its pools above
-    return any(type(thing) is cuda.CUDAGraph for thing in gc.get_objects())
 
 
 def tag_memory_history(device: torch.device, text: str) -> Any:

@@ -20,7 +20,7 @@ from interruptions import count_lines, interrupted_at, spread
 from torch import Tensor, nn
 
 import residency
-from residency import _device, park, unpark
+from residency import _private_pools, park, unpark
 from residency._handoff import _hand_off_job, _park_hooks
 from residency._handoff._park import is_parked
 from residency._handoff._parking import _arenas
@@ -148,7 +148,7 @@ def test_a_return_that_is_interrupted_anywhere_is_whole(
 @pytest.fixture
 def no_search_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out a look at every object of the process, which would be most of the lines."""
-    monkeypatch.setattr(_device, "may_have_graphs", lambda: False)
+    monkeypatch.setattr(_private_pools, "may_have_graphs", lambda: False)
 
 
 @pytest.mark.usefixtures("no_search_for_graphs")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d
 
-from residency import HandOffError, _device, hand_off
+from residency import HandOffError, _device, _private_pools, hand_off
 from residency._handoff._residue import residue_lines
 from residency._memory._state import measure
 
@@ -31,7 +31,7 @@ def test_private_pools_are_named_with_their_bytes(device: torch.device) -> None:
     pool = module.MemPool()
     with module.use_mem_pool(pool):
         captured = torch.ones(4 * MIB, dtype=torch.uint8, device=device)
-    reserved = _device.private_pool_bytes(device, _device.allocator_figures(device))
+    reserved = _private_pools.reserved_bytes(device, _device.allocator_figures(device))
     assert reserved >= 4 * MIB
     assert "reserved by private pools" in lines(device)
     with pytest.raises(HandOffError, match="reserved by private pools"), hand_off(2**50):

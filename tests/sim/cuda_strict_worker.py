@@ -1,7 +1,7 @@
 """What CUDA refuses and the host's kernels would do, in one process with the simulator as CUDA.
 
 The operations that raise there by the documentation of `torch.use_deterministic_algorithms`, and
-their neighbours that do not; graphs; figures and bounds of page-locked memory; a lost device.
+their neighbours that do not; figures and bounds of page-locked memory; a lost device.
 """
 
 from __future__ import annotations
@@ -273,23 +273,6 @@ def what_is_not_deterministic_is_refused_in_the_call_also_where_the_work_comes_l
     with torch.cuda.stream(side), deterministic(), pytest.raises(RuntimeError, match=r"^put_ does"):
         target.put_(index, source)
     torch.cuda.synchronize()
-
-
-@case
-def a_graph_has_a_pool_to_name_and_no_capture() -> None:
-    handles = [torch.cuda.graph_pool_handle() for _ in range(2)]
-    assert handles[0] != handles[1]
-    assert all(handle[0] == 0 and handle[1] > 0 for handle in handles)
-    assert torch.cuda.MemPool().id not in handles
-    assert not torch.cuda.is_current_stream_capturing()
-    layer, value = nn.Linear(2, 2).cuda(), torch.ones(2, 2, device="cuda")
-    for capture in (
-        torch.cuda.CUDAGraph,
-        lambda: torch.cuda.CUDAGraph(keep_graph=True),
-        lambda: torch.cuda.make_graphed_callables(layer, (value,)),
-    ):
-        with pytest.raises(sim.SimulatorError, match="does not model CUDA graphs"):
-            capture()
 
 
 FIGURES = {

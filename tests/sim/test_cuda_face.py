@@ -1,7 +1,7 @@
 """The simulated accelerator in CUDA's place: scripts that say ``cuda`` run, and compute the same.
 
-The face is for good in a process, so each test starts some; three workers run most cases, those of
-frameworks and those of refusals apart.
+The face is for good in a process, so each test starts some; four workers run most cases, those of
+frameworks, of graphs and of refusals apart.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ import cuda_strict_worker
 pytestmark = pytest.mark.sim
 
 HERE = Path(__file__).parent
-WORKERS = ("cuda_face_worker", "cuda_frameworks_worker", "cuda_strict_worker")
+WORKERS = (
+    "cuda_face_worker",
+    "cuda_frameworks_worker",
+    "cuda_graphs_worker",
+    "cuda_strict_worker",
+)
 CASES = [
     (worker, line.removeprefix("def ").split("(")[0])
     for worker in WORKERS

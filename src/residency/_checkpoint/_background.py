@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from residency import _device
 from residency._registries import WeakRegistry
 
 Action = Callable[[], object]
@@ -85,6 +86,7 @@ def _do_all(actions: SimpleQueue[Action | None], is_taken: threading.Lock, first
     try:
         _try(first)
         while (action := actions.get()) is not None:
+            _device.tolerate_captures()
             _try(action)
             del action  # whoever waits for the next one keeps nothing of this one
     finally:

@@ -177,12 +177,14 @@ class Held:
     def acquire(self) -> memoryview:
         """Returns the final bytes in the order in which they are stored, to a thread that writes.
 
-        The thread is on the device of the call from then on. Events end in it: on CUDA, for their
+        The thread is on the device of the call from then on, and its waits are none of a capture's
+        business. Events end in it: on CUDA, for their
         device and then for the thread's own, on which that makes a context (``destroyEvent`` in
         c10/cuda/impl/CUDAGuardImpl.h).
         """
         if getattr(_of_thread, "device_index", -1) != self._device_index:
             _device.use_index(self._device_index)
+            _device.tolerate_captures()
             _of_thread.device_index = self._device_index
         self._settle()
         block, region = self.block, self._region

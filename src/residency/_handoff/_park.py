@@ -21,7 +21,7 @@ import weakref
 from torch import nn
 from torch.optim import Optimizer
 
-from residency import _device
+from residency import _device, _private_pools
 from residency._errors import InvalidArgumentError, RefusedError, warn
 from residency._handoff._park_tensors import Gradients, Owner, tensors_of
 from residency._handoff._parking import Parking
@@ -142,7 +142,7 @@ def _warn_of_graphs(parking: Parking) -> None:
     device = parking.device
     if device is None or not parking.is_parked:
         return
-    if _device.private_pool_bytes(device, _device.allocator_figures(device)):
+    if _private_pools.reserved_bytes(device, _device.allocator_figures(device)):
         warn(
             "a captured graph, or another private pool, holds memory on this device. A graph that "
             "was captured over parked tensors reads other bytes when it is replayed: capture it "

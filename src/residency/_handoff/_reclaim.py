@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from residency import _device
+from residency import _device, _private_pools
 from residency._errors import InvalidArgumentError, RefusedError
 from residency._memory import MemoryState
 from residency._memory._cycles import bytes_in_cycles
@@ -158,7 +158,7 @@ class Effort:
         )
 
     def _clear_workspaces(self) -> None:
-        if _device.may_have_graphs():
+        if _private_pools.may_have_graphs():
             self._notes.append(f"workspaces were left: {_GRAPHS}")
             return
         held = self.state.held

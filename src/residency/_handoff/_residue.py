@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from residency import _device
+from residency import _device, _private_pools
 from residency._memory import MemoryState
 from residency._units import format_bytes
 
@@ -25,7 +25,7 @@ def residue_lines(device: torch.device, state: MemoryState) -> Iterator[str]:
         device: The accelerator.
         state: Its memory, as it was just measured.
     """
-    pools = _device.private_pool_bytes(device, _device.allocator_figures(device))
+    pools = _private_pools.reserved_bytes(device, _device.allocator_figures(device))
     if pools:
         yield _line(pools, "reserved by private pools: graphs that were captured, a MemPool")
     count = _num_communicators()

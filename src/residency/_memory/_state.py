@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from residency import _device
+from residency import _device, _private_pools
 from residency._units import MIB, format_bytes
 
 _SMALL_SEGMENT_BYTES = 2 * MIB
@@ -148,7 +148,7 @@ def measure(device: torch.device | None, *, walk_pools: bool = False) -> MemoryS
     figures = _device.allocator_figures(device)
     if not figures:
         return _empty(device, _UNUSED)
-    pools = _device.free_in_private_pools(device, figures, walk=walk_pools)
+    pools = _private_pools.free_bytes(device, figures, walk=walk_pools)
     return _classify(device, figures, _device.device_room(device), pools)
 
 

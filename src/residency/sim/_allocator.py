@@ -7,12 +7,15 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from residency._errors import InvalidArgumentError
 
+DEFAULT_POOL = (0, 0)
 _pool_numbers = itertools.count(1)
 
 
@@ -56,7 +59,7 @@ class MemPool:
     """
 
     _core: Any  # of the subclass that `functions` makes
-    _id = (0, 0)  # of one that an interrupt left half made
+    _id = DEFAULT_POOL  # of one that an interrupt left half made
 
     def __init__(self) -> None:
         core = self._core
@@ -73,7 +76,7 @@ class MemPool:
         return int(self._core.num_pool_users(self._id))
 
     def __del__(self) -> None:
-        if self._id != MemPool._id and self.use_count():
+        if self._id != DEFAULT_POOL and self.use_count():
             self._core.remove_pool_user(self._id)
             self._core.empty_pool_cache(self._id)
 
@@ -88,6 +91,20 @@ def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
     finally:
         core.end_allocating_to(pool.id)
         core.remove_pool_user(pool.id)
+
+
+def memory_stats(core: Any) -> Callable[..., dict[str, Any]]:
+    """Returns ``torch.sim.memory_stats``, which names private pools as ``torch.cuda``'s does."""
+
+    def read(device: Any = None) -> dict[str, Any]:
+        figures: dict[str, Any] = dict(torch.accelerator.memory_stats(device))
+        for pool, kinds in core.private_pool_stats().items():
+            name = f"reserved_bytes_by_private_pools.{pool[0]}_{pool[1]}"
+            for kind, of_kind in kinds.items():
+                figures |= {f"{name}.{kind}.{figure}": of_kind[figure] for figure in of_kind}
+        return figures
+
+    return read
 
 
 def functions(core: Any) -> dict[str, Any]:
@@ -113,8 +130,10 @@ def functions(core: Any) -> dict[str, Any]:
         # A class, because torch asks what is one.
         "MemPool": type("MemPool", (MemPool,), {"_core": core, "__doc__": MemPool.__doc__}),
         "clear_workspaces": core.clear_workspaces,
-        "free_in_used_pools": core.free_in_used_pools,
         "get_per_process_memory_fraction": lambda device=None: core.memory_fraction(),
+        "memory_snapshot": lambda mempool_id=None, include_traces=True: core.segments(
+            mempool_id or DEFAULT_POOL
+        ),
         "private_pool_stats": core.private_pool_stats,
         "set_allocator_settings": set_allocator_settings,
         "set_per_process_memory_fraction": set_per_process_memory_fraction,

@@ -325,7 +325,6 @@ def _memory_functions() -> dict[str, Any]:
         "max_memory_reserved",
         "memory_allocated",
         "memory_reserved",
-        "memory_stats",
         "reset_accumulated_memory_stats",
         "reset_peak_memory_stats",
     )
@@ -339,6 +338,7 @@ def _memory_functions() -> dict[str, Any]:
     functions["empty_cache"] = accelerator.empty_cache
     functions["mem_get_info"] = of_the_device(accelerator.get_memory_info)
     functions["ipc_collect"] = lambda: None
+    functions["memory_stats"] = _allocator.memory_stats(core())
     return functions | _allocator.functions(core())
 
 

@@ -23,7 +23,7 @@ def bindings(core: Any) -> dict[str, Callable[..., Any]]:
     """Returns the functions by their names in ``torch._C``."""
     return {
         **_device_bindings(core),
-        **_stream_bindings(),
+        **_stream_bindings(core),
         **_memory_bindings(core),
         **_unmodelled_bindings(),
     }
@@ -75,7 +75,7 @@ def _device_bindings(core: Any) -> dict[str, Callable[..., Any]]:
     }
 
 
-def _stream_bindings() -> dict[str, Callable[..., Any]]:
+def _stream_bindings(core: Any) -> dict[str, Callable[..., Any]]:
     def current(device: int) -> tuple[int, int, int]:
         return torch.accelerator.current_stream().stream_id, 0, DEVICE_TYPE
 
@@ -88,7 +88,7 @@ def _stream_bindings() -> dict[str, Callable[..., Any]]:
         "_cuda_getCurrentRawStream": lambda device: current(device)[0],
         "_cuda_getStreamFromExternal": lambda handle, device: (handle, 0, DEVICE_TYPE),
         "_cuda_setStream": set_stream,
-        "_cuda_isCurrentStreamCapturing": lambda: False,
+        "_cuda_isCurrentStreamCapturing": core.is_capturing,
         "_cuda_sleep": lambda cycles: None,
     }
 
@@ -101,7 +101,17 @@ def _memory_bindings(core: Any) -> dict[str, Callable[..., Any]]:
 
     def stats(device: int) -> dict[str, Any]:
         figures: dict[str, Any] = stats_of(device)
+        if core.names_private_pools:
+            figures["reserved_bytes_by_private_pools"] = core.private_pool_stats()
         return figures | {"num_oom_rejections": 0}  # no policy of this device's rejects beforehand
+
+    def snapshot(asked: tuple[Any, ...] | None) -> dict[str, Any]:
+        return {
+            "segments": core.segments(_allocator.DEFAULT_POOL if asked is None else asked[:2]),
+            "device_traces": [[]],
+            "external_annotations": [],
+            "allocator_settings": {},
+        }
 
     def allocate(num_bytes: int, stream: int) -> int:
         previous = torch.accelerator.current_stream()
@@ -115,19 +125,21 @@ def _memory_bindings(core: Any) -> dict[str, Callable[..., Any]]:
     def record_history(enabled: str | None = "all", *args: Any, **kwargs: Any) -> None:
         if enabled is not None:
             warnings.warn(
-                "The simulated accelerator records no memory history; a snapshot of it is an error "
-                "(residency.memory_state says who holds what).",
+                "The simulated accelerator records no memory history: a snapshot shows what is "
+                "there, and not how it came.",
                 stacklevel=3,
             )
 
     return {
         "_cuda_memoryStats": stats,
+        "_cuda_memorySnapshot": snapshot,
         "_cuda_resetAccumulatedMemoryStats": lambda device: reset_accumulated(device),
         "_cuda_resetPeakMemoryStats": lambda device: reset_peak(device),
         "_cuda_getMemoryFraction": lambda device: core.memory_fraction(),
         "_cuda_setMemoryFraction": lambda fraction, device: core.set_memory_fraction(fraction),
         "_cuda_emptyCache": lambda: torch.accelerator.empty_cache(),
         "_cuda_hostMemoryStats": core.host_memory_stats,
+        "_host_emptyCache": core.empty_pinned_cache,
         "_cuda_resetAccumulatedHostMemoryStats": core.reset_accumulated_host_memory_stats,
         "_cuda_resetPeakHostMemoryStats": lambda: core.reset_peak_pinned_memory_stats(),
         "_cuda_getAllocatorBackend": lambda: "native",
@@ -151,7 +163,6 @@ def refuse(what: str) -> Callable[..., Any]:
 
 def _unmodelled_bindings() -> dict[str, Callable[..., Any]]:
     return {
-        "_cuda_memorySnapshot": refuse("allocator snapshots"),
         "_cuda_attach_out_of_memory_observer": refuse("observers of its allocator"),
         "_cuda_set_sync_debug_mode": refuse("the debug mode of synchronisations"),
         "_cuda_changeCurrentAllocator": refuse("other allocators"),

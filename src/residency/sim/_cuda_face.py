@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from residency._errors import SimulatorError
-from residency.sim import _allocator, _cuda_bindings, _cuda_types
+from residency.sim import _allocator, _cuda_bindings, _cuda_graphs, _cuda_types
 
 NAME = "cuda"
 EXTENSION = "residency_sim_cuda_core"
@@ -54,25 +54,16 @@ def register(core: Any) -> None:
         _is_in_bad_fork=core.is_in_bad_fork,
         _device_count_nvml=lambda: 1,  # which leaves a process able to fork
     )
-    for name in ("_cuda_isCurrentStreamCapturing", "_graph_pool_handle"):
-        vars(torch.cuda.graphs)[name] = names[name]
-    _refuse_graphs()
+    _cuda_graphs.install(core)
     if torch.version.cuda is None:
         vars(torch.version)["cuda"] = _CUDA_VERSION
     pools = _allocator.functions(core)
-    shown = ("MemPool", "free_in_used_pools", "use_mem_pool")
+    shown = ("MemPool", "use_mem_pool")
     vars(torch.cuda).update({name: pools[name] for name in shown})
     torch.backends.cudnn.enabled = False  # else torch warns that there is none
     _teach_storages(core)
     if dist.is_available():
         _offer_nccl(core)
-
-
-def _refuse_graphs() -> None:
-    """Makes a graph say by name that it cannot be captured: torch's own words name a dummy."""
-    base: Any = torch.cuda.CUDAGraph.__base__
-    if "__new__" in vars(base) and base.__module__ == torch._utils.__name__:  # no CUDA in torch
-        base.__new__ = staticmethod(_cuda_bindings.refuse("CUDA graphs"))
 
 
 def _teach_storages(core: Any) -> None:

@@ -133,6 +133,14 @@ class Cudart:
         return "no error" if code == 0 else f"error {int(code)}"
 
     @staticmethod
+    def cudaThreadExchangeStreamCaptureMode(mode: Any) -> int:  # noqa: N802 - CUDA's spelling
+        """Swaps the calling thread's mode with the one that ``mode``, of ctypes, refers to."""
+        mode._obj.value = Cudart._exchange_capture_mode(mode._obj.value)
+        return 0
+
+    _exchange_capture_mode: Any = None  # set by `install`
+
+    @staticmethod
     def _succeed(*arguments: Any) -> int:
         return 0
 
@@ -172,6 +180,7 @@ def install(core: Any) -> None:
     """Puts the classes where torch looks for them."""
     DeviceProperties._core = core
     CudaEventBase._elapsed = staticmethod(core.elapsed_milliseconds)
+    Cudart._exchange_capture_mode = staticmethod(core.exchange_capture_mode)
     vars(torch._C).update(_CudaStreamBase=CudaStreamBase, _CudaEventBase=CudaEventBase)
     streams = importlib.reload(torch.cuda.streams)  # its classes, over these bases
     vars(torch.cuda).update(

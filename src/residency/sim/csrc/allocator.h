@@ -5,8 +5,9 @@
 // Source of the rules: c10/cuda/CUDACachingAllocator.cpp. tests/sim/test_allocator_traces.py
 // replays traces of real CUDA runs through this class and demands the recorded addresses.
 //
-// The class is in three files: allocator.cpp (segments and blocks), allocator_expandable.cpp
-// (segments that grow), allocator_limits.cpp (private pools, memory fraction, garbage collection).
+// The class is in four files: allocator.cpp (segments and blocks), allocator_expandable.cpp
+// (segments that grow), allocator_limits.cpp (private pools, memory fraction, garbage collection),
+// allocator_snapshot.cpp (what it shows of them).
 #pragma once
 
 #include <c10/core/CachingDeviceAllocator.h>
@@ -147,13 +148,15 @@ class CachingAllocator {
   void begin_allocating_to(PoolId id, std::function<bool(StreamId)> takes);
   void end_allocating_to(PoolId id);
   size_t free_bytes_in_private_pools() const;
-  // What `empty_cache` leaves with pools that have a user: whole free segments, and what is free
-  // beside live blocks. Memory of segments that grow counts as the latter.
-  struct FreeInPools {
-    size_t in_whole_segments = 0;
-    size_t beside_others = 0;
+
+  // A segment with its blocks as they are now; of one that grows, a run of mapped granules.
+  struct Segment {
+    PoolId pool;  // {0, 0}: the default one
+    bool is_small;
+    std::vector<Block> blocks;
   };
-  FreeInPools free_in_used_pools() const;
+  // All of them by address. `draining` are the blocks between the halves of a free.
+  std::vector<Segment> segments(const std::vector<const Block*>& draining) const;
 
   Block* find(const void* address) const;    // the allocated block that starts there, or nullptr
   bool contains(const void* address) const;  // in any allocated block; looks through them all

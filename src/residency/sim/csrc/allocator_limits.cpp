@@ -134,18 +134,4 @@ size_t CachingAllocator::free_bytes_in_private_pools() const {
   return num_bytes;
 }
 
-CachingAllocator::FreeInPools CachingAllocator::free_in_used_pools() const {
-  FreeInPools found;
-  for (const auto& [_, pool] : private_pools_) {
-    if (pool->num_users == 0) continue;
-    for (const Pool* part : {&pool->small, &pool->large}) {
-      for (const Block* block : part->free_blocks) {
-        const bool is_whole = block->is_whole_segment() && !block->expandable;
-        (is_whole ? found.in_whole_segments : found.beside_others) += block->size;
-      }
-    }
-  }
-  return found;
-}
-
 }  // namespace sim

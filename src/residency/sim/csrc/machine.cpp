@@ -159,7 +159,7 @@ void Machine::poison(Block* block, StreamId stream) {
 void* Machine::allocate(size_t num_bytes) {
   std::string line = line_of_python();
   const auto guard = enter();
-  finish_pending_frees();
+  if (!captures_.is_any()) finish_pending_frees();
   const StreamId stream = current_stream();
   Block* block = allocator_.allocate(num_bytes, stream);
   if (!block) raise_out_of_memory(num_bytes);
@@ -167,6 +167,10 @@ void* Machine::allocate(size_t num_bytes) {
   block->is_poisoned = false;
   if (!checks_races()) return block->address;
   const uintptr_t begin = number(block->address);
+  if (captures_.is_captured(stream)) {  // nothing happens until a replay
+    checker_.forget(begin, begin + block->size);
+    return block->address;
+  }
   try {
     check_races(stream, "allocation", std::move(line), {{begin, begin + block->size, true}});
   } catch (...) {
@@ -243,6 +247,13 @@ size_t Machine::free_bytes() {
   return share_.is_joined() ? share_.figures().free_bytes : settings_.capacity_bytes - held_bytes();
 }
 
+std::vector<CachingAllocator::Segment> Machine::segments() {
+  Guard guard(lock_);
+  std::vector<const Block*> draining;
+  for (const auto& [_, block] : draining_) draining.push_back(block);
+  return allocator_.segments(draining);
+}
+
 // In the words of CUDA's message.
 std::string Machine::holders_of_memory() {
   using c10::CachingAllocator::format_size;
@@ -287,6 +298,16 @@ void Machine::raise_out_of_pinned_memory(size_t num_bytes) {
       " " + format_size(available_memory_bytes()) + " are available.");
 }
 
+// A call of CUDA's that may be unsafe for a capture, unlike one that the cache serves.
+void Machine::check_page_locking(void* address) {
+  try {
+    captures_.check_safe();
+  } catch (...) {
+    host_.free(address);
+    throw;
+  }
+}
+
 // Commits the pages at once, as a real allocation does, but in dry mode, which stands for another
 // machine.
 void* Machine::allocate_pinned(size_t num_bytes) {
@@ -295,6 +316,7 @@ void* Machine::allocate_pinned(size_t num_bytes) {
   bool is_reused = false;
   void* address = host_.allocate(num_bytes, /*commits=*/!settings_.dry, is_reused);
   if (!address) raise_out_of_pinned_memory(num_bytes);
+  if (!is_reused) check_page_locking(address);
   if (is_reused) checker_.forget(number(address), number(address) + host_.block_size(address));
   return address;
 }

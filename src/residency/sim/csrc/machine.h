@@ -13,12 +13,14 @@
 #include <deque>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "allocator.h"
+#include "captures.h"
 #include "clock.h"
 #include "host_allocator.h"
 #include "race_checker.h"
@@ -30,21 +32,12 @@ namespace sim {
 
 struct Event {
   bool is_recorded = false;
-  uint64_t epoch = 0;  // of the machine's settings, which begin the two below anew
+  uint64_t epoch = 0;     // of the machine's settings, which begin the two below anew
+  CaptureId capture = 0;  // that it was recorded in, and what came before it there
+  CapturedPast captured_past;
   Ticket ticket;
   Past past{};
   double seconds = 0.0;  // simulated where there is a clock, else the host's
-};
-
-// One piece of device work: what the race checker and the clock want to know, and how it may be
-// run.
-struct Launch {
-  const char* name;
-  std::vector<Access> accesses;  // filled only while races are checked
-  bool may_wait = false;         // all it does is to bytes that exist already, so it can run later
-  Engine engine = Engine::kCompute;
-  double num_bytes = 0;  // moved, read or written; this and the next only while there is a clock
-  double num_operations = 0;
 };
 
 // Whether work failed for an index that is out of bounds: what a kernel of CUDA's asserts.
@@ -89,6 +82,7 @@ class Machine final : private MemorySource {
   template <class Work>
   void launch(Launch&& launch, Work&& work) {
     if (is_broken_) raise_failure();
+    if (is_capturing()) return capture(std::move(launch), std::forward<Work>(work));
     if (!checks_races() && !has_clock() && is_alone()) return work();
     std::string line = line_of_python();
     std::unique_lock<std::mutex> guard = enter();
@@ -117,6 +111,16 @@ class Machine final : private MemorySource {
   void fail(std::exception_ptr failure);
   void recover();  // from a failure that ended the device
 
+  // captures of the current stream into a graph, whose memory comes from a private pool; its work
+  // runs when it is replayed, on the stream that is current then
+  bool is_capturing() const { return captures_.is_captured(current_stream()); }
+  // Kernels are run for their shapes only: in dry mode, or because they run when replayed.
+  bool makes_shapes_only() const { return settings_.dry || is_capturing(); }
+  void begin_capture(PoolId pool, CaptureMode mode);
+  std::shared_ptr<const Graph> end_capture(PoolId pool);
+  void capture(Launch&& launch, std::function<void()> work);
+  void replay(const std::shared_ptr<const Graph>& graph);
+
   // events
   void record(Event& event, StreamId stream);
   void wait(StreamId stream, const Event& event);
@@ -131,6 +135,7 @@ class Machine final : private MemorySource {
   void empty_cache(PoolId only = {0, 0});
   bool is_device_address(const void* address);
   std::pair<size_t, size_t> free_and_total_bytes();
+  std::vector<CachingAllocator::Segment> segments();
   // Runs `use` on the allocator, for its settings and figures; it allocates and frees nothing that
   // tensors hold.
   template <class Use>
@@ -176,6 +181,11 @@ class Machine final : private MemorySource {
 
   bool runs_at_once() const { return settings_.schedule == Schedule::kEager; }
   void run_until(Ticket ticket);
+  void wait_on_host(const Event& event);
+  bool has_happened(const Event& event);
+  void check_event_wait(const Event& event);
+  void check_stream_wait(StreamId stream);
+  void check_page_locking(void* address);
   void run_now(std::unique_lock<std::mutex> guard, StreamId stream, std::function<void()> work);
   void raise_failure();
   bool has_failed();
@@ -201,6 +211,7 @@ class Machine final : private MemorySource {
   std::mutex lock_;                        // [Note: two locks]
   std::mutex turn_;
   Streams streams_{settings_};
+  Captures captures_;
   RaceChecker checker_;
   Clock clock_{Rates()};
   CachingAllocator allocator_{*this};

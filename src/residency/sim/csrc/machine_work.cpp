@@ -68,14 +68,16 @@ StreamId Machine::exchange_stream(StreamId stream) {
 }
 
 void Machine::synchronize_stream(StreamId stream) {
+  check_stream_wait(stream);
   Event tip;
   record(tip, stream);
-  synchronize(tip);
+  wait_on_host(tip);
 }
 
 void Machine::synchronize() {
   if (auto* waiter = before_synchronize_.load()) waiter();
   auto guard = enter();
+  captures_.check_device_wait();
   guard.unlock();
   run_all();
   raise_failure();
@@ -85,9 +87,15 @@ void Machine::synchronize() {
 }
 
 bool Machine::is_stream_done(StreamId stream) {
+  check_stream_wait(stream);
   Event tip;
   record(tip, stream);
-  return query(tip);
+  return has_happened(tip);
+}
+
+void Machine::check_stream_wait(StreamId stream) {
+  const auto guard = enter();
+  captures_.check_stream_wait(stream);
 }
 
 // The host has waited: whatever it issues from now on comes after.
@@ -289,6 +297,7 @@ void Machine::check_races(StreamId stream, const char* name, std::string line,
 }
 
 void Machine::enqueue(Launch&& launch, std::function<void()> work, PinnedUse pinned) {
+  if (is_capturing()) return capture(std::move(launch), std::move(work));
   std::string line = line_of_python();
   auto guard = enter();
   const StreamId stream = current_stream();
@@ -300,6 +309,7 @@ void Machine::enqueue(Launch&& launch, std::function<void()> work, PinnedUse pin
 }
 
 void Machine::observe(Launch&& launch) {
+  if (is_capturing()) return settings_.dry ? capture(std::move(launch), nullptr) : void();
   if (!checks_races() && !has_clock()) return;
   std::string line = line_of_python();
   const auto guard = enter();
@@ -315,12 +325,58 @@ void Machine::run_current_stream() {
   run_until(tip);
 }
 
+// --------------------------------------------------------------------------------------- captures
+
+void Machine::begin_capture(PoolId pool, CaptureMode mode) {
+  const auto guard = enter();
+  const CaptureId id = captures_.begin(current_stream(), mode);
+  try {
+    allocator_.begin_allocating_to(
+        pool, [this, id](StreamId stream) { return captures_.id_of(stream) == id; });
+  } catch (...) {
+    captures_.end(current_stream());
+    throw;
+  }
+}
+
+std::shared_ptr<const Graph> Machine::end_capture(PoolId pool) {
+  const auto guard = enter();
+  if (is_capturing()) allocator_.end_allocating_to(pool);
+  return std::make_shared<const Graph>(captures_.end(current_stream()));
+}
+
+void Machine::capture(Launch&& launch, std::function<void()> work) {
+  const auto guard = enter();
+  if (settings_.dry) work = nullptr;
+  captures_.add(current_stream(), {std::move(launch), std::move(work)});
+}
+
+void Machine::replay(const std::shared_ptr<const Graph>& graph) {
+  for (size_t i = 0; i < graph->pieces.size(); i++) {
+    Launch launch = graph->pieces[i].launch;
+    if (!graph->pieces[i].work) {
+      observe(std::move(launch));
+      continue;
+    }
+    launch.may_wait = true;
+    this->launch(std::move(launch), [this, graph, i] {
+      try {
+        graph->pieces[i].work();
+      } catch (...) {
+        fail(std::current_exception());
+      }
+    });
+  }
+}
+
 // ----------------------------------------------------------------------------------------- events
 
 void Machine::record(Event& event, StreamId stream) {
   const auto guard = enter();
   event.is_recorded = true;
   event.epoch = epoch_;
+  event.capture = captures_.id_of(stream);
+  if (event.capture) event.captured_past = captures_.past_of(stream);
   event.seconds = has_clock() ? clock_.record(stream) : host_seconds();
   event.ticket = streams_.tip(stream);
   if (checks_races()) event.past = checker_.record(stream);
@@ -329,6 +385,8 @@ void Machine::record(Event& event, StreamId stream) {
 void Machine::wait(StreamId stream, const Event& event) {
   auto guard = enter();
   if (!event.is_recorded) return;
+  if (event.capture) return captures_.join(stream, event.capture, event.captured_past);
+  captures_.check_work_outside(stream);
   streams_.wait(stream, event.ticket);
   if (event.epoch == epoch_) {
     if (checks_races()) checker_.wait(stream, event.past);
@@ -340,6 +398,18 @@ void Machine::wait(StreamId stream, const Event& event) {
 }
 
 bool Machine::query(const Event& event) {
+  check_event_wait(event);
+  return has_happened(event);
+}
+
+void Machine::check_event_wait(const Event& event) {
+  const auto guard = enter();
+  if (!event.is_recorded) return;
+  captures_.check_event_wait(event.capture);
+  captures_.check_safe();
+}
+
+bool Machine::has_happened(const Event& event) {
   auto guard = enter();
   if (!event.is_recorded) return true;
   guard.unlock();
@@ -352,6 +422,11 @@ bool Machine::query(const Event& event) {
 }
 
 void Machine::synchronize(const Event& event) {
+  check_event_wait(event);
+  wait_on_host(event);
+}
+
+void Machine::wait_on_host(const Event& event) {
   auto guard = enter();
   if (!event.is_recorded) return;
   guard.unlock();

@@ -183,6 +183,19 @@ py::dict pinned_memory_stats() {
   return result;
 }
 
+void begin_capture(PoolId pool, int mode) {
+  Machine::get().begin_capture(pool, static_cast<CaptureMode>(mode));
+}
+
+// Held by a graph of Python's.
+struct Captured {
+  std::shared_ptr<const Graph> graph;
+};
+
+int exchange_capture_mode(int mode) {
+  return static_cast<int>(Captures::exchange_mode(static_cast<CaptureMode>(mode)));
+}
+
 void free_checked(uintptr_t number) {
   auto* address = reinterpret_cast<void*>(number);
   const bool is_ours = !address || Machine::get().with_allocator([&](CachingAllocator& allocator) {
@@ -228,6 +241,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              torch::wrap_pybind_function([] { at::globalContext().lazyInitDevice(kSimDevice); }));
   module.def("has_context", [] { return Machine::get().has_context(); });
   module.def("capacity_bytes", [] { return Machine::get().settings().capacity_bytes; });
+  py::class_<Captured>(module, "Captured");
+  module.def("is_capturing", [] { return Machine::get().is_capturing(); });
+  module.def("begin_capture", torch::wrap_pybind_function(&begin_capture));
+  module.def("end_capture", torch::wrap_pybind_function([](PoolId pool) {
+               return Captured{Machine::get().end_capture(pool)};
+             }));
+  module.def("replay", torch::wrap_pybind_function_no_gil([](const Captured& captured) {
+               Machine::get().replay(captured.graph);
+             }));
+  module.def("exchange_capture_mode", &exchange_capture_mode);
   module.def("now_seconds", [] { return Machine::get().now_seconds(); });
   module.def("default_generator", [] { return default_generator(); });
   module.def("pinned_memory_stats", &pinned_memory_stats);

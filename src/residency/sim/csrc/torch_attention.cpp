@@ -172,7 +172,7 @@ void launch_formula(const char* name, const Inputs& in, const std::vector<Tensor
   local.value = sources[2];
   if (in.bias) local.bias = aliases.of(*in.bias);
   machine.launch(std::move(launch),
-                 [&] { as_device_work([&] { formula(local, sources, targets); }); });
+                 [=] { as_device_work([&] { formula(local, sources, targets); }); });
 }
 
 std::vector<Tensor> read_by(const Inputs& in) {

@@ -333,6 +333,8 @@ class Simccl final : public c10d::Backend {
   DeviceWork::Part submit(const Call& call, StreamId stream) {
     Machine& machine = Machine::get();
     const StreamId current = Machine::current_stream();
+    TORCH_CHECK(!machine.is_capturing(),
+                "The simulated accelerator does not model collectives in a graph: ", call.name);
     if (stream != current) {
       Event ready;
       machine.record(ready, current);

@@ -13,6 +13,7 @@
 
 #include "fork.h"
 #include "registration.h"
+#include "torch_capture.h"
 #include "torch_device.h"
 #include "torch_dry.h"
 #include "torch_generator.h"
@@ -102,7 +103,11 @@ void call_late(const c10::OperatorHandle& op, const Plan& plan, c10::DispatchKey
 class Call {
  public:
   Call(const c10::OperatorHandle& op, Stack* stack)
-      : op_(op), plan_(plan_of(op)), stack_(stack), aliases_(machine_.settings().dry) {
+      : op_(op),
+        plan_(plan_of(op)),
+        stack_(stack),
+        dry_(machine_.makes_shapes_only()),
+        aliases_(dry_) {
     const auto first = stack->end() - static_cast<std::ptrdiff_t>(plan_.arguments.size());
     arguments_.assign(std::make_move_iterator(first), std::make_move_iterator(stack->end()));
     stack->erase(first, stack->end());
@@ -118,6 +123,7 @@ class Call {
     if (plan_.determinism) {
       check_deterministic(*plan_.determinism, op_.schema(), arguments_.data());
     }
+    if (machine_.is_capturing()) check_capturable(plan_.name);
     aliased_ = alias_arguments(aliases_);
     if (can_be_queued()) return queue();
     auto work = [&] { call_kernel(op_, plan_.kernel, aliases_.key(), aliased_, stack_); };
@@ -137,11 +143,12 @@ class Call {
     }
     carry_back();
     adopt_results();
+    if (machine_.is_capturing() && !machine_.settings().dry) capture();
     take_scratch();
   }
 
  private:
-  bool is_dry() const { return machine_.settings().dry; }
+  bool is_dry() const { return dry_; }
 
   void check_devices() const {
     if (plan_.accepts_host_tensors) return;
@@ -164,6 +171,7 @@ class Call {
     if (value.isDevice() && value.toDevice().type() == kSimDevice) {
       return c10::Device(to_meta ? c10::kMeta : c10::kCPU);
     }
+    if (argument.is_generator && machine_.is_capturing()) return IValue();  // drawn at the replay
     if (argument.is_generator) {
       const Draw draw = draw_from(value.isNone() ? default_generator() : value.toGenerator());
       return to_meta ? IValue() : IValue(numbers_at(draw));  // many meta kernels refuse one
@@ -177,13 +185,7 @@ class Call {
   // The numbers are taken once, however often the arguments get aliases.
   Draw draw_from(const at::Generator& generator) const {
     if (draw_) return *draw_;
-    int64_t numel = 0;
-    for (const IValue& argument : arguments_) {
-      visit_tensors(argument, [&](const Tensor& tensor) {
-        if (tensor.defined()) numel = std::max(numel, tensor.numel());
-      });
-    }
-    draw_ = reserve(generator, numel);
+    draw_ = reserve(generator, most_elements(arguments_));
     return *draw_;
   }
 
@@ -298,13 +300,7 @@ class Call {
       value = replace_tensors(value, [&](const Tensor& tensor) {
         const bool is_alias =
             !tensor.defined() || aliases_.original(tensor.storage().unsafeGetStorageImpl());
-        if (is_alias) return tensor;
-        Tensor copy = tensor.clone();
-        // A number of Python's takes no part in type promotion; its copy must not either.
-        if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
-          copy.unsafeGetTensorImpl()->set_wrapped_number(true);
-        }
-        return copy;
+        return is_alias ? tensor : copy_as_read_now(tensor);
       });
     }
     std::vector<std::pair<Tensor, Tensor>> written;  // what the kernel gets, and where it belongs
@@ -321,6 +317,17 @@ class Call {
                     });
     return_written();
     take_scratch();
+  }
+
+  void capture() {
+    const auto first = stack_->end() - static_cast<std::ptrdiff_t>(plan_.returned_argument.size());
+    capture_call(make_launch(true),
+                 {plan_,
+                  arguments_,
+                  {first, stack_->end()},
+                  [op = op_, kernel = plan_.kernel](const Arguments& arguments, Stack* results) {
+                    call_kernel(op, kernel, c10::DispatchKey::CPU, arguments, results);
+                  }});
   }
 
   void return_written() {
@@ -440,6 +447,7 @@ class Call {
   c10::OperatorHandle op_;
   const Plan& plan_;
   Stack* stack_;
+  bool dry_;          // runs the kernel for its shapes only
   size_t num_below_;  // entries of the stack that are not this call's
   Aliases aliases_;
   Arguments arguments_;

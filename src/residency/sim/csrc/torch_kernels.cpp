@@ -123,6 +123,10 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
     if (is_sim(from) || is_pinned) add_accesses(launch.accesses, from, false);
     if (is_sim(to) || is_pinned) add_accesses(launch.accesses, to, true);
   }
+  TORCH_CHECK(!crosses || is_pinned || !machine.is_capturing(),
+              "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU "
+              "tensor is pinned. Please use tensor.pin_memory() or allocate the tensor with "
+              "pin_memory=True.");
   const bool must_wait = crosses && (!non_blocking || !is_pinned);
   if (machine.settings().dry) {
     machine.observe(std::move(launch));
@@ -161,6 +165,7 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 c10::Scalar local_scalar(const Tensor& tensor) {
   use_device();
   Machine& machine = Machine::get();
+  if (machine.is_capturing()) machine.synchronize_stream(Machine::current_stream());  // refused
   if (machine.settings().dry) {  // a placeholder: no kernel has computed anything
     machine.synchronize_stream(Machine::current_stream());
     const Reading reading = dry_reading(tensor);  // [Note: readings]

@@ -5,6 +5,8 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
+#include <algorithm>
+
 namespace sim {
 
 template <class Visit>
@@ -16,6 +18,17 @@ void visit_tensors(const c10::IValue& value, Visit visit) {
       if (item.isTensor()) visit(item.toTensor());
     }
   }
+}
+
+template <class Values>
+int64_t most_elements(const Values& values) {
+  int64_t numel = 0;
+  for (const c10::IValue& value : values) {
+    visit_tensors(value, [&](const at::Tensor& tensor) {
+      if (tensor.defined()) numel = std::max(numel, tensor.numel());
+    });
+  }
+  return numel;
 }
 
 template <class Replace>

@@ -27,8 +27,13 @@ using PoolFigures = std::map<PoolId, c10::CachingAllocator::StatArray>;
 
 // 2.13 has a place for the bytes of private pools among the figures.
 template <class Stats>
+constexpr bool names_private_pools() {
+  return requires(Stats stats) { stats.reserved_bytes_by_private_pools; };
+}
+
+template <class Stats>
 void show_private_pools(Stats& stats, const PoolFigures& pools) {
-  if constexpr (requires { stats.reserved_bytes_by_private_pools; }) {
+  if constexpr (names_private_pools<Stats>()) {
     for (const auto& [id, figures] : pools) stats.reserved_bytes_by_private_pools[id] = figures;
   }
 }

@@ -1,0 +1,96 @@
+#include "torch_capture.h"
+
+#include <ATen/ops/copy_native.h>
+#include <c10/util/irange.h>
+
+#include <set>
+#include <string_view>
+#include <utility>
+
+#include "torch_generator.h"
+#include "torch_values.h"
+
+namespace sim {
+namespace {
+
+using at::Tensor;
+using c10::IValue;
+
+// The same bytes, which it does not keep alive; a tensor of the host is read when it is captured.
+IValue without_owner(const IValue& value, Aliases& aliases) {
+  if (value.isDevice() && value.toDevice().type() == kSimDevice) return c10::Device(c10::kCPU);
+  return replace_tensors(value, [&](const Tensor& tensor) -> Tensor {
+    if (is_sim(tensor)) return aliases.of(tensor);
+    return tensor.defined() ? copy_as_read_now(tensor) : tensor;
+  });
+}
+
+void bring_home(const Tensor& found, const Tensor& home) {
+  if (!found.defined() || !home.defined() || home.numel() == 0) return;
+  if (found.data_ptr() == home.data_ptr() && has_layout_of(found, home)) return;
+  as_device_work(
+      [&, to = home]() mutable { at::native::copy_(to, found.clone(), /*non_blocking=*/false); });
+}
+
+void bring_home(const IValue& found, const IValue& home) {
+  std::vector<Tensor> homes;
+  visit_tensors(home, [&](const Tensor& tensor) { homes.push_back(tensor); });
+  size_t next = 0;
+  visit_tensors(found, [&](const Tensor& tensor) { bring_home(tensor, homes.at(next++)); });
+}
+
+// Random numbers are taken anew, as CUDA's kernels take the generator's offset of the replay.
+void replay_call(const CapturedCall& call, int64_t numel) {
+  Aliases aliases(/*dry=*/false);
+  Arguments arguments;
+  for (const auto i : c10::irange(call.arguments.size())) {
+    const IValue& value = call.arguments[i];
+    if (call.plan.arguments[i].is_generator) {
+      const auto& generator = value.isNone() ? default_generator() : value.toGenerator();
+      arguments.emplace_back(numbers_at(reserve(generator, numel)));
+    } else {
+      arguments.push_back(
+          replace_tensors(value, [&](const Tensor& t) { return t.defined() ? aliases.of(t) : t; }));
+    }
+  }
+  torch::jit::Stack results;
+  call.run(arguments, &results);
+  for (const auto i : c10::irange(arguments.size())) {
+    if (call.plan.arguments[i].writes && arguments[i].isTensor()) {
+      bring_home(arguments[i], call.arguments[i]);
+    }
+  }
+  for (const auto i : c10::irange(call.results.size())) {
+    if (call.plan.returned_argument[i] < 0) bring_home(results[i], call.results[i]);
+  }
+}
+
+}  // namespace
+
+Tensor copy_as_read_now(const Tensor& tensor) {
+  Tensor copy = tensor.clone();
+  // A number of Python's takes no part in type promotion; its copy must not either.
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
+    copy.unsafeGetTensorImpl()->set_wrapped_number(true);
+  }
+  return copy;
+}
+
+void check_capturable(const std::string& name) {
+  static const std::set<std::string_view> waiting = {
+      "aten::_unique2",           "aten::bincount",   "aten::equal",
+      "aten::masked_select",      "aten::nonzero",    "aten::repeat_interleave.Tensor",
+      "aten::unique_consecutive", "aten::unique_dim", "aten::unique_dim_consecutive"};
+  if (waiting.count(name)) Machine::get().synchronize_stream(Machine::current_stream());
+}
+
+void capture_call(Launch&& launch, CapturedCall call) {
+  Aliases aliases(/*dry=*/false);
+  const int64_t numel = most_elements(call.arguments);
+  for (IValue& value : call.arguments) value = without_owner(value, aliases);
+  for (IValue& value : call.results) value = without_owner(value, aliases);
+  Machine::get().capture(std::move(launch),
+                         [call = std::move(call), numel] { replay_call(call, numel); });
+}
+
+}  // namespace sim

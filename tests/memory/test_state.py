@@ -261,7 +261,11 @@ def _play(steps: list[tuple[str, int]], lane: torch.Stream, pool: Any) -> None:
 
 
 @with_room
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @given(steps=STEPS)
 def test_empty_cache_gives_back_what_is_returnable_on_random_traces(
     tested_device: torch.device, lent: tuple[torch.Stream, Any], steps: list[tuple[str, int]]

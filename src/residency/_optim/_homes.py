@@ -169,8 +169,7 @@ class Homes:
 
     def writable(self, home: Home) -> Home:
         """Returns a home in place of one that a save reads: another one of the spare, or, where
-        that is used up or a caller has a view, which cannot follow, the same one once the save has
-        given it back; the host waits for that.
+        that is used up, the same one once the save has given it back; the host waits for that.
         """
         found: list[Home] = []
 
@@ -178,7 +177,7 @@ class Homes:
             is_kept = lending.is_kept(home.tensor)
             if not lending.is_lent(home.tensor):
                 found.append(home)
-            elif is_kept or not self.has_views(home):
+            else:
                 region = self.arena.find_room(home.num_bytes)
                 if region is None and is_kept:
                     region = self.arena.allocate(home.num_bytes)
@@ -317,7 +316,7 @@ class Homes:
         return shown
 
     def _show_instead(self, home: Home, before: Home) -> None:
-        """Binds what a caller was shown of a home that a save reads to the one in its place."""
+        """Binds what a caller was shown of a home that a save reads to the other; no view."""
         shown = self._shown.pop(before, None) if self.is_held(before) else None
         if shown is not None:
             before.num_writes += local_of(shown)._version

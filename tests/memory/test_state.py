@@ -268,19 +268,17 @@ def _play(steps: list[tuple[str, int]], lane: torch.Stream, pool: Any) -> None:
 )
 @given(steps=STEPS)
 def test_empty_cache_gives_back_what_is_returnable_on_random_traces(
-    tested_device: torch.device, lent: tuple[torch.Stream, Any], steps: list[tuple[str, int]]
+    lent: tuple[torch.Stream, Any], steps: list[tuple[str, int]]
 ) -> None:
     _play(steps, *lent)
     torch.accelerator.synchronize()
     torch.accelerator.empty_cache()
 
 
-@pytest.fixture(scope="module")
-def lent() -> tuple[torch.Stream, Any]:
+@pytest.fixture
+def lent(tested_device: torch.device) -> tuple[torch.Stream, Any]:
     """A stream and a private pool for all traces."""
-    return torch.Stream(
-        device=torch.accelerator.current_accelerator()
-    ), torch.get_device_module().MemPool()
+    return torch.Stream(device=tested_device), torch.get_device_module(tested_device).MemPool()
 
 
 # --------------------------------------------------------------------------------- recorded traces

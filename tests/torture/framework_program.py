@@ -27,6 +27,7 @@ def task(play: Round) -> Callable[[dict[str, Any], Log], None]:
         chance = random.Random(request["seed"])
         sim.enable(
             "256MiB",
+            context="0B",
             schedule=chance.choice(["late", "overtake", "eager"]),
             check_races=chance.random() < 0.5,
             device="cuda",

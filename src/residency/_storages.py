@@ -46,6 +46,11 @@ def span_of(tensor: Tensor) -> Span | None:
     return Span(tensor.device, first, first + count * tensor.element_size())
 
 
+def strided_as(tensor: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
+    """Returns what two tensors over the same bytes have in common if they read them alike."""
+    return tensor.dtype, tensor.shape, tensor.stride()
+
+
 def sharing(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Returns the groups of two or more tensors that share at least one byte, directly or through
     others, as ascending indices into ``tensors``.

@@ -4,12 +4,14 @@ offload."""
 import collections
 import copy
 import io
+import threading
 
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import residency
+from residency._transfer import lending
 
 
 @pytest.mark.parametrize("make", [torch.Tensor.t, lambda t: t.repeat(1, 2)[:, ::2]])
@@ -325,17 +327,17 @@ def test_a_shared_state_that_a_step_moves_off_a_snapshots_bytes_stays_shared(
 
 
 @pytest.mark.parametrize("kept", ["a state", "a view", "both"])
-@pytest.mark.parametrize("how", ["save", "snapshot, then look", "look, then snapshot", "no tree"])
+@pytest.mark.parametrize(
+    "how",
+    ["save, then look", "look, then save", "snapshot, then look", "look, then snapshot", "no tree"],
+)
 def test_what_a_caller_keeps_is_live_whatever_keeps_the_bytes(lab, tmp_path, kept, how):
     results = []
     for offload in (False, True):
         optimizer, parameters = _three(lab, offload)
         lab.take_steps(optimizer, parameters, range(1), missing=False)
         taken, seen = None, []
-        actions = how.split(", then ") if "then" in how else ("snapshot", "look")
-        if how == "save":  # views are taken when it is over
-            actions = ("look", "save") if kept == "a state" else ("save", "wait", "look")
-        for action in actions:
+        for action in how.split(", then ") if "then" in how else ("snapshot", "look"):
             if action == "look":
                 state = optimizer.state[parameters[0]]["exp_avg"]
                 seen += [state] if kept != "a view" else []
@@ -344,9 +346,7 @@ def test_what_a_caller_keeps_is_live_whatever_keeps_the_bytes(lab, tmp_path, kep
             elif offload and action == "save":
                 taken = residency.Checkpointer(tmp_path)
                 taken.save(1, {"optimizer": optimizer})
-            elif offload and action == "wait":
-                taken.wait()
-            elif offload and action == "snapshot":
+            elif offload:
                 taken = residency.snapshot({"optimizer": optimizer})
                 taken = None if how == "no tree" else taken.tree
         values = []
@@ -354,10 +354,33 @@ def test_what_a_caller_keeps_is_live_whatever_keeps_the_bytes(lab, tmp_path, kep
             lab.take_steps(optimizer, parameters, [step], missing=False)
             values += [each.cpu().clone() for each in seen]  # with no new look at the state
             seen[0].mul_(0.5)
-        if how == "save":
+        if how.endswith("save"):
             taken = taken.close() if offload else None
         results.append([*values, *_everything(lab, optimizer, parameters)])
     assert all(map(torch.equal, *results))
+
+
+def test_a_step_waits_for_a_save_of_bytes_of_which_a_caller_has_a_view(lab):
+    optimizer, parameters = _three(lab, True)
+    lab.take_steps(optimizer, parameters, range(1), missing=False)
+    optimizer._residency.homes.arena.make_room([1 << 20])  # into which steps go on beside a save
+    whole, part = (optimizer.state[p]["exp_avg"] for p in parameters[:2])
+    part = part[1:]
+    home = optimizer.state.peek(parameters[1]).homes_by_key["exp_avg"]
+    lending.lend(home.tensor, "a save")
+    ended = []
+
+    def end():
+        ended.append(True)
+        lending.give_back(home.tensor, "a save")
+
+    timer = threading.Timer(0.2, end)
+    timer.start()
+    lab.take_steps(optimizer, parameters, [1], missing=False)
+    assert ended
+    timer.join()
+    assert torch.equal(part, optimizer.state[parameters[1]]["exp_avg"][1:])
+    assert whole is optimizer.state[parameters[0]]["exp_avg"]
 
 
 def test_a_step_waits_only_while_a_caller_has_a_state(lab):

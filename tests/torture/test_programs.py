@@ -310,7 +310,6 @@ def snapshot(program: Program, folder: Path) -> None:
 
 def checkpoint(program: Program, folder: Path) -> None:
     """Saves, trains on, and restores; the stock run loads its own copies."""
-    forget(program)  # views do not stay live beside a save, nor anything beside a load
     if program.tied or program.aliased:
         return
     world = program.stock
@@ -327,6 +326,7 @@ def checkpoint(program: Program, folder: Path) -> None:
             for each in program.worlds:
                 each.optimizer.step()
         compare(program)
+        forget(program)  # a load of torch's makes new tensors
         checkpointer.wait()
         assert checkpointer.restore(tree) == 1
     for parameter, value in zip(world.parameters, weights, strict=True):

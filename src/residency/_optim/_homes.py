@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from residency._errors import RefusedError
 from residency._modes import callers_modes_off
 from residency._optim._arrivals import Arrivals
-from residency._storages import bytes_over, is_dense, laid_over, overlapping, span_of
+from residency._storages import bytes_over, is_dense, laid_over, overlapping, span_of, strided_as
 from residency._transfer import (
     Gate,
     Lanes,
@@ -169,7 +169,8 @@ class Homes:
 
     def writable(self, home: Home) -> Home:
         """Returns a home in place of one that a save reads: another one of the spare, or, where
-        that is used up, the same one once the save has given it back; the host waits for that.
+        that is used up or a caller has a view, which cannot follow, the same one once the save has
+        given it back; the host waits for that.
         """
         found: list[Home] = []
 
@@ -177,7 +178,7 @@ class Homes:
             is_kept = lending.is_kept(home.tensor)
             if not lending.is_lent(home.tensor):
                 found.append(home)
-            else:
+            elif is_kept or not self.has_views(home):
                 region = self.arena.find_room(home.num_bytes)
                 if region is None and is_kept:
                     region = self.arena.allocate(home.num_bytes)
@@ -213,12 +214,7 @@ class Homes:
         """Says whether a home is such as ``allocate`` would make, and may be written."""
         if home is None or lending.is_lent(home.tensor):
             return False
-        tensor, model = home.tensor, _model_of(local_of(like), shape)
-        return (tensor.dtype, tensor.shape, tensor.stride()) == (
-            model.dtype,
-            model.shape,
-            model.stride(),
-        )
+        return strided_as(home.tensor) == strided_as(_model_of(local_of(like), shape))
 
     def takes(self, home: Home | None, value: Tensor) -> TypeGuard[Home]:
         """Says whether a value's bytes may go into a home: it is as large, and no save reads it."""
@@ -316,7 +312,7 @@ class Homes:
         return shown
 
     def _show_instead(self, home: Home, before: Home) -> None:
-        """Binds what a caller was shown of a home that a save reads to the other; no view."""
+        """Binds what a caller was shown of a home that a save reads to the one in its place."""
         shown = self._shown.pop(before, None) if self.is_held(before) else None
         if shown is not None:
             before.num_writes += local_of(shown)._version
@@ -337,7 +333,7 @@ class Homes:
         home = self._by_address.get(local.data_ptr())
         if home is None or is_sharded(home.value) != is_sharded(value):
             return None
-        return home if _layout(home.tensor) == _layout(local) else None
+        return home if strided_as(home.tensor) == strided_as(local) else None
 
     def _is_among_homes(self, tensor: Tensor) -> bool:
         if not tensor.is_cpu or not tensor.numel():
@@ -481,12 +477,8 @@ def common_bytes(tensors: Sequence[Tensor]) -> Tensor:
     return whole
 
 
-def _layout(tensor: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
-    return tensor.dtype, tensor.shape, tensor.stride()
-
-
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    return (tensor.device.type, tensor.data_ptr(), *_layout(tensor))
+    return (tensor.device.type, tensor.data_ptr(), *strided_as(tensor))
 
 
 def _model_of(like: Tensor, shape: torch.Size | None) -> Tensor:

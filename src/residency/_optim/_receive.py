@@ -31,6 +31,7 @@ from residency._optim._shadow import is_torchs_own
 from residency._optim._sharding import layout_of
 from residency._optim._state import State
 from residency._optim._whole import done_whole
+from residency._storages import strided_as
 from residency._transfer import Incoming, local_of, moved, wrapped_like
 
 
@@ -124,7 +125,11 @@ def _place(
         received.staying.add((parameter, key))
         inner = offload.state.peek(parameter)
         there = dict.get(inner, key) if inner is not None else None
-        if isinstance(there, Tensor) and not there.is_cpu and _layout(there) == _layout(like):
+        if (
+            isinstance(there, Tensor)
+            and not there.is_cpu
+            and strided_as(local_of(there)) == strided_as(local_of(like))
+        ):
             return there
         place = offload.homes.device if wanted.dtype == like.dtype else torch.device("cpu")
         return _empty(like, place)
@@ -145,7 +150,7 @@ def home_to_fill(homes: Homes, state: State, parameter: Tensor, key: str, like: 
     if home is None:
         home = homes.reserved_for(parameter).get(key)
     is_alone = home is not None and home.num_entries < 2 and not homes.beside(home)
-    if home is not None and is_alone and _layout(home.tensor) == _layout(local_of(like)):
+    if home is not None and is_alone and strided_as(home.tensor) == strided_as(local_of(like)):
         return homes.writable(home)
     return homes.allocate(like)
 
@@ -174,8 +179,3 @@ def _made_like(parameter: Tensor, incoming: Incoming) -> Tensor:
 def _empty(like: Tensor, device: torch.device) -> Tensor:
     made = torch.empty_like(local_of(like), device=device, memory_format=torch.preserve_format)
     return wrapped_like(made, like)
-
-
-def _layout(tensor: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
-    local = local_of(tensor)
-    return local.dtype, local.shape, local.stride()

@@ -16,7 +16,7 @@ from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes, common_bytes
 from residency._optim._masters import as_masters_state
 from residency._optim._residents import Residents
-from residency._storages import laid_over, overlapping
+from residency._storages import laid_over, overlapping, strided_as
 from residency._transfer import is_sharded, lending, local_of, moved_at_once, wrapped_like
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -136,7 +136,7 @@ def fill_together(homes: Homes, values: Sequence[Tensor]) -> dict[int, Home]:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return tensor.data_ptr(), *strided_as(tensor)
 
 
 def _copied_home(homes: Homes, tensors: Sequence[Tensor]) -> list[Tensor]:

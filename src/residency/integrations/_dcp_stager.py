@@ -33,6 +33,7 @@ from residency._checkpoint._snapshot import tree_of
 from residency._checkpoint._tree import Description
 from residency._errors import RefusedError
 from residency._optim._lend import lend_homes
+from residency._storages import strided_as
 from residency._transfer import (
     SlabArena,
     lending,
@@ -317,11 +318,13 @@ def _borrow(description: Description, spare_bytes: int | None) -> None:
     for name, leaf in found.items():
         local = local_of(leaf.value)
         loan = lent.get(local.data_ptr()) if local.is_cpu else None
-        if loan is not None and loan.tensor.nbytes == local.nbytes:
+        if loan is not None and strided_as(loan.tensor) == strided_as(local):
             del lent[local.data_ptr()]
         else:
             loan = None  # a part of a home, or another tensor over one, is copied
-        found[name] = Leaf(name, leaf.value, _place(local) not in of_steps, loan)
+        # Of what is lent, nothing that the caller was shown is kept: a step waits for who has it.
+        value = leaf.value if loan is None else loan.value
+        found[name] = Leaf(name, value, _place(local) not in of_steps, loan)
 
 
 def _place(tensor: Tensor) -> tuple[torch.device, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -126,12 +127,13 @@ def are_apart(tensors: Sequence[Tensor]) -> bool:
     """Returns whether no two ranges overlap; asked of all parameters at every step, so without an
     object for each. False where addresses alone do not tell, as those of two devices.
     """
-    dense = [tensor for tensor in tensors if tensor.is_contiguous()]
+    are_contiguous = [tensor.is_contiguous() for tensor in tensors]
+    dense = tensors if all(are_contiguous) else list(compress(tensors, are_contiguous))
     try:
         starts = [tensor.data_ptr() for tensor in dense]
     except RuntimeError:  # a conjugated or negated view
         return False
-    ends = [start + tensor.nbytes for start, tensor in zip(starts, dense, strict=True)]
+    ends = list(map(operator.add, starts, [tensor.nbytes for tensor in dense]))
     if len(dense) < len(tensors):
         others = [tensor for tensor in tensors if not tensor.is_contiguous()]
         spans = [span for tensor in others if (span := span_of(tensor)) is not None]

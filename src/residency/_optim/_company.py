@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from residency._modes import callers_modes_off
-from residency._optim._plan import Member
+from residency._optim._plan import Members
 from residency._optim._state import ParameterState
 
 Company = tuple[tuple[int, Tensor], ...]
@@ -26,7 +26,7 @@ Company = tuple[tuple[int, Tensor], ...]
 def company_of(
     optimizer: Optimizer,
     base: type[Optimizer],
-    members: Sequence[Member],
+    members: Members,
     inners: Sequence[ParameterState | None],
 ) -> Company:
     """Returns parameters without elements, by the index of their group, for every unit of a step.
@@ -39,12 +39,14 @@ def company_of(
     """
     if base is not torch.optim.SGD:
         return ()
+    have_buffer = [i is not None and dict.get(i, "momentum_buffer") is not None for i in inners]
+    if len(set(have_buffer)) < 2:
+        return ()  # as nearly always
     found: dict[tuple[int, torch.dtype, torch.device], set[bool]] = {}
-    for (index, parameter), inner in zip(members, inners, strict=True):
+    for (index, parameter), has_buffer in zip(members, have_buffer, strict=True):
         group = optimizer.param_groups[index]
         # A fused step takes no list in which only some have a buffer.
         if group["momentum"] and not group.get("fused"):
-            has_buffer = inner is not None and dict.get(inner, "momentum_buffer") is not None
             found.setdefault((index, parameter.dtype, parameter.device), set()).add(has_buffer)
     return tuple(
         (index, _without_elements(dtype, device))

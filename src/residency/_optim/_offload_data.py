@@ -16,15 +16,15 @@ from torch.utils.hooks import RemovableHandle
 
 from residency._optim._homes import Homes
 from residency._optim._masters import needs_master, refuse_shared_masters
-from residency._optim._plan import Member, Plan, make_plan
+from residency._optim._plan import Member, Members, Plan, make_plan
 from residency._optim._residents import Residents
 from residency._optim._schema import Schema, Schemas, StateSize
 from residency._optim._separable import Separability
 from residency._optim._shadow import is_torchs_own
-from residency._optim._state import State
+from residency._optim._state import ParameterState, State
 from residency._optim._statistics import Timeline
 from residency._optim._ties import Ties, ties_of
-from residency._transfer import local_of
+from residency._transfer import locals_of
 
 
 class Loading:
@@ -82,8 +82,9 @@ class Offload:
     def plan_for(
         self,
         optimizer: Optimizer,
-        members: list[Member],
+        members: Members,
         layouts: Sequence[Hashable],
+        inners: Sequence[ParameterState | None],
         *,
         is_template: bool = False,
     ) -> Plan:
@@ -94,12 +95,11 @@ class Offload:
         """
         assert self.homes is not None
         assert self.state is not None
-        parameters = [member.parameter for member in members]
-        strides = [local_of(parameter).stride() for parameter in parameters]
-        indices = [member.group_index for member in members]
+        parameters, indices = members.parameters, members.group_indices
+        strides = [local.stride() for local in locals_of(parameters)]
         seated = tuple(zip(map(id, parameters), indices, layouts, strides, strict=True))
         settings = tuple(_settings_of(group) for group in optimizer.param_groups)
-        ties = self._ties_of(parameters)
+        ties = self._ties_of(members)
         key = (self.homes.version, (is_template, ties, seated), settings)
         if self._plan is None or key != self._plan_key:
             self._forget_the_gone(optimizer)
@@ -116,7 +116,7 @@ class Offload:
                 ties=ties,
             )
             self._plan_key = key
-        self._plan.seat(members)
+        self._plan.seat(parameters, inners)
         return self._plan
 
     def leave_plan(self) -> None:
@@ -124,7 +124,7 @@ class Offload:
         if self._plan is not None:
             self._plan.leave()
 
-    def _ask_budget(self, optimizer: Optimizer, members: list[Member]) -> None:
+    def _ask_budget(self, optimizer: Optimizer, members: Members) -> None:
         """Decides where the state goes that a step makes: it may be another than was foreseen."""
         assert self.state is not None
         for member in members if self.resident_bytes else ():
@@ -144,11 +144,11 @@ class Offload:
         self.resident.keep_only(known)
         self._schemas.keep_only(self.base, optimizer.param_groups)
 
-    def _ties_of(self, parameters: list[Tensor]) -> Ties:
+    def _ties_of(self, members: Members) -> Ties:
         assert self.state is not None
-        has_aliases = self.state.has_aliases
-        states = [self.state.peek(p) if has_aliases else None for p in parameters]
-        ties = ties_of(parameters, states)
+        parameters = members.parameters
+        states = self.state.peek_each(parameters) if self.state.has_aliases else ()
+        ties = ties_of(parameters, members.gradients, states)
         for tie in ties:
             low = [parameters[i] for i in tie if self.has_master(parameters[i])]
             refuse_shared_masters(low)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress, groupby
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from residency._storages import sharing
 from residency._transfer import Run, align_up, local_of
 
 _WIDEST = torch.complex128.itemsize
+_DENSE = frozenset((torch.strided,))
 
 
 class Member(NamedTuple):
@@ -37,11 +39,28 @@ class Member(NamedTuple):
     parameter: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Is the parameters of a step in group order, in lists: those answer the quickest for all."""
+
+    group_indices: list[int]
+    parameters: list[Tensor]
+    gradients: list[Tensor]
+
+    def __iter__(self) -> Iterator[Member]:
+        return map(Member, self.group_indices, self.parameters)
+
+
 @dataclass(slots=True, eq=False)
 class Seat:
-    """The place of a member in a plan; empty between steps, so that the plan keeps no parameter."""
+    """The place of a member in a plan; empty between steps, so that the plan keeps no parameter.
+
+    Attributes:
+        inner: The parameter's state as the step found it, None where there was none.
+    """
 
     parameter: Tensor | None
+    inner: ParameterState | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,13 +90,17 @@ class Piece:
         return self.stop is None
 
 
-class SlotView(NamedTuple):
-    """Is what a state looks like in a slot and where, in elements of the slot in its dtype."""
+class SlotViews(NamedTuple):
+    """Is what a state looks like in a slot and where, or such as are alike and at equal distances;
+    in elements of the slot in their dtype.
+    """
 
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
+    num_views: int = 1
+    distance: int = 0
 
 
 HomesByKey = Mapping[str, Home]
@@ -85,14 +108,30 @@ HomesByKey = Mapping[str, Home]
 
 @dataclass(slots=True)
 class Unit:
-    """Is what one shadow step takes, and the copies before and after it."""
+    """Is what one shadow step takes, and the copies before and after it.
+
+    Attributes:
+        keys: Of each piece, those of its states in the slot.
+        views: The states in the slot, in the order of the pieces and their keys.
+        in_groups: The indices of groups, each with the number of pieces that follow each other.
+    """
 
     pieces: Sequence[Piece]
-    views: list[dict[str, SlotView]] = field(default_factory=list)
-    dtypes: set[torch.dtype] = field(default_factory=set)  # of the views
+    keys: list[tuple[str, ...]] = field(default_factory=list)
+    views: list[SlotViews] = field(default_factory=list)
     loads: list[Run] = field(default_factory=list)
     stores: list[Run] = field(default_factory=list)
     num_bytes: int = 0
+    in_groups: list[tuple[int, int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        runs = groupby(piece.group_index for piece in self.pieces)
+        self.in_groups = [(index, len(list(run))) for index, run in runs]
+
+    @property
+    def are_whole(self) -> bool:
+        """Says whether each piece is a whole parameter."""
+        return len(self.pieces) != 1 or self.pieces[0].is_whole  # a cut goes alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,20 +145,22 @@ class Plan:
         seats: Of the members, in their order.
     """
 
-    resident: tuple[Piece, ...]
+    resident: Unit
     streamed: tuple[Unit, ...]
     births: tuple[Unit, ...]
     seats: tuple[Seat, ...]
 
-    def seat(self, members: Iterable[Member]) -> None:
-        """Gives the plan the parameters of a step, which are those that it was made for."""
-        for seat, member in zip(self.seats, members, strict=True):
-            seat.parameter = member.parameter
+    def seat(self, parameters: Sequence[Tensor], inners: Sequence[ParameterState | None]) -> None:
+        """Gives the plan the parameters of a step, which are those that it was made for, with their
+        states.
+        """
+        for seat, parameter, inner in zip(self.seats, parameters, inners, strict=True):
+            seat.parameter, seat.inner = parameter, inner
 
     def leave(self) -> None:
         """Lets go of the parameters."""
         for seat in self.seats:
-            seat.parameter = None
+            seat.parameter = seat.inner = None
 
     @property
     def slot_bytes(self) -> int:
@@ -127,25 +168,30 @@ class Plan:
         return max((unit.num_bytes for unit in self.streamed), default=0)
 
 
-def members_with_gradient(optimizer: Optimizer) -> list[Member]:
+def members_with_gradient(optimizer: Optimizer) -> Members:
     """Returns the parameters that this step changes, in group order.
 
     Raises:
         RefusedError: A gradient is sparse.
     """
-    members = []
+    members = Members([], [], [])
     for index, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            gradient = parameter.grad
-            if gradient is None:
-                continue
+        gradients = [parameter.grad for parameter in group["params"]]
+        found = [gradient for gradient in gradients if gradient is not None]
+        for gradient in () if {each.layout for each in found} <= _DENSE else found:
             if gradient.layout is not torch.strided:
                 raise RefusedError(
-                    f"a parameter of shape {tuple(parameter.shape)} has a gradient of layout "
+                    f"a parameter of shape {tuple(gradient.shape)} has a gradient of layout "
                     f"{gradient.layout}; an offloaded optimizer takes dense gradients only. "
                     "Nothing was stepped: use `sparse=False`, or onload_optimizer first."
                 )
-            members.append(Member(index, parameter))
+        have_one = (gradient is not None for gradient in gradients)
+        is_all = len(found) == len(gradients)
+        members.group_indices.extend([index] * len(found))
+        members.parameters.extend(
+            group["params"] if is_all else compress(group["params"], have_one)
+        )
+        members.gradients.extend(found)
     return members
 
 
@@ -202,7 +248,7 @@ def make_plan(
         packer = births if is_birth else streamed
         packer.add(pieces, _sum_of(sizes), is_cuttable=is_cuttable)
     return Plan(
-        tuple(stay),
+        Unit(stay, [()] * len(stay)),
         tuple(lay_out(pieces, homes_of(pieces, state)) for pieces in streamed.finish()),
         tuple(lay_out(pieces, homes_of(pieces, state)) for pieces in births.finish()),
         tuple(seats),
@@ -300,9 +346,10 @@ def lay_out(pieces: Sequence[Piece], homes: Sequence[HomesByKey]) -> Unit:
     stores: list[tuple[Run, bool]] = []
     covers = covers_of([home for by_key in homes for home in by_key.values()])
     placed: dict[Home, int] = {}
+    views: list[SlotViews] = []
     for piece, by_key in zip(pieces, homes, strict=True):
-        views: dict[str, SlotView] = {}
-        for key, home in by_key.items():
+        unit.keys.append(tuple(by_key))
+        for home in by_key.values():
             is_shared = not piece.is_whole and home.tensor.dim() == 0
             is_cut = not piece.is_whole and not is_shared
             cover = covers.get(home, home)
@@ -320,9 +367,8 @@ def lay_out(pieces: Sequence[Piece], homes: Sequence[HomesByKey]) -> Unit:
             inside = 0
             if cover is not home:
                 inside = home.tensor.data_ptr() - cover.tensor.data_ptr()
-            unit.dtypes.add(home.tensor.dtype)
-            views[key] = _view_of(piece, home, placed[cover] + inside, is_cut=is_cut)
-        unit.views.append(views)
+            views.append(_view_of(piece, home, placed[cover] + inside, is_cut=is_cut))
+    unit.views = _join_views(views)
     unit.loads, unit.stores = _join(loads), _join(stores)
     return unit
 
@@ -333,13 +379,27 @@ def homes_of(pieces: Sequence[Piece], state: State) -> list[HomesByKey]:
     return [dict(inner.homes_by_key) if inner is not None else {} for inner in inners]
 
 
-def _view_of(piece: Piece, home: Home, offset: int, *, is_cut: bool) -> SlotView:
+def _view_of(piece: Piece, home: Home, offset: int, *, is_cut: bool) -> SlotViews:
     tensor = home.tensor
     start = offset // tensor.element_size()
     if not is_cut:
-        return SlotView(tensor.dtype, tensor.shape, tensor.stride(), start)
+        return SlotViews(tensor.dtype, tensor.shape, tensor.stride(), start)
     assert piece.stop is not None
-    return SlotView(tensor.dtype, torch.Size([piece.stop - piece.start]), (1,), start)
+    return SlotViews(tensor.dtype, torch.Size([piece.stop - piece.start]), (1,), start)
+
+
+def _join_views(views: Iterable[SlotViews]) -> list[SlotViews]:
+    """Joins views that are alike and follow each other at equal distances."""
+    joined: list[SlotViews] = []
+    for view in views:
+        last = joined[-1] if joined else view
+        distance = last.distance if last.num_views > 1 else view.offset - last.offset
+        is_next = view.offset == last.offset + last.num_views * distance and distance >= 0
+        if joined and is_next and view[:3] == last[:3]:
+            joined[-1] = last._replace(num_views=last.num_views + 1, distance=distance)
+        else:
+            joined.append(view)
+    return joined
 
 
 def _run_of(piece: Piece, home: Home, offset: int, *, is_cut: bool) -> Run:

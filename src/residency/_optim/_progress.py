@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from residency._optim._plan import Member, Piece
+from residency._optim._plan import Piece
 from residency._transfer import local_of
 
 
@@ -20,11 +20,12 @@ class Progress:
     """What of one step is done.
 
     Attributes:
+        parameters: Those of the step, in group order.
         begun: Pieces that the optimizer's own step may have changed in part.
     """
 
-    def __init__(self, members: Sequence[Member]) -> None:
-        self._members = members
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = parameters
         self._pieces: list[Piece] = []
         self.begun: Sequence[Piece] = ()
 
@@ -53,8 +54,7 @@ class Progress:
         begun = {id(piece.parameter) for piece in self.begun}
         counts = self._counts
         stepped, in_part = [], []
-        for member in self._members:
-            parameter = member.parameter
+        for parameter in self.parameters:
             if counts.get(parameter) == local_of(parameter).numel() and id(parameter) not in begun:
                 stepped.append(parameter)
             elif parameter in counts or id(parameter) in begun:
@@ -65,7 +65,7 @@ class Progress:
 
     def _note(self, num_stepped: int, in_part: list[Tensor], begun: set[int]) -> str:
         cuts = [p for p in in_part if id(p) not in begun]
-        note = f"residency: {num_stepped} of {len(self._members)} parameters were stepped."
+        note = f"residency: {num_stepped} of {len(self.parameters)} parameters were stepped."
         for parameter in cuts:
             note += (
                 f" Of one of shape {tuple(parameter.shape)} the first {self._counts[parameter]} of "

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Hashable, ItemsView, Iterator, ValuesView
+from collections.abc import Hashable, ItemsView, Iterator, Sequence, ValuesView
 from typing import Any
 
 import torch
@@ -387,6 +387,11 @@ class State(defaultdict[Any, Any]):
         """Returns the state of a parameter where there is one, without waiting."""
         inner = dict.get(self, parameter)
         return inner if isinstance(inner, ParameterState) else None
+
+    def peek_each(self, parameters: Sequence[Tensor]) -> list[ParameterState | None]:
+        """Returns ``peek`` of each parameter; asked of all at every step."""
+        found = [dict.get(self, parameter) for parameter in parameters]
+        return [inner if isinstance(inner, ParameterState) else None for inner in found]
 
     def of(self, parameter: Tensor) -> ParameterState:
         """Returns the state of a parameter, made empty where there is none, without waiting."""

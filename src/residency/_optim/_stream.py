@@ -27,13 +27,13 @@ from residency._optim._offload_data import Offload
 from residency._optim._plan import Member, Plan, Unit, homes_of, lay_out, members_with_gradient
 from residency._optim._progress import Progress
 from residency._optim._shadow import Commit
-from residency._optim._sharding import layout_of, local_gradient
+from residency._optim._sharding import layouts_of, local_gradient
 from residency._optim._state import State
 from residency._optim._statistics import Timeline
 from residency._optim._together import move_entries, writable
 from residency._optim._unit_step import Copy, Part, Shared
 from residency._optim._validate import has_no_rate
-from residency._transfer import Run, is_sharded, lending
+from residency._transfer import Run, lending, sharded_among
 
 
 class StreamedStep:
@@ -61,14 +61,15 @@ class StreamedStep:
     def run(self) -> None:
         """Steps every parameter that has a gradient, then commits group values and attributes."""
         members = members_with_gradient(self._optimizer)
-        layouts = [layout_of(member.parameter) for member in members]
-        inners = [self._state.peek(member.parameter) for member in members]
+        layouts = layouts_of(members.parameters)
+        inners = self._state.peek_each(members.parameters)
+        is_shown = self._homes.is_shown
         for inner, layout in zip(inners, layouts, strict=True):
             if inner is None:
                 continue
             if inner.made_for != layout:
                 inner.check_layout(layout)
-            if self._homes.is_shown:
+            if is_shown:
                 inner.take_replaced()
             if inner.template is not None:
                 inner.forget_template()
@@ -77,9 +78,9 @@ class StreamedStep:
             self._num_births_alive = 1
         try:
             plan = self._offload.plan_for(
-                self._optimizer, members, layouts, is_template=is_template
+                self._optimizer, members, layouts, inners, is_template=is_template
             )
-            self._progress = Progress(members)
+            self._progress = Progress(members.parameters)
             if not self._offload.master_weights:
                 base = self._offload.base
                 self._shared.company = company_of(self._optimizer, base, members, inners)
@@ -124,14 +125,12 @@ class StreamedStep:
     def _take(self, plan: Plan) -> None:
         """Steps the units of a plan."""
         self._reserve_homes(plan)
-        num_parts = bool(plan.resident) + len(plan.streamed) + len(plan.births)
+        num_parts = bool(plan.resident.pieces) + len(plan.streamed) + len(plan.births)
         self._num_parts = max(num_parts, 1)
         if self._offload.is_local:
             # In group order on every rank, before plans, which may differ, have a say.
-            parameters = [seat.parameter for seat in plan.seats]
-            self._shared.gradients = {
-                p: local_gradient(p) for p in parameters if p is not None and is_sharded(p)
-            }
+            sharded = sharded_among(self._progress.parameters)
+            self._shared.gradients = {p: local_gradient(p) for p in sharded}
         self._step_streamed(plan)
         self._step_births(plan)
         if not num_parts:  # counters in groups advance without gradients too
@@ -156,8 +155,8 @@ class StreamedStep:
         self._offload.slot_bytes = plan.slot_bytes
         self._allow_h2d()
         ready = {i: self._load(units[i], slots[i]) for i in range(num_slots)}
-        if plan.resident:
-            self._drop(self._step_unit(Unit(plan.resident, [{} for _ in plan.resident]), None))
+        if plan.resident.pieces:
+            self._drop(self._step_unit(plan.resident, None))
         for index, unit in enumerate(units):
             slot = slots[index % num_slots]
             self._await(ready.pop(index))

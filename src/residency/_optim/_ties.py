@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 
 from torch import Tensor
 
@@ -17,30 +18,34 @@ from residency._errors import RefusedError
 from residency._optim._homes import Home
 from residency._optim._state import ParameterState
 from residency._storages import are_apart, bytes_over, is_dense, overlapping, sharing
-from residency._transfer import Region, Slab, align_up, local_of
+from residency._transfer import Region, Slab, align_up, local_of, locals_of
 
 Ties = tuple[tuple[int, ...], ...]
 
 
-def ties_of(parameters: Sequence[Tensor], states: Sequence[ParameterState | None]) -> Ties:
+def ties_of(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    states: Sequence[ParameterState | None],
+) -> Ties:
     """Returns the groups of parameters that belong into one list, as ascending indices.
 
     Args:
-        parameters: Those of a step, each with a gradient.
-        states: Of each what may share bytes with another's, or None.
+        parameters: Those of a step.
+        gradients: The gradient of each.
+        states: Of each what may share bytes with another's, or None; empty where nothing may.
     """
     known = [inner for inner in states if inner is not None]
     inners = {id(inner): inner for inner in known}.values()
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     values = [value for inner in inners for value in _tensors_of(inner)]
-    everything = [local_of(tensor) for tensor in (*parameters, *gradients, *values)]
-    if len(inners) == len(known) and are_apart(everything):
+    everything = [*parameters, *gradients, *values]
+    if len(inners) == len(known) and are_apart(locals_of(everything)):
         return ()  # as nearly always
     owners: list[int] = []
     tensors: list[Tensor] = []
-    for index, (parameter, inner) in enumerate(zip(parameters, states, strict=True)):
-        found = [parameter, parameter.grad, *_tensors_of(inner)]
-        local = [local_of(tensor) for tensor in found if tensor is not None]
+    of_each = zip_longest(parameters, gradients, states)
+    for index, (parameter, gradient, inner) in enumerate(of_each):
+        local = locals_of([parameter, gradient, *_tensors_of(inner)])
         tensors += local
         owners += [index] * len(local)
     group_of = {index: {index} for index in range(len(parameters))}

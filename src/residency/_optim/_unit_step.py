@@ -13,7 +13,8 @@ import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, compress
+from functools import cached_property
+from itertools import chain, compress, islice
 from typing import Any, TypeGuard
 
 import torch
@@ -28,8 +29,9 @@ from residency._optim._offload_data import Offload
 from residency._optim._plan import Piece, Unit
 from residency._optim._shadow import Commit, Shadow, is_torchs_own, raw_step
 from residency._optim._sharding import has_partial_gradient, planned_bytes
+from residency._optim._slots import apart, views_in
 from residency._optim._state import ParameterState, State
-from residency._transfer import Run, is_sharded, local_of, wrapped_like
+from residency._transfer import Run, is_sharded, local_of, locals_of, sharded_among, wrapped_like
 from residency._transfer._lanes import raw_bytes
 
 Copy = tuple[Tensor, Sequence[Run]]
@@ -100,17 +102,24 @@ class Part:
         self._shared = shared
         self._optimizer, self._offload = shared.optimizer, shared.offload
         self._homes, self._state = shared.homes, shared.state
-        self._parameters = [piece.parameter for piece in unit.pieces]
-        self._inners = [shared.state.peek(parameter) for parameter in self._parameters]
-        self._views = _views_in(slot, unit)
-        self._is_copied = number < of and not is_torchs_own(self._offload.base)
+        seats = [piece.seat for piece in unit.pieces]
+        self._parameters = [p for seat in seats if (p := seat.parameter) is not None]
+        # An earlier part may have made a state.
+        self._inners = [
+            seat.inner or self._state.peek(parameter)
+            for seat, parameter in zip(seats, self._parameters, strict=True)
+        ]
+        is_known = is_torchs_own(self._offload.base)
+        self._made = views_in(slot, unit, at_once=is_known)
+        self._is_copied = number < of and not is_known
         # One step takes shards or local tensors: torch's loops over several cannot mix them.
-        sharded = [p for p in unit.pieces if is_sharded(p.parameter)]
+        has_shards = bool(sharded_among(self._parameters))
+        sharded = [p for p in unit.pieces if has_shards and is_sharded(p.parameter)]
         self._is_local = self._offload.is_local and not any(
             piece.is_whole and has_partial_gradient(piece.parameter) for piece in sharded
         )
         self._is_plain = not sharded and not self._offload.master_weights
-        self._proxies: list[Tensor] = []
+        self._proxies: Sequence[Tensor] = ()
         self._changes: list[_Change] = []
         self._shadow: Shadow | None = None
         self._after: list[dict[str, Any] | None] | None = None
@@ -118,9 +127,11 @@ class Part:
         self._given: tuple[list[Any], list[Any]] = [], []
         self._host_before: list[tuple[Tensor, Any]] = []
         pieces = list(unit.pieces)
-        self.written = [local_of(parameter) for parameter in self._parameters]
+        self.written = locals_of(self._parameters)
         for piece, inner in zip(unit.pieces, self._inners, strict=True):
-            if len(self._offload.resident) and inner is not None and inner.is_resident:
+            if not len(self._offload.resident):
+                break
+            if inner is not None and inner.is_resident:
                 stay = [local_of(v) for v in dict.values(inner) if _is_on_device(v)]
                 self.written += stay
                 pieces += [piece] * len(stay)
@@ -137,22 +148,14 @@ class Part:
     def step(self) -> None:
         """Runs the optimizer's own step on the unit."""
         groups = [{**group, "params": []} for group in self._optimizer.param_groups]
-        state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
-        values_of: dict[int, dict[str, Any]] = {}  # parameters may share one mapping
-        pieces = zip(self.unit.pieces, self._parameters, self._inners, self._views, strict=True)
-        for piece, parameter, inner, views in pieces:
-            is_itself = self._is_plain and piece.stop is None
-            proxy = parameter if is_itself else self._proxy(piece, views)
-            self._proxies.append(proxy)
-            groups[piece.group_index]["params"].append(proxy)
-            if inner is None:
-                continue
-            values = values_of.get(id(inner))
-            if values is None:
-                values = values_of[id(inner)] = self._state_before(piece, inner, views)
-                if not values and not piece.is_whole:
-                    continue
-            state[proxy] = values
+        if self._is_plain and self.unit.are_whole:
+            self._proxies = self._parameters
+        else:
+            self._proxies = list(map(self._proxy, self.unit.pieces, self._views))
+        proxies = iter(self._proxies)
+        for index, count in self.unit.in_groups:
+            groups[index]["params"].extend(islice(proxies, count))
+        state = defaultdict(dict, self._states_before())
         for index, parameter in self._shared.company:
             groups[index]["params"].append(parameter)
         self._given = _contents(state)
@@ -211,7 +214,7 @@ class Part:
         for proxy, views in zip(self._proxies, self._views, strict=True):
             after = state.get(proxy)
             is_new = after is not None and id(after) not in seen
-            found.append(_apart(after, views) if after is not None and is_new else None)
+            found.append(apart(after, views) if after is not None and is_new else None)
             seen.add(id(after))
         return found
 
@@ -329,6 +332,35 @@ class Part:
         is_shard = value.shape == local_of(piece.parameter).shape
         return wrapped_like(value, piece.parameter) if is_shard else value
 
+    @cached_property
+    def _views(self) -> list[dict[str, Tensor]]:
+        """The states in the slot, of each piece by key."""
+        made = iter(self._made)
+        return [dict(zip(keys, made, strict=False)) for keys in self.unit.keys]
+
+    def _states_before(self) -> dict[Tensor, dict[str, Any]]:
+        """Returns what a step gets as states, by what stands for the parameters."""
+        are_apart = not self._state.has_aliases  # parameters may share one mapping
+        are_simple = are_apart and self._is_plain and self._is_local and self.unit.are_whole
+        found: dict[Tensor, dict[str, Any]] = {}
+        values_of: dict[int, dict[str, Any]] = {}
+        made = iter(self._made)
+        of_each = zip(self.unit.pieces, self._proxies, self._inners, self.unit.keys, strict=True)
+        for piece, proxy, inner, keys in of_each:
+            views = dict(zip(keys, made, strict=False))
+            if inner is None:
+                continue
+            if are_simple and (*dict.keys(inner),) == keys:
+                found[proxy] = views
+                continue
+            values = values_of.get(id(inner))
+            if values is None:
+                values = values_of[id(inner)] = self._state_before(piece, inner, views)
+                if not values and not piece.is_whole:
+                    continue
+            found[proxy] = values
+        return found
+
     def _state_before(
         self, piece: Piece, inner: ParameterState, views: dict[str, Tensor]
     ) -> dict[str, Any]:
@@ -423,23 +455,6 @@ class Part:
         return buffer, [run] if buffer.numel() else []
 
 
-def _apart(after: dict[str, Any], views: dict[str, Tensor]) -> dict[str, Any]:
-    """Returns what a step left, with copies of what lies in another key's place in the slot: that
-    may be written before it is read.
-    """
-    slot = next((view.untyped_storage().data_ptr() for view in views.values()), 0)
-    apart = {}
-    for key, value in after.items():
-        view = views.get(key)
-        if value is view or not isinstance(value, Tensor) or not slot:
-            continue
-        local = local_of(value)
-        is_its_own = view is not None and local.data_ptr() == view.data_ptr()
-        if local.untyped_storage().data_ptr() == slot and not is_its_own:
-            apart[key] = wrapped_like(local.clone(), value)
-    return {**after, **apart} if apart else after
-
-
 def _low(piece: Piece) -> Tensor:
     """Returns the elements of a piece, in the parameter's own dtype."""
     low = local_of(piece.parameter).detach()
@@ -460,21 +475,6 @@ def _is_on_device(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and not value.is_cpu
 
 
-def _views_in(slot: Tensor | None, unit: Unit) -> list[dict[str, Tensor]]:
-    """Returns the states of a unit as views of its slot, for each piece by key."""
-    if slot is None:
-        return [{} for _ in unit.pieces]
-    # Entries and slots are aligned to more than any itemsize.
-    typed = {dtype: slot.view(dtype) for dtype in unit.dtypes}
-    return [
-        {
-            key: typed[dtype].as_strided(shape, stride, offset)
-            for key, (dtype, shape, stride, offset) in each.items()
-        }
-        for each in unit.views
-    ]
-
-
 def _contents(state: Mapping[Tensor, dict[str, Any]]) -> tuple[list[Any], list[Any]]:
     """Returns the objects of a state, to compare by identity: its own, and what is in them."""
     inners = state.values()
@@ -487,7 +487,10 @@ def _is_same(left: list[Any], right: list[Any]) -> bool:
 
 
 def _versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # tensors of inference mode count none
+        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _has_layout_of(value: Any, view: Tensor) -> bool:

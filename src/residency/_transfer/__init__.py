@@ -19,7 +19,14 @@ from residency._transfer._owner import (
     register_owner,
     states_to_come,
 )
-from residency._transfer._sharding import is_sharded, local_of, moved, wrapped_like
+from residency._transfer._sharding import (
+    is_sharded,
+    local_of,
+    locals_of,
+    moved,
+    sharded_among,
+    wrapped_like,
+)
 from residency._transfer._slab import (
     ALIGNMENT,
     Region,
@@ -65,6 +72,7 @@ __all__ = [
     "lanes_of",
     "lending",
     "local_of",
+    "locals_of",
     "memory_of",
     "moved",
     "moved_at_once",
@@ -80,6 +88,7 @@ __all__ = [
     "states_to_come",
     "watch_optimizers",
     "wait_asleep",
+    "sharded_among",
     "wrapped_like",
     "written_by_steps",
 ]

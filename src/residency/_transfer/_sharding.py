@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,20 @@ def is_sharded(value: Any) -> bool:
         return False
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
+
+
+def sharded_among(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the ``DTensor`` among tensors; asked of all parameters at every step."""
+    if _PLAIN.issuperset(map(type, tensors)):
+        return []
+    return [tensor for tensor in tensors if is_sharded(tensor)]
+
+
+def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns ``local_of`` each tensor; asked of all parameters at every step."""
+    if _PLAIN.issuperset(map(type, tensors)):
+        return list(tensors)
+    return [local_of(tensor) for tensor in tensors]
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -1,0 +1,53 @@
+"""What the states of a unit look like in the slot that they were copied to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from residency._optim._plan import Unit
+from residency._transfer import local_of, wrapped_like
+
+_FEW = 4  # views, which are made as quickly one by one
+
+
+def views_in(slot: Tensor | None, unit: Unit, *, at_once: bool) -> list[Tensor]:
+    """Returns the states of a unit as views of its slot, for each piece those of its keys.
+
+    Args:
+        slot: ``uint8`` of shape ``[num_bytes]``; None where the unit has no state in one.
+        unit: Says where they are.
+        at_once: Whether views that are alike come from one operation. Autograd lets nobody who
+            records gradients write to those, as steps outside of ``torch.optim`` might.
+    """
+    if slot is None:
+        return []
+    # Entries and slots are aligned to more than any itemsize.
+    typed = {dtype: slot.view(dtype) for dtype in {each.dtype for each in unit.views}}
+    made: list[Tensor] = []
+    for dtype, shape, stride, offset, count, distance in unit.views:
+        if at_once and count >= _FEW:
+            shapes, strides = (count, *shape), (distance, *stride)
+            made += typed[dtype].as_strided(shapes, strides, offset).unbind()
+        else:
+            offsets = [offset + index * distance for index in range(count)]
+            made += [typed[dtype].as_strided(shape, stride, each) for each in offsets]
+    return made
+
+
+def apart(after: dict[str, Any], views: dict[str, Tensor]) -> dict[str, Any]:
+    """Returns what a step left, with copies of what lies in another key's place in the slot: that
+    may be written before it is read.
+    """
+    slot = next((view.untyped_storage().data_ptr() for view in views.values()), 0)
+    found = {}
+    for key, value in after.items():
+        view = views.get(key)
+        if value is view or not isinstance(value, Tensor) or not slot:
+            continue
+        local = local_of(value)
+        is_its_own = view is not None and local.data_ptr() == view.data_ptr()
+        if local.untyped_storage().data_ptr() == slot and not is_its_own:
+            found[key] = wrapped_like(local.clone(), value)
+    return {**after, **found} if found else after

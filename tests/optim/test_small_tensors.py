@@ -47,8 +47,8 @@ def calls_for_each_tensor(device, kind, options, *, is_offloaded, counts=(40, 80
 
 
 CASES = [
-    (torch.optim.SGD, {"momentum": 0.9}, 14),
-    (torch.optim.AdamW, {}, 24),
+    (torch.optim.SGD, {"momentum": 0.9}, 17),
+    (torch.optim.AdamW, {}, 25),
 ]
 
 

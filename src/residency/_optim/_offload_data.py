@@ -21,10 +21,11 @@ from residency._optim._residents import Residents
 from residency._optim._schema import Schema, Schemas, StateSize
 from residency._optim._separable import Separability
 from residency._optim._shadow import is_torchs_own
+from residency._optim._sharding import layout_of
 from residency._optim._state import ParameterState, State
 from residency._optim._statistics import Timeline
 from residency._optim._ties import Ties, ties_of
-from residency._transfer import locals_of
+from residency._transfer import locals_of, sharded_among
 
 
 class Loading:
@@ -72,6 +73,8 @@ class Offload:
     timeline: Timeline | None = None
     _plan: Plan | None = None
     _plan_key: tuple[Any, ...] = ()
+    _seated: list[list[Any]] = field(default_factory=list)
+    _layouts: list[Hashable] = field(default_factory=list)
     _schemas: Schemas = field(default_factory=Schemas)
 
     @property
@@ -79,11 +82,29 @@ class Offload:
         """Says whether steps see local tensors of sharded parameters, and cuts of them."""
         return self.separability is Separability.ELEMENT_WISE
 
+    def layouts_of(self, members: Members) -> list[Hashable]:
+        """Returns ``layout_of`` each parameter of a step, for which the plan is asked next: those
+        from before where nothing has changed.
+        """
+        parameters = members.parameters
+        local = locals_of(parameters)
+        seated: list[list[Any]] = [
+            members.group_indices,
+            list(map(id, parameters)),
+            [tensor.shape for tensor in local],
+            [tensor.dtype for tensor in local],
+            [tensor.stride() for tensor in local],
+            [layout_of(p) for p in parameters] if sharded_among(parameters) else [],
+        ]
+        if seated != self._seated:
+            self._seated = seated
+            self._layouts = [layout_of(parameter) for parameter in parameters]
+        return self._layouts
+
     def plan_for(
         self,
         optimizer: Optimizer,
         members: Members,
-        layouts: Sequence[Hashable],
         inners: Sequence[ParameterState | None],
         *,
         is_template: bool = False,
@@ -95,12 +116,9 @@ class Offload:
         """
         assert self.homes is not None
         assert self.state is not None
-        parameters, indices = members.parameters, members.group_indices
-        strides = [local.stride() for local in locals_of(parameters)]
-        seated = tuple(zip(map(id, parameters), indices, layouts, strides, strict=True))
         settings = tuple(_settings_of(group) for group in optimizer.param_groups)
         ties = self._ties_of(members)
-        key = (self.homes.version, (is_template, ties, seated), settings)
+        key = (self.homes.version, (is_template, ties, self._seated), settings)
         if self._plan is None or key != self._plan_key:
             self._forget_the_gone(optimizer)
             self._ask_budget(optimizer, members)
@@ -116,7 +134,7 @@ class Offload:
                 ties=ties,
             )
             self._plan_key = key
-        self._plan.seat(parameters, inners)
+        self._plan.seat(members.parameters, inners)
         return self._plan
 
     def leave_plan(self) -> None:

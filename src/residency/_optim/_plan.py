@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress, groupby
-from typing import NamedTuple
+from itertools import chain, compress, groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,12 +112,14 @@ class Unit:
 
     Attributes:
         keys: Of each piece, those of its states in the slot.
+        all_keys: How many each piece has, and then the keys.
         views: The states in the slot, in the order of the pieces and their keys.
         in_groups: The indices of groups, each with the number of pieces that follow each other.
     """
 
     pieces: Sequence[Piece]
     keys: list[tuple[str, ...]] = field(default_factory=list)
+    all_keys: list[Any] = field(default_factory=list)
     views: list[SlotViews] = field(default_factory=list)
     loads: list[Run] = field(default_factory=list)
     stores: list[Run] = field(default_factory=list)
@@ -369,6 +371,7 @@ def lay_out(pieces: Sequence[Piece], homes: Sequence[HomesByKey]) -> Unit:
                 inside = home.tensor.data_ptr() - cover.tensor.data_ptr()
             views.append(_view_of(piece, home, placed[cover] + inside, is_cut=is_cut))
     unit.views = _join_views(views)
+    unit.all_keys = [*map(len, unit.keys), *chain.from_iterable(unit.keys)]
     unit.loads, unit.stores = _join(loads), _join(stores)
     return unit
 

@@ -7,13 +7,13 @@ because a checkpoint would take it for a replica and keep one rank's bytes.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from residency._transfer import align_up, is_sharded, local_of, sharded_among
+from residency._transfer import align_up, is_sharded, local_of
 
 
 @torch.no_grad()
@@ -53,13 +53,6 @@ def layout_of(parameter: Tensor) -> Hashable:
     spec: Any = parameter._spec  # type: ignore[attr-defined]
     local = local_of(parameter)
     return parameter.shape, parameter.dtype, local.shape, spec.mesh, spec.placements
-
-
-def layouts_of(parameters: Sequence[Tensor]) -> list[Hashable]:
-    """Returns ``layout_of`` each parameter; asked of all at every step."""
-    if sharded_among(parameters):
-        return [layout_of(parameter) for parameter in parameters]
-    return [(parameter.shape, parameter.dtype) for parameter in parameters]
 
 
 def planned_bytes(tensor: Tensor) -> int:

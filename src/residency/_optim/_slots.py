@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -34,6 +35,15 @@ def views_in(slot: Tensor | None, unit: Unit, *, at_once: bool) -> list[Tensor]:
             offsets = [offset + index * distance for index in range(count)]
             made += [typed[dtype].as_strided(shape, stride, each) for each in offsets]
     return made
+
+
+def by_key(made: Iterable[Tensor], unit: Unit) -> list[dict[str, Tensor]]:
+    """Returns what ``views_in`` made, of each piece by key."""
+    views = iter(made)
+    return [
+        {keys[0]: next(views)} if len(keys) == 1 else dict(zip(keys, views, strict=False))
+        for keys in unit.keys
+    ]
 
 
 def apart(after: dict[str, Any], views: dict[str, Tensor]) -> dict[str, Any]:

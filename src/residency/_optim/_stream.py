@@ -27,7 +27,7 @@ from residency._optim._offload_data import Offload
 from residency._optim._plan import Member, Plan, Unit, homes_of, lay_out, members_with_gradient
 from residency._optim._progress import Progress
 from residency._optim._shadow import Commit
-from residency._optim._sharding import layouts_of, local_gradient
+from residency._optim._sharding import local_gradient
 from residency._optim._state import State
 from residency._optim._statistics import Timeline
 from residency._optim._together import move_entries, writable
@@ -61,7 +61,7 @@ class StreamedStep:
     def run(self) -> None:
         """Steps every parameter that has a gradient, then commits group values and attributes."""
         members = members_with_gradient(self._optimizer)
-        layouts = layouts_of(members.parameters)
+        layouts = self._offload.layouts_of(members)
         inners = self._state.peek_each(members.parameters)
         is_shown = self._homes.is_shown
         for inner, layout in zip(inners, layouts, strict=True):
@@ -77,9 +77,7 @@ class StreamedStep:
         if is_template:
             self._num_births_alive = 1
         try:
-            plan = self._offload.plan_for(
-                self._optimizer, members, layouts, inners, is_template=is_template
-            )
+            plan = self._offload.plan_for(self._optimizer, members, inners, is_template=is_template)
             self._progress = Progress(members.parameters)
             if not self._offload.master_weights:
                 base = self._offload.base

@@ -29,7 +29,7 @@ from residency._optim._offload_data import Offload
 from residency._optim._plan import Piece, Unit
 from residency._optim._shadow import Commit, Shadow, is_torchs_own, raw_step
 from residency._optim._sharding import has_partial_gradient, planned_bytes
-from residency._optim._slots import apart, views_in
+from residency._optim._slots import apart, by_key, views_in
 from residency._optim._state import ParameterState, State
 from residency._transfer import Run, is_sharded, local_of, locals_of, sharded_among, wrapped_like
 from residency._transfer._lanes import raw_bytes
@@ -124,7 +124,7 @@ class Part:
         self._shadow: Shadow | None = None
         self._after: list[dict[str, Any] | None] | None = None
         self._result: tuple[Any] | None = None
-        self._given: tuple[list[Any], list[Any]] = [], []
+        self._given: list[Any] = []
         self._host_before: list[tuple[Tensor, Any]] = []
         pieces = list(unit.pieces)
         self.written = locals_of(self._parameters)
@@ -158,7 +158,6 @@ class Part:
         state = defaultdict(dict, self._states_before())
         for index, parameter in self._shared.company:
             groups[index]["params"].append(parameter)
-        self._given = _contents(state)
         base = self._offload.base
         self._shadow = Shadow(self._optimizer, base, groups, state, self._is_copied)
         # One statement: an interrupt finds the step run and known to be, or neither.
@@ -204,8 +203,7 @@ class Part:
         if self._offload.master_weights or self._shared.making:
             return False
         after = self._shadow.optimizer.state
-        outer, inside = self._given
-        return _is_same([*after, *after.values()], outer) and _is_same(_contents(after)[1], inside)
+        return _is_same(_contents(after), self._given)
 
     def _values_after(self, state: Mapping[Tensor, dict[str, Any]]) -> list[dict[str, Any] | None]:
         """Returns what the step left for each piece; of pieces that share a mapping, for one."""
@@ -335,23 +333,21 @@ class Part:
     @cached_property
     def _views(self) -> list[dict[str, Tensor]]:
         """The states in the slot, of each piece by key."""
-        made = iter(self._made)
-        return [dict(zip(keys, made, strict=False)) for keys in self.unit.keys]
+        return by_key(self._made, self.unit)
 
     def _states_before(self) -> dict[Tensor, dict[str, Any]]:
-        """Returns what a step gets as states, by what stands for the parameters."""
+        """Returns the states that a step gets, by proxy; notes what they contain."""
         are_apart = not self._state.has_aliases  # parameters may share one mapping
-        are_simple = are_apart and self._is_plain and self._is_local and self.unit.are_whole
+        if are_apart and self._is_plain and self._is_local and self.unit.are_whole:
+            keys = [None if inner is None else (*dict.keys(inner),) for inner in self._inners]
+            if keys == self.unit.keys:  # nothing but what is in the slot
+                self._given = [*self._proxies, *self.unit.all_keys, *self._made]
+                return dict(zip(self._proxies, by_key(self._made, self.unit), strict=True))
         found: dict[Tensor, dict[str, Any]] = {}
         values_of: dict[int, dict[str, Any]] = {}
-        made = iter(self._made)
-        of_each = zip(self.unit.pieces, self._proxies, self._inners, self.unit.keys, strict=True)
-        for piece, proxy, inner, keys in of_each:
-            views = dict(zip(keys, made, strict=False))
+        of_each = zip(self.unit.pieces, self._proxies, self._inners, self._views, strict=True)
+        for piece, proxy, inner, views in of_each:
             if inner is None:
-                continue
-            if are_simple and (*dict.keys(inner),) == keys:
-                found[proxy] = views
                 continue
             values = values_of.get(id(inner))
             if values is None:
@@ -359,6 +355,7 @@ class Part:
                 if not values and not piece.is_whole:
                     continue
             found[proxy] = values
+        self._given = _contents(found)
         return found
 
     def _state_before(
@@ -475,11 +472,11 @@ def _is_on_device(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and not value.is_cpu
 
 
-def _contents(state: Mapping[Tensor, dict[str, Any]]) -> tuple[list[Any], list[Any]]:
-    """Returns the objects of a state, to compare by identity: its own, and what is in them."""
+def _contents(state: Mapping[Tensor, dict[str, Any]]) -> list[Any]:
+    """Returns the objects of a state, to compare by identity."""
     inners = state.values()
     keys, values = chain.from_iterable(inners), chain.from_iterable(map(dict.values, inners))
-    return [*state, *inners], [*map(len, inners), *keys, *values]
+    return [*state, *map(len, inners), *keys, *values]
 
 
 def _is_same(left: list[Any], right: list[Any]) -> bool:

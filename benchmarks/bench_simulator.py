@@ -92,15 +92,21 @@ def training_step(device: str) -> Operation:
     return step
 
 
-def least_seconds(operations: list[Operation], num_rounds: int, num_calls: int) -> list[float]:
+def least_seconds(
+    operations: list[Operation],
+    num_rounds: int,
+    num_calls: int,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
     """Returns for each operation the least seconds of a call, taking turns in every round."""
     least = [math.inf] * len(operations)
     for _ in range(num_rounds):
         for index, operation in enumerate(operations):
-            start = time.perf_counter()
+            start = clock()
             for _ in range(num_calls):
                 operation()
-            least[index] = min(least[index], (time.perf_counter() - start) / num_calls)
+            least[index] = min(least[index], (clock() - start) / num_calls)
     return least
 
 

@@ -1,4 +1,4 @@
-"""What a step of many small tensors does for each of them, counted, not timed."""
+"""What a step of many small tensors does for each of them, counted, not timed; and its bits."""
 
 from __future__ import annotations
 
@@ -61,3 +61,47 @@ def test_a_step_makes_few_calls_for_each_parameter_beside_the_plain_steps(
         calls_for_each_tensor(device, kind, options, is_offloaded=each) for each in (False, True)
     )
     assert offloaded - plain <= most
+
+
+def mixed_parameters(device):
+    """Runs of parameters that are alike, between others: empty, without dimensions, with gaps."""
+    shapes = [*[(16, 16)] * 6, (5,), *[(8, 2)] * 5, (), *[(0, 3)] * 4, *[()] * 5, (16, 16), (7, 3)]
+    seeds = torch.Generator().manual_seed(1)
+    made = [torch.randn(shape, generator=seeds).to(device) for shape in shapes]
+    made += [torch.randn(6, 4, generator=seeds).to(device).t() for _ in range(4)]
+    made += [torch.randn(9, generator=seeds).to(device, torch.bfloat16) for _ in range(4)]
+    return [torch.nn.Parameter(each) for each in made]
+
+
+def give_gradients(parameters, step):
+    seeds = torch.Generator().manual_seed(step)
+    for index, parameter in enumerate(parameters):
+        gradient = torch.randn(parameter.shape, generator=seeds).to(parameter)
+        parameter.grad = None if (index + step) % 9 == 0 else gradient
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, 8192])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(torch.optim.SGD, {"momentum": 0.9}), (torch.optim.AdamW, {}), (torch.optim.RMSprop, {})],
+)
+def test_many_parameters_alike_and_others_step_as_the_plain_ones(
+    device, kind, options, bucket_bytes
+):
+    pairs = []
+    for is_offloaded in (False, True):
+        parameters = mixed_parameters(device)
+        optimizer = kind(parameters, lr=1e-2, **options)
+        if is_offloaded:
+            residency.offload_optimizer(optimizer, bucket=bucket_bytes)
+        pairs.append((parameters, optimizer))
+    for step in range(6):
+        for parameters, optimizer in pairs:
+            give_gradients(parameters, step)
+            optimizer.step()
+    (plain, theirs), (offloaded, ours) = pairs
+    for left, right in zip(plain, offloaded, strict=True):
+        assert torch.equal(left, right)
+        before, after = theirs.state[left], ours.state[right]
+        assert list(before) == list(after)
+        assert all(torch.equal(before[key].cpu(), after[key].cpu()) for key in before)

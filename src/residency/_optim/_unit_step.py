@@ -13,7 +13,6 @@ import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import chain, compress, islice
 from typing import Any, TypeGuard
 
@@ -330,9 +329,9 @@ class Part:
         is_shard = value.shape == local_of(piece.parameter).shape
         return wrapped_like(value, piece.parameter) if is_shard else value
 
-    @cached_property
+    @property
     def _views(self) -> list[dict[str, Tensor]]:
-        """The states in the slot, of each piece by key."""
+        """Returns the states in the slot, of each piece by key, in dicts that nobody else has."""
         return by_key(self._made, self.unit)
 
     def _states_before(self) -> dict[Tensor, dict[str, Any]]:
@@ -342,7 +341,7 @@ class Part:
             keys = [None if inner is None else (*dict.keys(inner),) for inner in self._inners]
             if keys == self.unit.keys:  # nothing but what is in the slot
                 self._given = [*self._proxies, *self.unit.all_keys, *self._made]
-                return dict(zip(self._proxies, by_key(self._made, self.unit), strict=True))
+                return dict(zip(self._proxies, self._views, strict=True))
         found: dict[Tensor, dict[str, Any]] = {}
         values_of: dict[int, dict[str, Any]] = {}
         of_each = zip(self.unit.pieces, self._proxies, self._inners, self._views, strict=True)

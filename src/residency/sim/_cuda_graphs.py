@@ -22,14 +22,17 @@ _MODES = ("global", "thread_local", "relaxed")
 class _Held:
     """A user of a private pool, and what was captured into it."""
 
+    _core: Any = None
+
     def __init__(self, core: Any, pool: tuple[int, int], stream: Any) -> None:
-        self._core = core
         self.pool = pool
         self.stream = stream
         self.graph: Any = None
+        self._core = core
 
     def __del__(self) -> None:
-        self._core.remove_pool_user(self.pool)
+        if self._core is not None:  # an interrupt may have left it half made
+            self._core.remove_pool_user(self.pool)
 
 
 class CudaGraphBase:

@@ -160,7 +160,6 @@ def test_a_save_that_takes_the_place_of_another_loses_none_where_it_fails(
     for _ in range(2):  # one is being written, one waits
         trial.advance()
         trial.save()
-    trial.advance()
     with pytest.raises(residency.RefusedError, match="Nothing was saved"):
         trial.checkpointer.save(3, {**trial.run.state, "bad": object()})
     held_writer.set()

@@ -11,7 +11,7 @@ import torch
 @pytest.fixture
 def simulated_workspaces(device: torch.device) -> Iterator[torch.device]:
     """The simulated accelerator, charging the matrix library's workspaces."""
-    from residency import sim
+    from residency import _device, sim
 
     yield sim.enable("1GiB", workspaces=True, device=device.type)
-    torch.get_device_module(device).clear_workspaces()
+    _device.clear_workspaces(device)

@@ -167,6 +167,8 @@ def _unmodelled_bindings() -> dict[str, Callable[..., Any]]:
         "_cuda_set_sync_debug_mode": refuse("the debug mode of synchronisations"),
         "_cuda_changeCurrentAllocator": refuse("other allocators"),
         "_cuda_cudaCachingAllocator_enable": refuse("a device without a caching allocator"),
+        # Torch's compiler asks for the name when it is reset.
+        "_cuda_CUDAAllocator_AllocatorState": refuse("states of pools"),
     }
 
 

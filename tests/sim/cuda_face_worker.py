@@ -128,16 +128,6 @@ def what_is_not_the_device_s_is_refused() -> None:
 
 
 @case
-def a_memory_history_is_accepted_and_an_observer_refused() -> None:
-    with pytest.warns(UserWarning, match="records no memory history"):
-        torch.cuda.memory._record_memory_history()
-    torch.cuda.memory._record_memory_history(enabled=None)
-    assert torch.cuda.memory._snapshot()["segments"] == torch.cuda.memory_snapshot()
-    with pytest.raises(sim.SimulatorError, match="observers"):
-        torch._C._cuda_attach_out_of_memory_observer(print)
-
-
-@case
 def products_are_deterministic_only_where_a_setting_says_so() -> None:
     a = torch.ones(2, 2, device="cuda")
     with pytest.MonkeyPatch.context() as patch:

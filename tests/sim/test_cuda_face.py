@@ -1,7 +1,7 @@
 """The simulated accelerator in CUDA's place: scripts that say ``cuda`` run, and compute the same.
 
-The face is for good in a process, so each test starts some; four workers run most cases, those of
-frameworks, of graphs and of refusals apart.
+The face is for good in a process, so each test starts some; five workers run most cases, those of
+frameworks, of graphs, of recorded histories and of refusals apart.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ WORKERS = (
     "cuda_face_worker",
     "cuda_frameworks_worker",
     "cuda_graphs_worker",
+    "cuda_history_worker",
     "cuda_strict_worker",
 )
 CASES = [

@@ -131,9 +131,9 @@ def functions(core: Any) -> dict[str, Any]:
         "MemPool": type("MemPool", (MemPool,), {"_core": core, "__doc__": MemPool.__doc__}),
         "clear_workspaces": core.clear_workspaces,
         "get_per_process_memory_fraction": lambda device=None: core.memory_fraction(),
-        "memory_snapshot": lambda mempool_id=None, include_traces=True: core.segments(
-            mempool_id or DEFAULT_POOL
-        ),
+        "memory_snapshot": lambda mempool_id=None, include_traces=True: core.snapshot(
+            mempool_id or DEFAULT_POOL, False
+        )["segments"],
         "private_pool_stats": core.private_pool_stats,
         "set_allocator_settings": set_allocator_settings,
         "set_per_process_memory_fraction": set_per_process_memory_fraction,

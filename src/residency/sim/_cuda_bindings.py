@@ -6,7 +6,6 @@ Those that are left out have nothing behind them in the simulator, and are missi
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +24,7 @@ def bindings(core: Any) -> dict[str, Callable[..., Any]]:
         **_device_bindings(core),
         **_stream_bindings(core),
         **_memory_bindings(core),
+        **_history_bindings(core),
         **_unmodelled_bindings(),
     }
 
@@ -105,14 +105,6 @@ def _memory_bindings(core: Any) -> dict[str, Callable[..., Any]]:
             figures["reserved_bytes_by_private_pools"] = core.private_pool_stats()
         return figures | {"num_oom_rejections": 0}  # no policy of this device's rejects beforehand
 
-    def snapshot(asked: tuple[Any, ...] | None) -> dict[str, Any]:
-        return {
-            "segments": core.segments(_allocator.DEFAULT_POOL if asked is None else asked[:2]),
-            "device_traces": [[]],
-            "external_annotations": [],
-            "allocator_settings": {},
-        }
-
     def allocate(num_bytes: int, stream: int) -> int:
         previous = torch.accelerator.current_stream()
         torch.accelerator.set_stream(_stream(stream))
@@ -122,17 +114,8 @@ def _memory_bindings(core: Any) -> dict[str, Callable[..., Any]]:
             torch.accelerator.set_stream(previous)
         return address
 
-    def record_history(enabled: str | None = "all", *args: Any, **kwargs: Any) -> None:
-        if enabled is not None:
-            warnings.warn(
-                "The simulated accelerator records no memory history: a snapshot shows what is "
-                "there, and not how it came.",
-                stacklevel=3,
-            )
-
     return {
         "_cuda_memoryStats": stats,
-        "_cuda_memorySnapshot": snapshot,
         "_cuda_resetAccumulatedMemoryStats": lambda device: reset_accumulated(device),
         "_cuda_resetPeakMemoryStats": lambda device: reset_peak(device),
         "_cuda_getMemoryFraction": lambda device: core.memory_fraction(),
@@ -146,9 +129,36 @@ def _memory_bindings(core: Any) -> dict[str, Callable[..., Any]]:
         "_cuda_cudaCachingAllocator_is_enabled": lambda: True,
         "_cuda_cudaCachingAllocator_raw_alloc": allocate,
         "_cuda_cudaCachingAllocator_raw_delete": core.free,
-        "_cuda_record_memory_history": record_history,
-        "_cuda_record_memory_history_legacy": record_history,
         "_graph_pool_handle": _allocator.new_pool_id,
+    }
+
+
+def _history_bindings(core: Any) -> dict[str, Callable[..., Any]]:
+    def snapshot(asked: tuple[Any, ...] | None) -> dict[str, Any]:
+        first, second, with_traces, *_ = (*(asked or _allocator.DEFAULT_POOL), True)
+        shown: dict[str, Any] = core.snapshot((first, second), with_traces)
+        return shown
+
+    def record_as_before(
+        enabled: bool,
+        with_stacks: bool,
+        max_entries: int,
+        with_stacks_of_events: bool,
+        with_cpp: bool,
+        *options: Any,
+    ) -> None:
+        context = "alloc" if with_stacks_of_events else "state" if with_stacks else None
+        stacks = "all" if with_cpp else "python"
+        core.record_history("all" if enabled else None, context, stacks, max_entries, *options)
+
+    return {
+        "_cuda_memorySnapshot": snapshot,
+        "_cuda_record_memory_history": core.record_history,
+        "_cuda_record_memory_history_legacy": record_as_before,
+        "_cuda_attach_out_of_memory_observer": core.attach_observer,
+        "_cuda_allocationTraceback": core.stack_of_allocation,
+        "_cuda_setMemoryMetadata": core.set_memory_metadata,
+        "_cuda_getMemoryMetadata": core.memory_metadata,
     }
 
 
@@ -163,7 +173,6 @@ def refuse(what: str) -> Callable[..., Any]:
 
 def _unmodelled_bindings() -> dict[str, Callable[..., Any]]:
     return {
-        "_cuda_attach_out_of_memory_observer": refuse("observers of its allocator"),
         "_cuda_set_sync_debug_mode": refuse("the debug mode of synchronisations"),
         "_cuda_changeCurrentAllocator": refuse("other allocators"),
         "_cuda_cudaCachingAllocator_enable": refuse("a device without a caching allocator"),

@@ -132,11 +132,15 @@ Block* CachingAllocator::take_new(const Request& request) {
 Block* CachingAllocator::take_segment(const Request& request) {
   char* address = source_.reserve(request.segment_bytes);
   if (!address) return nullptr;
-  return count_segment(request.pool, address, request.segment_bytes, request.stream);
+  Block* block = count_segment(request.pool, address, request.segment_bytes, request.stream);
+  note(Action::kReserve, block, block->address, block->size);
+  block->segment_stack = History::stack();
+  return block;
 }
 
 void CachingAllocator::release_segment(Block* block) {
   Pool& pool = *block->pool;
+  note(Action::kRelease, block, block->address, block->size, block->segment_stack);
   source_.release(block->address, block->size);
   count_reserved(pool, -static_cast<int64_t>(block->size));
   count(pool, [&](size_t type) { stats_.segment[type].decrease(1); });
@@ -206,6 +210,7 @@ bool CachingAllocator::should_split(const Block* block, const Request& request) 
 // Cuts the front off a block; the remainder goes back to the cache.
 Block* CachingAllocator::split(Block* block, size_t rounded_bytes) {
   Block* front = new Block(*block);
+  front->segment_stack = nullptr;  // as on CUDA, until the two are one again
   front->size = rounded_bytes;
   front->after = block;
   if (front->before) front->before->after = front;
@@ -236,6 +241,8 @@ Block* CachingAllocator::hand_out(Block* block, size_t rounded_bytes, size_t req
   }
   block->is_allocated = true;
   block->requested = requested;
+  block->stack = History::stack();
+  note(Action::kAllocate, block, block->address, requested);
   allocated_[block->address] = block;
   count(pool, [&](size_t type) {
     stats_.allocation[type].increase(1);
@@ -278,6 +285,7 @@ void CachingAllocator::begin_free(Block* block) {
     stats_.allocation[type].decrease(1);
     stats_.allocated_bytes[type].decrease(block->size);
   });
+  note(Action::kRequestFree, block, block->address, block->requested, block->stack);
   if (block->size >= Config::max_split_size()) stats_.oversize_allocations.decrease(1);
 }
 
@@ -286,6 +294,7 @@ size_t CachingAllocator::absorb(Block* block, Block* neighbour) {
   if (!neighbour || !neighbour->is_free() || neighbour->is_mapped != block->is_mapped) return 0;
   if (neighbour == block->before) {
     block->address = neighbour->address;
+    block->segment_stack = std::move(neighbour->segment_stack);
     block->before = neighbour->before;
     if (block->before) block->before->after = block;
   } else {
@@ -302,6 +311,8 @@ size_t CachingAllocator::absorb(Block* block, Block* neighbour) {
 }
 
 void CachingAllocator::finish_free(Block* block) {
+  note(Action::kFree, block, block->address, block->requested, block->stack);
+  block->stack = nullptr;
   const size_t size = block->size;
   int64_t num_splits = 0;
   int64_t split_bytes = 0;

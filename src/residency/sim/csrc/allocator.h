@@ -23,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "history.h"
 #include "streams.h"
 #include "torch_versions.h"
 
@@ -100,6 +101,8 @@ struct Block {
   ExpandableSegment* expandable = nullptr;
   bool is_mapped = true;        // false: addresses without memory, of an expandable segment
   int64_t searches_before = 0;  // of its pool, when it became free
+  Stack stack;                  // of the call that it was handed out to
+  Stack segment_stack;          // of the call that reserved the segment, which begins here
 
   bool is_free() const { return !is_allocated && num_pending_uses == 0; }
   bool is_whole_segment() const { return !before && !after; }
@@ -115,6 +118,8 @@ struct PrivatePool {
   Pool small;
   Pool large;
 };
+
+inline PoolId id_of(const Pool& pool) { return pool.owner ? pool.owner->id : PoolId{0, 0}; }
 
 class CachingAllocator {
  public:
@@ -155,8 +160,12 @@ class CachingAllocator {
     bool is_small;
     std::vector<Block> blocks;
   };
-  // All of them by address. `draining` are the blocks between the halves of a free.
-  std::vector<Segment> segments(const std::vector<const Block*>& draining) const;
+  // All of them by address, or those of one private pool. `draining` are the blocks between the
+  // halves of a free.
+  std::vector<Segment> segments(const std::vector<const Block*>& draining, PoolId only);
+
+  History& history() { return history_; }
+  void note_out_of_memory(size_t num_bytes, StreamId stream, size_t free_bytes);
 
   Block* find(const void* address) const;    // the allocated block that starts there, or nullptr
   bool contains(const void* address) const;  // in any allocated block; looks through them all
@@ -183,6 +192,8 @@ class CachingAllocator {
   };
 
   Pool& pool_for(size_t rounded_bytes, StreamId stream);
+  void note(Action action, const Block* block, const void* address, size_t num_bytes,
+            const Stack& otherwise = {});
   void count_reserved(Pool& pool, int64_t difference);
   Block* take_cached(const Request& request);
   Block* take_new(const Request& request);
@@ -217,6 +228,7 @@ class CachingAllocator {
   size_t reserved_bytes_ = 0;
   DeviceStats stats_;
   PoolFigures pool_figures_;
+  History history_;
   std::optional<double> fraction_;
   std::map<PoolId, std::unique_ptr<PrivatePool>> private_pools_;
   std::vector<std::pair<PoolId, std::function<bool(StreamId)>>> directed_;  // the latest last

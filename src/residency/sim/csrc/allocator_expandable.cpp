@@ -95,7 +95,8 @@ Block* CachingAllocator::find_addresses(const Request& request) {
 // the free block, or nullptr when there is no room.
 Block* CachingAllocator::map_block(Block* block, size_t num_bytes) {
   const size_t mapped = round_up(num_bytes, block->expandable->granule);
-  if (!source_.map(block->address, mapped)) return nullptr;
+  char* address = block->address;
+  if (!source_.map(address, mapped)) return nullptr;
   Pool& pool = *block->pool;
   pool.unmapped.erase(block);
   block->is_mapped = true;
@@ -110,6 +111,8 @@ Block* CachingAllocator::map_block(Block* block, size_t num_bytes) {
   absorb(block, block->after);
   pool.put(block);
   count_reserved(pool, static_cast<int64_t>(mapped));
+  note(Action::kMap, block, address, mapped);
+  if (!block->before && !block->segment_stack) block->segment_stack = History::stack();
   return block;
 }
 
@@ -157,6 +160,7 @@ void CachingAllocator::unmap_block(Block* block) {
   absorb(block, block->after);
   pool.unmapped.insert(block);
   count_reserved(pool, -static_cast<int64_t>(end - begin));
+  note(Action::kUnmap, block, segment.address + begin, end - begin, block->segment_stack);
   if (block->is_whole_segment()) release_addresses(block);
 }
 

@@ -1,6 +1,7 @@
 // The machine itself, and its memory. Its streams, work and events are in machine_work.cpp.
 #include "machine.h"
 
+#include <c10/core/Allocator.h>
 #include <c10/util/Exception.h>
 #include <pthread.h>
 #include <sys/mman.h>
@@ -154,15 +155,23 @@ void Machine::poison(Block* block, StreamId stream) {
   }
 }
 
+// torch's profiler is told what the block took, or with the other sign what it gave back.
+void Machine::tell_profiler(void* address, int64_t num_bytes) {
+  c10::reportMemoryUsageToProfiler(address, num_bytes, allocator_.allocated_bytes(),
+                                   allocator_.reserved_bytes(), c10::Device(kSimDevice, 0));
+}
+
 // An allocation counts as a write by its stream: another stream must wait for it before the first
 // use, since the bytes may still be in use by work that the allocating stream issued earlier.
 void* Machine::allocate(size_t num_bytes) {
   std::string line = line_of_python();
-  const auto guard = enter();
+  const History::Call call(allocator_.history(), StacksOf::kBlocks);
+  auto guard = enter();
   if (!captures_.is_any()) finish_pending_frees();
   const StreamId stream = current_stream();
   Block* block = allocator_.allocate(num_bytes, stream);
-  if (!block) raise_out_of_memory(num_bytes);
+  if (!block) raise_out_of_memory(std::move(guard), num_bytes);
+  tell_profiler(block->address, static_cast<int64_t>(block->size));
   poison(block, stream);
   block->is_poisoned = false;
   if (!checks_races()) return block->address;
@@ -181,10 +190,12 @@ void* Machine::allocate(size_t num_bytes) {
 }
 
 void Machine::free(void* address) {
+  const History::Call call(allocator_.history(), StacksOf::kFrees);
   Guard guard(lock_);
   Block* block = allocator_.find(address);
   if (!block) return;
   allocator_.begin_free(block);
+  tell_profiler(block->address, -static_cast<int64_t>(block->size));
   if (block->used_by == 0) {
     // Work that other streams have queued may still read it: legal, if the block's own stream waits
     // for that work before it reuses the block. Then the poison comes with the reuse.
@@ -229,6 +240,7 @@ void Machine::record_stream(const void* address, StreamId stream) {
 
 void Machine::empty_cache(PoolId only) {
   if (is_broken_) raise_failure();
+  const History::Call call(allocator_.history(), StacksOf::kFrees);
   Guard guard(lock_);
   allocator_.empty_cache(only);
 }
@@ -247,11 +259,21 @@ size_t Machine::free_bytes() {
   return share_.is_joined() ? share_.figures().free_bytes : settings_.capacity_bytes - held_bytes();
 }
 
-std::vector<CachingAllocator::Segment> Machine::segments() {
+// The event of a snapshot comes after what it shows.
+Machine::Snapshot Machine::snapshot(PoolId only, bool with_entries) {
   Guard guard(lock_);
   std::vector<const Block*> draining;
   for (const auto& [_, block] : draining_) draining.push_back(block);
-  return allocator_.segments(draining);
+  Snapshot shown;
+  if (with_entries) shown.entries = allocator_.history().entries();
+  shown.annotations = allocator_.history().annotations();
+  shown.segments = allocator_.segments(draining, only);
+  return shown;
+}
+
+void Machine::attach_observer(Observer observer) {
+  Guard guard(lock_);
+  observers_.push_back(std::move(observer));
 }
 
 // In the words of CUDA's message.
@@ -266,8 +288,11 @@ std::string Machine::holders_of_memory() {
   return text + "This process has " + format_size(held_bytes()) + " memory in use. ";
 }
 
-void Machine::raise_out_of_memory(size_t num_bytes) {
+void Machine::raise_out_of_memory(std::unique_lock<std::mutex> guard, size_t num_bytes) {
   using c10::CachingAllocator::format_size;
+  const size_t device_free = free_bytes();
+  const size_t asked = CachingAllocator::segment_size(CachingAllocator::round_size(num_bytes));
+  allocator_.note_out_of_memory(num_bytes, current_stream(), device_free);
   const size_t reserved = allocator_.reserved_bytes();
   const size_t allocated = allocator_.allocated_bytes();
   const auto allowed_bytes = allocator_.allowed_bytes();
@@ -276,14 +301,19 @@ void Machine::raise_out_of_memory(size_t num_bytes) {
   const std::string pools = in_pools ? "with " + format_size(in_pools) +
                                            " allocated in private pools (e.g., CUDA Graphs), "
                                      : "";
+  const std::string holders = holders_of_memory();
+  const size_t capacity = settings_.capacity_bytes;
+  const auto observers = observers_;
+  guard.unlock();
+  for (const Observer& tell : observers) {
+    tell(asked, allowed_bytes.value_or(capacity), device_free);
+  }
   TORCH_CHECK_WITH(
-      OutOfMemoryError, false, kOutOfMemory, ". Tried to allocate ",
-      format_size(CachingAllocator::segment_size(CachingAllocator::round_size(num_bytes))), ". ",
-      kOwnerOfMemory, " has a total capacity of ", format_size(settings_.capacity_bytes),
-      " of which ", format_size(free_bytes()), " is free. ", holders_of_memory(), allowed,
-      "Of the ", format_size(reserved), " in use, ", format_size(allocated + in_pools),
-      " is allocated by PyTorch, ", pools, "and ", format_size(reserved - allocated - in_pools),
-      " is reserved by PyTorch but unallocated.");
+      OutOfMemoryError, false, kOutOfMemory, ". Tried to allocate ", format_size(asked), ". ",
+      kOwnerOfMemory, " has a total capacity of ", format_size(capacity), " of which ",
+      format_size(device_free), " is free. ", holders, allowed, "Of the ", format_size(reserved),
+      " in use, ", format_size(allocated + in_pools), " is allocated by PyTorch, ", pools, "and ",
+      format_size(reserved - allocated - in_pools), " is reserved by PyTorch but unallocated.");
 }
 
 // ----------------------------------------------------------------------------- pinned host memory

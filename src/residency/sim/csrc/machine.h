@@ -135,7 +135,17 @@ class Machine final : private MemorySource {
   void empty_cache(PoolId only = {0, 0});
   bool is_device_address(const void* address);
   std::pair<size_t, size_t> free_and_total_bytes();
-  std::vector<CachingAllocator::Segment> segments();
+  // What the allocator shows, of all pools or of one, and what it remembers.
+  struct Snapshot {
+    std::vector<CachingAllocator::Segment> segments;
+    std::deque<History::Entry> entries;
+    std::deque<History::Annotation> annotations;
+  };
+  Snapshot snapshot(PoolId only, bool with_entries);
+  // Is told of every allocation that fails, before the error and without locks: the bytes that the
+  // device was asked for, that this process may have of it, and that are free.
+  using Observer = std::function<void(size_t asked, size_t allowed, size_t free)>;
+  void attach_observer(Observer observer);
   // Runs `use` on the allocator, for its settings and figures; it allocates and frees nothing that
   // tensors hold.
   template <class Use>
@@ -200,9 +210,10 @@ class Machine final : private MemorySource {
                    const std::vector<Access>& accesses);
   void host_sees(const Event& event);
   void poison(Block* block, StreamId stream);
+  void tell_profiler(void* address, int64_t num_bytes);
   size_t free_bytes();
   std::string holders_of_memory();
-  [[noreturn]] void raise_out_of_memory(size_t num_bytes);
+  [[noreturn]] void raise_out_of_memory(std::unique_lock<std::mutex> guard, size_t num_bytes);
   [[noreturn]] void raise_out_of_pinned_memory(size_t num_bytes);
 
   Settings settings_;
@@ -219,6 +230,7 @@ class Machine final : private MemorySource {
   SharedCapacity share_;
   std::vector<std::pair<Ticket, Block*>> draining_;  // freed, but a recorded stream has yet to pass
   Python python_;
+  std::vector<Observer> observers_;
   std::atomic<void (*)()> before_synchronize_ = nullptr;
   std::deque<std::exception_ptr> failures_;  // [Note: failures]
   bool is_fatal_ = false;                    // the last of them ends the device

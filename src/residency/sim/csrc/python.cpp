@@ -21,6 +21,7 @@ namespace sim {
 
 void register_distributed(py::module& module);  // torch_distributed.cpp
 void register_memory(py::module& module);       // python_memory.cpp
+void register_snapshots(py::module& module);    // python_snapshot.cpp
 
 namespace {
 
@@ -259,6 +260,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 
   register_distributed(module);
   register_memory(module);
+  register_snapshots(module);
 
   py::class_<TraceReplay>(module, "TraceReplay")
       .def(py::init<>())

@@ -1,5 +1,5 @@
-// The Python side of memory: allocator settings, the memory fraction, private pools, snapshots and
-// library workspaces.
+// The Python side of memory: allocator settings, the memory fraction, private pools and library
+// workspaces. Its snapshots are in python_snapshot.cpp.
 #include <c10/core/AllocatorConfig.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -82,56 +82,6 @@ py::dict private_pool_stats() {
   return result;
 }
 
-// A segment under the names that `torch.cuda.memory_snapshot` gives (torch/csrc/cuda/Module.cpp).
-py::dict as_dict(const CachingAllocator::Segment& segment) {
-  size_t total = 0, allocated = 0, active = 0, requested = 0;
-  py::list blocks;
-  for (const Block& block : segment.blocks) {
-    const char* state = block.is_allocated ? "active_allocated"
-                        : block.is_free()  ? "inactive"
-                                           : "active_pending_free";
-    total += block.size;
-    if (block.is_allocated) allocated += block.size;
-    if (!block.is_free()) active += block.size, requested += block.requested;
-    py::dict shown;
-    shown["address"] = reinterpret_cast<uintptr_t>(block.address);
-    shown["size"] = block.size;
-    shown["requested_size"] = block.requested;
-    shown["state"] = state;
-    shown["frames"] = py::list();
-    blocks.append(shown);
-  }
-  const Block& first = segment.blocks.front();
-  py::dict shown;
-  shown["device"] = 0;
-  shown["address"] = reinterpret_cast<uintptr_t>(first.address);
-  shown["total_size"] = total;
-  shown["allocated_size"] = allocated;
-  shown["active_size"] = active;
-  shown["requested_size"] = requested;
-  shown["stream"] = first.stream;
-  shown["segment_type"] = segment.is_small ? "small" : "large";
-  shown["segment_pool_id"] = segment.pool;
-  shown["is_expandable"] = first.expandable != nullptr;
-  shown["frames"] = py::list();
-  shown["blocks"] = blocks;
-  return shown;
-}
-
-// Those of all pools, or of one.
-py::list segments(PoolId only) {
-  std::vector<CachingAllocator::Segment> found;
-  {
-    py::gil_scoped_release no_gil;
-    found = Machine::get().segments();
-  }
-  py::list shown;
-  for (const auto& segment : found) {
-    if (only == PoolId{0, 0} || only == segment.pool) shown.append(as_dict(segment));
-  }
-  return shown;
-}
-
 }  // namespace
 
 void register_memory(py::module& module) {
@@ -165,7 +115,6 @@ void register_memory(py::module& module) {
   module.def("host_memory_stats", &host_memory_stats);
   module.def("reset_accumulated_host_memory_stats",
              [] { Machine::get().reset_accumulated_pinned_statistics(); });
-  module.def("segments", &segments, py::arg("only") = PoolId{0, 0});
   module.def("blas_workspace_bytes", [](std::optional<std::string> config, int capability_major) {
     bool is_understood = true;
     const size_t num_bytes =

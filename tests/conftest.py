@@ -105,6 +105,9 @@ def _stays(before: tuple[int, int]) -> dict[str, int]:
 
 
 def _held_bytes() -> tuple[int, int]:
+    from residency import _device
+
+    _device.clear_workspaces(torch.accelerator.current_accelerator())
     return _pinned_bytes(), torch.accelerator.memory_allocated()
 
 

@@ -351,6 +351,7 @@ def test_an_unknown_schedule_stops_the_collection(run_tests) -> None:
     ("line", "message"),
     [
         ("residency_capacity = 8 GB", "residency_capacity*capacity is '8 GB'*"),
+        ("residency_context = all", "residency_capacity, _context*context is 'all'*"),
         ("residency_schedules = soon", "*schedule is ?'soon'?; expected one or several of 'late'*"),
         ("residency_missing = ignore", "residency_missing is 'ignore'; expected fail or skip."),
     ],

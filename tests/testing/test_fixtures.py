@@ -179,3 +179,35 @@ def test_settling_finishes_work_past_its_failures_and_frees_what_is_free(
     assert accelerator.max_memory_allocated() == held.nbytes
     assert sim.pinned_memory_stats()["pinned_bytes.current"] == pinned
     assert held.min().item() == 1.0
+
+
+def test_contexts_and_workspaces_are_charged_where_the_settings_say_so(run_tests) -> None:
+    run_tests(
+        """
+        import pytest
+        import torch
+        import residency
+
+        def used(device):
+            square = torch.ones(64, 64, device=device)
+            square @ square
+            state = residency.memory_state()
+            return state.outside, state.held - square.nbytes
+
+        def test_a_default(sim_device):
+            assert used(sim_device) == (64 << 20, 8519680)
+
+        @pytest.mark.sim_device(workspaces=False, context="1MiB")
+        def test_of_its_own(sim_device):
+            assert used(sim_device) == (1 << 20, 0)
+
+        @pytest.mark.sim_device(capacity="64MiB")
+        def test_a_capacity_is_for_tensors(sim_device):
+            assert used(sim_device) == (0, 8519680)
+
+        @pytest.mark.device_memory(limit="64MiB")
+        def test_a_limit_is_for_tensors(sim_device):
+            assert used(sim_device) == (0, 8519680)
+        """,
+        ini="residency_context = 64MiB\nresidency_workspaces = true",
+    ).assert_outcomes(passed=4)

@@ -74,8 +74,9 @@ def make_request(
             "both say how many bytes the device has; keep one of them."
         )
     _ = request.growth_bytes  # refused now if it means nothing
-    if "capacity" in sim:
-        parse_bytes(sim["capacity"], name="capacity")
+    for name in ("capacity", "context"):
+        if sim.get(name) is not None:
+            parse_bytes(sim[name], name=name)
     return request
 
 

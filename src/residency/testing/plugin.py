@@ -52,6 +52,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the project's defaults."""
     parser.addini("residency_capacity", "bytes of the simulated accelerator", default="8GiB")
     parser.addini(
+        "residency_workspaces",
+        "whether the simulated accelerator charges scratch memory of matrix products and sums",
+        type="bool",
+        default=False,
+    )
+    parser.addini(
+        "residency_context",
+        "bytes that a context takes of it, in tests that ask for no capacity of their own",
+        default="0B",
+    )
+    parser.addini(
         "residency_schedules",
         "schedules that a test runs under, once with each; 'all' for every one",
         type="args",
@@ -69,10 +80,10 @@ def pytest_configure(config: pytest.Config) -> None:
     for line in _MARKERS:
         config.addinivalue_line("markers", line)
     try:
-        make_request([{"capacity": config.getini("residency_capacity")}], [])
+        make_request([{n: config.getini(f"residency_{n}") for n in ("capacity", "context")}], [])
         _default_schedules(config)
     except InvalidArgumentError as error:
-        raise pytest.UsageError(f"residency_capacity or residency_schedules: {error}") from None
+        raise pytest.UsageError(f"residency_capacity, _context or _schedules: {error}") from None
     if config.getini("residency_missing") not in ("fail", "skip"):
         raise pytest.UsageError(
             f"residency_missing is {config.getini('residency_missing')!r}; expected fail or skip."
@@ -198,9 +209,12 @@ def _residency_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
                 "capacity": config.getini("residency_capacity"),
                 "schedule": _default_schedules(config)[0],
                 "check_races": True,
-                "workspaces": False,  # tests compute their bounds from the bytes of tensors
-                "context": "0B",
+                # Off by default: tests compute their bounds from the bytes of tensors.
+                "workspaces": config.getini("residency_workspaces"),
+                "context": config.getini("residency_context"),
             }
+            if asked.limit is not None or "capacity" in asked.sim_options:
+                defaults["context"] = "0B"  # all of what a test asks for is for its tensors
             limit = {} if asked.limit is None else {"capacity": asked.limit}
             loan = lender.lend_simulated(defaults | dict(asked.sim_options) | limit)
         else:

@@ -262,16 +262,25 @@ class Program:
         ours.backward()
 
     def step(self) -> None:
-        """Steps both; a step over parked parameters is refused."""
+        """Steps both; a step over parked parameters or parked state is refused."""
         if all(p.grad is None for p in self.stock.parameters()):
             return
         away = [p for p in self.ours.parameters() if p.device.type == "cpu" and p.requires_grad]
-        if away:
-            with pytest.raises(residency.RefusedError):
+        if away or self.has_parked_state():
+            with pytest.raises(residency.RefusedError, match="parked on the host"):
                 self.optimizer.step()
             return
         self.optimizer.step()
         self.plain.step()
+
+    def has_parked_state(self) -> bool:
+        """Says whether the optimizer's state is on the host, beside what stock keeps there."""
+        return not self.offloaded and any(
+            isinstance(value, torch.Tensor) and value.device.type == "cpu"
+            for state in self.optimizer.state.values()
+            for key, value in state.items()
+            if key not in ("step", "mu_product", "eta", "mu")
+        )
 
     def zero(self) -> None:
         """Clears gradients in one of the two ways."""

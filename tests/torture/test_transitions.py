@@ -50,6 +50,7 @@ class Transitions(Program):
         """Moves the optimizer's state to the host or back."""
         if not self.is_home():
             return
+        residency.unpark(self.optimizer)  # else steps are refused until then
         if self.offloaded:
             residency.onload_optimizer(self.optimizer)
         else:

@@ -262,11 +262,12 @@ class Program:
         ours.backward()
 
     def step(self) -> None:
-        """Steps both; a step over parked parameters or parked state is refused."""
+        """Steps both; a step over what is parked is refused."""
         if all(p.grad is None for p in self.stock.parameters()):
             return
-        away = [p for p in self.ours.parameters() if p.device.type == "cpu" and p.requires_grad]
-        if away or self.has_parked_state():
+        used = [p for p in self.ours.parameters() if p.requires_grad]
+        used += [p.grad for p in used if p.grad is not None]
+        if any(tensor.device.type == "cpu" for tensor in used) or self.has_parked_state():
             with pytest.raises(residency.RefusedError, match="parked on the host"):
                 self.optimizer.step()
             return

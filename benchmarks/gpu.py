@@ -1,4 +1,5 @@
-"""One command for a machine with a GPU: probes, tests, benchmarks and the demo, and one report.
+"""One command for a machine with a GPU: probes, tests, benchmarks, recordings and the demo, and one
+report.
 
 ``python -m benchmarks.gpu`` does all; ``python -m benchmarks.gpu probe optimizers`` the parts that
 are named, so that each fits where time is short. Each command of a part is a process of its own:
@@ -57,7 +58,7 @@ _DEMO = {
     "async-save": "lightning",
     "best-adapter": "peft",
 }
-_PARTS = ("probe", *_TESTS, "benchmarks", "demo")
+_PARTS = ("probe", *_TESTS, "benchmarks", "record", "demo")
 _NEEDED = {"rich": "rich"}
 _NEEDED_BY_TESTS = {
     "pytest": "pytest",
@@ -112,6 +113,8 @@ def main(names: Sequence[str]) -> int:
         path.write_text(report, encoding="utf-8")
     if left_out := [f"{case} (no {name})" for case, name in _DEMO.items() if not _can_show(case)]:
         print(f"left out of the demo: {', '.join(left_out)}")
+    if "record" in parts and not _is_installed("transformers"):
+        print("left out: record (no transformers)")
     print(f"written: {path}; {'kept' if is_kept else 'NOT ALL IS KEPT'}")
     return 0 if is_kept else 1
 
@@ -123,6 +126,11 @@ def _commands(part: str) -> Iterable[Sequence[str]]:
     elif part == "benchmarks":
         yield from (("-m", f"benchmarks.bench_{name}") for name in _BENCHMARKS)
         yield _SAVE
+    elif part == "record":
+        if _is_installed("transformers"):
+            folder = str(report_path("allocations", "", _hardware()))
+            small = ["--small"] * _IS_SIMULATED
+            yield ("-m", "benchmarks.record_allocations", folder, *small)
     elif part == "demo":
         yield from (
             ("-m", "residency", "demo", "--case", case) for case in _DEMO if _can_show(case)

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from residency import sim
+
 pytestmark = pytest.mark.sim
+ROOT = Path(__file__).resolve().parents[2]
 
 SMALL_SEGMENT = 2 << 20
 LARGEST_SMALL = 1 << 20
@@ -66,41 +72,63 @@ class Recording:
         return blocks
 
 
-def test_every_recorded_allocation_gets_its_recorded_address(trace_files: list[Path]) -> None:
-    from residency import sim
+def replay(path: Path) -> int:
+    """Replays a trace, and returns its number of allocations: each address must be the recorded."""
+    recording = Recording(path)
+    replay = sim.TraceReplay()
+    reserved = peak_reserved = 0
+    for start in sorted(recording.segments):
+        total, is_small = recording.segments[start]
+        replay.adopt_segment(start, total, is_small, recording.layout(start))
+        reserved += total
+    known = set(recording.live)
+    peak_reserved = reserved
+    segment, num_allocations, released = 0, 0, set()
+    actions = recording.events
+    for i, (action, address, size, _) in enumerate(actions):
+        if action == "segment_alloc":
+            segment = address
+            reserved += size
+            peak_reserved = max(peak_reserved, reserved)
+        elif action == "segment_free":
+            reserved -= size
+            released.add(address)
+            if i + 1 == len(actions) or actions[i + 1][0] != "segment_free":
+                assert set(replay.empty_cache()) == released, (path.name, i)
+                released = set()
+        elif action == "alloc":
+            found, grew = replay.allocate(size, segment)
+            assert (found, grew) == (address, segment != 0), (path.name, i, size)
+            known.add(address)
+            segment = 0
+            num_allocations += 1
+        elif action == "free_completed" and address in known:
+            known.discard(address)
+            replay.free(address)
+    assert replay.peak_reserved_bytes() == peak_reserved, path.name
+    return num_allocations
 
+
+def test_every_recorded_allocation_gets_its_recorded_address(trace_files: list[Path]) -> None:
     sim.enable("1GiB")
     for path in trace_files:
-        recording = Recording(path)
-        replay = sim.TraceReplay()
-        reserved = peak_reserved = 0
-        for start in sorted(recording.segments):
-            total, is_small = recording.segments[start]
-            replay.adopt_segment(start, total, is_small, recording.layout(start))
-            reserved += total
-        known = set(recording.live)
-        peak_reserved = reserved
-        segment, num_allocations, released = 0, 0, set()
-        actions = recording.events
-        for i, (action, address, size, _) in enumerate(actions):
-            if action == "segment_alloc":
-                segment = address
-                reserved += size
-                peak_reserved = max(peak_reserved, reserved)
-            elif action == "segment_free":
-                reserved -= size
-                released.add(address)
-                if i + 1 == len(actions) or actions[i + 1][0] != "segment_free":
-                    assert set(replay.empty_cache()) == released, (path.name, i)
-                    released = set()
-            elif action == "alloc":
-                found, grew = replay.allocate(size, segment)
-                assert (found, grew) == (address, segment != 0), (path.name, i, size)
-                known.add(address)
-                segment = 0
-                num_allocations += 1
-            elif action == "free_completed" and address in known:
-                known.discard(address)
-                replay.free(address)
-        assert num_allocations > 1000, path.name
-        assert replay.peak_reserved_bytes() == peak_reserved, path.name
+        assert replay(path) > 1000, path.name
+
+
+def test_what_the_recorder_writes_can_be_replayed(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    command = [sys.executable, "-m", "benchmarks.record_allocations", tmp_path, "--small"]
+    done = subprocess.run(
+        [*command, "--only", "vit"],
+        cwd=ROOT,
+        env={**os.environ, "RESIDENCY_TEST_DEVICE": "sim-as-cuda"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    sim.enable("1GiB")
+    found = {path.name: replay(path) for path in tmp_path.iterdir()}
+    names = [f"vit_{setting}.json.gz" for setting in ("float32", "bfloat16_fused", "checkpointing")]
+    assert sorted(found) == sorted(names)
+    assert min(found.values()) > 300

@@ -1,71 +1,30 @@
-"""Runs every case of tests/sim/test_contexts.py in a child forked from one process, in which the
-simulator is CUDA and nothing has used it: a context, once made, is for good.
-"""
+"""Cases of tests/sim/test_contexts.py: what makes a context on the device, and what it takes."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import tempfile
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
+from context_cases import (
+    CAPACITY,
+    CONTEXT,
+    MIB,
+    cases_of,
+    has_context,
+    in_child,
+    run_all,
+    starts_nothing,
+    use,
+)
 from torch import nn
 
 import residency
 from residency import _device, sim
 
-MIB = 1 << 20
-CAPACITY = 1024 * MIB
-CONTEXT = 534 * MIB  # what it is as CUDA, unless the program says otherwise
-
-Case = Callable[[], None]
-cases: list[Case] = []
-
-
-def case(function: Case) -> Case:
-    cases.append(function)
-    return function
-
-
-def in_child(function: Case) -> str:
-    """Returns ``passed``, or the traceback, of a call in a forked process."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            function()
-            outcome = "passed"
-        except BaseException:
-            outcome = traceback.format_exc()
-        os.write(writer, outcome.encode()[:60_000])
-        os._exit(0)
-    os.close(writer)
-    with open(reader, "rb") as pipe:
-        outcome = pipe.read().decode()
-    assert os.waitpid(child, 0)[1] == 0, "the child was killed"
-    return outcome
-
-
-def has_context() -> bool:
-    return torch._C._cuda_hasPrimaryContext(0)
-
-
-def use() -> None:
-    assert torch.ones(2, device="cuda").sum().item() == 2
-
-
-def starts_nothing(ask: Callable[[], object]) -> None:
-    """Checks that a process has no context after a call, and may fork."""
-    ask()
-    assert not torch.cuda.is_initialized()
-    assert not has_context()
-    assert in_child(use) == "passed"
-
+case = cases_of(1)
 
 # ------------------------------------------------------------------------------------ the simulator
 
@@ -290,6 +249,4 @@ def the_random_state_of_a_device_that_is_not_used_yet_is_set_when_it_is() -> Non
 
 
 if __name__ == "__main__":
-    sim.enable(CAPACITY, schedule="late", check_races=True, device="cuda")
-    outcomes = {each.__name__: in_child(each) for each in cases}
-    (Path(sys.argv[1]) / "outcomes.json").write_text(json.dumps(outcomes))
+    run_all()

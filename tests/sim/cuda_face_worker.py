@@ -118,9 +118,11 @@ def out_of_memory() -> None:
 
 @case
 def what_is_not_the_device_s_is_refused() -> None:
-    for figures in (torch.cuda.memory_allocated, torch.cuda.memory_stats, torch.cuda.mem_get_info):
+    for figures in (torch.cuda.memory_allocated, torch.cuda.memory_stats):
         with pytest.raises(RuntimeError, match="Invalid device argument 1"):
             figures(1)
+    with pytest.raises(torch.AcceleratorError, match="invalid device ordinal"):
+        torch.cuda.mem_get_info(1)
     with pytest.raises(RuntimeError, match="invalid device pointer"):
         torch.cuda.caching_allocator_delete(12345)
     torch.cuda.caching_allocator_delete(0)

@@ -1,6 +1,6 @@
 """What a process does with an accelerator before it uses it, and what a context takes.
 
-One worker, in which the simulator is CUDA, forks a child for each case.
+Two workers, in which the simulator is CUDA, fork a child for each case.
 """
 
 from __future__ import annotations
@@ -19,33 +19,47 @@ from residency import sim
 
 pytestmark = pytest.mark.sim
 
-WORKER = Path(__file__).with_name("context_worker.py")
+WORKERS = [Path(__file__).with_name(f"{name}_worker.py") for name in ("context", "devices")]
 CASES = [
     line.removeprefix("def ").split("(")[0]
-    for before, line in itertools.pairwise(WORKER.read_text().splitlines())
+    for worker in WORKERS
+    for before, line in itertools.pairwise(worker.read_text().splitlines())
     if before == "@case"
 ]
 
 
 @pytest.fixture(scope="module")
 def outcomes(built: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("contexts")
     path = os.pathsep.join([str(Path(residency.__file__).parents[1]), os.getenv("PYTHONPATH", "")])
-    run = subprocess.run(
-        [sys.executable, "-W", "error", str(WORKER), str(folder)],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    outcomes: dict[str, str] = json.loads((folder / "outcomes.json").read_text())
+    outcomes: dict[str, str] = {}
+    for worker in WORKERS:
+        folder = tmp_path_factory.mktemp(worker.stem)
+        run = subprocess.run(
+            [sys.executable, "-W", "error", str(worker), str(folder)],
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert run.returncode == 0, run.stdout + run.stderr
+        outcomes |= json.loads((folder / "outcomes.json").read_text())
     return outcomes
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_contexts(outcomes: dict[str, str], case: str) -> None:
     assert outcomes[case] == "passed", outcomes[case]
+
+
+@pytest.mark.parametrize("devices", [0, 9, -1, True, 1.0, "2"])
+def test_a_number_of_devices_that_is_not_modelled_is_refused(devices: object) -> None:
+    with pytest.raises(residency.InvalidArgumentError, match="expected 1 to 8"):
+        sim.enable("1GiB", devices=devices)
+
+
+def test_several_devices_are_cudas() -> None:
+    with pytest.raises(residency.InvalidArgumentError, match="modelled as 'cuda' alone"):
+        sim.enable("1GiB", devices=2)
 
 
 @pytest.mark.parametrize("context", ["64MiB", "1GiB", 1 << 40])

@@ -38,6 +38,7 @@ __all__ = [
 _SCHEDULES = ("late", "overtake", "eager")
 # "On H100, each primary context costs ~534 MiB" (github.com/meta-pytorch/torchcomms/pull/777).
 _CONTEXTS = {"sim": "0B", "cuda": "534MiB"}
+_MOST_DEVICES = 8  # of one machine
 
 
 def enable(
@@ -50,41 +51,40 @@ def enable(
     share: str | None = None,
     workspaces: bool = True,
     context: int | str | None = None,
+    devices: int | None = None,
     device: str | None = None,
 ) -> torch.device:
     """Turns the simulated accelerator on, or changes its settings, and returns its device.
 
-    The first call in a process registers the device, after which ``torch.accelerator`` finds it;
-    the first on a machine compiles it (most of a minute). Each first lets queued work finish.
+    The first call on a machine compiles it (most of a minute). Each lets queued work finish.
 
     Args:
-        capacity: Bytes of device memory, an ``int`` or a string such as ``"24GiB"``.
+        capacity: Bytes of device memory, as ``"24GiB"``.
         schedule: When queued work runs. ``"late"``: when something forces it, and then only the
             forced stream and what that stream waits for, so that whatever was read before it was
             ready is wrong. ``"overtake"``: when something forces it, after everything else that may
-            legally run, so that what was overwritten too early is wrong. ``"eager"``: at once.
+            legally run, so that what was overwritten early is wrong. ``"eager"``: at once.
         check_races: Raise `RaceError` where two operations on different streams touch the same
-            bytes, one of them (an allocation, too) writing, and no event or synchronisation orders
-            them. Costs a multiple of a small operation's time.
+            bytes, one writing or allocating them, and no event or synchronisation orders the two.
         dry: Run kernels for their shapes only, so that a model larger than this machine's memory
             can be stepped. What tensors hold is undefined, and ``item()`` gives a placeholder.
-        clock: Rates of simulated time, which events, ``Event.elapsed_time`` and ``now_seconds``
-            then have; without it, the host's.
-        share: A name, by default ``RESIDENCY_SIM_SHARE``: this user's processes that give the same
-            one have the capacity between them, as on one GPU; without one, this process alone.
+        clock: Rates of simulated time, which events then have; without it, the host's.
+        share: A name, by default ``RESIDENCY_SIM_SHARE``: this user's processes of one name have
+            the capacity between them, as on one GPU; without one, this process alone.
         workspaces: Charge scratch memory: a cuBLAS workspace for each thread and stream, which a
             further ``enable`` frees, and buffers of split reductions. Off, tensors alone count.
         context: Bytes of the device that the process takes beside torch's from its first use of
             the device on (the driver, kernels, NCCL); by default 534 MiB as ``cuda``, else none.
+        devices: How many there are as ``cuda``, 1 to 8, of which one has tensors and streams.
         device: ``"sim"``, the default, or ``"cuda"``, in whose place scripts then find it. The
             first call in a process decides; for CUDA, before anything uses ``torch.cuda``.
 
     Raises:
         InvalidArgumentError: An argument or allocator setting means nothing, the capacity is below
             the context or what is in use or another under the name, or ``dry`` cannot change now.
-        SimulatorError: Another device is in the place already, the shared file is unusable, or this
-            process was forked from one that had used the device.
-        BuildError: The extension cannot be built here; the message says what to install.
+        SimulatorError: Another device is in the place, the shared file is unusable, or the process
+            was forked from one that had used the device.
+        BuildError: It cannot be built here; the message says what to install.
 
     Memory:
         Device memory is host memory, taken segment by segment, touched when first poisoned.
@@ -92,13 +92,14 @@ def enable(
     capacity_bytes = _parse_capacity(capacity)
     _check_options(schedule, clock)
     face, name = _face(device), share_name(share)
-    context_bytes = _parse_context(context, face, capacity_bytes)
-    is_new = _prepare(face, capacity_bytes, context_bytes, dry, name)
+    num_devices = _parse_devices(devices, face, name)
     settings: dict[str, Any] = {"schedule": schedule, "check_races": check_races, "dry": dry}
-    settings |= {"clock": clock, "workspaces": workspaces, "context_bytes": context_bytes}
+    settings |= {"clock": clock, "workspaces": workspaces}
+    settings["context_bytes"] = context_bytes = _parse_context(context, face, capacity_bytes)
+    is_new = _prepare(face, capacity_bytes, context_bytes, dry, name)
     _backend.configure(capacity_bytes, share=name, **settings)
     if is_new:  # last, so that a refused first call leaves torch as it was
-        _backend.register()
+        _backend.register(num_devices)
     return torch.device(face, 0)
 
 
@@ -172,6 +173,25 @@ def _parse_context(context: int | str | None, face: str, capacity_bytes: int) ->
     return context_bytes
 
 
+def _parse_devices(devices: int | None, face: str, share: str | None) -> int:
+    present = _backend.core().num_devices() if _backend.is_registered() else None
+    wanted: int = (present or 1) if devices is None else devices
+    if isinstance(wanted, bool) or not isinstance(wanted, int) or not 1 <= wanted <= _MOST_DEVICES:
+        raise InvalidArgumentError(f"devices is {devices!r}; expected 1 to {_MOST_DEVICES}.")
+    if wanted > 1 and face != "cuda":
+        raise InvalidArgumentError(f"devices is {wanted}; several are modelled as 'cuda' alone.")
+    if wanted > 1 and share is not None:
+        raise InvalidArgumentError(
+            f"devices is {wanted} and share {share!r}, which is of one device; expected one of the "
+            "two."
+        )
+    if present not in (None, wanted):
+        raise SimulatorError(
+            f"devices is {wanted}, and this process has {present}; start another one for it."
+        )
+    return wanted
+
+
 def _check_options(schedule: str, clock: Clock | None) -> None:
     if clock is not None:
         clock.rates()  # refused now if they mean nothing
@@ -196,24 +216,25 @@ def _prepare(
 def _check_change(capacity_bytes: int, context_bytes: int, dry: bool, share: str | None) -> None:
     _backend.check_process()
     core = _backend.core()
-    if not core.has_context():
-        return  # nothing is in use, and no question makes one
+    index = core.machine_index()
+    if index < 0 or not core.has_context(index):
+        return  # nothing is in use, and no question makes a context
     core.recover()
-    torch.accelerator.synchronize()
+    torch.accelerator.synchronize(index)
     core.clear_workspaces()
     room = capacity_bytes - context_bytes
-    reserved = torch.accelerator.memory_reserved()
+    reserved = torch.accelerator.memory_reserved(index)
     joins = share not in (None, _backend.share())  # only what is in use goes along
     if room < reserved or joins:
         torch.accelerator.empty_cache()
-        reserved = torch.accelerator.memory_reserved()
+        reserved = torch.accelerator.memory_reserved(index)
     if room < reserved:
         beside = f" beside a context of {format_bytes(context_bytes)}" if context_bytes else ""
         raise InvalidArgumentError(
             f"capacity is {format_bytes(capacity_bytes)}, and {format_bytes(reserved)} are in use"
             f"{beside}; free tensors first or ask for more."
         )
-    allocated = torch.accelerator.memory_allocated()
+    allocated = torch.accelerator.memory_allocated(index)
     if dry != _backend.is_dry() and allocated > 0:
         raise InvalidArgumentError(
             f"dry is {dry}, and {format_bytes(allocated)} of tensors were made with dry={not dry}; "

@@ -51,7 +51,7 @@ def share() -> str | None:
 
 def settings() -> dict[str, Any]:
     """Returns the settings that were applied last, as arguments of ``residency.sim.enable``."""
-    return dict(_state["settings"])
+    return {**_state["settings"], "devices": core().num_devices()}
 
 
 def core() -> Any:
@@ -94,9 +94,14 @@ def _check_room() -> None:
         )
 
 
-def register() -> None:
-    """Registers the loaded extension with torch as the device; once a process."""
+def register(devices: int) -> None:
+    """Registers the loaded extension with torch as the device; once a process.
+
+    Args:
+        devices: How many of it there are.
+    """
     extension = _state["loaded"]
+    extension.set_num_devices(devices)
     is_cuda = _state["face"] == _cuda_face.NAME
     if not is_cuda:
         backend_registration.rename_privateuse1_backend(_NAME)

@@ -34,20 +34,20 @@ def _device_bindings(core: Any) -> dict[str, Callable[..., Any]]:
         core.initialize()  # refused in a forked child
         properties = DeviceProperties()
         vars(torch.cuda).update(
-            default_generators=(core.default_generator(),),
+            default_generators=(core.default_generator(),) * core.num_devices(),
             _get_device_properties=lambda device: properties,
         )
 
     def count() -> int:
         core.poison_fork()
-        return 1
+        return int(core.num_devices())
 
     def arch_flags() -> str:
         core.poison_fork()
         return f"sm_{DeviceProperties.major}{DeviceProperties.minor}"
 
-    def exchange(device: int) -> int:
-        return int(torch.accelerator.current_device_index())
+    def exchanged(exchange: Callable[[int], int]) -> Callable[[int], int]:
+        return lambda device: -1 if device < 0 else exchange(device)
 
     def set_device(device: int) -> None:
         torch.accelerator.set_device_index(device)
@@ -57,11 +57,11 @@ def _device_bindings(core: Any) -> dict[str, Callable[..., Any]]:
         "_cuda_init": initialise,
         "_cuda_isInBadFork": core.is_in_bad_fork,
         "_cuda_getDeviceCount": count,
-        "_cuda_getDevice": lambda: 0,
+        "_cuda_getDevice": lambda: torch.accelerator.current_device_index(),
         "_cuda_setDevice": set_device,
-        "_cuda_exchangeDevice": lambda device: exchange(device),
-        "_cuda_maybeExchangeDevice": lambda device: exchange(device),
-        "_cuda_hasPrimaryContext": lambda device: core.has_context(),
+        "_cuda_exchangeDevice": exchanged(core.exchange_device),
+        "_cuda_maybeExchangeDevice": exchanged(core.maybe_exchange_device),
+        "_cuda_hasPrimaryContext": core.has_context,
         "_cuda_canDeviceAccessPeer": lambda device, peer: False,
         "_cuda_getArchFlags": arch_flags,
         "_cuda_synchronize": lambda: torch.accelerator.synchronize(),
@@ -77,16 +77,16 @@ def _device_bindings(core: Any) -> dict[str, Callable[..., Any]]:
 
 def _stream_bindings(core: Any) -> dict[str, Callable[..., Any]]:
     def current(device: int) -> tuple[int, int, int]:
-        return torch.accelerator.current_stream().stream_id, 0, DEVICE_TYPE
+        return torch.accelerator.current_stream(device).stream_id, device, DEVICE_TYPE
 
     def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
-        torch.accelerator.set_stream(_stream(stream_id))
+        torch.accelerator.set_stream(_stream(stream_id, device_index))
 
     return {
         "_cuda_getCurrentStream": current,
-        "_cuda_getDefaultStream": lambda device: (0, 0, DEVICE_TYPE),
+        "_cuda_getDefaultStream": lambda device: (0, device, DEVICE_TYPE),
         "_cuda_getCurrentRawStream": lambda device: current(device)[0],
-        "_cuda_getStreamFromExternal": lambda handle, device: (handle, 0, DEVICE_TYPE),
+        "_cuda_getStreamFromExternal": lambda handle, device: (handle, device, DEVICE_TYPE),
         "_cuda_setStream": set_stream,
         "_cuda_isCurrentStreamCapturing": core.is_capturing,
         "_cuda_sleep": lambda cycles: None,
@@ -101,13 +101,13 @@ def _memory_bindings(core: Any) -> dict[str, Callable[..., Any]]:
 
     def stats(device: int) -> dict[str, Any]:
         figures: dict[str, Any] = stats_of(device)
-        if core.names_private_pools:
+        if core.names_private_pools and device in (-1, core.machine_index()):
             figures["reserved_bytes_by_private_pools"] = core.private_pool_stats()
         return figures | {"num_oom_rejections": 0}  # no policy of this device's rejects beforehand
 
     def allocate(num_bytes: int, stream: int) -> int:
         previous = torch.accelerator.current_stream()
-        torch.accelerator.set_stream(_stream(stream))
+        torch.accelerator.set_stream(_stream(stream, previous.device_index))
         try:
             address: int = core.allocate(num_bytes)
         finally:
@@ -181,5 +181,5 @@ def _unmodelled_bindings() -> dict[str, Callable[..., Any]]:
     }
 
 
-def _stream(stream_id: int) -> torch.Stream:
-    return torch.Stream(stream_id=stream_id, device_index=0, device_type=DEVICE_TYPE)
+def _stream(stream_id: int, index: int) -> torch.Stream:
+    return torch.Stream(stream_id=stream_id, device_index=index, device_type=DEVICE_TYPE)

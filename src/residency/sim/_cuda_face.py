@@ -52,7 +52,7 @@ def register(core: Any) -> None:
         _exchange_device=names["_cuda_exchangeDevice"],
         _maybe_exchange_device=names["_cuda_maybeExchangeDevice"],
         _is_in_bad_fork=core.is_in_bad_fork,
-        _device_count_nvml=lambda: 1,  # which leaves a process able to fork
+        _device_count_nvml=core.num_devices,  # which leaves a process able to fork
     )
     _cuda_graphs.install(core)
     if torch.version.cuda is None:

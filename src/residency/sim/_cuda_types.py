@@ -21,10 +21,12 @@ class CudaStreamBase(torch.Stream):
     def __new__(cls, priority: int = 0, stream_ptr: int = 0, **existing: Any) -> CudaStreamBase:
         """Makes a stream, or wraps the one that ``stream_id`` and its fellows name."""
         if stream_ptr:
-            existing = {"stream_id": stream_ptr, "device_index": 0, "device_type": DEVICE_TYPE}
+            index = torch.accelerator.current_device_index()
+            existing = {"stream_id": stream_ptr, "device_index": index, "device_type": DEVICE_TYPE}
         if existing:
             return super().__new__(cls, **existing)
-        return super().__new__(cls, device=torch.device("cuda", 0), priority=priority)
+        index = torch.accelerator.current_device_index()
+        return super().__new__(cls, device=torch.device("cuda", index), priority=priority)
 
     @property
     def cuda_stream(self) -> int:

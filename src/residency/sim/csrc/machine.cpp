@@ -45,19 +45,37 @@ std::unique_lock<std::mutex> Machine::enter() {
   use_device();
   if (is_broken_) raise_failure();
   std::unique_lock<std::mutex> guard(lock_);
-  if (!has_context_) make_context();
+  if (machine_index() < 0) place_machine(current_device());
+  make_context(machine_index());
   return guard;
 }
 
-void Machine::make_context() {
+std::unique_lock<std::mutex> Machine::enter_with_any_context() {
+  use_device();
+  if (is_broken_) raise_failure();
+  std::unique_lock<std::mutex> guard(lock_);
+  if (!has_any_context()) make_context(current_device());
+  return guard;
+}
+
+void Machine::use_context_on(int index) {
+  use_device();
+  if (has_context(index)) return;
+  Guard guard(lock_);
+  make_context(index);
+}
+
+// Of a device that is not the machine there are always enough bytes: nothing else takes any.
+void Machine::make_context(int index) {
+  if (has_context(index)) return;
   const size_t num_bytes = settings_.context_bytes;
-  if (!take_room(num_bytes)) {
+  if (index == machine_index() && !take_room(num_bytes)) {
     raise_out_of_memory_beside_torch("The context takes " +
                                      c10::CachingAllocator::format_size(num_bytes) + ", and " +
                                      c10::CachingAllocator::format_size(free_bytes()) +
                                      " of the device are free. " + holders_of_memory());
   }
-  has_context_ = true;
+  note_context(index);
 }
 
 void Machine::configure(const Settings& settings, const std::string& share_folder,
@@ -71,7 +89,7 @@ void Machine::configure(const Settings& settings, const std::string& share_folde
     // The kernel would give the bytes back too, but not remove the file.
     static const int at_exit = std::atexit([] { get().share_.leave(); });
     (void)at_exit;
-    const size_t context_bytes = has_context_ ? settings.context_bytes : 0;
+    const size_t context_bytes = has_context(0) ? settings.context_bytes : 0;  // it is the only one
     share_.join(share_folder, share_name, settings.capacity_bytes,
                 allocator_.reserved_bytes() + context_bytes);
   }
@@ -158,7 +176,8 @@ void Machine::poison(Block* block, StreamId stream) {
 // torch's profiler is told what the block took, or with the other sign what it gave back.
 void Machine::tell_profiler(void* address, int64_t num_bytes) {
   c10::reportMemoryUsageToProfiler(address, num_bytes, allocator_.allocated_bytes(),
-                                   allocator_.reserved_bytes(), c10::Device(kSimDevice, 0));
+                                   allocator_.reserved_bytes(),
+                                   c10::Device(kSimDevice, machine_index()));
 }
 
 // An allocation counts as a write by its stream: another stream must wait for it before the first
@@ -250,9 +269,12 @@ bool Machine::is_device_address(const void* address) {
   return allocator_.contains(address);
 }
 
-std::pair<size_t, size_t> Machine::free_and_total_bytes() {
-  const auto guard = enter();
-  return {free_bytes(), settings_.capacity_bytes};
+std::pair<size_t, size_t> Machine::free_and_total_bytes(int index) {
+  use_context_on(index);
+  if (is_broken_) raise_failure();
+  Guard guard(lock_);
+  const size_t others = settings_.capacity_bytes - settings_.context_bytes;
+  return {index == machine_index() ? free_bytes() : others, settings_.capacity_bytes};
 }
 
 size_t Machine::free_bytes() {
@@ -310,10 +332,11 @@ void Machine::raise_out_of_memory(std::unique_lock<std::mutex> guard, size_t num
   }
   TORCH_CHECK_WITH(
       OutOfMemoryError, false, kOutOfMemory, ". Tried to allocate ", format_size(asked), ". ",
-      kOwnerOfMemory, " has a total capacity of ", format_size(capacity), " of which ",
-      format_size(device_free), " is free. ", holders, allowed, "Of the ", format_size(reserved),
-      " in use, ", format_size(allocated + in_pools), " is allocated by PyTorch, ", pools, "and ",
-      format_size(reserved - allocated - in_pools), " is reserved by PyTorch but unallocated.");
+      kOwnerOfMemory, machine_index(), " has a total capacity of ", format_size(capacity),
+      " of which ", format_size(device_free), " is free. ", holders, allowed, "Of the ",
+      format_size(reserved), " in use, ", format_size(allocated + in_pools),
+      " is allocated by PyTorch, ", pools, "and ", format_size(reserved - allocated - in_pools),
+      " is reserved by PyTorch but unallocated.");
 }
 
 // ----------------------------------------------------------------------------- pinned host memory
@@ -342,7 +365,7 @@ void Machine::check_page_locking(void* address) {
 // machine.
 void* Machine::allocate_pinned(size_t num_bytes) {
   if (num_bytes == 0) return nullptr;
-  const auto guard = enter();
+  const auto guard = enter_with_any_context();
   bool is_reused = false;
   void* address = host_.allocate(num_bytes, /*commits=*/!settings_.dry, is_reused);
   if (!address) raise_out_of_pinned_memory(num_bytes);
@@ -364,7 +387,7 @@ bool Machine::record_pinned_use(PinnedUse use, StreamId stream) {
 // As CUDA's hooks, which ask the driver: "cudaPointerGetAttributes grabs context on the current
 // device" (aten/src/ATen/cuda/detail/CUDAHooks.cpp).
 bool Machine::is_pinned(const void* address) {
-  if (!has_context_ && !is_in_bad_fork()) enter();
+  if (!has_any_context() && !is_in_bad_fork()) enter_with_any_context();
   Guard guard(lock_);
   return host_.is_pinned(address);
 }

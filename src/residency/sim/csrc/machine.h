@@ -22,6 +22,7 @@
 #include "allocator.h"
 #include "captures.h"
 #include "clock.h"
+#include "devices.h"
 #include "host_allocator.h"
 #include "race_checker.h"
 #include "settings.h"
@@ -70,7 +71,7 @@ class Machine final : private MemorySource {
   // [Note: contexts] A process has no context until it does something with the device, and keeps it
   // from then on: memory of it or page-locked, streams, events, synchronisation, and the question
   // how much of it is free (pytorch#28113, #103584). It takes bytes of the device.
-  bool has_context() const { return has_context_; }
+  void use_context_on(int index);
 
   // streams
   StreamId create_stream();
@@ -134,7 +135,7 @@ class Machine final : private MemorySource {
   void record_stream(const void* address, StreamId stream);
   void empty_cache(PoolId only = {0, 0});
   bool is_device_address(const void* address);
-  std::pair<size_t, size_t> free_and_total_bytes();
+  std::pair<size_t, size_t> free_and_total_bytes(int index);
   // What the allocator shows, of all pools or of one, and what it remembers.
   struct Snapshot {
     std::vector<CachingAllocator::Segment> segments;
@@ -185,8 +186,13 @@ class Machine final : private MemorySource {
   // Refuses a process that may not use the device (fork.h), and makes its context; held, the state
   // is the caller's. What does not come through here asks, and leaves a process as it is.
   std::unique_lock<std::mutex> enter();
-  void make_context();
-  size_t context_bytes() const { return has_context_ ? settings_.context_bytes : 0; }
+  // For what needs some context of the process: the current device's, where there is none.
+  std::unique_lock<std::mutex> enter_with_any_context();
+  void make_context(int index);
+  size_t context_bytes() const {
+    const int index = machine_index();
+    return index >= 0 && has_context(index) ? settings_.context_bytes : 0;
+  }
   size_t held_bytes() const { return allocator_.reserved_bytes() + context_bytes(); }
 
   bool runs_at_once() const { return settings_.schedule == Schedule::kEager; }
@@ -217,9 +223,8 @@ class Machine final : private MemorySource {
   [[noreturn]] void raise_out_of_pinned_memory(size_t num_bytes);
 
   Settings settings_;
-  uint64_t epoch_ = 0;                     // how often the settings were made
-  std::atomic<bool> has_context_ = false;  // [Note: contexts]
-  std::mutex lock_;                        // [Note: two locks]
+  uint64_t epoch_ = 0;  // how often the settings were made
+  std::mutex lock_;     // [Note: two locks]
   std::mutex turn_;
   Streams streams_{settings_};
   Captures captures_;

@@ -240,7 +240,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("poison_fork", &poison_fork);
   module.def("initialize",
              torch::wrap_pybind_function([] { at::globalContext().lazyInitDevice(kSimDevice); }));
-  module.def("has_context", [] { return Machine::get().has_context(); });
+  module.def("set_num_devices", &set_num_devices);
+  module.def("num_devices", &num_devices);
+  module.def("has_context", &has_context);
+  module.def("machine_index", &machine_index);
+  module.def("exchange_device", torch::wrap_pybind_function(&exchange_device));
+  module.def("maybe_exchange_device", torch::wrap_pybind_function(&maybe_exchange_device));
   module.def("capacity_bytes", [] { return Machine::get().settings().capacity_bytes; });
   py::class_<Captured>(module, "Captured");
   module.def("is_capturing", [] { return Machine::get().is_capturing(); });

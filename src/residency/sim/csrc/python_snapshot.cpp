@@ -79,7 +79,7 @@ py::dict as_dict(const CachingAllocator::Segment& segment, Frames& frames) {
   }
   const Block& first = segment.blocks.front();
   py::dict shown;
-  shown["device"] = kDevice.index();
+  shown["device"] = sim::device().index();
   shown["address"] = reinterpret_cast<uintptr_t>(first.address);
   shown["total_size"] = total;
   shown["allocated_size"] = allocated;
@@ -112,7 +112,7 @@ py::dict as_dict(const History::Annotation& annotation) {
   py::dict shown;
   shown["name"] = annotation.name;
   shown["stage"] = annotation.begins ? "START" : "END";
-  shown["device"] = kDevice.index();
+  shown["device"] = sim::device().index();
   shown["time_us"] = annotation.time_us;
   return shown;
 }
@@ -147,8 +147,10 @@ py::dict snapshot(PoolId only, bool with_entries) {
   for (const auto& entry : found.entries) entries.append(as_dict(entry, frames));
   for (const auto& annotation : found.annotations) annotations.append(as_dict(annotation));
   frames.make();
-  py::list traces;
-  traces.append(entries);
+  py::list traces;  // one of each device
+  for (int i = 0; i < num_devices(); ++i) {
+    traces.append(i == sim::device().index() ? entries : py::list());
+  }
   py::dict shown;
   shown["segments"] = segments;
   shown["device_traces"] = traces;
@@ -229,7 +231,7 @@ using PythonObserver = std::function<void(int64_t, int64_t, int64_t, int64_t)>;
 void attach_observer(PythonObserver observer) {
   Machine::get().attach_observer(
       [observer = std::move(observer)](size_t asked, size_t allowed, size_t free) {
-        observer(kDevice.index(), static_cast<int64_t>(asked), static_cast<int64_t>(allowed),
+        observer(sim::device().index(), static_cast<int64_t>(asked), static_cast<int64_t>(allowed),
                  static_cast<int64_t>(free));
       });
 }

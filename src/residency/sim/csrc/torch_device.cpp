@@ -21,10 +21,13 @@
 namespace sim {
 namespace {
 
+// In the words of CUDA's allocator, which has one for each device.
 void check_index(c10::DeviceIndex index) {
-  TORCH_CHECK(index <= 0, "Invalid device argument ", static_cast<int>(index),
-              ": there is one simulated accelerator, ", kDeviceLabel);
+  TORCH_CHECK(index < num_devices(), "Invalid device argument ", static_cast<int>(index),
+              ": did you call init? There are ", num_devices(), " simulated accelerators.");
 }
+
+bool is_machine(int index) { return index < 0 || index == machine_index(); }
 
 // ------------------------------------------------------------------------------------- allocators
 
@@ -36,7 +39,7 @@ struct TorchAllocator final : c10::DeviceAllocator {
   }
   at::DataPtr allocate(size_t num_bytes) override {
     void* address = num_bytes ? Machine::get().allocate(num_bytes) : nullptr;
-    return {address, address, &deallocate, kDevice};
+    return {address, address, &deallocate, sim::device()};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &deallocate; }
   void copy_data(void* to, const void* from, size_t num_bytes) const override {
@@ -52,6 +55,7 @@ struct TorchAllocator final : c10::DeviceAllocator {
   }
   DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     check_index(device);
+    if (!is_machine(device)) return {};
     return Machine::get().with_allocator([](CachingAllocator& allocator) {
       DeviceStats stats = allocator.stats();
       stats.max_split_size =
@@ -62,6 +66,7 @@ struct TorchAllocator final : c10::DeviceAllocator {
   }
   void resetAccumulatedStats(c10::DeviceIndex device) override {
     check_index(device);
+    if (!is_machine(device)) return;
     Machine::get().with_allocator([](CachingAllocator& allocator) {
       DeviceStats& stats = allocator.stats();
       for_each_stat(allocator, [](auto& stat) { stat.reset_accumulated(); });
@@ -71,13 +76,14 @@ struct TorchAllocator final : c10::DeviceAllocator {
   }
   void resetPeakStats(c10::DeviceIndex device) override {
     check_index(device);
+    if (!is_machine(device)) return;
     Machine::get().with_allocator([](CachingAllocator& allocator) {
       for_each_stat(allocator, [](auto& stat) { stat.reset_peak(); });
     });
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
-    check_index(device);
-    return Machine::get().free_and_total_bytes();
+    check_device_index(device);
+    return Machine::get().free_and_total_bytes(device < 0 ? current_device() : device);
   }
 
   template <class Apply>
@@ -135,59 +141,83 @@ TorchPinnedAllocator pinned_allocator_instance;
 // ----------------------------------------------------------------------------- streams and events
 
 struct TorchGuard final : c10::impl::DeviceGuardImplInterface {
+  // The machine's; other devices have their default stream alone.
   static c10::Stream stream_of(StreamId id) {
-    return c10::Stream(c10::Stream::UNSAFE, kDevice, id);
+    return c10::Stream(c10::Stream::UNSAFE, sim::device(), id);
+  }
+  static c10::Stream default_of(c10::Device device) {
+    return c10::Stream(c10::Stream::UNSAFE, device, kDefaultStream);
   }
   static Event& event_at(void* event) { return *static_cast<Event*>(event); }
-  static void check_index(c10::Device device) {
-    TORCH_CHECK(device.index() <= 0, "there is one simulated accelerator, ", kDeviceLabel,
-                "; found index ", static_cast<int>(device.index()));
+  static c10::Device device_at(int index) {
+    return {kSimDevice, static_cast<c10::DeviceIndex>(index)};
   }
 
   c10::DeviceType type() const override { return kSimDevice; }
   c10::Device exchangeDevice(c10::Device device) const override {
-    check_index(device);
-    return kDevice;
+    return device_at(exchange_device(device.index()));
   }
-  c10::Device getDevice() const override { return kDevice; }
-  void setDevice(c10::Device device) const override { check_index(device); }
-  void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  c10::Device getDevice() const override { return device_at(current_device()); }
+  void setDevice(c10::Device device) const override { set_device(device.index()); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    maybe_set_device(device.index());
+  }
+  c10::DeviceIndex deviceCount() const noexcept override {
+    return static_cast<c10::DeviceIndex>(num_devices());
+  }
   c10::DeviceCapability getDeviceCapability(c10::Device) const override { return {}; }
 
-  c10::Stream getStream(c10::Device) const override { return stream_of(Machine::current_stream()); }
-  c10::Stream getDefaultStream(c10::Device) const override { return stream_of(kDefaultStream); }
-  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override {
+  c10::Stream getStream(c10::Device device) const override {
+    return is_machine(device.index()) ? stream_of(Machine::current_stream()) : default_of(device);
+  }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return device.has_index() ? default_of(device) : stream_of(kDefaultStream);
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
+    place_on(device);
     return stream_of(Machine::get().create_stream());
   }
-  c10::Stream getNewStream(c10::Device, int) const override {
-    return stream_of(Machine::get().create_stream());
+  c10::Stream getNewStream(c10::Device device, int) const override {
+    return getStreamFromGlobalPool(device, false);
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
+    if (!is_machine(stream.device_index())) return default_of(stream.device());
     return stream_of(Machine::exchange_stream(stream.id()));
   }
   void* getStreamNativeHandle(const c10::Stream stream) const override {
     return reinterpret_cast<void*>(static_cast<uintptr_t>(stream.id() + 1));
   }
   bool queryStream(const c10::Stream& stream) const override {
-    return Machine::get().is_stream_done(stream.id());
+    return !is_machine(stream.device_index()) || Machine::get().is_stream_done(stream.id());
   }
   void synchronizeStream(const c10::Stream& stream) const override {
+    if (!is_machine(stream.device_index()))
+      return Machine::get().use_context_on(stream.device_index());
     Machine::get().synchronize_stream(stream.id());
   }
-  void synchronizeDevice(const c10::DeviceIndex) const override { Machine::get().synchronize(); }
+  void synchronizeDevice(const c10::DeviceIndex device) const override {
+    const int index = device < 0 ? current_device() : device;
+    const WithDevice with(index);
+    Machine::get().use_context_on(index);
+    if (is_machine(index)) Machine::get().synchronize();
+  }
   void recordDataPtrOnStream(const c10::DataPtr& pointer,
                              const c10::Stream& stream) const override {
     device_allocator_instance.recordStream(pointer, stream);
   }
 
+  // Of a device that is not the machine nothing is under way: its events are done.
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
               const c10::EventFlag) const override {
+    const WithDevice with(stream.device_index());
+    Machine::get().use_context_on(stream.device_index());
     if (!*event) *event = new Event;
-    Machine::get().record(event_at(*event), stream.id());
+    if (is_machine(stream.device_index())) Machine::get().record(event_at(*event), stream.id());
   }
   void block(void* event, const c10::Stream& stream) const override {
-    if (event) Machine::get().wait(stream.id(), event_at(event));
+    if (!event) return;
+    const WithDevice with(stream.device_index());
+    if (is_machine(stream.device_index())) Machine::get().wait(stream.id(), event_at(event));
   }
   bool queryEvent(void* event) const override {
     return !event || Machine::get().query(event_at(event));
@@ -198,7 +228,14 @@ struct TorchGuard final : c10::impl::DeviceGuardImplInterface {
   double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
     return Machine::get().seconds_between(event_at(first), event_at(second)) * 1e3;
   }
-  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+  // "That's where rank 1, 2, ... can create extra context on device 0" (pytorch#135273): the last
+  // reference may be let go by a thread that never chose a device.
+  void destroyEvent(void* event, const c10::DeviceIndex device) const noexcept override {
+    if (!event) return;
+    try {
+      const WithDevice with(device);
+    } catch (...) {  // CUDA's warns
+    }
     delete static_cast<Event*>(event);
   }
 };
@@ -209,23 +246,23 @@ template <class Interface>
 struct AcceleratorHooks : Interface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return Machine::get().has_context(); }
+  bool hasPrimaryContext(c10::DeviceIndex index) const override { return has_context(index); }
   void init() const override {
     use_device();
     is_initialized = true;
   }
-  c10::DeviceIndex deviceCount() const override { return 1; }
-  void setCurrentDevice(c10::DeviceIndex index) const override {
-    TorchGuard::check_index({kSimDevice, index});
+  c10::DeviceIndex deviceCount() const override {
+    return static_cast<c10::DeviceIndex>(num_devices());
   }
-  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  void setCurrentDevice(c10::DeviceIndex index) const override { set_device(index); }
+  c10::DeviceIndex getCurrentDevice() const override {
+    return static_cast<c10::DeviceIndex>(current_device());
+  }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
-    TorchGuard::check_index({kSimDevice, index});
-    return 0;
+    return static_cast<c10::DeviceIndex>(exchange_device(index));
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override {
-    TorchGuard::check_index({kSimDevice, index});
-    return 0;
+    return static_cast<c10::DeviceIndex>(maybe_exchange_device(index));
   }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
     return default_generator();
@@ -236,7 +273,7 @@ struct AcceleratorHooks : Interface {
   at::Device getDeviceFromPtr(void* address) const override {
     TORCH_CHECK(Machine::get().is_device_address(address), "the pointer is not one of ",
                 kDeviceLabel, "'s");
-    return kDevice;
+    return sim::device();
   }
 };
 
@@ -245,11 +282,13 @@ struct AcceleratorHooks : Interface {
 struct TorchHooks final : AcceleratorHooks<at::CUDAHooksInterface> {
   bool hasCUDA() const override { return true; }
   bool hasCUDART() const override { return true; }
-  c10::DeviceIndex current_device() const override { return 0; }
+  c10::DeviceIndex current_device() const override { return getCurrentDevice(); }
   c10::Allocator* getCUDADeviceAllocator() const override { return &device_allocator_instance; }
   std::string showConfig() const override { return "  - CUDA as simulated by residency\n"; }
-  int getNumGPUs() const override { return 1; }
-  void deviceSynchronize(c10::DeviceIndex) const override { Machine::get().synchronize(); }
+  int getNumGPUs() const override { return num_devices(); }
+  void deviceSynchronize(c10::DeviceIndex index) const override {
+    TorchGuard().synchronizeDevice(index);
+  }
 };
 
 // Torch makes its hooks at the first question that it has about CUDA, and keeps them. Neither its
@@ -296,6 +335,10 @@ void install_timer() {}
 #endif
 
 }  // namespace
+
+void place_on(std::optional<c10::Device> device) {
+  place_machine(device && device->has_index() ? device->index() : current_device());
+}
 
 c10::Allocator* device_allocator() { return &device_allocator_instance; }
 

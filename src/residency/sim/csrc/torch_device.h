@@ -10,15 +10,24 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 
+#include <optional>
 #include <utility>
 #include <vector>
 
+#include "devices.h"
 #include "face.h"
 #include "machine.h"
 
 namespace sim {
 
-inline const c10::Device kDevice{kSimDevice, 0};
+// The one that tensors are on; as long as that is open, the calling thread's. [Note: several
+// devices]
+inline c10::Device device() {
+  const int index = machine_index() < 0 ? current_device() : machine_index();
+  return {kSimDevice, static_cast<c10::DeviceIndex>(index)};
+}
+// Has tensors made on a device, by default the calling thread's; raises where they are on another.
+void place_on(std::optional<c10::Device> device);
 
 inline bool is_sim(const at::Tensor& tensor) {
   return tensor.defined() && tensor.device().type() == kSimDevice;

@@ -172,7 +172,7 @@ bool DeviceWork::wait(std::chrono::milliseconds timeout) {
 Ptr<c10::ivalue::Future> DeviceWork::getFuture() {
   for (const Part& part : parts_) part.finished.get();
   auto future = c10::make_intrusive<c10::ivalue::Future>(
-      c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{kDevice});
+      c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{sim::device()});
   Machine& machine = Machine::get();
   for (const Part& part : parts_) machine.wait(parts_[0].stream, part.event);
   const StreamId previous = Machine::exchange_stream(parts_[0].stream);

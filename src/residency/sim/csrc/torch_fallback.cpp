@@ -169,6 +169,7 @@ class Call {
     if (value.isTensor() && is_sim(value.toTensor())) return aliases.of(value.toTensor());
     const bool to_meta = aliases.key() == c10::DispatchKey::Meta;
     if (value.isDevice() && value.toDevice().type() == kSimDevice) {
+      place_on(value.toDevice());
       return c10::Device(to_meta ? c10::kMeta : c10::kCPU);
     }
     if (argument.is_generator && machine_.is_capturing()) return IValue();  // drawn at the replay
@@ -364,7 +365,8 @@ class Call {
     for (IValue& result : results) {
       result = replace_tensors(result, [](const Tensor& shape) -> Tensor {
         if (!shape.defined()) return shape;
-        return at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(kDevice));
+        return at::empty_strided(shape.sizes(), shape.strides(),
+                                 shape.options().device(sim::device()));
       });
     }
     return results;
@@ -427,7 +429,7 @@ class Call {
       if (from == storage) return to;
     }
     const bool has_bytes = is_dry() || host.data();  // those of zeros that nobody wrote have none
-    at::DataPtr block(nullptr, kDevice);
+    at::DataPtr block(nullptr, sim::device());
     if (has_bytes) block = device_allocator()->allocate(host.nbytes());
     c10::Storage ours(c10::Storage::use_byte_size_t(), host.nbytes(), std::move(block),
                       device_allocator(), /*resizable=*/true);

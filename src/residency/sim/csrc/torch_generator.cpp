@@ -43,7 +43,7 @@ uint64_t mix(uint64_t number) {  // splitmix64
 
 struct TorchGenerator final : c10::GeneratorImpl {
   explicit TorchGenerator(std::shared_ptr<SharedState> state = std::make_shared<SharedState>())
-      : c10::GeneratorImpl(kDevice, c10::DispatchKeySet(kSimKey)), shared(std::move(state)) {}
+      : c10::GeneratorImpl(sim::device(), c10::DispatchKeySet(kSimKey)), shared(std::move(state)) {}
 
   Draw next() const {
     const std::lock_guard guard(shared->lock);

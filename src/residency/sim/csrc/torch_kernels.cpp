@@ -27,8 +27,7 @@ constexpr size_t kZeroedInDryMode = size_t(1) << 20;
 
 void check_placement(std::optional<c10::Device> device, std::optional<bool> pinned) {
   TORCH_CHECK(!pinned.value_or(false), "Only dense CPU tensors can be pinned");
-  TORCH_CHECK(!device || device->index() <= 0, "there is one simulated accelerator, ", kDeviceLabel,
-              "; found ", device->str());
+  place_on(device);
 }
 
 Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
@@ -52,7 +51,7 @@ Tensor efficient_zeros(c10::IntArrayRef size, std::optional<c10::ScalarType> dty
                        std::optional<c10::Layout>, std::optional<c10::Device> device,
                        std::optional<bool> pinned) {
   check_placement(device, pinned);
-  static at::native::ZeroTensorAllocator allocator(kDevice);
+  static at::native::ZeroTensorAllocator allocator(sim::device());
   return at::detail::empty_generic(size, &allocator, kDeviceKeys.add(c10::DispatchKey::ZeroTensor),
                                    c10::dtype_or_default(dtype), std::nullopt);
 }

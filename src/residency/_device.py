@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -57,6 +58,33 @@ def used_accelerator() -> torch.device | None:
     """Returns the current accelerator where this process has a context on it, else None."""
     found = accelerator()
     return found if found is not None and has_context(found) else None
+
+
+def used_accelerators() -> list[torch.device]:
+    """Returns every accelerator on which this process has a context, whichever is current."""
+    found = accelerator()
+    count = 0 if found is None else torch.accelerator.device_count()
+    present = [torch.device(found.type, index) for index in range(count) if found is not None]
+    return [device for device in present if has_context(device)]
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a device the calling thread's within a ``with``, as nothing else may that records or
+    waits for events of another than the thread's.
+
+    Torch's events and synchronisations set the device and then the thread's own again, which on
+    CUDA makes a context on that, of 0.5 GB (``SetDevice`` in c10/cuda/CUDAFunctions.cpp). Leaving
+    this makes none.
+    """
+    if device.index is None or device.index == torch.accelerator.current_device_index():
+        return nullcontext()
+    return torch.accelerator.device_index(device.index)
+
+
+def wait_event(stream: torch.Stream, event: torch.Event) -> None:
+    """Lets what is queued on a stream from now on wait for an event."""
+    with on(stream.device):
+        stream.wait_event(event)
 
 
 def current_index() -> int | None:
@@ -130,7 +158,7 @@ def release_pinned_cache() -> None:
 
     Waits for the device first: a freed block that a copy may still use is not free yet.
     """
-    if used_accelerator() is None:
+    if not used_accelerators():
         return
     synchronize()
     _empty_host_cache()
@@ -187,9 +215,13 @@ def memory_info(device: torch.device | None = None) -> tuple[int, int]:
 
 
 def synchronize(device: torch.device | None = None) -> None:
-    """Blocks the host until everything queued on the device has run."""
-    if used_accelerator() is not None:
-        torch.accelerator.synchronize(device)
+    """Blocks the host until everything has run that is queued on the device, by default on every
+    one.
+    """
+    for each in used_accelerators() if device is None else [device]:
+        if has_context(each):
+            with on(each):
+                torch.accelerator.synchronize(each)
 
 
 def rng_state(device: torch.device) -> Tensor | None:

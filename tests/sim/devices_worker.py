@@ -15,7 +15,7 @@ from context_cases import CAPACITY, CONTEXT, cases_of, has_context, run_all, sta
 from torch import nn
 
 import residency
-from residency import sim
+from residency import _device, sim
 
 case = cases_of(2)
 
@@ -173,6 +173,85 @@ def leaves_the_first_alone(call: Callable[[], object]) -> Any:
     assert torch.cuda.current_device() == 0
     assert (has_context(0), has_context(1)) == (False, True)
     return result
+
+
+def trained_on_the_second() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(256, 256, device="cuda:1")
+    model(torch.ones(2, 256, device="cuda:1")).sum().backward()
+    return model, torch.optim.AdamW(model.parameters())
+
+
+@case
+def a_step_of_another_device_than_the_threads_leaves_that_alone() -> None:
+    model, optimizer = trained_on_the_second()
+    expected, plain = trained_on_the_second()
+    expected.load_state_dict(model.state_dict())
+    leaves_the_first_alone(lambda: residency.offload_optimizer(optimizer))
+    for _ in range(2):
+        for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+            other.grad = parameter.grad.clone()
+        plain.step()
+        leaves_the_first_alone(optimizer.step)
+    leaves_the_first_alone(lambda: residency.onload_optimizer(optimizer))
+    leaves_the_first_alone(optimizer.step)
+    plain.step()
+    pairs = zip(model.parameters(), expected.parameters(), strict=True)
+    assert all(torch.equal(parameter, other) for parameter, other in pairs)
+
+
+@case
+def a_save_of_another_device_than_the_threads_leaves_that_alone() -> None:
+    model, optimizer = trained_on_the_second()
+    residency.offload_optimizer(optimizer)
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer}
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with tempfile.TemporaryDirectory() as folder:
+        checkpointer = leaves_the_first_alone(lambda: residency.Checkpointer(folder))
+        leaves_the_first_alone(lambda: checkpointer.prepare(state))
+        leaves_the_first_alone(lambda: checkpointer.save(1, state).wait())
+        leaves_the_first_alone(optimizer.step)
+        leaves_the_first_alone(lambda: checkpointer.restore(state))
+        assert all(torch.equal(kept[name], each) for name, each in model.state_dict().items())
+        leaves_the_first_alone(checkpointer.close)
+
+
+@case
+def a_snapshot_of_another_device_than_the_threads_leaves_that_alone() -> None:
+    model, _ = trained_on_the_second()
+    taken = leaves_the_first_alone(lambda: residency.snapshot({"model": model}))
+    leaves_the_first_alone(taken.wait)
+
+
+@case
+def parking_from_another_device_than_the_threads_leaves_that_alone() -> None:
+    model, _ = trained_on_the_second()
+    leaves_the_first_alone(lambda: residency.park(model))
+    leaves_the_first_alone(lambda: residency.unpark(model))
+    assert {parameter.device.index for parameter in model.parameters()} == {1}
+
+
+@case
+def a_hand_off_from_another_device_than_the_threads_leaves_that_alone() -> None:
+    model, _ = trained_on_the_second()
+
+    def run() -> None:
+        with residency.hand_off(CAPACITY - CONTEXT, park=[model], device="cuda:1"):
+            assert torch.cuda.memory_reserved(1) == 0
+
+    leaves_the_first_alone(run)
+
+
+@case
+def what_is_queued_on_another_device_than_the_threads_is_waited_for() -> None:
+    numbers = torch.arange(1000.0)
+    for index in (None, 1):
+        source = numbers.to("cuda:1")
+        target = torch.empty(1000, pin_memory=True)
+        target.copy_(source, non_blocking=True)
+        device = None if index is None else torch.device("cuda", index)
+        leaves_the_first_alone(lambda device=device: _device.synchronize(device))
+        assert torch.equal(target, numbers), index
 
 
 @case

@@ -235,6 +235,7 @@ class Capture:
         blocks: What was copied, and how tensors lie in it.
         held: The bytes, for each block.
         arena: Where they go.
+        device_index: Of the device that has the bytes, on which threads wait for them.
     """
 
     _is_made = False  # of one that an interrupt left half made, which has nothing yet
@@ -244,6 +245,7 @@ class Capture:
         self.blocks = Blocks([], {})
         self.held: tuple[Held, ...] = ()
         self.arena = arena
+        self.device_index = _device.current_index()
         self._groups: dict[torch.device, list[tuple[Group, list[Held]]]] = {}
         self._is_made = True
 
@@ -281,7 +283,9 @@ class Capture:
         blocks = self.blocks.blocks
         self.arena.pin_for(any(not b.span.is_cpu for b in blocks if b.lent is None))
         regions = iter(make_room(self.arena, sizes_of(blocks)))
-        index = _device.current_index()
+        on_device = (block.span.device.index for block in blocks if not block.span.is_cpu)
+        self.device_index = next(on_device, self.device_index)
+        index = self.device_index
         self.held = tuple(
             Held(block, self.arena, None if block.lent is not None else next(regions), index)
             for block in blocks
@@ -408,12 +412,12 @@ def _queue_copies(device: torch.device, groups: Sequence[tuple[Group, list[Held]
     """Queues the copies from one device. [Note: the order of a capture]"""
     lanes, gate = lanes_of(device), gate_of(device)
     current = _device.current_stream(device)
-    lanes.d2h.wait_event(lanes.mark(current))
+    _device.wait_event(lanes.d2h, lanes.mark(current))
     num_early = sum(1 for _, members in groups if members[0].block.is_early)
     for index, (group, members) in enumerate(groups):
         _copy_group(group, members, lanes, gate)
         if index + 1 == num_early:
-            current.wait_event(lanes.mark(lanes.d2h))
+            _device.wait_event(current, lanes.mark(lanes.d2h))
 
 
 def _copy_group(group: Group, members: Sequence[Held], lanes: Lanes, gate: Gate) -> None:

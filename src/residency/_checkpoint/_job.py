@@ -52,7 +52,6 @@ class Job:
     ) -> None:
         self.save = save
         self.captured = Capture(arena)
-        self._device_index = _device.current_index()
         self.metrics = metrics
         self.number = number
         self.begun = 0.0
@@ -95,7 +94,7 @@ class Job:
     ) -> None:
         """Writes and publishes the save, or notes why that failed; raises nothing."""
         try:
-            _device.use_index(self._device_index)  # a thread begins on the first device
+            _device.use_index(self.captured.device_index)  # a thread begins on the first device
             request = replace(self.request(ranks), is_repeated=is_repeated)
             directory.save(request, on_bytes=self.count, timeout_seconds=timeout_seconds)
         except BaseException as error:

@@ -351,7 +351,7 @@ class Parking:
             )
             raise
         # A block may have been freed by work that the current stream has not come to yet.
-        lanes.h2d.wait_event(lanes.mark(_device.current_stream(self.device)))
+        _device.wait_event(lanes.h2d, lanes.mark(_device.current_stream(self.device)))
         try:
             for tie, target in zip(ties, targets, strict=True):
                 self._load(tie, target)

@@ -107,7 +107,7 @@ class StreamedStep:
         """Waits for the lanes after a failure, and completes what they were to complete."""
         for lane in (self._lanes.h2d, self._lanes.d2h):
             idle = self._lanes.mark(lane)
-            self._current.wait_event(idle)
+            _device.wait_event(self._current, idle)
             idle.synchronize()
         self._alive.clear()
         for parameter, moved in self._left_homes.items():
@@ -189,7 +189,7 @@ class StreamedStep:
 
     def _allow_h2d(self) -> None:
         born = self._lanes.mark(self._current)
-        self._lanes.h2d.wait_event(born)
+        _device.wait_event(self._lanes.h2d, born)
 
     def _load(self, unit: Unit, slot: Tensor) -> torch.Event | None:
         if not unit.loads:
@@ -205,7 +205,7 @@ class StreamedStep:
     def _await(self, ready: torch.Event | None) -> None:
         if ready is not None:
             begun = self._lanes.mark(self._current, timed=True)
-            self._current.wait_event(ready)
+            _device.wait_event(self._current, ready)
             self._timeline.stalls.append((begun, self._lanes.mark(self._current, timed=True)))
 
     def _drop_alive(self, *, keep: int) -> None:
@@ -281,7 +281,7 @@ class StreamedStep:
         return lay_out(unit.pieces, after).stores if is_moved else unit.stores
 
     def _store(self, copies: Sequence[Copy]) -> torch.Event:
-        self._lanes.d2h.wait_event(self._lanes.mark(self._current))
+        _device.wait_event(self._lanes.d2h, self._lanes.mark(self._current))
         begun = self._lanes.mark(self._lanes.d2h, timed=True)
         written = self._lanes.store(copies, timed=True)
         num_bytes = sum(run.num_bytes for _, runs in copies for run in runs)

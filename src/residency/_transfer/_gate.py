@@ -126,7 +126,7 @@ class Gate:
             return
         writer = _device.current_stream(self._device) if stream is None else stream
         for event in newest.values():
-            writer.wait_event(event)
+            _device.wait_event(writer, event)
 
     def before_free(self, tensors: Sequence[Tensor]) -> None:
         """Is ``before_write`` on the current stream, for tensors that the caller drops right
@@ -190,7 +190,7 @@ def copy_to_host(
         [Run(region.slab, region.offset, 0, buffer.numel())] if buffer.numel() else []
         for buffer, region in zip(buffers, regions, strict=True)
     ]
-    lanes.d2h.wait_event(lanes.mark(_device.current_stream(lanes.device)))
+    _device.wait_event(lanes.d2h, lanes.mark(_device.current_stream(lanes.device)))
     event = lanes.store(zip(buffers, runs, strict=True))
     gate.reading(buffers, event, lanes.d2h)
     # A contiguous copy dies with this frame; its memory must outlive the lane's read.

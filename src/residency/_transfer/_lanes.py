@@ -7,7 +7,8 @@ before it. All threads share the streams; each enters one by ``on_lane`` alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,7 +51,8 @@ class Lanes:
         It is recorded anew once nobody refers to it.
         """
         event = _events.new_event(self.device, timed=timed)
-        event.record(stream)
+        with _device.on(self.device):
+            event.record(stream)
         return event
 
     def load(self, slot: Tensor, runs: Iterable[Run], *, timed: bool = False) -> torch.Event:
@@ -111,15 +113,18 @@ def reset_lanes() -> None:
     _lanes.clear()
 
 
-def on_lane(lane: torch.Stream) -> torch.Stream:
-    """Returns a lane as an object of the caller's own, for one ``with``.
+@contextmanager
+def on_lane(lane: torch.Stream) -> Iterator[None]:
+    """Makes a lane the calling thread's current stream, on its device, within a ``with``.
 
     A stream object keeps what it displaced when it was entered. Threads that are in one object at
-    once would each take, as they leave, the stream of whoever entered last.
+    once would each take, as they leave, the stream of whoever entered last: so each has its own.
     """
-    return torch.Stream(
+    own = torch.Stream(
         stream_id=lane.stream_id, device_index=lane.device_index, device_type=lane.device_type
     )
+    with _device.on(lane.device), own:
+        yield
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:

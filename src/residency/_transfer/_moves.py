@@ -64,12 +64,12 @@ def _carry(copies: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Non
         return
     lanes = lanes_of(device)
     current = _device.current_stream(device)
-    lanes.h2d.wait_event(lanes.mark(current))  # their memory may have readers from before
+    _device.wait_event(lanes.h2d, lanes.mark(current))  # their memory may have readers from before
     try:
         with on_lane(lanes.h2d):
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
     finally:
         landed = lanes.mark(lanes.h2d)
-        current.wait_event(landed)
+        _device.wait_event(current, landed)
         landed.synchronize()

@@ -95,7 +95,7 @@ def fill(
         written = [t.local for t in work.targets if t.local.device == device]
         gate_of(device).before_write(written)
         lanes = lanes_of(device)
-        lanes.h2d.wait_event(lanes.mark(_device.current_stream(device)))
+        _device.wait_event(lanes.h2d, lanes.mark(_device.current_stream(device)))
     is_own_ring = ring is None and work.needs_ring
     ring_bytes = min(staging_bytes, work.ring_bytes) if is_own_ring else 0
     if is_own_ring:
@@ -121,7 +121,7 @@ def fill(
 def _wait_for_lanes(devices: Iterable[torch.device]) -> None:
     for device in devices:
         lanes = lanes_of(device)
-        _device.current_stream(device).wait_event(lanes.mark(lanes.h2d))
+        _device.wait_event(_device.current_stream(device), lanes.mark(lanes.h2d))
 
 
 class Staging:

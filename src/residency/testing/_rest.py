@@ -68,12 +68,17 @@ def queued_work_error(when: str, failures: list[Exception]) -> QueuedWorkError:
 
 
 def allocated_bytes_at_rest(enough_bytes: int) -> int:
-    """Returns the bytes that tensors hold, without garbage where that is what exceeds enough."""
-    from residency import _device
+    """Returns the bytes that tensors hold: where those are more than enough, without garbage, and
+    without the workspaces that matrix products keep unless a captured graph may use them.
+    """
+    from residency import _device, _private_pools
 
+    device = _device.accelerator()
     allocated_bytes = _device.memory_allocated()
-    if allocated_bytes > enough_bytes:
+    if device is not None and allocated_bytes > enough_bytes:
         gc.collect()
+        if not _private_pools.may_have_graphs():
+            _device.clear_workspaces(device)
         allocated_bytes = _device.memory_allocated()
     return allocated_bytes
 

@@ -250,6 +250,21 @@ def log_faults(files: Tree) -> list[str]:
     ]
 
 
+def wait_faults(files: Tree) -> list[str]:
+    """Finds waits of streams that do not go through the function that makes their device current:
+    elsewhere torch makes a context on the thread's own.
+    """
+    return [
+        f"{file}:{call.lineno} waits: call _device.wait_event"
+        for file, tree in files.items()
+        if file.split("/")[0] not in {"_device.py", "sim", "testing"}
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
+        if call.func.attr in {"wait_event", "wait_stream"}
+        if ast.unparse(call.func.value) != "_device"
+    ]
+
+
 def stream_faults(files: Tree) -> list[str]:
     """Finds stream objects that are entered as they are: one that threads share swaps their current
     streams.
@@ -328,6 +343,10 @@ def test_no_error_is_passed_over_in_silence(package: Tree) -> None:
 
 def test_no_record_of_a_log_keeps_the_frames_of_an_error(package: Tree) -> None:
     assert log_faults(package) == []
+
+
+def test_waits_of_streams_make_their_device_current(package: Tree) -> None:
+    assert wait_faults(package) == []
 
 
 def test_no_stream_that_threads_share_is_entered_as_it_is(package: Tree) -> None:
@@ -464,6 +483,21 @@ def test_an_error_that_is_given_to_a_logger_is_found(
 ) -> None:
     made_up(tmp_path, a=f"try:\n    f()\nexcept OSError as e:\n    log.warning('%s', {given})")
     assert bool(log_faults(parse(tmp_path))) == is_fault
+
+
+@pytest.mark.parametrize(
+    ("line", "is_fault"),
+    [
+        ("stream.wait_event(e)", True),
+        ("a().wait_stream(b)", True),
+        ("_device.wait_event(s, e)", False),
+    ],
+)
+def test_a_wait_that_leaves_the_threads_device_current_is_found(
+    tmp_path: Path, line: str, is_fault: bool
+) -> None:
+    made_up(tmp_path, a=line)
+    assert bool(wait_faults(parse(tmp_path))) == is_fault
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,8 @@ def call_park(run: Run) -> None:
 
 
 def call_hand_off(run: Run) -> None:
-    need = residency.memory_state().capacity - parse_bytes("5MiB")
+    state = residency.memory_state()
+    need = state.capacity - state.outside - parse_bytes("5MiB")
     with residency.hand_off(need, park=[run.optimizer, run.model]):
         pass
 

@@ -17,6 +17,7 @@ def lines(device: torch.device) -> str:
     return "\n".join(residue_lines(device, measure(device)))
 
 
+@pytest.mark.sim_device(context="0B")
 def test_a_device_of_which_torch_knows_all_has_no_residue(device: torch.device) -> None:
     if measure(device).outside:
         pytest.skip("a real device has a context")

@@ -368,6 +368,7 @@ def compare(program: Program) -> None:
 def held() -> tuple[int, int]:
     gc.collect()
     torch.accelerator.synchronize()
+    torch.sim.clear_workspaces()  # which matrix products keep
     return torch.accelerator.memory_allocated(), sim.pinned_memory_stats()["used_bytes.current"]
 
 

@@ -122,7 +122,7 @@ def resident_bytes() -> int:
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.sim_device(schedule="late")
+@pytest.mark.sim_device(schedule="late", workspaces=False, context="0B")
 def test_runs_of_a_thousand_steps_with_every_transition_leave_nothing_behind(
     device: torch.device,
     tmp_path: Path,

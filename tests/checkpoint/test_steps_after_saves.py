@@ -17,6 +17,7 @@ class Counted:
     """The current stream, which counts what it is made to wait for."""
 
     def __init__(self, stream, waits):
+        self.device = stream.device
         self._stream = stream
         self._waits = waits
 

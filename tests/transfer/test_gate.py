@@ -87,6 +87,7 @@ class Writer:
     """A stream that notes what it is made to wait for."""
 
     def __init__(self):
+        self.device = torch.accelerator.current_accelerator()
         self.events = []
 
     def wait_event(self, event):

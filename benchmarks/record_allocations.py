@@ -81,10 +81,10 @@ def _image_model(kind: str, is_small: bool) -> tuple[nn.Module, Callable[[], dic
 
 
 _MODELS = {
-    "qwen3": lambda is_small: _language_model("Qwen3", is_small),
-    "llama": lambda is_small: _language_model("Llama", is_small),
-    "resnet": lambda is_small: _image_model("ResNet", is_small),
-    "vit": lambda is_small: _image_model("ViT", is_small),
+    "qwen3": (_language_model, "Qwen3"),
+    "llama": (_language_model, "Llama"),
+    "resnet": (_image_model, "ResNet"),
+    "vit": (_image_model, "ViT"),
 }
 
 
@@ -101,11 +101,12 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     for name in [options.only] if options.only else _MODELS:
         for setting in _SETTINGS:
-            model, batch = _MODELS[name](options.small)
+            torch.manual_seed(0)
+            make, kind = _MODELS[name]
+            model, batch = make(kind, options.small)
             if setting == "checkpointing" and not model.supports_gradient_checkpointing:
                 print(f"{name:8} {setting:16} left out: the model has no checkpointing")
                 continue
-            torch.manual_seed(0)
             recording = record(model, batch, setting, device)
             recording["description"] = f"{name}, {setting}, {_NUM_STEPS} steps" + (
                 ", small" if options.small else ""

@@ -54,27 +54,22 @@ def has_context(device: torch.device) -> bool:
     return device.type != "cuda" or ask is None or bool(ask(device.index))
 
 
-def used_accelerator() -> torch.device | None:
-    """Returns the current accelerator where this process has a context on it, else None."""
-    found = accelerator()
-    return found if found is not None and has_context(found) else None
-
-
 def used_accelerators() -> list[torch.device]:
     """Returns every accelerator on which this process has a context, whichever is current."""
     found = accelerator()
-    count = 0 if found is None else torch.accelerator.device_count()
-    present = [torch.device(found.type, index) for index in range(count) if found is not None]
+    if found is None:
+        return []
+    present = [torch.device(found.type, i) for i in range(torch.accelerator.device_count())]
     return [device for device in present if has_context(device)]
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a device the calling thread's within a ``with``, as nothing else may that records or
-    waits for events of another than the thread's.
+    """Makes a device the calling thread's current one within a ``with``.
 
-    Torch's events and synchronisations set the device and then the thread's own again, which on
-    CUDA makes a context on that, of 0.5 GB (``SetDevice`` in c10/cuda/CUDAFunctions.cpp). Leaving
-    this makes none.
+    Whoever records an event, or waits for one, on another device than the thread's goes through
+    this. Torch's events and synchronisations set the device and then the thread's own again, which
+    on CUDA makes a context on that one, of 0.5 GB (``SetDevice`` in c10/cuda/CUDAFunctions.cpp).
+    The end of this ``with`` makes none.
     """
     if device.index is None or device.index == torch.accelerator.current_device_index():
         return nullcontext()
@@ -82,7 +77,7 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def wait_event(stream: torch.Stream, event: torch.Event) -> None:
-    """Lets what is queued on a stream from now on wait for an event."""
+    """Makes a stream wait for an event before it runs any work that is queued from now on."""
     with on(stream.device):
         stream.wait_event(event)
 

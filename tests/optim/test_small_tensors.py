@@ -1,4 +1,4 @@
-"""What a step of many small tensors does for each of them, counted, not timed; and its bits."""
+"""A step of many small tensors makes few calls for each of them, and computes the same bits."""
 
 from __future__ import annotations
 

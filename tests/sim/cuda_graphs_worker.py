@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from worker_cases import Cases
+from worker_cases import Cases, on_thread
 
 import residency
 from residency import _device, _private_pools, sim
@@ -198,22 +198,6 @@ def spoils(call: Callable[[], object], words: str, **options: Any) -> None:
         value.add_(1)
     graph.replay()
     assert value.tolist() == [2.0] * 4
-
-
-def in_thread(call: Callable[[], object]) -> None:
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if failures:
-        raise failures[0]
 
 
 def recorded() -> torch.cuda.Event:
@@ -397,10 +381,10 @@ def only_page_locked_memory_is_copied_in_a_capture() -> None:
 @case
 def a_captures_mode_says_whose_calls_end_it() -> None:
     event = recorded()
-    spoils(lambda: in_thread(event.query), NOT_PERMITTED)
+    spoils(lambda: on_thread(event.query), NOT_PERMITTED)
     for mode in ("thread_local", "relaxed"):
         with capturing(capture_error_mode=mode):
-            in_thread(event.query)
+            on_thread(event.query)
     spoils(event.query, NOT_PERMITTED, capture_error_mode="thread_local")
     with capturing(capture_error_mode="relaxed"):
         assert event.query()

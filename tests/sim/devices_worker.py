@@ -5,7 +5,6 @@ which it has a context, and that the library makes none on another than its tens
 from __future__ import annotations
 
 import tempfile
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,27 +12,12 @@ import pytest
 import torch
 from context_cases import CAPACITY, CONTEXT, cases_of, has_context, run_all, starts_nothing
 from torch import nn
+from worker_cases import on_thread
 
 import residency
 from residency import _device, sim
 
 case = cases_of(2)
-
-
-def on_thread(run: Callable[[], object]) -> None:
-    failures: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            run()
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    for failure in failures:
-        raise failure
 
 
 @case

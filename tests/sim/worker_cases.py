@@ -12,6 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Container
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,12 @@ from residency.testing import simulated_device_type, tested_device_type
 
 Case = Callable[[], None]
 _SKIPPED = "skipped: "
+
+
+def on_thread(call: Callable[[], object]) -> None:
+    """Calls on a new thread, for which nobody has chosen a device, and raises what that raises."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(call).result()
 
 
 class Cases:

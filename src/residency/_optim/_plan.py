@@ -41,7 +41,7 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Is the parameters of a step in group order, in lists: those answer the quickest for all."""
+    """The parameters of a step in group order, in lists, which are the quickest to go through."""
 
     group_indices: list[int]
     parameters: list[Tensor]
@@ -91,8 +91,9 @@ class Piece:
 
 
 class SlotViews(NamedTuple):
-    """Is what a state looks like in a slot and where, or such as are alike and at equal distances;
-    in elements of the slot in their dtype.
+    """One state in a slot, or several of one shape at equal distances: where, and how strided.
+
+    Offset, strides and distance count elements of the slot in the states' dtype.
     """
 
     dtype: torch.dtype
@@ -108,7 +109,7 @@ HomesByKey = Mapping[str, Home]
 
 @dataclass(slots=True)
 class Unit:
-    """Is what one shadow step takes, and the copies before and after it.
+    """The pieces that one shadow step takes, and the copies before and after it.
 
     Attributes:
         keys: Of each piece, those of its states in the slot.
@@ -132,7 +133,7 @@ class Unit:
 
     @property
     def are_whole(self) -> bool:
-        """Says whether each piece is a whole parameter."""
+        """Whether each piece is a whole parameter."""
         return len(self.pieces) != 1 or self.pieces[0].is_whole  # a cut goes alone
 
 

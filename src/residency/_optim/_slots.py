@@ -1,4 +1,4 @@
-"""What the states of a unit look like in the slot that they were copied to."""
+"""Makes the states of a unit as views of the slot that they were copied to."""
 
 from __future__ import annotations
 

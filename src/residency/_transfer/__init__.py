@@ -85,10 +85,10 @@ __all__ = [
     "register_forecast",
     "register_owner",
     "reset_lanes",
+    "sharded_among",
     "states_to_come",
     "watch_optimizers",
     "wait_asleep",
-    "sharded_among",
     "wrapped_like",
     "written_by_steps",
 ]

@@ -117,8 +117,8 @@ def reset_lanes() -> None:
 def on_lane(lane: torch.Stream) -> Iterator[None]:
     """Makes a lane the calling thread's current stream, on its device, within a ``with``.
 
-    A stream object keeps what it displaced when it was entered. Threads that are in one object at
-    once would each take, as they leave, the stream of whoever entered last: so each has its own.
+    A stream object keeps the stream that it displaced when a thread entered it. Two threads in one
+    object would swap their streams as they leave, so each thread enters an object of its own.
     """
     own = torch.Stream(
         stream_id=lane.stream_id, device_index=lane.device_index, device_type=lane.device_type

@@ -322,7 +322,8 @@ def _borrow(description: Description, spare_bytes: int | None) -> None:
             del lent[local.data_ptr()]
         else:
             loan = None  # a part of a home, or another tensor over one, is copied
-        # Of what is lent, nothing that the caller was shown is kept: a step waits for who has it.
+        # The description keeps the loan and not the caller's tensor: a step would wait for a save
+        # of whose bytes somebody has a view.
         value = leaf.value if loan is None else loan.value
         found[name] = Leaf(name, value, _place(local) not in of_steps, loan)
 

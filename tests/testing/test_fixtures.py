@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -179,6 +180,24 @@ def test_settling_finishes_work_past_its_failures_and_frees_what_is_free(
     assert accelerator.max_memory_allocated() == held.nbytes
     assert sim.pinned_memory_stats()["pinned_bytes.current"] == pinned
     assert held.min().item() == 1.0
+
+
+def test_settling_drops_garbage_that_has_a_private_pool_and_no_tensor(
+    sim_device: torch.device,
+) -> None:
+    module = torch.get_device_module(sim_device)
+    cycle: list[Any] = [module.MemPool()]
+    cycle.append(cycle)
+    with module.use_mem_pool(cycle[0]):
+        torch.empty(4 * MIB, device=sim_device)
+    del cycle
+    assert accelerator.memory_reserved() > 0
+    gc.disable()
+    try:
+        assert settle() == 0
+    finally:
+        gc.enable()
+    assert accelerator.memory_reserved() == 0
 
 
 def test_contexts_and_workspaces_are_charged_where_the_settings_say_so(run_tests) -> None:

@@ -87,8 +87,6 @@ def _unpark_of_what_is_not_where_it_was(device, tmp_path) -> Callable[[], Any]:
 USES = (_step, _snapshot, _save, _restore, _park, _unpark, _unpark_of_what_is_not_where_it_was)
 
 
-# A private pool that another test has left is none of this one's.
-@pytest.mark.filterwarnings("ignore:a captured graph")
 @pytest.mark.parametrize("prepare", USES, ids=lambda use: use.__name__.strip("_"))
 def test_threads_that_are_in_a_lane_at_once_leave_on_their_own_streams(
     device, tmp_path, monkeypatch, prepare

@@ -68,14 +68,18 @@ def queued_work_error(when: str, failures: list[Exception]) -> QueuedWorkError:
 
 
 def allocated_bytes_at_rest(enough_bytes: int) -> int:
-    """Returns the bytes that tensors hold: where those are more than enough, without garbage, and
-    without the workspaces that matrix products keep unless a captured graph may use them.
+    """Returns the bytes that tensors hold: where those are more than enough, or a private pool has
+    memory, without garbage, and without the workspaces that matrix products keep unless a captured
+    graph may use them.
     """
     from residency import _device, _private_pools
 
     device = _device.accelerator()
+    if device is None:
+        return 0
     allocated_bytes = _device.memory_allocated()
-    if device is not None and allocated_bytes > enough_bytes:
+    pooled_bytes = _private_pools.reserved_bytes(device, _device.allocator_figures(device))
+    if allocated_bytes > enough_bytes or pooled_bytes:
         gc.collect()
         if not _private_pools.may_have_graphs():
             _device.clear_workspaces(device)

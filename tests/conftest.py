@@ -153,13 +153,10 @@ def framework(quick_collections: None) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def trace_files() -> list[Path]:
-    """Recorded allocator traces: ``$RESIDENCY_TRACE_DIR``, else ``shared/data`` near the tree."""
-    root = Path(__file__).resolve().parents[1]
-    folders = [near / "shared" / "data" / "cuda_traces" for near in (root.parent, root)]
+    """Recorded allocator traces: those of ``tests/data``, and ``$RESIDENCY_TRACE_DIR``'s."""
+    files = sorted((Path(__file__).parent / "data" / "cuda_traces").glob("*.json.gz"))
     if "RESIDENCY_TRACE_DIR" in os.environ:
-        folders.insert(0, Path(os.environ["RESIDENCY_TRACE_DIR"]))
-    files = next((found for f in folders if (found := sorted(f.glob("*.json.gz")))), [])
-    if not files:
-        looked = ", ".join(map(str, folders))
-        pytest.skip(f"no recorded traces in {looked}; set RESIDENCY_TRACE_DIR")
+        found = sorted(Path(os.environ["RESIDENCY_TRACE_DIR"]).glob("*.json.gz"))
+        assert found, "RESIDENCY_TRACE_DIR has no *.json.gz"
+        files += found
     return files

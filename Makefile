@@ -21,7 +21,10 @@ TORTURE_FROM ?= $(shell git rev-parse 'HEAD^{tree}' 2>/dev/null)
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 # Follows what was installed: it changes with the dependencies, the pins and the torch.
-STAMP := $(VENV)/.installed-$(shell (cat pyproject.toml constraints.txt; echo '$(TORCH)') | cksum | tr ' ' '-')
+SUM := $(shell (cat pyproject.toml constraints.txt; echo '$(TORCH)') | cksum | tr ' ' '-')
+STAMP := $(VENV)/.installed-$(SUM)
+# What the demo needs is less, and part of it.
+DEMO_STAMP := $(or $(wildcard $(STAMP)),$(VENV)/.installed-demo-$(SUM))
 # ninja lives in .venv, and torch looks for it on the path.
 RUN := PATH="$(BIN):$$PATH"
 
@@ -30,9 +33,9 @@ VERL_BIN := $(CURDIR)/$(VERL_VENV)/bin
 VERL_STAMP := $(VERL_VENV)/.installed-$(shell (cat pyproject.toml constraints-verl.txt; echo '$(TORCH)') | cksum | tr ' ' '-')
 
 .DEFAULT_GOAL := test
-.PHONY: demo test torture test-verl check bench bench-checkpoint gpu
+.PHONY: demo test test-all torture test-verl check docs bench bench-checkpoint gpu
 
-demo: $(STAMP)
+demo: $(DEMO_STAMP)
 	$(RUN) residency demo $(DEMO_ARGS)
 
 test: $(STAMP)
@@ -60,6 +63,11 @@ check: $(STAMP)
 	$(RUN) mypy --strict src
 	$(RUN) python -m pytest -q tests/test_architecture.py
 
+# The site, in build/docs: a page that nothing leads to, or a link that leads nowhere, ends it.
+docs: $(STAMP)
+	$(RUN) python -m sphinx -q -W --keep-going -b html docs build/docs
+	@echo "build/docs/index.html"
+
 bench: $(STAMP)
 	$(RUN) python -m benchmarks
 
@@ -79,6 +87,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	rm -f $(VENV)/.installed-*
+	touch $@
+
+$(VENV)/.installed-demo-$(SUM): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch and the demo's frameworks into $(VENV), for some minutes"
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo]'
 	touch $@
 
 # fastapi and uvicorn are what verl imports and does not ask for. Trinity-RFT is installed without what

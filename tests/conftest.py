@@ -15,18 +15,18 @@ later garbage collection would go through, and the device's fixture collects twi
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from residency.sim import _cuda_face
+from residency.sim import BuildError
 from residency.sim._build import build_extension
 from residency.testing import simulated_device_type
 
@@ -42,20 +42,15 @@ def pytest_configure() -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Builds the simulated accelerator, both as itself and as CUDA, before the time of any test
-    begins to count, where pytest-xdist runs them all (`-n`); its processes find it built.
+    """Builds the simulated accelerator before the time of any test begins to count, where
+    pytest-xdist runs them all (`-n`); its processes find it built.
     """
     option = session.config.option
     is_xdists = getattr(option, "numprocesses", None) is not None
     if _REAL or not is_xdists or option.collectonly or hasattr(session.config, "workerinput"):
         return
-    with ThreadPool(2) as pool:  # what fails here fails by name in the tests that need it
-        pool.apply_async(build_extension)
-        pool.apply_async(
-            build_extension, kwds={"name": _cuda_face.EXTENSION, "defines": _cuda_face.DEFINES}
-        )
-        pool.close()
-        pool.join()
+    with contextlib.suppress(BuildError):  # the tests that need it fail by its name
+        build_extension()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

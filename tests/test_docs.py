@@ -1,26 +1,28 @@
-"""Every Python example of the README and the docs runs, on the accelerator under test."""
+"""Every Python example of the README and the docs runs, and the site has every page and name."""
 
 from __future__ import annotations
 
 import ast
+import importlib
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import pasted_pages
 import pytest
 import torch
+from pasted_pages import blocks_of, paste
 
 from residency import _errors
 
 ROOT = Path(__file__).resolve().parents[1]
+INTEGRATIONS = ("lightning", "transformers", "dcp", "verl")  # xtuner's imports XTuner
 
 
-def _examples(page: Path) -> list[str]:
-    """Returns the blocks that stand for themselves: one that opens with a file's name is a file."""
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
-    return [block for block in blocks if not re.match(r"# \w+\.py\n", block)]
-
-
-PAGES = sorted(p for p in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")] if _examples(p))
+ALL_PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
+PAGES = [page for page in ALL_PAGES if any(not block.file for block in blocks_of(page))]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # said of dcp on one process
@@ -30,23 +32,76 @@ PAGES = sorted(p for p in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")] if _e
     "ignore:.*LeafSpec:FutureWarning", "ignore:.*does not have many workers"
 )
 @pytest.mark.filterwarnings("ignore:GPU available but not used")
+@pytest.mark.sim_device(schedule="late")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_examples_of_a_page_run(
+def test_the_blocks_of_a_page_run_on_the_device_as_pasted(
     page: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where the examples' files go
     # Accelerate finds accelerators by name, and does not know the simulated one's.
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", str(device))
-    # What a reader has before the first line: a model on the accelerator.
-    names = {"torch": torch, "model": torch.nn.Linear(8, 8).to(device)}
-    for example in _examples(page):
-        exec(compile(example, str(page), "exec"), names)
+    paste(page)
+
+
+def test_the_blocks_of_the_docs_run_in_fresh_processes_without_an_accelerator() -> None:
+    ran = _pasted(*map(str, PAGES))
+    assert ran.returncode == 0, ran.stderr
+
+
+def _pasted(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs `pasted_pages` in a process that sees no accelerator."""
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, pasted_pages.__file__, *arguments]
+    env = {**os.environ, **hidden}
+    return subprocess.run(command, capture_output=True, text=True, env=env)
+
+
+def test_every_block_is_python() -> None:
+    for page in ALL_PAGES:
+        for block in blocks_of(page):
+            compile(block.source, str(page), "exec")
+
+
+def test_a_run_that_lost_a_rank_ends_on_one_rank_at_the_sum_of_stock_torch(tmp_path: Path) -> None:
+    (script,) = blocks_of(ROOT / "docs" / "how-to" / "train-on-several-ranks.md")
+    assert script.file
+    (tmp_path / script.file).write_text(script.source)
+
+    resumed = _pasted("--ranks", str(tmp_path / script.file))
+    assert resumed.returncode == 0, resumed.stderr
+    found = re.fullmatch(r"steps (\d) to 7, sum (\S+)\n", resumed.stdout)
+    assert found, resumed.stdout
+    assert found[1] in "45"
+    assert found[2] == f"{_sum_of_stock_torch():.10f}"
+
+
+def _sum_of_stock_torch() -> float:
+    """Returns what the page's script sums up, of a plain loop on the host."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(8):
+        rows = torch.randn(32, 256, generator=torch.Generator().manual_seed(step))
+        model(rows).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return sum(p.double().abs().sum().item() for p in model.parameters())
 
 
 def test_links_between_pages_lead_somewhere() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_costs_are_those_of_the_reports() -> None:
+    page = (ROOT / "docs" / "explanation" / "costs.md").read_text()
+    rows = re.findall(r"^\|.*?\|(.*?)\|(.*?)\| `(\d[\w-]+\.md)` \|$", page, flags=re.MULTILINE)
+    assert len(rows) >= 5
+    for with_it, without, name in rows:
+        report = (ROOT / "benchmarks" / "reports" / name).read_text()
+        for figure in re.findall(r"\d+\.\d+|\d+(?= µs)", with_it + without):
+            assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.])", report), (name, figure)
 
 
 def _texts_of_the_sources() -> list[str]:
@@ -76,3 +131,36 @@ def test_every_message_that_troubleshooting_quotes_is_one_that_the_sources_conta
         # The fragments of one row stand in one message, in this order.
         pattern = ".*".join(map(re.escape, fragments))
         assert any(re.search(pattern, text, flags=re.DOTALL) for text in texts), message
+
+
+@pytest.mark.parametrize(
+    ("module", "page"),
+    [
+        ("residency", "residency"),
+        ("residency.types", "types"),
+        ("residency.sim", "sim"),
+        ("residency.testing", "testing"),
+        *((f"residency.integrations.{name}", "integrations") for name in INTEGRATIONS),
+    ],
+)
+def test_every_public_name_stands_in_the_reference(module: str, page: str) -> None:
+    text = (ROOT / "docs" / "reference" / "api" / f"{page}.md").read_text()
+    directives = r"^\.\. auto(?:function|class|exception):: ([\w.]+)$"
+    described = set(re.findall(directives, text, flags=re.MULTILINE))
+    public = importlib.import_module(module).__all__
+    modules = {"sim", "testing"} if module == "residency" else set()  # have pages of their own
+    assert {f"{module}.{name}" for name in set(public) - modules} == {
+        name for name in described if name.rpartition(".")[0] == module
+    }
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
+    built = subprocess.run(
+        [*command, "-d", str(tmp_path / "trees"), str(ROOT / "docs"), str(tmp_path / "site")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )
+    assert built.returncode == 0, built.stderr
+    assert (tmp_path / "site" / "index.html").is_file()

@@ -155,7 +155,7 @@ def release_pinned_cache() -> None:
     """
     if not used_accelerators():
         return
-    synchronize()
+    synchronize()  # a block that a copy may still use is not free yet
     _empty_host_cache()
 
 
@@ -164,7 +164,7 @@ def give_back_pinned(num_bytes: int) -> None:
 
     Torch keeps what anybody frees for whoever asks next, and can only give back all of it. So up to
     64 MiB, as much as a restore moves through, stay there for the next one; only for more do
-    others, a ``DataLoader`` that pins, lose theirs. Waits for nothing: memory that somebody still
+    others, a ``DataLoader`` that pins, lose theirs. Waits for nothing: memory that a caller still
     copies stays, too.
 
     Args:
@@ -216,7 +216,7 @@ def synchronize(device: torch.device | None = None) -> None:
     for each in used_accelerators() if device is None else [device]:
         if has_context(each):
             with on(each):
-                torch.accelerator.synchronize(each)
+                torch.accelerator.synchronize(each)  # what this function is for
 
 
 def rng_state(device: torch.device) -> Tensor | None:
@@ -355,7 +355,7 @@ def empty_cache(device: torch.device) -> None:
         if torch.accelerator.memory_reserved(index)
     ]
     for index in used if len(used) > 1 else []:
-        torch.accelerator.synchronize(index)
+        torch.accelerator.synchronize(index)  # see above: work under way
     with torch.accelerator.device_index(device.index):
         torch.accelerator.empty_cache()
 

@@ -45,15 +45,15 @@ def _is_inside(module: str) -> bool:
 
 
 class ResidencyError(Exception):
-    """Is the root of every error that this package raises on its own account."""
+    """The root of every error that this package raises on its own account."""
 
 
 class InvalidArgumentError(ResidencyError, ValueError):
-    """Says that an argument means nothing: a size that does not parse, an unknown name."""
+    """An argument that means nothing: a size that does not parse, an unknown name."""
 
 
 class HandOffError(ResidencyError, RuntimeError):
-    """Says that a device could not be handed over, or that what was parked did not fit back.
+    """A device that could not be handed over, or parked bytes that did not fit back.
 
     Attributes:
         is_parked: Whether something of this rank is still on the host, whole: `retry`, or
@@ -87,11 +87,11 @@ class HandOffError(ResidencyError, RuntimeError):
 
 
 class CheckpointError(ResidencyError, RuntimeError):
-    """Says that a save or a restore could not be carried out."""
+    """A save or a restore that could not be carried out."""
 
 
 class CorruptSaveError(CheckpointError):
-    """Says that bytes on disk are not those that were written.
+    """The bytes on disk are not those that were written.
 
     Attributes:
         file: The file, relative to its save's directory.
@@ -114,20 +114,20 @@ class CorruptSaveError(CheckpointError):
 
 
 class QueuedWorkError(ResidencyError, RuntimeError):
-    """Says that work which was queued on the device failed once it was made to run."""
+    """A failure of work that was queued on the device."""
 
 
 class RefusedError(ResidencyError, RuntimeError):
-    """Says that a request cannot be carried out exactly; whatever it named is as it was before."""
+    """A request that cannot be carried out exactly; whatever it named is as it was before."""
 
 
 class SimulatorError(ResidencyError, RuntimeError):
-    """Is the root of the simulated accelerator's errors."""
+    """The root of the simulated accelerator's errors."""
 
 
 class BuildError(SimulatorError):
-    """Says that the simulated accelerator could not be built here, and what to install."""
+    """A simulated accelerator that could not be built here; the message says what to install."""
 
 
 class RaceError(SimulatorError):
-    """Says that two operations meet on the same bytes, one of them writing, with no wait."""
+    """Two operations that meet on the same bytes, one of them writing, with no wait."""

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+# there is no public way (torch 2.13)
 from torch.utils._python_dispatch import _disable_current_modes
 
 

@@ -67,7 +67,7 @@ class Turn:
     """What one holder has while it has something for itself; its end is the end of the turn.
 
     Attributes:
-        is_over: Whether the holder said so, while somebody still has this object.
+        is_over: Whether the holder said so, while a caller still has this object.
     """
 
     def __init__(self) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from collections import OrderedDict
 from pathlib import Path
 
@@ -225,6 +226,29 @@ def test_a_failure_is_told_wherever_somebody_asks_first(lab, tmp_path, failing_w
         ask()
     assert "failed" in repr(save)
     checkpointer.close()
+
+
+def test_the_error_of_a_failed_save_keeps_nothing_of_the_state(lab, tmp_path, monkeypatch):
+    held = []
+
+    def fail(self, request, **kwargs):
+        on_the_host = torch.zeros(1000)  # as a writer has, in frames that the error remembers
+        held.append(weakref.ref(on_the_host))
+        try:
+            raise OSError(28, "No space left on device")
+        except OSError as error:
+            inner = torch.zeros(1000)
+            held.append(weakref.ref(inner))
+            raise RuntimeError("the save cannot be written") from error
+
+    monkeypatch.setattr(CheckpointDirectory, "save", fail)
+    checkpointer = residency.Checkpointer(tmp_path)
+    save = checkpointer.save(0, lab.run(offload=False).state)
+    checkpointer._background.drain()
+    assert save.is_done()
+    assert [reference() for reference in held] == [None, None]
+    with pytest.raises(RuntimeError, match="cannot be written"):
+        checkpointer.close()
 
 
 def test_an_error_of_the_body_is_not_hidden_by_a_failed_save(lab, tmp_path, failing_writer):

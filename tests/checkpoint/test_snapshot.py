@@ -82,6 +82,29 @@ def test_a_snapshot_under_a_closure_is_that_of_before_its_step(lab, offload):
     lab.same(snapshot.tree, expected)
 
 
+def test_a_closure_and_what_stands_behind_it_reach_the_step_of_a_class_that_takes_more(device):
+    class Scaled(torch.optim.SGD):
+        def step(self, closure=None, scale=1.0, *, bias=0.0):
+            loss = closure()
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    parameter.sub_(parameter.grad * scale + bias)
+            return loss
+
+    weight = torch.nn.Parameter(torch.ones(1 << 16, device=device))
+    optimizer = Scaled([weight])
+
+    def closure():
+        weight.grad = torch.ones_like(weight)
+        return 5
+
+    snapshot = residency.snapshot({"weight": weight})  # under way, so that the step must wait
+    assert optimizer.step(closure, 2.0, bias=1.0) == 5
+    assert optimizer.step(closure=closure, scale=3.0) == 5
+    assert torch.equal(weight.detach().cpu(), torch.full((1 << 16,), -5.0))
+    assert torch.equal(snapshot.tree["weight"], torch.ones(1 << 16))
+
+
 @BOTH
 def test_buffers_that_the_next_forward_changes_are_those_of_the_call(lab, offload):
     run = lab.run(offload=offload)

@@ -7,7 +7,7 @@ import json
 import pytest
 from rich.console import Console
 
-from residency._demo import Promise, Report, Row, render_report, reports_to_json
+from residency._demo import CASES, Promise, Report, Row, render_report, reports_to_json
 from residency._demo._render import row_cells, summary_cells
 from residency._demo._report import report_from
 
@@ -45,10 +45,17 @@ def make_report(*, held: bool = True) -> Report:
 
 def rendered(report: Report) -> str:
     console = Console(file=io.StringIO(), width=120)
-    render_report(report, console)
+    render_report(report, "What it is.", console)
     output = console.file
     assert isinstance(output, io.StringIO)
     return output.getvalue()
+
+
+def test_a_report_begins_with_the_case_and_what_it_is() -> None:
+    first, second = rendered(make_report()).split("\n")[:2]
+    assert first == "a-case on a device"
+    assert second == "What it is."
+    assert all(case.summary.count(". ") >= 1 for case in CASES.values())  # two sentences
 
 
 def test_the_table_shows_every_cell_in_binary_units() -> None:

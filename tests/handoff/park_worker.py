@@ -163,6 +163,9 @@ def a_forward_of_a_parked_fsdp2_module_is_refused() -> None:
     for part in (model, model[2]):
         with pytest.raises(residency.RefusedError, match=r"call residency\.unpark"):
             part(batch(0) if part is model else batch(0) @ torch.ones(32, 40).to("sim"))
+    names = r"^0\.weight, 0\.bias, 1\.weight and more of this FSDPSequential is parked"
+    with pytest.raises(residency.RefusedError, match=names):
+        model(batch(0))
     unpark(model)
     model(batch(0)).sum().backward()
 
@@ -310,7 +313,7 @@ def a_backward_through_an_older_graph_is_an_ordinary_error() -> None:
         unpark(parked.model)
         inputs = batch(0).requires_grad_()
         loss = parked.model(inputs).sum()
-        with pytest.warns(UserWarning, match="somebody else holds"):
+        with pytest.warns(UserWarning, match="other code holds"):
             park(parked.model)  # autograd's own views of the weights
         with contextlib.suppress(RuntimeError):
             loss.backward(retain_graph=keeps)

@@ -170,7 +170,7 @@ def test_a_storage_that_somebody_else_holds_stays_with_a_warning(device) -> None
     flat = torch.zeros(1000, device=device)
     model = nn.Linear(10, 10).to(device)
     model.bias.data = flat[3:13]
-    with pytest.warns(UserWarning, match="stay on the device: somebody else holds") as caught:
+    with pytest.warns(UserWarning, match="stay on the device: other code holds") as caught:
         freed = park(model)
     assert caught[0].filename == __file__  # the line that parks
     assert freed == blocks(model.weight)

@@ -436,7 +436,7 @@ def test_owners_of_one_request_may_share_storages(device) -> None:
     assert second.weight.grad.tolist() == [4.0] * 4
     edges = [torch.autograd.graph.get_gradient_edge(p.weight).node for p in (first, second)]
     assert edges == nodes
-    with pytest.warns(UserWarning, match="somebody else holds"):
+    with pytest.warns(UserWarning, match="other code holds"):
         assert park(first) == 0  # asked for alone, the other one is somebody else
 
 

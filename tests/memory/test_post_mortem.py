@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -66,10 +67,37 @@ def test_optimizer_states_that_would_have_fitted_on_the_host_are_offered(
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)
     model.weight.grad = torch.zeros_like(model.weight)
     optimizer.step()
-    note = note_of(lambda: megabytes(40, device))
+    note = note_of(lambda: megabytes(36, device))
     assert "the cheapest that would have fitted:" in note
-    assert "     16.00 MiB  of optimizer state: residency.offload_optimizer(optimizer)" in note
+    assert (
+        "     13.00 MiB  of optimizer state: residency.offload_optimizer(optimizer, "
+        'bucket="1MiB", slots=3) keeps it on the host'
+    ) in note
     assert "local 'optimizer'.state['weight']['exp_avg']" in note
+
+
+@of_a_full_device
+@pytest.mark.parametrize("width", [1040, 1080])
+def test_an_offload_that_is_offered_fits_when_it_is_taken_by_the_letter(
+    device: torch.device, width: int
+) -> None:
+    def train(**options: Any) -> None:
+        layers = [torch.nn.Linear(width, width, device=device) for _ in range(4)]
+        model = torch.nn.Sequential(*layers)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        if options:
+            residency.offload_optimizer(optimizer, **options)
+        for _ in range(2):
+            model(torch.ones(8, width, device=device)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    note = note_of(train)
+    gc.collect()  # the model's frame went with the error
+    (offer,) = (line for line in note.splitlines() if "offload_optimizer" in line)
+    options = re.search(r'bucket="(\w+)", slots=(\d)', offer)
+    assert options is not None
+    train(bucket=options[1], slots=int(options[2]))
 
 
 @of_a_full_device

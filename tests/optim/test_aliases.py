@@ -326,6 +326,24 @@ def test_a_shared_state_that_a_step_moves_off_a_snapshots_bytes_stays_shared(
     assert all(map(torch.equal, *results))
 
 
+def test_a_step_leaves_bytes_that_are_lent_as_part_of_another_state(lab):
+    parameters = lab.parameters(shapes=((32, 64), (64, 64)))
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    residency.offload_optimizer(optimizer)
+    lab.take_steps(optimizer, parameters, range(1), missing=False)
+    part, whole = (optimizer.state[parameter] for parameter in parameters)
+    part["momentum_buffer"] = whole["momentum_buffer"][8:40]
+    whole.fence()  # the home is now in the memory of the tensor that was shown
+    lent, borrower = whole.homes_by_key["momentum_buffer"].tensor, object()
+    before = lent.clone()
+    lending.lend(lent, borrower, keep=True)
+    parameters[1].grad = None
+    optimizer.step()
+    assert torch.equal(lent, before)
+    assert not torch.equal(whole["momentum_buffer"], before)
+    lending.give_back(lent, borrower)
+
+
 @pytest.mark.parametrize("kept", ["a state", "a view", "both"])
 @pytest.mark.parametrize(
     "how",

@@ -40,6 +40,40 @@ class RowWise(torch.optim.Optimizer):
                     p.sub_(buffer, alpha=group["lr"])
 
 
+class FaintlyCoupled(torch.optim.Optimizer):
+    """Scales every gradient by a factor that float32 rounds to 1, and counts in whole numbers."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        factor = 1 + 1e-12 * len(grads)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if not self.state[p]:
+                    self.state[p]["count"] = torch.zeros_like(p, dtype=torch.int64)
+                count = self.state[p]["count"].add_(1)
+                # A bitwise operation: it fails where the count is no whole number any more.
+                p.sub_(p.grad * factor * (count & 3), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_a_coupling_that_only_float64_shows_is_found_beside_a_state_of_whole_numbers(
+    lab, num_steps
+):
+    parameters = lab.parameters()
+    optimizer = FaintlyCoupled(parameters)
+    for step in range(num_steps):
+        lab.set_gradients(parameters, step, missing=False)
+        optimizer.step()
+    with pytest.raises(residency.RefusedError, match="couples"):
+        residency.offload_optimizer(optimizer)
+
+
 class Counting(torch.optim.AdamW):
     """Counts its steps in the groups and on itself, and draws no conclusion from it."""
 
@@ -165,8 +199,7 @@ def test_a_sparse_gradient_is_refused_before_any_parameter_is_stepped(lab):
     embedding(torch.tensor([1, 2])).sum().backward()
     sparse = embedding.weight.grad
     if sim.is_enabled():  # the simulated accelerator has no sparse tensors
-        weight = types.SimpleNamespace(grad=sparse, shape=weight.shape, device=weight.device)
-        optimizer.param_groups[0]["params"][1] = weight
+        weight.__class__ = type("Sparse", (torch.nn.Parameter,), {"grad": sparse})
     else:
         weight.grad = sparse.to(lab.device)
     with pytest.raises(residency.RefusedError, match="sparse"):
@@ -217,9 +250,10 @@ def sparse_parameter(lab):
     parameter = torch.nn.Parameter(torch.ones(4, 4).to(lab.device))
     # The simulated accelerator has no sparse tensors, so the layout is all that is given.
     sparse = torch.ones(4, 4).to_sparse()
-    if lab.device.type == "cuda":
-        parameter.grad = sparse.to(lab.device)
-    return parameter if lab.device.type == "cuda" else torch.nn.Parameter(sparse)
+    if sim.is_enabled():
+        return torch.nn.Parameter(sparse)
+    parameter.grad = sparse.to(lab.device)
+    return parameter
 
 
 def new_parameter(lab):

@@ -63,6 +63,31 @@ def test_a_step_makes_few_calls_for_each_parameter_beside_the_plain_steps(
     assert offloaded - plain <= most
 
 
+@pytest.mark.sim
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_a_step_makes_the_same_calls_after_a_snapshot_and_few_more_while_one_is_kept(
+    device, is_offloaded
+):
+    count = 60
+    optimizer = optimizer_over(device, count, torch.optim.AdamW, {})
+    if is_offloaded:
+        residency.offload_optimizer(optimizer)
+    for _ in range(2):
+        optimizer.step()
+    residency.snapshot(optimizer).wait()  # the first that is taken adds a hook
+    for _ in range(2):
+        optimizer.step()
+    before = num_calls(optimizer.step)
+    kept = residency.snapshot(optimizer)
+    kept.wait()
+    for _ in range(2):  # the first leaves the homes to the snapshot, the second makes a plan
+        optimizer.step()
+    assert num_calls(optimizer.step) - before < 10 * count * is_offloaded + count
+    del kept
+    optimizer.step()  # it takes note of the loans that ended
+    assert abs(num_calls(optimizer.step) - before) < count  # events, of those that are free
+
+
 def mixed_parameters(device):
     """Runs of parameters that are alike, between others: empty, without dimensions, with gaps."""
     shapes = [*[(16, 16)] * 6, (5,), *[(8, 2)] * 5, (), *[(0, 3)] * 4, *[()] * 5, (16, 16), (7, 3)]

@@ -413,6 +413,21 @@ def a_graph_is_captured_once_on_a_stream_of_its_own() -> None:
 
 
 @case
+def a_replay_takes_random_numbers_as_it_is_issued_and_nothing_asks_in_a_capture() -> None:
+    with capturing() as graph:
+        found = nn.functional.dropout(torch.rand(900, device="cuda"), 0.5)
+        for call in (torch.cuda.get_rng_state, torch.cuda.seed, torch.cuda.initial_seed):
+            with pytest.raises(RuntimeError, match=r"CUDAGeneratorImpl::.*captur"):
+                call()
+    torch.cuda.manual_seed(5)
+    graph.replay()
+    state = torch.cuda.get_rng_state()
+    torch.cuda.manual_seed(5)  # while the replay is queued
+    assert nn.functional.dropout(torch.rand(900, device="cuda"), 0.5).equal(found)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+@case
 def a_pools_handle_is_nobody_elses() -> None:
     handles = [torch.cuda.graph_pool_handle() for _ in range(2)]
     assert handles[0] != handles[1]

@@ -119,12 +119,35 @@ def test_a_fork_of_the_random_state_leaves_it_where_it_was() -> None:
     assert torch.equal(torch.sim.get_rng_state(), before)
 
 
+def test_dropout_draws_from_the_device_and_not_from_the_hosts_generator() -> None:
+    ones, host = torch.ones(5000, device="sim"), torch.get_rng_state()
+    torch.sim.manual_seed(3)
+    first = nn.functional.dropout(ones, 0.25)
+    assert torch.sim.get_rng_state().view(torch.int64).tolist() == [3, 4]
+    second = nn.functional.dropout(ones, 0.25)
+    assert not torch.equal(first, second)
+    torch.sim.manual_seed(3)
+    output, mask = torch.native_dropout(ones, 0.25, True)
+    assert torch.equal(output, first)
+    assert mask.dtype == torch.bool
+    assert torch.equal(mask, output > 0)
+    state = torch.sim.get_rng_state()
+    for probability, train in ((0.5, False), (1.0, True)):  # draw nothing, as on CUDA
+        output, mask = torch.native_dropout(ones, probability, train)
+        assert torch.equal(output, ones * (1 - probability if train else 1))
+        assert torch.equal(mask, output.bool())
+    assert torch.equal(torch.sim.get_rng_state(), state)
+    assert torch.equal(torch.get_rng_state(), host)
+    torch.manual_seed(3)
+    assert torch.equal(nn.functional.dropout(ones.cpu(), 0.25), first.cpu())
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_recomputed_dropout_drops_the_same(use_reentrant: bool) -> None:
     outputs = []
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        outputs.append(nn.functional.dropout(x, 0.5))
+        outputs.append(nn.functional.dropout(x, 0.5) + torch.rand(64, device="sim"))
         return outputs[-1] * x
 
     x = torch.ones(64, device="sim", requires_grad=True)

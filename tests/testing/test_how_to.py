@@ -12,16 +12,22 @@ pytestmark = pytest.mark.sim
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "test-memory-in-ci.md"
 
 
-def test_the_page_finds_two_bugs_and_passes_without_them(
+def test_the_page_holds_a_budget_and_finds_two_bugs_and_passes_without_them(
     run_tests, pytester: pytest.Pytester
 ) -> None:
     page = PAGE.read_text(encoding="utf-8")
     files = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page, flags=re.DOTALL)
-    (wrong, _), (tests, source), (right, _) = files
-    assert (wrong, tests, right) == ("snapshots.py", "test_snapshots.py", "snapshots.py")
+    names = ["test_budget.py", "snapshots.py", "test_snapshots.py", "snapshots.py"]
+    assert [name for name, _ in files] == names
+    budget, wrong, source, right = (text for _, text in files)
     (output,) = re.findall(r"```text\n(.*?)```", page, flags=re.DOTALL)
 
-    pytester.path.joinpath("snapshots.py").write_text(files[0][1], encoding="utf-8")
+    less = budget.replace("128MiB", "64MiB").replace("_step_fits", "_step_does_not_fit")
+    result = run_tests(budget + less)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["E*torch.OutOfMemoryError: sim out of memory.*"])
+
+    pytester.path.joinpath("snapshots.py").write_text(wrong, encoding="utf-8")
     result = run_tests(source)
     result.assert_outcomes(failed=4)
     said = [re.sub(r"\s+", " ", line) for line in result.stdout.lines]
@@ -29,5 +35,5 @@ def test_the_page_finds_two_bugs_and_passes_without_them(
         pattern = ".*".join(re.escape(re.sub(r"\s+", " ", part)) for part in shown.split("..."))
         assert any(re.fullmatch(pattern, line) for line in said), (shown, said)
 
-    pytester.path.joinpath("snapshots.py").write_text(files[2][1], encoding="utf-8")
+    pytester.path.joinpath("snapshots.py").write_text(right, encoding="utf-8")
     run_tests(source).assert_outcomes(passed=4)

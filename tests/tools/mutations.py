@@ -43,7 +43,7 @@ _JUDGES = {
     "_optim": ("test_programs.py", "test_master_programs.py"),
     "_checkpoint": ("test_saves.py", "test_save_trees.py", "test_save_damage.py"),
     "_handoff": ("test_transitions.py",),
-    "_memory": (),
+    "_memory": ("test_transitions.py",),
 }
 
 # Stops between two tests when the time is over, so that a hang is one test that takes too long.

@@ -26,7 +26,7 @@ _MAX_ITEMSIZE = torch.complex128.itemsize
 
 
 class Layout(NamedTuple):
-    """Is how a tensor lies in its block: ``start`` is in bytes."""
+    """How a tensor lies in its block: ``start`` is in bytes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class Layout(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Is a span of one storage.
+    """A span of one storage.
 
     Attributes:
         record: How the block is stored.
@@ -59,17 +59,17 @@ class Block:
 
     @property
     def names(self) -> Collection[str]:
-        """Returns what the tensors over the block are called."""
+        """What the tensors over the block are called."""
         return self.laid if isinstance(self.laid, dict) else (self.record.name,)
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        """Returns how the tensors over the block lie in the span, by name."""
+        """How the tensors over the block lie in the span, by name."""
         return self.laid if isinstance(self.laid, dict) else {self.record.name: self.laid}
 
 
 class Blocks(NamedTuple):
-    """Are what a save writes, and what its document says of tensors beyond the files' headers."""
+    """What a save writes, and what its document says of tensors beyond the files' headers."""
 
     blocks: list[Block]
     special: dict[str, Any]
@@ -301,6 +301,7 @@ def _shard_note(leaf: Leaf, local: Tensor) -> dict[str, Any]:
 
 
 def _offsets_of(value: Any) -> tuple[int, ...]:
+    # no public name (torch 2.13); DCP computes a shard's place with it
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     found: Any = compute_local_shape_and_global_offset(

@@ -119,7 +119,7 @@ class Held:
 
     @property
     def host(self) -> Tensor:
-        """Returns the span's bytes, ``uint8`` of shape ``[num_bytes]``."""
+        """The span's bytes, ``uint8`` of shape ``[num_bytes]``."""
         if self._region is None:
             return self.block.span
         return self._region.slab.data.narrow(0, self._region.offset, self.block.num_bytes)
@@ -128,7 +128,7 @@ class Held:
         """Returns the span's bytes once they are final.
 
         Raises:
-            CheckpointError: Somebody wrote into the source while it was copied.
+            CheckpointError: Other code wrote into the source while it was copied.
         """
         self._settle()
         return self.host
@@ -171,7 +171,7 @@ class Held:
 
     @property
     def record(self) -> Record:
-        """Returns how the bytes are stored."""
+        """How the bytes are stored."""
         return self.block.record
 
     def acquire(self) -> memoryview:
@@ -188,6 +188,8 @@ class Held:
             _of_thread.device_index = self._device_index
         self._settle()
         block, region = self.block, self._region
+        if block.lent is not None:
+            region = block.lent.region
         if block.gather is not None:
             final = view_of(self.host, block.gather).contiguous()
             return memory_of(final.view(-1).view(torch.uint8))
@@ -255,7 +257,7 @@ class Capture:
 
     @property
     def document(self) -> dict[str, Any]:
-        """Returns the JSON document of the tree."""
+        """The JSON document of the tree."""
         return {"tree": self.description.tree, "tensors": self.blocks.special}
 
     def describe(self, tree: Any, *, keep: bool = False, rank: int | None = None) -> None:
@@ -380,7 +382,8 @@ def make_room(arena: SlabArena, sizes: Sequence[int]) -> list[Region]:
     """
     rounded = [-(-n // _PAGE) * _PAGE if n >= _LONG else n for n in sizes]
     # In one order for the same sizes, however they are listed.
-    order = sorted(range(len(rounded)), key=lambda i: (rounded[i] % _PAGE != 0, -rounded[i]))
+    last = max(rounded, default=0) + 1
+    order = sorted(range(len(rounded)), key=lambda i: bool(rounded[i] % _PAGE) * last - rounded[i])
     regions = dict(zip(order, arena.allocate_all([rounded[i] for i in order]), strict=True))
     return [regions[index] for index in range(len(sizes))]
 
@@ -412,11 +415,13 @@ def _queue_copies(device: torch.device, groups: Sequence[tuple[Group, list[Held]
     """Queues the copies from one device. [Note: the order of a capture]"""
     lanes, gate = lanes_of(device), gate_of(device)
     current = _device.current_stream(device)
+    # The copies read what the current stream has written so far.
     _device.wait_event(lanes.d2h, lanes.mark(current))
     num_early = sum(1 for _, members in groups if members[0].block.is_early)
     for index, (group, members) in enumerate(groups):
         _copy_group(group, members, lanes, gate)
         if index + 1 == num_early:
+            # Others than optimizers may write these, past the gate.
             _device.wait_event(current, lanes.mark(lanes.d2h))
 
 

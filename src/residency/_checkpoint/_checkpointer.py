@@ -2,7 +2,7 @@
 
 ``save`` takes the bytes (``_capture``) and hands them to one thread, which writes and publishes
 them (``_disk``) in the order of the calls. Invariant: a save is published whole or not at all, and
-every failure is told exactly once, where it cannot be missed.
+every failure is raised exactly once, where it cannot be missed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _logger = logging.getLogger("residency")
 
 
 class Checkpointer:
-    """Saves a training state into a directory, beside training, and restores it.
+    """A directory of saves: writes a training state while training goes on, and restores it.
 
     A context manager; works without an accelerator too. In a job of several ranks, every rank makes
     one, at the same place of its program, and calls the same methods; the directory is on a file
@@ -64,7 +64,7 @@ class Checkpointer:
             one, or ``"replace"`` the newest one that is not yet being written, once this one is
             known to be possible (of several ranks, only ``"wait"``, which decides the same on all).
         verify: ``"full"`` compares sums over all bytes on the device before and after they are
-            copied, and fails a save that somebody wrote into; ``"gate"`` trusts that all writers
+            copied, and fails a save that other code wrote into; ``"gate"`` trusts that all writers
             pass the gate or use ``residency.mutating``. ``"read"`` is ``"gate"``, and reads each
             save back past the page cache before it is published and an older one goes.
         spare: Host bytes that the steps of an offloaded optimizer may take while a save still reads
@@ -202,7 +202,7 @@ class Checkpointer:
             RefusedError: Something in the state cannot be saved, another process writes into the
                 directory, it cannot be written to, or it or the host has no room.
             CheckpointError, OSError: An earlier save failed. This one was not begun, and the next
-                one will be; of several ranks, which may be told at different calls, this one was.
+                one will be; of several ranks, in which different calls may raise, this one was.
         """
         begun = time.perf_counter()
         self._check_open()
@@ -270,7 +270,7 @@ class Checkpointer:
         """Blocks until no save is on its way, and old ones that are not kept are gone.
 
         Raises:
-            CheckpointError, OSError: A save failed, and nobody was told yet.
+            CheckpointError, OSError: A save failed, and no call has raised that yet.
         """
         self._check_process()
         with self._lock:
@@ -282,7 +282,7 @@ class Checkpointer:
         """Waits for saves on their way, then gives memory and directory back; again, does nothing.
 
         Raises:
-            CheckpointError, OSError: A save failed, and nobody was told yet.
+            CheckpointError, OSError: A save failed, and no call has raised that yet.
         """
         if self._has_ended or os.getpid() != self._process:
             return
@@ -421,7 +421,7 @@ class Checkpointer:
             )
 
     def _raise_failure(self) -> None:
-        """Raises the first failure of a save of this checkpointer that nobody was told of."""
+        """Raises the first failure of a save of this checkpointer that no call has raised yet."""
         mine = [save for save in unreported if save.path.parent == self._directory.path]
         if not mine:
             return

@@ -35,7 +35,7 @@ Objects = Callable[[str, Any], Node | None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
-    """Is a tensor of a state tree.
+    """A tensor of a state tree.
 
     Attributes:
         name: The dotted path.
@@ -51,7 +51,7 @@ class Leaf:
 
 
 class Encoder:
-    """Encodes values and collects their tensors.
+    """An encoder of values, which collects their tensors.
 
     Attributes:
         leaves: The tensors by name, in the order in which they were met.

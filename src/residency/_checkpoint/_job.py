@@ -183,7 +183,7 @@ class Job:
 
 
 class Ranks:
-    """Is this process's place among the ranks, and a token that all of them have, once each."""
+    """This process's place among the ranks, and a token that all of them have, once each."""
 
     def __init__(self) -> None:
         self.rank, self.world_size = 0, 1
@@ -201,7 +201,7 @@ class Ranks:
 
     @property
     def rank_to_write(self) -> int | None:
-        """Returns the rank for ``capture``; None when it is the only one."""
+        """The rank for ``capture``; None when it is the only one."""
         return self.rank if self.world_size > 1 else None
 
     def of_first(self, value: Callable[[], T]) -> T:

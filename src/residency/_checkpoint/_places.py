@@ -17,7 +17,7 @@ def _new_arena() -> SlabArena:
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """Host memory for one save in flight.
+    """The host memory of one save in flight.
 
     Attributes:
         arena: The memory.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class SaveStatistics:
-    """Holds the figures of one save.
+    """The figures of one save.
 
     Attributes:
         call_seconds: How long ``save`` kept the caller.
@@ -37,7 +37,7 @@ class SaveStatistics:
 
 
 class Save:
-    """Is one save; made by ``Checkpointer.save``.
+    """One save; made by ``Checkpointer.save``.
 
     Attributes:
         step: The training step that it was given.
@@ -97,11 +97,11 @@ def let_locals_go(error: BaseException) -> None:
         found = found.__cause__ or found.__context__
 
 
-unreported: list[Save] = []  # those that failed, and nobody was told
+unreported: list[Save] = []  # those that failed, which no call has raised
 
 
 def _tell_at_exit() -> None:
-    """Ends the process with an error when a save failed and nobody was told."""
+    """Ends the process with an error when a save failed and no call raised that."""
     if not unreported:
         return
     for save in unreported:

@@ -16,7 +16,7 @@ from residency._transfer import SlabArena, local_of, wrapped_like
 
 
 class Snapshot:
-    """Is what ``snapshot`` returns: copies on the host, under way or complete."""
+    """What ``snapshot`` returns: copies on the host, under way or complete."""
 
     def __init__(self, captured: Capture, arena: SlabArena) -> None:
         self._capture = captured
@@ -47,7 +47,7 @@ class Snapshot:
 
     @property
     def tree(self) -> Any:
-        """Returns the tree: modules, optimizers and the like as their state dicts, ties kept; waits
+        """The tree: modules, optimizers and the like as their state dicts, ties kept; waits
         for the copies.
 
         Sharded tensors are ``DTensor`` around host tensors, with their mesh and placements.

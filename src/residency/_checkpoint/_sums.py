@@ -19,7 +19,7 @@ _ROW = 2048  # words of a row
 
 
 class Sums:
-    """Compares the bytes of some blocks at two moments of the device."""
+    """A comparison of the bytes of some blocks at two moments of the device."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self._index = {id(block): index for index, block in enumerate(blocks)}

@@ -56,7 +56,7 @@ _KEEPS_STATE = ("state_dict", "load_state_dict")
 
 @dataclass(slots=True)
 class Description:
-    """Is a state tree as a save sees it.
+    """A state tree as a save sees it.
 
     Attributes:
         tree: The JSON node of the whole.

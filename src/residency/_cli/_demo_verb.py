@@ -39,13 +39,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     settings = _demo.Settings(**_given(arguments))
     names = arguments.case or list(_demo.CASES)
-    with _demo.show_progress() as show:
-        reports = [_demo.run_apart(name, settings, show) for name in names]
+    reports = []
+    for name in names:
+        with _demo.show_progress() as show:
+            reports.append(_demo.run_apart(name, settings, show))
+        if not arguments.json:
+            _demo.print_report(reports[-1], _demo.CASES[name].summary)
     if arguments.json:
         print(_demo.reports_to_json(reports))
     else:
-        for report in reports:
-            _demo.print_report(report)
         _demo.print_summary(reports)
     return 0 if all(report.is_held() for report in reports) else _EXIT_BROKEN
 

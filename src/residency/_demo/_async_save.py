@@ -50,7 +50,7 @@ _LABELS = ("synchronous, no limit", "AsyncCheckpointIO", "ResidencyCheckpointIO"
 
 @dataclass(kw_only=True)
 class _Run(LimitedRun):
-    """Holds what one run did."""
+    """What one run did."""
 
     saves: dict[int, Any] = field(default_factory=dict)
     num_parameters: int = 0
@@ -66,6 +66,7 @@ def run_async_save(bench: Bench, settings: Settings, show: Show) -> Report:
 
     def run(label: str, plugin: Callable[[], Any], capacity_bytes: int | None) -> _Run:
         bench.limit(capacity_bytes)
+        show(label, "train", 0, _NUM_SAVES)
         try:
             done = _train(settings, plugin, lambda step: show(label, "save", step, _NUM_SAVES))
         finally:
@@ -134,7 +135,7 @@ def _plugins() -> tuple[Callable[[], Any], Callable[[Any], Any]]:
         ) from error
 
     class Disk(TorchCheckpointIO):  # type: ignore[misc]  # follow_imports = skip
-        """Takes as long as a shared file system."""
+        """A disk that takes as long as a shared file system."""
 
         def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
             time.sleep(_DISK_SECONDS)
@@ -195,7 +196,7 @@ def _make_module(
     import lightning.pytorch as lightning
 
     class Model(lightning.LightningModule):  # type: ignore[misc]  # follow_imports = skip
-        """Trains on text, and saves after every step."""
+        """A model that trains on text, and saves after every step."""
 
         def __init__(self) -> None:
             super().__init__()

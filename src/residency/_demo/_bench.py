@@ -31,7 +31,7 @@ def _enable(capacity_bytes: int, face: Face) -> torch.device:
 
 
 class Bench:
-    """Is the device that the runs of a case share, one after another.
+    """The device that the runs of a case share, one after another.
 
     Attributes:
         device: The accelerator.

@@ -45,7 +45,7 @@ _RELOAD = "_load_best_model"
 
 @dataclass(kw_only=True)
 class _Run(LimitedRun):
-    """Holds what one run did."""
+    """What one run did."""
 
     adapter: dict[str, torch.Tensor] = field(default_factory=dict)
     file: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class _Run(LimitedRun):
 
 @dataclass
 class _Sizes:
-    """Holds the bytes of the model's parts."""
+    """The bytes of the model's parts."""
 
     frozen: int
     trained: int
@@ -210,7 +210,7 @@ def _train(settings: Settings, callbacks: tuple[Any, ...]) -> _Run:
 
 
 def _watch_reload(trainer: Any, run: _Run) -> None:
-    """Has the device bytes noted that the reload takes beside what there is."""
+    """Notes the device bytes that the reload takes beside what there is."""
     stock: Callable[[], None] = getattr(trainer, _RELOAD)
 
     def reload() -> None:

@@ -24,10 +24,10 @@ from residency._errors import InvalidArgumentError
 
 @dataclass(frozen=True)
 class Case:
-    """Describes one case.
+    """One case.
 
     Attributes:
-        summary: What it shows, in one sentence.
+        summary: What stock code does, and what is different here, in two sentences.
         face: As which device the simulated accelerator has to appear: CUDA for frameworks, which
             look for no other.
         run: Runs it on the bench, which tells its last argument how far it is.
@@ -40,25 +40,33 @@ class Case:
 
 CASES: dict[str, Case] = {
     RESUME: Case(
-        "A DCP checkpoint is loaded without the optimizer's whole state on the device.",
+        "A run is resumed from a torch.distributed.checkpoint. Stock code needs the parameters, "
+        "the optimizer's state and a copy of it on the device; with residency the state goes to "
+        "the host as it is read.",
         run_resume,
     ),
     ASYNC_SAVE: Case(
-        "Lightning saves in the background, without a copy of the checkpoint on the device.",
+        "Lightning saves after each step, in the background, to a slow disk. Its AsyncCheckpointIO "
+        "clones the checkpoint on the device for each save that waits; ours copies to the host.",
         run_async_save,
         face="cuda",
     ),
     OPTIMIZER_STEP: Case(
-        "AdamW's state lives on the host and streams through the step, bit for bit the same.",
+        "A model trains with AdamW, whose state takes twice the bytes of the parameters. With "
+        "residency it stays on the host, and each step moves it through the device in buckets.",
         run_optimizer_step,
     ),
     BEST_ADAPTER: Case(
-        "Transformers reloads the best PEFT adapter at the end, without a second copy of it.",
+        "Transformers reloads the best PEFT adapter after the last step. Stock code reads the file "
+        "onto the device, beside the adapter that is there; with residency it is read to the host, "
+        "and copied in place.",
         run_best_adapter,
         face="cuda",
     ),
     HAND_OFF: Case(
-        "A trainer hands its device to an inference engine in another process, and proves it.",
+        "A trainer and an inference engine, two processes, share one device. The trainer's cache "
+        "grows until the engine has no room; with residency it gives back what the engine needs, "
+        "and only then.",
         run_hand_off,
     ),
 }

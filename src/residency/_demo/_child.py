@@ -20,7 +20,7 @@ _MOST_COMPLAINTS = 2000
 
 
 class Child:
-    """Is such a process, from the side that started it."""
+    """Such a process, from the side that started it."""
 
     def __init__(self, module: str, function: str) -> None:
         """Starts a function of this package in a new Python.

@@ -25,7 +25,7 @@ _MAX_BYTES = 4 * MIB
 
 @dataclass(frozen=True)
 class Corpus:
-    """Holds the text as bytes, in two parts that share no file.
+    """The text as bytes, in two parts that share no file.
 
     Attributes:
         train: ``uint8`` tensor ``[num_train_bytes]`` on the host.

@@ -52,7 +52,7 @@ _LABELS = ("alone, no limit", "side by side", "side by side, hand_off")
 
 @dataclass
 class _Run:
-    """Holds what one run of both processes did."""
+    """What one run of both processes did."""
 
     boundaries: list[dict[str, Any]] = field(default_factory=list)
     handed: list[dict[str, Any]] = field(default_factory=list)

@@ -17,12 +17,17 @@ from residency._units import format_bytes
 _NOTHING = "-"
 _WIDTH = 100
 _SUMMARY = ("case", "capacity", "stock", "with residency", "identical", "held")
+_LEGEND = (
+    "capacity: the bytes that both runs may have. identical: with residency the run ends with the "
+    "same bytes as stock code without a limit: weights, optimizer state, losses. held: every "
+    "promise of the case came true."
+)
 _COLUMNS = ("run", "capacity", "peak", "outcome", "train loss", "held out", "identical")
 
 
-def print_report(report: Report) -> None:
+def print_report(report: Report, summary: str) -> None:
     """Prints a report on stdout, as wide as the terminal; a file or a pipe has a fixed width."""
-    render_report(report, _console())
+    render_report(report, summary, _console())
 
 
 def _console() -> Console:
@@ -44,6 +49,7 @@ def render_summary(reports: Sequence[Report], console: Console) -> None:
     for report in reports:
         table.add_row(*(escape(cell) for cell in summary_cells(report)))
     console.print(table)
+    console.print(_LEGEND, highlight=False)
 
 
 def summary_cells(report: Report) -> tuple[str, ...]:
@@ -59,14 +65,16 @@ def summary_cells(report: Report) -> tuple[str, ...]:
     )
 
 
-def render_report(report: Report, console: Console) -> None:
+def render_report(report: Report, summary: str, console: Console) -> None:
     """Prints a report.
 
     Args:
         report: What a case found.
+        summary: What the case is.
         console: Where to print; its width decides how the table folds.
     """
     console.print(f"[bold]{escape(report.case)}[/] on {escape(report.device)}")
+    console.print(escape(summary), highlight=False)
     for label, text in report.facts.items():
         console.print(f"  {escape(label)}: {escape(text)}", highlight=False)
     table = Table(*_COLUMNS, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))

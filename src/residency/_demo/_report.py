@@ -15,7 +15,7 @@ Outcome = Literal["finished", "out of memory"]
 
 @dataclass(frozen=True)
 class Row:
-    """Holds what one run of a case did.
+    """What one run of a case did.
 
     Attributes:
         case: The name of the case.
@@ -50,7 +50,7 @@ class Row:
 
 @dataclass(kw_only=True)
 class LimitedRun:
-    """Holds what the run of a case did, as far as every case's table shows it.
+    """What the run of a case did, as far as every case's table shows it.
 
     Attributes:
         losses: Training loss of every step that gave one.
@@ -91,7 +91,7 @@ class LimitedRun:
 
 @dataclass(frozen=True)
 class Promise:
-    """Names something the package promises, and whether this run of the case held it."""
+    """Something that the package promises, and whether this run of the case held it."""
 
     name: str
     held: bool
@@ -100,7 +100,7 @@ class Promise:
 
 @dataclass(frozen=True)
 class Report:
-    """Holds everything that one case has to say.
+    """Everything that one case has to say.
 
     Attributes:
         case: The name of the case.

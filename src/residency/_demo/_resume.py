@@ -55,7 +55,7 @@ _LOAD = "load of the checkpoint"
 
 
 class _Recipe(Stateful):
-    """Is the recipe of torch's tutorials."""
+    """The recipe of torch's tutorials."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
@@ -75,7 +75,7 @@ class _Recipe(Stateful):
 
 @dataclass(kw_only=True)
 class _Run(LimitedRun):
-    """Holds what one run did."""
+    """What one run did."""
 
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     state_dict: dict[str, Any] = field(default_factory=dict)
@@ -91,6 +91,7 @@ def run_resume(bench: Bench, settings: Settings, show: Show) -> Report:
 
         def run(label: str, capacity_bytes: int | None, resume: _Resume | None) -> _Run:
             bench.limit(capacity_bytes)
+            show(label, "load", 0, _NUM_STEPS)
             try:
                 job = _Job(bench.device, settings, corpus, Path(folder), resume)
                 done = job.run(lambda step: show(label, "step", step, _NUM_STEPS))
@@ -144,7 +145,7 @@ _Resume = Callable[[torch.nn.Module, torch.optim.Optimizer], Any]
 
 
 class _Job:
-    """Is one run: all steps with a save midway, or the second half after a load."""
+    """One run: all steps with a save midway, or the second half after a load."""
 
     def __init__(
         self,

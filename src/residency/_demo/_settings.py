@@ -12,7 +12,7 @@ from residency._units import MIB
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Describes the Qwen3-architecture model that the cases train on single bytes."""
+    """The shape of the Qwen3-architecture model that the cases train on single bytes."""
 
     num_layers: int = 8
     hidden_size: int = 384
@@ -24,7 +24,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Settings:
-    """Holds the options of a case; on one kind of device equal settings give equal losses.
+    """The options of a case; on one kind of device equal settings give equal losses.
 
     Attributes:
         num_steps: Training steps of each run, at least 2: the first one still has no optimizer

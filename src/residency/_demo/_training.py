@@ -31,7 +31,7 @@ Advance = Callable[[str, int], None]
 
 @dataclass
 class Outcome:
-    """Holds what a run gave: numbers, and copies on the host.
+    """What a run gave: numbers, and copies on the host.
 
     Attributes:
         losses: Training loss of every step that gave one.
@@ -63,7 +63,7 @@ class Outcome:
 
 
 class _Meter:
-    """Attributes the device's peak to the phase that is running."""
+    """A meter of the device's peak in each phase."""
 
     def __init__(self, outcome: Outcome) -> None:
         self._outcome = outcome

@@ -17,7 +17,7 @@ _NUM_SHORT_STEPS = 4
 
 
 class Process:
-    """Is one of the two, from the side that gives the orders."""
+    """One of the two, from the side that gives the orders."""
 
     def __init__(self, role: str, **options: Any) -> None:
         """Starts it, and waits until it has its device.
@@ -48,7 +48,7 @@ class Process:
 
 
 class Trainer:
-    """Trains a model on batches whose length changes from step to step."""
+    """A trainer whose batches change their length from step to step."""
 
     def __init__(self, *, share: str, capacity_bytes: int, settings: dict[str, Any]) -> None:
         import torch
@@ -138,7 +138,7 @@ class Trainer:
 
 
 class Engine:
-    """Needs one block of the device for a moment, as an inference engine its cache."""
+    """A process that needs one block of the device for a moment, as an engine its cache."""
 
     def __init__(self, *, share: str, capacity_bytes: int) -> None:
         import torch

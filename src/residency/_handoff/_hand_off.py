@@ -1,4 +1,4 @@
-"""Makes room on a device for somebody else, proves it, and takes the device back.
+"""Makes room on a device for another user of it, proves it, and takes the device back.
 
 Owns the arguments: everything that is wrong with them is found before anything moves.
 """
@@ -41,7 +41,7 @@ def hand_off(
     peer: str | os.PathLike[str] | None = None,
     expandable_segments: bool | None = None,
 ) -> Iterator[Reclaimed]:
-    """Has a number of bytes free on the device while the body runs, and proves it.
+    """Frees a number of bytes on the device for as long as the body runs, and proves it.
 
     Tries what `residency.reclaim` does, and stops where that suffices; then parks the listed owners
     as far as bytes are missing. On exit, after an exception too, exactly that comes back.
@@ -58,7 +58,7 @@ def hand_off(
         expandable_segments: Whether the allocator's segments grow inside; None leaves that.
 
     Yields:
-        The bytes that went back, by means.
+        The bytes that went back, by what freed them.
 
     Raises:
         HandOffError: The bytes cannot be reached, and everything is back. Or, on exit, they are

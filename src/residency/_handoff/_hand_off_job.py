@@ -60,7 +60,7 @@ def sole_hand_off(device: torch.device) -> Iterator[None]:
 
 
 class HandOff:
-    """Is one hand-off, from its beginning to its end."""
+    """One hand-off, from its beginning to its end."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class HandOff:
                 self._link.close()
         try:
             self._bring_back_alone()  # the other ranks may be elsewhere by now
-        except HandOffError as problem:  # somebody took, meanwhile, what was freed
+        except HandOffError as problem:  # another process took, meanwhile, what was freed
             if not isinstance(error, Exception):
                 error.add_note(str(problem))
                 return

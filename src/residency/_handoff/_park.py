@@ -5,7 +5,7 @@ for each owner in its list, made anew for each hand-off:
 
 - ``Parking(owner, gradients="move", pin=True)``: owner is a module or an optimizer, offloaded too;
 - ``num_bytes_on_device``: what parking it would free now; 0 where nothing is there;
-- ``num_bytes_shared``: what would stay, because somebody else holds the same storages;
+- ``num_bytes_shared``: what would stay, because other code holds the same storages;
 - ``park(up_to=None) -> int``: frees at least so many bytes if it can, returns how many; again later
   for more; raises ``RefusedError`` with nothing changed;
 - ``unpark() -> int``: brings back exactly what this object has parked; after an out-of-memory error
@@ -44,7 +44,7 @@ def park(
 
     Parameters stay the same objects, with their hooks, and keys of optimizers; tensors that share
     a storage share it on the host too. The host waits until the bytes are there, so anybody may
-    read them. What is parked already stays as it is. Where somebody else holds the same storage (a
+    read them. What is parked already stays as it is. Where other code holds the same storage (a
     state dict that is kept, a flat buffer in a variable), that storage stays where it is, with a
     warning, because its bytes would not be freed and the tie would be cut.
 
@@ -84,8 +84,8 @@ def park(
     shared = parking.num_bytes_shared
     if shared and (need_bytes is None or freed < need_bytes):
         warn(
-            f"{format_bytes(shared)} of this {type(module).__name__} stay on the device: somebody "
-            "else holds the same storages. residency.holders() names who.",
+            f"{format_bytes(shared)} of this {type(module).__name__} stay on the device: other "
+            "code holds the same storages. residency.holders() names it.",
         )
     return freed
 
@@ -151,7 +151,7 @@ def _warn_of_graphs(parking: Parking) -> None:
 
 
 def remember(parking: Parking) -> None:
-    """Has ``unpark`` bring back what a parking moves that somebody else began."""
+    """Lets ``unpark`` bring back what a parking moves that another caller began."""
     known = _parkings.setdefault(parking.owner, [])
     known[:] = [other for other in known if other.is_parked and other is not parking]
     known.append(parking)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+
+# no public name (torch 2.13)
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from residency._errors import RefusedError

@@ -68,7 +68,7 @@ def ties_of(tensors: Iterable[tuple[str, Tensor]]) -> list[Tie]:
 
 
 def shared_with_others(ties: Sequence[Tie], device: torch.device) -> list[Tie]:
-    """Returns those whose storage somebody unknown holds too, so that moving it would free nothing
+    """Returns those whose storage unknown code holds too, so that moving it would free nothing
     and tear what is tied apart. A save that is still copying is known.
     """
     reading: dict[int, set[int]] = {}
@@ -215,7 +215,7 @@ def _hooks_of(tensor: Tensor) -> _Hooks:
 
 
 def _give_hooks(body: Tensor, hooks: _Hooks, known: _Hooks = (None, None)) -> None:
-    """Has a body call hooks, if they are others than those it is known to call."""
+    """Lets a body call hooks, if they are others than those it is known to call."""
     if hooks[0] is not known[0]:
         body._backward_hooks = hooks[0]  # type: ignore[assignment]  # a dictionary that is shared
     if hooks[1] is not known[1]:
@@ -264,4 +264,5 @@ def _view_like(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
         view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
         if tensor.is_conj():
             view = view.conj()
+        # there is no public way to make one (torch 2.13)
         return torch._neg_view(view) if tensor.is_neg() else view

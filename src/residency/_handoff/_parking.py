@@ -94,7 +94,7 @@ class Parking:
 
     @property
     def num_bytes_shared(self) -> int:
-        """The device bytes that stay, because somebody else holds the same storages."""
+        """The device bytes that stay, because other code holds the same storages."""
         return sum(tie.allocated_bytes for tie in self._found()[1])
 
     @property
@@ -214,7 +214,7 @@ class Parking:
             self.device = device
 
     def _found(self) -> tuple[list[Tie], list[Tie]]:
-        """Returns what can be moved now, and what somebody else holds."""
+        """Returns what can be moved now, and what other code holds."""
         named = self._named(self._gradients)
         self._find_device(named)
         ties = ties_of((slot, tensor) for slot, tensor in named if tensor.device == self.device)
@@ -298,6 +298,7 @@ class Parking:
         }
         buffers = [tie.as_bytes() for tie in full]
         try:
+            # The device's memory goes next, and the host may read the regions.
             copy_to_host(buffers, regions, lanes=lanes, gate=gate).synchronize()
         except BaseException:
             _device.synchronize(self.device)  # nothing may still write into the regions
@@ -355,7 +356,7 @@ class Parking:
         try:
             for tie, target in zip(ties, targets, strict=True):
                 self._load(tie, target)
-            lanes.mark(lanes.h2d).synchronize()
+            lanes.mark(lanes.h2d).synchronize()  # the regions go, whose bytes the copies read
         except BaseException:
             _device.synchronize(self.device)  # nothing may still write what is freed now
             raise
@@ -371,7 +372,7 @@ class Parking:
         moves += [
             Move(rebound, rebound.tensor.untyped_storage(), rebound.tensor.untyped_storage())
             for rebound in self._rebound.values()
-            if rebound.is_split and rebound.tensor.device == self.device  # moved by somebody else
+            if rebound.is_split and rebound.tensor.device == self.device  # moved by other code
         ]
         rebind_all(moves, Rebound.to_device, Rebound.to_host)
 

@@ -35,7 +35,7 @@ _MOST_SECONDS = 1e8  # three years, which every wait of the system still takes
 
 
 class Deadline:
-    """Is the moment until which something may take."""
+    """The moment until which a wait may last."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

@@ -1,7 +1,7 @@
 """Gives device bytes back that nothing needs, by the cheapest means that suffice.
 
 The figures are looked at before anything is done, and again after each means: what is reported was
-measured. Nothing here moves a byte that somebody uses; parking does, and is `_hand_off`'s.
+measured. Nothing here moves a byte in use; parking does, and is `_hand_off`'s.
 
 [Note: what each means costs] Giving back whole free segments costs calls of the driver, and their
 allocation anew by the next step. Blocks that drain make the host wait for a stream. A workspace of
@@ -35,7 +35,7 @@ _NO_FREE = "its backend does not tell the free bytes of the device, so that noth
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reclaimed:
-    """Says how many bytes went back to the device, by the means that freed them.
+    """The bytes that went back to the device, by what freed them.
 
     Attributes:
         cache: Whole free segments of the allocator.
@@ -84,7 +84,7 @@ class Reclaimed:
 
 
 class Effort:
-    """Frees bytes of a device until it has enough, one means after another.
+    """The ways to free bytes of a device, one after another until it has enough.
 
     Attributes:
         device: The accelerator.
@@ -204,7 +204,7 @@ def reclaim(
             tensors that nothing but cycles keep.
 
     Returns:
-        The bytes that went back to the device, by means. Fewer than needed is no error:
+        The bytes that went back to the device, by what freed them. Fewer than needed is no error:
         `residency.hand_off` raises where they are not enough.
 
     Raises:

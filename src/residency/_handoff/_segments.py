@@ -47,7 +47,7 @@ def is_expandable(device: torch.device) -> bool:
 
 @contextmanager
 def expandable_segments(device: torch.device, wanted: bool | None) -> Iterator[None]:
-    """Has new segments of the allocator grow, or not, for a while; None leaves it as it is.
+    """Lets new segments of the allocator grow, or not, for a while; None leaves it as it is.
 
     Args:
         device: The accelerator whose allocator it is.

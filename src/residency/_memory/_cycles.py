@@ -25,7 +25,7 @@ from residency._memory._holders_roots import (
 )
 from residency._memory._holders_walk import Origin, Walk
 
-_STORAGE: Any = torch._C.StorageBase
+_STORAGE: Any = torch._C.StorageBase  # what every kind of storage is, untyped or typed (torch 2.13)
 
 
 def bytes_in_cycles(device: torch.device, *, seconds: float | None = None) -> int | None:

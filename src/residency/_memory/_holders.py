@@ -39,7 +39,7 @@ _CONTAINERS = frozenset({dict, list, tuple, set, frozenset, types.CellType, type
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """Says what keeps the bytes of one storage on the device. Keeps none of it alive itself.
+    """What keeps the bytes of one storage on the device; it keeps none of them alive itself.
 
     Attributes:
         num_bytes: The storage's size.
@@ -66,7 +66,7 @@ class Holder:
 
 @dataclass(slots=True)
 class _Group:
-    """Is one storage while the search lasts, with the positions of the tensors that share it."""
+    """One storage while the search lasts, with the positions of the tensors that share it."""
 
     num_bytes: int
     positions: list[int]
@@ -226,7 +226,7 @@ def storages_of(thing: Any) -> Iterator[Any]:
         yield thing
         return
     try:
-        storage = torch._C.TensorBase.untyped_storage(thing)
+        storage = torch._C.TensorBase.untyped_storage(thing)  # past a subclass's own method
         if torch._C._dispatch_keys(thing).has(torch._C.DispatchKey.Python):
             _STORAGE.data_ptr(storage)  # raises where another tensor has the bytes
         yield storage

@@ -16,12 +16,12 @@ import torch
 from residency._memory import _objects
 from residency._memory._holders_walk import Origin, Walk
 
-_SAVED = torch._C._autograd.SavedTensor
+_SAVED = torch._C._autograd.SavedTensor  # the type of a node's `_raw_saved_*` (torch 2.13)
 _RAW = "_raw_saved_"
 
 
 class Graphs:
-    """Follows the graphs of all tensors of a search, each node once."""
+    """The graphs of all tensors of a search, each node of which is followed once."""
 
     def __init__(self, walk: Walk) -> None:
         """Follows nothing yet."""

@@ -50,7 +50,7 @@ class _Step(NamedTuple):
 
 
 class Paths:
-    """Names the objects that a search reached; keeps what it worked out for the next one."""
+    """The names of the objects that a search reached, kept as they are worked out."""
 
     def __init__(self, walk: Walk, touched: list[types.FrameType]) -> None:
         """Makes the namer of one search, which notes the frames that it reads."""
@@ -159,7 +159,7 @@ class Paths:
         if frame is None:
             return _Step(f".<{_objects.type_name(child)}>")
         names = frame_locals(frame, self._touched)
-        if child is frame.f_locals and at + 2 < len(chain):  # a dict that somebody asked for
+        if child is frame.f_locals and at + 2 < len(chain):  # a dict that a caller asked for
             child, length = chain[at + 2], 2
         for name, value in names:
             if value is child:

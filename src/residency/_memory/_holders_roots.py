@@ -5,7 +5,7 @@ Locals of every thread's frames, threads, context variables, and the globals of 
 [Note: locals] Before Python 3.13, to read a running frame's locals leaves a dict of them on the
 frame, which would keep every tensor in it alive until that function returns. A search therefore
 notes the frames that it read, and when all else is done takes out again what it put there. It does
-not where somebody else has that dict, nor while a debugger or profiler runs: its trace function
+not where other code has that dict, nor while a debugger or profiler runs: its trace function
 writes the dict back to the frame.
 """
 

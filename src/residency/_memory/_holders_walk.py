@@ -32,7 +32,7 @@ _NODE_SLOT = "next_functions"  # what every autograd node has
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Says why an object was looked at that no other Python object led to.
+    """Why an object was looked at that no other Python object led to.
 
     Attributes:
         text: What its path begins with.
@@ -48,7 +48,7 @@ class Origin:
 
 
 class Walk:
-    """Is one search. Objects that it reached are named by their position, in order of discovery."""
+    """One search. Objects that it reached are named by their position, in order of discovery."""
 
     def __init__(self, ignored: Iterable[object] = (), *, seconds: float | None = None) -> None:
         """Prepares a search.
@@ -127,7 +127,7 @@ class Walk:
     def parent(self, position: int) -> int | None:
         """Returns the position of the object that led to this one; None where none does now.
 
-        [Note: dicts] Before Python 3.13 an object has a dict of its attributes only once somebody
+        [Note: dicts] Before Python 3.13 an object has a dict of its attributes only once code
         asked for it, so that what it referred to itself may be a step further by now.
         """
         piece = bisect.bisect_right(self._finds, position) - 1

@@ -16,7 +16,7 @@ _log = logging.getLogger("residency")
 
 
 class ImportWatch(MetaPathFinder):
-    """Calls a function with each of some modules as soon as it has been imported."""
+    """A watch that calls a function with each of some modules as soon as it has been imported."""
 
     def __init__(self, calls: Mapping[str, Callable[[ModuleType], None]]) -> None:
         """Takes the functions by the modules' names; nothing happens until `start`."""

@@ -2,7 +2,7 @@
 
 The optimizer's step through torch's own hooks for it, the others by putting a function around
 them, also in modules that are imported later. Everything is taken back by `stop`; a function that
-somebody else has put another around by then stays, and does nothing.
+other code has put another around by then stays, and does nothing.
 """
 
 from __future__ import annotations

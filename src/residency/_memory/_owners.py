@@ -19,7 +19,7 @@ _DEEPEST_STATE = 4
 
 
 class Owners:
-    """Names the tensors of the modules and optimizers that a search reached."""
+    """The names of the tensors of the modules and optimizers that a search reached."""
 
     def __init__(self, walk: Walk, paths: Paths) -> None:
         """Goes through all modules and optimizers."""

@@ -7,7 +7,7 @@ then exact if the register rose in it, and otherwise an upper bound that says so
 [Note: peaks] Let ``before`` and ``after`` be the register at both boundaries. ``after > before``:
 the register's maximum was reached inside, and is the phase's. ``after == before``: the phase stayed
 at or below it; if the bytes held at a boundary equal it, that is the peak, else it is a bound.
-``after < before``: somebody reset it inside; the phase stayed below the larger of the two.
+``after < before``: it was reset inside; the phase stayed below the larger of the two.
 With exact peaks the register is reset at every boundary, and what it showed is folded into every
 phase that is open, in whichever thread.
 """
@@ -73,7 +73,7 @@ class Visit:
 
 
 class Boundaries:
-    """Takes the figures at every boundary of the process, and hands them to the recording."""
+    """The figures at every boundary of the process, on their way to the recording."""
 
     def __init__(self) -> None:
         """Starts enabled, with no recording."""
@@ -163,7 +163,7 @@ def open_phases() -> tuple[Visit, ...]:
 
 
 class phase:  # noqa: N801 - used as a function, as torch.no_grad is
-    """Names a part of the loop: a context manager and a decorator.
+    """A named part of the loop: a context manager and a decorator.
 
     Its boundaries are measured, and written to the recording if there is one. Phases nest; each
     thread has its own. An exception passes through and is recorded.

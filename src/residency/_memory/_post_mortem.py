@@ -45,12 +45,15 @@ _KINDS = {
     "tensor": "other tensors",
     "c++": "held by C++",
 }
+_KIB = parse_bytes("1KiB")
+_SLOTS = 3  # both copies of an offloaded step and its arithmetic overlap
+_LARGEST_BUCKET_BYTES = 128 * MIB
 _log = logging.getLogger("residency")
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Says what one change would have made room for: ``text`` with the bytes it gives."""
+    """What one change would have made room for: ``text`` with the bytes it gives."""
 
     num_bytes: int
     text: str
@@ -114,10 +117,7 @@ def remedies(state: MemoryState, holders: list[Holder]) -> list[Remedy]:
             "PYTORCH_ALLOC_CONF=expandable_segments:True lets it be used",
         ),
         Remedy(copies, f"in copies of parameters or states, a clone for a save perhaps: {where}"),
-        Remedy(
-            sums["optimizer state"],
-            "of optimizer state: residency.offload_optimizer(optimizer) keeps it on the host",
-        ),
+        _offload(sums["optimizer state"]),
         Remedy(sums["gradient"], "of gradients: optimizer.zero_grad() before this phase"),
         Remedy(
             sums["autograd"],
@@ -127,6 +127,23 @@ def remedies(state: MemoryState, holders: list[Holder]) -> list[Remedy]:
         Remedy(state.outside, "used outside of this process's torch: other processes, contexts"),
     ]
     return [remedy for remedy in found if remedy.num_bytes > 0]
+
+
+def _offload(state_bytes: int) -> Remedy:
+    """Returns what an offload of the optimizer gives: its state less the buckets of a step.
+
+    The bucket that it names is the largest of which three take a quarter of the state at most.
+    """
+    bucket_bytes = 1 << max(0, (state_bytes // (4 * _SLOTS)).bit_length() - 1)
+    bucket_bytes = min(bucket_bytes, _LARGEST_BUCKET_BYTES)
+    if bucket_bytes < _KIB:
+        return Remedy(0, "")
+    unit, name = (MIB, "MiB") if bucket_bytes >= MIB else (_KIB, "KiB")
+    return Remedy(
+        state_bytes - _SLOTS * bucket_bytes,
+        "of optimizer state: residency.offload_optimizer(optimizer, "
+        f'bucket="{bucket_bytes // unit}{name}", slots={_SLOTS}) keeps it on the host',
+    )
 
 
 def _largest_unowned(holders: list[Holder]) -> Remedy:

@@ -42,7 +42,7 @@ _MEANINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryState:
-    """Says what each byte of a device is used for, at one moment.
+    """What each byte of a device is used for, at one moment.
 
     Attributes:
         held: Bytes allocated to live tensors, as the allocator rounds them.

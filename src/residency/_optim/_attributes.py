@@ -62,12 +62,12 @@ def reachable(value: Any) -> Iterator[Any]:
 
 
 def share(tensor: Tensor) -> Tensor:
-    """Is what a part of a step sees of a tensor: a number's copy, or the tensor itself."""
+    """Returns what a part of a step sees of a tensor: a number's copy, or the tensor itself."""
     return tensor.clone() if tensor.is_cpu and tensor.numel() == 1 else tensor
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Is what a trial on the host sees of a tensor: a copy, so that the trial changes its own."""
+    """Returns what a trial on the host sees of a tensor: a copy, which the trial may change."""
     return tensor.detach().cpu().clone()
 
 

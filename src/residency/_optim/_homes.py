@@ -90,7 +90,7 @@ class Home:
 
 
 class Homes:
-    """Makes and fills the homes of one optimizer.
+    """The homes of one optimizer: makes and fills them.
 
     Attributes:
         device: The accelerator that the parameters are on.
@@ -392,13 +392,13 @@ class Homes:
 
     @property
     def is_shown(self) -> bool:
-        """Says whether a caller has looked at the state since a step found him gone."""
+        """Whether a caller has looked at the state since a step found him gone."""
         return bool(self._shown)
 
     def fence(self) -> None:
         """Blocks the host until no copy home is under way, of whatever parameter."""
         if self.newest is not None:
-            self.newest.synchronize()
+            self.newest.synchronize()  # who calls reads homes, or writes into them
 
     def enter(self, home: Home) -> None:
         """Counts an entry of the state that gets a home."""

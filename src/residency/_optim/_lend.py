@@ -37,7 +37,7 @@ from residency._transfer import (
 
 
 class OffloadOwner:
-    """Speaks for ``OffloadedOptimizer``."""
+    """The owner of an ``OffloadedOptimizer``'s state."""
 
     def lend(
         self, optimizer: Any, loans: Loans, *, keep: bool = False, is_watched: bool = False
@@ -143,6 +143,7 @@ def _loan(inner: ParameterState, home: Home, loans: Loans, keep: bool, is_watche
     if keep:
         home.is_watched = is_watched and (home.is_watched or not lending.is_kept(home.tensor))
     lent = loans.lend(home.tensor, home.value, inner.under_way, keep=keep)
+    lent.region = home.region
     if is_watched:
         lent.count = partial(inner.num_writes_of, home)
     return lent

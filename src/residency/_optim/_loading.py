@@ -32,7 +32,7 @@ from residency._transfer import local_of
 
 @dataclass(slots=True)
 class Entry:
-    """Is one value on its way in: with a home it is copied there, without it is kept as it is."""
+    """One value on its way in: with a home it is copied there, without it is kept as it is."""
 
     value: Any
     home: Home | None = None
@@ -40,7 +40,7 @@ class Entry:
 
 @dataclass(slots=True)
 class PreparedLoad:
-    """Holds all that a load needs, so that nothing is left that can fail.
+    """Everything that a load needs, so that nothing is left that can fail.
 
     Attributes:
         groups: The groups after the load.

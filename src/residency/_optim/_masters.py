@@ -2,7 +2,7 @@
 
 A master is a state like any other: it lives at home, travels in the same buckets and is saved under
 the key ``master_weight``. Invariant: rounded to the parameter's dtype, a master is the parameter;
-where somebody else has written to the parameter, the master takes the new value.
+where other code has written to the parameter, the master takes the new value.
 """
 
 from __future__ import annotations

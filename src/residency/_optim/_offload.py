@@ -250,7 +250,7 @@ def _metaclass_of(metaclass: Any) -> Any:
 
     def mro(cls: type) -> list[type]:
         own, *others = metaclass.mro(cls)
-        if OffloadedOptimizer not in cls.__bases__:  # a class of somebody's above ours, Lightning's
+        if OffloadedOptimizer not in cls.__bases__:  # another's class above ours, Lightning's
             return [own, *others]
         return [own, OffloadedOptimizer, *(c for c in others if c is not OffloadedOptimizer)]
 

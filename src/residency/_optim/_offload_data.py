@@ -40,7 +40,7 @@ class Loading:
 
 @dataclass(slots=True)
 class Offload:
-    """Holds the settings, the homes, the plan and the counters of one offloaded optimizer.
+    """The settings, the homes, the plan and the counters of one offloaded optimizer.
 
     Attributes:
         base: The class that the optimizer had.
@@ -73,13 +73,14 @@ class Offload:
     timeline: Timeline | None = None
     _plan: Plan | None = None
     _plan_key: tuple[Any, ...] = ()
+    _plan_ties: Ties = ()
     _seated: list[list[Any]] = field(default_factory=list)
     _layouts: list[Hashable] = field(default_factory=list)
     _schemas: Schemas = field(default_factory=Schemas)
 
     @property
     def is_local(self) -> bool:
-        """Says whether steps see local tensors of sharded parameters, and cuts of them."""
+        """Whether steps see local tensors of sharded parameters, and cuts of them."""
         return self.separability is Separability.ELEMENT_WISE
 
     def layouts_of(self, members: Members) -> list[Hashable]:
@@ -117,12 +118,15 @@ class Offload:
         assert self.homes is not None
         assert self.state is not None
         settings = tuple(_settings_of(group) for group in optimizer.param_groups)
-        ties = self._ties_of(members)
-        key = (self.homes.version, (is_template, ties, self._seated), settings)
-        if self._plan is None or key != self._plan_key:
+        key = (self.homes.version, is_template, self._seated, settings)
+        plan, ties = self._plan if key == self._plan_key else None, self._plan_ties
+        # What goes through one step is in the list of the plain one, whatever shares bytes in it.
+        if plan is None or ties or self.master_weights or not plan.is_one_list:
+            ties = self._ties_of(members)
+        if plan is None or ties != self._plan_ties:
             self._forget_the_gone(optimizer)
             self._ask_budget(optimizer, members)
-            self._plan = make_plan(
+            self._plan = plan = make_plan(
                 members,
                 self.state,
                 resident=self.resident,
@@ -133,9 +137,9 @@ class Offload:
                 has_master=self.has_master,
                 ties=ties,
             )
-            self._plan_key = key
-        self._plan.seat(members.parameters, inners)
-        return self._plan
+            self._plan_key, self._plan_ties = key, ties
+        plan.seat(members.parameters, inners)
+        return plan
 
     def leave_plan(self) -> None:
         """Lets go of the parameters of the step that the newest plan was used for."""

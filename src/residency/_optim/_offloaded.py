@@ -38,7 +38,7 @@ _NUM_CALLERS = 8  # between torch's function and ours: overridden `state_dict`, 
 
 
 class OffloadedOptimizer(Optimizer):
-    """Is an optimizer whose state lives on the host; made by ``residency.offload_optimizer``.
+    """An optimizer whose state lives on the host; made by ``residency.offload_optimizer``.
 
     Memory:
         Device bytes of state during a step are at most ``resident + slots * slot_bytes``, where
@@ -308,7 +308,7 @@ def _step(optimizer: OffloadedOptimizer, closure: Callable[[], Any] | None = Non
 
 
 def adopt_foreign_state(optimizer: Optimizer, offload: Offload) -> None:
-    """Takes over a mapping that somebody put at ``optimizer.state``, such as an empty one."""
+    """Takes over a mapping that a caller put at ``optimizer.state``, such as an empty one."""
     foreign = optimizer.state
     if offload.state is None or foreign is offload.state:
         return
@@ -342,7 +342,7 @@ _hooked_step: Callable[..., Any] = Optimizer.profile_hook_step(_step)
 
 
 def refuse_foreign_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Is the step pre-hook that stops a step of the old class: it would see host state and fail
+    """Stops a step of the old class, as its pre-hook: it would see host state and fail
     midway.
     """
     if not _offload_of(optimizer).is_entered:

@@ -90,7 +90,9 @@ def follow_parameters(optimizer: Optimizer, offload: Offload) -> None:
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     placed_for = torch.device("cpu") if offload.homes is None else offload.homes.device
-    if [parameter.device for parameter in parameters].count(placed_for) == len(parameters):
+    if offload.homes is not None and {placed_for.index} == set(map(Tensor.get_device, parameters)):
+        return  # as nearly always; of what is no accelerator's the index is negative
+    if all(parameter.device == placed_for for parameter in parameters):
         return
     device = device_of(type(optimizer).__name__, parameters)
     if device.type != "cpu":

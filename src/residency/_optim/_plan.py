@@ -33,7 +33,7 @@ _DENSE = frozenset((torch.strided,))
 
 
 class Member(NamedTuple):
-    """Is a parameter with the index of its group."""
+    """A parameter with the index of its group."""
 
     group_index: int
     parameter: Tensor
@@ -65,7 +65,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Is a parameter, or the elements ``[start, stop)`` of a contiguous one.
+    """A parameter, or the elements ``[start, stop)`` of a contiguous one.
 
     Attributes:
         seat: Of the parameter.
@@ -80,7 +80,7 @@ class Piece:
 
     @property
     def parameter(self) -> Tensor:
-        """Returns the parameter, while a step runs."""
+        """The parameter, while a step runs."""
         parameter = self.seat.parameter
         assert parameter is not None, "the plan is used outside of a step"
         return parameter
@@ -114,20 +114,25 @@ class Unit:
     Attributes:
         keys: Of each piece, those of its states in the slot.
         all_keys: How many each piece has, and then the keys.
+        only_key: The one key that each piece has, if that is so.
         views: The states in the slot, in the order of the pieces and their keys.
+        seats: Those of the pieces.
         in_groups: The indices of groups, each with the number of pieces that follow each other.
     """
 
     pieces: Sequence[Piece]
     keys: list[tuple[str, ...]] = field(default_factory=list)
     all_keys: list[Any] = field(default_factory=list)
+    only_key: str | None = None
     views: list[SlotViews] = field(default_factory=list)
     loads: list[Run] = field(default_factory=list)
     stores: list[Run] = field(default_factory=list)
     num_bytes: int = 0
+    seats: list[Seat] = field(init=False)
     in_groups: list[tuple[int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.seats = [piece.seat for piece in self.pieces]
         runs = groupby(piece.group_index for piece in self.pieces)
         self.in_groups = [(index, len(list(run))) for index, run in runs]
 
@@ -139,7 +144,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Is the order of one step.
+    """The order of one step.
 
     Attributes:
         resident: Pieces whose state stays on the device; stepped first, while the first copies run.
@@ -152,6 +157,14 @@ class Plan:
     streamed: tuple[Unit, ...]
     births: tuple[Unit, ...]
     seats: tuple[Seat, ...]
+
+    @property
+    def is_one_list(self) -> bool:
+        """Whether all parameters go through one step, whole and in their order, as without an
+        offload.
+        """
+        units = [unit for unit in (self.resident, *self.streamed, *self.births) if unit.pieces]
+        return len(units) == 1 and len(units[0].pieces) == len(self.seats)
 
     def seat(self, parameters: Sequence[Tensor], inners: Sequence[ParameterState | None]) -> None:
         """Gives the plan the parameters of a step, which are those that it was made for, with their
@@ -167,7 +180,7 @@ class Plan:
 
     @property
     def slot_bytes(self) -> int:
-        """Returns the bytes of a device buffer that holds any streamed unit."""
+        """The bytes of a device buffer that holds any streamed unit."""
         return max((unit.num_bytes for unit in self.streamed), default=0)
 
 
@@ -372,6 +385,8 @@ def lay_out(pieces: Sequence[Piece], homes: Sequence[HomesByKey]) -> Unit:
                 inside = home.tensor.data_ptr() - cover.tensor.data_ptr()
             views.append(_view_of(piece, home, placed[cover] + inside, is_cut=is_cut))
     unit.views = _join_views(views)
+    if len(set(unit.keys)) == 1 and len(unit.keys[0]) == 1:
+        (unit.only_key,) = unit.keys[0]
     unit.all_keys = [*map(len, unit.keys), *chain.from_iterable(unit.keys)]
     unit.loads, unit.stores = _join(loads), _join(stores)
     return unit

@@ -37,7 +37,7 @@ from residency._transfer import Incoming, local_of, moved, wrapped_like
 
 @dataclass(slots=True)
 class Received:
-    """Is the place for a saved state; see ``Reception``."""
+    """The place for a saved state; see ``Reception``."""
 
     optimizer: Optimizer
     offload: Offload

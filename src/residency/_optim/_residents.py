@@ -36,7 +36,7 @@ class Residents:
         return self.allow_owner(id(parameter), num_bytes)
 
     def allow_owner(self, owner: int, num_bytes: int) -> bool:
-        """Is ``allow`` for the parameter with this ``id``."""
+        """Does what ``allow`` does, for the parameter with this ``id``."""
         others = sum(n for other, n in self._allowed.items() if other != owner)
         if others + num_bytes > self._budget_bytes:
             return False

@@ -35,7 +35,7 @@ _NUM_LATER_STEPS = 7
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """Is the state that a first step makes for one parameter.
+    """The state that a first step makes for one parameter.
 
     Attributes:
         device: By key, what it keeps on the device, as meta tensors (a ``DTensor`` around one).
@@ -52,7 +52,7 @@ class Schema:
 
 @dataclass(frozen=True, slots=True)
 class StateSize:
-    """Is what a parameter's state takes in a slot or a slab.
+    """What a parameter's state takes in a slot or a slab.
 
     Attributes:
         num_bytes: Of the whole parameter, each state rounded up to the alignment.

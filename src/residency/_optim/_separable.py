@@ -44,7 +44,7 @@ _ROW = {2 * CUT: 8, 3 * CUT: 8, 320 * CUT: 160}
 
 
 class Separability(enum.Enum):
-    """Says into what parts a step can be cut without a change of any bit."""
+    """The parts into which a step can be cut without a change of any bit."""
 
     ELEMENT_WISE = "element-wise"
     PER_PARAMETER = "per parameter"
@@ -112,7 +112,7 @@ def _try_out(optimizer: Optimizer, base: type[Optimizer], groups: Sequence[dict[
 
 
 class _FailedError(Exception):
-    """Is raised from what a step of a trial raised."""
+    """The error of a trial, raised from what its step raised."""
 
 
 def _compare(
@@ -176,7 +176,7 @@ def _refuse_what_is_paged(optimizer: Optimizer, base: type[Optimizer]) -> None:
 
 
 class _Trial:
-    """Steps small stand-ins for an optimizer's parameters and remembers where they end."""
+    """A trial with small stand-ins for an optimizer's parameters; it remembers where they end."""
 
     def __init__(
         self,

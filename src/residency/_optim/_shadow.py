@@ -87,7 +87,7 @@ def is_torchs_own(base: type[Optimizer]) -> bool:
 
 @dataclass(slots=True)
 class Outcome:
-    """Is what one shadow step left behind: state, and all attributes and group values."""
+    """What one shadow step left behind: state, and all attributes and group values."""
 
     state: Mapping[Tensor, dict[str, Any]]
     group_values: list[dict[str, Any]]
@@ -279,8 +279,8 @@ def stand_in(
 
 
 class Commit:
-    """Collects what the parts of a step left outside of state, and writes the last one's to the
-    optimizer, once.
+    """What the parts of a step left outside of state; the last one's is written to the optimizer,
+    once.
     """
 
     def __init__(self, optimizer: Optimizer, advice: str = _MIDWAY) -> None:

@@ -28,7 +28,7 @@ from residency._transfer import local_of, moved
 
 
 class ParameterState(dict[str, Any]):
-    """Is the state of one parameter: a dict whose device tensors live at home.
+    """The state of one parameter: a dict whose device tensors live at home.
 
     Attributes:
         homes_by_key: The homes of the values that live on the host between steps.
@@ -69,7 +69,7 @@ class ParameterState(dict[str, Any]):
 
     @property
     def is_resident(self) -> bool:
-        """Returns whether the values stay on the device, instead of in homes."""
+        """Whether the values stay on the device, instead of in homes."""
         return self._residents.has(self._owner)
 
     def leave_residents(self) -> None:
@@ -115,7 +115,7 @@ class ParameterState(dict[str, Any]):
 
     @property
     def under_way(self) -> torch.Event | None:
-        """Returns the event after which the homes have their values, None where nothing is under
+        """The event after which the homes have their values, None where nothing is under
         way. A home may be another entry's too, which a step took without this one.
         """
         return self._homes.newest if self._homes.has_aliases else self.written
@@ -124,7 +124,7 @@ class ParameterState(dict[str, Any]):
         """Blocks the host until no copy home is under way."""
         event = self.under_way
         if event is not None:
-            event.synchronize()
+            event.synchronize()  # who calls reads homes, or writes into them
             self.written = None
         self.take_replaced()
 
@@ -348,7 +348,7 @@ class ParameterState(dict[str, Any]):
         self.update(other)
         return self
 
-    # A union is a plain dict with the values that the homes have now.
+    # A plain dict with the values that the homes have now.
     def __or__(self, other: Any) -> Any:
         return dict(self) | other if isinstance(other, dict) else NotImplemented
 
@@ -366,7 +366,7 @@ class ParameterState(dict[str, Any]):
 
 
 class State(defaultdict[Any, Any]):
-    """Is ``optimizer.state``: a mapping from a parameter to its ``ParameterState``."""
+    """The ``optimizer.state``: a mapping from a parameter to its ``ParameterState``."""
 
     def __init__(self, homes: Homes, residents: Residents) -> None:
         super().__init__(None)
@@ -375,12 +375,12 @@ class State(defaultdict[Any, Any]):
 
     @property
     def has_aliases(self) -> bool:
-        """Says whether two entries may have the same bytes."""
+        """Whether two entries may have the same bytes."""
         return self._homes.has_aliases
 
     @property
     def residents(self) -> Residents:
-        """Returns the parameters whose state stays on the device."""
+        """The parameters whose state stays on the device."""
         return self._residents
 
     def peek(self, parameter: Tensor) -> ParameterState | None:
@@ -390,7 +390,8 @@ class State(defaultdict[Any, Any]):
 
     def peek_each(self, parameters: Sequence[Tensor]) -> list[ParameterState | None]:
         """Returns ``peek`` of each parameter; asked of all at every step."""
-        found = [dict.get(self, parameter) for parameter in parameters]
+        is_same = list(map(id, self)) == list(map(id, parameters))
+        found = dict.values(self) if is_same else [dict.get(self, p) for p in parameters]
         return [inner if isinstance(inner, ParameterState) else None for inner in found]
 
     def of(self, parameter: Tensor) -> ParameterState:
@@ -472,12 +473,11 @@ class State(defaultdict[Any, Any]):
             self[key] = default
         return self[key]
 
-    # A copy is a plain mapping with the same inner dicts: homes have one owner.
+    # A plain mapping with the same inner dicts: homes have one owner.
     def copy(self) -> Any:
         return defaultdict(dict, dict(self))
 
-    def __copy__(self) -> Any:
-        return self.copy()
+    __copy__ = copy
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         for key, value in dict(*args, **kwargs).items():

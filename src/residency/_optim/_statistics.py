@@ -9,7 +9,7 @@ import torch
 
 @dataclass(slots=True)
 class Timeline:
-    """Holds the events of one step, which are read only when somebody asks for the figures.
+    """The events of one step, which are read only when the figures are asked for.
 
     Attributes:
         loads: Around each unit's copies to the device, with their bytes.
@@ -33,13 +33,13 @@ def bytes_per_second(copies: list[tuple[torch.Event, torch.Event, int]]) -> floa
 
 
 def _seconds(start: torch.Event, end: torch.Event) -> float:
-    end.synchronize()
+    end.synchronize()  # before it there is no time to ask for
     return max(start.elapsed_time(end), 0.0) / 1e3
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadStatistics:
-    """Holds the figures of one offloaded optimizer at one moment.
+    """The figures of one offloaded optimizer at one moment.
 
     Attributes:
         home_bytes: Bytes of the state that lives on the host, ``numel * itemsize``.

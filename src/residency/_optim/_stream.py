@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ from residency._transfer import Run, lending, sharded_among
 
 
 class StreamedStep:
-    """Runs one step of an offloaded optimizer."""
+    """One step of an offloaded optimizer."""
 
     def __init__(self, optimizer: Optimizer, offload: Offload, homes: Homes, state: State) -> None:
         self._optimizer = optimizer
@@ -79,7 +80,7 @@ class StreamedStep:
         try:
             plan = self._offload.plan_for(self._optimizer, members, inners, is_template=is_template)
             self._progress = Progress(members.parameters)
-            if not self._offload.master_weights:
+            if not (self._offload.master_weights or plan.is_one_list):
                 base = self._offload.base
                 self._shared.company = company_of(self._optimizer, base, members, inners)
             self._shared.held = set(self._homes.held())
@@ -107,6 +108,7 @@ class StreamedStep:
         """Waits for the lanes after a failure, and completes what they were to complete."""
         for lane in (self._lanes.h2d, self._lanes.d2h):
             idle = self._lanes.mark(lane)
+            # Slots go back to the allocator, and the host reads the homes.
             _device.wait_event(self._current, idle)
             idle.synchronize()
         self._alive.clear()
@@ -189,7 +191,7 @@ class StreamedStep:
 
     def _allow_h2d(self) -> None:
         born = self._lanes.mark(self._current)
-        _device.wait_event(self._lanes.h2d, born)
+        _device.wait_event(self._lanes.h2d, born)  # a slot's memory may have earlier readers
 
     def _load(self, unit: Unit, slot: Tensor) -> torch.Event | None:
         if not unit.loads:
@@ -205,7 +207,7 @@ class StreamedStep:
     def _await(self, ready: torch.Event | None) -> None:
         if ready is not None:
             begun = self._lanes.mark(self._current, timed=True)
-            _device.wait_event(self._current, ready)
+            _device.wait_event(self._current, ready)  # the step reads what the copies bring
             self._timeline.stalls.append((begun, self._lanes.mark(self._current, timed=True)))
 
     def _drop_alive(self, *, keep: int) -> None:
@@ -260,7 +262,10 @@ class StreamedStep:
         """
         if not (lending or self._moved):
             return unit.stores
+        if not self._moved and not self._may_be_lent(unit):
+            return unit.stores  # a snapshot that is kept has earlier homes
         homes = homes_of(unit.pieces, self._state)
+        left: list[Home] = []
         for piece, by_key in zip(unit.pieces, homes, strict=True):
             inner = self._state.peek(piece.parameter)
             for key, home in by_key.items():
@@ -268,19 +273,31 @@ class StreamedStep:
                 if home not in self._moved and (another := writable(self._homes, home)) is not home:
                     self._moved[home] = another
                 if home in self._moved:
-                    left = self._left_homes.setdefault(piece.parameter, [])
-                    left.append((home, self._moved[home]))
+                    pair = (home, self._moved[home])
+                    self._left_homes.setdefault(piece.parameter, []).append(pair)
                     inner.settle(key, self._moved[home])
-            if any(
-                home.num_entries for home in by_key.values()
-            ):  # of parameters without a gradient
-                move_entries(self._homes, self._moved)
+                    left.append(home)
+        if any(home.num_entries for home in left):  # of parameters without a gradient
+            move_entries(self._homes, self._moved)
         after = homes_of(unit.pieces, self._state)
         arrived = set(self._moved.values())
         is_moved = any(home in arrived for by_key in after for home in by_key.values())
         return lay_out(unit.pieces, after).stores if is_moved else unit.stores
 
+    def _may_be_lent(self, unit: Unit) -> bool:
+        """Says whether a snapshot or a save may read homes of a unit; asked of all units at every
+        step while anything is lent.
+        """
+        inners = self._state.peek_each([piece.parameter for piece in unit.pieces])
+        by_keys = [inner.homes_by_key for inner in inners if inner is not None]
+        homes = list(chain.from_iterable(map(dict.values, by_keys)))
+        # A caller's memory may be lent as a part of another parameter's state.
+        return any(home.is_callers for home in homes) or lending.is_any_lent(
+            [home.tensor for home in homes]
+        )
+
     def _store(self, copies: Sequence[Copy]) -> torch.Event:
+        # The copies home read what the step has written.
         _device.wait_event(self._lanes.d2h, self._lanes.mark(self._current))
         begun = self._lanes.mark(self._lanes.d2h, timed=True)
         written = self._lanes.store(copies, timed=True)

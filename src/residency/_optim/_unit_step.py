@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress, islice
 from typing import Any, TypeGuard
@@ -35,6 +35,7 @@ from residency._transfer._lanes import raw_bytes
 
 Copy = tuple[Tensor, Sequence[Run]]
 _MISSING = object()
+_END = object()
 
 
 @dataclass(slots=True)
@@ -101,13 +102,11 @@ class Part:
         self._shared = shared
         self._optimizer, self._offload = shared.optimizer, shared.offload
         self._homes, self._state = shared.homes, shared.state
-        seats = [piece.seat for piece in unit.pieces]
-        self._parameters = [p for seat in seats if (p := seat.parameter) is not None]
-        # An earlier part may have made a state.
-        self._inners = [
-            seat.inner or self._state.peek(parameter)
-            for seat, parameter in zip(seats, self._parameters, strict=True)
-        ]
+        self._parameters = [p for seat in unit.seats if (p := seat.parameter) is not None]
+        self._inners = [seat.inner for seat in unit.seats]
+        if number > 1:  # an earlier part may have made a state
+            of_each = zip(self._inners, self._parameters, strict=True)
+            self._inners = [inner or self._state.peek(parameter) for inner, parameter in of_each]
         is_known = is_torchs_own(self._offload.base)
         self._made = views_in(slot, unit, at_once=is_known)
         self._is_copied = number < of and not is_known
@@ -141,7 +140,7 @@ class Part:
 
     @property
     def is_stepped(self) -> bool:
-        """Returns whether the optimizer's own step ran to its end."""
+        """Whether the optimizer's own step ran to its end."""
         return self._result is not None
 
     def step(self) -> None:
@@ -202,7 +201,7 @@ class Part:
         if self._offload.master_weights or self._shared.making:
             return False
         after = self._shadow.optimizer.state
-        return _is_same(_contents(after), self._given)
+        return all(map(operator.is_, _contents(after), self._given))
 
     def _values_after(self, state: Mapping[Tensor, dict[str, Any]]) -> list[dict[str, Any] | None]:
         """Returns what the step left for each piece; of pieces that share a mapping, for one."""
@@ -331,16 +330,18 @@ class Part:
 
     @property
     def _views(self) -> list[dict[str, Tensor]]:
-        """Returns the states in the slot, of each piece by key, in dicts that nobody else has."""
+        """The states in the slot, of each piece by key, in dicts that nobody else has."""
         return by_key(self._made, self.unit)
 
     def _states_before(self) -> dict[Tensor, dict[str, Any]]:
         """Returns the states that a step gets, by proxy; notes what they contain."""
         are_apart = not self._state.has_aliases  # parameters may share one mapping
         if are_apart and self._is_plain and self._is_local and self.unit.are_whole:
-            keys = [None if inner is None else (*dict.keys(inner),) for inner in self._inners]
-            if keys == self.unit.keys:  # nothing but what is in the slot
-                self._given = [*self._proxies, *self.unit.all_keys, *self._made]
+            known = [inner for inner in self._inners if inner is not None]
+            keys = [*map(len, known), *chain.from_iterable(map(dict.keys, known))]
+            # Nothing but what is in the slot.
+            if keys == self.unit.all_keys and len(known) == len(self._inners):
+                self._given = [*self._proxies, *self.unit.all_keys, *self._made, _END]
                 return dict(zip(self._proxies, self._views, strict=True))
         found: dict[Tensor, dict[str, Any]] = {}
         values_of: dict[int, dict[str, Any]] = {}
@@ -354,7 +355,7 @@ class Part:
                 if not values and not piece.is_whole:
                     continue
             found[proxy] = values
-        self._given = _contents(found)
+        self._given = list(_contents(found))
         return found
 
     def _state_before(
@@ -471,15 +472,11 @@ def _is_on_device(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and not value.is_cpu
 
 
-def _contents(state: Mapping[Tensor, dict[str, Any]]) -> list[Any]:
-    """Returns the objects of a state, to compare by identity."""
+def _contents(state: Mapping[Tensor, dict[str, Any]]) -> Iterator[Any]:
+    """Yields the objects of a state, to compare by identity."""
     inners = state.values()
     keys, values = chain.from_iterable(inners), chain.from_iterable(map(dict.values, inners))
-    return [*state, *map(len, inners), *keys, *values]
-
-
-def _is_same(left: list[Any], right: list[Any]) -> bool:
-    return len(left) == len(right) and all(map(operator.is_, left, right))
+    return chain(state, map(len, inners), keys, values, (_END,))
 
 
 def _versions_of(tensors: Sequence[Tensor]) -> list[int]:

@@ -57,7 +57,7 @@ class Read:
 
 
 class Gate:
-    """Orders the writers of a device's storages behind the lanes that read them."""
+    """The order of a device's storages: writers come behind the lanes that read them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -126,11 +126,11 @@ class Gate:
             return
         writer = _device.current_stream(self._device) if stream is None else stream
         for event in newest.values():
-            _device.wait_event(writer, event)
+            _device.wait_event(writer, event)  # a copy still reads what is to be written
 
     def before_free(self, tensors: Sequence[Tensor]) -> None:
-        """Is ``before_write`` on the current stream, for tensors that the caller drops right
-        after.
+        """Does what ``before_write`` does on the current stream, for tensors that the caller drops
+        right after.
         """
         self.before_write(tensors)
         storages = _storages(tensors)
@@ -190,6 +190,7 @@ def copy_to_host(
         [Run(region.slab, region.offset, 0, buffer.numel())] if buffer.numel() else []
         for buffer, region in zip(buffers, regions, strict=True)
     ]
+    # The copies read what the current stream has written so far.
     _device.wait_event(lanes.d2h, lanes.mark(_device.current_stream(lanes.device)))
     event = lanes.store(zip(buffers, runs, strict=True))
     gate.reading(buffers, event, lanes.d2h)

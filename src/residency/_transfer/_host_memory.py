@@ -21,7 +21,7 @@ _PROC = Path("/proc")
 
 
 class _Files(NamedTuple):
-    """Names what one version of cgroups calls its figures."""
+    """The names that one version of cgroups gives its figures."""
 
     limit: str
     usage: str

@@ -21,7 +21,7 @@ from residency._transfer._slab import Slab
 
 
 class Run(NamedTuple):
-    """Is one copy: ``num_bytes`` at ``slab_offset`` of a slab and at ``slot_offset`` of a device
+    """One copy: ``num_bytes`` at ``slab_offset`` of a slab and at ``slot_offset`` of a device
     buffer.
     """
 
@@ -33,7 +33,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Are the two copy streams of a device.
+    """The two copy streams of a device.
 
     Attributes:
         device: The accelerator.

@@ -85,12 +85,16 @@ class Lending:
             self._ended.popleft()  # last: an interrupt before does it again
 
     def is_lent(self, tensor: Tensor) -> bool:
-        """Says whether somebody reads the tensor's storage."""
+        """Says whether a copy reads the tensor's storage."""
+        return self.is_any_lent([tensor])
+
+    def is_any_lent(self, tensors: Iterable[Tensor]) -> bool:
+        """Says whether a copy reads the storage of one of these tensors."""
         if not self._loans:
             return False
         with self._lock:
             self._collect()
-            return bool(self._loans.get(tensor.data_ptr()))
+            return any(map(self._loans.get, map(Tensor.data_ptr, tensors)))
 
     def is_kept(self, tensor: Tensor) -> bool:
         """Says whether one of the loans of the tensor's storage may last for good."""
@@ -99,7 +103,7 @@ class Lending:
     def wait_until(self, is_done: Callable[[], bool]) -> None:
         """Blocks the host until ``is_done``, which is asked again whenever a loan ends."""
         with self._lock:
-            self._returned.wait_for(is_done)
+            self._returned.wait_for(is_done)  # the end of a loan notifies
 
     def wait_for(self, tensors: Iterable[Tensor]) -> None:
         """Blocks the host until none of these is lent."""

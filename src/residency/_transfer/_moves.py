@@ -71,5 +71,6 @@ def _carry(copies: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Non
                 target.copy_(source, non_blocking=True)
     finally:
         landed = lanes.mark(lanes.h2d)
+        # The caller's work reads the targets, and the sources' memory goes after this.
         _device.wait_event(current, landed)
         landed.synchronize()

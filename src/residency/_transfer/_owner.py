@@ -16,6 +16,7 @@ from torch import Tensor
 
 from residency._registries import WeakRegistry
 from residency._transfer._lending import lending
+from residency._transfer._slab import Region
 
 
 class Lent:
@@ -27,12 +28,14 @@ class Lent:
         tensor: The bytes; of a sharded state, the local tensor.
         value: What callers see: the tensor, or a ``DTensor`` around it.
         written: The event after which the bytes are final, or None when they are.
+        region: The range of a slab that the bytes are, where the owner says so.
         count: What ``num_writes`` asks, where the owner has other tensors over the bytes, too.
     """
 
     _is_over = True  # of one that an interrupt left half made, which lends nothing
 
     def __init__(self, tensor: Tensor, value: Tensor, written: torch.Event | None) -> None:
+        self.region: Region | None = None
         self.count: Callable[[], int] | None = None
         self.tensor = tensor
         self.value = value
@@ -64,7 +67,7 @@ class Lent:
 
 
 class Loans:
-    """Loans that were taken together; they end together, at the latest."""
+    """The loans that were taken together; they end together, at the latest."""
 
     def __init__(self) -> None:
         self._all: list[Lent] = []
@@ -103,7 +106,7 @@ class Loans:
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """Describes a saved state tensor whose bytes are still to come.
+    """A saved state tensor whose bytes are still to come.
 
     Attributes:
         dtype: As it was saved.
@@ -117,7 +120,7 @@ class Incoming:
 
 
 class Reception(Protocol):
-    """Is the place that an optimizer has made for a saved state."""
+    """The place that an optimizer has made for a saved state."""
 
     @property
     def targets(self) -> Mapping[tuple[Tensor, str], Tensor]:
@@ -133,7 +136,7 @@ class Reception(Protocol):
 
 
 class StateOwner(Protocol):
-    """Lends and takes the state of one kind of optimizer."""
+    """An owner of the state of one kind of optimizer, who lends it and takes it."""
 
     def lend(
         self, optimizer: Any, loans: Loans, *, keep: bool = False, is_watched: bool = False

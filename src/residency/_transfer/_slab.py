@@ -69,7 +69,7 @@ def _allocate_pages(num_bytes: int) -> Tensor:
 
 
 class Slab:
-    """Is one host allocation, page-locked unless that was not wanted.
+    """One host allocation, page-locked unless that was not wanted.
 
     Attributes:
         data: ``uint8`` of shape ``[num_bytes]``. Copies are issued from it, not from the views,
@@ -141,7 +141,7 @@ class Slab:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
-    """Is the range of one entry: ``num_bytes`` is a multiple of ``ALIGNMENT``."""
+    """The range of one entry: ``num_bytes`` is a multiple of ``ALIGNMENT``."""
 
     slab: Slab
     offset: int
@@ -157,7 +157,7 @@ class Region:
 
 
 class SlabArena:
-    """Packs entries into slabs, allocated ahead by ``reserve`` or as they are needed.
+    """A packing of entries into slabs, allocated ahead by ``reserve`` or as they are needed.
 
     Attributes:
         is_pinned: Whether slabs that come from here on are page-locked.
@@ -174,23 +174,23 @@ class SlabArena:
 
     @property
     def slab_bytes(self) -> int:
-        """Returns the bytes of all slabs."""
+        """The bytes of all slabs."""
         self._collect()
         return sum(slab.num_bytes for slab in self._slabs)
 
     @property
     def pinned_bytes(self) -> int:
-        """Returns the bytes of the slabs that are page-locked."""
+        """The bytes of the slabs that are page-locked."""
         self._collect()
         return sum(slab.num_bytes for slab in self._slabs if slab.is_pinned)
 
     @property
     def used_bytes(self) -> int:
-        """Returns the bytes of all live entries, each rounded up to ``ALIGNMENT``."""
+        """The bytes of all live entries, each rounded up to ``ALIGNMENT``."""
         return self.slab_bytes - sum(slab.free_bytes for slab in self._slabs)
 
     def pin_for(self, is_on_device: bool) -> None:
-        """Has slabs from here on page-locked where a device copies to them, if they may be.
+        """Page-locks slabs from here on where a device copies to them, if they may be.
 
         Bytes that come from the host gain nothing from it, and page-locking makes a context on an
         accelerator that the process may never use. Unused slabs that a device is to copy to and

@@ -49,7 +49,7 @@ def before_write(tensors: Iterable[Tensor]) -> None:
                     "it likes. Nothing was written; assign a new tensor to the state "
                     "(optimizer.state[p][key] = ...), which leaves the snapshot whole."
                 )
-            lending.wait_for(each)
+            lending.wait_for(each)  # a save still reads what is to be written
         elif device in gates:
             gates[device].before_write(each)
 

@@ -31,7 +31,7 @@ _BATCH_BYTES = parse_bytes("64MiB")
 
 
 class Read:
-    """Is one box of a stored shard on its way to where the planner wants it."""
+    """One box of a stored shard on its way to where the planner wants it."""
 
     def __init__(self, item: ReadItem, stored: Stored, planner: LoadPlanner) -> None:
         self.stored = stored

@@ -49,7 +49,7 @@ _of_thread = threading.local()  # [Note: when a save is over]
 
 
 class PinnedStager(AsyncStager):
-    """Stages what ``dcp.async_save(..., async_stager=stager)`` writes, while training goes on.
+    """A stager of what ``dcp.async_save(..., async_stager=stager)`` writes, while training goes on.
 
     The call returns when the copies are queued. What training writes meanwhile waits for them on
     the device: the next step of an optimizer for its own parameters and states, everything else of
@@ -104,7 +104,7 @@ class PinnedStager(AsyncStager):
 
     @property
     def pinned_bytes(self) -> int:
-        """Returns the bytes of the slabs, those in use and those that the next save will use."""
+        """The bytes of the slabs, those in use and those that the next save will use."""
         return self._arena.slab_bytes
 
     def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> Future[dict[str, Any]]:
@@ -160,7 +160,7 @@ class PinnedStager(AsyncStager):
 
 
 class _Flight:
-    """Is one staged state between its call and the end of its save."""
+    """One staged state between its call and the end of its save."""
 
     def __init__(self, captured: Capture) -> None:
         self._captured = captured  # which owns what is out, to the end
@@ -229,11 +229,11 @@ class _Flight:
 
 
 class _Token:
-    """Dies with the thread that has it."""
+    """A token that dies with the thread that has it."""
 
 
 class _Staged(Future[dict[str, Any]]):
-    """Is the staged state: it is put together by who asks for it first, the writing thread."""
+    """The staged state: it is put together by who asks for it first, the writing thread."""
 
     def __init__(self, captured: Capture, thawer: Thawer, flight: _Flight) -> None:
         super().__init__()
@@ -323,7 +323,7 @@ def _borrow(description: Description, spare_bytes: int | None) -> None:
         else:
             loan = None  # a part of a home, or another tensor over one, is copied
         # The description keeps the loan and not the caller's tensor: a step would wait for a save
-        # of whose bytes somebody has a view.
+        # of whose bytes a caller has a view.
         value = leaf.value if loan is None else loan.value
         found[name] = Leaf(name, value, _place(local) not in of_steps, loan)
 

@@ -53,7 +53,7 @@ _State = dict[str, dict[str, Any]]
 
 
 class TrainState(Stateful):
-    """Saves and loads a model with its optimizer, scheduler and counters through DCP.
+    """A model with its optimizer, scheduler and counters, which DCP saves and loads.
 
     ``dcp.save({"app": state}, ...)``, ``dcp.async_save``, and on a fresh process
     ``dcp.load({"app": state}, ...)``, after which everything is as it was at the save: states,
@@ -249,10 +249,10 @@ class TrainState(Stateful):
 
 
 class TrainStatePlanner(DefaultLoadPlanner):
-    """Plans loads of a ``TrainState``: says what differs in one error, and takes torch's own.
+    """A planner of a ``TrainState``'s loads: says what differs in one error, and takes torch's own.
 
-    A checkpoint that one of torch's recipes wrote says not of what it is; it is loaded by its
-    names.
+    Checkpoints that torch's own recipes wrote have no such description; they are matched by the
+    names of their tensors only.
     """
 
     def set_up_planner(
@@ -310,7 +310,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _free_to_fill(value: Any) -> Any:
-    """Returns a copy of what is lent for good, as to a snapshot that somebody keeps.
+    """Returns a copy of what is lent for good, as to a snapshot that a caller keeps.
 
     Other loans end by themselves, with a write to the disk.
     """

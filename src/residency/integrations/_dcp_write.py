@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+
+# undoes what DCP's planner does (torch 2.13)
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -29,7 +31,7 @@ _TOP_LEVEL = "tensors"  # the file of what stands at the top of the state
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Is what the coordinator tells a rank."""
+    """What the coordinator tells a rank."""
 
     rank: int
     world_size: int
@@ -37,7 +39,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Is what a rank tells the coordinator: what it wrote."""
+    """What a rank tells the coordinator: what it wrote."""
 
     rank: int
     files: Mapping[str, FileRecord]
@@ -46,7 +48,7 @@ class Share:
 
 
 class RankPlan:
-    """Is what one rank writes: its files, the nodes of its values and the notes of its tensors."""
+    """What one rank writes: its files, the nodes of its values and the notes of its tensors."""
 
     def __init__(self, plan: SavePlan, planner: SavePlanner, told: Assignment) -> None:
         self.nodes: dict[str, Node] = {}

@@ -25,7 +25,7 @@ _HOOKS = (
 
 
 class ResidencyCallback:
-    """Offloads a Trainer's optimizers, names the parts of its loop, explains out-of-memory errors.
+    """A callback that offloads optimizers, names the parts of the loop and explains OOM errors.
 
     ``Trainer(callbacks=[ResidencyCallback()])``; of the class tree that is imported when it is
     made, ``lightning`` or ``pytorch_lightning``, or of both.

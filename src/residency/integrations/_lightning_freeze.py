@@ -36,7 +36,7 @@ from residency.integrations._pickled import Freezer, Thawer, address_of
 
 
 class Frozen:
-    """Is a checkpoint as it was when ``freeze`` was called."""
+    """A checkpoint as it was when ``freeze`` was called."""
 
     def __init__(self, thawer: Thawer, snapshot: Snapshot, lent: Iterable[Lent]) -> None:
         self._thawer = thawer
@@ -57,7 +57,7 @@ class Frozen:
         """Asks whether what is lent still has its bytes; to be called after they were read, too.
 
         Raises:
-            CheckpointError: Somebody wrote into it.
+            CheckpointError: Other code wrote into it.
         """
         if any(each.num_writes() != before for each, before in self._num_writes):
             raise CheckpointError(

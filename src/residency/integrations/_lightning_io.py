@@ -27,7 +27,7 @@ from residency.integrations._ordered_writes import OrderedWrites
 
 
 class ResidencyCheckpointIO:
-    """Saves checkpoints in the background, without device memory: a plugin for Lightning's Trainer.
+    """A plugin for Lightning's Trainer that saves in the background, without device memory.
 
     ``Trainer(plugins=[ResidencyCheckpointIO()])``; of the class tree that is imported when it is
     made, ``lightning`` or ``pytorch_lightning``, or of both. The files are those that the plugin
@@ -83,7 +83,7 @@ class ResidencyCheckpointIO:
 
     @property
     def checkpoint_io(self) -> Any:
-        """Returns the plugin that writes."""
+        """The plugin that writes."""
         return self._base
 
     def save_checkpoint(
@@ -106,7 +106,7 @@ class ResidencyCheckpointIO:
         of them alone has begun the writes.
 
         Raises:
-            CheckpointError: A write failed since the last time that one was told.
+            CheckpointError: A write failed, and no call has raised that yet.
         """
         with phase_unless_inside("load"):
             self._writes.wait()
@@ -115,14 +115,14 @@ class ResidencyCheckpointIO:
             return self._base.load_checkpoint(path, *args, **kwargs)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Has a checkpoint removed, after the writes that were begun before."""
+        """Removes a checkpoint, after the writes that were begun before."""
         self._writes.remove(path, functools.partial(self._base.remove_checkpoint, path))
 
     def wait(self) -> None:
         """Blocks until every write and removal is done.
 
         Raises:
-            CheckpointError: One failed since the last time that one was told.
+            CheckpointError: One failed, and no call has raised that yet.
         """
         self._writes.wait()
         self._writes.raise_failure()
@@ -131,7 +131,7 @@ class ResidencyCheckpointIO:
         """Finishes all writes, ends the thread and gives the host memory back.
 
         Raises:
-            CheckpointError: A write failed since the last time that one was told. Where an error
+            CheckpointError: A write failed, and no call has raised that yet. Where an error
                 of training is the reason for the end, that error gets it as a note.
         """
         self._writes.close()

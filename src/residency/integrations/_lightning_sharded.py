@@ -44,7 +44,7 @@ _LIVE = StateDictOptions(full_state_dict=False, cpu_offload=False)
 
 
 class ResidencyShardedStrategy:
-    """Makes a strategy save its shards in the background, without device memory: a mixin.
+    """A mixin for strategies: they save their shards in the background, without device memory.
 
     ``class Strategy(ResidencyShardedStrategy, ModelParallelStrategy): pass``, then
     ``Trainer(strategy=Strategy())``. What is on the disk is what the strategy itself writes, and
@@ -142,7 +142,7 @@ class ResidencyShardedStrategy:
         """Loads as the strategy does, once all writes are done.
 
         Raises:
-            CheckpointError: A write failed since the last time that one was told.
+            CheckpointError: A write failed, and no call has raised that yet.
         """
         stock: Any = super()
         with phase_unless_inside("load"):
@@ -154,7 +154,7 @@ class ResidencyShardedStrategy:
             return stock.load_checkpoint(checkpoint_path, *args, **kwargs)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Has a checkpoint removed, after the writes that were begun before."""
+        """Removes a checkpoint, after the writes that were begun before."""
         stock: Any = super()
         self._writes.remove(filepath, functools.partial(stock.remove_checkpoint, filepath))
 
@@ -162,7 +162,7 @@ class ResidencyShardedStrategy:
         """Finishes all writes, and gives the host memory back.
 
         Raises:
-            CheckpointError: A write failed since the last time that one was told. Where an error
+            CheckpointError: A write failed, and no call has raised that yet. Where an error
                 of training is the reason for the end, that error gets it as a note.
         """
         self._writes.close()
@@ -175,12 +175,12 @@ class ResidencyShardedStrategy:
 
     @property
     def _key_of_model(self) -> str | None:
-        """Returns the key under which the strategy saves a model's shards; None of a whole one."""
+        """The key under which the strategy saves a model's shards; None of a whole one."""
         return next((k for n, (v, k) in _FORMS.items() if vars(self).get(n) == v), None)
 
 
 class _Plan(DefaultSavePlanner):
-    """Says of no tensor that it is page-locked: FSDP1 would make such ones on the device."""
+    """A plan in which no tensor is page-locked: FSDP1 would make such ones on the device."""
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()

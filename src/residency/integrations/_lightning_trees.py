@@ -21,7 +21,7 @@ _MADE_OF = "_residency_made_of"
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Names the modules of one class tree.
+    """The modules of one class tree.
 
     Attributes:
         distribution: What is installed.
@@ -35,17 +35,17 @@ class Tree:
 
     @property
     def checkpoint_io(self) -> Any:
-        """Returns ``CheckpointIO``."""
+        """``CheckpointIO``."""
         return _class_of(self, f"{self.fabric}.plugins", "CheckpointIO")
 
     @property
     def torch_checkpoint_io(self) -> Any:
-        """Returns ``TorchCheckpointIO``, what a Trainer writes with when nothing is asked for."""
+        """``TorchCheckpointIO``, what a Trainer writes with when nothing is asked for."""
         return _class_of(self, f"{self.fabric}.plugins", "TorchCheckpointIO")
 
     @property
     def callback(self) -> Any:
-        """Returns ``Callback``."""
+        """``Callback``."""
         return _class_of(self, f"{self.trainer}.callbacks", "Callback")
 
 

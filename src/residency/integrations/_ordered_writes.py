@@ -1,6 +1,6 @@
-"""Writes and removals of checkpoints in the background: in order, bounded, each failure told once.
+"""Writes and removals of checkpoints in the background: in order, bounded, failures raised once.
 
-One thread does what it is told in the order of the calls, on the device of who told it.
+One thread does what is asked for in the order of the calls, on the device of each caller.
 Invariant: at most ``max_in_flight`` writes are under way, and a failure is raised by exactly one
 call.
 """
@@ -22,7 +22,7 @@ _log = logging.getLogger("residency")
 
 
 class OrderedWrites:
-    """Does writes and removals on a thread of its own, which ends with ``close``."""
+    """A thread that does writes and removals in their order, until ``close``."""
 
     def __init__(self, max_in_flight: int) -> None:
         """Starts nothing.
@@ -48,14 +48,14 @@ class OrderedWrites:
             self._writes.popleft()
 
     def write(self, path: object, action: Callable[[], object]) -> None:
-        """Has a write done after all that was asked for before.
+        """Queues a write after all that was asked for before.
 
         Args:
             path: Where to, for the message of a failure.
             action: Writes. Whatever it holds is let go before its place is free.
 
         Raises:
-            CheckpointError: An earlier one failed, and was not told yet; this one is under way.
+            CheckpointError: An earlier one failed, and no call raised that yet; this one is queued.
         """
         failure = self._take_failure()
         index = _device.current_index()
@@ -78,10 +78,10 @@ class OrderedWrites:
             raise failure
 
     def remove(self, path: object, action: Callable[[], object]) -> None:
-        """Has a removal done after all that was asked for before.
+        """Queues a removal after all that was asked for before.
 
-        Nothing is removed where something before it failed that was not told when this was asked
-        for, even if it is told by now: what was to be replaced may be all that there is.
+        Nothing is removed where something before it failed and had not been raised when this was
+        asked for, even if it has been by now: what was to be replaced may be all that there is.
         """
         with self._lock:
             num_told = self._num_told
@@ -145,7 +145,7 @@ class OrderedWrites:
 
     def _fail(self, what: str, error: BaseException) -> None:
         failure = CheckpointError(f"{what}: {type(error).__name__}: {error}")
-        # As text: the frames of a traceback would keep the checkpoint until it is told.
+        # As text: the frames of a traceback would keep the checkpoint until it is raised.
         trace = "".join(traceback.format_exception(error))
         failure.__cause__ = _without_frames(error)
         # Said at once, too: a script may end before its next call.

@@ -24,7 +24,7 @@ _KEPT = (FunctionType, BuiltinFunctionType, ModuleType, type)  # nothing in them
 
 
 class Freezer(pickle.Pickler):
-    """Pickles with tokens in the place of tensors and of what is kept as it is.
+    """A pickler that puts tokens in the place of tensors and of what is kept as it is.
 
     Args:
         file: Where the pickle goes.
@@ -71,7 +71,7 @@ class Freezer(pickle.Pickler):
             isinstance(value, Tensor)
             and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
         ):
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunctionSubclass():  # or a subclass's code runs
                 plain = value.as_subclass(Tensor)
             return _as_subclass, (plain, type(value), dict(vars(value)))
         return NotImplemented
@@ -116,7 +116,7 @@ class Freezer(pickle.Pickler):
 
 
 class Thawer:
-    """Puts host tensors, and what was kept, into the place of the tokens."""
+    """An unpickler that puts host tensors, and what was kept, into the place of the tokens."""
 
     def __init__(self, pickled: bytes, kept: list[Any]) -> None:
         self._pickled = pickled

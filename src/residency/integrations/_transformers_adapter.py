@@ -26,7 +26,7 @@ _MOST_NAMED = 5
 
 
 class HostFirst:
-    """Stands as ``load_adapter`` on one model, until `take_off`.
+    """The ``load_adapter`` of one model, until `take_off`.
 
     It refers to the model weakly, so that it keeps nothing alive; a copy of the model gets one that
     loads into the copy.
@@ -128,7 +128,7 @@ def peft_models() -> tuple[type, ...]:
 
 @contextmanager
 def _checked(model: Any, path: object, adapter: str) -> Iterator[None]:
-    """Has the model compare what it is given with what it has, for one load."""
+    """Makes the model compare what it is given with what it has, for one load."""
     own: dict[str, Any] = vars(model)
     before = own.get("load_state_dict")
     load = model.load_state_dict

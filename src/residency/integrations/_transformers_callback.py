@@ -32,7 +32,7 @@ _log = logging.getLogger("residency")
 
 
 class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analysed: too large
-    """Keeps a ``Trainer`` inside its memory, as far as a callback can.
+    """A callback that keeps a ``Trainer`` inside its memory, as far as one can.
 
     Give it to ``Trainer(callbacks=[ResidencyCallback()])``. Adapters of a PEFT model load
     host-first, at resume and at the end of training; the optimizer is offloaded when training
@@ -195,7 +195,7 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
 
 
 class _Entered:
-    """Owns one visit of a phase that a callback has begun."""
+    """The owner of one visit of a phase that a callback has begun."""
 
 
 def _leave_what_failed() -> None:
@@ -219,7 +219,7 @@ def _is_offloaded(optimizer: Any) -> bool:
 
 
 class _UncaughtErrors:
-    """Explains an out-of-memory error that ends the process: callbacks are not told of errors.
+    """A hook that explains an out-of-memory error at the end of the process: callbacks see none.
 
     One stands as ``sys.excepthook`` for all callbacks. A run that an error ended leaves it there,
     because the error may be on its way to it; it goes with the last callback that needs it.

@@ -67,14 +67,14 @@ def save_pretrained(snapshot: Snapshot, directory: Any, *, model: Any, **setting
 
 
 class _Taken(NamedTuple):
-    """Is what was captured, and the call that writes it."""
+    """What was captured, and the call that writes it."""
 
     captured: Capture
     write: Callable[[Any], None]
 
 
 class Draft:
-    """Is a checkpoint that has not got its name yet.
+    """A checkpoint that has not got its name yet.
 
     Attributes:
         root: Stands for the trainer's output directory while stock code fills the draft.
@@ -161,7 +161,7 @@ def _own_storages(captured: Capture) -> dict[int, Tensor]:
 
 
 class BackgroundSaves:
-    """Writes drafts in their order, a bounded number of them behind training."""
+    """A writer of drafts in their order, a bounded number of them behind training."""
 
     def __init__(self, max_in_flight: int) -> None:
         check_count("max_in_flight", max_in_flight, least=0)
@@ -181,7 +181,7 @@ class BackgroundSaves:
         return Draft(run_dir, name, self._arenas)
 
     def submit(self, draft: Draft, rotate: Callable[[], None]) -> None:
-        """Has a draft written, and then older checkpoints removed.
+        """Queues a draft to be written, and then older checkpoints removed.
 
         Raises:
             CheckpointError: An earlier one could not be written; this one is under way.

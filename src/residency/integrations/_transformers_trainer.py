@@ -53,7 +53,7 @@ _log = logging.getLogger("residency")
 
 
 class ResidencyTrainerMixin(_Trainer):  # type: ignore[misc]  # is not analysed: too large
-    """Stands before a trainer class: ``class MyTrainer(ResidencyTrainerMixin, Trainer): ...``.
+    """A mixin before a trainer class: ``class MyTrainer(ResidencyTrainerMixin, Trainer): ...``.
 
     It has a `ResidencyCallback`, one of its own unless ``callbacks`` has one, and adds what a
     callback cannot reach. ``optimizer.pt`` is read on the host, on every rank, into an optimizer
@@ -156,7 +156,7 @@ class ResidencyTrainerMixin(_Trainer):  # type: ignore[misc]  # is not analysed:
     # Saving.
 
     def _get_output_dir(self, trial: Any) -> str:
-        """Is the draft's, while one is filled; else all that is to be in it is."""
+        """Returns the draft's, while one is filled; else all that is to be in it is."""
         if self._residency_draft is not None:
             return str(self._residency_draft.root)
         self._residency_saves.drain()
@@ -306,7 +306,7 @@ class ResidencyTrainerMixin(_Trainer):  # type: ignore[misc]  # is not analysed:
 
 
 class _AsOneProcess:
-    """Is the arguments of a trainer, for one process: stock code then reads to the host."""
+    """The arguments of a trainer, for one process: stock code then reads to the host."""
 
     world_size = 1
 
@@ -318,7 +318,7 @@ class _AsOneProcess:
 
 
 class _WithoutState:
-    """Stands for an optimizer whose state is written later."""
+    """An optimizer whose state is written later."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -1,4 +1,4 @@
-"""Gives device memory back where verl's training ends and somebody else's turn begins.
+"""Gives device memory back where verl's training ends and the engine's turn begins.
 
 The guard is a function around methods of verl's worker class, which subclasses inherit. Nothing of
 it is imported before verl's workers are, nothing heavy before the first transition. Invariant: what
@@ -57,7 +57,7 @@ _PATIENCE_SECONDS = 600.0  # as long as verl's own collectives wait
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardStatistics:
-    """Says what the guard has done in this process.
+    """What the guard has done in this process.
 
     Attributes:
         num_transitions: How many methods it has run after.
@@ -71,7 +71,7 @@ class GuardStatistics:
 
 
 class _Guard:
-    """Is the guard of one process, from its installation to its removal."""
+    """The guard of one process, from its installation to its removal."""
 
     def __init__(self, need: int | str | None, *, collect: bool) -> None:
         self._need = None if need is None else parse_bytes(need, name="need")

@@ -86,7 +86,7 @@ _logger = logging.getLogger("residency")
 
 
 class ResidencyStorageWriter(StorageWriter):
-    """Writes what ``dcp.save`` and ``dcp.async_save`` give it as a save of this library.
+    """A storage that makes a save of this library of what ``dcp.save`` and ``dcp.async_save`` give.
 
     An error of any rank or writer thread is raised by ``dcp.save``, on every rank, or by the future
     of ``dcp.async_save``; nothing is published then, and the next save works.
@@ -267,7 +267,7 @@ class ResidencyStorageWriter(StorageWriter):
 
 
 class ResidencyStorageReader(StorageReader):
-    """Reads saves of this library for ``dcp.load``, values included, and checks what it reads.
+    """A reader of this library's saves for ``dcp.load``, values included; it checks what it reads.
 
     Args:
         path: A save, or a `Checkpointer`'s directory, whose newest save is meant.

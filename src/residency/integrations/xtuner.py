@@ -61,7 +61,7 @@ def _config_class() -> type[Any]:
     base: Any = _published()
 
     class OffloadedAdamWConfig(base):  # type: ignore[misc]  # known when it runs
-        """Is XTuner's ``AdamWConfig`` with the state on the host: ``TrainerConfig(optim_cfg=...)``.
+        """XTuner's ``AdamWConfig`` with the state on the host: ``TrainerConfig(optim_cfg=...)``.
 
         Attributes:
             swap_optimizer: Is True: XTuner's own movers then leave the optimizer alone.

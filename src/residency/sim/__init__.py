@@ -194,6 +194,8 @@ def _parse_devices(devices: int | None, face: str, share: str | None) -> int:
 
 def _check_options(schedule: str, clock: Clock | None) -> None:
     if clock is not None:
+        if not isinstance(clock, Clock):
+            raise InvalidArgumentError(f"clock is {clock!r}; expected a sim.Clock, or None.")
         clock.rates()  # refused now if they mean nothing
     if schedule not in _SCHEDULES:
         raise InvalidArgumentError(

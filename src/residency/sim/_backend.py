@@ -76,11 +76,8 @@ def load(device: str) -> None:
     else:
         _check_room()
     if _state["loaded"] is None:
-        extension = (
-            load_extension(name=_cuda_face.EXTENSION, defines=_cuda_face.DEFINES)
-            if device == _cuda_face.NAME
-            else load_extension()
-        )
+        extension = load_extension()
+        extension.choose_face(device)
         _allocator.adopt_settings(extension)
         _state.update(loaded=extension, face=device)
 
@@ -208,7 +205,7 @@ class Event(torch.Event):
 
 
 class StreamContext:
-    """Makes a stream current for a block; None changes nothing."""
+    """A block in which a stream is current; None changes nothing."""
 
     def __init__(self, stream: torch.Stream | None) -> None:
         self._stream = stream
@@ -231,7 +228,7 @@ class StreamContext:
 
 
 class DeviceContext:
-    """Makes a device current for a block: there is one, so only its index is checked."""
+    """A block in which a device is current: there is one, so only its index is checked."""
 
     def __init__(self, device: Any = None) -> None:
         if device is not None:
@@ -262,7 +259,7 @@ class DeviceProperties:
 
 
 class GradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` for this device."""
+    """The ``torch.amp.GradScaler`` of this device."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(_NAME, *args, **kwargs)
@@ -296,6 +293,7 @@ def _device_functions() -> dict[str, Any]:
         "init": core().use_device,
         "_lazy_init": core().use_device,
         "_is_in_bad_fork": core().is_in_bad_fork,
+        "_initialized": True,  # else torch's checkpointing leaves out the device's random state
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": _check_device,

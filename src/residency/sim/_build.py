@@ -47,17 +47,15 @@ def load_extension(
     *,
     sources: Sequence[Path] | None = None,
     name: str = _NAME,
-    defines: Sequence[str] = (),
 ) -> ModuleType:
     """Builds the extension if the cache does not have it, and imports it; see `build_extension`."""
-    return _import_library(name, build_extension(sources=sources, name=name, defines=defines))
+    return _import_library(name, build_extension(sources=sources, name=name))
 
 
 def build_extension(
     *,
     sources: Sequence[Path] | None = None,
     name: str = _NAME,
-    defines: Sequence[str] = (),
 ) -> Path:
     """Builds the extension if the cache does not have it, and returns where it is.
 
@@ -65,7 +63,6 @@ def build_extension(
         sources: C++ files and the headers beside them; those of the simulated accelerator by
             default.
         name: The module's name in the sources.
-        defines: Preprocessor macros to set; those that differ are different extensions.
 
     Raises:
         BuildError: A compiler, ninja, setuptools or Python's headers are missing, the sources
@@ -73,8 +70,7 @@ def build_extension(
     """
     try:
         files = sorted(_SOURCES.iterdir()) if sources is None else sorted(sources)
-        flags = [*_FLAGS, *(f"-D{define}" for define in defines)]
-        fingerprint = _fingerprint(files, flags)
+        fingerprint = _fingerprint(files)
     except OSError as error:
         raise BuildError(
             f"The sources of the simulated accelerator cannot be read: {error}. Install the "
@@ -87,7 +83,7 @@ def build_extension(
         with _locked(folder / "lock"):
             if not library.exists():
                 units = [file for file in files if file.suffix == ".cpp"]
-                _build(name, units, flags, folder, library)
+                _build(name, units, folder, library)
     except OSError as error:
         raise BuildError(
             f"The folder for built extensions, {folder}, cannot be used: {error}. "
@@ -96,9 +92,9 @@ def build_extension(
     return library
 
 
-def _fingerprint(files: Sequence[Path], flags: Sequence[str]) -> str:
+def _fingerprint(files: Sequence[Path]) -> str:
     digest = hashlib.sha256()
-    for part in (torch.__version__, platform.python_version(), platform.machine(), *flags):
+    for part in (torch.__version__, platform.python_version(), platform.machine(), *_FLAGS):
         digest.update(part.encode() + b"\0")
     for file in files:
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
@@ -122,15 +118,13 @@ def _import_library(name: str, library: Path) -> ModuleType:
     return module
 
 
-def _build(
-    name: str, sources: Sequence[Path], flags: Sequence[str], folder: Path, library: Path
-) -> None:
+def _build(name: str, sources: Sequence[Path], folder: Path, library: Path) -> None:
     _check_tools()
     work = folder / "build"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     with _progress("building the simulated accelerator (once for this torch)"):
-        built = _compile(name, sources, flags, work)
+        built = _compile(name, sources, work)
     built.replace(library)  # whole or not there
     shutil.rmtree(work, ignore_errors=True)
 
@@ -181,7 +175,7 @@ def _ninja_folder() -> str | None:
     return str(Path(found).parent) if found else None
 
 
-def _compile(name: str, sources: Sequence[Path], flags: Sequence[str], work: Path) -> Path:
+def _compile(name: str, sources: Sequence[Path], work: Path) -> Path:
     from torch.utils import cpp_extension  # imports setuptools, which only a build needs
 
     # torch counts the builds of a name in a process: it would skip one that is tried again after it
@@ -194,7 +188,7 @@ def _compile(name: str, sources: Sequence[Path], flags: Sequence[str], work: Pat
         cpp_extension.load(
             name,
             [str(source) for source in sources],
-            extra_cflags=list(flags),
+            extra_cflags=_FLAGS,
             build_directory=str(work),
             is_python_module=False,
             with_cuda=False,

@@ -10,7 +10,7 @@ from residency._units import parse_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
-    """Gives the simulated accelerator a clock; ``enable(clock=Clock(...))`` starts it at zero.
+    """The simulated accelerator's clock; ``enable(clock=Clock(...))`` starts it at zero.
 
     A copy takes its bytes over the rate of its direction. A kernel takes its bytes over
     ``memory_bytes_per_second`` or its arithmetic over ``operations_per_second``, whichever is more.

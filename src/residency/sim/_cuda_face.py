@@ -18,8 +18,6 @@ from residency._errors import SimulatorError
 from residency.sim import _allocator, _cuda_bindings, _cuda_graphs, _cuda_types
 
 NAME = "cuda"
-EXTENSION = "residency_sim_cuda_core"
-DEFINES = ("RESIDENCY_SIM_CUDA",)
 _CUDA_VERSION = "12.8"  # what a torch without CUDA says that it was built with
 
 
@@ -121,13 +119,13 @@ def _make_nccl(simccl: Any) -> Any:
             self._timeout = timedelta(minutes=10)
 
     class NcclType(type):
-        """Knows a group by the compiled class that it is of."""
+        """A type that knows a group by the compiled class that it is of."""
 
         def __instancecheck__(cls, value: object) -> bool:
             return isinstance(value, simccl)
 
     class ProcessGroupNCCL(metaclass=NcclType):
-        """Makes groups that answer to the name."""
+        """The class whose groups answer to the name."""
 
         Options = NcclOptions
 

@@ -82,7 +82,14 @@ class CudaGraphBase:
 
     def replay(self) -> None:
         """Issues what was captured to the current stream."""
-        self._core.replay(self._check("replay").graph)
+        graph = self._check("replay").graph
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "Cannot prepare for replay during capturing stage. during CUDA graph capture. If "
+                "you need this call to be captured, please file an issue. Current "
+                "cudaStreamCaptureStatus: cudaStreamCaptureStatusActive"
+            )
+        self._core.replay(graph)
 
     def reset(self) -> None:
         """Drops what was captured; its pool's memory goes back when nobody else has the pool."""
@@ -99,11 +106,11 @@ class CudaGraphBase:
         """Does nothing: there is no graph of CUDA's to look at."""
 
     def debug_dump(self, debug_path: str) -> None:
-        """Is an error: there is no graph of CUDA's to write."""
+        """Raises: there is no graph of CUDA's to write."""
         raise SimulatorError("The simulated accelerator does not model dumps of graphs.")
 
     def raw_cuda_graph(self) -> int:
-        """Is an error: there is no graph of CUDA's."""
+        """Raises: there is no graph of CUDA's."""
         raise SimulatorError("The simulated accelerator does not model the handles of graphs.")
 
     raw_cuda_graph_exec = raw_cuda_graph

@@ -34,7 +34,7 @@ def teach_safetensors() -> None:
         return
 
     class safe_open:  # noqa: N801 - stands in for the function of that name
-        """Opens a file as ``safetensors.safe_open`` does, for devices that it does not know too."""
+        """A file opened as by ``safetensors.safe_open``, for devices that it does not know, too."""
 
         knows_sim = True
 
@@ -98,7 +98,7 @@ def _replace_everywhere(name: str, old: Any, new: Any) -> None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function with a module right after its first import."""
+    """A finder that calls a function with a module right after its first import."""
 
     def __init__(self, name: str, tell: Callable[[ModuleType], None]) -> None:
         self._name = name

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Lender:
-    """Lends the device to one test after another, and keeps what it must know between them.
+    """A lender of the device to one test after another, with what it must know between them.
 
     The tensors of a failed test live on in its traceback, which pytest keeps until the next test.
     Where they stand in the way of the settings from before it, those come back with the next test.

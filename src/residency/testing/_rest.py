@@ -45,7 +45,7 @@ def finish_work() -> list[Exception]:
     failures: list[Exception] = []
     while len(failures) < most:
         try:
-            _device.synchronize(device)
+            _device.synchronize(device)  # raises the errors of queued work, one a time
         except Exception as error:
             failures.append(error.with_traceback(None))  # whose frames would keep tensors alive
             if is_simulated and _device.is_lost(error):

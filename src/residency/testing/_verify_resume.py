@@ -25,12 +25,12 @@ MakeRun = Callable[[], tuple[Mapping[str, Any], Callable[[int], object]]]
 
 
 class ResumeError(ResidencyError, AssertionError):
-    """Says that a resumed run differs from an uninterrupted one, and where first."""
+    """A resumed run that differs from an uninterrupted one; the message says where first."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeProof:
-    """Is what was compared.
+    """What was compared.
 
     Attributes:
         num_tensors: How many tensors were equal, bit for bit, states of generators among them.
@@ -144,7 +144,7 @@ def _read(state: Mapping[str, Any]) -> _Seen:
         local = local_of(leaf.value)
         if leaf.lent is not None:
             if leaf.lent.written is not None:
-                leaf.lent.written.synchronize()
+                leaf.lent.written.synchronize()  # the copy home writes what is read here
             local = leaf.lent.tensor
         tensors[name] = local.detach().cpu().clone()
     found.loans.end()

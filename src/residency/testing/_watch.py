@@ -20,7 +20,7 @@ _MOST_SHOWN = 5
 
 
 class Watch:
-    """Watches one call of a test; made before it, without waiting for the device.
+    """A watch over one call of a test; made before it, without waiting for the device.
 
     A wait would hide one that is missing between a fixture and the test.
     """

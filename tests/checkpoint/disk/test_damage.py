@@ -70,7 +70,10 @@ def test_every_flipped_byte_is_found_and_named(
                 where.open(1)
             assert caught.value.file == name
         flip_back()
-    assert verify_save(where, 1).damages == ()
+    whole = verify_save(where, 1)
+    assert whole.damages == ()
+    files = [file for file in folder.iterdir() if file.suffix == ".safetensors"]
+    assert whole.num_bytes == sum(file.stat().st_size for file in files)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "manifest.json"])

@@ -28,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "optim"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "sim"))
 
 from distributed_worker import (
+    BACKEND,
+    DEVICE,
     NUM_RANKS,
     Run,
     assert_same,
@@ -37,10 +39,9 @@ from distributed_worker import (
     two_dimensional,
     whole_vectors,
 )
-from worker_cases import Cases
+from worker_cases import Cases, take_device
 
 import residency
-from residency import sim
 from residency._checkpoint._disk._publish import CheckpointDirectory
 from residency._checkpoint._disk._system import System
 from residency._transfer import lending
@@ -113,10 +114,10 @@ def saved_while_training(
             for step in range(4):
                 if step in (1, 3):
                     expected[step] = picture(run)
-                    before = torch.sim.memory_allocated()
-                    torch.sim.reset_peak_memory_stats()
+                    before = torch.accelerator.memory_allocated()
+                    torch.accelerator.reset_peak_memory_stats()
                     checkpointer.save(step, state_of(run))
-                    assert torch.sim.max_memory_allocated() == before
+                    assert torch.accelerator.max_memory_allocated() == before
                 run.train([step])
         assert_same(run, undisturbed)
         assert not lending
@@ -266,7 +267,7 @@ def replicated(broadcast_buffers: bool = True) -> nn.Module:
     torch.manual_seed(0)
     layers = (nn.Linear(33, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     return DistributedDataParallel(
-        nn.Sequential(*layers).to("sim"), broadcast_buffers=broadcast_buffers
+        nn.Sequential(*layers).to(DEVICE), broadcast_buffers=broadcast_buffers
     )
 
 
@@ -333,9 +334,9 @@ def every_rank_has_its_own_random_numbers_back() -> None:
     torch.rand(3)
     with residency.Checkpointer(FOLDER / "rng") as checkpointer:
         checkpointer.save(0, {"step": 0})
-        expected = torch.rand(5), torch.rand(5, device="sim").cpu()
+        expected = torch.rand(5), torch.rand(5, device=DEVICE).cpu()
         checkpointer.restore({"step": 0})
-        found = torch.rand(5), torch.rand(5, device="sim").cpu()
+        found = torch.rand(5), torch.rand(5, device=DEVICE).cpu()
     assert all(map(torch.equal, found, expected))
     drawn: list[Any] = [None] * NUM_RANKS
     dist.all_gather_object(drawn, expected[0].tolist())
@@ -344,8 +345,8 @@ def every_rank_has_its_own_random_numbers_back() -> None:
 
 @two
 def a_partial_sum_is_refused_on_every_rank_and_the_next_save_works() -> None:
-    mesh = dist.device_mesh.init_device_mesh("sim", (NUM_RANKS,))
-    value = DTensor.from_local(torch.ones(3, device="sim"), mesh, [Partial()])
+    mesh = dist.device_mesh.init_device_mesh(DEVICE, (NUM_RANKS,))
+    value = DTensor.from_local(torch.ones(3, device=DEVICE), mesh, [Partial()])
     with residency.Checkpointer(FOLDER / "partial") as checkpointer:
         with pytest.raises(residency.RefusedError, match="x is a DTensor with partial sums"):
             checkpointer.save(0, {"x": value})
@@ -397,7 +398,7 @@ def a_rank_that_cannot_begin_fails_the_save_for_all_and_the_next_one_works() -> 
     for rank in range(NUM_RANKS):
         folder = FOLDER / f"cannot-begin-{rank}"
         state = {
-            "x": torch.ones(3, device="sim"),
+            "x": torch.ones(3, device=DEVICE),
             "bad": object() if dist.get_rank() == rank else 1,
         }
         with residency.Checkpointer(folder, timeout_seconds=60) as checkpointer:
@@ -416,7 +417,7 @@ def a_rank_that_cannot_begin_fails_the_save_for_all_and_the_next_one_works() -> 
 
 @two
 def a_rank_that_left_a_save_out_agrees_when_the_step_is_saved_again() -> None:
-    x = {"x": torch.ones(3, device="sim")}
+    x = {"x": torch.ones(3, device=DEVICE)}
     for absent in range(NUM_RANKS):
         folder = FOLDER / f"left-out-{absent}"
         with residency.Checkpointer(folder, timeout_seconds=1) as checkpointer:
@@ -436,7 +437,7 @@ def a_rank_that_left_a_save_out_agrees_when_the_step_is_saved_again() -> None:
 
 @two
 def a_step_that_one_rank_refused_is_saved_again_at_once_by_all() -> None:
-    x = torch.ones(3, device="sim")
+    x = torch.ones(3, device=DEVICE)
     for refusing in range(NUM_RANKS):
         is_mine = dist.get_rank() == refusing
         with residency.Checkpointer(FOLDER / f"again-{refusing}", timeout_seconds=40) as saver:
@@ -467,7 +468,7 @@ def a_failure_that_ranks_are_told_of_at_different_calls_leaves_them_in_step() ->
 
     CheckpointDirectory.save = fail_once  # type: ignore[method-assign]
     try:
-        x = {"x": torch.ones(3, device="sim")}
+        x = {"x": torch.ones(3, device=DEVICE)}
         folder = FOLDER / "told-apart"
         with residency.Checkpointer(folder, max_in_flight=2, timeout_seconds=60) as checkpointer:
             failed = checkpointer.save(1, x)
@@ -517,13 +518,13 @@ def flip(file: Path) -> None:
 
 @two
 def a_state_that_does_not_fit_one_rank_changes_nothing_on_the_others() -> None:
-    x = torch.ones(3, device="sim")
+    x = torch.ones(3, device=DEVICE)
     with residency.Checkpointer(FOLDER / "misfit") as checkpointer:
         checkpointer.save(0, {"x": x}).wait()
         x.zero_()
         if dist.get_rank() == 1:
             with pytest.raises(residency.RefusedError, match="does not fit"):
-                checkpointer.restore({"x": torch.ones(4, device="sim")})
+                checkpointer.restore({"x": torch.ones(4, device=DEVICE)})
         else:
             with pytest.raises(residency.CheckpointError, match="rank 1 could not restore step 0"):
                 checkpointer.restore({"x": x})
@@ -577,10 +578,12 @@ def a_new_job_finds_the_save_before_and_saves_on() -> None:
 def main(own_rank: int) -> None:
     global threads
     torch.set_num_threads(1)
-    sim.enable("1GiB", schedule="late", check_races=True)
+    take_device("1GiB", schedule="late", check_races=True)
     threads = Threads()
     store = dist.FileStore(str(FOLDER / f"store-{PHASE}"), NUM_RANKS)
-    dist.init_process_group("cpu:gloo,sim:simccl", store=store, rank=own_rank, world_size=NUM_RANKS)
+    dist.init_process_group(
+        f"cpu:gloo,{DEVICE}:{BACKEND}", store=store, rank=own_rank, world_size=NUM_RANKS
+    )
     cases[PHASE].run(FOLDER / f"{PHASE}{own_rank}.json")
     if PHASE == "dying":
         os._exit(0)  # a group with a dead rank cannot be taken down

@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "sim"))
 
 from worker_cases import cases_of, run_phase
 
+from residency.sim._build import build_extension
+
 pytestmark = pytest.mark.sim
 
 WORKER = Path(__file__).with_name("ranks_worker.py")
@@ -24,9 +26,7 @@ KILLED = {"dying": [1]}
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
     """What became of every case, by phase and rank."""
-    from residency import sim
-
-    sim.enable("1GiB")  # built before processes are timed
+    build_extension()  # before processes are timed
     folder = tmp_path_factory.mktemp("ranks")
     return {
         phase: run_phase(WORKER, folder, phase, num_ranks, killed=KILLED.get(phase, ()))

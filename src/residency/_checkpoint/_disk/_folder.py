@@ -17,7 +17,7 @@ _PAUSE_SECONDS = 0.001
 
 
 class SaveFolder:
-    """Is the directory of one save under way.
+    """The directory of one save under way.
 
     Attributes:
         path: Where it is.

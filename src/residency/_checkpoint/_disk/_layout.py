@@ -53,7 +53,7 @@ def saving_name(step: int, token: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RankFolder:
-    """Is the directory of one attempt of one rank at a save.
+    """The directory of one attempt of one rank at a save.
 
     Attributes:
         path: Where it is.
@@ -96,7 +96,7 @@ def newest_save(path: Path, *, system: System = SYSTEM) -> Path | None:
 
 
 class Layout:
-    """Finds, replaces and removes the saves of one directory."""
+    """The saves of one directory: found, replaced and removed."""
 
     def __init__(self, system: System, path: Path) -> None:
         self._system = system

@@ -29,7 +29,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Describes one tensor, or one shard of it, as a file holds it.
+    """One tensor, or one shard of it, as a file holds it.
 
     Attributes:
         name: The tensor's name.
@@ -48,7 +48,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
-    """Says where a record's bytes are.
+    """The place of a record's bytes.
 
     Attributes:
         record: What is stored.
@@ -63,7 +63,7 @@ class StoredEntry:
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """Holds what a manifest says of one file.
+    """What a manifest says of one file.
 
     Attributes:
         num_bytes: The file's size.
@@ -82,7 +82,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """Holds what one rank wrote.
+    """What one rank wrote.
 
     Attributes:
         document: The rank's state, but for its tensors' bytes.
@@ -95,7 +95,7 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Holds what makes files a save.
+    """What makes files a save.
 
     Attributes:
         step: The training step.

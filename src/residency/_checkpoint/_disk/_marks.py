@@ -42,7 +42,7 @@ def failure_name(rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Is a file without bytes in rank 0's directory: the attempt of another rank that goes with it.
+    """A file without bytes in rank 0's directory: the attempt of another rank that goes with it.
 
     Attributes:
         rank: The other rank.

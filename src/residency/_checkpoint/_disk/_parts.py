@@ -28,7 +28,7 @@ class Stores(Protocol):
         """
 
     def release(self) -> None:
-        """Is called exactly once, from any thread: the bytes were written, or the save failed. It
+        """Comes exactly once, from any thread: the bytes were written, or the save failed. It
         must not raise.
         """
 
@@ -44,7 +44,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """Names a file and the parts that go into it."""
+    """A file and the parts that go into it."""
 
     name: str
     parts: Sequence[Stores]
@@ -54,7 +54,7 @@ _ALONE = nullcontext()
 
 
 class Lease:
-    """Acquires and releases a part once, whichever thread comes first.
+    """A part that is acquired and released once, whichever thread comes first.
 
     Args:
         part: What it is.
@@ -94,7 +94,7 @@ class Lease:
     def _acquire(self) -> memoryview:
         record = self.record
         try:
-            view = memoryview(self._part.acquire())
+            view = self._part.acquire()
             if view.format != "B" or view.ndim != 1:
                 view = view.cast("B")
         except Exception as error:

@@ -62,7 +62,7 @@ _logger = logging.getLogger("residency")
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """Is what one rank is to write.
+    """What one rank is to write.
 
     Attributes:
         step: The training step.
@@ -87,7 +87,7 @@ class SaveRequest:
 
 @dataclass(frozen=True, slots=True)
 class SaveFigures:
-    """Says what a save of one rank did.
+    """What a save of one rank did.
 
     Attributes:
         folder: The published save.
@@ -105,7 +105,7 @@ class SaveFigures:
 
 
 class CheckpointDirectory:
-    """Publishes saves in one directory, finds them, and removes them.
+    """A directory in which saves are published, found and removed.
 
     Making one reads nothing and creates nothing. One thread at a time may use it to write.
 

@@ -63,7 +63,7 @@ _MAX_SECONDS_IN_DOUBT = 10.0
 
 
 class Attempt:
-    """Is one attempt of one rank to take part in a save. [Note: which attempts make a save]
+    """One attempt of one rank to take part in a save. [Note: which attempts make a save]
 
     Args:
         layout: The directory of the saves.

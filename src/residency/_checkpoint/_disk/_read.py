@@ -37,7 +37,7 @@ _NUM_THREADS = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
-    """Is a range of a file, and where its bytes go.
+    """A range of a file, and where its bytes go.
 
     Attributes:
         start: Its first byte in the file.
@@ -60,7 +60,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Checksums:
-    """Are the crc32 of a file's chunks, cut at multiples of ``chunk_bytes``."""
+    """The crc32 of a file's chunks, cut at multiples of ``chunk_bytes``."""
 
     num_bytes: int
     chunk_bytes: int
@@ -69,7 +69,7 @@ class Checksums:
 
 @dataclass(frozen=True, slots=True)
 class FileReads:
-    """Is what is wanted of one file.
+    """What is wanted of one file.
 
     Attributes:
         path: The file.
@@ -83,7 +83,7 @@ class FileReads:
 
 
 class Arrival(NamedTuple):
-    """Says that bytes of a range without a target are in a slot.
+    """The news that bytes of a range without a target are in a slot.
 
     Attributes:
         wanted: The range.
@@ -141,7 +141,7 @@ def read_files(
 
 @dataclass(slots=True, eq=False)
 class _Span:
-    """Is a range of a file in which every byte is wanted by the same ranges."""
+    """A range of a file in which every byte is wanted by the same ranges."""
 
     start: int
     stop: int
@@ -150,7 +150,7 @@ class _Span:
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """Is one chunk of a file, or as much of one as is wanted."""
+    """One chunk of a file, or as much of one as is wanted."""
 
     file: FileReads
     spans: list[_Span] = field(default_factory=list)
@@ -218,7 +218,7 @@ class _Filled(NamedTuple):
 
 
 class _Pool:
-    """Runs the tasks on threads, and hands what they filled to the calling thread.
+    """The threads that run the tasks, and hand what they filled to the calling thread.
 
     Invariant: once ``stop`` is over no thread writes into a target, whatever interrupted the
     caller: one that has begun is joined, one that begins later finds that it is to stop.
@@ -300,7 +300,7 @@ _pools: WeakRegistry[_Pool] = WeakRegistry()
 
 
 class _Reader:
-    """Is what one thread needs to read chunks."""
+    """What one thread needs to read chunks."""
 
     def __init__(self, ring: Ring | None, filled: Callable[[_Filled], None]) -> None:
         self._ring = ring

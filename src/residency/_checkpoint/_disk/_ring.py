@@ -22,7 +22,7 @@ class Slot:
 
 
 class Ring:
-    """Slots that are handed out, each to one user at a time."""
+    """The slots that are handed out, each to one user at a time."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slot_bytes = min(slot.memory.nbytes for slot in slots)

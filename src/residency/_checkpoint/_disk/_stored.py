@@ -23,7 +23,7 @@ from residency._errors import CheckpointError, CorruptSaveError
 
 @dataclass(frozen=True, slots=True)
 class StoredSave:
-    """Holds what a save is made of.
+    """What a save is made of.
 
     Attributes:
         step: The training step.

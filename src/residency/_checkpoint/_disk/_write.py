@@ -56,7 +56,7 @@ _logger = logging.getLogger("residency")
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Says what was written.
+    """What was written.
 
     Attributes:
         files: What is to be known of each file, by its name.
@@ -68,21 +68,20 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """Is what a chunk takes from one lease, or from the header where there is no lease."""
-
-    lease: Lease | None
-    start: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Chunk:
+    """A range of a file.
+
+    Attributes:
+        leases: What has its bytes, in their order; None is the header.
+        start: Where in the first of them it begins.
+    """
+
     file: _File
     index: int
     offset: int
     num_bytes: int
-    pieces: tuple[_Piece, ...]
+    leases: Sequence[Lease | None]
+    start: int
 
 
 class _File:
@@ -121,24 +120,21 @@ class _File:
             stop = start + lease.record.num_bytes
             lease.expect((stop - 1) // size - start // size + 1)
             start = stop
-        sources: list[tuple[Lease | None, int]] = [(None, len(self.header))]
-        sources += [(lease, lease.record.num_bytes) for lease in self._leases]
-        position, pieces, room = 0, list[_Piece](), size
-        for source, num_bytes in sources:
-            done = 0
+        position, room, first = 0, size, 0
+        leases: list[Lease | None] = []
+        for source in (None, *self._leases):
+            done, num_bytes = 0, len(self.header) if source is None else source.record.num_bytes
             while done < num_bytes:
+                if not leases:
+                    first = done
+                leases.append(source)
                 taken = min(room, num_bytes - done)
-                pieces.append(_Piece(source, done, taken))
                 done, room = done + taken, room - taken
                 if room == 0:
-                    yield self._chunk(position, pieces)
-                    position, pieces, room = position + size, [], size
-        if pieces:
-            yield self._chunk(position, pieces)
-
-    def _chunk(self, position: int, pieces: list[_Piece]) -> _Chunk:
-        num_bytes = sum(piece.num_bytes for piece in pieces)
-        return _Chunk(self, position // self._chunk_bytes, position, num_bytes, tuple(pieces))
+                    yield _Chunk(self, position // size, position, size, leases, first)
+                    position, leases, room = position + size, [], size
+        if leases:
+            yield _Chunk(self, position // size, position, size - room, leases, first)
 
     def opens_direct(self) -> bool:
         """Returns whether the file is to be written past the page cache, as far as is known."""
@@ -329,11 +325,15 @@ class _Crew:
         file = chunk.file
         direct = file.opens_direct()
         buffers = []
-        for piece in chunk.pieces:
+        start, left = chunk.start, chunk.num_bytes
+        for lease in chunk.leases:
             if self._failure is not None:
                 return False  # what comes later may never be final
-            view = file.header if piece.lease is None else piece.lease.view()
-            buffers.append(view[piece.start : piece.start + piece.num_bytes])
+            view = file.header if lease is None else lease.view()
+            if start > 0 or view.nbytes > left:
+                view = view[start : start + left]
+            buffers.append(view)
+            start, left = 0, left - view.nbytes
         alignment = file.memory_alignment if direct else None
         image = _Image(buffers, bounce, alignment, copy=self._copies_all)
         try:
@@ -349,9 +349,9 @@ class _Crew:
             self._write_image(chunk, image, direct=file.is_direct)
         image.let_go()  # nobody looks at a part's bytes after its release
         buffers.clear()
-        for piece in chunk.pieces:
-            if piece.lease is not None:
-                piece.lease.written()
+        for lease in chunk.leases:
+            if lease is not None:
+                lease.written()
         file.written()
         return True
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Is a part of a tensor: per dimension the first index and how many there are."""
+    """A part of a tensor: per dimension the first index and how many there are."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class Box:
 
 
 class Stretch(NamedTuple):
-    """Is a range of elements that is contiguous on both sides.
+    """A range of elements that is contiguous on both sides.
 
     Attributes:
         source: Its first element in the saved shard.
@@ -106,7 +106,7 @@ def _element(index: Sequence[int], strides: Sequence[int]) -> int:
 
 
 class Span(NamedTuple):
-    """Is a box of a saved shard with the range of elements in which it lies.
+    """A box of a saved shard with the range of elements in which it lies.
 
     Attributes:
         part: The box, in the whole tensor.

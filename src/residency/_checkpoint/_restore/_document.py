@@ -59,7 +59,7 @@ _MISSING = object()
 
 
 class DocumentPlan:
-    """Plans the restore of a state from a save of ours."""
+    """The plan of a state's restore from a save of this library."""
 
     def __init__(
         self, plan: Plan, saved: Saved, state: Any, *, eager: bool, staging_bytes: int

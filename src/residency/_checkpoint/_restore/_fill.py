@@ -95,6 +95,7 @@ def fill(
         written = [t.local for t in work.targets if t.local.device == device]
         gate_of(device).before_write(written)
         lanes = lanes_of(device)
+        # Work that is queued already may read the targets, or write them.
         _device.wait_event(lanes.h2d, lanes.mark(_device.current_stream(device)))
     is_own_ring = ring is None and work.needs_ring
     ring_bytes = min(staging_bytes, work.ring_bytes) if is_own_ring else 0
@@ -121,11 +122,12 @@ def fill(
 def _wait_for_lanes(devices: Iterable[torch.device]) -> None:
     for device in devices:
         lanes = lanes_of(device)
+        # What the caller queues from now on reads the targets.
         _device.wait_event(_device.current_stream(device), lanes.mark(lanes.h2d))
 
 
 class Staging:
-    """Is a ring of slots in one allocation."""
+    """A ring of slots in one allocation."""
 
     def __init__(self, num_bytes: int, *, pin: bool) -> None:
         try:
@@ -164,7 +166,7 @@ class Staging:
         self._under_way.append((slot, event))
         while len(self._under_way) >= self._most_under_way:
             oldest, landed = self._under_way.popleft()
-            landed.synchronize()
+            landed.synchronize()  # the copy has read the slot, which is filled anew
             self.ring.give_back(oldest)
 
     def values(
@@ -186,7 +188,7 @@ class Staging:
 
 
 class _Part(NamedTuple):
-    """Is the box of a target that one stored shard has, and where in the whole that shard is."""
+    """The box of a target that one stored shard has, and where in the whole that shard is."""
 
     target: Target
     shard: Stored
@@ -205,7 +207,7 @@ class _Part(NamedTuple):
 
 @dataclass(slots=True)
 class _Work:
-    """Is what there is to fill, by how it is filled.
+    """What there is to fill, by how it is filled.
 
     Attributes:
         in_order: From files, where elements lie in order on both sides.
@@ -340,7 +342,7 @@ def _deliver(view: Tensor, staged: Tensor, ring: Staging, slot: Slot) -> None:
 
 
 class _Staged(NamedTuple):
-    """Is a box on its way through a slot."""
+    """A box on its way through a slot."""
 
     view: Tensor
     values: Tensor

@@ -31,7 +31,7 @@ _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Are what a restore was asked for, and what all of its parts need.
+    """What a restore was asked for, and what all of its parts need.
 
     Attributes:
         names: What the parameters of the modules in the state are called.
@@ -175,7 +175,7 @@ def _incoming(
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Says which group of the optimizer a saved group is, and where in it each parameter."""
+    """Which group of the optimizer a saved group is, and where in it each parameter is."""
 
     group: int
     positions: Sequence[int]

@@ -131,7 +131,7 @@ def _is_same_saved(plan: Plan, left: Assignment, right: Assignment, staging_byte
 
 
 class _Piece(NamedTuple):
-    """Is a box of a target with the addresses between which its elements lie."""
+    """A box of a target with the addresses between which its elements lie."""
 
     first: int
     last: int

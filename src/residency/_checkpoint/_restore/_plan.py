@@ -27,7 +27,7 @@ _MOST_LINES = 40
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """Is a tensor to fill.
+    """A tensor to fill.
 
     Attributes:
         name: How errors call it.
@@ -46,7 +46,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assignment:
-    """Is a target with what is stored of it, of which each element is in one place."""
+    """A target with what is stored of it, of which each element is in one place."""
 
     target: Target
     shards: Sequence[Stored]
@@ -54,7 +54,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """Are what a checkpoint has and what is asked of it, where the two do not agree.
+    """What a checkpoint has and what is asked of it, where the two do not agree.
 
     Attributes:
         missing: Names that are to be filled and are not in the checkpoint.
@@ -92,7 +92,7 @@ def _listed(title: str, lines: Sequence[str]) -> list[str]:
 
 @dataclass(slots=True)
 class Plan:
-    """Collects what a restore is to do.
+    """What a restore is to do, as it is collected.
 
     Attributes:
         tensors: What is stored, by name.
@@ -182,6 +182,7 @@ def target_of(name: str, tensor: Tensor) -> Target:
         )
     if not is_sharded(tensor):
         return Target(name, tensor, local, Box((0,) * len(shape), shape), shape)
+    # no public name (torch 2.13); DCP computes a shard's place with it
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     sharded: Any = tensor

@@ -21,7 +21,7 @@ RNG = "rng"  # the top-level name that is not the caller's
 
 
 class PlannedState:
-    """Is a restore that can be carried out, and has changed nothing.
+    """A restore that can be carried out, and has changed nothing.
 
     Attributes:
         differences: What is left out.

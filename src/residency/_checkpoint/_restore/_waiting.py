@@ -36,7 +36,7 @@ _BUCKETS = 4  # rings in a bucket: the ring turns round, and host memory goes as
 
 @dataclass(slots=True)
 class PlainReception:
-    """Is the place for the state of an optimizer that keeps it itself; see ``Reception``.
+    """The place for the state of an optimizer that keeps it itself; see ``Reception``.
 
     Attributes:
         waiting: What is on the host and is needed on the device, by parameter and key.
@@ -184,8 +184,8 @@ _Entry = tuple[_Place, Tensor]
 
 
 class _FirstStep:
-    """Moves the state onto the device when the first step begins, which a closure's own forward
-    and backward follow.
+    """The hook that moves the state onto the device when the first step begins; a closure's own
+    forward and backward follow.
 
     A move that ends midway goes on at the next step, with what is on the host still.
     """
@@ -193,7 +193,7 @@ class _FirstStep:
     handle: RemovableHandle
 
     def __init__(self, waiting: Iterable[_Entry], staging_bytes: int) -> None:
-        # By the tensors themselves: somebody may have put others into the state by then.
+        # By the tensors themselves: a caller may have put others into the state by then.
         self._places = [(weakref.ref(p), key, weakref.ref(v)) for (p, key), v in waiting]
         self._staging_bytes = staging_bytes
 

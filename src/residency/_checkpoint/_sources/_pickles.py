@@ -29,7 +29,7 @@ _MOST_DIMENSIONS = 1000
 
 
 class UnknownNameError(pickle.UnpicklingError):
-    """Says that a pickle asks for a name that is not on the list."""
+    """The error of a pickle that asks for a name that is not on the list."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -38,7 +38,7 @@ class UnknownNameError(pickle.UnpicklingError):
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Stands for a tensor: where in which storage its elements are."""
+    """A tensor before it is read: where in which storage its elements are."""
 
     storage: str
     storage_bytes: int
@@ -74,7 +74,7 @@ class _Storage:
 
 
 class Record:
-    """Stands for an instance of a class of torch's: its attributes, and none of its code."""
+    """The attributes of an instance of a class of torch's, and none of its code."""
 
     state: Any = None
 
@@ -170,7 +170,7 @@ def refusal(path: Path, name: str | None) -> RefusedError:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the names that it was given, and no other. [Note: pickles]"""
+    """An unpickler that knows the names that it was given, and no other. [Note: pickles]"""
 
     def __init__(self, data: bytes, names: Mapping[tuple[str, str], Any]) -> None:
         super().__init__(io.BytesIO(data))
@@ -194,7 +194,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Frozen:
-    """Is a callable that a pickle cannot change."""
+    """A callable that a pickle cannot change."""
 
     __slots__ = ("_call", "dtype")
 

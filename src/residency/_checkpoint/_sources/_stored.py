@@ -21,7 +21,7 @@ from residency._errors import CorruptSaveError, RefusedError
 
 @dataclass(frozen=True, slots=True)
 class TensorName:
-    """Stands for a tensor among a source's values.
+    """The name of a tensor among a source's values.
 
     Attributes:
         name: The tensor's name in `Source.tensors`.
@@ -32,7 +32,7 @@ class TensorName:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Says where the bytes of a tensor, or of one shard of it, are.
+    """The place of a tensor's bytes, or of one shard's.
 
     Either `file` is set, or `tensor`. In a file the elements lie in row-major order, without gaps,
     in this machine's byte order, unless `stride` says otherwise.
@@ -70,7 +70,7 @@ class Stored:
 
 @dataclass(slots=True)
 class Source:
-    """Is a checkpoint that has been opened: what it holds, and where.
+    """A checkpoint that has been opened: what it holds, and where.
 
     Attributes:
         path: What was opened.

@@ -65,7 +65,7 @@ def open_file(path: Path) -> Source:
 
 
 class Items:
-    """Reads what `torch.save` wrote, at any place of a file.
+    """What `torch.save` wrote, read at any place of a file.
 
     Args:
         path: The file.
@@ -255,7 +255,7 @@ class _Archive:
 
 
 class _Window(io.RawIOBase):
-    """Is a part of a file, read without moving the file's own position."""
+    """A part of a file, read without moving the file's own position."""
 
     def __init__(self, descriptor: int, start: int, num_bytes: int) -> None:
         super().__init__()

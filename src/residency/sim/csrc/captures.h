@@ -33,9 +33,11 @@ struct Launch {
 
 // What was captured, in the order in which it was issued: an order that all its waits allow.
 struct Graph {
+  // Called by each replay: takes the random numbers of this time, and returns the work.
+  using Issue = std::function<std::function<void()>()>;
   struct Piece {
     Launch launch;
-    std::function<void()> work;
+    Issue issue;
   };
   std::vector<Piece> pieces;
 };

@@ -39,14 +39,15 @@ void set_num_devices(int number) {
 void check_device_index(int index) {
   if (index < number_of_devices) return;
   constexpr int kInvalidDevice = 101;  // cudaErrorInvalidDevice
-  const std::string found = "; found " + std::string(kFace) + ":" + std::to_string(index) + "\n";
+  const std::string found =
+      "; found " + std::string(face().name) + ":" + std::to_string(index) + "\n";
   const std::string there =
       number_of_devices == 1
-          ? "there is one simulated accelerator, " + std::string(kDeviceLabel)
+          ? "there is one simulated accelerator, " + std::string(face().device_label)
           : "there are " + std::to_string(number_of_devices) + " simulated accelerators";
-  throw c10::AcceleratorError(
-      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, kInvalidDevice,
-      std::string(kIsCuda ? "CUDA" : "sim") + " error: invalid device ordinal\n" + there + found);
+  throw c10::AcceleratorError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, kInvalidDevice,
+                              std::string(face().is_cuda ? "CUDA" : "sim") +
+                                  " error: invalid device ordinal\n" + there + found);
 }
 
 int machine_index() { return index_of_machine; }
@@ -56,8 +57,9 @@ void place_machine(int index) {
   int found = index_of_machine;
   if (found == index) return;
   if (found == kNone && index_of_machine.compare_exchange_strong(found, index)) return;
-  TORCH_CHECK(false, "one device of a process has memory and streams in the simulator, ", kFace,
-              ":", found, " here, on which the first tensor or stream was made; found ", kFace, ":",
+  TORCH_CHECK(false, "one device of a process has memory and streams in the simulator, ",
+              face().name, ":", found,
+              " here, on which the first tensor or stream was made; found ", face().name, ":",
               index, ", on which it models a context alone");
 }
 

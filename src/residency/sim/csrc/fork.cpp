@@ -23,8 +23,8 @@ void poison_fork() { is_used = true; }
 bool is_in_bad_fork() { return is_forked_in_use.load(std::memory_order_relaxed); }
 
 void use_device() {
-  TORCH_CHECK(!is_in_bad_fork(), "Cannot re-initialize ", kRuntime,
-              " in forked subprocess. To use ", kRuntime,
+  TORCH_CHECK(!is_in_bad_fork(), "Cannot re-initialize ", face().runtime,
+              " in forked subprocess. To use ", face().runtime,
               " with multiprocessing, you must use the 'spawn' start method");
   if (!is_used.load(std::memory_order_relaxed)) is_used = true;
 }

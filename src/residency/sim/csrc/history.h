@@ -1,6 +1,6 @@
 // What the allocator remembers of what it did, for torch.cuda's recorded history: the latest
-// events, with the stacks of the calls that led to them. Nothing is remembered until somebody asks
-// for it.
+// events, with the stacks of the calls that led to them. Nothing is remembered until a caller
+// asks for it.
 //
 // Source of the rules: c10/cuda/CUDACachingAllocator.cpp, `recordHistory` and `record_trace`.
 #pragma once

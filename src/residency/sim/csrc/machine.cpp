@@ -24,7 +24,7 @@ uintptr_t number(const void* address) { return reinterpret_cast<uintptr_t>(addre
   constexpr int kMemoryAllocation = 2;  // cudaErrorMemoryAllocation
   throw c10::AcceleratorError(
       {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, kMemoryAllocation,
-      std::string(kIsCuda ? "CUDA" : "sim") + " error: out of memory\n" + why + "\n");
+      std::string(face().is_cuda ? "CUDA" : "sim") + " error: out of memory\n" + why + "\n");
 }
 
 }  // namespace
@@ -177,7 +177,7 @@ void Machine::poison(Block* block, StreamId stream) {
 void Machine::tell_profiler(void* address, int64_t num_bytes) {
   c10::reportMemoryUsageToProfiler(address, num_bytes, allocator_.allocated_bytes(),
                                    allocator_.reserved_bytes(),
-                                   c10::Device(kSimDevice, machine_index()));
+                                   c10::Device(face().device, machine_index()));
 }
 
 // An allocation counts as a write by its stream: another stream must wait for it before the first
@@ -331,10 +331,10 @@ void Machine::raise_out_of_memory(std::unique_lock<std::mutex> guard, size_t num
     tell(asked, allowed_bytes.value_or(capacity), device_free);
   }
   TORCH_CHECK_WITH(
-      OutOfMemoryError, false, kOutOfMemory, ". Tried to allocate ", format_size(asked), ". ",
-      kOwnerOfMemory, machine_index(), " has a total capacity of ", format_size(capacity),
-      " of which ", format_size(device_free), " is free. ", holders, allowed, "Of the ",
-      format_size(reserved), " in use, ", format_size(allocated + in_pools),
+      OutOfMemoryError, false, face().out_of_memory, ". Tried to allocate ", format_size(asked),
+      ". ", face().owner_of_memory, machine_index(), " has a total capacity of ",
+      format_size(capacity), " of which ", format_size(device_free), " is free. ", holders, allowed,
+      "Of the ", format_size(reserved), " in use, ", format_size(allocated + in_pools),
       " is allocated by PyTorch, ", pools, "and ", format_size(reserved - allocated - in_pools),
       " is reserved by PyTorch but unallocated.");
 }

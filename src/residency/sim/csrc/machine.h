@@ -120,6 +120,7 @@ class Machine final : private MemorySource {
   void begin_capture(PoolId pool, CaptureMode mode);
   std::shared_ptr<const Graph> end_capture(PoolId pool);
   void capture(Launch&& launch, std::function<void()> work);
+  void capture_issue(Launch&& launch, Graph::Issue issue);
   void replay(const std::shared_ptr<const Graph>& graph);
 
   // events

@@ -29,7 +29,7 @@ class Machine::Turn {
     if (!machine.turn_.try_lock()) wait();
     t_has_turn = true;
   }
-  // Does not wait: the turn may be somebody else's afterwards.
+  // Does not wait: the turn may be another's afterwards.
   Turn(Machine& machine, std::try_to_lock_t)
       : machine_(machine), is_first_(!t_has_turn && machine.turn_.try_lock()) {
     t_has_turn |= is_first_;
@@ -226,7 +226,7 @@ bool is_index_failure(const std::exception_ptr& failure) {
 }
 
 void Machine::fail(std::exception_ptr failure) {
-  const bool is_fatal = kIsCuda && is_index_failure(failure);
+  const bool is_fatal = face().is_cuda && is_index_failure(failure);
   const std::string text = is_fatal ? text_of(failure) : "";
   Guard guard(lock_);
   if (is_fatal_) return;  // nothing that a dead device does counts
@@ -346,22 +346,27 @@ std::shared_ptr<const Graph> Machine::end_capture(PoolId pool) {
 }
 
 void Machine::capture(Launch&& launch, std::function<void()> work) {
+  auto shared = std::make_shared<const std::function<void()>>(std::move(work));
+  capture_issue(std::move(launch), [shared] { return [shared] { (*shared)(); }; });
+}
+
+void Machine::capture_issue(Launch&& launch, Graph::Issue issue) {
   const auto guard = enter();
-  if (settings_.dry) work = nullptr;
-  captures_.add(current_stream(), {std::move(launch), std::move(work)});
+  captures_.add(current_stream(), {std::move(launch), std::move(issue)});
 }
 
 void Machine::replay(const std::shared_ptr<const Graph>& graph) {
-  for (size_t i = 0; i < graph->pieces.size(); i++) {
-    Launch launch = graph->pieces[i].launch;
-    if (!graph->pieces[i].work) {
+  for (const Graph::Piece& piece : graph->pieces) {
+    Launch launch = piece.launch;
+    auto work = piece.issue();
+    if (settings_.dry) {
       observe(std::move(launch));
       continue;
     }
     launch.may_wait = true;
-    this->launch(std::move(launch), [this, graph, i] {
+    this->launch(std::move(launch), [this, graph, work = std::move(work)] {
       try {
-        graph->pieces[i].work();
+        work();
       } catch (...) {
         fail(std::current_exception());
       }

@@ -211,6 +211,7 @@ void free_checked(uintptr_t number) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace sim;
+  module.def("choose_face", &choose_face);
   module.def("register", [](const std::string& torch_folder, py::object race_error_class) {
     skipped_folder = new std::string(torch_folder);
     race_error = race_error_class.release().ptr();
@@ -230,7 +231,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   });
   // Of the events' handles: torch's own compares no subclasses of its event.
   module.def("elapsed_milliseconds", [](uintptr_t first, uintptr_t second) {
-    return c10::impl::VirtualGuardImpl(kSimDevice)
+    return c10::impl::VirtualGuardImpl(face().device)
         .elapsedTime(reinterpret_cast<void*>(first), reinterpret_cast<void*>(second), 0);
   });
   module.def("configure", &configure, py::call_guard<py::gil_scoped_release>());
@@ -238,8 +239,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("recover", [] { Machine::get().recover(); });
   module.def("use_device", torch::wrap_pybind_function(&use_device));
   module.def("poison_fork", &poison_fork);
-  module.def("initialize",
-             torch::wrap_pybind_function([] { at::globalContext().lazyInitDevice(kSimDevice); }));
+  module.def("initialize", torch::wrap_pybind_function(
+                               [] { at::globalContext().lazyInitDevice(face().device); }));
   module.def("set_num_devices", &set_num_devices);
   module.def("num_devices", &num_devices);
   module.def("has_context", &has_context);

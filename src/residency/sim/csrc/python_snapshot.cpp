@@ -219,7 +219,7 @@ void record_history(const std::optional<std::string>& enabled,
                              stacks == "all" ? &gather_all : &gather_python,
                              enabled == "all" ? max_entries : 1};
   for (const std::string& name : skipped) settings.skipped.insert(action_named(name));
-  at::globalContext().lazyInitDevice(kSimDevice);
+  at::globalContext().lazyInitDevice(face().device);
   watch_ranges(settings.is_on, annotates_all_threads);
   py::gil_scoped_release no_gil;
   Machine::get().with_allocator(

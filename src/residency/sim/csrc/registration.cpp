@@ -7,7 +7,7 @@ namespace {
 
 struct Entry {
   const char* name_space;
-  c10::DispatchKey key;
+  Kernels::Key key;
   Kernels::Fill fill;
 };
 
@@ -23,7 +23,7 @@ struct Silence final : c10::WarningHandler {
 
 }  // namespace
 
-Kernels::Kernels(const char* name_space, c10::DispatchKey key, Fill fill) {
+Kernels::Kernels(const char* name_space, Key key, Fill fill) {
   entries().push_back({name_space, key, fill});
 }
 
@@ -34,7 +34,7 @@ void register_kernels() {
   for (const Entry& entry : entries()) {
     // Its destructor would take the kernels away again.
     auto* library =
-        new torch::Library(torch::Library::IMPL, entry.name_space, entry.key, __FILE__, __LINE__);
+        new torch::Library(torch::Library::IMPL, entry.name_space, entry.key(), __FILE__, __LINE__);
     entry.fill(*library);
   }
 }

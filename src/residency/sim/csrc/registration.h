@@ -4,23 +4,26 @@
 
 #include <torch/library.h>
 
-#include "face.h"
+#include "face.h"  // whose keys callers name
 
 namespace sim {
 
-// A static one of these stands for kernels of one namespace (`_` for all) at one dispatch key.
+// A static one of these stands for kernels of one namespace (`_` for all) at one dispatch key,
+// which is asked for when they are registered: some depend on the face.
 struct Kernels {
+  using Key = c10::DispatchKey (*)();
   using Fill = void (*)(torch::Library&);
-  Kernels(const char* name_space, c10::DispatchKey key, Fill fill);
+  Kernels(const char* name_space, Key key, Fill fill);
 };
 
-// RESIDENCY_KERNELS(aten, CPU, library) { library.impl(...); } as torch's TORCH_LIBRARY_IMPL.
+// RESIDENCY_KERNELS(aten, face().key, library) { library.impl(...); } as torch's
+// TORCH_LIBRARY_IMPL, with an expression for the key.
 #define RESIDENCY_KERNELS(name_space, key, library) \
   RESIDENCY_KERNELS_NUMBERED(name_space, key, library, C10_UID)
-#define RESIDENCY_KERNELS_NUMBERED(name_space, key, library, number)                \
-  static void C10_CONCATENATE(fill_kernels_, number)(torch::Library&);              \
-  static const ::sim::Kernels C10_CONCATENATE(kernels_, number)(                    \
-      #name_space, c10::DispatchKey::key, &C10_CONCATENATE(fill_kernels_, number)); \
+#define RESIDENCY_KERNELS_NUMBERED(name_space, key, library, number)             \
+  static void C10_CONCATENATE(fill_kernels_, number)(torch::Library&);           \
+  static const ::sim::Kernels C10_CONCATENATE(kernels_, number)(                 \
+      #name_space, [] { return key; }, &C10_CONCATENATE(fill_kernels_, number)); \
   static void C10_CONCATENATE(fill_kernels_, number)(torch::Library & library)
 
 // Registers all of them, once a process.

@@ -50,9 +50,7 @@ int64_t choose_attention(const Tensor& query, const Tensor& key, const Tensor& v
 
 }  // namespace
 
-#if !defined(RESIDENCY_SIM_CUDA)
 REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &choose_attention)
-#endif
 
 }  // namespace at::native
 
@@ -260,11 +258,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
 
 }  // namespace
 
-RESIDENCY_KERNELS(aten, RESIDENCY_SIM_KEY, library) {
-#if defined(RESIDENCY_SIM_CUDA)
-  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&at::native::choose_attention);
-  library.impl("_fused_sdp_choice", at::native::choose_attention);
-#endif
+RESIDENCY_KERNELS(aten, face().key, library) {
+  if (face().is_cuda) {
+    at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&at::native::choose_attention);
+    library.impl("_fused_sdp_choice", at::native::choose_attention);
+  }
   library.impl("_scaled_dot_product_fused_attention_overrideable", attention);
   library.impl("_scaled_dot_product_fused_attention_overrideable_backward", attention_backward);
 }

@@ -1,15 +1,17 @@
-// Autocast, with torch's own lists of operations. For CUDA torch registers them itself.
-#if !defined(RESIDENCY_SIM_CUDA)
-
+// Autocast of the face `sim`, with torch's own lists of operations. For CUDA torch registers them
+// itself, and nothing asks for these.
 #include <ATen/autocast_mode.h>
-#include <torch/library.h>
+
+#include "registration.h"
 
 using namespace at;  // the macros below name things in both
 using namespace at::autocast;
 
-TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+RESIDENCY_KERNELS(_, c10::DispatchKey::AutocastPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFallthrough());
+}
 
-TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+RESIDENCY_KERNELS(aten, c10::DispatchKey::AutocastPrivateUse1, m) {
 #define RESIDENCY_LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
   AT_FORALL_LOWER_PRECISION_FP(RESIDENCY_LOWER)
 #define RESIDENCY_FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
@@ -20,5 +22,3 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 #define RESIDENCY_PROMOTE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
   AT_FORALL_PROMOTE(RESIDENCY_PROMOTE)
 }
-
-#endif

@@ -3,6 +3,8 @@
 #include <ATen/ops/copy_native.h>
 #include <c10/util/irange.h>
 
+#include <memory>
+#include <optional>
 #include <set>
 #include <string_view>
 #include <utility>
@@ -18,7 +20,7 @@ using c10::IValue;
 
 // The same bytes, which it does not keep alive; a tensor of the host is read when it is captured.
 IValue without_owner(const IValue& value, Aliases& aliases) {
-  if (value.isDevice() && value.toDevice().type() == kSimDevice) return c10::Device(c10::kCPU);
+  if (value.isDevice() && value.toDevice().type() == face().device) return c10::Device(c10::kCPU);
   return replace_tensors(value, [&](const Tensor& tensor) -> Tensor {
     if (is_sim(tensor)) return aliases.of(tensor);
     return tensor.defined() ? copy_as_read_now(tensor) : tensor;
@@ -39,15 +41,23 @@ void bring_home(const IValue& found, const IValue& home) {
   visit_tensors(found, [&](const Tensor& tensor) { bring_home(tensor, homes.at(next++)); });
 }
 
-// Random numbers are taken anew, as CUDA's kernels take the generator's offset of the replay.
-void replay_call(const CapturedCall& call, int64_t numel) {
+// Random numbers are taken anew where a replay is issued, as on CUDA from the generator of then.
+std::optional<Draw> draw_for(const CapturedCall& call, int64_t numel) {
+  for (const auto i : c10::irange(call.arguments.size())) {
+    if (!call.plan.arguments[i].is_generator) continue;
+    const IValue& value = call.arguments[i];
+    return reserve(value.isNone() ? default_generator() : value.toGenerator(), numel);
+  }
+  return std::nullopt;
+}
+
+void replay_call(const CapturedCall& call, std::optional<Draw> draw) {
   Aliases aliases(/*dry=*/false);
   Arguments arguments;
   for (const auto i : c10::irange(call.arguments.size())) {
     const IValue& value = call.arguments[i];
     if (call.plan.arguments[i].is_generator) {
-      const auto& generator = value.isNone() ? default_generator() : value.toGenerator();
-      arguments.emplace_back(numbers_at(reserve(generator, numel)));
+      arguments.emplace_back(numbers_at(*draw));
     } else {
       arguments.push_back(
           replace_tensors(value, [&](const Tensor& t) { return t.defined() ? aliases.of(t) : t; }));
@@ -89,8 +99,10 @@ void capture_call(Launch&& launch, CapturedCall call) {
   const int64_t numel = most_elements(call.arguments);
   for (IValue& value : call.arguments) value = without_owner(value, aliases);
   for (IValue& value : call.results) value = without_owner(value, aliases);
-  Machine::get().capture(std::move(launch),
-                         [call = std::move(call), numel] { replay_call(call, numel); });
+  auto shared = std::make_shared<const CapturedCall>(std::move(call));
+  Machine::get().capture_issue(std::move(launch), [shared, numel] {
+    return [shared, draw = draw_for(*shared, numel)] { replay_call(*shared, draw); };
+  });
 }
 
 }  // namespace sim

@@ -1,8 +1,11 @@
 // Operations that torch has for CUDA and its like alone, without a kernel for the host to fall back
 // on, and that its layers call there: the cells of LSTM and GRU layers, out of plain operations,
-// and the question whether a vendor's library computes the CTC loss.
+// dropout, and the question whether a vendor's library computes the CTC loss.
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/_fused_dropout.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/zeros_like.h>
 
 #include "registration.h"
 
@@ -43,6 +46,19 @@ bool use_library_for_tensors(const Tensor&, const Tensor&, const Tensor&, const 
   return false;
 }
 
+// The CPU's has no generator and draws from the host's. This one draws from the device's, and as
+// CUDA's only where something is drawn.
+std::tuple<Tensor, Tensor> dropout(const Tensor& input, double probability,
+                                   std::optional<bool> train) {
+  const auto mask_options = input.options().dtype(c10::kBool);
+  if (!train.value_or(true)) return {input.clone(), at::ones_like(input, mask_options)};
+  if (probability == 1.0 || input.numel() == 0) {
+    return {at::zeros_like(input), at::zeros_like(input, mask_options)};
+  }
+  auto [output, mask] = at::_fused_dropout(input, 1.0 - probability);
+  return {output, mask.view(c10::kBool)};
+}
+
 void add_cells(torch::Library& library) {
   library.impl("_thnn_fused_lstm_cell", lstm_cell);
   library.impl("_thnn_fused_gru_cell", gru_cell);
@@ -51,10 +67,11 @@ void add_cells(torch::Library& library) {
 }  // namespace
 
 // Above autograd, so that it sees the plain operations; and below it, for inference.
-RESIDENCY_KERNELS(aten, RESIDENCY_SIM_AUTOGRAD_KEY, library) { add_cells(library); }
+RESIDENCY_KERNELS(aten, face().autograd_key, library) { add_cells(library); }
 
-RESIDENCY_KERNELS(aten, RESIDENCY_SIM_KEY, library) {
+RESIDENCY_KERNELS(aten, face().key, library) {
   add_cells(library);
+  library.impl("native_dropout", dropout);
   library.impl("_use_cudnn_ctc_loss", use_library);
   library.impl("_use_cudnn_ctc_loss.Tensor", use_library_for_tensors);
   library.impl("_use_miopen_ctc_loss", use_library);

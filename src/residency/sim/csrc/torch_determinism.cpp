@@ -100,7 +100,7 @@ const std::unordered_map<std::string, DeterminismRule>& rules() {
 }  // namespace
 
 const DeterminismRule* determinism_rule(const FunctionSchema& schema) {
-  if (!kIsCuda) return nullptr;
+  if (!face().is_cuda) return nullptr;
   const auto found = rules().find(schema.name());
   return found == rules().end() ? nullptr : &found->second;
 }
@@ -114,7 +114,7 @@ void check_deterministic(const DeterminismRule& rule, const FunctionSchema& sche
 
 void check_blas_is_deterministic() {
   const at::Context& context = at::globalContext();
-  if (!kIsCuda || !context.deterministicAlgorithms()) return;
+  if (!face().is_cuda || !context.deterministicAlgorithms()) return;
   const char* config = std::getenv("CUBLAS_WORKSPACE_CONFIG");
   const std::string_view found = config ? config : "";
   if (found == ":4096:8" || found == ":16:8") return;

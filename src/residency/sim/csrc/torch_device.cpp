@@ -46,7 +46,7 @@ struct TorchAllocator final : c10::DeviceAllocator {
     copy_on_device(to, from, num_bytes);
   }
   // Where it is not, all figures are 0.
-  bool initialized() override { return (!kIsCuda || is_initialized) && !is_in_bad_fork(); }
+  bool initialized() override { return (!face().is_cuda || is_initialized) && !is_in_bad_fork(); }
   void emptyCache(c10::MempoolId_t pool) override {
     if (!is_in_bad_fork()) Machine::get().empty_cache(pool);
   }
@@ -150,10 +150,10 @@ struct TorchGuard final : c10::impl::DeviceGuardImplInterface {
   }
   static Event& event_at(void* event) { return *static_cast<Event*>(event); }
   static c10::Device device_at(int index) {
-    return {kSimDevice, static_cast<c10::DeviceIndex>(index)};
+    return {face().device, static_cast<c10::DeviceIndex>(index)};
   }
 
-  c10::DeviceType type() const override { return kSimDevice; }
+  c10::DeviceType type() const override { return face().device; }
   c10::Device exchangeDevice(c10::Device device) const override {
     return device_at(exchange_device(device.index()));
   }
@@ -272,14 +272,12 @@ struct AcceleratorHooks : Interface {
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator_instance; }
   at::Device getDeviceFromPtr(void* address) const override {
     TORCH_CHECK(Machine::get().is_device_address(address), "the pointer is not one of ",
-                kDeviceLabel, "'s");
+                face().device_label, "'s");
     return sim::device();
   }
 };
 
-#if defined(RESIDENCY_SIM_CUDA)
-
-struct TorchHooks final : AcceleratorHooks<at::CUDAHooksInterface> {
+struct CudaHooks final : AcceleratorHooks<at::CUDAHooksInterface> {
   bool hasCUDA() const override { return true; }
   bool hasCUDART() const override { return true; }
   c10::DeviceIndex current_device() const override { return getCurrentDevice(); }
@@ -294,9 +292,9 @@ struct TorchHooks final : AcceleratorHooks<at::CUDAHooksInterface> {
 // Torch makes its hooks at the first question that it has about CUDA, and keeps them. Neither its
 // class nor ours has data of its own, so that an object becomes the other's by its table of virtual
 // functions.
-void install_hooks() {
-  static auto* hooks = new TorchHooks;
-  static_assert(sizeof(TorchHooks) == sizeof(void*));
+void install_cuda_hooks() {
+  static auto* hooks = new CudaHooks;
+  static_assert(sizeof(CudaHooks) == sizeof(void*));
   auto& installed = const_cast<at::CUDAHooksInterface&>(at::detail::getCUDAHooks());
   std::memcpy(static_cast<void*>(&installed), static_cast<void*>(hooks), sizeof(void*));
 }
@@ -311,28 +309,22 @@ struct HostTimer final : c10d::Timer {
   }
 };
 
-void install_timer() {
+void install_cuda_timer() {
   c10d::TimerRegistry()->Register(
-      kSimDevice, [](c10::Device) { return std::make_unique<HostTimer>(); },
+      face().device, [](c10::Device) { return std::make_unique<HostTimer>(); },
       c10::REGISTRY_PREFERRED);
 }
 
-#else
-
-struct TorchHooks final : AcceleratorHooks<at::PrivateUse1HooksInterface> {
+struct SimHooks final : AcceleratorHooks<at::PrivateUse1HooksInterface> {
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t num_bytes) const override {
     resize_storage(storage, num_bytes);
   }
 };
 
-void install_hooks() {
-  static auto* hooks = new TorchHooks;
+void install_sim_hooks() {
+  static auto* hooks = new SimHooks;
   at::RegisterPrivateUse1HooksInterface(hooks);
 }
-
-void install_timer() {}
-
-#endif
 
 }  // namespace
 
@@ -368,7 +360,7 @@ void resize_storage(const c10::Storage& storage, size_t num_bytes) {
 // CUDA's: those it must find large enough.
 void resize(const at::Tensor& tensor, c10::IntArrayRef size,
             std::optional<c10::MemoryFormat> format) {
-  if (kIsCuda) {
+  if (face().is_cuda) {
     const auto numel = static_cast<size_t>(c10::multiply_integers(size));
     const size_t num_bytes =
         (static_cast<size_t>(tensor.storage_offset()) + numel) * tensor.itemsize();
@@ -391,11 +383,15 @@ struct AutogradEngine : torch::autograd::Engine {
 
 void register_device() {
   constexpr uint8_t kAboveTorchsOwn = 100;
-  c10::SetAllocator(kSimDevice, &device_allocator_instance, kAboveTorchsOwn);
-  at::setHostAllocator(kSimDevice, &pinned_allocator_instance, kAboveTorchsOwn);
-  static const c10::impl::DeviceGuardImplRegistrar guard(kSimDevice, new TorchGuard);
-  install_hooks();
-  install_timer();
+  c10::SetAllocator(face().device, &device_allocator_instance, kAboveTorchsOwn);
+  at::setHostAllocator(face().device, &pinned_allocator_instance, kAboveTorchsOwn);
+  static const c10::impl::DeviceGuardImplRegistrar guard(face().device, new TorchGuard);
+  if (face().is_cuda) {
+    install_cuda_hooks();
+    install_cuda_timer();
+  } else {
+    install_sim_hooks();
+  }
   AutogradEngine::count_devices_again();
 }
 

@@ -24,13 +24,13 @@ namespace sim {
 // devices]
 inline c10::Device device() {
   const int index = machine_index() < 0 ? current_device() : machine_index();
-  return {kSimDevice, static_cast<c10::DeviceIndex>(index)};
+  return {face().device, static_cast<c10::DeviceIndex>(index)};
 }
 // Has tensors made on a device, by default the calling thread's; raises where they are on another.
 void place_on(std::optional<c10::Device> device);
 
 inline bool is_sim(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.device().type() == kSimDevice;
+  return tensor.defined() && tensor.device().type() == face().device;
 }
 
 // Tells torch of the device: allocators, guard and hooks.

@@ -32,9 +32,9 @@ Tensors flat(const Lists& lists) {
 class Hosts {
  public:
   Tensor of(const Tensor& tensor) {
-    TORCH_CHECK(is_sim(tensor), kBackend, " takes dense tensors of ", kDeviceLabel,
+    TORCH_CHECK(is_sim(tensor), face().backend, " takes dense tensors of ", face().device_label,
                 "; found one on ", tensor.device(), ". Initialize the group with \"cpu:gloo,",
-                c10::DeviceTypeName(kSimDevice, true), ":", kBackend, "\" for both.");
+                c10::DeviceTypeName(face().device, true), ":", face().backend, "\" for both.");
     return aliases_.of(tensor);
   }
   Tensors of(const Tensors& tensors) {
@@ -98,7 +98,7 @@ class Simccl final : public c10d::Backend {
   explicit Simccl(Gloo gloo)
       : c10d::Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {}
 
-  const std::string getBackendName() const override { return kBackend; }
+  const std::string getBackendName() const override { return face().backend; }
   Ptr<Options> getBackendOptions() override { return gloo_->getBackendOptions(); }
   void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
   void setSequenceNumberForGroup() override { gloo_->setSequenceNumberForGroup(); }

@@ -74,7 +74,7 @@ class DeviceWork final : public c10d::Work {
   bool was_waited_for_ = false;
 };
 
-// Keeps a work, and so its tensors, until its bytes are there or somebody has waited for it.
+// Keeps a work, and so its tensors, until its bytes are there or a caller has waited for it.
 void keep_until_finished(const Ptr<DeviceWork>& work);
 void let_go(const DeviceWork* work);
 

@@ -162,13 +162,13 @@ class Call {
     for (const IValue& argument : arguments_) visit_tensors(argument, look);
     TORCH_CHECK(!(on_device && on_host),
                 "Expected all tensors to be on the same device, but found at least two devices, ",
-                kDeviceLabel, " and cpu! (when running ", plan_.name, ")");
+                face().device_label, " and cpu! (when running ", plan_.name, ")");
   }
 
   IValue alias_of(const IValue& value, Aliases& aliases, const Plan::Argument& argument) const {
     if (value.isTensor() && is_sim(value.toTensor())) return aliases.of(value.toTensor());
     const bool to_meta = aliases.key() == c10::DispatchKey::Meta;
-    if (value.isDevice() && value.toDevice().type() == kSimDevice) {
+    if (value.isDevice() && value.toDevice().type() == face().device) {
       place_on(value.toDevice());
       return c10::Device(to_meta ? c10::kMeta : c10::kCPU);
     }
@@ -412,7 +412,7 @@ class Call {
   Tensor adopt(const Tensor& result) {
     if (!result.defined() || result.device().type() != (is_dry() ? c10::kMeta : c10::kCPU))
       return result;
-    return tensor_over(on_device(result.storage()), result, kSimKey);
+    return tensor_over(on_device(result.storage()), result, face().key);
   }
 
   // The device's storage for one of a kernel's: an operand's if it is behind an alias, else one of
@@ -463,13 +463,13 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) { Call(op, stack).run
 
 }  // namespace
 
-RESIDENCY_KERNELS(_, RESIDENCY_SIM_KEY, library) {
+RESIDENCY_KERNELS(_, face().key, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
 // Composite kernels would shadow the fallback here, and allocate temporaries that CUDA does not.
 // tests/sim/shadowed_operations.txt has all that could, with what becomes of each.
-RESIDENCY_KERNELS(aten, RESIDENCY_SIM_KEY, library) {
+RESIDENCY_KERNELS(aten, face().key, library) {
   for (const char* name :
        {"convolution_overrideable", "convolution_backward_overrideable", "silu_backward",
         "mish_backward", "native_channel_shuffle", "native_layer_norm", "native_group_norm",
@@ -477,7 +477,7 @@ RESIDENCY_KERNELS(aten, RESIDENCY_SIM_KEY, library) {
         "linalg__powsum", "mse_loss", "smooth_l1_loss", "mode.values"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
-  if (!kIsCuda) return;
+  if (!face().is_cuda) return;
   // Only the *_overrideable ones are asked for on other devices; on CUDA torch looks for cuDNN.
   for (const char* name : {"convolution", "convolution_backward"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
@@ -485,11 +485,11 @@ RESIDENCY_KERNELS(aten, RESIDENCY_SIM_KEY, library) {
 }
 
 void override_kernels() {
-  if (!kIsCuda) return;
+  if (!face().is_cuda) return;
   // Its destructor would take the kernels away again.
-  auto* library = new torch::Library(torch::Library::IMPL, "aten", kSimKey, __FILE__, __LINE__);
+  auto* library = new torch::Library(torch::Library::IMPL, "aten", face().key, __FILE__, __LINE__);
   auto& dispatcher = c10::Dispatcher::singleton();
-  for (const c10::OperatorName& name : dispatcher.getRegistrationsForDispatchKey(kSimKey)) {
+  for (const c10::OperatorName& name : dispatcher.getRegistrationsForDispatchKey(face().key)) {
     // Collectives are registered with CUDA's key in every build, and are not for the fallback.
     if (name.getNamespace() != "aten") continue;
     library->impl(c10::toString(name).c_str(),

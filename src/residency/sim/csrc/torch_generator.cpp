@@ -41,9 +41,17 @@ uint64_t mix(uint64_t number) {  // splitmix64
   return number ^ (number >> 31);
 }
 
+// Between captures and replays the state is a graph's: CUDA's generators neither tell nor take it.
+void check_not_capturing(const char* call) {
+  TORCH_CHECK(!Machine::get().is_capturing(), "Cannot call CUDAGeneratorImpl::", call,
+              " during CUDA graph capture. If you need this call to be captured, please file an "
+              "issue. Current cudaStreamCaptureStatus: cudaStreamCaptureStatusActive");
+}
+
 struct TorchGenerator final : c10::GeneratorImpl {
   explicit TorchGenerator(std::shared_ptr<SharedState> state = std::make_shared<SharedState>())
-      : c10::GeneratorImpl(sim::device(), c10::DispatchKeySet(kSimKey)), shared(std::move(state)) {}
+      : c10::GeneratorImpl(sim::device(), c10::DispatchKeySet(face().key)),
+        shared(std::move(state)) {}
 
   Draw next() const {
     const std::lock_guard guard(shared->lock);
@@ -60,20 +68,34 @@ struct TorchGenerator final : c10::GeneratorImpl {
     return draw;
   }
 
-  void set_current_seed(uint64_t seed) override { set({seed, 0}); }
-  uint64_t current_seed() const override { return next().seed; }
+  void set_current_seed(uint64_t seed) override {
+    if (!Machine::get().is_capturing()) return set({seed, 0});
+    TORCH_CHECK(seed == next().seed,
+                "CUDAGeneratorImpl::set_current_seed can be called during stream capture only if "
+                "new seed is the same as the original seed.");
+  }
+  uint64_t current_seed() const override {
+    check_not_capturing("current_seed");
+    return next().seed;
+  }
   uint64_t seed() override {
+    check_not_capturing("seed");
     const uint64_t random = c10::detail::getNonDeterministicRandom(/*is_cuda=*/true);
     set_current_seed(random);
     return random;
   }
   void set_offset(uint64_t offset) override {
+    check_not_capturing("set_offset");
     TORCH_CHECK(offset % kStep == 0, "offset must be a multiple of 4");
     set({current_seed(), offset});
   }
-  uint64_t get_offset() const override { return next().offset; }
+  uint64_t get_offset() const override {
+    check_not_capturing("get_offset");
+    return next().offset;
+  }
 
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    check_not_capturing("current_seed");
     at::Tensor bytes = at::detail::empty_cpu({kStateBytes}, c10::kByte);
     const Draw draw = next();
     auto* data = static_cast<char*>(bytes.mutable_data_ptr());
@@ -82,12 +104,13 @@ struct TorchGenerator final : c10::GeneratorImpl {
     return bytes.getIntrusivePtr();
   }
   void set_state(const c10::TensorImpl& state) override {
+    check_not_capturing("set_current_seed");
     at::detail::check_rng_state(state);
     const auto num_bytes = static_cast<size_t>(state.numel());
     TORCH_CHECK(num_bytes == kStateBytes || num_bytes == kSeedBytes,
                 "RNG state is wrong size: found ", num_bytes, " bytes, expected ", kStateBytes,
-                ", the seed and the offset of ", kDeviceLabel,
-                ". A state of 5056 bytes is of the host's generator, or of ", kDeviceLabel,
+                ", the seed and the offset of ", face().device_label,
+                ". A state of 5056 bytes is of the host's generator, or of ", face().device_label,
                 "'s in an earlier version of residency. Nothing was changed; seed the generator "
                 "instead.");
     Draw draw;
@@ -99,7 +122,7 @@ struct TorchGenerator final : c10::GeneratorImpl {
   }
   void graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& other) override {
     auto* found = dynamic_cast<TorchGenerator*>(other.get());
-    TORCH_CHECK(found, "expected a generator of ", kDeviceLabel);
+    TORCH_CHECK(found, "expected a generator of ", face().device_label);
     shared = found->shared;
   }
   c10::intrusive_ptr<c10::GeneratorImpl> graphsafe_get_state() const override {
@@ -126,7 +149,7 @@ const at::Generator& default_generator() {
 Draw reserve(const at::Generator& generator, int64_t numel) {
   TORCH_CHECK(generator.defined(), "Generator with undefined implementation is not allowed");
   auto* ours = dynamic_cast<TorchGenerator*>(generator.unsafeGetGeneratorImpl());
-  TORCH_CHECK(ours, "Expected a '", kSimDevice, "' device type for generator but found '",
+  TORCH_CHECK(ours, "Expected a '", face().device, "' device type for generator but found '",
               generator.device().type(), "'");
   return ours->reserve(numel);
 }

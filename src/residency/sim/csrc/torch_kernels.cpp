@@ -20,7 +20,7 @@ namespace sim {
 namespace {
 
 using at::Tensor;
-constexpr c10::DispatchKeySet kDeviceKeys(kSimKey);
+c10::DispatchKeySet device_keys() { return c10::DispatchKeySet(face().key); }
 constexpr size_t kZeroedInDryMode = size_t(1) << 20;
 
 // ----------------------------------------------------------------------------------------- making
@@ -34,7 +34,7 @@ Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
              std::optional<c10::Layout>, std::optional<c10::Device> device,
              std::optional<bool> pinned, std::optional<c10::MemoryFormat> format) {
   check_placement(device, pinned);
-  return at::detail::empty_generic(size, device_allocator(), kDeviceKeys,
+  return at::detail::empty_generic(size, device_allocator(), device_keys(),
                                    c10::dtype_or_default(dtype), format);
 }
 
@@ -42,7 +42,7 @@ Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
                      std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
                      std::optional<c10::Device> device, std::optional<bool> pinned) {
   check_placement(device, pinned);
-  return at::detail::empty_strided_generic(size, stride, device_allocator(), kDeviceKeys,
+  return at::detail::empty_strided_generic(size, stride, device_allocator(), device_keys(),
                                            c10::dtype_or_default(dtype));
 }
 
@@ -52,7 +52,8 @@ Tensor efficient_zeros(c10::IntArrayRef size, std::optional<c10::ScalarType> dty
                        std::optional<bool> pinned) {
   check_placement(device, pinned);
   static at::native::ZeroTensorAllocator allocator(sim::device());
-  return at::detail::empty_generic(size, &allocator, kDeviceKeys.add(c10::DispatchKey::ZeroTensor),
+  return at::detail::empty_generic(size, &allocator,
+                                   device_keys().add(c10::DispatchKey::ZeroTensor),
                                    c10::dtype_or_default(dtype), std::nullopt);
 }
 
@@ -242,7 +243,7 @@ void record_stream(Tensor& tensor, c10::Stream stream) {
 
 }  // namespace
 
-RESIDENCY_KERNELS(aten, RESIDENCY_SIM_KEY, library) {
+RESIDENCY_KERNELS(aten, face().key, library) {
   library.impl("empty.memory_format", empty);
   library.impl("empty_strided", empty_strided);
   library.impl("_efficientzerotensor", efficient_zeros);
@@ -260,7 +261,7 @@ RESIDENCY_KERNELS(aten, RESIDENCY_SIM_KEY, library) {
   library.impl("_has_compatible_shallow_copy_type", has_compatible_type);
   library.impl("record_stream", record_stream);
   // Torch's own `copy_` asks PrivateUse1 for `_copy_from`; on CUDA it looks for CUDA's kernel.
-  if (kIsCuda) library.impl("copy_", copy_);
+  if (face().is_cuda) library.impl("copy_", copy_);
 }
 
 // A copy reads lazy conjugates and negatives itself, and a record of a stream reads no byte. Torch
@@ -270,9 +271,9 @@ void add_readers_of_lazy_bits(torch::Library& library) {
   library.impl("_copy_from", torch::CppFunction::makeFallthrough());
   library.impl("record_stream", torch::CppFunction::makeFallthrough());
 }
-RESIDENCY_KERNELS(aten, Conjugate, library) { add_readers_of_lazy_bits(library); }
-RESIDENCY_KERNELS(aten, Negative, library) { add_readers_of_lazy_bits(library); }
-RESIDENCY_KERNELS(aten, ZeroTensor, library) {
+RESIDENCY_KERNELS(aten, c10::DispatchKey::Conjugate, library) { add_readers_of_lazy_bits(library); }
+RESIDENCY_KERNELS(aten, c10::DispatchKey::Negative, library) { add_readers_of_lazy_bits(library); }
+RESIDENCY_KERNELS(aten, c10::DispatchKey::ZeroTensor, library) {
   library.impl("record_stream", torch::CppFunction::makeFallthrough());
 }
 

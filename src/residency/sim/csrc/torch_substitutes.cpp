@@ -1,6 +1,7 @@
 #include "torch_substitutes.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/util/irange.h>
 
 #include <unordered_map>
@@ -83,6 +84,21 @@ void call_half_sgd(const c10::OperatorHandle& op, c10::DispatchKey key, const IV
   for (const auto& [tensor, wide] : narrowed) tensor.copy_(wide);
 }
 
+// CUDA's own dropout, with the arithmetic of the CPU's.
+bool is_dropout(const c10::FunctionSchema& schema) {
+  return schema.name() == "aten::_fused_dropout" && schema.overload_name().empty();
+}
+
+void call_dropout(const IValue* arguments, torch::jit::Stack* stack) {
+  const Tensor& input = arguments[0].toTensor();
+  const double kept = arguments[1].toDouble();
+  Tensor mask = at::empty_like(input, input.options().dtype(c10::kByte));
+  mask.bernoulli_(kept, arguments[2].toOptional<at::Generator>());
+  Tensor output = input.mul(mask.view(c10::kBool)).mul_(kept == 0.0 ? 0.0 : 1.0 / kept);
+  stack->emplace_back(std::move(output));
+  stack->emplace_back(std::move(mask));
+}
+
 }  // namespace
 
 void check_product(const c10::FunctionSchema& schema, const IValue* arguments,
@@ -101,12 +117,13 @@ void check_product(const c10::FunctionSchema& schema, const IValue* arguments,
 }
 
 bool has_substitute(const c10::FunctionSchema& schema) {
-  return names_result_dtype(schema) || is_half_sgd(schema);
+  return names_result_dtype(schema) || is_half_sgd(schema) || is_dropout(schema);
 }
 
 void call_substitute(const c10::OperatorHandle& op, c10::DispatchKey key, const IValue* arguments,
                      size_t num_arguments, torch::jit::Stack* stack) {
   if (is_half_sgd(op.schema())) return call_half_sgd(op, key, arguments, num_arguments, stack);
+  if (is_dropout(op.schema())) return call_dropout(arguments, stack);
   call_in_result_dtype(op.schema(), arguments, num_arguments, stack);
 }
 

@@ -21,7 +21,7 @@ _WIDTH = 44
 
 @dataclass(slots=True)
 class Bench:
-    """Is the device under the probes, and counts the lines that say FAIL.
+    """The device under the probes, and the number of lines that say FAIL.
 
     Attributes:
         device: The accelerator.

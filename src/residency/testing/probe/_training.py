@@ -23,7 +23,7 @@ _NUM_PHASES = 50
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Is a model in training."""
+    """A model in training."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer

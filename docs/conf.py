@@ -1,0 +1,25 @@
+"""Settings of the site that ``make docs`` builds."""
+
+import residency
+
+project = "residency"
+author = "the residency authors"
+release = residency.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+source_suffix = {".md": "markdown"}
+html_theme = "furo"
+html_title = f"residency {release}"
+html_show_copyright = False
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True  # not residency._memory._state.MemoryState
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+napoleon_custom_sections = ["Memory"]

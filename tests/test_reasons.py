@@ -1,0 +1,40 @@
+"""A comment stands at every wait, with whose bytes are read or written next, and at every use of
+torch's private names, with the reason or what was read.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parents[1] / "src" / "residency"
+_WAIT = re.compile(r"(?<!def )\b(wait_event|wait_stream|synchronize|record_stream|wait_for)\(")
+_PRIVATE = re.compile(
+    r"\btorch(?:\.\w+)*\._[a-zA-Z]\w*"
+    r"|from torch(?:\.\w+)*\._\w+(?:\.\w+)* import|from torch[\w.]* import .*\b_[a-z]\w+"
+)
+_NEAR = 3  # lines
+
+
+def _without_a_comment(pattern: re.Pattern[str], apart: tuple[str, ...]) -> list[str]:
+    """Returns the lines with the pattern, outside of strings, that have no comment near."""
+    found = []
+    for path in sorted(SOURCES.rglob("*.py")):
+        name = path.relative_to(SOURCES).as_posix()
+        lines = path.read_text().splitlines()
+        for at, line in enumerate(lines):
+            code = re.sub(r'"[^"]*"', "", line.partition("#")[0])
+            near = lines[max(0, at - _NEAR) : at + 2]
+            is_said = any("#" in each or '"""' in each for each in near)
+            if pattern.search(code) and not is_said and not name.startswith(apart):
+                found.append(f"{name}:{at + 1}: {line.strip()}")
+    return found
+
+
+def test_every_wait_has_a_reason() -> None:
+    # The simulator and what shows or probes a device wait as their callers would.
+    assert not _without_a_comment(_WAIT, ("sim/", "_demo/", "testing/probe/"))
+
+
+def test_every_use_of_a_private_name_of_torchs_has_a_reason() -> None:
+    assert not _without_a_comment(_PRIVATE, ("sim/",))  # it stands in the place of those names

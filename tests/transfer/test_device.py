@@ -18,6 +18,17 @@ def test_the_figures_move_with_an_allocation(device):
     assert 0 < free <= total
 
 
+def test_memory_is_read_when_backward_has_let_go_of_it(device):
+    held = set()
+    for _ in range(2000):  # without the wait, up to 5 % of the readings have a tensor more
+        x = torch.ones(64, device=device, requires_grad=True)
+        gradient = torch.autograd.grad((x * 2).sum(), [x])
+        del x, gradient
+        _device.finish_backward(device)
+        held.add(_device.memory_allocated(device))
+    assert len(held) == 1
+
+
 def test_there_is_an_answer_without_an_accelerator(monkeypatch):
     monkeypatch.setattr(_device, "accelerator", lambda: None)
     assert not _device.is_pinning_available()

@@ -80,6 +80,7 @@ def allocated_bytes_at_rest(enough_bytes: int) -> int:
     allocated_bytes = _device.memory_allocated()
     pooled_bytes = _private_pools.reserved_bytes(device, _device.allocator_figures(device))
     if allocated_bytes > enough_bytes or pooled_bytes:
+        _device.finish_backward(device)
         gc.collect()
         if not _private_pools.may_have_graphs():
             _device.clear_workspaces(device)

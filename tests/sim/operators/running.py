@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +13,8 @@ import torch.autograd.forward_ad as forward_ad
 from comparing import Outcome, compare
 from torch.utils import _pytree as pytree
 from torch_tables import tensors_in
+
+from residency import _device
 
 LAYOUTS = ("contiguous", "strided", "transposed", "channels_last")
 
@@ -176,25 +176,6 @@ def twice_differentiated(operator: Call) -> Call:
 # ----------------------------------------------------------------------------------- the device
 
 
-_ENOUGH_LOOKS = 10
-_THREADS = Path("/proc/self/task")
-
-
-def is_backward_idle() -> bool:
-    """Returns whether no thread of autograd's runs, or waits for a processor. Where the system does
-    not say, looks at it take their time.
-    """
-    try:
-        for thread in _THREADS.iterdir():
-            is_autograd = (thread / "comm").read_text().startswith("pt_autograd")
-            state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
-            if is_autograd and state != "S":
-                return False
-    except OSError:
-        time.sleep(0.01)
-    return True
-
-
 class Bench:
     """The device under test, and what it held before a sample."""
 
@@ -209,13 +190,12 @@ class Bench:
 
     def settle(self) -> int:
         """Returns the bytes in use once backward's threads have let go of the last sample."""
-        num_idle = 0
-        while torch.accelerator.memory_allocated() != self._rest:
-            num_idle = num_idle + 1 if is_backward_idle() else 0
-            if num_idle == _ENOUGH_LOOKS:
-                gc.collect()
-                self._rest = torch.accelerator.memory_allocated()
-            time.sleep(0.0005)
+        _device.finish_backward(self.device)
+        # it differentiates one call at a time, and lets go of one before it takes the next
+        _BACKWARD.submit(_device.finish_backward, self.device).result()
+        if torch.accelerator.memory_allocated() != self._rest:
+            gc.collect()
+            self._rest = torch.accelerator.memory_allocated()
         return self._rest
 
     def run(self, call: Call, make: Make, *, grad: bool) -> Outcome:

@@ -1,313 +1,33 @@
-"""The rules about the source that a machine can check: layers, cycles, sizes, silence."""
+"""The source keeps the rules of ``tools/source_rules.py``: layers, cycles, sizes, silence."""
 
 import ast
 import importlib
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[1] / "src" / "residency"
-PACKAGE = "residency"
-
-# From the bottom to the top. A module imports from lines below its own, and from its own package.
-LAYERS = (
-    ("_errors",),
-    ("_units",),
-    ("_registries",),
-    ("_modes",),
-    ("_storages",),
-    ("_device",),
-    ("_private_pools",),
-    ("sim",),
-    ("_transfer",),
-    ("_memory",),
-    ("_optim", "_checkpoint", "_handoff"),  # strangers to each other
-    ("_report",),
-    ("types",),
-    ("",),  # the public door, residency/__init__.py
-    ("testing",),
-    ("integrations",),
-    ("_demo",),  # shows them
-    ("_cli",),
-    ("__main__",),
+from source_rules import (
+    MAX_FILE_LINES,
+    MAX_FUNCTION_LINES,
+    MAX_PUBLIC_NAMES,
+    PACKAGE,
+    ROOT,
+    Tree,
+    cuda_faults,
+    cycles,
+    door_faults,
+    except_faults,
+    layer_faults,
+    lazy_door_faults,
+    length_faults,
+    log_faults,
+    name_faults,
+    parse,
+    passage_faults,
+    stream_faults,
+    unit_faults,
+    wait_faults,
 )
-SIMULATOR_USERS = {"sim", "_cli", "_demo", "testing"}
-CUDA_FILES = ("_device.py", "sim/_cuda_", "sim/compat.py", "sim/compat/", "sim/_compat")
-UNITS_FILE = "_units.py"
-MAX_FILE_LINES = 500
-MAX_FUNCTION_LINES = 60
-MAX_PUBLIC_NAMES = 25
-POWERS = {1024**exponent for exponent in (1, 2, 3, 4)}
-SOURCES = {".py", ".cpp", ".h", ".hpp", ".cu"}
-
-Tree = dict[str, ast.Module]
-
-
-def parse(root: Path) -> Tree:
-    """Maps each Python file, as a path relative to the root, to its syntax tree."""
-    return {
-        path.relative_to(root).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
-        for path in sorted(root.rglob("*.py"))
-    }
-
-
-def module_name(file: str) -> str:
-    parts = [PACKAGE, *file.removesuffix(".py").split("/")]
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def unit_of(module: str) -> str:
-    """Returns the name below the package that decides the layer; "" is the public door."""
-    return module.split(".")[1] if "." in module else ""
-
-
-def layer_of(unit: str) -> int:
-    for index, units in enumerate(LAYERS):
-        if unit in units:
-            return index
-    raise LookupError(f"{unit!r} is in no layer; add it to LAYERS")
-
-
-def imports(tree: ast.AST, modules: set[str]) -> Iterator[tuple[int, str]]:
-    """Yields line and module of each import of this package, wherever it stands in the file."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] == PACKAGE:
-                    yield node.lineno, alias.name
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            if node.module.split(".")[0] != PACKAGE:
-                continue
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                yield node.lineno, inner if inner in modules else node.module
-
-
-def layer_faults(files: Tree) -> list[str]:
-    modules = {module_name(file) for file in files}
-    faults = []
-    for file, tree in files.items():
-        unit = unit_of(module_name(file))
-        for line, target in imports(tree, modules):
-            other = unit_of(target)
-            if other == unit and (unit or target != PACKAGE):
-                continue
-            if layer_of(other) >= layer_of(unit):
-                faults.append(f"{file}:{line} imports {target}, which is not below it")
-            if other == "sim" and unit not in SIMULATOR_USERS:
-                faults.append(f"{file}:{line} imports the simulator")
-    return faults
-
-
-def imports_when_loaded(tree: ast.Module, modules: set[str]) -> Iterator[str]:
-    """Yields what a module imports while it is itself imported: not inside functions."""
-    pending: list[ast.AST] = list(tree.body)
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            continue
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            pending += node.orelse
-            continue
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from (target for _, target in imports(node, modules))
-        pending += ast.iter_child_nodes(node)
-
-
-def cycles(files: Tree) -> list[str]:
-    modules = {module_name(file) for file in files}
-    edges = {
-        module_name(file): set(imports_when_loaded(tree, modules)) & modules - {module_name(file)}
-        for file, tree in files.items()
-    }
-    found: list[str] = []
-    done: set[str] = set()
-
-    def visit(module: str, path: list[str]) -> None:
-        if module in path:
-            found.append(" -> ".join([*path[path.index(module) :], module]))
-        elif module not in done:
-            for target in sorted(edges[module]):
-                visit(target, [*path, module])
-            done.add(module)
-
-    for module in sorted(edges):
-        visit(module, [])
-    return found
-
-
-def length_faults(root: Path) -> list[str]:
-    faults = []
-    for path in sorted(root.rglob("*")):
-        if path.suffix not in SOURCES:
-            continue
-        num_lines = len(path.read_text(encoding="utf-8").splitlines())
-        if num_lines > MAX_FILE_LINES:
-            faults.append(f"{path.relative_to(root)} has {num_lines} lines")
-    for file, tree in parse(root).items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
-                if num_lines > MAX_FUNCTION_LINES:
-                    faults.append(f"{file}:{node.lineno} {node.name} has {num_lines} lines")
-    return faults
-
-
-def docstrings(tree: ast.Module) -> set[ast.AST]:
-    """Returns the string nodes that are statements: docstrings and notes, not values."""
-    return {
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    }
-
-
-def names_cuda(node: ast.AST) -> bool:
-    match node:
-        case ast.Attribute(value=ast.Name(id="torch"), attr="cuda"):
-            return True
-        case ast.Import(names=names):
-            return any(alias.name.startswith("torch.cuda") for alias in names)
-        case ast.ImportFrom(module="torch", names=names):
-            return any(alias.name == "cuda" for alias in names)
-        case ast.ImportFrom(module=str(module)):
-            return module.startswith("torch.cuda")
-        case ast.Call(func=ast.Name(id="getattr"), args=[ast.Name(id="torch"), second, *_]):
-            return isinstance(second, ast.Constant) and second.value == "cuda"
-        case ast.Constant(value=str(text)):
-            return "torch.cuda" in text
-    return False
-
-
-def cuda_faults(files: Tree) -> list[str]:
-    faults = []
-    for file, tree in files.items():
-        if file.startswith(CUDA_FILES):
-            continue
-        ignored = docstrings(tree)
-        for node in ast.walk(tree):
-            if node not in ignored and names_cuda(node):
-                faults.append(f"{file}:{node.lineno} names torch.cuda")  # type: ignore[attr-defined]
-    return faults
-
-
-def is_power_of_1024(node: ast.AST) -> bool:
-    match node:
-        case ast.Constant(value=int(value)):
-            return value in POWERS
-        case ast.BinOp(left=ast.Constant(value=1), op=ast.LShift(), right=ast.Constant(value=n)):
-            return n in {10, 20, 30, 40}
-        case ast.BinOp(left=ast.Constant(value=2), op=ast.Pow(), right=ast.Constant(value=n)):
-            return n in {10, 20, 30, 40}
-    return False
-
-
-def unit_faults(files: Tree) -> list[str]:
-    return [
-        f"{file}:{node.lineno} writes a power of 1024"  # type: ignore[attr-defined]
-        for file, tree in files.items()
-        if file != UNITS_FILE
-        for node in ast.walk(tree)
-        if is_power_of_1024(node)
-    ]
-
-
-def except_faults(files: Tree) -> list[str]:
-    faults = []
-    for file, tree in files.items():
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.ExceptHandler):
-                continue
-            if node.type is None:
-                faults.append(f"{file}:{node.lineno} catches everything")
-                continue
-            caught = {name.id for name in ast.walk(node.type) if isinstance(name, ast.Name)}
-            silent = all(
-                isinstance(line, ast.Pass | ast.Continue | ast.Break)
-                or (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
-                for line in node.body
-            )
-            if silent and caught & {"Exception", "BaseException"}:
-                faults.append(f"{file}:{node.lineno} passes over every error in silence")
-    return faults
-
-
-def log_faults(files: Tree) -> list[str]:
-    """Finds errors given to a logger as they are: who keeps the record keeps their frames, and what
-    those have of a model.
-    """
-    return [
-        f"{file}:{call.lineno} gives a logger an error: give it its text"
-        for file, tree in files.items()
-        for handler in ast.walk(tree)
-        if isinstance(handler, ast.ExceptHandler) and handler.name is not None
-        for call in ast.walk(handler)
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
-        if call.func.attr in {"debug", "info", "warning", "error", "critical"}
-        if any(isinstance(arg, ast.Name) and arg.id == handler.name for arg in call.args)
-    ]
-
-
-def wait_faults(files: Tree) -> list[str]:
-    """Finds waits of streams that do not go through the function that makes their device current:
-    elsewhere torch makes a context on the thread's own.
-    """
-    return [
-        f"{file}:{call.lineno} waits: call _device.wait_event"
-        for file, tree in files.items()
-        if file.split("/")[0] not in {"_device.py", "sim", "testing"}
-        for call in ast.walk(tree)
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
-        if call.func.attr in {"wait_event", "wait_stream"}
-        if ast.unparse(call.func.value) != "_device"
-    ]
-
-
-def stream_faults(files: Tree) -> list[str]:
-    """Finds stream objects that are entered as they are: one that threads share swaps their current
-    streams.
-    """
-    return [
-        f"{file}:{node.lineno} enters {ast.unparse(item.context_expr)}: enter on_lane of it"
-        for file, tree in files.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.With)
-        for item in node.items
-        if isinstance(item.context_expr, ast.Name | ast.Attribute)
-        if re.search(r"(h2d|d2h|lane|stream)$", ast.unparse(item.context_expr))
-    ]
-
-
-def doors(files: Tree) -> list[str]:
-    return [
-        file
-        for file in files
-        if file in {"__init__.py", "sim/__init__.py", "testing/__init__.py", "testing.py"}
-        or (file.startswith("integrations/") and not file.split("/")[-1].startswith("_"))
-    ]
-
-
-def declared_names(tree: ast.Module) -> list[str] | None:
-    for node in tree.body:
-        targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
-        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
-            names: list[str] = ast.literal_eval(node.value)  # type: ignore[attr-defined]
-            return list(names)
-    return None
-
-
-def door_faults(files: Tree) -> list[str]:
-    faults = []
-    for file in doors(files):
-        names = declared_names(files[file])
-        if names is None:
-            faults.append(f"{file} has no __all__")
-        elif names != sorted(set(names)):
-            faults.append(f"{file} has an __all__ that is not sorted: {names}")
-    return faults
-
 
 # The package ------------------------------------------------------------------------------------
 
@@ -327,6 +47,10 @@ def test_no_modules_import_each_other_in_a_circle(package: Tree) -> None:
 
 def test_files_and_functions_are_short() -> None:
     assert length_faults(ROOT) == []
+
+
+def test_a_class_has_a_name_of_its_own(package: Tree) -> None:
+    assert name_faults(package) == []
 
 
 def test_only_one_file_names_torch_cuda(package: Tree) -> None:
@@ -353,6 +77,14 @@ def test_no_stream_that_threads_share_is_entered_as_it_is(package: Tree) -> None
     assert stream_faults(package) == []
 
 
+def test_other_packages_come_in_by_a_packages_door(package: Tree) -> None:
+    assert passage_faults(package) == []
+
+
+def test_the_lists_of_a_door_are_the_same(package: Tree) -> None:
+    assert lazy_door_faults(package) == []
+
+
 def test_every_public_door_lists_its_names_in_order(package: Tree) -> None:
     assert door_faults(package) == []
 
@@ -371,10 +103,13 @@ def test_the_package_exports_few_names_and_each_can_be_imported() -> None:
 def made_up(tmp_path: Path, **sources: str) -> Path:
     """Writes files: the keyword `sim__door` is the file sim/door.py."""
     for name, source in sources.items():
-        path = tmp_path.joinpath(*name.split("__")).with_suffix(".py")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(source)
+        write(tmp_path, name.replace("__", "/") + ".py", source)
     return tmp_path
+
+
+def write(root: Path, file: str, source: str) -> None:
+    (root / file).parent.mkdir(parents=True, exist_ok=True)
+    (root / file).write_text(source)
 
 
 @pytest.mark.parametrize(
@@ -519,12 +254,39 @@ def test_a_door_without_an_ordered_list_is_found(tmp_path: Path) -> None:
     ]
 
 
+def test_an_import_that_goes_past_a_door_is_found(tmp_path: Path) -> None:
+    write(tmp_path, "_memory/__init__.py", '__all__ = ["phase"]')
+    write(tmp_path, "_memory/_state.py", "")
+    write(tmp_path, "_units.py", "x = 1")
+    lines = "from residency._memory import phase, measure\nfrom residency._memory._state import x\n"
+    lines += "from residency._memory import _state\nfrom residency._units import x"
+    write(tmp_path, "_optim/_step.py", lines)
+    assert passage_faults(parse(tmp_path)) == [
+        "_optim/_step.py:1: residency._memory does not offer measure",
+        "_optim/_step.py:2 goes past the door, to residency._memory._state",
+        "_optim/_step.py:3 goes past the door, to residency._memory._state",
+    ]
+
+
+@pytest.mark.parametrize("offered", ['["a"]', '["a", "b"]', '["b"]'])
+def test_a_door_whose_lists_differ_is_found(tmp_path: Path, offered: str) -> None:
+    door = "if TYPE_CHECKING:\n    from residency._memory._a import a\n"
+    door += f'__all__ = ["a"]\n__getattr__ = door(__name__, {{"_a": {offered}}})'
+    write(tmp_path, "_memory/__init__.py", door)
+    assert bool(lazy_door_faults(parse(tmp_path))) == (offered != '["a"]')
+
+
+def test_a_class_name_that_stands_twice_is_found(tmp_path: Path) -> None:
+    made_up(tmp_path, a="class Run: ...", b="def f():\n    class _Run: ...", c="class Runs: ...")
+    assert name_faults(parse(tmp_path)) == ["Run is in a.py, b.py"]
+
+
 # A fact of the format stands in one file.
 FORMAT_FACTS = {
-    "the key of a node's kind": (r"^\$$", "_checkpoint/_nodes.py"),
+    "the key of a node's kind": (r"^\$$", "_checkpoint/_document/_nodes.py"),
     "the name of a published save": (r"step-\(", "_checkpoint/_disk/_layout.py"),
-    "what a note says of a tensor": (r"^of_rank$", "_checkpoint/_notes.py"),
-    "a dtype's name in the format": (r"^BF16$", "_checkpoint/_dtypes.py"),
+    "what a note says of a tensor": (r"^of_rank$", "_checkpoint/_document/_notes.py"),
+    "a dtype's name in the format": (r"^BF16$", "_checkpoint/_document/_dtypes.py"),
 }
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
-SOURCES = Path(__file__).resolve().parents[1] / "src" / "residency"
+from source_rules import ROOT, parse
+
 _NOUNS_BEGIN = {
     *("A", "An", "The", "One", "Two", "This", "Such", "Everything", "Something"),
     *("What", "Where", "Who", "Why", "How", "Which"),
@@ -17,16 +17,12 @@ _VALUES = {"property", "cached_property", "fixture"}
 
 def _documented() -> Iterator[tuple[str, ast.AST, str]]:
     """Yields where each docstring is, whose it is, and its first word."""
-    for path in sorted(SOURCES.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for file, tree in parse(ROOT).items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 words = (ast.get_docstring(node) or "").split()
                 if words:
-                    yield (
-                        f"{path.relative_to(SOURCES)}:{node.lineno}",
-                        node,
-                        words[0].rstrip(",.;:"),
-                    )
+                    yield f"{file}:{node.lineno}", node, words[0].rstrip(",.;:")
 
 
 def _is_value(node: ast.AST) -> bool:

@@ -13,7 +13,7 @@ import torch
 from interruptions import count_lines, interrupted_at
 
 import residency
-from residency._checkpoint._capture import Capture
+from residency._checkpoint._capture._capture import Capture
 from residency._transfer import SlabArena
 from residency._transfer._owner import Lent
 

@@ -5,9 +5,9 @@ torch's private names, with the reason or what was read.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-SOURCES = Path(__file__).resolve().parents[1] / "src" / "residency"
+from source_rules import ROOT
+
 _WAIT = re.compile(r"(?<!def )\b(wait_event|wait_stream|synchronize|record_stream|wait_for)\(")
 _PRIVATE = re.compile(
     r"\btorch(?:\.\w+)*\._[a-zA-Z]\w*"
@@ -19,8 +19,8 @@ _NEAR = 3  # lines
 def _without_a_comment(pattern: re.Pattern[str], apart: tuple[str, ...]) -> list[str]:
     """Returns the lines with the pattern, outside of strings, that have no comment near."""
     found = []
-    for path in sorted(SOURCES.rglob("*.py")):
-        name = path.relative_to(SOURCES).as_posix()
+    for path in sorted(ROOT.rglob("*.py")):
+        name = path.relative_to(ROOT).as_posix()
         lines = path.read_text().splitlines()
         for at, line in enumerate(lines):
             code = re.sub(r'"[^"]*"', "", line.partition("#")[0])

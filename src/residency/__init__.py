@@ -18,12 +18,14 @@ from residency._errors import (
     RefusedError,
     ResidencyError,
 )
+from residency._lazy import door
 
 if TYPE_CHECKING:
     from residency._checkpoint import Checkpointer, Retention, load_into, snapshot
-    from residency._handoff import hand_off, park, reclaim, take_over, unpark
+    from residency._handoff import hand_off, reclaim, take_over
     from residency._memory import holders, memory_state, phase, record
     from residency._optim import OffloadedOptimizer, offload_optimizer, onload_optimizer
+    from residency._park import park, unpark
     from residency._transfer import mutating
 
 __version__ = "0.1.0.dev0"
@@ -56,42 +58,23 @@ __all__ = [
     "unpark",
 ]
 
-_LAZY_SUBMODULES = frozenset({"sim", "testing", "types"})
-_LAZY_NAMES = {  # name -> the module that owns it
-    "Checkpointer": "residency._checkpoint",
-    "OffloadedOptimizer": "residency._optim",
-    "Retention": "residency._checkpoint",
-    "hand_off": "residency._handoff",
-    "holders": "residency._memory",
-    "load_into": "residency._checkpoint",
-    "memory_state": "residency._memory",
-    "mutating": "residency._transfer",
-    "offload_optimizer": "residency._optim",
-    "onload_optimizer": "residency._optim",
-    "park": "residency._handoff",
-    "phase": "residency._memory",
-    "reclaim": "residency._handoff",
-    "record": "residency._memory",
-    "snapshot": "residency._checkpoint",
-    "take_over": "residency._handoff",
-    "unpark": "residency._handoff",
+_SUBMODULES = frozenset({"sim", "testing", "types"})
+_NAMES = {
+    "_checkpoint": ["Checkpointer", "Retention", "load_into", "snapshot"],
+    "_handoff": ["hand_off", "reclaim", "take_over"],
+    "_memory": ["holders", "memory_state", "phase", "record"],
+    "_optim": ["OffloadedOptimizer", "offload_optimizer", "onload_optimizer"],
+    "_park": ["park", "unpark"],
+    "_transfer": ["mutating"],
 }
 
 
-# What a name makes use of where it is there: a checkpointer asks which states are to come.
-_WITH = {"Checkpointer": "residency._optim"}
-
-
 def __getattr__(name: str) -> Any:
-    if name in _LAZY_SUBMODULES:
+    if name in _SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")
-    if name in _LAZY_NAMES:
-        if name in _WITH:
-            importlib.import_module(_WITH[name])
-        value = getattr(importlib.import_module(_LAZY_NAMES[name]), name)
-        globals()[name] = value  # found without this function from now on
-        return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "Checkpointer":  # it asks offloaded optimizers which states are to come
+        importlib.import_module("residency._optim")
+    return door(__name__, _NAMES)(name)
 
 
 def __dir__() -> list[str]:

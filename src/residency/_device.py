@@ -229,7 +229,7 @@ def finish_backward(device: torch.device) -> None:
     with callers_modes_off(), torch.enable_grad():
         nothing = torch.empty(0, dtype=torch.float32, device=device, requires_grad=True)
         with suppress(RuntimeError):  # the device is lost, and so are the passes
-            (nothing * 1).backward(nothing.detach())
+            torch.autograd.backward([nothing * 1], [nothing.detach()])
 
 
 def rng_state(device: torch.device) -> Tensor | None:

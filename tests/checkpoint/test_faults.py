@@ -19,8 +19,8 @@ from torch import nn
 
 import residency
 from residency import CheckpointError, CorruptSaveError, RefusedError
-from residency._checkpoint import _capture
-from residency._checkpoint._capture import Held
+from residency._checkpoint._capture import _capture
+from residency._checkpoint._capture._capture import Held
 from residency._checkpoint._disk._publish import CheckpointDirectory
 from residency._checkpoint._disk._system import System
 from residency._checkpoint._job import Job

@@ -18,7 +18,7 @@ import torch
 from interruptions import count_lines, interrupted_at, spread
 
 import residency
-from residency._checkpoint import _capture
+from residency._checkpoint._capture import _capture
 from residency._checkpoint._job import Job
 
 _IS_LONG = "RESIDENCY_TEST_LINES" in os.environ

@@ -14,8 +14,8 @@ from torch import nn
 
 import residency
 from residency import Checkpointer
-from residency._checkpoint._capture import Capture
-from residency._optim import _schema
+from residency._checkpoint._capture._capture import Capture
+from residency._optim._trial import _first_step
 from residency._transfer import SlabArena
 
 SHAPES = ((16,), (8, 2), (5,))
@@ -51,13 +51,13 @@ def step_all(state):
 def trials(monkeypatch):
     """Every parameter of which a first step is tried out, with its group."""
     found = []
-    state_schema = _schema.state_schema
+    state_schema = _first_step.state_schema
 
     def counting(optimizer, base, group, parameter, **options):
         found.append((dict(group), parameter))
         return state_schema(optimizer, base, group, parameter, **options)
 
-    monkeypatch.setattr(_schema, "state_schema", counting)
+    monkeypatch.setattr(_first_step, "state_schema", counting)
     return found
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from residency._checkpoint._sums import _ROW, _sums_of
+from residency._checkpoint._capture._sums import _ROW, _sums_of
 
 
 @pytest.mark.parametrize("offset", [0, 1, 8])

@@ -11,10 +11,10 @@ import pytest
 import residency
 from residency import _demo
 from residency._cli import main
-from residency._demo import Promise, Report, Row
+from residency._demo import CaseRow, Promise, Report
 from residency._errors import RefusedError
 
-ROW = Row("a-case", "run", 8, 1, "finished", None, None, None, 1.0, 0.5, 0.7, True, 0.1)
+ROW = CaseRow("a-case", "run", 8, 1, "finished", None, None, None, 1.0, 0.5, 0.7, True, 0.1)
 REPORT = Report("a-case", "a device", {}, (ROW,), (Promise("holds", True, "it does"),), "code()")
 BROKEN = dataclasses.replace(REPORT, promises=(Promise("holds", False, "it does not"),))
 

@@ -5,11 +5,11 @@ import copy
 import torch
 
 from residency._demo._identity import count_values, differences
-from residency._demo._training import Outcome
+from residency._demo._training import TrainingOutcome
 
 
-def make_outcome() -> Outcome:
-    return Outcome(
+def make_outcome() -> TrainingOutcome:
+    return TrainingOutcome(
         losses=[2.0, float("nan")],
         heldout_loss=1.0,
         parameters={"weight": torch.tensor([0.0, float("nan")])},

@@ -7,11 +7,11 @@ import json
 import pytest
 from rich.console import Console
 
-from residency._demo import CASES, Promise, Report, Row, render_report, reports_to_json
+from residency._demo import CASES, CaseRow, Promise, Report, render_report, reports_to_json
 from residency._demo._render import row_cells, summary_cells
 from residency._demo._report import report_from
 
-FINISHED = Row(
+FINISHED = CaseRow(
     case="a-case",
     setting="with [brackets]",
     capacity_bytes=None,
@@ -80,7 +80,7 @@ def test_the_json_gives_back_the_rows_of_the_table() -> None:
     report = make_report()
     document = json.loads(reports_to_json([report]))
     (loaded,) = document["reports"]
-    rows = [Row(**row) for row in loaded["rows"]]
+    rows = [CaseRow(**row) for row in loaded["rows"]]
     assert rows == list(report.rows)
     assert [row_cells(row) for row in rows] == [row_cells(row) for row in report.rows]
     assert [Promise(**promise) for promise in loaded["promises"]] == list(report.promises)

@@ -172,7 +172,7 @@ def test_what_cannot_be_reached_is_refused_with_table_and_holders(device: torch.
 def test_nothing_moves_where_even_everything_would_be_too_little(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from residency._handoff._parking import Parking
+    from residency._park._parking import Parking
 
     model = make_model(device)
     kept = block(64, device)
@@ -281,7 +281,7 @@ def test_holes_that_the_parked_left_in_shared_segments_are_no_reason_to_wait(
 def test_what_fails_on_the_way_back_leaves_a_retry(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from residency._handoff._parking import Parking
+    from residency._park._parking import Parking
 
     model = make_model(device)
     before, real = bits(model), Parking.unpark

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import residency
 from residency import park, unpark
-from residency._handoff._parking import Parking
+from residency._park._parking import Parking
 
 
 class Tied(nn.Module):
@@ -401,7 +401,7 @@ def test_a_script_is_refused_and_stays_where_it_is(device: torch.device) -> None
 def test_what_cannot_be_watched_stays_whole_on_the_device(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from residency._handoff._park_hooks import Notices
+    from residency._park._guards import Notices
 
     model = tied(device)
     before = bits(model)

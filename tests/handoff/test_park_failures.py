@@ -11,8 +11,8 @@ from torch import nn
 
 import residency
 from residency import _device, park, unpark
-from residency._handoff import _parking
-from residency._handoff._park_ties import Rebound
+from residency._park import _parking
+from residency._park._storages import Rebound
 from residency._transfer import Lanes, _events, lanes_of
 from residency._transfer import _slab as slab_module
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import residency
 from residency import park, unpark
-from residency._handoff import _park_hooks
+from residency._park import _guards
 
 pytestmark = pytest.mark.sim_device(capacity="256MiB", workspaces=False)
 Log = list[object]
@@ -261,9 +261,9 @@ def test_a_watch_that_begins_in_one_thread_while_the_last_one_ends_in_another_st
 ) -> None:
     torch_call = nn.Module.__call__
     model = nn.Linear(4, 4).to(device)
-    ending, beginning = (_park_hooks.Notices({0: object()}) for _ in range(2))
+    ending, beginning = (_guards.Notices({0: object()}) for _ in range(2))
     has_come = threading.Event()  # to the lock, or past it
-    lock, set_call = _park_hooks._lock, _park_hooks._set_call
+    lock, set_call = _guards._lock, _guards._set_call
 
     class Lock:
         def __enter__(self) -> None:
@@ -285,15 +285,15 @@ def test_a_watch_that_begins_in_one_thread_while_the_last_one_ends_in_another_st
         set_call(function)
 
     thread = threading.Thread(target=begin)
-    monkeypatch.setattr(_park_hooks, "_lock", Lock())
-    monkeypatch.setattr(_park_hooks, "_set_call", begin_meanwhile)
+    monkeypatch.setattr(_guards, "_lock", Lock())
+    monkeypatch.setattr(_guards, "_set_call", begin_meanwhile)
     ending.put_up([model])
     ending.take_down()
     thread.join()
     monkeypatch.undo()
     watched = nn.Module.__call__
     beginning.take_down()
-    assert watched is _park_hooks._call
+    assert watched is _guards._call
     assert nn.Module.__call__ is torch_call
 
 
@@ -359,7 +359,7 @@ def test_optimizers_step_in_one_thread_while_others_park(
     errors: list[BaseException] = []
     model = nn.Linear(4, 4).to(device)
 
-    class Turning(_park_hooks.Notices):
+    class Turning(_guards.Notices):
         def has_state_of(self, optimizer: torch.optim.Optimizer) -> bool:
             for change in (self.other.take_down, lambda: self.other.put_up([model])):
                 thread = threading.Thread(target=change)
@@ -370,7 +370,7 @@ def test_optimizers_step_in_one_thread_while_others_park(
     parked = {0: object()}
     notices = [Turning(parked) for _ in range(3)]
     for each in notices:
-        each.other = _park_hooks.Notices(parked)
+        each.other = _guards.Notices(parked)
         each.put_up([model])
     host = nn.Linear(2, 2)
     host(torch.ones(2)).sum().backward()

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 import residency
 from residency import _private_pools, park, unpark
-from residency._handoff import _hand_off_job, _park_hooks
-from residency._handoff._park import is_parked
-from residency._handoff._parking import _arenas
+from residency._handoff import _hand_off_job
+from residency._park import _guards
+from residency._park._park import is_parked
+from residency._park._parking import _arenas
 
 pytestmark = [
     pytest.mark.sim,
@@ -89,7 +90,7 @@ def model(device: torch.device, pinned_bytes: Callable[[], int]) -> Any:
     models[0].node = None
     for arena in _arenas.get(models[0], {}).values():
         arena.free_all()
-    assert len(_park_hooks._standing) == 0
+    assert len(_guards._standing) == 0
     assert pinned_bytes() == before  # no range of it was lost
 
 

@@ -30,11 +30,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from worker_cases import Cases, take_device
 
 import residency
-from residency.integrations import _lightning_sharded
 from residency.integrations.lightning import (
     ResidencyCallback,
     ResidencyCheckpointIO,
     ResidencyShardedStrategy,
+    _sharded,
 )
 
 case = Cases()
@@ -146,18 +146,18 @@ def folder() -> Iterator[Path]:
 @contextmanager
 def held_writes() -> Iterator[threading.Event]:
     """Writes of this rank begin when the event is set."""
-    let_go, stock = threading.Event(), _lightning_sharded._write
+    let_go, stock = threading.Event(), _sharded._write
 
     def write(*args: Any) -> None:
         assert let_go.wait(60)
         stock(*args)
 
-    _lightning_sharded._write = write
+    _sharded._write = write
     try:
         yield let_go
     finally:
         let_go.set()
-        _lightning_sharded._write = stock
+        _sharded._write = stock
 
 
 def read(path: Path) -> Any:
@@ -167,7 +167,7 @@ def read(path: Path) -> Any:
 
 def ends(trainer: Any) -> list[Any]:
     """The shards of this rank at the end."""
-    from residency._transfer import local_of
+    from residency._dtensor import local_of
 
     optimizer = trainer.optimizers[0]
     states = [

@@ -714,11 +714,11 @@ def bad_settings_of_the_callback_are_refused() -> None:
 
 @case
 def a_hook_that_a_version_lacks_is_named_with_it() -> None:
-    from residency.integrations import _lightning_trees
+    from residency.integrations.lightning import _trees
 
     for what, base in ((ResidencyCallback, "callback"), (ResidencyCheckpointIO, "checkpoint_io")):
         with pytest.raises(residency.RefusedError, match=rf"{L.__version__} has no .*on_the_moon"):
-            _lightning_trees.in_trees(what, base, "on_the_moon")
+            _trees.in_trees(what, base, "on_the_moon")
 
 
 @case

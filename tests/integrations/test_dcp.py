@@ -35,7 +35,7 @@ from residency import CorruptSaveError, RefusedError
 from residency._checkpoint._disk._manifest import Record
 from residency._checkpoint._disk._parts import FilePlan, Part
 from residency._checkpoint._disk._publish import CheckpointDirectory, SaveRequest
-from residency._checkpoint._dtypes import STORED_DTYPES
+from residency._checkpoint._document._dtypes import STORED_DTYPES
 from residency._checkpoint._sources import open_source
 from residency.integrations.dcp import ResidencyStorageReader, ResidencyStorageWriter
 

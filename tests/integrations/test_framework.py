@@ -1,7 +1,7 @@
 import pytest
 
 from residency import RefusedError
-from residency.integrations._framework import load_framework, missing_in, named_with_version
+from residency.integrations._common._framework import load_framework, missing_in, named_with_version
 
 
 def test_the_first_module_that_is_installed_is_imported() -> None:

@@ -27,8 +27,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "sim"))
 from worker_cases import judge, missing_devices
 
 import residency
-from residency.integrations import _framework, _lightning_trees
-from residency.integrations._ordered_writes import OrderedWrites
+from residency.integrations._common import _framework
+from residency.integrations._common._ordered_writes import OrderedWrites
+from residency.integrations.lightning import _trees
 
 # One process runs all cases, before the first of them: minutes, on a busy machine many.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -130,7 +131,7 @@ def test_a_machine_without_lightning_is_told_what_to_install(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(_framework.importlib, "import_module", absent)
     with pytest.raises(ImportError, match=r"pip install 'residency\[lightning\]'"):
-        _lightning_trees.trees_in_use()
+        _trees.trees_in_use()
 
 
 def test_what_failed_is_told_together_and_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -208,7 +209,7 @@ def test_the_end_of_the_program_waits_for_writes_and_that_of_a_forked_process_do
     program = f"""
         import os, sys, threading
         from pathlib import Path
-        from residency.integrations._ordered_writes import OrderedWrites
+        from residency.integrations._common._ordered_writes import OrderedWrites
         folder, go_on = Path({str(tmp_path)!r}), threading.Event()
         writes = OrderedWrites(2)
         writes.write("a", lambda: go_on.wait(60) and (folder / "a").touch())

@@ -942,7 +942,7 @@ def a_checkpoint_that_a_signal_asks_for_is_whole_before_its_mark_is_taken_off() 
 def saves_that_are_under_way_at_once_do_not_share_their_memory_and_one_that_is_dropped_none() -> (
     None
 ):
-    from residency.integrations._transformers_saves import BackgroundSaves
+    from residency.integrations.transformers._saves import BackgroundSaves
 
     saves = BackgroundSaves(2)
     may_end = [threading.Event(), threading.Event()]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import residency
-from residency._memory._holders import find_holders
+from residency._memory._holders._holders import find_holders
 from residency.types import Holder
 
 pytestmark = pytest.mark.sim_device(schedule="late")  # it asks the device for nothing but figures

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import residency
-from residency._optim._separable import Separability
+from residency._optim._trial._separable import Separability
 
 LARGE = ((96, 64), (33,), (128, 40), (5000,), (16, 16))
 

@@ -6,7 +6,8 @@ import torch
 
 import residency
 from residency import _device
-from residency._transfer import _events, moved, moved_at_once
+from residency._dtensor import moved
+from residency._transfer import _events, moved_at_once
 
 CASES = {
     "AdamW": {},

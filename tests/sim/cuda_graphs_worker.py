@@ -22,7 +22,7 @@ from worker_cases import Cases, on_thread
 
 import residency
 from residency import _device, _private_pools, sim
-from residency._checkpoint import _capture
+from residency._checkpoint._capture import _capture
 from residency._handoff._residue import residue_lines
 
 case = Cases()

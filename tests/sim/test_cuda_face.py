@@ -18,7 +18,7 @@ import torch
 
 import residency
 from residency import sim
-from residency.sim import _cuda_face
+from residency.sim._cuda import _face
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -144,7 +144,7 @@ def test_a_cuda_that_is_there_is_not_replaced(
 ) -> None:
     monkeypatch.setattr(torch.cuda, question, lambda: True)
     with pytest.raises(sim.SimulatorError, match=message):
-        _cuda_face.check_free()
+        _face.check_free()
 
 
 def test_a_refused_first_call_leaves_torch_without_cuda(built: None) -> None:

@@ -11,7 +11,7 @@ import torch
 
 import residency
 from residency import _device
-from residency._transfer import Run, Slab, lanes_of
+from residency._transfer import CopyRun, Slab, lanes_of
 
 SECONDS = 60
 
@@ -153,5 +153,5 @@ def test_an_error_in_a_lane_leaves_the_thread_on_its_own_stream(device):
     before = _device.current_stream(device).stream_id
     slot, slab = torch.empty(512, dtype=torch.uint8, device=device), Slab(512, pin=True)
     with pytest.raises(RuntimeError):
-        lanes_of(device).load(slot, [Run(slab, 0, 256, 512)])
+        lanes_of(device).load(slot, [CopyRun(slab, 0, 256, 512)])
     assert _device.current_stream(device).stream_id == before

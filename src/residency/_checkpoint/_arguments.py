@@ -8,7 +8,7 @@ from typing import Any
 
 from residency._checkpoint._disk._header import METADATA
 from residency._checkpoint._disk._publish import Retention
-from residency._checkpoint._nodes import KIND, is_plain_key
+from residency._checkpoint._document._nodes import KIND, is_plain_key
 from residency._errors import InvalidArgumentError
 from residency._units import parse_bytes
 

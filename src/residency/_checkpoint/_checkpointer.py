@@ -29,16 +29,16 @@ from residency._checkpoint._arguments import (
     spare_bytes,
 )
 from residency._checkpoint._background import Background
-from residency._checkpoint._capture import Capture, check_verify, make_room, sizes_of
+from residency._checkpoint._capture._capture import Capture, check_verify, make_room, sizes_of
+from residency._checkpoint._capture._walk import optimizers_in
 from residency._checkpoint._disk._layout import step_name
 from residency._checkpoint._disk._publish import CheckpointDirectory, Retention
-from residency._checkpoint._encode import check_is_finite
+from residency._checkpoint._document._encode import check_is_finite
 from residency._checkpoint._job import Job, Ranks
 from residency._checkpoint._places import Place, place_for_next
 from residency._checkpoint._progress import follow, progress_bar
 from residency._checkpoint._restore._attempts import Attempts
 from residency._checkpoint._save import Save, unreported
-from residency._checkpoint._tree import optimizers_in
 from residency._errors import InvalidArgumentError, RefusedError, ResidencyError
 from residency._modes import inference_mode_off
 from residency._transfer import SlabArena, owner_of, states_to_come
@@ -450,7 +450,7 @@ class Checkpointer:
 
     def _with_rng(self, state: Any, rng: bool) -> Any:
         # A plain dict, of whatever class the state is: each name in it has a file.
-        return {**state, RNG: _rng.capture()} if rng else dict(state)
+        return {**state, RNG: _rng.random_states()} if rng else dict(state)
 
     def _check_open(self) -> None:
         if self._is_closed:

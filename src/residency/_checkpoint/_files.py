@@ -12,7 +12,7 @@ from typing import Any
 
 from residency._checkpoint._disk._manifest import file_name
 from residency._checkpoint._disk._parts import FilePlan, Stores
-from residency._checkpoint._nodes import ARRAYS, TENSOR, Node, kind_of, pairs_of
+from residency._checkpoint._document._nodes import ARRAYS, TENSOR, Node, kind_of, pairs_of
 
 SHARED = "tensors"
 """The file of what has none of its own."""

@@ -13,10 +13,10 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from residency import _device
-from residency._checkpoint._capture import Capture
+from residency._checkpoint._capture._capture import Capture
 from residency._checkpoint._disk._publish import CheckpointDirectory, SaveRequest
+from residency._checkpoint._document._notes import TensorNote, read_note
 from residency._checkpoint._files import plan_files
-from residency._checkpoint._notes import TensorNote, read_note
 from residency._checkpoint._save import Save, SaveStatistics, let_locals_go, unreported
 from residency._errors import CheckpointError, CorruptSaveError
 from residency._transfer import SlabArena

@@ -15,14 +15,14 @@ import torch
 
 from residency import _device
 from residency._checkpoint._disk._manifest import MANIFEST
-from residency._checkpoint._nodes import TENSOR, TUPLE, Node, is_plain_dict, kind_of
+from residency._checkpoint._document._nodes import TENSOR, TUPLE, Node, is_plain_dict, kind_of
 from residency._errors import CorruptSaveError, warn
 
 _SEED_AND_OFFSET = 16
 _NAMES = ("python", "numpy", "torch", "accelerator")
 
 
-def capture() -> dict[str, Any]:
+def random_states() -> dict[str, Any]:
     """Returns the states, as Python values, arrays and host tensors that nobody changes.
 
     Returns:

@@ -14,9 +14,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from residency._checkpoint._disk._naming import ADVICE
-from residency._checkpoint._disk._publish import CheckpointDirectory, Retention
-from residency._checkpoint._disk._verify import Verification, verify_save
+from residency._checkpoint._disk import (
+    ADVICE,
+    CheckpointDirectory,
+    Retention,
+    Verification,
+    verify_save,
+)
 from residency._errors import CheckpointError, InvalidArgumentError
 from residency._units import format_bytes
 
@@ -60,7 +64,7 @@ def add_parser(
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _SaveRow:
     """What there is to say of one save without reading its tensors."""
 
     step: int
@@ -97,13 +101,13 @@ def _list(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _row(directory: CheckpointDirectory, step: int) -> _Row:
+def _row(directory: CheckpointDirectory, step: int) -> _SaveRow:
     try:
         found = directory.open(step)
     except CheckpointError as error:
-        return _Row(step, None, None, None, {}, None, str(error))
+        return _SaveRow(step, None, None, None, {}, None, str(error))
     seconds = found.folder.stat().st_mtime
-    return _Row(
+    return _SaveRow(
         step,
         sum(record.num_bytes for record in found.files.values()),
         len(found.files),

@@ -63,7 +63,7 @@ def _fail(arguments: argparse.Namespace, message: str, status: int) -> int:
 def _explanation(error: Exception) -> list[str]:
     """Returns what is known of an error beside its message: why the device's memory ran out."""
     if type(error).__name__ == "OutOfMemoryError":
-        from residency._memory._post_mortem import explain
+        from residency._memory import explain
 
         explain(error)
     return list(getattr(error, "__notes__", ()))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import residency
 from residency._errors import InvalidArgumentError
-from residency._memory._format import (
+from residency._memory import (
     PATH_VARIABLE,
     PEAKS,
     PEAKS_VARIABLE,

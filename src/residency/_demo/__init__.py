@@ -9,14 +9,14 @@ from residency._demo._apart import run_apart
 from residency._demo._cases import CASES, run_case
 from residency._demo._progress import show_progress
 from residency._demo._render import print_report, print_summary, render_report
-from residency._demo._report import Promise, Report, Row, reports_to_json
+from residency._demo._report import CaseRow, Promise, Report, reports_to_json
 from residency._demo._settings import Settings
 
 __all__ = [
     "CASES",
     "Promise",
     "Report",
-    "Row",
+    "CaseRow",
     "Settings",
     "print_report",
     "print_summary",

@@ -49,7 +49,7 @@ _LABELS = ("synchronous, no limit", "AsyncCheckpointIO", "ResidencyCheckpointIO"
 
 
 @dataclass(kw_only=True)
-class _Run(LimitedRun):
+class _SavingRun(LimitedRun):
     """What one run did."""
 
     saves: dict[int, Any] = field(default_factory=dict)
@@ -64,7 +64,7 @@ def run_async_save(bench: Bench, settings: Settings, show: Show) -> Report:
     """
     io, stock_io = _plugins()
 
-    def run(label: str, plugin: Callable[[], Any], capacity_bytes: int | None) -> _Run:
+    def run(label: str, plugin: Callable[[], Any], capacity_bytes: int | None) -> _SavingRun:
         bench.limit(capacity_bytes)
         show(label, "train", 0, _NUM_SAVES)
         try:
@@ -103,7 +103,7 @@ def run_async_save(bench: Bench, settings: Settings, show: Show) -> Report:
 
 
 def _promises(
-    reference: _Run, stock: _Run, ours: _Run, different: list[str]
+    reference: _SavingRun, stock: _SavingRun, ours: _SavingRun, different: list[str]
 ) -> tuple[Promise, ...]:
     same = f"the {len(ours.saves)} files and losses are those of synchronous saves, bit for bit"
     if different:
@@ -144,11 +144,13 @@ def _plugins() -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     return Disk, AsyncCheckpointIO
 
 
-def _train(settings: Settings, plugin: Callable[[], Any], advance: Callable[[int], None]) -> _Run:
+def _train(
+    settings: Settings, plugin: Callable[[], Any], advance: Callable[[int], None]
+) -> _SavingRun:
     import lightning.pytorch as lightning
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    run, started = _Run(), time.perf_counter()
+    run, started = _SavingRun(), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = _make_module(run, settings, Path(folder), advance)
@@ -190,7 +192,7 @@ def _batches(settings: Settings) -> list[torch.Tensor]:
 
 
 def _make_module(
-    run: _Run, settings: Settings, folder: Path, advance: Callable[[int], None]
+    run: _SavingRun, settings: Settings, folder: Path, advance: Callable[[int], None]
 ) -> Any:
     """Returns Lightning's module, which notes in ``run`` how far it is."""
     import lightning.pytorch as lightning
@@ -220,7 +222,7 @@ def _make_module(
     return Model()
 
 
-def _computed(run: _Run) -> dict[str, Any]:
+def _computed(run: _SavingRun) -> dict[str, Any]:
     saves = {
         str(step): {name: save[name] for name in ("state_dict", "optimizer_states", "global_step")}
         for step, save in run.saves.items()
@@ -228,7 +230,7 @@ def _computed(run: _Run) -> dict[str, Any]:
     return {"losses": run.losses, "saves": saves}
 
 
-def _facts(reference: _Run, clone_bytes: int, capacity_bytes: int) -> dict[str, str]:
+def _facts(reference: _SavingRun, clone_bytes: int, capacity_bytes: int) -> dict[str, str]:
     return {
         "model": f"Qwen3 architecture, {reference.num_parameters:,} parameters in fp32, AdamW",
         "saves": f"{_NUM_SAVES}, one a step, {format_bytes(clone_bytes)} each; the disk takes "
@@ -238,7 +240,7 @@ def _facts(reference: _Run, clone_bytes: int, capacity_bytes: int) -> dict[str, 
     }
 
 
-def _ending(run: _Run) -> str:
+def _ending(run: _SavingRun) -> str:
     if run.phase is None:
         return "finishes"
     return f"runs out of memory in the {run.phase} of step {run.step}"

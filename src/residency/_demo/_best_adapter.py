@@ -44,7 +44,7 @@ _RELOAD = "_load_best_model"
 
 
 @dataclass(kw_only=True)
-class _Run(LimitedRun):
+class _AdapterRun(LimitedRun):
     """What one run did."""
 
     adapter: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -78,7 +78,7 @@ def run_best_adapter(bench: Bench, settings: Settings, show: Show) -> Report:
 
         return ResidencyCallback(bucket="1MiB")
 
-    def run(label: str, capacity_bytes: int | None, *callbacks: Any) -> _Run:
+    def run(label: str, capacity_bytes: int | None, *callbacks: Any) -> _AdapterRun:
         bench.limit(capacity_bytes)
         show(label, "train", 1, _NUM_STEPS)
         try:
@@ -115,7 +115,7 @@ def run_best_adapter(bench: Bench, settings: Settings, show: Show) -> Report:
 
 
 def _promises(
-    reference: _Run, stock: _Run, ours: _Run, different: list[str]
+    reference: _AdapterRun, stock: _AdapterRun, ours: _AdapterRun, different: list[str]
 ) -> tuple[Promise, ...]:
     largest = max(value.nbytes for value in reference.file.values())
     same = f"{len(ours.adapter)} tensors of the adapter and all losses are equal bit for bit"
@@ -175,12 +175,12 @@ def _measure(model: torch.nn.Module) -> _Sizes:
     return _Sizes(sizes[False], sizes[True], 4 * _VOCABULARY_SIZE * _HIDDEN_SIZE)
 
 
-def _train(settings: Settings, callbacks: tuple[Any, ...]) -> _Run:
+def _train(settings: Settings, callbacks: tuple[Any, ...]) -> _AdapterRun:
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    run, started = _Run(), time.perf_counter()
+    run, started = _AdapterRun(), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = transformers.Trainer(
@@ -209,7 +209,7 @@ def _train(settings: Settings, callbacks: tuple[Any, ...]) -> _Run:
     return run
 
 
-def _watch_reload(trainer: Any, run: _Run) -> None:
+def _watch_reload(trainer: Any, run: _AdapterRun) -> None:
     """Notes the device bytes that the reload takes beside what there is."""
     stock: Callable[[], None] = getattr(trainer, _RELOAD)
 
@@ -264,11 +264,11 @@ def _read_both(trainer: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.T
     return file, {name: state[name].detach().cpu() for name in file}
 
 
-def _computed(run: _Run) -> dict[str, Any]:
+def _computed(run: _AdapterRun) -> dict[str, Any]:
     return {"losses": run.losses, "adapter": run.adapter}
 
 
-def _ending(run: _Run) -> str:
+def _ending(run: _AdapterRun) -> str:
     if run.phase is None:
         return "finishes"
     return f"runs out of memory in {run.phase}, after the last step"

@@ -22,10 +22,10 @@ from typing import Any
 from residency import _device
 from residency._demo._bench import Bench
 from residency._demo._progress import Show
-from residency._demo._report import Promise, Report, Row
+from residency._demo._report import CaseRow, Promise, Report
 from residency._demo._settings import ModelShape, Settings
 from residency._demo._two_processes import Process
-from residency._memory._growth import find_growth
+from residency._report import find_growth
 from residency._units import format_bytes, parse_bytes
 
 NAME = "hand-off"
@@ -51,7 +51,7 @@ _LABELS = ("alone, no limit", "side by side", "side by side, hand_off")
 
 
 @dataclass
-class _Run:
+class _TwoProcessRun:
     """What one run of both processes did."""
 
     boundaries: list[dict[str, Any]] = field(default_factory=list)
@@ -121,8 +121,8 @@ def _run(
     *,
     block_bytes: int | None = None,
     guard: bool = False,
-) -> _Run:
-    run = _Run()
+) -> _TwoProcessRun:
+    run = _TwoProcessRun()
     started = time.perf_counter()
     with _processes(settings, capacity_bytes) as (trainer, engine, peer):
         for number in range(1, settings.num_steps + 1):
@@ -163,7 +163,7 @@ def _processes(settings: Settings, capacity_bytes: int) -> Iterator[tuple[Proces
             trainer.end()
 
 
-def _facts(settings: Settings, alone: _Run, block_bytes: int) -> dict[str, str]:
+def _facts(settings: Settings, alone: _TwoProcessRun, block_bytes: int) -> dict[str, str]:
     first, last = (alone.boundaries[at]["reserved"] for at in (_FIRST_STEPS - 1, -1))
     return {
         "processes": "a trainer (Qwen3 architecture, AdamW) and an engine, on one device",
@@ -177,10 +177,12 @@ def _facts(settings: Settings, alone: _Run, block_bytes: int) -> dict[str, str]:
     }
 
 
-def _row(setting: str, capacity_bytes: int | None, run: _Run, identical: bool | None) -> Row:
+def _row(
+    setting: str, capacity_bytes: int | None, run: _TwoProcessRun, identical: bool | None
+) -> CaseRow:
     failed = run.failed_step is not None
     losses = run.outcome["losses"]
-    return Row(
+    return CaseRow(
         case=NAME,
         setting=setting,
         capacity_bytes=capacity_bytes,
@@ -197,13 +199,13 @@ def _row(setting: str, capacity_bytes: int | None, run: _Run, identical: bool | 
     )
 
 
-def _ending(run: _Run, settings: Settings) -> str:
+def _ending(run: _TwoProcessRun, settings: Settings) -> str:
     if run.failed_step is None:
         return f"it has it {settings.num_steps} times"
     return f"it is out of memory after step {run.failed_step}"
 
 
-def _promise_flat(run: _Run) -> Promise:
+def _promise_flat(run: _TwoProcessRun) -> Promise:
     reserved = [handed["inside"]["reserved"] for handed in run.handed]
     growth = find_growth("reserved", reserved)
     total = 0.0 if growth is None else growth.bytes_per_visit * growth.num_visits
@@ -216,7 +218,7 @@ def _promise_flat(run: _Run) -> Promise:
     )
 
 
-def _promise_only_where_needed(run: _Run, block_bytes: int) -> Promise:
+def _promise_only_where_needed(run: _TwoProcessRun, block_bytes: int) -> Promise:
     needless = flushed = 0
     for handed in run.handed:
         before, inside = handed["before"], handed["inside"]

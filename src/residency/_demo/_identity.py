@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from residency._demo._training import Outcome
+from residency._demo._training import TrainingOutcome
 
 
-def count_values(outcome: Outcome) -> int:
+def count_values(outcome: TrainingOutcome) -> int:
     """Returns how many values a comparison with this outcome looks at."""
     return len(list(_leaves("", _tree(outcome))))
 
 
-def differences(one: Outcome, other: Outcome) -> list[str]:
+def differences(one: TrainingOutcome, other: TrainingOutcome) -> list[str]:
     """Returns the names of the values in which two outcomes differ; empty when identical."""
     return different_values(_tree(one), _tree(other))
 
@@ -31,7 +31,7 @@ def different_values(one: Any, other: Any) -> list[str]:
     ]
 
 
-def _tree(outcome: Outcome) -> dict[str, Any]:
+def _tree(outcome: TrainingOutcome) -> dict[str, Any]:
     return {
         "parameters": outcome.parameters,
         "optimizer": outcome.state_dict,

@@ -15,9 +15,9 @@ from residency._demo._bench import Bench
 from residency._demo._corpus import Corpus, read_corpus
 from residency._demo._identity import count_values, differences
 from residency._demo._progress import Show
-from residency._demo._report import Promise, Report, Row
+from residency._demo._report import CaseRow, Promise, Report
 from residency._demo._settings import ModelShape, Settings
-from residency._demo._training import OptimizerMaker, Outcome, make_model, train
+from residency._demo._training import OptimizerMaker, TrainingOutcome, make_model, train
 from residency._errors import RefusedError
 from residency._optim import offload_optimizer
 from residency._units import MIB, format_bytes
@@ -44,7 +44,9 @@ def run_optimizer_step(bench: Bench, settings: Settings, show: Show) -> Report:
     _warm_up(bench, settings, corpus)
     left: list[int] = []
 
-    def run(label: str, make_optimizer: OptimizerMaker, capacity_bytes: int | None) -> Outcome:
+    def run(
+        label: str, make_optimizer: OptimizerMaker, capacity_bytes: int | None
+    ) -> TrainingOutcome:
         def advance(phase: str, step: int) -> None:
             show(label, phase, step, settings.num_steps)
 
@@ -110,7 +112,7 @@ def _warm_up(bench: Bench, settings: Settings, corpus: Corpus) -> None:
     bench.mark_empty()
 
 
-def _require_finished(outcome: Outcome) -> None:
+def _require_finished(outcome: TrainingOutcome) -> None:
     if outcome.failed_phase is not None:
         raise RefusedError(
             f"Stock AdamW {_ending(outcome)}, with no limit of ours, so nothing can be compared. "
@@ -137,9 +139,11 @@ def _facts(
     }
 
 
-def _row(setting: str, capacity_bytes: int | None, outcome: Outcome, identical: bool | None) -> Row:
+def _row(
+    setting: str, capacity_bytes: int | None, outcome: TrainingOutcome, identical: bool | None
+) -> CaseRow:
     failed = outcome.failed_phase is not None
-    return Row(
+    return CaseRow(
         case=NAME,
         setting=setting,
         capacity_bytes=capacity_bytes,
@@ -156,7 +160,7 @@ def _row(setting: str, capacity_bytes: int | None, outcome: Outcome, identical: 
     )
 
 
-def _promise_fits(stock: Outcome, offloaded: Outcome) -> Promise:
+def _promise_fits(stock: TrainingOutcome, offloaded: TrainingOutcome) -> Promise:
     return Promise(
         name="fits where stock AdamW does not",
         held=stock.failed_phase is not None and offloaded.failed_phase is None,
@@ -164,7 +168,7 @@ def _promise_fits(stock: Outcome, offloaded: Outcome) -> Promise:
     )
 
 
-def _ending(outcome: Outcome) -> str:
+def _ending(outcome: TrainingOutcome) -> str:
     if outcome.failed_phase is None:
         return "finishes"
     where = f"{outcome.failed_phase} of step {outcome.failed_step}"
@@ -182,7 +186,7 @@ def _promise_identical(different: list[str], num_values: int) -> Promise:
     return Promise(name="computes the same", held=not different, detail=detail)
 
 
-def _promise_bound(offloaded: Outcome, settings: Settings) -> Promise:
+def _promise_bound(offloaded: TrainingOutcome, settings: Settings) -> Promise:
     # AdamW's own scratch for the bucket it is stepping: one square root per element, half of the
     # state.
     scratch_bytes = settings.bucket_bytes // 2

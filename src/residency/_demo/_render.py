@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from residency._demo._report import Promise, Report, Row
+from residency._demo._report import CaseRow, Promise, Report
 from residency._units import format_bytes
 
 _NOTHING = "-"
@@ -87,7 +87,7 @@ def render_report(report: Report, summary: str, console: Console) -> None:
     console.print(escape(report.snippet), highlight=False)
 
 
-def row_cells(row: Row) -> tuple[str, ...]:
+def row_cells(row: CaseRow) -> tuple[str, ...]:
     """Returns the cells of a row, in the order of the table's columns."""
     return (
         row.setting,
@@ -100,15 +100,15 @@ def row_cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _identical(row: Row) -> str:
+def _identical(row: CaseRow) -> str:
     return _NOTHING if row.identical is None else ("yes" if row.identical else "no")
 
 
-def _outcome(row: Row) -> str:
+def _outcome(row: CaseRow) -> str:
     return row.outcome if row.phase is None else f"{row.outcome}:\n{row.phase}"
 
 
-def _losses(row: Row) -> str:
+def _losses(row: CaseRow) -> str:
     if row.first_loss is None:
         return _NOTHING
     return f"{_loss(row.first_loss)} to {_loss(row.last_loss)}"

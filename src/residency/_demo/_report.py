@@ -14,7 +14,7 @@ Outcome = Literal["finished", "out of memory"]
 
 
 @dataclass(frozen=True)
-class Row:
+class CaseRow:
     """What one run of a case did.
 
     Attributes:
@@ -70,9 +70,9 @@ class LimitedRun:
 
     def row(
         self, case: str, setting: str, capacity_bytes: int | None, identical: bool | None
-    ) -> Row:
+    ) -> CaseRow:
         """Returns the run's row in the table of its case."""
-        return Row(
+        return CaseRow(
             case=case,
             setting=setting,
             capacity_bytes=capacity_bytes,
@@ -114,17 +114,17 @@ class Report:
     case: str
     device: str
     facts: dict[str, str]
-    rows: tuple[Row, ...]
+    rows: tuple[CaseRow, ...]
     promises: tuple[Promise, ...]
     snippet: str
 
     @property
-    def stock(self) -> Row:
+    def stock(self) -> CaseRow:
         """The run of stock code under the capacity."""
         return next(row for row in self.rows if row.capacity_bytes is not None)
 
     @property
-    def ours(self) -> Row:
+    def ours(self) -> CaseRow:
         """The run with this package under the same capacity."""
         return next(row for row in reversed(self.rows) if row.capacity_bytes is not None)
 
@@ -145,6 +145,6 @@ def reports_to_json(reports: Iterable[Report]) -> str:
 
 def report_from(fields: Mapping[str, Any]) -> Report:
     """Returns the report of which ``dataclasses.asdict`` made these fields."""
-    rows = tuple(Row(**row) for row in fields["rows"])
+    rows = tuple(CaseRow(**row) for row in fields["rows"])
     promises = tuple(Promise(**promise) for promise in fields["promises"])
     return Report(**{**fields, "rows": rows, "promises": promises})

@@ -74,7 +74,7 @@ class _Recipe(Stateful):
 
 
 @dataclass(kw_only=True)
-class _Run(LimitedRun):
+class _ResumedRun(LimitedRun):
     """What one run did."""
 
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -89,11 +89,11 @@ def run_resume(bench: Bench, settings: Settings, show: Show) -> Report:
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP says that it runs on one process
 
-        def run(label: str, capacity_bytes: int | None, resume: _Resume | None) -> _Run:
+        def run(label: str, capacity_bytes: int | None, resume: _Resume | None) -> _ResumedRun:
             bench.limit(capacity_bytes)
             show(label, "load", 0, _NUM_STEPS)
             try:
-                job = _Job(bench.device, settings, corpus, Path(folder), resume)
+                job = _HalvedRun(bench.device, settings, corpus, Path(folder), resume)
                 done = job.run(lambda step: show(label, "step", step, _NUM_STEPS))
             finally:
                 bench.settle()
@@ -144,7 +144,7 @@ def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
 _Resume = Callable[[torch.nn.Module, torch.optim.Optimizer], Any]
 
 
-class _Job:
+class _HalvedRun:
     """One run: all steps with a save midway, or the second half after a load."""
 
     def __init__(
@@ -157,9 +157,9 @@ class _Job:
     ) -> None:
         self._device, self._settings, self._corpus = device, settings, corpus
         self._folder, self._resume = folder, resume
-        self._run = _Run()
+        self._run = _ResumedRun()
 
-    def run(self, advance: Callable[[int], None]) -> _Run:
+    def run(self, advance: Callable[[int], None]) -> _ResumedRun:
         """Runs it; running out of memory is an outcome."""
         started = time.perf_counter()
         _device.reset_peak()
@@ -215,7 +215,7 @@ class _Job:
         self._run.load_bytes = _device.max_memory_allocated() - before
 
 
-def _computed(run: _Run) -> dict[str, Any]:
+def _computed(run: _ResumedRun) -> dict[str, Any]:
     return {
         "losses": run.losses[-(_NUM_STEPS // 2) :],
         "parameters": run.parameters,
@@ -224,7 +224,11 @@ def _computed(run: _Run) -> dict[str, Any]:
 
 
 def _promises(
-    free: _Run, stock: _Run, ours: _Run, different: list[str], parameter_bytes: int
+    free: _ResumedRun,
+    stock: _ResumedRun,
+    ours: _ResumedRun,
+    different: list[str],
+    parameter_bytes: int,
 ) -> tuple[Promise, ...]:
     same = "all parameters, optimizer states, group values and losses are equal bit for bit"
     if different:
@@ -245,7 +249,7 @@ def _promises(
     )
 
 
-def _ending(run: _Run) -> str:
+def _ending(run: _ResumedRun) -> str:
     if run.phase is None:
         return "finishes"
     where = run.phase if run.step is None else f"{run.phase} {run.step}"

@@ -30,7 +30,7 @@ Advance = Callable[[str, int], None]
 
 
 @dataclass
-class Outcome:
+class TrainingOutcome:
     """What a run gave: numbers, and copies on the host.
 
     Attributes:
@@ -65,7 +65,7 @@ class Outcome:
 class _Meter:
     """A meter of the device's peak in each phase."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: TrainingOutcome) -> None:
         self._outcome = outcome
         self.phase = "load"
         self.step: int | None = None
@@ -123,7 +123,7 @@ def train(
     corpus: Corpus,
     make_optimizer: OptimizerMaker,
     advance: Advance,
-) -> Outcome:
+) -> TrainingOutcome:
     """Trains from the seed for the number of steps, and returns what happened.
 
     Running out of memory is an outcome here, not an error.
@@ -138,7 +138,7 @@ def train(
     Raises:
         RefusedError: The parameters alone do not fit.
     """
-    outcome = Outcome()
+    outcome = TrainingOutcome()
     meter = _Meter(outcome)
     start = time.perf_counter()
     try:
@@ -164,7 +164,7 @@ def _train(
     corpus: Corpus,
     make_optimizer: OptimizerMaker,
     advance: Advance,
-    outcome: Outcome,
+    outcome: TrainingOutcome,
     meter: _Meter,
 ) -> None:
     def enter(phase: str, step: int | None = None) -> None:

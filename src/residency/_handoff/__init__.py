@@ -1,32 +1,25 @@
-"""Makes room on a device: what is not needed goes back, owners are parked, a device is handed over.
-
-Nothing here is imported before it is asked for.
-"""
+"""Makes room on a device: what is not needed goes back, and a device is handed over."""
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from residency._lazy import door
 
 if TYPE_CHECKING:
+    from residency._handoff._agreement import FAILED, agree
     from residency._handoff._hand_off import hand_off
-    from residency._handoff._park import park, unpark
     from residency._handoff._reclaim import Reclaimed, reclaim
     from residency._handoff._take_over import take_over
 
-__all__ = ["Reclaimed", "hand_off", "park", "reclaim", "take_over", "unpark"]
+__all__ = ["FAILED", "Reclaimed", "agree", "hand_off", "reclaim", "take_over"]
 
-_MODULE_OF = {
-    "Reclaimed": "_reclaim",
-    "hand_off": "_hand_off",
-    "park": "_park",
-    "reclaim": "_reclaim",
-    "take_over": "_take_over",
-    "unpark": "_park",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULE_OF:
-        return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = door(
+    __name__,
+    {
+        "_agreement": ["FAILED", "agree"],
+        "_hand_off": ["hand_off"],
+        "_reclaim": ["Reclaimed", "reclaim"],
+        "_take_over": ["take_over"],
+    },
+)

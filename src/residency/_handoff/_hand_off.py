@@ -19,13 +19,11 @@ from residency import _device
 from residency._errors import InvalidArgumentError, RefusedError
 from residency._handoff._agreement import check_group
 from residency._handoff._hand_off_job import HandOff, sole_hand_off
-from residency._handoff._park import is_parked
-from residency._handoff._park_tensors import tensors_of
-from residency._handoff._parking import Parking
 from residency._handoff._peer import check_path, check_timeout
 from residency._handoff._reclaim import Reclaimed
 from residency._handoff._segments import expandable_segments as segments
 from residency._handoff._segments import require_settable
+from residency._park import Parking, is_parked, tensors_of
 from residency._units import parse_bytes
 
 

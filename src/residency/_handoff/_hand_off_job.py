@@ -21,15 +21,11 @@ from torch import nn
 
 from residency._errors import HandOffError, RefusedError
 from residency._handoff._agreement import FAILED, agree
-from residency._handoff._park import remember
-from residency._handoff._park_room import DoesNotFitError
-from residency._handoff._park_tensors import fsdp_groups
-from residency._handoff._parking import Parking
 from residency._handoff._peer import Deadline, Link, await_taker
 from residency._handoff._reclaim import Effort, Reclaimed
 from residency._handoff._residue import residue_lines
-from residency._memory._post_mortem import describe_device
-from residency._memory._state import measure
+from residency._memory import describe_device, measure
+from residency._park import DoesNotFitError, Parking, fsdp_groups, remember
 from residency._registries import Turns
 from residency._units import format_bytes
 

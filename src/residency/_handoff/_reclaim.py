@@ -21,9 +21,7 @@ import torch
 
 from residency import _device, _private_pools
 from residency._errors import InvalidArgumentError, RefusedError
-from residency._memory import MemoryState
-from residency._memory._cycles import bytes_in_cycles
-from residency._memory._state import measure
+from residency._memory import MemoryState, bytes_in_cycles, measure
 from residency._units import format_bytes, parse_bytes
 
 _SEARCH_SECONDS = 10.0

@@ -17,7 +17,7 @@ import torch
 
 from residency import _device
 from residency._errors import RefusedError
-from residency._memory._state import has_growing_segments
+from residency._memory import has_growing_segments
 from residency._registries import Turns
 
 _NAME = "expandable_segments"

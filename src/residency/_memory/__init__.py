@@ -1,35 +1,87 @@
 """What the device's memory is used for: states, phases, the record of a run, and its growth.
 
-Nothing here is imported before it is asked for: reports read recordings without torch.
+Nothing is imported before it is asked for: reports read recordings without torch.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from residency._lazy import door
 
 if TYPE_CHECKING:
-    from residency._memory._holders import Holder, holders
+    from residency._memory._cycles import bytes_in_cycles
+    from residency._memory._format import (
+        FORMAT,
+        LONGEST_LINE,
+        PATH_VARIABLE,
+        PEAKS,
+        PEAKS_VARIABLE,
+        VERSION,
+        may_be_replaced,
+        records_of,
+    )
+    from residency._memory._holders._holders import Holder, holders
+    from residency._memory._imports import ImportWatch
     from residency._memory._ledger import Ledger
-    from residency._memory._phase import Visit, phase
+    from residency._memory._objects import is_a, slot, type_name
+    from residency._memory._phase import Visit, begin_phase, end_phase, open_phases, phase
+    from residency._memory._post_mortem import describe_device, explain
     from residency._memory._record import record
-    from residency._memory._state import MemoryState, memory_state
+    from residency._memory._state import MemoryState, has_growing_segments, measure, memory_state
 
-__all__ = ["Holder", "Ledger", "MemoryState", "Visit", "holders", "memory_state", "phase", "record"]
+__all__ = [
+    "FORMAT",
+    "Holder",
+    "ImportWatch",
+    "LONGEST_LINE",
+    "Ledger",
+    "MemoryState",
+    "PATH_VARIABLE",
+    "PEAKS",
+    "PEAKS_VARIABLE",
+    "VERSION",
+    "Visit",
+    "begin_phase",
+    "bytes_in_cycles",
+    "describe_device",
+    "end_phase",
+    "explain",
+    "has_growing_segments",
+    "holders",
+    "is_a",
+    "may_be_replaced",
+    "measure",
+    "memory_state",
+    "open_phases",
+    "phase",
+    "record",
+    "records_of",
+    "slot",
+    "type_name",
+]
 
-_MODULE_OF = {
-    "Holder": "_holders",
-    "Ledger": "_ledger",
-    "MemoryState": "_state",
-    "Visit": "_phase",
-    "holders": "_holders",
-    "memory_state": "_state",
-    "phase": "_phase",
-    "record": "_record",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULE_OF:
-        return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = door(
+    __name__,
+    {
+        "_cycles": ["bytes_in_cycles"],
+        "_format": [
+            "FORMAT",
+            "LONGEST_LINE",
+            "PATH_VARIABLE",
+            "PEAKS",
+            "PEAKS_VARIABLE",
+            "VERSION",
+            "may_be_replaced",
+            "records_of",
+        ],
+        "_holders._holders": ["Holder", "holders"],
+        "_imports": ["ImportWatch"],
+        "_ledger": ["Ledger"],
+        "_objects": ["is_a", "slot", "type_name"],
+        "_phase": ["Visit", "begin_phase", "end_phase", "open_phases", "phase"],
+        "_post_mortem": ["describe_device", "explain"],
+        "_record": ["record"],
+        "_state": ["MemoryState", "has_growing_segments", "measure", "memory_state"],
+    },
+)

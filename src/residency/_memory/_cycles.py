@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 from residency._memory import _objects
-from residency._memory._holders import add_held_by_cpp, follow_torch, storages_of
-from residency._memory._holders_autograd import Graphs
-from residency._memory._holders_roots import (
+from residency._memory._holders._autograd import Graphs
+from residency._memory._holders._holders import add_held_by_cpp, follow_torch, storages_of
+from residency._memory._holders._roots import (
     frames_read,
     named_by_modules,
     named_by_threads,
     namespaces,
 )
-from residency._memory._holders_walk import Origin, Walk
+from residency._memory._holders._walk import Origin, Walk
 
 _STORAGE: Any = torch._C.StorageBase  # what every kind of storage is, untyped or typed (torch 2.13)
 

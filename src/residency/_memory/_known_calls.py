@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from residency._memory._imports import ImportWatch
-from residency._memory._phase import begin, end, open_phases
+from residency._memory._phase import begin_phase, end_phase, open_phases
 
 _STEP = "optimizer_step"
 # module -> (name in it, phase)
@@ -85,12 +85,12 @@ class KnownCalls:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if any(visit._owner is optimizer for visit in open_phases()):
             # The hook after a step that raised does not run.
-            end(optimizer, RuntimeError("the step did not finish"))
-        begin(_STEP, optimizer)
+            end_phase(optimizer, RuntimeError("the step did not finish"))
+        begin_phase(_STEP, optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if any(visit._owner is optimizer for visit in open_phases()):
-            end(optimizer, None)
+            end_phase(optimizer, None)
 
     def _wrap_all(self, calls: tuple[tuple[str, str], ...], module: ModuleType) -> None:
         for path, name in calls:
@@ -121,13 +121,13 @@ class KnownCalls:
             if not self._is_on or (visits and visits[-1].name == name):  # one call made of others
                 return found(*args, **kwargs)
             owner = object()
-            begin(name, owner)
+            begin_phase(name, owner)
             try:
                 result = found(*args, **kwargs)
             except BaseException as error:
-                end(owner, error)
+                end_phase(owner, error)
                 raise
-            end(owner, None)
+            end_phase(owner, None)
             return result
 
         return called

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from residency._memory import _objects
-from residency._memory._holders_paths import Paths
-from residency._memory._holders_walk import Walk
+from residency._memory._holders._paths import Paths
+from residency._memory._holders._walk import Walk
 
 _DEEPEST_STATE = 4
 

@@ -186,7 +186,7 @@ class phase:  # noqa: N801 - used as a function, as torch.no_grad is
         self.name = name
 
     def __enter__(self) -> Visit:
-        return begin(self.name, self)
+        return begin_phase(self.name, self)
 
     def __exit__(
         self,
@@ -194,7 +194,7 @@ class phase:  # noqa: N801 - used as a function, as torch.no_grad is
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> Literal[False]:
-        end(self, error)
+        end_phase(self, error)
         return False
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -221,7 +221,7 @@ class phase:  # noqa: N801 - used as a function, as torch.no_grad is
         return called
 
 
-def begin(name: str, owner: object) -> Visit:
+def begin_phase(name: str, owner: object) -> Visit:
     """Begins a visit that `end` ends when it is given the same owner."""
     outer = _open.get()
     visit = Visit(name, outer, owner)
@@ -230,7 +230,7 @@ def begin(name: str, owner: object) -> Visit:
     return visit
 
 
-def end(owner: object, error: BaseException | None) -> None:
+def end_phase(owner: object, error: BaseException | None) -> None:
     """Ends the innermost visit of an owner, and what was left open inside it.
 
     Where the visit is another thread's, nothing is ended: its own thread may still do so. Where a

@@ -23,7 +23,7 @@ import torch
 from residency import _device
 from residency._errors import InvalidArgumentError
 from residency._memory import _state
-from residency._memory._holders import Holder, find_holders
+from residency._memory._holders._holders import Holder, find_holders
 from residency._memory._state import MemoryState
 from residency._units import MIB, format_bytes, parse_bytes
 

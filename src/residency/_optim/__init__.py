@@ -5,9 +5,17 @@ gets), ``_homes`` (where the state lives), ``_plan`` (what moves together) and `
 itself).
 """
 
-from residency._optim import _lend as _lend  # makes saves find an offloaded optimizer's state
+from residency._optim._lend import lend_homes  # makes saves find an offloaded optimizer's state
 from residency._optim._offload import offload_optimizer, onload_optimizer
+from residency._optim._offload_record import Offload
 from residency._optim._offloaded import OffloadedOptimizer
 from residency._optim._statistics import OffloadStatistics
 
-__all__ = ["OffloadStatistics", "OffloadedOptimizer", "offload_optimizer", "onload_optimizer"]
+__all__ = [
+    "Offload",
+    "OffloadStatistics",
+    "OffloadedOptimizer",
+    "lend_homes",
+    "offload_optimizer",
+    "onload_optimizer",
+]

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from residency._dtensor import is_sharded, local_of, wrapped_like
 from residency._errors import RefusedError
 from residency._modes import callers_modes_off
 from residency._optim._arrivals import Arrivals
@@ -39,12 +40,9 @@ from residency._transfer import (
     another_over,
     gate_of,
     is_only_one,
-    is_sharded,
     keep_alive_instead,
     lanes_of,
     lending,
-    local_of,
-    wrapped_like,
 )
 
 

@@ -14,22 +14,21 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from residency._dtensor import is_sharded, local_of
 from residency._optim._homes import Home
-from residency._optim._offload_data import Offload
+from residency._optim._offload_record import Offload
 from residency._optim._offloaded import OffloadedOptimizer, adopt_foreign_state
 from residency._optim._placement import follow_parameters
 from residency._optim._receive import receive_state
-from residency._optim._schema import Schemas
-from residency._optim._shadow import PRIVATE
 from residency._optim._state import ParameterState
+from residency._optim._trial._first_step import Schemas
+from residency._optim._trial._partial_step import PRIVATE
 from residency._transfer import (
     Incoming,
     Lent,
     Loans,
     Reception,
-    is_sharded,
     lending,
-    local_of,
     owned_optimizers,
     register_forecast,
     register_owner,

@@ -15,19 +15,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from residency._dtensor import layout_of, local_of
 from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes
 from residency._optim._masters import as_masters_state
-from residency._optim._offload_data import Offload
+from residency._optim._offload_record import Offload
 from residency._optim._residents import Residents
-from residency._optim._schema import Schema, Schemas
-from residency._optim._shadow import PRIVATE, is_torchs_own
-from residency._optim._sharding import layout_of, planned_bytes
 from residency._optim._state import State
 from residency._optim._together import fill_together, moved_together, stay_together, tied_among
+from residency._optim._trial._first_step import Schema, Schemas, planned_bytes
+from residency._optim._trial._partial_step import PRIVATE, is_torchs_own
 from residency._optim._validate import check_flags
 from residency._storages import overlapping
-from residency._transfer import local_of
 
 
 @dataclass(slots=True)

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from residency._dtensor import local_of, wrapped_like
 from residency._errors import RefusedError
 from residency._storages import sharing
-from residency._transfer import local_of, wrapped_like
 
 MASTER = "master_weight"
 

@@ -18,17 +18,17 @@ from residency import _device
 from residency._errors import InvalidArgumentError, RefusedError
 from residency._modes import inference_mode_off
 from residency._optim._masters import check_masters
-from residency._optim._offload_data import Offload
+from residency._optim._offload_record import Offload
 from residency._optim._offloaded import (
     OffloadedOptimizer,
     adopt_foreign_state,
     refuse_foreign_step,
 )
 from residency._optim._placement import follow_parameters, members_of, place_state, plain_state
-from residency._optim._separable import separability
-from residency._optim._shadow import PRIVATE
 from residency._optim._state import State
 from residency._optim._step_patch import remake_step_patch, validate_step_patch
+from residency._optim._trial._partial_step import PRIVATE
+from residency._optim._trial._separable import separability
 from residency._optim._validate import check_groups, device_of
 from residency._optim._whole import done_whole
 from residency._optim._wrappers import reaching_inside

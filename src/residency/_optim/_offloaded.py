@@ -19,19 +19,19 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from residency._dtensor import local_of, moved
 from residency._errors import RefusedError
 from residency._modes import inference_mode_off
 from residency._optim._loading import prepare_load
-from residency._optim._offload_data import Loading, Offload
+from residency._optim._offload_record import Loading, Offload
 from residency._optim._placement import follow_parameters, members_of, prime_state
-from residency._optim._separable import separability
-from residency._optim._shadow import PRIVATE, raw_step
 from residency._optim._state import ParameterState, State
 from residency._optim._statistics import OffloadStatistics, Timeline, bytes_per_second
 from residency._optim._stream import StreamedStep
+from residency._optim._trial._partial_step import PRIVATE, raw_step
+from residency._optim._trial._separable import separability
 from residency._optim._validate import check_flags, check_groups, device_of
 from residency._optim._whole import done_whole
-from residency._transfer import local_of, moved
 from residency._units import format_bytes
 
 _NUM_CALLERS = 8  # between torch's function and ours: overridden `state_dict`, wrappers of it

@@ -16,20 +16,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from residency import _device
+from residency._dtensor import layout_of, local_of, wrapped_like
 from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes
 from residency._optim._masters import MASTER, as_masters_state, check_masters, master_like
-from residency._optim._offload_data import Offload
+from residency._optim._offload_record import Offload
 from residency._optim._plan import Member
 from residency._optim._residents import Residents
-from residency._optim._schema import Schema, StateSize
-from residency._optim._sharding import layout_of
 from residency._optim._state import ParameterState, State
 from residency._optim._together import fill_together, moved_together, stay_together, tied_among
+from residency._optim._trial._first_step import Schema, StateSize
 from residency._optim._validate import check_flags, device_of
 from residency._optim._whole import done_whole
 from residency._storages import overlapping
-from residency._transfer import copy_to_host, local_of, wrapped_like
+from residency._transfer import copy_to_host
 
 _SPARE_BUCKETS = 2
 _Values = Mapping[str, Any]

@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from residency._dtensor import local_of
 from residency._errors import RefusedError
 from residency._optim._homes import Home
 from residency._optim._masters import MASTER, master_like
 from residency._optim._residents import Residents
-from residency._optim._schema import StateSize
-from residency._optim._separable import CUT
 from residency._optim._state import ParameterState, State
 from residency._optim._ties import Ties, covers_of
+from residency._optim._trial._first_step import StateSize
+from residency._optim._trial._separable import CUT
 from residency._storages import sharing
-from residency._transfer import Run, align_up, local_of
+from residency._transfer import CopyRun, align_up
 
 _WIDEST = torch.complex128.itemsize
 _DENSE = frozenset((torch.strided,))
@@ -125,8 +126,8 @@ class Unit:
     all_keys: list[Any] = field(default_factory=list)
     only_key: str | None = None
     views: list[SlotViews] = field(default_factory=list)
-    loads: list[Run] = field(default_factory=list)
-    stores: list[Run] = field(default_factory=list)
+    loads: list[CopyRun] = field(default_factory=list)
+    stores: list[CopyRun] = field(default_factory=list)
     num_bytes: int = 0
     seats: list[Seat] = field(init=False)
     in_groups: list[tuple[int, int]] = field(init=False)
@@ -358,8 +359,8 @@ def lay_out(pieces: Sequence[Piece], homes: Sequence[HomesByKey]) -> Unit:
         homes: Those of each piece's states. What shares bytes at home does so in the slot.
     """
     unit = Unit(pieces)
-    loads: list[tuple[Run, bool]] = []
-    stores: list[tuple[Run, bool]] = []
+    loads: list[tuple[CopyRun, bool]] = []
+    stores: list[tuple[CopyRun, bool]] = []
     covers = covers_of([home for by_key in homes for home in by_key.values()])
     placed: dict[Home, int] = {}
     views: list[SlotViews] = []
@@ -421,22 +422,22 @@ def _join_views(views: Iterable[SlotViews]) -> list[SlotViews]:
     return joined
 
 
-def _run_of(piece: Piece, home: Home, offset: int, *, is_cut: bool) -> Run:
+def _run_of(piece: Piece, home: Home, offset: int, *, is_cut: bool) -> CopyRun:
     region, itemsize = home.region, home.tensor.element_size()
     if not is_cut:
-        return Run(region.slab, region.offset, offset, home.num_bytes)
+        return CopyRun(region.slab, region.offset, offset, home.num_bytes)
     assert piece.stop is not None
     start = region.offset + piece.start * itemsize
-    return Run(region.slab, start, offset, (piece.stop - piece.start) * itemsize)
+    return CopyRun(region.slab, start, offset, (piece.stop - piece.start) * itemsize)
 
 
-def _join(runs: Iterable[tuple[Run, bool]]) -> list[Run]:
+def _join(runs: Iterable[tuple[CopyRun, bool]]) -> list[CopyRun]:
     """Joins copies that follow each other on both sides.
 
     The padding after a whole entry belongs to nobody and may be copied along; after a cut, the
     bytes up to the next alignment are the next cut's.
     """
-    joined: list[tuple[Run, bool]] = []
+    joined: list[tuple[CopyRun, bool]] = []
     for run, is_padded in runs:
         if joined:
             last, was_padded = joined[-1]
@@ -446,7 +447,9 @@ def _join(runs: Iterable[tuple[Run, bool]]) -> list[Run]:
                 and last.slab_offset + reach == run.slab_offset
                 and last.slot_offset + reach == run.slot_offset
             ):
-                grown = Run(last.slab, last.slab_offset, last.slot_offset, reach + run.num_bytes)
+                grown = CopyRun(
+                    last.slab, last.slab_offset, last.slot_offset, reach + run.num_bytes
+                )
                 joined[-1] = (grown, is_padded)
                 continue
         joined.append((run, is_padded))

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from residency._dtensor import local_of
 from residency._optim._plan import Piece
-from residency._transfer import local_of
 
 
 class Progress:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from residency._dtensor import layout_of, local_of, moved, wrapped_like
 from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes
 from residency._optim._loading import (
@@ -24,15 +25,14 @@ from residency._optim._loading import (
     stay_here,
 )
 from residency._optim._masters import MASTER, as_masters_state
-from residency._optim._offload_data import Offload
+from residency._optim._offload_record import Offload
 from residency._optim._residents import Residents
-from residency._optim._schema import Schemas
-from residency._optim._shadow import is_torchs_own
-from residency._optim._sharding import layout_of
 from residency._optim._state import State
+from residency._optim._trial._first_step import Schemas
+from residency._optim._trial._partial_step import is_torchs_own
 from residency._optim._whole import done_whole
 from residency._storages import strided_as
-from residency._transfer import Incoming, local_of, moved, wrapped_like
+from residency._transfer import Incoming
 
 
 @dataclass(slots=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from residency._dtensor import local_of, wrapped_like
 from residency._optim._plan import Unit
-from residency._transfer import local_of, wrapped_like
 
 _FEW = 4  # views, which are made as quickly one by one
 

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from residency._dtensor import layout_of, local_of, moved
 from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes
 from residency._optim._residents import Residents
-from residency._optim._sharding import layout_of, planned_bytes
 from residency._optim._together import apart_from_kept, arrived, send_home
-from residency._transfer import local_of, moved
+from residency._optim._trial._first_step import planned_bytes
 
 
 class ParameterState(dict[str, Any]):

@@ -22,19 +22,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from residency import _device
+from residency._dtensor import local_gradient, sharded_among
 from residency._optim._company import company_of
 from residency._optim._homes import Home, Homes
-from residency._optim._offload_data import Offload
+from residency._optim._offload_record import Offload
 from residency._optim._plan import Member, Plan, Unit, homes_of, lay_out, members_with_gradient
 from residency._optim._progress import Progress
-from residency._optim._shadow import Commit
-from residency._optim._sharding import local_gradient
+from residency._optim._stand_ins import StandIns
 from residency._optim._state import State
 from residency._optim._statistics import Timeline
 from residency._optim._together import move_entries, writable
-from residency._optim._unit_step import Copy, Part, Shared
+from residency._optim._trial._partial_step import Commit
+from residency._optim._unit_step import Copy, Shared, UnitStep
 from residency._optim._validate import has_no_rate
-from residency._transfer import Run, lending, sharded_among
+from residency._transfer import CopyRun, lending
 
 
 class StreamedStep:
@@ -48,7 +49,9 @@ class StreamedStep:
         self._gate = homes.gate
         self._state = state
         self._current = _device.current_stream(homes.device)
-        self._shared = Shared(optimizer, offload, homes, state, Commit(optimizer))
+        self._shared = Shared(
+            optimizer, offload, homes, state, Commit(optimizer), StandIns(offload, state)
+        )
         self._progress = Progress(())
         self._alive: deque[list[Tensor]] = deque()
         self._num_parts = -1
@@ -130,7 +133,7 @@ class StreamedStep:
         if self._offload.is_local:
             # In group order on every rank, before plans, which may differ, have a say.
             sharded = sharded_among(self._progress.parameters)
-            self._shared.gradients = {p: local_gradient(p) for p in sharded}
+            self._shared.stand_ins.gradients = {p: local_gradient(p) for p in sharded}
         self._step_streamed(plan)
         self._step_births(plan)
         if not num_parts:  # counters in groups advance without gradients too
@@ -225,7 +228,7 @@ class StreamedStep:
 
         What the optimizer's own step has changed is followed up, though an exception comes between.
         """
-        part = Part(self._shared, unit, slot, number=self._num_done + 1, of=self._num_parts)
+        part = UnitStep(self._shared, unit, slot, number=self._num_done + 1, of=self._num_parts)
         self._gate.before_write(part.written)
         try:
             self._progress.begun = unit.pieces
@@ -239,7 +242,7 @@ class StreamedStep:
             raise
         return [buffer for buffer, _ in part.births]
 
-    def _publish(self, part: Part) -> None:
+    def _publish(self, part: UnitStep) -> None:
         """Sends a stepped unit's state home and makes it the optimizer's; may be done twice."""
         if part.stores is None:
             part.stores = self._stores_of(part.unit)
@@ -254,7 +257,7 @@ class StreamedStep:
         part.check()
         self._num_done = part.number
 
-    def _stores_of(self, unit: Unit) -> Sequence[Run]:
+    def _stores_of(self, unit: Unit) -> Sequence[CopyRun]:
         """Returns the copies home of a unit: off the homes that a save reads.
 
         The bytes on their way to the device are still read from the old homes, of which a cut's

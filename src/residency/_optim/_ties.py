@@ -14,11 +14,12 @@ from itertools import zip_longest
 
 from torch import Tensor
 
+from residency._dtensor import local_of, locals_of
 from residency._errors import RefusedError
 from residency._optim._homes import Home
 from residency._optim._state import ParameterState
 from residency._storages import are_apart, bytes_over, is_dense, overlapping, sharing
-from residency._transfer import Region, Slab, align_up, local_of, locals_of
+from residency._transfer import Region, Slab, align_up
 
 Ties = tuple[tuple[int, ...], ...]
 

@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from residency._dtensor import is_sharded, local_of, wrapped_like
 from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes, common_bytes
 from residency._optim._masters import as_masters_state
 from residency._optim._residents import Residents
 from residency._storages import laid_over, overlapping, strided_as
-from residency._transfer import is_sharded, lending, local_of, moved_at_once, wrapped_like
+from residency._transfer import lending, moved_at_once
 
 _Key = TypeVar("_Key", bound=Hashable)
 

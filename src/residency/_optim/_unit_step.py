@@ -1,7 +1,7 @@
 """The step of one unit: what stands in for its parameters and its state, the optimizer's own step
 on that, and what came of it, complete before any of it is the optimizer's.
 
-Invariant: until ``Part.apply`` runs, the optimizer's state is that from before the unit; what
+Invariant: until ``UnitStep.apply`` runs, the optimizer's state is that from before the unit; what
 ``apply`` does may be done twice. ``tests/optim/test_interruptions.py`` tries to break it at every
 line.
 """
@@ -20,20 +20,28 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from residency._dtensor import (
+    has_partial_gradient,
+    is_sharded,
+    local_of,
+    locals_of,
+    sharded_among,
+    wrapped_like,
+)
 from residency._errors import ResidencyError
 from residency._optim._company import Company
 from residency._optim._homes import Home, Homes
-from residency._optim._masters import MASTER, take_foreign_writes
-from residency._optim._offload_data import Offload
+from residency._optim._masters import MASTER
+from residency._optim._offload_record import Offload
 from residency._optim._plan import Piece, Unit
-from residency._optim._shadow import Commit, Shadow, is_torchs_own, raw_step
-from residency._optim._sharding import has_partial_gradient, planned_bytes
 from residency._optim._slots import apart, by_key, views_in
+from residency._optim._stand_ins import StandIns
 from residency._optim._state import ParameterState, State
-from residency._transfer import Run, is_sharded, local_of, locals_of, sharded_among, wrapped_like
-from residency._transfer._lanes import raw_bytes
+from residency._optim._trial._first_step import planned_bytes
+from residency._optim._trial._partial_step import Commit, Shadow, is_torchs_own, raw_step
+from residency._transfer import CopyRun, raw_bytes
 
-Copy = tuple[Tensor, Sequence[Run]]
+Copy = tuple[Tensor, Sequence[CopyRun]]
 _MISSING = object()
 _END = object()
 
@@ -61,8 +69,7 @@ class Shared:
 
     Attributes:
         commit: Collects what the parts leave outside of state.
-        gradients: Of sharded parameters, their local ones.
-        flat: Contiguous copies of gradients that are not, while their parameters are cut.
+        stand_ins: Makes what the step gets in the place of parameters.
         making: Homes for states that are complete with a parameter's last piece.
         held: Homes that callers can reach without a new look.
         company: Parameters without elements that each part steps along; see ``_company``.
@@ -73,14 +80,13 @@ class Shared:
     homes: Homes
     state: State
     commit: Commit
-    gradients: dict[Tensor, Tensor] = field(default_factory=dict)
-    flat: dict[Tensor, Tensor] = field(default_factory=dict)
+    stand_ins: StandIns
     making: dict[Tensor, dict[str, Home]] = field(default_factory=dict)
     held: set[Home] = field(default_factory=set)
     company: Company = ()
 
 
-class Part:
+class UnitStep:
     """One unit on its way through a step.
 
     Its lists have an entry for each piece: a step asks much of many small parameters, and lists
@@ -97,7 +103,7 @@ class Part:
         self.unit = unit
         self.slot = slot
         self.births: list[Copy] = []
-        self.stores: Sequence[Run] | None = None
+        self.stores: Sequence[CopyRun] | None = None
         self.is_collected = False
         self._shared = shared
         self._optimizer, self._offload = shared.optimizer, shared.offload
@@ -149,7 +155,10 @@ class Part:
         if self._is_plain and self.unit.are_whole:
             self._proxies = self._parameters
         else:
-            self._proxies = list(map(self._proxy, self.unit.pieces, self._views))
+            self._proxies = [
+                self._shared.stand_ins.of(piece, views, is_local=self._is_local)
+                for piece, views in zip(self.unit.pieces, self._views, strict=True)
+            ]
         proxies = iter(self._proxies)
         for index, count in self.unit.in_groups:
             groups[index]["params"].extend(islice(proxies, count))
@@ -178,7 +187,7 @@ class Part:
         assert self._shadow is not None
         self.births, self._changes = [], []
         if self._is_as_before():  # changed in place, as nearly always
-            self._give_gradients_back()
+            self._shared.stand_ins.give_gradients_back(self.unit.pieces)
             self.is_collected = True
             return
         if self._after is None:  # read all of it before the slot is written
@@ -187,10 +196,10 @@ class Part:
         for piece, proxy, views, values in parts:
             after = values
             if self._offload.has_master(piece.parameter):
-                after = {MASTER: self._round(piece, proxy), **(after or {})}
+                after = {MASTER: self._shared.stand_ins.write_back(piece, proxy), **(after or {})}
             if after is not None:
                 self._collect(piece, views, after)
-        self._give_gradients_back()
+        self._shared.stand_ins.give_gradients_back(self.unit.pieces)
         self.is_collected = True
 
     def _is_as_before(self) -> bool:
@@ -251,75 +260,6 @@ class Part:
         """
         assert self._shadow is not None
         self._shared.commit.add(self._shadow.outcome())
-
-    def _proxy(self, piece: Piece, views: dict[str, Tensor]) -> Tensor:
-        """Returns what the shadow steps in a parameter's place, with its gradient."""
-        parameter = piece.parameter
-        has_master = self._offload.has_master(parameter)
-        if not has_master and piece.is_whole and not (self._is_local and is_sharded(parameter)):
-            return parameter
-        proxy = self._master(piece, views) if has_master else _low(piece)
-        gradient = self._gradient_of(piece)
-        # What the caller, or a step, has set on the parameter itself is one and the same on both.
-        proxy.__dict__ = parameter.__dict__
-        proxy.requires_grad_(parameter.requires_grad)
-        if not has_master:  # torch lets a gradient have another dtype, where the parameter says so
-            proxy.grad_dtype = parameter.grad_dtype
-        proxy.grad = gradient.float() if has_master else gradient
-        return proxy
-
-    def _gradient_of(self, piece: Piece) -> Tensor:
-        """Returns the gradient that a step sees: of the local tensor, cut as the piece is, or of
-        the whole shard.
-        """
-        parameter = piece.parameter
-        assert parameter.grad is not None
-        if not self._is_local:
-            return parameter.grad.detach()
-        gradient = self._shared.gradients.get(parameter, parameter.grad).detach()
-        if piece.is_whole:
-            return gradient
-        flat = self._shared.flat.get(parameter)
-        if flat is None:
-            flat = gradient.reshape(-1)
-            if gradient.numel() and flat.data_ptr() != gradient.data_ptr():
-                self._shared.flat[parameter] = flat  # a copy, which all pieces share
-        return flat[piece.start : piece.stop]
-
-    def _give_gradients_back(self) -> None:
-        """Writes what a step changed in the flat copy of a gradient to the gradient itself, as
-        torch's foreach step with Nesterov momentum does.
-        """
-        for piece in self.unit.pieces if self._shared.flat else ():
-            flat = self._shared.flat.get(piece.parameter) if piece.is_last else None
-            if flat is None:
-                continue
-            if flat._version:
-                gradient = self._shared.gradients.get(piece.parameter, piece.parameter.grad)
-                assert gradient is not None
-                local = local_of(gradient).detach()
-                local.copy_(flat.view_as(local))
-            del self._shared.flat[piece.parameter]
-
-    def _master(self, piece: Piece, views: dict[str, Tensor]) -> Tensor:
-        """Returns a piece's master, with what others wrote into the parameter taken over."""
-        parameter, low = piece.parameter, _low(piece)
-        inner = self._state.peek(parameter)
-        master = views.get(MASTER)
-        if master is None and inner is not None and inner.is_resident and MASTER in inner:
-            master = local_of(dict.__getitem__(inner, MASTER)).detach()
-        if master is None:
-            master = low.float()
-        else:
-            take_foreign_writes(master, low)
-        return master if self._is_local else wrapped_like(master, parameter)
-
-    def _round(self, piece: Piece, proxy: Tensor) -> Tensor:
-        """Writes a stepped master to its parameter; returns it as a state."""
-        proxy.grad = None
-        master = proxy.detach()
-        _low(piece).copy_(local_of(master))
-        return master
 
     def _shard(self, piece: Piece, value: Any) -> Any:
         """Returns a state as callers see it: what is as large as a parameter's shard is one."""
@@ -448,14 +388,8 @@ class Part:
         buffer = raw_bytes(local_of(value))
         start = piece.start * value.element_size() if is_cut else 0
         region = home.region
-        run = Run(region.slab, region.offset + start, 0, buffer.numel())
+        run = CopyRun(region.slab, region.offset + start, 0, buffer.numel())
         return buffer, [run] if buffer.numel() else []
-
-
-def _low(piece: Piece) -> Tensor:
-    """Returns the elements of a piece, in the parameter's own dtype."""
-    low = local_of(piece.parameter).detach()
-    return low if piece.is_whole else low.view(-1)[piece.start : piece.stop]
 
 
 def _is_as_before(

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from residency import _device
+from residency._dtensor import is_sharded, local_of
 from residency._errors import RefusedError
-from residency._transfer import is_sharded, local_of
 
 _FLAGS = {
     "capturable": "a captured step replays fixed addresses, and streamed state has none",

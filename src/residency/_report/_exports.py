@@ -9,12 +9,12 @@ from typing import Any
 
 from residency._errors import InvalidArgumentError
 from residency._report._fields import CLASSES
-from residency._report._read import Run
+from residency._report._read import RecordedRun
 
 _MICROSECONDS = 1_000_000
 
 
-def write_tensorboard(runs: list[Run], folder: Path) -> None:
+def write_tensorboard(runs: list[RecordedRun], folder: Path) -> None:
     """Writes the figures at the end of every visit as scalars, over the visits of each phase.
 
     Raises:
@@ -44,7 +44,7 @@ def write_tensorboard(runs: list[Run], folder: Path) -> None:
         writer.close()
 
 
-def write_trace(runs: list[Run], file: Path) -> None:
+def write_trace(runs: list[RecordedRun], file: Path) -> None:
     """Writes phases as slices and classes as counters, a process for each rank.
 
     Raises:
@@ -54,7 +54,7 @@ def write_trace(runs: list[Run], file: Path) -> None:
     write_text(file, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False))
 
 
-def _events(run: Run) -> list[dict[str, Any]]:
+def _events(run: RecordedRun) -> list[dict[str, Any]]:
     place: dict[str, Any] = {"pid": run.rank}
     events = [{**place, "ph": "M", "name": "process_name", "args": {"name": f"rank {run.rank}"}}]
     for visit in run.visits:

@@ -10,7 +10,7 @@ import math
 import reprlib
 from collections.abc import Callable, Mapping
 
-from residency._memory._format import FORMAT, VERSION
+from residency._memory import FORMAT, VERSION
 
 CLASSES = ("held", "returnable", "stuck", "draining", "pooled", "outside", "free")
 Value = str | int | float | bool | None

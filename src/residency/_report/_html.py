@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from residency._report._exports import write_text
-from residency._report._read import Boundary, RecordedVisit, Run
+from residency._report._read import Boundary, RecordedRun, RecordedVisit
 from residency._report._summary import Row, summarise
 from residency._report._table import footnotes, growth_text
 from residency._units import format_bytes, parse_bytes
@@ -46,7 +46,7 @@ th:first-child, td:first-child, th:last-child, td:last-child { text-align: left;
 """
 
 
-def write_page(runs: list[Run], file: Path) -> None:
+def write_page(runs: list[RecordedRun], file: Path) -> None:
     """Writes the page of all ranks of a run.
 
     Raises:
@@ -79,7 +79,7 @@ def write_page(runs: list[Run], file: Path) -> None:
     )
 
 
-def _timeline(run: Run, *, is_only: bool) -> str:
+def _timeline(run: RecordedRun, *, is_only: bool) -> str:
     import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 

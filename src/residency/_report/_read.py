@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from residency._errors import InvalidArgumentError
-from residency._memory._format import LONGEST_LINE, VERSION
+from residency._memory import LONGEST_LINE, VERSION
 from residency._report._fields import CLASSES, NewerFormatError, checked, visible
 
 _MAX_WARNINGS = 20
@@ -59,7 +59,7 @@ class RecordedVisit:
 
 
 @dataclass(slots=True)
-class Run:
+class RecordedRun:
     """One file's content.
 
     Attributes:
@@ -92,7 +92,7 @@ class Run:
         return sorted(found, key=lambda boundary: boundary.seconds)
 
 
-def read_runs(path: Path) -> list[Run]:
+def read_runs(path: Path) -> list[RecordedRun]:
     """Reads a file, or the files of all ranks where the path is that of none of them.
 
     Raises:
@@ -119,9 +119,9 @@ def read_runs(path: Path) -> list[Run]:
     return runs
 
 
-def _read_all(files: list[Path]) -> tuple[list[Run], list[str]]:
+def _read_all(files: list[Path]) -> tuple[list[RecordedRun], list[str]]:
     """Reads files of ranks; one that is none is left out, with a warning, beside others."""
-    runs: list[Run] = []
+    runs: list[RecordedRun] = []
     errors: list[InvalidArgumentError] = []
     for file in files:
         try:
@@ -141,14 +141,14 @@ def _rank_files(path: Path) -> list[Path]:
     return files
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RecordedRun:
     """Reads one file.
 
     Raises:
         InvalidArgumentError: It cannot be read, not one line of it is a recording's, or a later
             version wrote it.
     """
-    run = Run(path)
+    run = RecordedRun(path)
     open_visits: dict[tuple[str, int, int], int] = {}
     for number, line in _lines(run):
         try:
@@ -173,7 +173,7 @@ def read_run(path: Path) -> Run:
     return run
 
 
-def _lines(run: Run) -> Iterator[tuple[int, dict[str, object]]]:
+def _lines(run: RecordedRun) -> Iterator[tuple[int, dict[str, object]]]:
     try:
         with run.path.open("rb") as content:
             for number in itertools.count(1):
@@ -194,7 +194,7 @@ def _lines(run: Run) -> Iterator[tuple[int, dict[str, object]]]:
         raise InvalidArgumentError(f"{run.path} cannot be read: {error.strerror}.") from None
 
 
-def _parsed(run: Run, number: int, raw: bytes) -> dict[str, object] | None:
+def _parsed(run: RecordedRun, number: int, raw: bytes) -> dict[str, object] | None:
     try:
         line = json.loads(raw)
     except RecursionError:
@@ -209,14 +209,16 @@ def _parsed(run: Run, number: int, raw: bytes) -> dict[str, object] | None:
     return line
 
 
-def _warn(run: Run, number: int, text: str) -> None:
+def _warn(run: RecordedRun, number: int, text: str) -> None:
     if len(run.warnings) < _MAX_WARNINGS:
         run.warnings.append(f"{run.name}:{number}: {text}")
     elif len(run.warnings) == _MAX_WARNINGS:
         run.warnings.append(f"{run.name}: more lines like these")
 
 
-def _take(run: Run, open_visits: dict[tuple[str, int, int], int], number: int, line: _Line) -> None:
+def _take(
+    run: RecordedRun, open_visits: dict[tuple[str, int, int], int], number: int, line: _Line
+) -> None:
     kind = line["kind"]
     if kind == "header":
         if run.header:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from residency._memory._growth import Growth, find_growth
-from residency._report._read import Boundary, RecordedVisit, Run
+from residency._report._growth import Growth, find_growth
+from residency._report._read import Boundary, RecordedRun, RecordedVisit
 
 # Free is the device's and falls as the others rise.
 _GROWING = ("held", "returnable", "stuck", "draining", "pooled", "outside")
@@ -40,7 +40,7 @@ class Row:
     growing: tuple[Growth, ...]
 
 
-def summarise(run: Run) -> list[Row]:
+def summarise(run: RecordedRun) -> list[Row]:
     """Returns the phases of a run in the order in which they first began."""
     visits: dict[str, list[tuple[RecordedVisit, Boundary]]] = {}
     for visit in run.visits:

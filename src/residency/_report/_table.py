@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
-from residency._report._read import Run
+from residency._report._read import RecordedRun
 from residency._report._summary import Row, summarise
 from residency._units import format_bytes
 
@@ -20,7 +20,7 @@ _SHOWN = ("held", "returnable", "stuck", "draining", "pooled", "outside")
 _ALWAYS = frozenset({"held", "returnable", "stuck"})
 
 
-def print_report(runs: list[Run]) -> None:
+def print_report(runs: list[RecordedRun]) -> None:
     """Prints a table of the phases of all ranks, and below it what grows and what was not exact."""
     rows = [row for run in runs for row in summarise(run)]
     shown = [n for n in _SHOWN if n in _ALWAYS or any(row.last.bytes_of(n) for row in rows)]
@@ -61,7 +61,7 @@ def footnotes(rows: list[Row]) -> Iterator[str]:
             yield f"growing at the end of {row.phase} (rank {row.rank}): {growth}"
 
 
-def compare(before: list[Run], after: list[Run]) -> str:
+def compare(before: list[RecordedRun], after: list[RecordedRun]) -> str:
     """Returns the Markdown table of two runs' phases, of the rank that has the most in each."""
     old, new = _highest(before), _highest(after)
     lines = [
@@ -88,7 +88,7 @@ def growth_text(row: Row) -> str:
     return _NOTHING if row.total is None else "none"
 
 
-def _highest(runs: list[Run]) -> dict[str, Row]:
+def _highest(runs: list[RecordedRun]) -> dict[str, Row]:
     rows: dict[str, Row] = {}
     for row in (row for run in runs for row in summarise(run)):
         known = rows.get(row.phase)
@@ -97,7 +97,7 @@ def _highest(runs: list[Run]) -> dict[str, Row]:
     return rows
 
 
-def _title(runs: list[Run]) -> str:
+def _title(runs: list[RecordedRun]) -> str:
     names = ", ".join(run.name for run in runs)
     capacity = max((b.bytes_of("capacity") for run in runs for b in run.boundaries()), default=0)
     return f"{names}: capacity {format_bytes(capacity)}; classes as at the end of the last visit"

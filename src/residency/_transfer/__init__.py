@@ -3,7 +3,7 @@
 from residency._transfer._events import wait_asleep
 from residency._transfer._gate import Gate, Read, copy_to_host, gate_of
 from residency._transfer._host_memory import available_host_bytes
-from residency._transfer._lanes import Lanes, Run, lanes_of, on_lane, raw_bytes, reset_lanes
+from residency._transfer._lanes import CopyRun, Lanes, lanes_of, on_lane, raw_bytes, reset_lanes
 from residency._transfer._lending import Lending, lending
 from residency._transfer._moves import moved_at_once
 from residency._transfer._owner import (
@@ -18,14 +18,6 @@ from residency._transfer._owner import (
     register_forecast,
     register_owner,
     states_to_come,
-)
-from residency._transfer._sharding import (
-    is_sharded,
-    local_of,
-    locals_of,
-    moved,
-    sharded_among,
-    wrapped_like,
 )
 from residency._transfer._slab import (
     ALIGNMENT,
@@ -56,7 +48,7 @@ __all__ = [
     "Read",
     "Reception",
     "Region",
-    "Run",
+    "CopyRun",
     "Slab",
     "SlabArena",
     "StateOwner",
@@ -67,14 +59,10 @@ __all__ = [
     "copy_to_host",
     "gate_of",
     "is_only_one",
-    "is_sharded",
     "keep_alive_instead",
     "lanes_of",
     "lending",
-    "local_of",
-    "locals_of",
     "memory_of",
-    "moved",
     "moved_at_once",
     "mutating",
     "note_owned",
@@ -85,10 +73,8 @@ __all__ = [
     "register_forecast",
     "register_owner",
     "reset_lanes",
-    "sharded_among",
     "states_to_come",
     "watch_optimizers",
     "wait_asleep",
-    "wrapped_like",
     "written_by_steps",
 ]

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from residency import _device
 from residency._registries import WeakRegistry
-from residency._transfer._lanes import Lanes, Run, raw_bytes
+from residency._transfer._lanes import CopyRun, Lanes, raw_bytes
 from residency._transfer._slab import Region
 
 _PRUNE_AT_LEAST = 256
@@ -187,7 +187,7 @@ def copy_to_host(
     """
     buffers = [raw_bytes(tensor) for tensor in tensors]
     runs = [
-        [Run(region.slab, region.offset, 0, buffer.numel())] if buffer.numel() else []
+        [CopyRun(region.slab, region.offset, 0, buffer.numel())] if buffer.numel() else []
         for buffer, region in zip(buffers, regions, strict=True)
     ]
     # The copies read what the current stream has written so far.

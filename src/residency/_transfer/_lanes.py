@@ -20,7 +20,7 @@ from residency._transfer import _events
 from residency._transfer._slab import Slab
 
 
-class Run(NamedTuple):
+class CopyRun(NamedTuple):
     """One copy: ``num_bytes`` at ``slab_offset`` of a slab and at ``slot_offset`` of a device
     buffer.
     """
@@ -55,7 +55,7 @@ class Lanes:
             event.record(stream)
         return event
 
-    def load(self, slot: Tensor, runs: Iterable[Run], *, timed: bool = False) -> torch.Event:
+    def load(self, slot: Tensor, runs: Iterable[CopyRun], *, timed: bool = False) -> torch.Event:
         """Queues copies from slabs into ``slot`` on the h2d lane, which must already be allowed to
         write.
 
@@ -76,7 +76,7 @@ class Lanes:
         return self.mark(self.h2d, timed=timed)
 
     def store(
-        self, copies: Iterable[tuple[Tensor, Iterable[Run]]], *, timed: bool = False
+        self, copies: Iterable[tuple[Tensor, Iterable[CopyRun]]], *, timed: bool = False
     ) -> torch.Event:
         """Queues copies from device buffers into slabs on the d2h lane, after a wait on the
         producer.

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from residency import _device
+from residency._dtensor import local_of, moved, wrapped_like
 from residency._modes import callers_modes_off
 from residency._storages import is_dense
 from residency._transfer._lanes import lanes_of, on_lane
-from residency._transfer._sharding import local_of, moved, wrapped_like
 
 
 def moved_at_once(tensors: Sequence[Tensor], device: torch.device, *, copy: bool) -> list[Tensor]:

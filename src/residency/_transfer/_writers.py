@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from residency._dtensor import local_of
 from residency._errors import RefusedError
 from residency._registries import WeakRegistry
 from residency._transfer._gate import gates
 from residency._transfer._lending import lending
 from residency._transfer._owner import owner_of
-from residency._transfer._sharding import local_of
 
 _stepped: WeakRegistry[Optimizer] = WeakRegistry()
 

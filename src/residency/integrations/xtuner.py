@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from residency._errors import RefusedError
 from residency._optim import OffloadedOptimizer, offload_optimizer
-from residency.integrations._framework import load_framework, missing_in
+from residency.integrations._common._framework import load_framework, missing_in
 
 if TYPE_CHECKING:
     OffloadedAdamWConfig: Any

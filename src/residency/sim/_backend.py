@@ -17,13 +17,14 @@ import torch
 from torch.utils import backend_registration
 
 from residency._errors import InvalidArgumentError, RaceError, SimulatorError
-from residency.sim import _allocator, _compile, _cuda_face, _distributed, compat
+from residency.sim import _allocator, _compile, _distributed, compat
 from residency.sim._build import load_extension
 from residency.sim._clock import Clock
+from residency.sim._cuda import _face
 from residency.sim._share import share_folder
 
 _NAME = "sim"
-FACES = (_NAME, _cuda_face.NAME)
+FACES = (_NAME, _face.NAME)
 _state: dict[str, Any] = {"loaded": None, "core": None, "settings": {}, "face": None}
 
 
@@ -71,8 +72,8 @@ def load(device: str) -> None:
         InvalidArgumentError: ``PYTORCH_ALLOC_CONF`` has a setting that means nothing.
         SimulatorError: Torch has another device in its place already.
     """
-    if device == _cuda_face.NAME:
-        _cuda_face.check_free()
+    if device == _face.NAME:
+        _face.check_free()
     else:
         _check_room()
     if _state["loaded"] is None:
@@ -99,13 +100,13 @@ def register(devices: int) -> None:
     """
     extension = _state["loaded"]
     extension.set_num_devices(devices)
-    is_cuda = _state["face"] == _cuda_face.NAME
+    is_cuda = _state["face"] == _face.NAME
     if not is_cuda:
         backend_registration.rename_privateuse1_backend(_NAME)
     extension.register(str(Path(torch.__file__).parent), RaceError)
     _state["core"] = extension
     if is_cuda:
-        _cuda_face.register(extension)
+        _face.register(extension)
     else:
         _register_sim(extension)
         compat.teach_packages()

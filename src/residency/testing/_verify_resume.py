@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class _Checkpointer(Protocol):
+class _TwoCallCheckpointer(Protocol):
     def save(self, step: int, state: Mapping[str, Any]) -> Any: ...
     def restore(self, state: Mapping[str, Any]) -> Any: ...
     def wait(self) -> Any: ...
@@ -49,7 +49,7 @@ def verify_resume(
     steps: int = 4,
     save_after: int | None = None,
     directory: str | Path | None = None,
-    make_checkpointer: Callable[[Path], _Checkpointer] | None = None,
+    make_checkpointer: Callable[[Path], _TwoCallCheckpointer] | None = None,
 ) -> ResumeProof:
     """Trains without an interruption and with one, and compares every bit of both.
 
@@ -93,7 +93,7 @@ def verify_resume(
 
 
 def _verify(
-    make_run: MakeRun, checkpointer: _Checkpointer, steps: int, save_after: int
+    make_run: MakeRun, checkpointer: _TwoCallCheckpointer, steps: int, save_after: int
 ) -> ResumeProof:
     import torch
 
@@ -116,10 +116,10 @@ def _verify(
     return _compare(at_end, _read(state), f"after step {steps}")
 
 
-def _default_checkpointer(directory: Path) -> _Checkpointer:
+def _default_checkpointer(directory: Path) -> _TwoCallCheckpointer:
     import residency
 
-    made: _Checkpointer = residency.Checkpointer(directory)
+    made: _TwoCallCheckpointer = residency.Checkpointer(directory)
     return made
 
 
@@ -131,14 +131,14 @@ class _Seen:
 
 def _read(state: Mapping[str, Any]) -> _Seen:
     """Returns host copies of all tensors of a state and of the generators, and all other values."""
-    from residency._checkpoint import _rng
-    from residency._checkpoint._encode import Encoder
-    from residency._checkpoint._tree import describe
-    from residency._transfer import local_of
+    from residency._checkpoint import random_states
+    from residency._checkpoint._capture import describe
+    from residency._checkpoint._document import Encoder
+    from residency._dtensor import local_of
 
     found = describe(state)
     generators = Encoder()
-    rng = generators.node("rng", _rng.capture())
+    rng = generators.node("rng", random_states())
     tensors = {}
     for name, leaf in {**found.leaves, **generators.leaves}.items():
         local = local_of(leaf.value)
@@ -196,7 +196,7 @@ def _flat(name: str, node: Any) -> list[tuple[str, Any]]:
     """Returns the values of a document's nodes with the paths to them; `place` of a tensor, which
     an offload changes and a resumed run need not have, is no value.
     """
-    from residency._checkpoint._nodes import TENSOR, kind_of
+    from residency._checkpoint._document import TENSOR, kind_of
 
     if isinstance(node, Mapping):
         if kind_of(node) == TENSOR:

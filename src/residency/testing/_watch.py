@@ -50,7 +50,7 @@ class Watch:
         import torch
 
         from residency import _device
-        from residency._memory._post_mortem import explain as explain_out_of_memory
+        from residency._memory import explain as explain_out_of_memory
 
         limit_bytes = self._request.limit_bytes
         if isinstance(error, torch.OutOfMemoryError) and limit_bytes is not None:
@@ -65,7 +65,7 @@ class Watch:
 
     def _explain_growth(self, after_bytes: int) -> str:
         from residency import _device
-        from residency._memory._post_mortem import describe_device
+        from residency._memory import describe_device
 
         device = _device.accelerator()
         assert device is not None
@@ -84,7 +84,7 @@ class Watch:
 def _describe_largest(device: torch.device) -> str:
     import torch
 
-    from residency._memory._objects import is_a, slot, type_name
+    from residency._memory import is_a, slot, type_name
     from residency._modes import callers_modes_off
 
     found: list[tuple[int, str]] = []

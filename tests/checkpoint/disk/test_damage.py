@@ -19,7 +19,7 @@ from residency._checkpoint._disk._header import (
     parse_header,
 )
 from residency._checkpoint._disk._manifest import Record, parse_manifest
-from residency._checkpoint._disk._stored import open_save
+from residency._checkpoint._disk._open_save import open_save
 from residency._checkpoint._disk._verify import verify_save
 from residency._errors import CheckpointError, CorruptSaveError
 

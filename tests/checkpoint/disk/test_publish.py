@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from residency._checkpoint._disk._layout import Layout
+from residency._checkpoint._disk._layout import PublishedSaves
 from residency._checkpoint._disk._publish import CheckpointDirectory, Retention
 from residency._errors import CheckpointError, InvalidArgumentError, RefusedError
 
@@ -217,7 +217,7 @@ def test_a_reader_finds_the_save_that_a_writer_replaces_between_its_looks(
             self.num_calls += 1
             return done
 
-    assert list(Layout(Beside(), tmp_path).published()) == [1]
+    assert list(PublishedSaves(Beside(), tmp_path).published()) == [1]
 
 
 @pytest.mark.parametrize(

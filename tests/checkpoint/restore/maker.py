@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import torch
 
-from residency._checkpoint._blocks import make_blocks
+from residency._checkpoint._capture._blocks import make_blocks
+from residency._checkpoint._capture._walk import describe
 from residency._checkpoint._disk._manifest import FileRecord, Record, StoredEntry, file_name
-from residency._checkpoint._encode import Encoder
-from residency._checkpoint._restore._state import plan_state
-from residency._checkpoint._tree import describe
+from residency._checkpoint._document._encode import Encoder
+from residency._checkpoint._restore._restore import plan_state
 
 CHUNK_BYTES = 8192
 

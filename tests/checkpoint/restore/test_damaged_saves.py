@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 import residency
 from residency import CorruptSaveError
 from residency._checkpoint._disk._manifest import MANIFEST, dump_manifest
-from residency._checkpoint._disk._stored import read_manifest
+from residency._checkpoint._disk._open_save import read_manifest
 from residency.integrations.dcp import ResidencyStorageReader
 
 DATA = "model.safetensors"

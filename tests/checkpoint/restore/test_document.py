@@ -88,7 +88,7 @@ def test_what_is_not_asked_for_is_left_alone(save, restore):
 
 def test_generators_go_back(device, save, restore):
     torch.rand(3, device=device)
-    saved = save({"a": 1}, rng=_rng.capture())
+    saved = save({"a": 1}, rng=_rng.random_states())
 
     def draw():
         on_device = torch.rand(4, device=device).tolist()

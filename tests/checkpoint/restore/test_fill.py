@@ -9,9 +9,9 @@ import torch
 from residency._checkpoint._restore import _fill
 from residency._checkpoint._restore._boxes import Box, row_major, spans, stretches
 from residency._checkpoint._restore._fill import fill
-from residency._checkpoint._restore._plan import Assignment, Plan, Target, box_of
+from residency._checkpoint._restore._plan import Assignment, RestorePlan, Target, box_of
 from residency._checkpoint._sources._own import saved_for_rank
-from residency._checkpoint._sources._stored import Stored
+from residency._checkpoint._sources._source import Stored
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool, torch.uint8),
@@ -37,7 +37,7 @@ def raw(tensor):
 
 def restored(saved, tree, **settings):
     """Fills tensors by name."""
-    plan = Plan(saved_for_rank(saved).tensors, saved_for_rank(saved).checksums)
+    plan = RestorePlan(saved_for_rank(saved).tensors, saved_for_rank(saved).checksums)
     for name, tensor in tree.items():
         plan.fill(name, tensor)
     assert not plan.differences()
@@ -168,7 +168,7 @@ def test_the_ring_bounds_what_a_restore_takes_on_device_and_host(device, save, p
     targets = {f"t.{n}": torch.zeros(40, 100, 100, device=device) for n in "ab"}
     targets["t.b"] = LAYOUTS["transposed"](targets["t.b"])
     described = saved_for_rank(saved)
-    plan = Plan(described.tensors, described.checksums)
+    plan = RestorePlan(described.tensors, described.checksums)
     for name, tensor in targets.items():
         plan.fill(name, tensor)
     torch.accelerator.synchronize()

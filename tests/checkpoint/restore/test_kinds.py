@@ -23,7 +23,7 @@ from torch.optim import lr_scheduler
 
 import residency
 from residency import InvalidArgumentError, RefusedError
-from residency._checkpoint import _encode
+from residency._checkpoint._document import _encode
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int64),

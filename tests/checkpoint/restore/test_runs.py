@@ -17,7 +17,7 @@ def test_a_restored_run_ends_at_the_bits_of_an_undisturbed_one(
     undisturbed.train(range(5))
     first = Run(device, offload=saver == "offloaded", fused=fused)
     first.train(range(3))
-    saved = save(first.state, rng=_rng.capture())
+    saved = save(first.state, rng=_rng.random_states())
     at_save = first.read()
     second = Run(device, offload=reader == "offloaded", seed=7, fused=fused)
     restore(second.state, saved, eager=reader == "eager", staging="64KiB")
@@ -31,7 +31,7 @@ def test_a_restored_run_ends_at_the_bits_of_an_undisturbed_one(
 def test_a_run_that_has_stepped_goes_back_to_the_save(device, save, restore, offload):
     run = Run(device, offload=offload)
     run.train(range(2))
-    saved = save(run.state, rng=_rng.capture())
+    saved = save(run.state, rng=_rng.random_states())
     before = run.read()
     run.train(range(2, 4))
     after = run.read()

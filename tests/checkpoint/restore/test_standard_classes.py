@@ -33,7 +33,7 @@ from judging import judged, refusal, same
 
 import residency
 from residency import RefusedError
-from residency._checkpoint._kinds import kind_for
+from residency._checkpoint._document._kinds import kind_for
 
 Pair = namedtuple("Pair", "left right")
 

@@ -19,7 +19,7 @@ class Keeper:
         self.rng = rng
 
     def save(self, step, state):
-        part = maker.Part(state, rng=_rng.capture())
+        part = maker.Part(state, rng=_rng.random_states())
         self.saved = maker.write(self.directory / f"step-{step:08d}", part)
 
     def restore(self, state):

@@ -14,7 +14,7 @@ from residency import CheckpointError, CorruptSaveError, RefusedError
 from residency._checkpoint._disk._manifest import Record
 from residency._checkpoint._disk._parts import FilePlan, Part
 from residency._checkpoint._disk._publish import CheckpointDirectory, SaveRequest
-from residency._checkpoint._dtypes import STORED_DTYPES
+from residency._checkpoint._document._dtypes import STORED_DTYPES
 from residency._checkpoint._sources import open_source
 
 Tensors = dict[str, tuple[torch.Tensor, tuple[int, ...] | None]]

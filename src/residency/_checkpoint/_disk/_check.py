@@ -19,7 +19,7 @@ from residency._checkpoint._disk._descriptor import Descriptor
 from residency._checkpoint._disk._header import ALIGNMENT
 from residency._checkpoint._disk._manifest import FileRecord, StoredEntry
 from residency._checkpoint._disk._naming import damage_named
-from residency._checkpoint._disk._stored import read_header
+from residency._checkpoint._disk._open_save import read_header
 from residency._checkpoint._disk._system import O_DIRECT, UNSUPPORTED, System, close_quietly
 from residency._errors import CheckpointError, CorruptSaveError
 from residency._units import MIB

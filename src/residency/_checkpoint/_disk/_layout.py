@@ -91,11 +91,11 @@ def newest_save(path: Path, *, system: System = SYSTEM) -> Path | None:
     """Returns the newest published save in a directory, or None where there is none."""
     if not path.is_dir():
         return None
-    published = Layout(system, path).published()
+    published = PublishedSaves(system, path).published()
     return path / published[max(published)] if published else None
 
 
-class Layout:
+class PublishedSaves:
     """The saves of one directory: found, replaced and removed."""
 
     def __init__(self, system: System, path: Path) -> None:

@@ -41,7 +41,7 @@ def failure_name(rank: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class AttemptMark:
     """A file without bytes in rank 0's directory: the attempt of another rank that goes with it.
 
     Attributes:
@@ -60,10 +60,10 @@ class Entry:
         return f"{'taken' if self.is_taken else 'offered'}-{self.rank:05d}-{self.attempt}"
 
 
-def entries_in(names: list[str]) -> list[Entry]:
+def entries_in(names: list[str]) -> list[AttemptMark]:
     """Returns the entries among the names in a directory."""
     found = filter(None, map(_ENTRY.fullmatch, names))
-    return [Entry(int(match[2]), match[3], match[1] == "taken") for match in found]
+    return [AttemptMark(int(match[2]), match[3], match[1] == "taken") for match in found]
 
 
 def is_of_ranks(name: str) -> bool:

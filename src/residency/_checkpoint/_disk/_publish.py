@@ -21,7 +21,7 @@ from typing import Any
 from residency._checkpoint._disk._check import read_back
 from residency._checkpoint._disk._layout import (
     LOCK,
-    Layout,
+    PublishedSaves,
     check_token,
     new_token,
     saving_name,
@@ -36,10 +36,10 @@ from residency._checkpoint._disk._manifest import (
     dump_manifest,
 )
 from residency._checkpoint._disk._marks import DATA_SUFFIX, WRITERS
+from residency._checkpoint._disk._open_save import StoredSave, open_save, read_manifest
 from residency._checkpoint._disk._parts import FilePlan, Lease, leased
 from residency._checkpoint._disk._ranks import Attempt
 from residency._checkpoint._disk._retention import Retention
-from residency._checkpoint._disk._stored import StoredSave, open_save, read_manifest
 from residency._checkpoint._disk._system import (
     SYSTEM,
     System,
@@ -129,7 +129,7 @@ class CheckpointDirectory:
         self._reads_back = reads_back
         self._chunk_bytes = chunk_bytes
         self._system = system
-        self._layout = Layout(system, self.path)
+        self._layout = PublishedSaves(system, self.path)
         self._lock = WriterLock(system, self.path / LOCK)
         self._failed: deque[Attempt] = deque()  # the last: not cleaned up, so that others see it
         self._known: frozenset[Path] = frozenset()  # failures that this rank's attempts have seen

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from residency._checkpoint._disk._folder import SaveFolder
 from residency._checkpoint._disk._layout import (
-    Layout,
+    PublishedSaves,
     RankFolder,
     new_token,
     saving_name,
@@ -39,7 +39,7 @@ from residency._checkpoint._disk._manifest import (
 )
 from residency._checkpoint._disk._marks import (
     WRITERS,
-    Entry,
+    AttemptMark,
     entries_in,
     failure_name,
     remove_own,
@@ -83,7 +83,7 @@ class Attempt:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: PublishedSaves,
         system: System,
         *,
         step: int,
@@ -157,7 +157,7 @@ class Attempt:
         self._check_sizes(reports)
         return reports
 
-    def _take(self, entries: list[Entry], missing: list[int]) -> None:
+    def _take(self, entries: list[AttemptMark], missing: list[int]) -> None:
         """Takes one attempt of each rank that has offered one and has none taken.
 
         Raises:
@@ -268,7 +268,7 @@ class Attempt:
     def _leave_offer(self, path: Path) -> None:
         if path not in self._offered:  # once: rank 0 may have renamed it
             self._offered.add(path)
-            offer = Entry(self._rank, self._attempt, is_taken=False)
+            offer = AttemptMark(self._rank, self._attempt, is_taken=False)
             with suppress(FileNotFoundError):
                 fd = self._system.open(path / offer.name, os.O_WRONLY | os.O_CREAT)
                 close_quietly(self._system, fd)

@@ -82,7 +82,7 @@ class FileReads:
     checksums: Checksums | None = None
 
 
-class Arrival(NamedTuple):
+class FilledSlot(NamedTuple):
     """The news that bytes of a range without a target are in a slot.
 
     Attributes:
@@ -98,7 +98,7 @@ class Arrival(NamedTuple):
     num_bytes: int
 
 
-Consumer = Callable[[Slot, Sequence[Arrival]], None]
+Consumer = Callable[[Slot, Sequence[FilledSlot]], None]
 
 
 def read_files(
@@ -140,7 +140,7 @@ def read_files(
 
 
 @dataclass(slots=True, eq=False)
-class _Span:
+class _FileRange:
     """A range of a file in which every byte is wanted by the same ranges."""
 
     start: int
@@ -153,7 +153,7 @@ class _Task:
     """One chunk of a file, or as much of one as is wanted."""
 
     file: FileReads
-    spans: list[_Span] = field(default_factory=list)
+    spans: list[_FileRange] = field(default_factory=list)
     crc32: int | None = None
 
 
@@ -176,7 +176,7 @@ def _tasks_of(file: FileReads) -> Iterator[_Task]:
             if task is None:
                 task = by_chunk[index] = _Task(file)
             is_inside = (start, stop) == (span.start, span.stop)
-            task.spans.append(span if is_inside else _Span(start, stop, span.wanted))
+            task.spans.append(span if is_inside else _FileRange(start, stop, span.wanted))
     for index in sorted(by_chunk):
         task = by_chunk[index]
         if sums is not None:
@@ -185,7 +185,7 @@ def _tasks_of(file: FileReads) -> Iterator[_Task]:
         yield task
 
 
-def _spans(wanted: Sequence[Wanted]) -> Iterator[_Span]:
+def _spans(wanted: Sequence[Wanted]) -> Iterator[_FileRange]:
     left = sorted(wanted, key=lambda w: w.start, reverse=True)
     cuts = sorted({edge for w in wanted for edge in (w.start, w.stop)})
     active: list[Wanted] = []
@@ -194,13 +194,13 @@ def _spans(wanted: Sequence[Wanted]) -> Iterator[_Span]:
         while left and left[-1].start == start:
             active.append(left.pop())
         if active:
-            yield _Span(start, stop, tuple(active))
+            yield _FileRange(start, stop, tuple(active))
 
 
-def _fill_gaps(spans: list[_Span], first: int, last: int) -> None:
+def _fill_gaps(spans: list[_FileRange], first: int, last: int) -> None:
     edges = [first, *(edge for span in spans for edge in (span.start, span.stop)), last]
     gaps = [
-        _Span(start, stop)
+        _FileRange(start, stop)
         for start, stop in zip(edges[::2], edges[1::2], strict=True)
         if start < stop
     ]
@@ -214,7 +214,7 @@ def _name(file: FileReads) -> str:
 
 class _Filled(NamedTuple):
     slot: Slot
-    arrivals: list[Arrival]
+    arrivals: list[FilledSlot]
 
 
 class _Pool:
@@ -278,7 +278,7 @@ class _Pool:
             raise interrupt
 
     def _work(self) -> None:
-        reader = _Reader(self._ring, self._done.put)
+        reader = _ChunkReader(self._ring, self._done.put)
         try:
             while not self._is_stopped:
                 try:
@@ -299,7 +299,7 @@ class _Pool:
 _pools: WeakRegistry[_Pool] = WeakRegistry()
 
 
-class _Reader:
+class _ChunkReader:
     """What one thread needs to read chunks."""
 
     def __init__(self, ring: Ring | None, filled: Callable[[_Filled], None]) -> None:
@@ -339,10 +339,10 @@ class _Reader:
             raise self._corrupt(task, "does not have the checksum that was written")
         return True
 
-    def _calls(self, task: _Task) -> Iterator[list[_Span]]:
+    def _calls(self, task: _Task) -> Iterator[list[_FileRange]]:
         """Yields neighbouring spans that one system call reads, cut where they are too long."""
         slot_bytes = self._ring.slot_bytes if self._ring is not None else _CALL_BYTES
-        call: list[_Span] = []
+        call: list[_FileRange] = []
         left, scratch_left = _CALL_BYTES, SCRATCH_BYTES
         slot_left = slot_bytes
         spans = list(reversed(_bridged(task.spans)))
@@ -361,20 +361,20 @@ class _Reader:
                 continue
             taken = min(room, span.stop - span.start)
             is_all = span.start + taken == span.stop
-            call.append(span if is_all else _Span(span.start, span.start + taken, span.wanted))
+            call.append(span if is_all else _FileRange(span.start, span.start + taken, span.wanted))
             left -= taken
             if not span.wanted:
                 scratch_left -= taken
             elif any(w.target is None for w in span.wanted):
                 slot_left -= taken
             if not is_all:
-                spans.append(_Span(span.start + taken, span.stop, span.wanted))
+                spans.append(_FileRange(span.start + taken, span.stop, span.wanted))
         if call:
             yield call
 
     def _buffers(
-        self, spans: Sequence[_Span], slot: Slot | None
-    ) -> tuple[list[memoryview], list[Arrival]]:
+        self, spans: Sequence[_FileRange], slot: Slot | None
+    ) -> tuple[list[memoryview], list[FilledSlot]]:
         """Returns where each span's bytes are read to, and what then is in the slot."""
         buffers, arrivals = [], []
         slot_used = scratch_used = 0
@@ -384,7 +384,7 @@ class _Reader:
             if staged:
                 assert slot is not None
                 buffers.append(slot.memory[slot_used : slot_used + size])
-                arrivals += [Arrival(w, span.start - w.start, slot_used, size) for w in staged]
+                arrivals += [FilledSlot(w, span.start - w.start, slot_used, size) for w in staged]
                 slot_used += size
             elif span.wanted:
                 first = span.wanted[0]
@@ -448,17 +448,17 @@ def _steps(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
         yield step
 
 
-def _bridged(spans: Sequence[_Span]) -> list[_Span]:
+def _bridged(spans: Sequence[_FileRange]) -> list[_FileRange]:
     """Returns the spans with short gaps between them as spans that nobody wants."""
-    bridged: list[_Span] = []
+    bridged: list[_FileRange] = []
     for span in spans:
         if bridged and 0 < span.start - bridged[-1].stop <= _BRIDGED_BYTES:
-            bridged.append(_Span(bridged[-1].stop, span.start))
+            bridged.append(_FileRange(bridged[-1].stop, span.start))
         bridged.append(span)
     return bridged
 
 
-def _copy_to_others(span: _Span, source: memoryview) -> None:
+def _copy_to_others(span: _FileRange, source: memoryview) -> None:
     """Copies what was read once to all others that want it in host memory."""
     targets = [w for w in span.wanted if w.target is not None]
     is_read_into = len(targets) == len(span.wanted)  # the first one's target is the buffer

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from residency._checkpoint._disk._check import Damage, FileCheck, damage_of
 from residency._checkpoint._disk._manifest import MANIFEST
+from residency._checkpoint._disk._open_save import read_manifest
 from residency._checkpoint._disk._publish import CheckpointDirectory
-from residency._checkpoint._disk._stored import read_manifest
 from residency._checkpoint._disk._system import SYSTEM, System
 from residency._errors import CheckpointError
 

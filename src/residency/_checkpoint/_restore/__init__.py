@@ -3,3 +3,21 @@
 Read ``_plan`` first (what goes where, and every difference, before a byte moves), then ``_fill``
 (the bytes), ``_document`` (values and containers) and ``_optimizers``.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from residency._lazy import door
+
+if TYPE_CHECKING:
+    from residency._checkpoint._restore._plain_optimizers import PlainReception, receive_plain
+
+__all__ = ["PlainReception", "receive_plain"]
+
+__getattr__ = door(
+    __name__,
+    {
+        "_plain_optimizers": ["PlainReception", "receive_plain"],
+    },
+)

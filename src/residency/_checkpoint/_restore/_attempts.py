@@ -13,7 +13,7 @@ from residency._checkpoint._disk._naming import damage_named
 from residency._checkpoint._disk._publish import CheckpointDirectory
 from residency._checkpoint._job import Ranks
 from residency._checkpoint._progress import progress_bar
-from residency._checkpoint._restore._state import PlannedState, plan_state
+from residency._checkpoint._restore._restore import PlannedState, plan_state
 from residency._errors import CorruptSaveError, RefusedError, warn
 
 _MOST_ATTEMPTS = 100  # beside a writer that removes or replaces each save that is tried

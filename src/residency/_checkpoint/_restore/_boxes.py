@@ -105,7 +105,7 @@ def _element(index: Sequence[int], strides: Sequence[int]) -> int:
     return sum(i * stride for i, stride in zip(index, strides, strict=False))
 
 
-class Span(NamedTuple):
+class BoxSpan(NamedTuple):
     """A box of a saved shard with the range of elements in which it lies.
 
     Attributes:
@@ -119,7 +119,7 @@ class Span(NamedTuple):
     numel: int
 
 
-def spans(part: Box, source: Box, strides: Sequence[int], most_elements: int) -> Iterator[Span]:
+def spans(part: Box, source: Box, strides: Sequence[int], most_elements: int) -> Iterator[BoxSpan]:
     """Cuts a box until each piece spans at most ``most_elements`` of the saved shard's memory."""
     pending = [part]
     while pending:
@@ -127,7 +127,7 @@ def spans(part: Box, source: Box, strides: Sequence[int], most_elements: int) ->
         start = _element(box.within(source).offsets, strides)
         numel = 1 + _element([size - 1 for size in box.shape], strides)
         if numel <= most_elements or box.numel == 1:
-            yield Span(box, start, numel)
+            yield BoxSpan(box, start, numel)
             continue
         steps = [(size - 1) * stride for size, stride in zip(box.shape, strides, strict=True)]
         dim = steps.index(max(steps))

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from residency._checkpoint._decode import decode, tensor_names
-from residency._checkpoint._encode import joined
-from residency._checkpoint._kinds import kind_for
-from residency._checkpoint._nodes import (
+from residency._checkpoint._capture._walk import class_name, parameters_of, plain_optimizer
+from residency._checkpoint._document._decode import decode, tensor_names
+from residency._checkpoint._document._encode import joined
+from residency._checkpoint._document._kinds import kind_for
+from residency._checkpoint._document._nodes import (
     COUNTER,
     DEFAULTDICT,
     MAPPING,
@@ -41,10 +42,9 @@ from residency._checkpoint._restore._modules import (
     plan_module,
     set_extra_state,
 )
-from residency._checkpoint._restore._optimizers import Settings, Thunk, plan_optimizer
-from residency._checkpoint._restore._plan import Plan
+from residency._checkpoint._restore._optimizers import RestoreSettings, Thunk, plan_optimizer
+from residency._checkpoint._restore._plan import RestorePlan
 from residency._checkpoint._sources._own import Saved
-from residency._checkpoint._tree import class_name, parameters_of, plain_optimizer
 from residency._errors import CorruptSaveError, RefusedError
 
 _OWN_CLASSES: dict[str | None, type] = {COUNTER: Counter, DEFAULTDICT: defaultdict}
@@ -62,7 +62,7 @@ class DocumentPlan:
     """The plan of a state's restore from a save of this library."""
 
     def __init__(
-        self, plan: Plan, saved: Saved, state: Any, *, eager: bool, staging_bytes: int
+        self, plan: RestorePlan, saved: Saved, state: Any, *, eager: bool, staging_bytes: int
     ) -> None:
         self._plan = plan
         self._saved = saved
@@ -242,9 +242,9 @@ class DocumentPlan:
 
         return finish
 
-    def _settings(self) -> Settings:
+    def _settings(self) -> RestoreSettings:
         """Makes what optimizers need; kept here, its methods would be a cycle with this object."""
-        return Settings(
+        return RestoreSettings(
             names=self._names,
             fetch=self._fetch,
             fresh=self._make_fresh,

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from residency import _device
 from residency._checkpoint._disk._read import (
-    Arrival,
     Checksums,
     FileReads,
+    FilledSlot,
     Wanted,
     read_files,
 )
@@ -34,9 +34,9 @@ from residency._checkpoint._restore._boxes import (
     stretches,
 )
 from residency._checkpoint._restore._plan import Assignment, Target, box_of, is_whole
-from residency._checkpoint._sources._stored import Stored
+from residency._checkpoint._sources._source import Stored
 from residency._errors import InvalidArgumentError, RefusedError
-from residency._transfer import Lanes, Run, Slab, gate_of, lanes_of, memory_of, raw_bytes
+from residency._transfer import CopyRun, Lanes, Slab, gate_of, lanes_of, memory_of, raw_bytes
 from residency._units import format_bytes, parse_bytes
 
 _NUM_SLOTS = 8
@@ -182,12 +182,12 @@ class Staging:
         whole = typed.numel() // dtype.itemsize * dtype.itemsize
         return typed[:whole].view(dtype).as_strided(tuple(shape), tuple(stride), None)
 
-    def run(self, slot: Slot, slot_offset: int, target_offset: int, num_bytes: int) -> Run:
+    def run(self, slot: Slot, slot_offset: int, target_offset: int, num_bytes: int) -> CopyRun:
         """Returns the copy of a slot's bytes to a place in a device buffer."""
-        return Run(self._slab, slot.owner + slot_offset, target_offset, num_bytes)
+        return CopyRun(self._slab, slot.owner + slot_offset, target_offset, num_bytes)
 
 
-class _Part(NamedTuple):
+class _ShardBox(NamedTuple):
     """The box of a target that one stored shard has, and where in the whole that shard is."""
 
     target: Target
@@ -216,9 +216,9 @@ class _Work:
     """
 
     targets: list[Target] = field(default_factory=list)
-    in_order: list[_Part] = field(default_factory=list)
-    of_tensors: list[_Part] = field(default_factory=list)
-    out_of_order: list[_Part] = field(default_factory=list)
+    in_order: list[_ShardBox] = field(default_factory=list)
+    of_tensors: list[_ShardBox] = field(default_factory=list)
+    out_of_order: list[_ShardBox] = field(default_factory=list)
 
     @property
     def needs_ring(self) -> bool:
@@ -244,7 +244,7 @@ def _sorted_out(assignments: Iterable[Assignment]) -> _Work:
             box = target.box.overlap(shard_box)
             if box is None:
                 continue
-            part = _Part(target, shard, box, shard_box)
+            part = _ShardBox(target, shard, box, shard_box)
             if shard.tensor is not None:
                 work.of_tensors.append(part)
             elif _is_in_order(part):
@@ -254,7 +254,7 @@ def _sorted_out(assignments: Iterable[Assignment]) -> _Work:
     return work
 
 
-def _is_in_order(part: _Part) -> bool:
+def _is_in_order(part: _ShardBox) -> bool:
     target, shard, box, shard_box = part
     if not target.local.is_contiguous():
         return False
@@ -275,7 +275,7 @@ def _read_in_order(
         assert part.shard.file is not None
         wanted.setdefault(part.shard.file, []).extend(_ranges(part))
 
-    def consume(slot: Slot, arrivals: Sequence[Arrival]) -> None:
+    def consume(slot: Slot, arrivals: Sequence[FilledSlot]) -> None:
         assert ring is not None
         for each in arrivals:
             flat, first = each.wanted.place
@@ -291,7 +291,7 @@ def _read_in_order(
     )
 
 
-def _ranges(part: _Part) -> Iterator[Wanted]:
+def _ranges(part: _ShardBox) -> Iterator[Wanted]:
     """Yields the bytes of a part, with the places that they go to."""
     local, shard = part.target.local, part.shard
     memory = memory_of(local) if local.is_cpu else None
@@ -306,7 +306,7 @@ def _ranges(part: _Part) -> Iterator[Wanted]:
             yield Wanted(start, size, part.target.name, here)
 
 
-def _carry(part: _Part, ring: Staging) -> None:
+def _carry(part: _ShardBox, ring: Staging) -> None:
     """Copies from a host tensor, a slot at a time."""
     source = part.shard.tensor
     assert source is not None
@@ -341,7 +341,7 @@ def _deliver(view: Tensor, staged: Tensor, ring: Staging, slot: Slot) -> None:
     ring.give_back_after(slot, lanes.load(flat, [ring.run(slot, 0, 0, flat.numel())]))
 
 
-class _Staged(NamedTuple):
+class _StagedBox(NamedTuple):
     """A box on its way through a slot."""
 
     view: Tensor
@@ -351,7 +351,7 @@ class _Staged(NamedTuple):
 
 
 def _read_out_of_order(
-    parts: Sequence[_Part], checksums: Mapping[Path, Checksums], ring: Staging
+    parts: Sequence[_ShardBox], checksums: Mapping[Path, Checksums], ring: Staging
 ) -> None:
     """Reads boxes with whatever lies between their elements into a slot, and copies the elements.
 
@@ -360,7 +360,7 @@ def _read_out_of_order(
     if not parts:
         return
     slot = ring.take()
-    batch: list[_Staged] = []
+    batch: list[_StagedBox] = []
     used = 0
     for part in parts:
         shard, itemsize = part.shard, part.shard.dtype.itemsize
@@ -376,13 +376,13 @@ def _read_out_of_order(
             wanted = Wanted(start, size, part.target.name, slot.memory[used : used + size])
             view = _narrowed(part.target.local, span.part.within(part.target.box))
             assert shard.file is not None
-            batch.append(_Staged(view, values, wanted, shard.file))
+            batch.append(_StagedBox(view, values, wanted, shard.file))
             used += -(-size // _ALIGNMENT) * _ALIGNMENT
     _copy_batch(batch, checksums)
     ring.ring.give_back(slot)
 
 
-def _copy_batch(batch: Sequence[_Staged], checksums: Mapping[Path, Checksums]) -> None:
+def _copy_batch(batch: Sequence[_StagedBox], checksums: Mapping[Path, Checksums]) -> None:
     wanted: dict[Path, list[Wanted]] = {}
     for each in batch:
         wanted.setdefault(each.file, []).append(each.wanted)

@@ -11,16 +11,16 @@ from torch import nn
 
 from residency._checkpoint._disk._manifest import MANIFEST
 from residency._checkpoint._disk._naming import damage_named
-from residency._checkpoint._disk._stored import open_save
-from residency._checkpoint._nodes import MODULE, kind_of
+from residency._checkpoint._disk._open_save import open_save
+from residency._checkpoint._document._nodes import MODULE, kind_of
 from residency._checkpoint._restore._document import DocumentPlan
 from residency._checkpoint._restore._fill import staging_bytes_of
 from residency._checkpoint._restore._modules import plan_module
 from residency._checkpoint._restore._overlaps import settle_overlaps
-from residency._checkpoint._restore._plan import Differences, Plan
-from residency._checkpoint._restore._state import carry_out
+from residency._checkpoint._restore._plan import Differences, RestorePlan
+from residency._checkpoint._restore._restore import carry_out
 from residency._checkpoint._sources import open_source
-from residency._checkpoint._sources._own import Saved, StoredSave, find_save, saved_for_rank
+from residency._checkpoint._sources._own import PublishedSave, Saved, find_save, saved_for_rank
 from residency._errors import RefusedError
 from residency._modes import inference_mode_off
 
@@ -62,16 +62,16 @@ def load_into(
         with damage_named(folder, file=MANIFEST):
             return load_save(module, open_save(folder), strict=strict, staging_bytes=staging_bytes)
     with damage_named(path), open_source(path) as source:
-        return _load_by_names(module, Plan(source.tensors), str(path), strict, staging_bytes)
+        return _load_by_names(module, RestorePlan(source.tensors), str(path), strict, staging_bytes)
 
 
 def load_save(
-    module: nn.Module, save: StoredSave, *, strict: bool, staging_bytes: int
+    module: nn.Module, save: PublishedSave, *, strict: bool, staging_bytes: int
 ) -> Differences:
     """Fills a module from a save of ours; see ``load_into``."""
     rank, world_size = _rank_and_world_size()
     saved = saved_for_rank(save, rank=rank, world_size=world_size)
-    plan = Plan(saved.tensors, saved.checksums)
+    plan = RestorePlan(saved.tensors, saved.checksums)
     if not any(kind_of(node) == MODULE for node in saved.tree.values()):
         # Of state dicts, as torch's distributed checkpoints save them.
         return _load_by_names(module, plan, str(saved.folder), strict, staging_bytes)
@@ -85,7 +85,7 @@ def load_save(
 
 
 def _load_by_names(
-    module: nn.Module, plan: Plan, what: str, strict: bool, staging_bytes: int
+    module: nn.Module, plan: RestorePlan, what: str, strict: bool, staging_bytes: int
 ) -> Differences:
     """Fills a module from tensors that have its names, or its names behind one prefix."""
     names = list(plan.tensors)
@@ -156,7 +156,7 @@ def _module_in(saved: Saved, module: nn.Module) -> str:
     )
 
 
-def _plan_fresh(plan: Plan, name: str) -> None:
+def _plan_fresh(plan: RestorePlan, name: str) -> None:
     first = plan.tensors[name][0]
     plan.fresh[name] = torch.empty(tuple(first.whole_shape), dtype=first.dtype, device="cpu")
     plan.fill(name, plan.fresh[name])

@@ -12,14 +12,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from residency._checkpoint._encode import joined
-from residency._checkpoint._restore._plan import Plan
-from residency._checkpoint._tree import clean_name, plain_module
-from residency._transfer import local_of
+from residency._checkpoint._capture._walk import clean_name, plain_module
+from residency._checkpoint._document._encode import joined
+from residency._checkpoint._restore._plan import RestorePlan
+from residency._dtensor import local_of
 
 
 def plan_module(
-    plan: Plan,
+    plan: RestorePlan,
     module: nn.Module,
     *,
     prefix: str,

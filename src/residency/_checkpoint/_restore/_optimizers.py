@@ -16,13 +16,14 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from residency._checkpoint._decode import decode, tensor_names, tensor_nodes
-from residency._checkpoint._nodes import kind_of
-from residency._checkpoint._restore._plan import Plan
-from residency._checkpoint._restore._waiting import PlainReception, receive_plain, replaced
-from residency._checkpoint._tree import ParameterName
+from residency._checkpoint._capture._walk import ParameterName
+from residency._checkpoint._document._decode import decode, tensor_names, tensor_nodes
+from residency._checkpoint._document._nodes import kind_of
+from residency._checkpoint._restore._plain_optimizers import PlainReception, receive_plain, replaced
+from residency._checkpoint._restore._plan import RestorePlan
+from residency._dtensor import moved
 from residency._errors import warn
-from residency._transfer import Incoming, Reception, moved, owner_of
+from residency._transfer import Incoming, Reception, owner_of
 
 Thunk = Callable[[], Any]
 
@@ -30,7 +31,7 @@ _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class RestoreSettings:
     """What a restore was asked for, and what all of its parts need.
 
     Attributes:
@@ -49,7 +50,11 @@ class Settings:
 
 
 def plan_optimizer(
-    plan: Plan, path: str, node: Mapping[str, Any], optimizer: Optimizer, settings: Settings
+    plan: RestorePlan,
+    path: str,
+    node: Mapping[str, Any],
+    optimizer: Optimizer,
+    settings: RestoreSettings,
 ) -> Thunk:
     """Plans the restore of an optimizer, noting in the plan whatever does not fit.
 
@@ -83,38 +88,66 @@ def plan_optimizer(
     for each in (*others.values(), node["groups"], node.get("loose") or {}):
         for name in tensor_names(each):
             settings.fresh(name)
-    made: list[Reception] = []
+    coming = _ComingOptimizer(plan, path, node, optimizer, settings, order, states, tensors, others)
+    plan.before.append(coming.make_room)
+    return coming.finish
 
-    def make_room() -> None:
-        reception = _receive(optimizer, states, settings)
-        for (parameter, key), name in tensors.items():
-            plan.fill(name, reception.targets[parameter, key])
-        made.append(reception)
 
-    def finish() -> None:
-        values = {place: decode(each, settings.fetch) for place, each in others.items()}
-        _place_nested(made[-1], values, others, settings)
-        made.pop().finish(values, decode(node.get("loose") or {}, settings.fetch))
-        for index, saved in enumerate(node["groups"]):
-            group = optimizer.param_groups[order[index].group]
+@dataclass(slots=True)
+class _ComingOptimizer:
+    """An optimizer whose restore is planned.
+
+    Attributes:
+        order: Where in the optimizer each saved group is.
+        states: What its states will be, for its owner.
+        tensors: The name of each stored state.
+        others: The nodes of states that are no tensors.
+        reception: Where its states arrive, once there is room for them.
+    """
+
+    plan: RestorePlan
+    path: str
+    node: Mapping[str, Any]
+    optimizer: Optimizer
+    settings: RestoreSettings
+    order: Sequence[_GroupPlace]
+    states: Mapping[Tensor, Mapping[str, Incoming | None]]
+    tensors: Mapping[tuple[Tensor, str], str]
+    others: Mapping[tuple[Tensor, str], Mapping[str, Any]]
+    reception: Reception | None = None
+
+    def make_room(self) -> None:
+        """Makes the targets of the states, and plans what fills them."""
+        self.reception = _receive(self.optimizer, self.states, self.settings)
+        for (parameter, key), name in self.tensors.items():
+            self.plan.fill(name, self.reception.targets[parameter, key])
+
+    def finish(self) -> None:
+        """Puts groups and states in place, once bytes are there."""
+        reception, fetch = self.reception, self.settings.fetch
+        assert reception is not None
+        values = {place: decode(each, fetch) for place, each in self.others.items()}
+        _place_nested(reception, values, self.others, self.settings)
+        self.reception = None
+        reception.finish(values, decode(self.node.get("loose") or {}, fetch))
+        optimizer = self.optimizer
+        for index, saved in enumerate(self.node["groups"]):
+            group = optimizer.param_groups[self.order[index].group]
             for key, each in saved.items():
                 if key not in _HOW or key not in group:
-                    _set(group, key, decode(each, settings.fetch))
+                    _set(group, key, decode(each, fetch))
         if owner_of(optimizer) is None:
             # The class' own repairs, such as settings that its older versions did not save.
             groups = optimizer.param_groups
             optimizer.__setstate__({"state": optimizer.state, "param_groups": groups})
-        _run_hooks(path, optimizer)
-
-    plan.before.append(make_room)
-    return finish
+        _run_hooks(self.path, optimizer)
 
 
 def _place_nested(
     reception: Reception,
     values: dict[tuple[Tensor, str], Any],
     nodes: Mapping[tuple[Tensor, str], Any],
-    settings: Settings,
+    settings: RestoreSettings,
 ) -> None:
     """Sees to it that tensors within lists and the like get where the step needs them."""
     for (parameter, key), value in values.items():
@@ -133,7 +166,7 @@ def _place_nested(
 def _receive(
     optimizer: Optimizer,
     states: Mapping[Tensor, Mapping[str, Incoming | None]],
-    settings: Settings,
+    settings: RestoreSettings,
 ) -> Reception:
     owner = owner_of(optimizer)
     received = None if owner is None else owner.receive(optimizer, states)
@@ -145,7 +178,7 @@ def _receive(
 
 
 def _incoming(
-    plan: Plan, path: str, node: Mapping[str, Any], by_name: Mapping[str, Tensor]
+    plan: RestorePlan, path: str, node: Mapping[str, Any], by_name: Mapping[str, Tensor]
 ) -> dict[Tensor, dict[str, Incoming | None]] | None:
     states: dict[Tensor, dict[str, Incoming | None]] = {}
     is_whole = True
@@ -174,7 +207,7 @@ def _incoming(
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _GroupPlace:
     """Which group of the optimizer a saved group is, and where in it each parameter is."""
 
     group: int
@@ -183,7 +216,7 @@ class _Place:
 
 def _match(
     node: Mapping[str, Any], optimizer: Optimizer, names: Mapping[Tensor, ParameterName]
-) -> tuple[str | None, list[_Place]]:
+) -> tuple[str | None, list[_GroupPlace]]:
     """Finds the saved groups in the optimizer; returns what stands against it, or None."""
     if node.get("class") != type(optimizer).__name__:
         return f"saved a {node.get('class')}, here a {type(optimizer).__name__}", []
@@ -203,12 +236,12 @@ def _match(
             break
         left.remove(candidates[0])
         where = {name: position for position, name in enumerate(mine[candidates[0]])}
-        places.append(_Place(candidates[0], [where[name] for name in group]))
+        places.append(_GroupPlace(candidates[0], [where[name] for name in group]))
     if len(places) == len(saved):
         return None, places
     is_nameless = any(all(n.isdecimal() for g in side for n in g) for side in (saved, mine))
     if is_nameless and [len(g) for g in saved] == [len(g) for g in mine]:
-        return None, [_Place(index, range(len(group))) for index, group in enumerate(saved)]
+        return None, [_GroupPlace(index, range(len(group))) for index, group in enumerate(saved)]
     return _unlike(saved, mine), []
 
 

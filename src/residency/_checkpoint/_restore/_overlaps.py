@@ -18,13 +18,13 @@ from torch import Tensor
 
 from residency._checkpoint._restore._boxes import Box, row_major, spans
 from residency._checkpoint._restore._fill import fill
-from residency._checkpoint._restore._plan import Assignment, Plan, Target
-from residency._checkpoint._sources._stored import Stored
+from residency._checkpoint._restore._plan import Assignment, RestorePlan, Target
+from residency._checkpoint._sources._source import Stored
 from residency._modes import callers_modes_off
 from residency._storages import sharing
 
 
-def settle_overlaps(plan: Plan, *, staging_bytes: int) -> list[str]:
+def settle_overlaps(plan: RestorePlan, *, staging_bytes: int) -> list[str]:
     """Takes assignments out of a plan that others of it make needless.
 
     Args:
@@ -74,7 +74,7 @@ def _geometry(target: Target) -> tuple[object, ...]:
     return local.data_ptr(), local.dtype, local.shape, local.stride(), target.box
 
 
-def _apart(plan: Plan, indices: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _apart(plan: RestorePlan, indices: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yields pairs that share bytes in other ways here than in the files."""
     anchors = {index: _anchor(plan.assignments[index]) for index in indices}
     if len(set(anchors.values())) == 1 and None not in anchors.values():
@@ -109,7 +109,9 @@ def _place(shard: Stored) -> tuple[object, int, tuple[int, ...]]:
     return shard.file, shard.start, stride
 
 
-def _is_same_saved(plan: Plan, left: Assignment, right: Assignment, staging_bytes: int) -> bool:
+def _is_same_saved(
+    plan: RestorePlan, left: Assignment, right: Assignment, staging_bytes: int
+) -> bool:
     """Returns whether two assignments bring the same bytes to the memory that both lie in."""
     if _geometry(left.target) == _geometry(right.target):
         places = [[(_place(s), s.offsets, s.shape) for s in each.shards] for each in (left, right)]
@@ -130,7 +132,7 @@ def _is_same_saved(plan: Plan, left: Assignment, right: Assignment, staging_byte
     return True
 
 
-class _Piece(NamedTuple):
+class _AddressedBox(NamedTuple):
     """A box of a target with the addresses between which its elements lie."""
 
     first: int
@@ -138,19 +140,23 @@ class _Piece(NamedTuple):
     box: Box
 
 
-def _pieces(target: Target, most_bytes: int) -> list[_Piece]:
+def _pieces(target: Target, most_bytes: int) -> list[_AddressedBox]:
     """Returns a target in pieces of so many bytes of memory, gaps included, by address."""
     local, start = target.local, target.local.data_ptr()
     size = local.element_size()
     return sorted(
-        _Piece(start + span.start * size, start + (span.start + span.numel) * size, span.part)
+        _AddressedBox(
+            start + span.start * size, start + (span.start + span.numel) * size, span.part
+        )
         for span in spans(target.box, target.box, local.stride(), max(most_bytes // size, 1))
     )
 
 
-def _meeting(left: Sequence[_Piece], right: Sequence[_Piece]) -> Iterator[tuple[_Piece, _Piece]]:
+def _meeting(
+    left: Sequence[_AddressedBox], right: Sequence[_AddressedBox]
+) -> Iterator[tuple[_AddressedBox, _AddressedBox]]:
     """Yields the pairs of pieces of which the ranges overlap."""
-    near: list[_Piece] = []
+    near: list[_AddressedBox] = []
     rest = deque(right)
     for mine in left:
         while rest and rest[0].first < mine.last:
@@ -160,7 +166,7 @@ def _meeting(left: Sequence[_Piece], right: Sequence[_Piece]) -> Iterator[tuple[
 
 
 def _laid(
-    plan: Plan, assignment: Assignment, piece: _Piece, staging_bytes: int
+    plan: RestorePlan, assignment: Assignment, piece: _AddressedBox, staging_bytes: int
 ) -> tuple[Tensor, Tensor]:
     """Returns what is saved of a piece as it will lie in memory, and which bytes are of it.
 

@@ -14,13 +14,13 @@ from typing import Any
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from residency._checkpoint._capture._walk import layout_problem
 from residency._checkpoint._disk._read import Checksums
 from residency._checkpoint._restore._boxes import Box
-from residency._checkpoint._sources._stored import Stored
-from residency._checkpoint._tree import layout_problem
+from residency._checkpoint._sources._source import Stored
+from residency._dtensor import is_sharded, local_of
 from residency._errors import RefusedError, in_short, warn
 from residency._storages import overlaps_itself
-from residency._transfer import is_sharded, local_of
 
 _MOST_LINES = 40
 
@@ -91,7 +91,7 @@ def _listed(title: str, lines: Sequence[str]) -> list[str]:
 
 
 @dataclass(slots=True)
-class Plan:
+class RestorePlan:
     """What a restore is to do, as it is collected.
 
     Attributes:

@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from residency._checkpoint._sources._pickles import Record, read_metadata
+from residency._checkpoint._sources._pickles import PickledInstance, read_metadata
 from residency._checkpoint._sources._safetensors import member
-from residency._checkpoint._sources._stored import (
+from residency._checkpoint._sources._source import (
     Source,
     Stored,
     TensorName,
@@ -37,18 +37,18 @@ def open_directory(path: Path) -> Source:
     file = path / METADATA
     metadata = read_metadata(file.read_bytes(), file)
     try:
-        return _Reader(path, metadata).read()
+        return _ForeignReader(path, metadata).read()
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CorruptSaveError(f"{file} makes no sense: {error!r}.", file=file.name) from error
 
 
-class _Reader:
-    def __init__(self, path: Path, metadata: Record) -> None:
+class _ForeignReader:
+    def __init__(self, path: Path, metadata: PickledInstance) -> None:
         self._path = path
         self._file = path / METADATA
-        self._entries: dict[str, Record] = metadata["state_dict_metadata"]
+        self._entries: dict[str, PickledInstance] = metadata["state_dict_metadata"]
         self._paths = metadata.get("planner_data")
-        self._places: dict[tuple[str, tuple[int, ...] | None], Record] = {
+        self._places: dict[tuple[str, tuple[int, ...] | None], PickledInstance] = {
             (index["fqn"], index.get("offset")): place
             for index, place in metadata["storage_data"].items()
         }
@@ -67,7 +67,7 @@ class _Reader:
                     values[name] = TensorName(name)
         return Source(self._path, "dcp", tensors, self._nested(values))
 
-    def _shards(self, stack: ExitStack, name: str, entry: Record) -> list[Stored]:
+    def _shards(self, stack: ExitStack, name: str, entry: PickledInstance) -> list[Stored]:
         whole = tuple(entry["size"])
         shards = []
         for chunk in entry["chunks"]:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from residency._checkpoint._sources import _dcp, _own, _safetensors, _torch_save
-from residency._checkpoint._sources._stored import Source
+from residency._checkpoint._sources._source import Source
 from residency._errors import CheckpointError, CorruptSaveError, RefusedError
 
 _PICKLE_MAGIC = b"\x80"  # a file of torch.save from before torch 1.6

@@ -18,16 +18,16 @@ import torch
 from residency._checkpoint._disk._layout import newest_save
 from residency._checkpoint._disk._manifest import MANIFEST, FileRecord, StoredEntry
 from residency._checkpoint._disk._naming import damage_named
+from residency._checkpoint._disk._open_save import open_save
 from residency._checkpoint._disk._read import Checksums
-from residency._checkpoint._disk._stored import open_save
-from residency._checkpoint._nodes import Node, read_document
-from residency._checkpoint._notes import PLAIN, TensorNote, read_note, senseless
+from residency._checkpoint._document._nodes import Node, read_document
+from residency._checkpoint._document._notes import PLAIN, TensorNote, read_note, senseless
 from residency._checkpoint._sources._safetensors import stored_at
-from residency._checkpoint._sources._stored import Source, Stored, check_cover, without_copies
+from residency._checkpoint._sources._source import Source, Stored, check_cover, without_copies
 from residency._errors import CheckpointError, CorruptSaveError
 
 
-class StoredSave(Protocol):
+class PublishedSave(Protocol):
     """What the disk layer knows of a published save."""
 
     @property
@@ -112,7 +112,7 @@ def open_source(folder: Path) -> Source:
     return Source(folder, "residency", saved.tensors, tree, save.documents, saved.checksums)
 
 
-def saved_for_rank(save: StoredSave, *, rank: int = 0, world_size: int = 1) -> Saved:
+def saved_for_rank(save: PublishedSave, *, rank: int = 0, world_size: int = 1) -> Saved:
     """Describes a save as one rank restores it.
 
     Args:
@@ -165,7 +165,7 @@ def _notes(document: Mapping[str, Any]) -> dict[str, TensorNote]:
 
 
 def _located(
-    save: StoredSave, notes: Sequence[Mapping[str, TensorNote]]
+    save: PublishedSave, notes: Sequence[Mapping[str, TensorNote]]
 ) -> Iterator[tuple[int, str, Stored]]:
     """Yields where the tensors of each rank are, as its document says that they are to be read."""
     by_rank: list[dict[str, list[StoredEntry]]] = [{} for _ in notes]

@@ -73,7 +73,7 @@ class _Storage:
         raise pickle.UnpicklingError("a storage is not changed in a pickle")
 
 
-class Record:
+class PickledInstance:
     """The attributes of an instance of a class of torch's, and none of its code."""
 
     state: Any = None
@@ -101,7 +101,7 @@ def read_tensors(data: bytes) -> Any:
     return _Unpickler(data, _tensor_names()).load()
 
 
-def read_metadata(data: bytes, path: Path) -> Record:
+def read_metadata(data: bytes, path: Path) -> PickledInstance:
     """Reads the `.metadata` of a directory of `torch.distributed.checkpoint`.
 
     Raises:
@@ -114,7 +114,7 @@ def read_metadata(data: bytes, path: Path) -> Record:
         raise refusal(path, error.name) from error
     except Exception as error:
         raise CorruptSaveError(f"{path} is no whole pickle: {error!r}.", file=path.name) from error
-    if not isinstance(found, Record) or type(found).__name__ != "Metadata":
+    if not isinstance(found, PickledInstance) or type(found).__name__ != "Metadata":
         problem = f"holds a {type(found).__name__} where a checkpoint's Metadata is expected"
         raise CorruptSaveError(f"{path} {problem}.", file=path.name)
     return found
@@ -193,7 +193,7 @@ class _Unpickler(pickle.Unpickler):
         return _Storage(str(key), num_elements, storage_type.dtype)
 
 
-class _Frozen:
+class _SafeCallable:
     """A callable that a pickle cannot change."""
 
     __slots__ = ("_call", "dtype")
@@ -240,10 +240,10 @@ def _tensor_names() -> dict[tuple[str, str], Any]:
         ("torch._utils", "_rebuild_tensor_v2"): _tensor,
         ("torch._utils", "_rebuild_tensor_v3"): _tensor_of_dtype,
     }
-    names: dict[tuple[str, str], Any] = {name: _Frozen(call) for name, call in calls.items()}
+    names: dict[tuple[str, str], Any] = {name: _SafeCallable(call) for name, call in calls.items()}
     for name, dtype in _STORAGES.items():
-        names["torch", name] = _Frozen(_never, dtype)
-    names["torch.storage", "UntypedStorage"] = _Frozen(_never)
+        names["torch", name] = _SafeCallable(_never, dtype)
+    names["torch.storage", "UntypedStorage"] = _SafeCallable(_never)
     return names
 
 
@@ -260,7 +260,7 @@ def _metadata_names() -> dict[tuple[str, str], Any]:
         (f"{dcp}.metadata", "TensorStorageMetadata"),
     ]
     names: dict[tuple[str, str], Any] = {
-        (module, name): type(name, (Record,), {}) for module, name in classes
+        (module, name): type(name, (PickledInstance,), {}) for module, name in classes
     }
     calls: dict[tuple[str, str], Callable[..., Any]] = {
         (f"{dcp}.metadata", "_MEM_FORMAT_ENCODING"): _ignored,
@@ -271,7 +271,7 @@ def _metadata_names() -> dict[tuple[str, str], Any]:
     for module in ("pathlib", "pathlib._local"):
         for name in ("PosixPath", "PurePosixPath", "WindowsPath"):
             calls[module, name] = _ignored
-    return names | {name: _Frozen(call) for name, call in calls.items()}
+    return names | {name: _SafeCallable(call) for name, call in calls.items()}
 
 
 def _tensor(

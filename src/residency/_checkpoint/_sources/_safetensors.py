@@ -13,8 +13,8 @@ from typing import NoReturn
 
 from residency._checkpoint._disk._header import header_length, parse_header
 from residency._checkpoint._disk._manifest import Record, parse_json
-from residency._checkpoint._dtypes import DTYPES, HALF_BYTES
-from residency._checkpoint._sources._stored import (
+from residency._checkpoint._document._dtypes import DTYPES, HALF_BYTES
+from residency._checkpoint._sources._source import (
     Source,
     Stored,
     TensorName,

@@ -26,7 +26,7 @@ from residency._checkpoint._sources._pickles import (
     load_weights_only,
     read_tensors,
 )
-from residency._checkpoint._sources._stored import (
+from residency._checkpoint._sources._source import (
     Source,
     Stored,
     TensorName,

@@ -12,10 +12,10 @@ from types import MappingProxyType
 from residency import _device
 from residency.testing._settings import simulated_device_type
 from residency.testing.probe import _machine, _same_bits, _training
-from residency.testing.probe._bench import Bench
+from residency.testing.probe._bench import ProbedDevice
 
 _EXIT_FAILED, _EXIT_NOTHING = 1, 2
-PROBES: MappingProxyType[str, Callable[[Bench], None]] = MappingProxyType(
+PROBES: MappingProxyType[str, Callable[[ProbedDevice], None]] = MappingProxyType(
     {
         "machine": _machine.machine,
         "starts_nothing": _machine.starts_nothing,
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("There is no accelerator here; --simulated takes the simulated one.", file=sys.stderr)
         return _EXIT_NOTHING
     with tempfile.TemporaryDirectory(prefix="residency-probe-", dir=options.folder) as folder:
-        bench = Bench(device, Path(folder), options.small)
+        bench = ProbedDevice(device, Path(folder), options.small)
         for name in options.names or PROBES:
             bench.run(name, PROBES[name])
     bench.info("lines that say FAIL", str(bench.num_failed))

@@ -20,7 +20,7 @@ _WIDTH = 44
 
 
 @dataclass(slots=True)
-class Bench:
+class ProbedDevice:
     """The device under the probes, and the number of lines that say FAIL.
 
     Attributes:
@@ -78,7 +78,7 @@ class Bench:
             traceback.print_exc()
         self.check(is_kept, what, text)
 
-    def run(self, name: str, probe: Callable[[Bench], None]) -> None:
+    def run(self, name: str, probe: Callable[[ProbedDevice], None]) -> None:
         """Runs one probe. One that raises leaves the next ones to run."""
         start = time.perf_counter()
         try:

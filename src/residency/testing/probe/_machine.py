@@ -12,7 +12,7 @@ import torch
 
 from residency import _device
 from residency._transfer import (
-    Run,
+    CopyRun,
     Slab,
     SlabArena,
     available_host_bytes,
@@ -21,7 +21,7 @@ from residency._transfer import (
     on_lane,
 )
 from residency._units import MIB, format_bytes
-from residency.testing.probe._bench import Bench, milliseconds
+from residency.testing.probe._bench import ProbedDevice, milliseconds
 
 _NUM_MARKS = 2000
 _ASKING = """
@@ -39,7 +39,7 @@ print("child", os.waitpid(child, 0)[1])
 """
 
 
-def machine(bench: Bench) -> None:
+def machine(bench: ProbedDevice) -> None:
     """Tells versions, and how much host memory there is: before and after some of it is touched,
     since a virtual machine's may grow as it is used.
     """
@@ -55,7 +55,7 @@ def machine(bench: Bench) -> None:
         bench.info(f"host memory{when}", "unknown" if found is None else format_bytes(found))
 
 
-def starts_nothing(bench: Bench) -> None:
+def starts_nothing(bench: ProbedDevice) -> None:
     """Asks for figures in a process that has not used the device: it is to stay able to fork."""
     if not hasattr(bench.module, "is_initialized"):
         return bench.info("figures start nothing", f"{bench.device.type} does not tell")
@@ -70,7 +70,7 @@ def starts_nothing(bench: Bench) -> None:
     )
 
 
-def pinned_memory(bench: Bench) -> None:
+def pinned_memory(bench: ProbedDevice) -> None:
     """Takes page-locked memory and gives it back, and writes from it to a disk past the cache."""
     for size in bench.pick((64, 1000, 8000), (64,)):
         slab, _, taken = bench.timed(lambda size=size: Slab(size * MIB))  # type: ignore[misc]
@@ -85,7 +85,7 @@ def pinned_memory(bench: Bench) -> None:
     _write_directly(bench, region.slab)
 
 
-def _write_directly(bench: Bench, slab: Slab) -> None:
+def _write_directly(bench: ProbedDevice, slab: Slab) -> None:
     what, flags = "O_DIRECT writes from a slab", os.O_WRONLY | os.O_CREAT
     try:
         file = os.open(bench.folder / "direct", flags | os.O_DIRECT)
@@ -100,7 +100,7 @@ def _write_directly(bench: Bench, slab: Slab) -> None:
     return bench.check(written == MIB, what, format_bytes(written))
 
 
-def link(bench: Bench) -> None:
+def link(bench: ProbedDevice) -> None:
     """Copies in both directions, alone and at once: the host is not to wait for a copy."""
     lanes, count = lanes_of(bench.device), bench.pick(24, 4)
     size = bench.pick(128, 8) * MIB
@@ -109,11 +109,11 @@ def link(bench: Bench) -> None:
 
     def up() -> None:
         for i in range(count):
-            lanes.load(buffers[i % 2], [Run(slab, i % 2 * size, 0, size)])
+            lanes.load(buffers[i % 2], [CopyRun(slab, i % 2 * size, 0, size)])
 
     def down() -> None:
         for i in range(count):
-            lanes.store([(buffers[2 + i % 2], [Run(slab, (2 + i % 2) * size, 0, size)])])
+            lanes.store([(buffers[2 + i % 2], [CopyRun(slab, (2 + i % 2) * size, 0, size)])])
 
     for name, ways in (("to the device", [up]), ("to the host", [down]), ("both ways", [up, down])):
         for way in ways:
@@ -126,7 +126,7 @@ def link(bench: Bench) -> None:
     bench.info("an event of a lane", f"{call / len(marks) * 1e6:.2f} us")
 
 
-def threads(bench: Bench) -> None:
+def threads(bench: ProbedDevice) -> None:
     """Enters one lane from two threads that have different current streams."""
     lane, other = lanes_of(bench.device).h2d, _device.new_stream(bench.device)
     inside, over = threading.Event(), threading.Event()

@@ -15,7 +15,7 @@ from torch import Tensor, nn, optim
 
 import residency
 from residency._units import MIB
-from residency.testing.probe._bench import Bench
+from residency.testing.probe._bench import ProbedDevice
 
 _SHAPES = ((33,), (), (128, 40), (7, 5, 3), (1000,))
 _CASES: tuple[tuple[type[optim.Optimizer], dict[str, Any]], ...] = (
@@ -42,7 +42,7 @@ _SMALL_CASES = (*_CASES[:3], _CASES[-1])
 _NUM_STEPS = 4
 
 
-def steps(bench: Bench) -> None:
+def steps(bench: ProbedDevice) -> None:
     """Compares parameters and states after some steps, for each class that is offloaded."""
     for dtype in (torch.float32, torch.bfloat16):
         for is_mixed in (False, True):
@@ -57,7 +57,7 @@ def steps(bench: Bench) -> None:
 
 
 def _trained(
-    bench: Bench,
+    bench: ProbedDevice,
     cls: type[optim.Optimizer],
     options: dict[str, Any],
     dtype: torch.dtype,
@@ -82,7 +82,7 @@ def _trained(
     return [torch.as_tensor(value).detach().cpu() for value in (*parameters, *states)]
 
 
-def _parameters(bench: Bench, dtype: torch.dtype, is_mixed: bool) -> list[nn.Parameter]:
+def _parameters(bench: ProbedDevice, dtype: torch.dtype, is_mixed: bool) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(1)
     large = (bench.pick(2049, 65), bench.pick(1000, 100))
     made = [torch.randn(shape, generator=generator) for shape in (large, *_SHAPES)]
@@ -103,13 +103,13 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def scaled_steps(bench: Bench) -> None:
+def scaled_steps(bench: ProbedDevice) -> None:
     """Compares fused steps under a ``GradScaler``, one of which it leaves out."""
     plain, streamed = _scaled(bench, False), _scaled(bench, True)
     bench.check(_is_same(plain, streamed), "GradScaler, fused, one step left out")
 
 
-def _scaled(bench: Bench, is_offloaded: bool) -> list[Tensor]:
+def _scaled(bench: ProbedDevice, is_offloaded: bool) -> list[Tensor]:
     torch.manual_seed(0)
     width = bench.pick(512, 64)
     model = nn.Linear(width, width).to(bench.device)

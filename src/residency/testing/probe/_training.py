@@ -14,7 +14,7 @@ from residency import _device
 from residency._errors import SimulatorError
 from residency._transfer import gate_of
 from residency._units import MIB, format_bytes
-from residency.testing.probe._bench import Bench, milliseconds
+from residency.testing.probe._bench import ProbedDevice, milliseconds
 
 _NUM_STEPS = 5
 _NUM_SAVES = 3
@@ -22,7 +22,7 @@ _NUM_PHASES = 50
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _ModelInTraining:
     """A model in training."""
 
     model: nn.Module
@@ -48,18 +48,18 @@ class _Run:
         return all(map(torch.equal, self.model.parameters(), values))
 
 
-def _begin(bench: Bench, num_layers: int, *, capturable: bool = False) -> _Run:
+def _begin(bench: ProbedDevice, num_layers: int, *, capturable: bool = False) -> _ModelInTraining:
     torch.manual_seed(0)
     width = bench.pick(2048, 128)
     layers = (nn.Linear(width, width, bias=False) for _ in range(bench.pick(num_layers, 2)))
     model = nn.Sequential(*layers).to(bench.device)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True, capturable=capturable)
-    run = _Run(model, optimizer, torch.randn(width // 2, width, device=bench.device))
+    run = _ModelInTraining(model, optimizer, torch.randn(width // 2, width, device=bench.device))
     run.step()
     return run
 
 
-def snapshots(bench: Bench) -> None:
+def snapshots(bench: ProbedDevice) -> None:
     """Takes snapshots beside steps: the second takes the first one's pages."""
     run = _begin(bench, 64)
     _, _, alone = bench.timed(run.steps)
@@ -83,7 +83,7 @@ def snapshots(bench: Bench) -> None:
     bench.check(not len(gate_of(bench.device)), "no later step waits for a snapshot that is over")
 
 
-def checkpoints(bench: Bench) -> None:
+def checkpoints(bench: ProbedDevice) -> None:
     """Saves to the disk beside a step, with an offloaded optimizer, and restores."""
     run = _begin(bench, 32)
     residency.offload_optimizer(run.optimizer, bucket="8MiB")
@@ -102,7 +102,7 @@ def checkpoints(bench: Bench) -> None:
         bench.check(run.is_at(values), "restore brings the saved values", milliseconds(seconds))
 
 
-def figures(bench: Bench) -> None:
+def figures(bench: ProbedDevice) -> None:
     """Holds ``memory_state`` against what ``empty_cache`` gives back, in four situations."""
     gc.collect()
     _device.empty_cache(bench.device)
@@ -127,11 +127,11 @@ def figures(bench: Bench) -> None:
     bench.info("a boundary of a phase", f"{seconds / _NUM_PHASES / 2 * 1e6:.0f} us")
 
 
-def _bytes(bench: Bench, num_bytes: int) -> Tensor:
+def _bytes(bench: ProbedDevice, num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, device=bench.device)
 
 
-def _check_law(bench: Bench, when: str) -> None:
+def _check_law(bench: ProbedDevice, when: str) -> None:
     state, seconds, _ = bench.timed(residency.memory_state)
     whole = sum(num_bytes or 0 for num_bytes in state.classes().values())
     free = _device.memory_info()[0]
@@ -148,7 +148,7 @@ def _check_law(bench: Bench, when: str) -> None:
     )
 
 
-def _with_graph(bench: Bench, look: Callable[[], None]) -> None:
+def _with_graph(bench: ProbedDevice, look: Callable[[], None]) -> None:
     """Captures a graph that keeps a pool of its own, and looks while it is alive."""
     source = torch.ones(bench.pick(4096, 512), 4096, device=bench.device)
     try:
@@ -164,7 +164,7 @@ def _with_graph(bench: Bench, look: Callable[[], None]) -> None:
     return None
 
 
-def captured_steps(bench: Bench) -> None:
+def captured_steps(bench: ProbedDevice) -> None:
     """Captures a step into a graph after a snapshot of what it writes."""
     run = _begin(bench, 2, capturable=True)
     side = bench.module.Stream()
@@ -185,7 +185,7 @@ def captured_steps(bench: Bench) -> None:
     return bench.check(not run.is_at(values), "a step is captured after a snapshot, and replayed")
 
 
-def hand_offs(bench: Bench) -> None:
+def hand_offs(bench: ProbedDevice) -> None:
     """Frees the device for a block by parking a model and its optimizer."""
     width = 2048  # each parameter has a segment of its own, which parking gives back whole
     layers = (nn.Linear(width, width, bias=False) for _ in range(bench.pick(16, 2)))

@@ -1,0 +1,475 @@
+"""Takes the bytes of a state tree as they are at one call, while training goes on.
+
+What the host holds is copied at the call; what the device holds is copied on the d2h lane, buffers
+first, with an event after every group; what an offloaded optimizer holds is lent. Nothing waits on
+the host, and no device memory is allocated. Invariant: every region and every loan is given back
+exactly once, after the last copy into it.
+
+[Note: the order of a capture] Tensors that others than optimizers may change come first, and the
+current stream waits for that group alone before the call returns. Parameters and states follow;
+their writers wait at the gate, which knows for each storage the event after its copy.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from residency import _device
+from residency._checkpoint._capture._blocks import Block, Blocks, Layout, make_blocks
+from residency._checkpoint._capture._sums import Sums
+from residency._checkpoint._capture._walk import Description, describe
+from residency._checkpoint._disk._manifest import Record
+from residency._dtensor import local_of
+from residency._errors import CheckpointError, InvalidArgumentError
+from residency._transfer import (
+    Gate,
+    Lanes,
+    Read,
+    Region,
+    SlabArena,
+    gate_of,
+    lanes_of,
+    memory_of,
+    on_lane,
+    wait_asleep,
+    watch_optimizers,
+)
+from residency._units import parse_bytes
+
+_logger = logging.getLogger("residency")
+_of_thread = threading.local()  # where a thread that writes a save stands
+
+_GROUP_BYTES = parse_bytes("64MiB")
+_PAGE = parse_bytes("4KiB")
+_LONG = parse_bytes("64KiB")
+_NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+class CopyGroup:
+    """What one event covers: copies of some blocks to the host.
+
+    Args:
+        device: Whose storages are copied; None where nothing is.
+        sources: Of them.
+        sums: See below.
+
+    Attributes:
+        event: The event after the copies, None before they are queued and where they are done.
+        read: What the gate knows of the copies, from when they are queued until they are done.
+        sources: What keeps the copied storages alive until then.
+        sums: Those over all bytes before and after, where they were asked for.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        sources: Sequence[Tensor] = (),
+        sums: Sums | None = None,
+    ) -> None:
+        self._device = device
+        self.event: torch.Event | None = None
+        self.read: Read | None = None
+        self.sources = list(sources)
+        self.sums = sums
+        self._is_over = device is None
+
+    def finish(self) -> None:
+        """Blocks the host until the copies are done; may be called from any thread, and again."""
+        event = self.event
+        if self._is_over or self._device is None:
+            return
+        if event is not None:
+            wait_asleep(event)
+        else:  # an exception came before the event; copies may be queued
+            lanes_of(self._device).d2h.synchronize()
+        if (read := self.read) is not None:
+            read.end()
+        self.sources = []
+        if self.sums is not None:
+            self.sums.let_go()
+        self._is_over = True
+        self.event = self.read = None
+
+
+class Held:
+    """The bytes of one block on the host, until they are released.
+
+    Attributes:
+        block: What the bytes are.
+        group: The copies that bring them.
+    """
+
+    def __init__(
+        self, block: Block, arena: SlabArena, region: Region | None, device_index: int | None
+    ) -> None:
+        self.block = block
+        self._device_index = device_index
+        self.group = _NO_COPIES
+        self._arena = arena
+        self._region = region
+        self._is_released = False
+        self._kept: Tensor | None = None
+
+    @property
+    def host(self) -> Tensor:
+        """The span's bytes, ``uint8`` of shape ``[num_bytes]``."""
+        if self._region is None:
+            return self.block.span
+        return self._region.slab.data.narrow(0, self._region.offset, self.block.num_bytes)
+
+    def final(self) -> Tensor:
+        """Returns the span's bytes once they are final.
+
+        Raises:
+            CheckpointError: Other code wrote into the source while it was copied.
+        """
+        self._settle()
+        return self.host
+
+    def _settle(self) -> None:
+        """Blocks the host until the bytes are final."""
+        lent = self.block.lent
+        if lent is not None and lent.written is not None:
+            wait_asleep(lent.written)
+        self.group.finish()
+        if self.group.sums is not None and self.group.sums.differs(self.block):
+            names = ", ".join(self.block.names)
+            raise CheckpointError(
+                f"{names} was written while it was being copied, by code that passes no gate. "
+                "The save was dropped; put that write into `with residency.mutating(tensor):`."
+            )
+
+    def is_done(self) -> bool:
+        """Says whether the bytes are final, without a wait."""
+        events = [self.group.event, self.block.lent.written if self.block.lent else None]
+        is_done = all(event is None or event.query() for event in events)
+        if is_done:
+            self.group.finish()  # from here on no step waits for it
+        return is_done
+
+    def keep(self, final: Tensor) -> Tensor:
+        """Hands the final bytes over for good: the tensor that it returns keeps the memory.
+
+        Called again, after an interrupt, it returns the same tensor.
+        """
+        if self._kept is None:
+            self._kept = final
+            if self._region is not None:
+                shape = [self.block.num_bytes]
+                self._kept = self._arena.tensor(self._region, torch.uint8, shape, [1])
+        if self.block.lent is not None:
+            self.block.lent.leave_to_memory()
+        self._is_released = True
+        return self._kept
+
+    @property
+    def record(self) -> Record:
+        """How the bytes are stored."""
+        return self.block.record
+
+    def acquire(self) -> memoryview:
+        """Returns the final bytes in the order in which they are stored, to a thread that writes.
+
+        The thread is on the device of the call from then on, and its waits are none of a capture's
+        business. Events end in it: on CUDA, for their
+        device and then for the thread's own, on which that makes a context (``destroyEvent`` in
+        c10/cuda/impl/CUDAGuardImpl.h).
+        """
+        if getattr(_of_thread, "device_index", -1) != self._device_index:
+            _device.use_index(self._device_index)
+            _device.tolerate_captures()
+            _of_thread.device_index = self._device_index
+        self._settle()
+        block, region = self.block, self._region
+        if block.lent is not None:
+            region = block.lent.region
+        if block.gather is not None:
+            final = view_of(self.host, block.gather).contiguous()
+            return memory_of(final.view(-1).view(torch.uint8))
+        if region is not None:
+            return region.slab.memory(region.offset, block.num_bytes)
+        return memory_of(block.span)
+
+    def release(self) -> None:
+        """Gives the memory back, once no copy into it is under way; raises nothing of its own.
+
+        Memory into which a broken device may still copy is left alone for good.
+        """
+        if self.block.lent is not None:
+            self.block.lent.give_back()
+        if self._is_released or not has_ended(self.group):
+            return
+        self._is_released = True  # first: what is given back twice would serve two at once
+        if self._region is not None:
+            self._arena.release(self._region)
+
+
+_NO_COPIES = CopyGroup()
+
+
+def has_ended(group: CopyGroup) -> bool:
+    """Waits for the copies of a group; returns False, and logs why, where the device cannot say."""
+    try:
+        group.finish()
+    except Exception as error:  # a failed kernel is told by whatever asks the device next
+        _logger.warning(
+            "copies of a save cannot be waited for: %s: %s", type(error).__name__, str(error)
+        )
+        return False
+    return True
+
+
+class Capture:
+    """A state tree's bytes at one moment, on their way to the host or there.
+
+    It owns all that is taken for them, from the first loan on: loans, regions, copies under way.
+    ``describe`` or ``adopt`` comes first, then ``make_room``, then ``copy``.
+
+    Attributes:
+        description: The tree.
+        blocks: What was copied, and how tensors lie in it.
+        held: The bytes, for each block.
+        arena: Where they go.
+        device_index: Of the device that has the bytes, on which threads wait for them.
+    """
+
+    _is_made = False  # of one that an interrupt left half made, which has nothing yet
+
+    def __init__(self, arena: SlabArena) -> None:
+        self.description = Description({}, {})
+        self.blocks = Blocks([], {})
+        self.held: tuple[Held, ...] = ()
+        self.arena = arena
+        self.device_index = _device.current_index()
+        self._groups: dict[torch.device, list[tuple[CopyGroup, list[Held]]]] = {}
+        self._is_made = True
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self._is_made and not is_finalizing():  # modules are empty then
+            self.release()
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The JSON document of the tree."""
+        return {"tree": self.description.tree, "tensors": self.blocks.special}
+
+    def describe(self, tree: Any, *, keep: bool = False, rank: int | None = None) -> None:
+        """Finds what is to be taken, and borrows what is lent; see ``capture``."""
+        describe(tree, keep=keep, into=self.description)
+        self._lay_out(rank)
+
+    def adopt(self, description: Description, *, rank: int | None = None) -> None:
+        """Takes over a tree that is described already, with its loans."""
+        self.description = description
+        self._lay_out(rank)
+
+    def _lay_out(self, rank: int | None) -> None:
+        description = self.description
+        self.blocks = make_blocks(description.leaves, replicated=description.replicated, rank=rank)
+        lent = [block.lent for block in self.blocks.blocks if block.lent is not None]
+        description.loans.end(but=lent)
+
+    def make_room(self, *, verify: bool = False) -> None:
+        """Takes the memory that the bytes need, here and on the device; nothing is copied yet.
+
+        Raises:
+            RefusedError: The host has no room.
+        """
+        blocks = self.blocks.blocks
+        self.arena.pin_for(any(not b.span.is_cpu for b in blocks if b.lent is None))
+        regions = iter(make_room(self.arena, sizes_of(blocks)))
+        on_device = (block.span.device.index for block in blocks if not block.span.is_cpu)
+        self.device_index = next(on_device, self.device_index)
+        index = self.device_index
+        self.held = tuple(
+            Held(block, self.arena, None if block.lent is not None else next(regions), index)
+            for block in blocks
+        )
+        self._groups = _groups_of(self.held, verify=verify)
+
+    def copy(self) -> None:
+        """Copies what the host has, and queues the copies of what a device has."""
+        to_copy = [h for h in self.held if h.block.lent is None and h.block.num_bytes]
+        on_host = [each for each in to_copy if each.block.span.is_cpu]
+        for each in on_host:
+            each.host.copy_(each.block.span)
+            each.block.span = _NO_BYTES
+        if self._groups:
+            watch_optimizers()
+        for device, groups in self._groups.items():
+            _queue_copies(device, groups)
+        leaves = self.description.leaves.values()
+        for local in (local_of(leaf.value) for leaf in leaves if leaf.lent is None):
+            if not local.is_cpu:
+                gate_of(local.device).keeping((local,))
+
+    def release(self) -> bool:
+        """Gives all back, and lets go of what the caller has; from any thread, and again.
+
+        Returns:
+            Whether the arena may be used again: no copy into it is under way.
+        """
+        self.description.loans.end()  # first: a step may wait for them
+        groups = [group for here in self._groups.values() for group, _ in here]
+        ended = [has_ended(group) for group in groups]  # each is waited for
+        for held in self.held:
+            held.release()
+        self._groups = {}
+        self.held = ()
+        self.blocks.blocks.clear()
+        self.description.leaves.clear()
+        return all(ended)
+
+
+def capture(tree: Any, *, arena: SlabArena, keep: bool = False, verify: bool = False) -> Capture:
+    """Begins to copy a state tree; returns when all copies are queued.
+
+    Args:
+        tree: See ``describe``.
+        arena: Where the bytes go, page-locked, if it may be, where some are on a device: copies
+            then do not block the host.
+        keep: Whether what is lent may be kept for good.
+        verify: Whether to compare sums over all bytes before and after the copies.
+
+    Raises:
+        RefusedError: Something in the tree cannot be saved, or the host has no room. Nothing is
+            held.
+
+    Memory:
+        Device: none (``verify``: 8 bytes per 16 KiB, and up to 32 KiB for each tensor). Host: the
+        bytes of all blocks that are not lent, each rounded up to 512.
+    """
+    captured = Capture(arena)
+    try:
+        captured.describe(tree, keep=keep)
+        captured.make_room(verify=verify)
+        captured.copy()
+    except BaseException:
+        captured.release()
+        raise
+    return captured
+
+
+def capture_described(description: Description, *, arena: SlabArena) -> Capture:
+    """Begins to copy a tree that is described already; its loans end where this fails."""
+    captured = Capture(arena)
+    try:
+        captured.adopt(description)
+        captured.make_room()
+        captured.copy()
+    except BaseException:
+        captured.release()
+        raise
+    return captured
+
+
+def sizes_of(blocks: Iterable[Block]) -> list[int]:
+    """Returns the bytes of each block that is copied, for ``SlabArena.reserve``."""
+    return [block.num_bytes for block in blocks if block.lent is None]
+
+
+def make_room(arena: SlabArena, sizes: Sequence[int]) -> list[Region]:
+    """Takes ranges of these sizes, allocating just what they need where there is no room.
+
+    Long ones begin at pages of a slab, from where the disk takes them without a copy.
+    """
+    rounded = [-(-n // _PAGE) * _PAGE if n >= _LONG else n for n in sizes]
+    # In one order for the same sizes, however they are listed.
+    last = max(rounded, default=0) + 1
+    order = sorted(range(len(rounded)), key=lambda i: bool(rounded[i] % _PAGE) * last - rounded[i])
+    regions = dict(zip(order, arena.allocate_all([rounded[i] for i in order]), strict=True))
+    return [regions[index] for index in range(len(sizes))]
+
+
+def _groups_of(
+    held: Iterable[Held], *, verify: bool
+) -> dict[torch.device, list[tuple[CopyGroup, list[Held]]]]:
+    """Returns the copies from each device, in their order there.
+
+    [Note: the order of a capture]
+    """
+    on_device: dict[torch.device, list[Held]] = {}
+    for each in held:
+        block = each.block
+        if block.lent is None and block.num_bytes and not block.span.is_cpu:
+            on_device.setdefault(block.span.device, []).append(each)
+    found: dict[torch.device, list[tuple[CopyGroup, list[Held]]]] = {}
+    for device, here in on_device.items():
+        early = [each for each in here if each.block.is_early]
+        late = [each for each in here if not each.block.is_early]
+        for members in (*_groups(early), *_groups(late)):
+            sums = Sums([each.block for each in members]) if verify else None
+            sources = [each.block.span for each in members]
+            found.setdefault(device, []).append((CopyGroup(device, sources, sums), members))
+    return found
+
+
+def _queue_copies(device: torch.device, groups: Sequence[tuple[CopyGroup, list[Held]]]) -> None:
+    """Queues the copies from one device. [Note: the order of a capture]"""
+    lanes, gate = lanes_of(device), gate_of(device)
+    current = _device.current_stream(device)
+    # The copies read what the current stream has written so far.
+    _device.wait_event(lanes.d2h, lanes.mark(current))
+    num_early = sum(1 for _, members in groups if members[0].block.is_early)
+    for index, (group, members) in enumerate(groups):
+        _copy_group(group, members, lanes, gate)
+        if index + 1 == num_early:
+            # Others than optimizers may write these, past the gate.
+            _device.wait_event(current, lanes.mark(lanes.d2h))
+
+
+def _copy_group(group: CopyGroup, members: Sequence[Held], lanes: Lanes, gate: Gate) -> None:
+    for each in members:
+        each.group = group
+    with on_lane(lanes.d2h):
+        for each in members:
+            each.host.copy_(each.block.span, non_blocking=True)
+        if group.sums is not None:
+            group.sums.compare()
+    group.event = lanes.mark(lanes.d2h)
+    group.read = gate.reading(group.sources, group.event, lanes.d2h)
+    gone = torch.empty(0, dtype=torch.uint8, device=group.sources[0].device)
+    for each in members:
+        each.block.span = gone  # the group alone keeps the storage
+
+
+def _groups(held: Iterable[Held]) -> Iterator[list[Held]]:
+    group: list[Held] = []
+    num_bytes = 0
+    for each in held:
+        if group and num_bytes + each.block.num_bytes > _GROUP_BYTES:
+            yield group
+            group, num_bytes = [], 0
+        group.append(each)
+        num_bytes += each.block.num_bytes
+    if group:
+        yield group
+
+
+def view_of(span: Tensor, layout: Layout) -> Tensor:
+    """Returns a tensor that lies in a span of bytes; its start is aligned to its elements."""
+    count = 1 + sum((n - 1) * s for n, s in zip(layout.shape, layout.stride, strict=True))
+    if 0 in layout.shape:
+        return torch.empty(layout.shape, dtype=layout.dtype)
+    flat = span.narrow(0, layout.start, count * layout.dtype.itemsize).view(layout.dtype)
+    return flat.as_strided(layout.shape, layout.stride, flat.storage_offset())
+
+
+def check_verify(verify: str, *others: str) -> bool:
+    """Returns whether sums are compared.
+
+    Raises:
+        InvalidArgumentError: It is none of the two words, nor of others that the caller knows.
+    """
+    known = ("gate", "full", *others)
+    if verify not in known:
+        names = ", ".join(map(repr, known[:-1]))
+        raise InvalidArgumentError(f"verify is {verify!r}; expected {names} or {known[-1]!r}.")
+    return verify == "full"

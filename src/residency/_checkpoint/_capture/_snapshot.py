@@ -1,0 +1,120 @@
+"""The bytes of a state tree as they were at one call, as host tensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from residency._checkpoint._capture._capture import Capture, capture, check_verify, view_of
+from residency._checkpoint._document._state_dicts import state_dicts
+from residency._dtensor import local_of, wrapped_like
+from residency._modes import callers_modes_off
+from residency._transfer import SlabArena
+
+
+class Snapshot:
+    """What ``snapshot`` returns: copies on the host, under way or complete."""
+
+    def __init__(self, captured: Capture, arena: SlabArena) -> None:
+        self._capture = captured
+        self._arena = arena
+        self._tree: Any = None
+        self._is_complete = False
+        # Whoever never asks for the tree leaves no loan behind.
+        self._end = weakref.finalize(self, captured.release)
+        self._end.atexit = False
+
+    def wait(self) -> Snapshot:
+        """Blocks the host until the copies are complete; returns the snapshot.
+
+        Raises:
+            CheckpointError: With ``verify="full"``, something was written while it was copied by
+                code that passes no gate.
+        """
+        if not self._is_complete:
+            spans = {id(held.block): held.final() for held in self._capture.held}
+            self._tree = self._build(spans)
+            self._end()  # the tensors keep the memory from here on
+            self._is_complete = True
+        return self
+
+    def is_done(self) -> bool:
+        """Says whether the copies are complete; does not wait."""
+        return self._is_complete or all(held.is_done() for held in self._capture.held)
+
+    @property
+    def tree(self) -> Any:
+        """The tree: modules, optimizers and the like as their state dicts, ties kept; waits
+        for the copies.
+
+        Sharded tensors are ``DTensor`` around host tensors, with their mesh and placements.
+        """
+        return self.wait()._tree
+
+    def _build(self, spans: dict[int, Tensor]) -> Any:
+        kept = {id(held.block): held.keep(spans[id(held.block)]) for held in self._capture.held}
+        return tree_of(self._capture, kept)
+
+
+@callers_modes_off()
+def tree_of(captured: Capture, spans: Mapping[int, Tensor]) -> Any:
+    """Returns what was captured as state dicts over host memory.
+
+    Args:
+        captured: The capture.
+        spans: The final bytes of each block, by the block's ``id``.
+    """
+    tensors: dict[str, Tensor] = {}
+    for held in captured.held:
+        for name, layout in held.block.layouts.items():
+            tensors[name] = view_of(spans[id(held.block)], layout)
+    for name, leaf in captured.description.leaves.items():
+        found = tensors.get(name)
+        if found is None:  # no element of it is on this rank
+            local = local_of(leaf.value)
+            found = torch.empty(local.shape, dtype=local.dtype)
+        tensors[name] = wrapped_like(found, leaf.value)
+    return state_dicts(captured.description.tree, tensors.__getitem__)
+
+
+def snapshot(tree: Any, *, verify: str = "gate", pin: bool = True) -> Snapshot:
+    """Copies a state tree to the host as it is now, without stopping training.
+
+    Returns when the copies are queued. Training may go on at once: the current stream waits for
+    the copies of buffers, the next optimizer step, on the device, for those of its own parameters
+    and states; the host waits for nothing. Who writes otherwise says so with
+    ``residency.mutating``.
+
+    Args:
+        tree: Modules, optimizers, LR schedulers, ``GradScaler``, whatever has ``state_dict`` and
+            ``load_state_dict``, tensors, arrays, plain values, and containers of all these.
+        verify: ``"full"`` compares sums over all bytes of device tensors before and after the
+            copies, and so finds writers that pass no gate; ``"gate"`` trusts that all do.
+        pin: Whether copies from a device go to page-locked memory; without, they block the host.
+
+    Returns:
+        The snapshot; its tensors keep their memory as long as they live.
+
+    Raises:
+        InvalidArgumentError: ``verify`` is neither.
+        RefusedError: Something in the tree has no place in a snapshot, by its name, or the host has
+            no room.
+
+    Memory:
+        Device: none; with ``verify="full"``, 8 bytes per 16 KiB and up to 32 KiB for each tensor.
+        Host: the bytes of the tree, of overlapping tensors their common span once, each rounded up
+        to 512, plus what is left at the end of each slab. The state of an offloaded optimizer is
+        handed over, not copied; its next step moves to a second set of homes. The first call of its
+        size page-locks all that, for which the host waits: seconds for gigabytes on CUDA. Torch
+        keeps the memory once nobody has the snapshot, and the next one of the same sizes takes it
+        from there. ``torch.accelerator.empty_host_cache()`` (torch 2.12 and later) gives it back to
+        the system; so does whatever of this library finds too little host memory.
+    """
+    is_verified = check_verify(verify)
+    arena = SlabArena(pin=pin)
+    captured = capture(tree, arena=arena, keep=True, verify=is_verified)
+    return Snapshot(captured, arena)

@@ -1,0 +1,442 @@
+"""Walks a state tree: containers, modules, optimizers and whatever has a ``state_dict``.
+
+The walk names every tensor by its dotted path, as ``torch.distributed.checkpoint`` flattens nested
+state dicts, and puts everything else into the document. An optimizer's states bear the names of
+their parameters, so that they find their way back in another order, and in another process.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import ChainMap, Counter, deque
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from residency._checkpoint._document._decode import tensor_nodes
+from residency._checkpoint._document._encode import Encoder, Leaf, check_is_finite, joined
+from residency._checkpoint._document._nodes import (
+    KIND,
+    MAPPING,
+    MODULE,
+    OPTIMIZER,
+    SCALER,
+    STATEFUL,
+    Node,
+    has_halves,
+    mapping_node,
+)
+from residency._dtensor import is_sharded, local_of
+from residency._errors import RefusedError
+from residency._transfer import Lent, Loans, owner_of
+
+# Wrappers that put themselves into the names of what they wrap, by the files that define them: who
+# has not loaded these has none. Source: torch._dynamo, checkpoint_wrapper, torch.distributed.fsdp.
+_WRAPPERS = (
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "ActivationWrapper",
+        "_checkpoint_wrapped_module",
+    ),
+    (
+        "torch.distributed.fsdp.fully_sharded_data_parallel",
+        "FullyShardedDataParallel",
+        "_fsdp_wrapped_module",
+    ),
+)
+_KEEPS_STATE = ("state_dict", "load_state_dict")
+
+
+@dataclass(slots=True)
+class Description:
+    """A state tree as a save sees it.
+
+    Attributes:
+        tree: The JSON node of the whole.
+        leaves: Its tensors by name.
+        replicated: Names that every rank has with the same bytes (those of a
+            ``DistributedDataParallel`` module and of its optimizer).
+        loans: What optimizers lent for it, whatever of that is among the leaves.
+    """
+
+    tree: Node
+    leaves: dict[str, Leaf]
+    replicated: set[str] = field(default_factory=set)
+    loans: Loans = field(default_factory=Loans)
+
+
+def describe(tree: Any, *, keep: bool = False, into: Description | None = None) -> Description:
+    """Describes a state tree, without a wait for the device.
+
+    Args:
+        tree: Modules, optimizers, LR schedulers, ``GradScaler``, whatever has ``state_dict`` and
+            ``load_state_dict``, tensors, arrays, plain values, and containers of all these.
+        keep: Whether loans may last for good, as those of a snapshot do.
+        into: An empty description to fill, which knows of each loan before it begins.
+
+    Raises:
+        RefusedError: Something in it cannot be saved, by its name. Loans made so far are ended.
+    """
+    check_is_finite(tree)
+    found = Description({}, {}) if into is None else into
+    walk = _StateWalk(tree, found.loans, keep)
+    try:
+        found.tree = walk.encoder.node("", tree)
+    except BaseException:
+        found.loans.end()
+        raise
+    found.leaves, found.replicated = walk.encoder.leaves, walk.replicated
+    return found
+
+
+def plain_module(module: nn.Module) -> nn.Module:
+    """Returns the module inside of wrappers that only change how it is called."""
+    while True:
+        if isinstance(module, DistributedDataParallel | DataParallel):
+            module = module.module
+        elif (inner := _compiled(module)) is not None:
+            module = inner
+        else:
+            return module
+
+
+def _compiled(module: nn.Module) -> nn.Module | None:
+    """Returns the module that ``torch.compile`` made another one of."""
+    found = _wrapped(module)
+    return found[1] if found is not None and found[0] == "_orig_mod" else None
+
+
+def _wrapped(module: nn.Module) -> tuple[str, nn.Module] | None:
+    """Returns what a wrapper wraps, and how it calls it; by its class, as others may have a part
+    of the same name.
+    """
+    for file, kind, name in _WRAPPERS:
+        loaded: Any = sys.modules.get(file)
+        if loaded is not None and isinstance(module, getattr(loaded, kind, ())):
+            inner: Any = module._modules[name]
+            return name, inner
+    return None
+
+
+def plain_optimizer(optimizer: Any) -> Any:
+    """Returns the optimizer inside of accelerate's wrapper, or what it is given."""
+    accelerate: Any = sys.modules.get("accelerate.optimizer")
+    if accelerate is not None and isinstance(optimizer, accelerate.AcceleratedOptimizer):
+        return optimizer.optimizer
+    return optimizer
+
+
+def clean_name(module: nn.Module, name: str) -> str:
+    """Returns the name of a part or parameter of a module without what wrappers add.
+
+    A hook of the wrapper may have taken its own word away already.
+    """
+    kept: list[str] = []
+    words = deque(name.split("."))
+    part: nn.Module | None = module
+    while words and part is not None:
+        found = _wrapped(part)
+        if found is not None:
+            part = found[1]
+            if words[0] == found[0]:
+                words.popleft()
+            continue
+        kept.append(words.popleft())
+        part = part._modules.get(kept[-1])
+    return ".".join((*kept, *words))
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterName:
+    """What a parameter of a module in a tree is called.
+
+    Attributes:
+        path: The module's, in the tree.
+        name: Its own, below the module.
+    """
+
+    path: str
+    name: str
+
+    @property
+    def full(self) -> str:
+        return joined(self.path, self.name)
+
+
+def parameters_of(tree: Any) -> dict[Tensor, ParameterName]:
+    """Returns every parameter of the modules of a tree, with its name."""
+    found: dict[Tensor, ParameterName] = {}
+    for path, outer in _modules_in(tree, ""):
+        module = plain_module(outer)
+        for name, parameter in module.named_parameters():
+            if parameter not in found:
+                found[parameter] = ParameterName(path, clean_name(module, name))
+    return found
+
+
+def parameter_names(tree: Any) -> dict[Tensor, str]:
+    """Names every parameter of the modules of a tree, below its module.
+
+    Where two modules use one name, both get their paths in front.
+    """
+    found = parameters_of(tree)
+    uses = Counter(each.name for each in found.values())
+    return {p: each.name if uses[each.name] == 1 else each.full for p, each in found.items()}
+
+
+def optimizers_in(tree: Any) -> Iterator[Optimizer]:
+    """Yields the optimizers of a tree, those inside of accelerate's wrappers."""
+    if isinstance(tree, Optimizer):
+        yield plain_optimizer(tree)
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from optimizers_in(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from optimizers_in(value)
+
+
+def _modules_in(tree: Any, path: str) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(tree, nn.Module):
+        yield path, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _modules_in(value, joined(path, key))
+    elif isinstance(tree, list | tuple):
+        for index, value in enumerate(tree):
+            yield from _modules_in(value, joined(path, index))
+
+
+def _takes_its_values(value: Any) -> bool:
+    """Returns whether a value is a mapping that a restore can fill in place."""
+    # A chain puts whatever it is given into its first mapping.
+    return isinstance(value, MutableMapping) and not isinstance(value, ChainMap)
+
+
+class _StateWalk:
+    def __init__(self, tree: Any, loans: Loans, keep: bool) -> None:
+        self._loans = loans
+        self._keep = keep
+        # Weakly: a cycle would keep tensors and loans until Python looks for cycles.
+        me = weakref.proxy(self)
+        self.encoder = Encoder(lambda path, value: me._object(path, value))
+        self.replicated: set[str] = set()
+        self._names = parameter_names(tree)
+        self._replicated_parameters: set[Tensor] = set()
+
+    def _object(self, path: str, value: Any) -> Node | None:
+        """Returns the node of what is filled in place, or None for a value."""
+        if isinstance(value, nn.Module):
+            return self._module(path, value)
+        if isinstance(value, Optimizer):
+            return self._optimizer(path, plain_optimizer(value))
+        if isinstance(value, torch.amp.GradScaler):
+            return self._scaler(path, value)
+        if isinstance(value, Tensor):
+            return None
+        if all(callable(getattr(value, name, None)) for name in _KEEPS_STATE):
+            return self._stateful(path, value)
+        if _takes_its_values(value):
+            node = mapping_node(MAPPING, self.encoder.pairs(path, value))
+            return {**node, "class": class_name(value)}
+        return None
+
+    def _module(self, path: str, module: nn.Module) -> Node:
+        common = _names_in_common(module)
+        module = plain_module(module)
+        parameters = set(module.parameters())
+        storages = {_storage_of(p) for p in parameters}
+        keys, names, extra = [], [], {}
+        for raw, value in module.state_dict(keep_vars=True).items():
+            name = clean_name(module, raw)
+            full = joined(path, name)
+            if has_halves(name):
+                raise RefusedError(
+                    f"{full} has half a surrogate pair in its name, which UTF-8 cannot write. "
+                    "Nothing was saved; rename that part of the module."
+                )
+            if not isinstance(value, Tensor):
+                extra[name] = self._value(full, value)
+                continue
+            # A hook may hand out views of parameters; anything else may change in forward.
+            storage = _storage_of(value)
+            is_own = value in parameters or (storage is not None and storage in storages)
+            self.encoder.tensor(full, value, is_early=not is_own)
+            keys.append(name)
+            names.append(full)
+            if raw in common:
+                self.replicated.add(full)
+        self._replicated_parameters |= {p for n, p in module.named_parameters() if n in common}
+        return {KIND: MODULE, "keys": keys, "names": names, "extra": extra}
+
+    def _optimizer(self, path: str, optimizer: Optimizer) -> Node:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        index_names = {p: str(index) for index, p in enumerate(parameters)}
+        names = {p: self._names.get(p, index_names[p]) for p in parameters}
+        if len(set(names.values())) < len(names):  # a module's parameter that is called "0"
+            names = index_names
+        by_parameter, others, loose = self._state_of(optimizer)
+        state = {}
+        for parameter, values in by_parameter.items():
+            name = names[parameter]
+            place = joined(joined(path, "state"), name)
+            is_on_host = parameter.is_cpu
+            state[name] = {
+                key: self._state(joined(place, key), v, is_on_host) for key, v in values.items()
+            }
+            if parameter in self._replicated_parameters:
+                self.replicated |= {joined(place, key) for key in values}
+        hyper = [
+            {
+                key: self._value(joined(joined(path, f"param_groups.{index}"), key), value)
+                for key, value in group.items()
+                if key != "params"
+            }
+            for index, group in enumerate(optimizer.param_groups)
+        ]
+        return {
+            KIND: OPTIMIZER,
+            "class": type(optimizer).__name__,
+            "parameters": [[names[p] for p in group["params"]] for group in optimizer.param_groups],
+            "groups": hyper,
+            "state": state,
+            "loose": self._value(joined(path, "loose"), loose),
+            "others": {k: self._value(joined(path, k), v) for k, v in others.items()},
+        }
+
+    def _state_of(
+        self, optimizer: Optimizer
+    ) -> tuple[Mapping[Tensor, Mapping[str, Any]], dict[str, Any], dict[Any, Any]]:
+        """Returns the states by parameter, other keys of the state dict, and other keys of the
+        state.
+        """
+        owner = owner_of(optimizer)
+        if owner is not None:
+            lent = owner.lend(optimizer, self._loans, keep=self._keep)
+            loose = {k: v for k, v in lent.items() if not isinstance(k, Tensor)}
+            return {k: v for k, v in lent.items() if isinstance(k, Tensor)}, {}, loose
+        saved = optimizer.state_dict()
+        parameters = {
+            index: parameter
+            for group, theirs in zip(saved["param_groups"], optimizer.param_groups, strict=True)
+            for index, parameter in zip(group["params"], theirs["params"], strict=True)
+        }
+        by_parameter = {parameters[k]: v for k, v in saved["state"].items() if k in parameters}
+        others = {k: v for k, v in saved.items() if k not in ("state", "param_groups")}
+        return (
+            by_parameter,
+            others,
+            {k: v for k, v in saved["state"].items() if k not in parameters},
+        )
+
+    def _state(self, name: str, value: Any, is_on_host: bool) -> Node:
+        if isinstance(value, Lent):
+            return self.encoder.tensor(name, value.value, is_early=False, lent=value)
+        if isinstance(value, Tensor):
+            node = self.encoder.tensor(name, value, is_early=False)
+        else:
+            node = self._value(name, value)
+        if not is_on_host:
+            # Beside a parameter on a device, what is on the host belongs there.
+            for each in tensor_nodes(node):
+                if local_of(self.encoder.leaves[each["name"]].value).is_cpu:
+                    each["place"] = "host"
+        return node
+
+    def _value(self, name: str, value: Any) -> Node:
+        """Returns the node of what is read anew: a value without objects in it."""
+        check_is_finite(value, name)
+        return self.encoder.plain(name, value)
+
+    def _scaler(self, path: str, scaler: torch.amp.GradScaler) -> Node:
+        """Saves the tensors: ``state_dict`` would wait for the device to tell the scale."""
+        if not scaler.is_enabled():  # torch gives such a one no fields
+            return {KIND: SCALER, "enabled": False}
+        scale, tracker = scaler._scale, scaler._growth_tracker
+        return {
+            KIND: SCALER,
+            "scale": self._value(
+                joined(path, "scale"), float(scaler._init_scale) if scale is None else scale
+            ),
+            "growth_tracker": self._value(
+                joined(path, "growth_tracker"),
+                int(scaler._init_growth_tracker) if tracker is None else tracker,
+            ),
+            "growth_factor": float(scaler.get_growth_factor()),
+            "backoff_factor": float(scaler.get_backoff_factor()),
+            "growth_interval": int(scaler.get_growth_interval()),
+            "enabled": True,
+        }
+
+    def _stateful(self, path: str, value: Any) -> Node:
+        return {
+            KIND: STATEFUL,
+            "class": class_name(value),
+            "state": self._value(path, value.state_dict()),
+        }
+
+
+def class_name(value: Any) -> str:
+    """Returns what a document calls the class of an object."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _storage_of(tensor: Tensor) -> int | None:
+    """Returns which storage a tensor lies in; None where it has none of its own, or none yet."""
+    if is_sharded(tensor) or is_lazy(tensor) or tensor.layout is not torch.strided:
+        return None
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _names_in_common(module: nn.Module) -> set[str]:
+    """Returns the names of what all ranks have, of a module in ``DistributedDataParallel``."""
+    while not isinstance(module, DistributedDataParallel):
+        inner = _compiled(module)
+        if inner is None:
+            return set()
+        module = inner
+    wrapped = module.module
+    names = {name for name, _ in wrapped.named_parameters(remove_duplicate=False)}
+    if module.broadcast_buffers:  # each forward begins with those of rank 0
+        names |= {name for name, _ in wrapped.named_buffers(remove_duplicate=False)}
+    return names - set(module.parameters_to_ignore)
+
+
+def check_plain_layout(leaf: Leaf, local: Tensor) -> None:
+    """Refuses tensors whose bytes are not all in one dense storage of their own.
+
+    Raises:
+        RefusedError: By the tensor's name.
+    """
+    problem = layout_problem(local)
+    if problem is not None:
+        what, remedy = problem
+        raise RefusedError(f"{leaf.name} is {what}. Nothing was saved; {remedy}.")
+
+
+def layout_problem(local: Tensor) -> tuple[str, str] | None:
+    """Returns what a tensor is whose bytes are not all in one dense storage of its own, and what
+    to save instead; None for a plain one.
+    """
+    kind = type(local)
+    is_wrapper = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+    if is_wrapper or local.layout is not torch.strided or local.is_quantized or local.is_meta:
+        what = kind.__name__ if is_wrapper else f"{local.layout} tensor on {local.device}"
+        return (
+            f"a {what} of {local.dtype}, which has no plain layout of bytes in one storage",
+            "save its parts, or a dense tensor",
+        )
+    if local.is_conj() or local.is_neg():
+        return (
+            "a lazy conjugate or negative, whose bytes are those of another tensor",
+            "call resolve_conj() or resolve_neg() on it",
+        )
+    return None

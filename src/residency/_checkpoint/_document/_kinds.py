@@ -1,0 +1,388 @@
+"""The kinds of values that a save holds: how each is known, written, read and filled in place.
+
+One table for both directions. Invariant: a value is of a kind by its very class, never by one that
+it inherits from; what is written of a value of a kind gives, read again, an equal value of the same
+class (``tests/checkpoint/test_kinds.py`` tries to break it).
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from residency._checkpoint._document import _nodes
+from residency._checkpoint._document._nodes import (
+    KIND,
+    Node,
+    has_halves,
+    is_plain_key,
+    mapping_node,
+)
+from residency._errors import CorruptSaveError, RefusedError
+
+_MAX_INLINE_BYTES = 4096
+_MAX_PLAIN_BITS = 64  # Python alone reads longer numbers, and those of 4300 digits not even it
+_NAN = struct.pack(">d", math.nan)
+
+# What a defaultdict may call for a key that it does not have. None of them can run other code.
+_FACTORIES: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (dict, list, set, int, float, str, bool, tuple, Counter, OrderedDict, deque)
+}
+_FACTORIES["None"] = None
+
+
+class Writer(Protocol):
+    """What encodes the parts of a value.
+
+    Attributes:
+        is_inline: Whether bytes have to stand in the document, as those of a key.
+    """
+
+    is_inline: bool
+
+    def node(self, name: str, value: Any) -> Node: ...
+    def items(self, name: str, values: Iterable[Any]) -> list[Node]: ...
+    def plain(self, name: str, value: Any) -> Node: ...
+    def plain_items(self, name: str, values: Iterable[Any]) -> list[Node]: ...
+    def pairs(self, name: str, value: Mapping[Any, Any]) -> list[list[Node]]: ...
+    def bytes_of(self, name: str, data: Any) -> dict[str, Any]: ...
+
+
+class NodeReader(Protocol):
+    """What decodes the parts of a node."""
+
+    def value(self, node: Node) -> Any: ...
+    def fetch(self, name: str) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of value.
+
+    Attributes:
+        label: What its nodes say of themselves.
+        type: The class; None where that is in a package that need not be there.
+        encode: Makes a node of a value of that name.
+        decode: Makes a value of a node.
+        put: Gives an object of the class that is there the contents of another; False where it
+            cannot, and the other one is to stand in its place.
+    """
+
+    label: str
+    type: type | None
+    encode: Callable[[Writer, str, Any], Node]
+    decode: Callable[[NodeReader, Any], Any]
+    put: Callable[[Any, Any], bool] = lambda there, found: False
+
+
+def kind_for(value: Any) -> Kind | None:
+    """Returns the kind of a value, or None where a save has no place for its class."""
+    found = _BY_TYPE.get(type(value))
+    if found is not None:
+        return found
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    is_scalar = isinstance(value, numpy.generic) and type(value) is value.dtype.type
+    return _BY_LABEL[_nodes.NDARRAY] if is_scalar or type(value) is numpy.ndarray else None
+
+
+def kind_named(label: str | None) -> Kind | None:
+    """Returns the kind whose nodes bear a label."""
+    return _BY_LABEL.get(label) if isinstance(label, str) else None
+
+
+def _plain(writer: Writer, name: str, value: Any) -> Node:
+    return value
+
+
+def _value(reader: NodeReader, node: Any) -> Any:
+    return node["value"]
+
+
+def _encode_str(writer: Writer, name: str, value: str) -> Node:
+    if not has_halves(value):
+        return value
+    return {KIND: _nodes.STR, "value": _in_base64(value.encode("utf-8", "surrogatepass"))}
+
+
+def _decode_str(reader: NodeReader, node: Any) -> str:
+    return base64.b64decode(node["value"]).decode("utf-8", "surrogatepass")
+
+
+def _encode_int(writer: Writer, name: str, value: int) -> Node:
+    if value.bit_length() <= _MAX_PLAIN_BITS:
+        return value
+    return {KIND: _nodes.INT, "value": hex(value)}
+
+
+def _encode_float(writer: Writer, name: str, value: float) -> Node:
+    if math.isfinite(value):
+        return value
+    if math.isinf(value):
+        return {KIND: _nodes.FLOAT, "value": str(value)}
+    bits = struct.pack(">d", value)
+    more = {} if bits == _NAN else {"bits": bits.hex()}
+    return {KIND: _nodes.FLOAT, "value": "nan", **more}
+
+
+def _decode_float(reader: NodeReader, node: Any) -> float:
+    if "bits" not in node:
+        return float(node["value"])
+    found: float = struct.unpack(">d", bytes.fromhex(node["bits"]))[0]
+    return found
+
+
+def _encode_complex(writer: Writer, name: str, value: complex) -> Node:
+    parts = [_encode_float(writer, name, each) for each in (value.real, value.imag)]
+    return {KIND: _nodes.COMPLEX, "value": parts}
+
+
+def _decode_complex(reader: NodeReader, node: Any) -> complex:
+    real, imaginary = (reader.value(each) for each in node["value"])
+    return complex(real, imaginary)
+
+
+def _encode_bytes(writer: Writer, name: str, value: bytes | bytearray) -> Node:
+    label = _nodes.BYTES if type(value) is bytes else _nodes.BYTEARRAY
+    if len(value) <= _MAX_INLINE_BYTES or writer.is_inline:
+        return {KIND: label, **inline_bytes(bytes(value))}
+    return {KIND: label, **writer.bytes_of(name, bytearray(value))}
+
+
+def _decode_bytes(reader: NodeReader, node: Any) -> bytes:
+    if "tensor" in node:
+        return bytes(reader.fetch(node["tensor"]).numpy())
+    return base64.b64decode(node["value"])
+
+
+def inline_bytes(value: bytes) -> dict[str, Any]:
+    """Returns what a node has of bytes that stand in it."""
+    return {"value": _in_base64(value)}
+
+
+def _in_base64(value: bytes) -> str:
+    return base64.b64encode(value).decode("ascii")
+
+
+def _put_bytearray(there: bytearray, found: bytearray) -> bool:
+    there[:] = found
+    return True
+
+
+def _decode_dtype(reader: NodeReader, node: Any) -> torch.dtype:
+    found = getattr(torch, node["value"], None)
+    if not isinstance(found, torch.dtype):
+        raise CorruptSaveError(f"this torch has no dtype {node['value']!r}, which the save names.")
+    return found
+
+
+def _encode_array(writer: Writer, name: str, value: Any) -> Node:
+    import numpy
+
+    dtype = value.dtype
+    # A dtype of another package has a name that numpy knows nothing of, or takes for another.
+    if dtype.hasobject or dtype.names is not None or numpy.dtype(dtype.str) != dtype:
+        raise RefusedError(
+            f"{name} is a numpy array of {dtype}, whose bytes mean nothing in another "
+            "process. Nothing was saved; give an array of numbers."
+        )
+    is_scalar = not isinstance(value, numpy.ndarray)
+    is_turned = not is_scalar and value.flags.f_contiguous and not value.flags.c_contiguous
+    copied = numpy.array(value, order="F" if is_turned else "C", ndmin=1)
+    flat = copied.reshape(-1, order="F" if is_turned else "C")
+    data = flat.view("u1") if flat.nbytes else numpy.empty(0, "u1")
+    return {
+        KIND: _nodes.NDARRAY,
+        **(inline_bytes(data.tobytes()) if is_scalar else writer.bytes_of(name, data)),
+        "dtype": dtype.str,
+        "shape": list(value.shape),
+        "is_scalar": is_scalar,
+        **({"order": "F"} if is_turned else {}),
+    }
+
+
+def _decode_array(reader: NodeReader, node: Any) -> Any:
+    import numpy
+
+    # A copy: the array owns what it has, as the one that was saved did.
+    data = bytearray(_decode_bytes(reader, node))
+    dtype = numpy.dtype(node["dtype"])
+    if not data:
+        return _scalar_of(numpy.zeros(node["shape"], dtype), node)
+    array = numpy.frombuffer(data, dtype).copy()
+    return _scalar_of(array.reshape(node["shape"], order=node.get("order", "C")), node)
+
+
+def _scalar_of(array: Any, node: Any) -> Any:
+    return array[()] if node.get("is_scalar") else array
+
+
+def _put_array(there: Any, found: Any) -> bool:
+    if not there.flags.writeable or (there.shape, there.dtype) != (found.shape, found.dtype):
+        return False
+    there[...] = found
+    return True
+
+
+def _encode_dict(writer: Writer, name: str, value: dict[Any, Any]) -> Node:
+    pairs = writer.pairs(name, value)
+    if all(map(is_plain_key, value)):
+        return dict(pairs)
+    return mapping_node(_nodes.DICT, pairs)
+
+
+def _encode_ordered(writer: Writer, name: str, value: OrderedDict[Any, Any]) -> Node:
+    node = mapping_node(_nodes.ORDERED, writer.pairs(name, value))
+    # Where a module's state dict has the versions of its parts.
+    metadata = vars(value).get("_metadata")
+    if type(metadata) in (dict, OrderedDict):
+        node["metadata"] = writer.plain(f"{name}._metadata", metadata)
+    return node
+
+
+def _decode_ordered(reader: NodeReader, node: Any) -> OrderedDict[Any, Any]:
+    found: OrderedDict[Any, Any] = OrderedDict(_pairs(reader, node))
+    if "metadata" in node:
+        vars(found)["_metadata"] = reader.value(node["metadata"])
+    return found
+
+
+def _encode_counter(writer: Writer, name: str, value: Counter[Any]) -> Node:
+    return mapping_node(_nodes.COUNTER, writer.pairs(name, value))
+
+
+def _decode_counter(reader: NodeReader, node: Any) -> Counter[Any]:
+    found: Counter[Any] = Counter()
+    found.update(dict(_pairs(reader, node)))
+    return found
+
+
+def _encode_default(writer: Writer, name: str, value: defaultdict[Any, Any]) -> Node:
+    factory = next((n for n, each in _FACTORIES.items() if each is value.default_factory), None)
+    if factory is None:
+        raise RefusedError(
+            f"{name or 'the state'} is a defaultdict of {value.default_factory!r}, which is code, "
+            f"and a save holds none but {', '.join(_FACTORIES)}. Nothing was saved; give dict(it)."
+        )
+    return {**mapping_node(_nodes.DEFAULTDICT, writer.pairs(name, value)), "factory": factory}
+
+
+def _decode_default(reader: NodeReader, node: Any) -> defaultdict[Any, Any]:
+    if node["factory"] not in _FACTORIES:
+        raise CorruptSaveError(f"the save names {node['factory']!r} for a defaultdict.")
+    return defaultdict(_FACTORIES[node["factory"]], _pairs(reader, node))
+
+
+def _encode_deque(writer: Writer, name: str, value: deque[Any]) -> Node:
+    node = {KIND: _nodes.DEQUE, "items": writer.plain_items(name, value)}
+    return node if value.maxlen is None else {**node, "maxlen": value.maxlen}
+
+
+def _put_deque(there: deque[Any], found: deque[Any]) -> bool:
+    if there.maxlen is not None and len(found) > there.maxlen:
+        return False
+    there.clear()
+    there.extend(found)
+    return True
+
+
+def _put_set(there: set[Any], found: set[Any]) -> bool:
+    there.clear()
+    there.update(found)
+    return True
+
+
+def _items(reader: NodeReader, node: Any) -> list[Any]:
+    return [reader.value(each) for each in node["items"]]
+
+
+def _pairs(reader: NodeReader, node: Any) -> list[tuple[Any, Any]]:
+    return [(reader.value(key), reader.value(value)) for key, value in node["items"]]
+
+
+def _labelled(label: str) -> Callable[[Writer, str, Any], Node]:
+    return lambda writer, name, value: {KIND: label, "items": writer.plain_items(name, value)}
+
+
+_KINDS = (
+    Kind("none", type(None), _plain, _value),
+    Kind("bool", bool, _plain, _value),
+    Kind(_nodes.INT, int, _encode_int, lambda reader, node: int(node["value"], 16)),
+    Kind(_nodes.FLOAT, float, _encode_float, _decode_float),
+    Kind(_nodes.STR, str, _encode_str, _decode_str),
+    Kind(_nodes.COMPLEX, complex, _encode_complex, _decode_complex),
+    Kind(_nodes.BYTES, bytes, _encode_bytes, _decode_bytes),
+    Kind(
+        _nodes.BYTEARRAY,
+        bytearray,
+        _encode_bytes,
+        lambda reader, node: bytearray(_decode_bytes(reader, node)),
+        _put_bytearray,
+    ),
+    Kind(
+        _nodes.DTYPE,
+        torch.dtype,
+        lambda writer, name, value: {
+            KIND: _nodes.DTYPE,
+            "value": str(value).removeprefix("torch."),
+        },
+        _decode_dtype,
+    ),
+    Kind(
+        _nodes.DEVICE,
+        torch.device,
+        lambda writer, name, value: {KIND: _nodes.DEVICE, "value": str(value)},
+        lambda reader, node: torch.device(node["value"]),
+    ),
+    Kind(_nodes.NDARRAY, None, _encode_array, _decode_array, _put_array),
+    Kind(_nodes.LIST, list, lambda w, name, value: w.items(name, value), _items),
+    Kind(
+        _nodes.TUPLE,
+        tuple,
+        lambda w, name, value: {KIND: _nodes.TUPLE, "items": w.items(name, value)},
+        lambda reader, node: tuple(_items(reader, node)),
+    ),
+    Kind(
+        _nodes.SIZE,
+        torch.Size,
+        _labelled(_nodes.SIZE),
+        lambda reader, node: torch.Size(_items(reader, node)),
+    ),
+    Kind(
+        _nodes.SET,
+        set,
+        _labelled(_nodes.SET),
+        lambda reader, node: set(_items(reader, node)),
+        _put_set,
+    ),
+    Kind(
+        _nodes.FROZENSET,
+        frozenset,
+        _labelled(_nodes.FROZENSET),
+        lambda reader, node: frozenset(_items(reader, node)),
+    ),
+    Kind(
+        _nodes.DEQUE,
+        deque,
+        _encode_deque,
+        lambda reader, node: deque(_items(reader, node), node.get("maxlen")),
+        _put_deque,
+    ),
+    Kind(_nodes.DICT, dict, _encode_dict, lambda reader, node: dict(_pairs(reader, node))),
+    Kind(_nodes.ORDERED, OrderedDict, _encode_ordered, _decode_ordered),
+    Kind(_nodes.COUNTER, Counter, _encode_counter, _decode_counter),
+    Kind(_nodes.DEFAULTDICT, defaultdict, _encode_default, _decode_default),
+)
+_BY_TYPE: dict[type, Kind] = {kind.type: kind for kind in _KINDS if kind.type is not None}
+_BY_LABEL: dict[str, Kind] = {kind.label: kind for kind in _KINDS}

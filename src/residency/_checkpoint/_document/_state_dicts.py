@@ -1,0 +1,68 @@
+"""Makes of a document's nodes what a snapshot shows: objects as the state dicts that they gave."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from torch import Tensor
+
+from residency._checkpoint._document._decode import Decoder, Fetch, Objects, decode
+from residency._checkpoint._document._nodes import MAPPING, MODULE, OPTIMIZER, SCALER, STATEFUL
+
+
+def state_dicts(node: Any, fetch: Fetch) -> Any:
+    """Returns the value of a node; modules, optimizers and the like are their state dicts.
+
+    Args:
+        node: The tree of a document.
+        fetch: Returns the tensor of a name.
+    """
+    return decode(node, fetch, _OBJECTS)
+
+
+def _mapping(node: dict[str, Any], decoder: Decoder) -> dict[Any, Any]:
+    return {decoder.value(key): decoder.value(each) for key, each in node["items"]}
+
+
+def _module(node: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
+    names = zip(node["keys"], node["names"], strict=True)
+    values: dict[str, Any] = OrderedDict((key, decoder.fetch(name)) for key, name in names)
+    values.update({key: decoder.value(each) for key, each in node["extra"].items()})
+    return values
+
+
+def _optimizer(node: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
+    """Returns the state dict that torch's ``Optimizer`` gives, with its parameters numbered."""
+    numbers: dict[str, int] = {}
+    groups = []
+    for names, hyper in zip(node["parameters"], node["groups"], strict=True):
+        params = [numbers.setdefault(name, len(numbers)) for name in names]
+        groups.append({**decoder.value(hyper), "params": params})
+    state: dict[Any, Any] = {
+        numbers[name]: decoder.value(values) for name, values in node["state"].items()
+    }
+    state.update(decoder.value(node["loose"]))
+    return {"state": state, "param_groups": groups, **decoder.value(node["others"])}
+
+
+def _scaler(node: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
+    if not node["enabled"]:
+        return {}
+    scale, tracker = (decoder.value(node[key]) for key in ("scale", "growth_tracker"))
+    return {
+        "scale": scale.item() if isinstance(scale, Tensor) else scale,
+        "growth_factor": node["growth_factor"],
+        "backoff_factor": node["backoff_factor"],
+        "growth_interval": node["growth_interval"],
+        "_growth_tracker": tracker.item() if isinstance(tracker, Tensor) else tracker,
+    }
+
+
+_OBJECTS: Objects = {
+    MAPPING: _mapping,
+    MODULE: _module,
+    OPTIMIZER: _optimizer,
+    SCALER: _scaler,
+    STATEFUL: lambda node, decoder: decoder.value(node["state"]),
+}

@@ -1,0 +1,175 @@
+"""Restores a whole state from a save of ours: plan, room, bytes, values, in this order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from residency._checkpoint import _rng
+from residency._checkpoint._disk._manifest import MANIFEST
+from residency._checkpoint._document._encode import check_is_finite
+from residency._checkpoint._restore._document import DocumentPlan
+from residency._checkpoint._restore._fill import fill, staging_bytes_of
+from residency._checkpoint._restore._overlaps import settle_overlaps
+from residency._checkpoint._restore._plan import Differences, RestorePlan
+from residency._checkpoint._sources._own import PublishedSave, Saved, saved_for_rank
+from residency._errors import CorruptSaveError, RefusedError, warn
+
+RNG = "rng"  # the top-level name that is not the caller's
+
+
+class PlannedState:
+    """A restore that can be carried out, and has changed nothing.
+
+    Attributes:
+        differences: What is left out.
+    """
+
+    def __init__(self, plan: RestorePlan, differences: Differences, staging_bytes: int) -> None:
+        self.differences = differences
+        self._plan = plan
+        self._staging_bytes = staging_bytes
+
+    def carry_out(self, on_bytes: Callable[[int], None] | None = None) -> None:
+        """Makes room, moves the bytes, and puts values in place.
+
+        Args:
+            on_bytes: Called with the bytes that were read.
+
+        Raises:
+            RefusedError: There is no room; nothing was changed.
+            CorruptSaveError: The save is damaged. Tensors may hold its bytes: restore another one.
+
+        Memory:
+            On the device the ring at the most, and nothing for optimizer state that is not there
+            yet unless ``eager``. On the host the ring and what the optimizer needs to live.
+        """
+        carry_out(self._plan, staging_bytes=self._staging_bytes, on_bytes=on_bytes)
+
+    def drop(self) -> None:
+        """Lets go of every tensor."""
+        self._plan.clear()
+
+
+def plan_state(
+    state: Mapping[str, Any],
+    save: PublishedSave,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    strict: bool = True,
+    staging: int | str = "64MiB",
+    eager: bool = False,
+    rng: bool = True,
+) -> PlannedState:
+    """Plans to fill a state from a save, in place; moves no byte.
+
+    Args:
+        state: What to fill, by the names that it was saved under; of what the save has besides,
+            nothing is read.
+        save: What the disk layer opened.
+        rank: This process's.
+        world_size: How many ranks restore.
+        strict: Whether differences are refused; else they are left out, with a warning.
+        staging: The ring's bytes, rounded down to a power of two.
+        eager: Whether plain optimizers get their state on the device at once, not at their first
+            step.
+        rng: Whether the random number generators go back, too, last of all.
+
+    Raises:
+        RefusedError: The state does not fit; nothing was changed.
+        CorruptSaveError: The save is damaged; nothing was changed.
+    """
+    staging_bytes = staging_bytes_of(staging)
+    check_is_finite(state, done="changed")
+    saved = saved_for_rank(save, rank=rank, world_size=world_size)
+    plan = RestorePlan(saved.tensors, saved.checksums)
+    document = DocumentPlan(plan, saved, state, eager=eager, staging_bytes=staging_bytes)
+    document.add(state)
+    if rng and RNG not in state and _rng.is_saved(saved.tree.get(RNG)):
+        _plan_generators(plan, document, saved)
+    plan.differing += settle_overlaps(plan, staging_bytes=staging_bytes)
+    found = plan.check(f"the save {save.folder.name}", strict=strict)
+    return PlannedState(plan, found, staging_bytes)
+
+
+def carry_out(
+    plan: RestorePlan, *, staging_bytes: int, on_bytes: Callable[[int], None] | None = None
+) -> None:
+    """Makes room, moves the bytes, and puts values in place.
+
+    Raises:
+        RefusedError: There is no room, or states of optimizers are not whole; nothing was changed.
+    """
+    try:
+        _carry_out(plan, staging_bytes, on_bytes)
+    finally:
+        # What puts values in place refers to what planned it, in a circle that holds tensors.
+        plan.clear()
+
+
+def _carry_out(
+    plan: RestorePlan, staging_bytes: int, on_bytes: Callable[[int], None] | None
+) -> None:
+    left_out = plan.differences()
+    for make_room in plan.before:
+        make_room()
+    if plan.differences() != left_out:
+        raise RefusedError(
+            f"the save does not have all of an optimizer's state; nothing was changed.\n"
+            f"{plan.differences()}"
+        )
+    overlaps = settle_overlaps(plan, staging_bytes=staging_bytes)
+    if overlaps:
+        raise RefusedError(
+            "the save does not fit the state of an optimizer; nothing was changed.\n"
+            + "\n".join(overlaps)
+        )
+    fill(
+        plan.assignments,
+        checksums=plan.checksums,
+        staging_bytes=staging_bytes,
+        on_bytes=on_bytes,
+    )
+    try:
+        with torch.no_grad():
+            for finish in plan.after:
+                finish()
+    except Exception as error:
+        error.add_note(
+            "All tensors have the bytes of the save already; of other values some are as before."
+        )
+        raise
+
+
+def _plan_generators(plan: RestorePlan, document: DocumentPlan, saved: Saved) -> None:
+    if not saved.is_own_rank:
+        warn(
+            "the save is of another number of ranks, so the random states are left as they "
+            "are: none of them is this rank's.",
+        )
+        return
+    node = saved.tree[RNG]
+    for place, size in _rng.sizes(node).items():
+        [stored] = plan.tensors.get(place, [None])[:1]
+        if stored is not None and tuple(stored.shape) != size:
+            plan.differing.append(
+                f"{place}: saved a state of {tuple(stored.shape)} bytes, here of {size}"
+            )
+            return
+    thunk = document.value(node)
+
+    def restore_generators() -> None:
+        values = thunk()
+        try:
+            _rng.restore(values)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # what each generator raises for a state that is none
+            raise CorruptSaveError(
+                f"the random states in {saved.folder.name} are none: {error!r}.", file=MANIFEST
+            ) from error
+
+    plan.after.append(restore_generators)

@@ -1,0 +1,230 @@
+"""What an offloaded optimizer knows besides what its class knows, in one object on one attribute.
+
+It never refers to the optimizer, so that an optimizer still dies with its last reference.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from residency._dtensor import layout_of, locals_of, sharded_among
+from residency._optim._homes import Homes
+from residency._optim._masters import needs_master, refuse_shared_masters
+from residency._optim._plan import Member, Members, Plan, make_plan
+from residency._optim._residents import Residents
+from residency._optim._state import ParameterState, State
+from residency._optim._statistics import Timeline
+from residency._optim._ties import Ties, ties_of
+from residency._optim._trial._first_step import Schema, Schemas, StateSize
+from residency._optim._trial._partial_step import is_torchs_own
+from residency._optim._trial._separable import Separability
+
+
+class Loading:
+    """One call of ``load_state_dict``.
+
+    Attributes:
+        adapted: The saved dict, once the hooks that may adapt it have run.
+    """
+
+    adapted: dict[Any, Any] | None = None
+
+
+@dataclass(slots=True)
+class Offload:
+    """The settings, the homes, the plan and the counters of one offloaded optimizer.
+
+    Attributes:
+        base: The class that the optimizer had.
+        homes: Where its state lives; None when the parameters are on the host, and nothing moves.
+        state: The mapping that is ``optimizer.state``.
+        resident_bytes: Bytes of state that may stay on the device.
+        resident: The parameters whose state stays on the device.
+        is_entered: Whether a step came in through the offloaded class.
+        loading: The call of ``load_state_dict`` that runs. A dead one is over, however it ended.
+    """
+
+    base: type[Optimizer]
+    separability: Separability
+    bucket_bytes: int
+    num_slots: int
+    resident_bytes: int = 0
+    homes: Homes | None = None
+    state: State | None = None
+    resident: Residents = field(default_factory=Residents)
+    pin: bool = True
+    master_weights: bool = False
+    guard: RemovableHandle | None = None
+    is_entered: bool = False
+    loading: weakref.ref[Loading] | None = None
+    slot_bytes: int = 0
+    num_buckets: int = 0
+    num_steps: int = 0
+    copied_to_device_bytes: int = 0
+    copied_to_host_bytes: int = 0
+    timeline: Timeline | None = None
+    _plan: Plan | None = None
+    _plan_key: tuple[Any, ...] = ()
+    _plan_ties: Ties = ()
+    _seated: list[list[Any]] = field(default_factory=list)
+    _layouts: list[Hashable] = field(default_factory=list)
+    _schemas: Schemas = field(default_factory=Schemas)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether steps see local tensors of sharded parameters, and cuts of them."""
+        return self.separability is Separability.ELEMENT_WISE
+
+    def layouts_of(self, members: Members) -> list[Hashable]:
+        """Returns ``layout_of`` each parameter of a step, for which the plan is asked next: those
+        from before where nothing has changed.
+        """
+        parameters = members.parameters
+        local = locals_of(parameters)
+        seated: list[list[Any]] = [
+            members.group_indices,
+            list(map(id, parameters)),
+            [tensor.shape for tensor in local],
+            [tensor.dtype for tensor in local],
+            [tensor.stride() for tensor in local],
+            [layout_of(p) for p in parameters] if sharded_among(parameters) else [],
+        ]
+        if seated != self._seated:
+            self._seated = seated
+            self._layouts = [layout_of(parameter) for parameter in parameters]
+        return self._layouts
+
+    def plan_for(
+        self,
+        optimizer: Optimizer,
+        members: Members,
+        inners: Sequence[ParameterState | None],
+        *,
+        is_template: bool = False,
+    ) -> Plan:
+        """Returns the plan for a step over ``members``, made anew only when something changed.
+
+        A template step, of which only the state is wanted, has buckets of half the size: what the
+        step itself allocates then fits one bucket too.
+        """
+        assert self.homes is not None
+        assert self.state is not None
+        settings = tuple(_settings_of(group) for group in optimizer.param_groups)
+        key = (self.homes.version, is_template, self._seated, settings)
+        plan, ties = self._plan if key == self._plan_key else None, self._plan_ties
+        # What goes through one step is in the list of the plain one, whatever shares bytes in it.
+        if plan is None or ties or self.master_weights or not plan.is_one_list:
+            ties = self._ties_of(members)
+        if plan is None or ties != self._plan_ties:
+            self._forget_the_gone(optimizer)
+            self._ask_budget(optimizer, members)
+            self._plan = plan = make_plan(
+                members,
+                self.state,
+                resident=self.resident,
+                bucket_bytes=self.bucket_bytes // (2 if is_template else 1),
+                can_cut=self.is_local,
+                size_of=lambda member: self.size_of(optimizer, member),
+                later_of=lambda member: self._later_of(optimizer, member),
+                has_master=self.has_master,
+                ties=ties,
+            )
+            self._plan_key, self._plan_ties = key, ties
+        plan.seat(members.parameters, inners)
+        return plan
+
+    def leave_plan(self) -> None:
+        """Lets go of the parameters of the step that the newest plan was used for."""
+        if self._plan is not None:
+            self._plan.leave()
+
+    def _ask_budget(self, optimizer: Optimizer, members: Members) -> None:
+        """Decides where the state goes that a step makes: it may be another than was foreseen."""
+        assert self.state is not None
+        for member in members if self.resident_bytes else ():
+            if self.state.peek(member.parameter):
+                continue  # what is there was asked for when it came
+            size = self.size_of(optimizer, member)
+            if size is None or not self.resident.allow(member.parameter, size.num_bytes):
+                self.resident.revoke(id(member.parameter))
+
+    def _forget_the_gone(self, optimizer: Optimizer) -> None:
+        """Drops what is kept for parameters that neither a group nor the state names any more."""
+        assert self.homes is not None
+        assert self.state is not None
+        in_groups = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        known = in_groups | {id(key) for key in dict.keys(self.state)}
+        self.homes.forget_reserved(known)
+        self.resident.keep_only(known)
+        self._schemas.keep_only(self.base, optimizer.param_groups)
+
+    def _ties_of(self, members: Members) -> Ties:
+        assert self.state is not None
+        parameters = members.parameters
+        states = self.state.peek_each(parameters) if self.state.has_aliases else ()
+        ties = ties_of(parameters, members.gradients, states)
+        for tie in ties:
+            low = [parameters[i] for i in tie if self.has_master(parameters[i])]
+            refuse_shared_masters(low)
+        return ties
+
+    def size_of(self, optimizer: Optimizer, member: Member) -> StateSize | None:
+        """Returns the size of the state that a first step makes; None when it cannot be known."""
+        schema = self.schema_of(optimizer, member)
+        return (
+            None
+            if schema is None
+            else StateSize.of([*schema.device.values(), *schema.later.values()])
+        )
+
+    def _later_of(self, optimizer: Optimizer, member: Member) -> dict[str, Tensor]:
+        if is_torchs_own(self.base):
+            return {}
+        schema = self.schema_of(optimizer, member)
+        return {} if schema is None else schema.later
+
+    def schema_of(self, optimizer: Optimizer, member: Member) -> Schema | None:
+        """Returns what a first step makes on the device for a parameter; None when it cannot be
+        known.
+        """
+        group = optimizer.param_groups[member.group_index]
+        return self.schema_in(optimizer, group, member.parameter, self._schemas)
+
+    def schema_in(
+        self, optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, known: Schemas
+    ) -> Schema | None:
+        """Returns ``schema_of`` for a group that the optimizer may not have yet; ``known`` are
+        those that were found before.
+        """
+        return known.of(
+            optimizer,
+            self.base,
+            group,
+            parameter,
+            is_local=self.is_local,
+            has_master=self.has_master(parameter),
+        )
+
+    def has_master(self, parameter: Tensor) -> bool:
+        """Says whether a float32 master is stepped in a parameter's place."""
+        return self.master_weights and needs_master(parameter)
+
+    def forget_plan(self) -> None:
+        """Plans anew at the next step."""
+        self._plan = None
+        self._schemas.clear()
+
+
+def _settings_of(group: dict[str, Any]) -> tuple[Any, ...]:
+    # What may decide which states a step makes: that a setting is on, not how large it is, which
+    # schedulers change at every step (`lr`, and OneCycleLR's `betas` and `momentum`).
+    switches = ((k, v if isinstance(v, tuple) else (v,)) for k, v in group.items() if k != "lr")
+    plain = (bool, int, float)
+    return tuple((k, *(bool(v) for v in vs if isinstance(v, plain))) for k, vs in switches)

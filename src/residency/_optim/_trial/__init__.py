@@ -1,0 +1,25 @@
+"""An optimizer's own step on fewer parameters than it has: whether that changes a bit, and how.
+
+Read ``_separable`` first (which optimizers a step may be divided for), then ``_partial_step`` (the
+step on some parameters), ``_first_step`` (which states a step will make) and ``_copies``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from residency._lazy import door
+
+if TYPE_CHECKING:
+    from residency._optim._trial._first_step import Schema, Schemas
+    from residency._optim._trial._partial_step import PRIVATE
+
+__all__ = ["PRIVATE", "Schema", "Schemas"]
+
+__getattr__ = door(
+    __name__,
+    {
+        "_first_step": ["Schema", "Schemas"],
+        "_partial_step": ["PRIVATE"],
+    },
+)

@@ -1,0 +1,350 @@
+"""Runs an optimizer's own step on a part of its parameters, without touching the optimizer.
+
+A shadow is an instance of the same class with the same attributes, but its own ``state`` and
+``param_groups``, restricted to the part; its hooks are empty. Invariant: every part sees the
+attributes and group values from before the step, and what a step changes there, in place or not, is
+changed once, by the last part, and only when all parts agree.
+
+[Note: what parts see] All parts but the last get copies; the last gets the optimizer's own objects,
+so that one plain step's changes happen to them, with their identity kept. The classes of
+``torch.optim`` replace attributes and change none in place, so their parts share. Tensors are
+always shared, host scalars aside: a step that changes one in place is found by its version.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from residency._dtensor import local_of
+from residency._errors import RefusedError, ResidencyError
+from residency._optim._trial._copies import copied, is_equal, on_host, reachable
+from residency._registries import WeakRegistry
+from residency._storages import sharing
+
+PRIVATE = "_residency"
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_OWN = frozenset({"step", "state", "param_groups", PRIVATE, *_HOOKS})
+_MISSING = object()
+_MIDWAY = "Some parameters have been stepped: reload a checkpoint, and do not offload it."
+
+
+def raw_step(base: type[Optimizer]) -> Callable[..., Any]:
+    """Returns a class' ``step`` without the layer that runs the hooks.
+
+    Source: torch wraps exactly the outermost layer (``Optimizer._patch_step_function``); the
+    ``no_grad`` layers inside belong to the step.
+    """
+    step: Any = base.step
+    raw: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return raw
+
+
+_shadows: WeakRegistry[Optimizer] = WeakRegistry()
+
+
+class _UnlessShadow:
+    """A hook of all optimizers, in its own place in torch's registry, that leaves shadows out: a
+    subclass' ``super().step()`` would run it for each part.
+
+    It asks the optimizer, not a flag: a flag that an interrupt leaves set would silence the hook of
+    every later step, by which a step waits for the copies of a save.
+    """
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, optimizer: Optimizer, *arguments: Any, **settings: Any) -> Any:
+        if optimizer in _shadows:
+            return None
+        return self._hook(optimizer, *arguments, **settings)
+
+
+def _leave_out_of_global_hooks(shadow: Optimizer) -> None:
+    _shadows.add(shadow)
+    registries: tuple[Any, Any] = (
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+    )
+    for hooks in registries:
+        for key, hook in list(hooks.items()):
+            if not isinstance(hook, _UnlessShadow):
+                hooks[key] = _UnlessShadow(hook)
+
+
+def is_torchs_own(base: type[Optimizer]) -> bool:
+    """Says whether a class is one of ``torch.optim`` itself, whose steps are known."""
+    return vars(torch.optim).get(base.__name__) is base
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one shadow step left behind: state, and all attributes and group values."""
+
+    state: Mapping[Tensor, dict[str, Any]]
+    group_values: list[dict[str, Any]]
+    attributes: dict[str, Any]
+
+
+class Shadow:
+    """An optimizer of the same class for some of the parameters, and what its step left behind.
+
+    Attributes:
+        optimizer: Has the attributes and group values of the one that it stands for.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        base: type[Optimizer],
+        groups: Sequence[dict[str, Any]],
+        state: Mapping[Tensor, dict[str, Any]],
+        is_copied: bool,
+    ) -> None:
+        """Makes a shadow; for the arguments see ``shadow_step``."""
+        shadow = object.__new__(base)
+        lent = {k: v for k, v in optimizer.__dict__.items() if k not in _OWN}
+        values = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        if is_copied:
+            instead: dict[int, Any] = {id(optimizer): shadow}
+            # Hooks are nobody's to change during a step, and hold whatever users put there.
+            hooks = {k: v for k, v in lent.items() if k.startswith("_optimizer_")}
+            others = {k: v for k, v in lent.items() if k not in hooks}
+            lent = {**hooks, **copied(others, owner=base.__name__, instead=instead)}
+            values = [copied(each, owner=base.__name__, instead=instead) for each in values]
+        shadow.__dict__.update(lent)
+        for name, value in lent.items():
+            if isinstance(value, types.MethodType) and value.__self__ is optimizer:
+                shadow.__dict__[name] = types.MethodType(value.__func__, shadow)
+        shadow.__dict__.update({name: OrderedDict() for name in _HOOKS})
+        shadow.state = state if isinstance(state, defaultdict) else defaultdict(dict, state)
+        shadow.param_groups = [
+            {**each, "params": list(group["params"])}
+            for each, group in zip(values, groups, strict=True)
+        ]
+        self.optimizer = shadow
+        _leave_out_of_global_hooks(shadow)
+        self._base = base
+        self._watch = () if is_torchs_own(base) else _watched(optimizer, lent, values)
+
+    def outcome(self) -> Outcome:
+        """Returns what a step that ran left behind.
+
+        Raises:
+            ResidencyError: The step changed a shared tensor in place.
+        """
+        for name, tensor, version in self._watch:
+            if tensor._version != version:
+                raise ResidencyError(
+                    f"{self._base.__name__}.step changed the tensor in {name!r} in place, which "
+                    "would happen once for each part of the parameters. Replace it with a new "
+                    "tensor in the step, or keep it in the state of a parameter."
+                )
+        groups = self.optimizer.param_groups
+        after = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+        attributes = {k: v for k, v in self.optimizer.__dict__.items() if k not in _OWN}
+        return Outcome(self.optimizer.state, after, attributes)
+
+
+def shadow_step(
+    optimizer: Optimizer,
+    base: type[Optimizer],
+    groups: Sequence[dict[str, Any]],
+    state: Mapping[Tensor, dict[str, Any]],
+    is_copied: bool,
+) -> Outcome:
+    """Steps some parameters with the optimizer's own code.
+
+    Args:
+        optimizer: Lends its attributes.
+        base: The class whose step runs.
+        groups: All groups, each with the parameters of this part only.
+        state: The state of those parameters, on the device that the step expects; a defaultdict
+            is used itself, so that what a failing step left there can be read.
+        is_copied: Whether the step works on copies of the attributes and group values.
+
+    Returns:
+        The state, the attributes and the group values after the step.
+
+    Raises:
+        RefusedError: An attribute cannot be copied; nothing was stepped.
+        ResidencyError: The step changed a shared tensor in place.
+    """
+    shadow = Shadow(optimizer, base, groups, state, is_copied)
+    raw_step(base)(shadow.optimizer)
+    return shadow.outcome()
+
+
+def _watched(
+    optimizer: Optimizer, attributes: dict[str, Any], values: Sequence[dict[str, Any]]
+) -> list[tuple[str, Tensor, int]]:
+    """Lists the shared tensors with their versions, parameters aside: a step is to change those."""
+    return [
+        (name, found, found._version)
+        for names in (attributes, *values)
+        for name, found in tensors_beside(optimizer, names)
+        if not found.is_inference() and not (found.is_cpu and found.numel() == 1)
+    ]
+
+
+def tensors_beside(optimizer: Optimizer, values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors that attributes or group values refer to, by name; not the parameters, nor
+    other tensors over just the bytes of one (``p.data``).
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    known = {id(p) for p in parameters}
+    places = {(local_of(p).data_ptr(), local_of(p).numel()) for p in parameters}
+    for name, value in values.items():
+        for found in reachable(value):
+            if not isinstance(found, Tensor) or id(found) in known:
+                continue
+            if found.layout is torch.strided and not found.is_meta and found.numel():
+                local = local_of(found)
+                if (local.data_ptr(), local.numel()) in places:
+                    continue
+            yield name, found
+
+
+def refuse_shared_bytes(optimizer: Optimizer, base: type[Optimizer]) -> None:
+    """Checks that no attribute and no group value reaches parameters through their bytes.
+
+    Raises:
+        RefusedError: One does: a part of a step would change what the others are to see.
+    """
+    parameters = [local_of(p) for group in optimizer.param_groups for p in group["params"]]
+    attributes = {k: v for k, v in optimizer.__dict__.items() if k not in _OWN}
+    values = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    for names in (attributes, *values):
+        for name, found in tensors_beside(optimizer, names):
+            if found.layout is not torch.strided:
+                continue
+            for group in sharing([*parameters, local_of(found)]):
+                if group[-1] == len(parameters):
+                    raise RefusedError(
+                        f"{base.__name__} cannot be offloaded: its {name!r} has a tensor of shape "
+                        f"{tuple(found.shape)} over the bytes of {len(group) - 1} of its "
+                        "parameters, so what a part of a step does to it reaches other parts. "
+                        "Nothing was changed; keep its state on the device."
+                    )
+
+
+def stand_in(
+    optimizer: Optimizer, base: type[Optimizer], *, parameter_of: Callable[[Tensor], Tensor]
+) -> Optimizer:
+    """Returns an instance with copies of the attributes on the host, to try steps out on.
+
+    It has no parameters and no state. Tensors are copied too, so that no step reaches the user's.
+
+    Args:
+        optimizer: Is not changed.
+        base: Its class.
+        parameter_of: What stands for a parameter that an attribute refers to.
+
+    Raises:
+        RefusedError: An attribute cannot be copied, or is an optimizer itself.
+    """
+    made = object.__new__(base)
+    instead: dict[int, Any] = {id(optimizer): made}
+    for group in optimizer.param_groups:
+        instead.update((id(p), parameter_of(p)) for p in group["params"])
+    attributes: dict[str, Any] = {}
+    for name, value in optimizer.__dict__.items():
+        if name in _OWN:
+            continue
+        if name.startswith("_optimizer_"):
+            attributes[name] = OrderedDict()
+            continue
+        for found in reachable(value):
+            if isinstance(found, Optimizer) and found is not optimizer:
+                raise RefusedError(
+                    f"{base.__name__} cannot be offloaded: its {name!r} holds another optimizer, a "
+                    f"{type(found).__name__}, which steps parameters of its own choice. Offload "
+                    "that one instead."
+                )
+        attributes[name] = value
+    made.__dict__.update(
+        copied(attributes, owner=base.__name__, instead=instead, tensor_of=on_host)
+    )
+    made.__dict__.update({name: OrderedDict() for name in _HOOKS})
+    made.state, made.param_groups = defaultdict(dict), []
+    return made
+
+
+class Commit:
+    """What the parts of a step left outside of state; the last one's is written to the optimizer,
+    once.
+    """
+
+    def __init__(self, optimizer: Optimizer, advice: str = _MIDWAY) -> None:
+        self._optimizer = optimizer
+        self._advice = advice
+        self._first: Outcome | None = None
+        self._last: Outcome | None = None
+
+    def add(self, outcome: Outcome) -> None:
+        """Takes a part's outcome; the last part's was not ``is_copied``.
+
+        Raises:
+            ResidencyError: It differs from the first part's, so the step couples its parameters.
+        """
+        self._last = Outcome({}, outcome.group_values, outcome.attributes)
+        if self._first is None:
+            self._first = self._last
+            return
+        pairs = [
+            ("attribute", self._first.attributes, outcome.attributes),
+            *(
+                (f"value of param_groups[{i}]", a, b)
+                for i, (a, b) in enumerate(
+                    zip(self._first.group_values, outcome.group_values, strict=True)
+                )
+            ),
+        ]
+        for what, first, other in pairs:
+            for name in first.keys() | other.keys():
+                if not is_equal(first.get(name, _MISSING), other.get(name, _MISSING)):
+                    raise ResidencyError(
+                        f"{type(self._optimizer).__name__}.step left the {what} {name!r} at "
+                        f"{_shown(first.get(name))} for one part of the parameters and at "
+                        f"{_shown(other.get(name))} for another, so it cannot be stepped in "
+                        f"parts. {self._advice}"
+                    )
+
+    def write(self) -> None:
+        """Writes the agreed values to the optimizer."""
+        if self._last is None:
+            return
+        for group, values in zip(
+            self._optimizer.param_groups, self._last.group_values, strict=True
+        ):
+            _replace(group, values, keep=("params",))
+        attributes = {
+            name: types.MethodType(value.__func__, self._optimizer)
+            if isinstance(value, types.MethodType) and isinstance(value.__self__, Optimizer)
+            else value
+            for name, value in self._last.attributes.items()
+        }
+        _replace(self._optimizer.__dict__, attributes, keep=_OWN)
+
+
+def _shown(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _replace(target: dict[str, Any], values: Mapping[str, Any], *, keep: Collection[str]) -> None:
+    for name in [n for n in target if n not in values and n not in keep]:
+        del target[name]
+    for name, value in values.items():
+        before = target.get(name, _MISSING)
+        is_method = isinstance(value, types.MethodType) and before == value
+        if before is not value and not is_method:
+            target[name] = value

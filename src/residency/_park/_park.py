@@ -1,0 +1,169 @@
+"""Parks what is not used for a while: a module's or an optimizer's bytes go to the host and back.
+
+[Note: parking for a hand-off] ``Parking`` (in ``_parking.py``) is what a hand-off builds on, one
+for each owner in its list, made anew for each hand-off:
+
+- ``Parking(owner, gradients="move", pin=True)``: owner is a module or an optimizer, offloaded too;
+- ``num_bytes_on_device``: what parking it would free now; 0 where nothing is there;
+- ``num_bytes_shared``: what would stay, because other code holds the same storages;
+- ``park(up_to=None) -> int``: frees at least so many bytes if it can, returns how many; again later
+  for more; raises ``RefusedError`` with nothing changed;
+- ``unpark() -> int``: brings back exactly what this object has parked; after an out-of-memory error
+  everything is whole on the host, and it may be called again;
+- ``is_parked``: whether there is anything to bring back;
+- ``device``: where it was, None before anything was found on a device.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from torch import nn
+from torch.optim import Optimizer
+
+from residency import _device, _private_pools
+from residency._errors import InvalidArgumentError, RefusedError, warn
+from residency._park._parking import Parking
+from residency._park._tensors import Gradients, Owner, tensors_of
+from residency._units import format_bytes, parse_bytes
+
+_parkings: weakref.WeakKeyDictionary[Owner, list[Parking]] = weakref.WeakKeyDictionary()
+
+
+def park(
+    module: Owner,
+    *,
+    need: int | str | None = None,
+    gradients: Gradients = "move",
+    pin: bool = True,
+) -> int:
+    """Moves a module's parameters, buffers and gradients to the host, in place.
+
+    Who is parked is the object that is given, and ``unpark`` is given the same: a part of a parked
+    module is no owner of its own, while a part that was parked first comes back by itself.
+
+    Parameters stay the same objects, with their hooks, and keys of optimizers; tensors that share
+    a storage share it on the host too. The host waits until the bytes are there, so anybody may
+    read them. What is parked already stays as it is. Where other code holds the same storage (a
+    state dict that is kept, a flat buffer in a variable), that storage stays where it is, with a
+    warning, because its bytes would not be freed and the tie would be cut.
+
+    Args:
+        module: A module, FSDP2 and DDP too, or an optimizer, whose state is moved.
+        need: Park only so many device bytes, as whole storages: bytes, or a string such as
+            ``"2GiB"``. None parks everything, and so does a number that takes all bytes there are:
+            tensors without elements go then, too.
+        gradients: ``"move"`` them with the rest, or ``"drop"`` them, as
+            ``zero_grad(set_to_none=True)`` does.
+        pin: Whether the host memory is page-locked.
+
+    Returns:
+        The device bytes that were freed, as the allocator counts them. Those that a save in flight
+        reads follow when it has seen its copies done.
+
+    Raises:
+        InvalidArgumentError: An argument means nothing.
+        RefusedError: It is on the host, or was parked with another owner, is on several devices,
+            has a tensor that cannot be moved, or the host has no room. Nothing moved.
+
+    Memory:
+        Device: none beyond what is there. Host: the bytes of the storages, each rounded up to 512,
+        in slabs whose sizes are powers of two. They stay with the module for its next parking.
+    """
+    _check(module)
+    need_bytes = None if need is None else parse_bytes(need, name="need")
+    if gradients not in ("move", "drop"):
+        raise InvalidArgumentError(f"gradients is {gradients!r}; expected 'move' or 'drop'.")
+    before = [parking for parking in _parkings.get(module, ()) if parking.is_parked]
+    if isinstance(module, nn.Module) and not before and _is_on_host(module):
+        raise RefusedError(f"this {type(module).__name__} {_reason(module)}")
+    parking = Parking(module, gradients=gradients, pin=pin)
+    _parkings[module] = [*before, parking]  # before it moves: whatever stops it, unpark knows of it
+    freed = parking.park(need_bytes)
+    _warn_of_graphs(parking)
+    shared = parking.num_bytes_shared
+    if shared and (need_bytes is None or freed < need_bytes):
+        warn(
+            f"{format_bytes(shared)} of this {type(module).__name__} stay on the device: other "
+            "code holds the same storages. residency.holders() names it.",
+        )
+    return freed
+
+
+def unpark(module: Owner) -> int:
+    """Brings back to the device what ``park`` moved for this owner; nothing else, nothing twice.
+
+    Args:
+        module: The very object that was given to ``park``. For a part of it, or for what it is a
+            part of, nothing is brought back but what was parked with that object itself.
+
+    Returns:
+        The device bytes that it takes, as the allocator rounds them; 0 where it has nothing parked.
+
+    Raises:
+        InvalidArgumentError: It is neither a module nor an optimizer.
+        torch.OutOfMemoryError: The device has no room. What is not back is whole on the host, and
+            a call after room was made works.
+
+    Memory:
+        Device: the bytes that were freed. Host: no more than was in use; the slabs stay with the
+        module for its next parking.
+    """
+    _check(module)
+    total = 0
+    parkings = _parkings.get(module, [])
+    while parkings:
+        total += parkings[-1].unpark()
+        parkings.pop()
+    return total
+
+
+def _is_on_host(module: nn.Module) -> bool:
+    tensors = [tensor for _, tensor in tensors_of(module)]
+    return bool(tensors) and all(tensor.is_cpu for tensor in tensors)
+
+
+def _reason(module: nn.Module) -> str:
+    """Says why a module is on the host, and what brings it back, if anything does."""
+    tensors = [tensor for _, tensor in tensors_of(module)]
+    for owner, parkings in list(_parkings.items()):
+        if any(parking.has_parked(tensor) for parking in parkings for tensor in tensors):
+            return (
+                f"is on the host already: it was parked with a {type(owner).__name__} that has its "
+                f"tensors. Nothing moved; call residency.unpark with that {type(owner).__name__}."
+            )
+    return "is on the host, where there is nothing to free. Nothing moved."
+
+
+def _warn_of_graphs(parking: Parking) -> None:
+    """Warns where captured graphs may read the old addresses; torch does not say of which tensors
+    one is made.
+    """
+    device = parking.device
+    if device is None or not parking.is_parked:
+        return
+    if _private_pools.reserved_bytes(device, _device.allocator_figures(device)):
+        warn(
+            "a captured graph, or another private pool, holds memory on this device. A graph that "
+            "was captured over parked tensors reads other bytes when it is replayed: capture it "
+            "anew after residency.unpark.",
+        )
+
+
+def remember(parking: Parking) -> None:
+    """Lets ``unpark`` bring back what a parking moves that another caller began."""
+    known = _parkings.setdefault(parking.owner, [])
+    known[:] = [other for other in known if other.is_parked and other is not parking]
+    known.append(parking)
+
+
+def is_parked(owner: Owner) -> bool:
+    """Says whether ``park`` has moved something of an owner that is not back yet."""
+    return any(parking.is_parked for parking in _parkings.get(owner, ()))
+
+
+def _check(owner: object) -> None:
+    if not isinstance(owner, nn.Module | Optimizer):
+        raise InvalidArgumentError(
+            f"a {type(owner).__name__} cannot be parked; expected a module or an optimizer."
+        )

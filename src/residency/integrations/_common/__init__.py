@@ -1,0 +1,1 @@
+"""What the integrations of several frameworks use."""

@@ -1,0 +1,159 @@
+"""The callback that offloads a Trainer's optimizers and names the parts of its loop."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from residency._errors import InvalidArgumentError, RefusedError
+from residency._memory import begin_phase, end_phase, explain
+from residency._optim import OffloadedOptimizer, offload_optimizer, onload_optimizer
+from residency.integrations.lightning._trees import in_trees, kind_of, made_again, version_of
+
+_HOOKS = (
+    "setup",
+    "teardown",
+    "on_fit_start",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_validation_start",
+    "on_validation_end",
+    "on_exception",
+)
+
+
+class ResidencyCallback:
+    """A callback that offloads optimizers, names the parts of the loop and explains OOM errors.
+
+    ``Trainer(callbacks=[ResidencyCallback()])``; of the class tree that is imported when it is
+    made, ``lightning`` or ``pytorch_lightning``, or of both.
+
+    The optimizers are offloaded when they exist and before a checkpoint is loaded into them, so
+    that restored state goes straight to the host. They stay offloaded when ``fit`` ends. One that
+    is offloaded already, in ``configure_optimizers`` say, stays as it is.
+
+    Args:
+        offload: Whether to offload; or the settings of ``residency.offload_optimizer``, such as
+            ``{"resident": "1GiB"}``.
+        phases: Whether to make phases: ``fit``, ``validate``, ``test`` and ``predict``, and inside
+            them ``train_step`` (forward, backward and step of a batch) and ``validation``.
+
+    Raises:
+        InvalidArgumentError: ``offload`` or ``phases`` is something else.
+        ImportError: Neither tree is installed.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Makes an instance of the classes that the imported trees have hooks in."""
+        return object.__new__(in_trees(cls, "callback", *_HOOKS))
+
+    def __init__(self, *, offload: bool | Mapping[str, Any] = True, phases: bool = True) -> None:
+        """Checks the settings; nothing is changed before ``fit``."""
+        if not isinstance(phases, bool):
+            raise InvalidArgumentError(f"phases is {phases!r}; expected True or False.")
+        self.offload = _checked(offload)
+        self.phases = phases
+        self._open: list[tuple[str, object]] = []  # phases and their owners, the innermost last
+
+    def __reduce__(self) -> Any:
+        """Makes another one, with no phase open, where a launcher copies the Trainer."""
+        return made_again, (kind_of(self),), {**vars(self), "_open": []}
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Begins the phase of the whole call.
+
+        Raises:
+            RefusedError: The Trainer has two of these callbacks.
+        """
+        others = [each for each in trainer.callbacks if isinstance(each, ResidencyCallback)]
+        if len(others) > 1:
+            raise RefusedError(
+                f"the Trainer has {len(others)} ResidencyCallbacks ({version_of(trainer)}), which"
+                " would each offload its optimizers. Nothing was changed; pass one."
+            )
+        self._end_all(None)  # of a call that was left without a word
+        self._begin(stage)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Offloads the optimizers, all or none.
+
+        Raises:
+            RefusedError: One cannot be stepped in parts with the same bits, or the host has no
+                room. The optimizers are as they were.
+        """
+        if self.offload is False:
+            return
+        settings = {} if self.offload is True else dict(self.offload)
+        done: list[Any] = []
+        try:
+            for optimizer in trainer.optimizers:
+                if not isinstance(optimizer, OffloadedOptimizer):
+                    done.append(offload_optimizer(optimizer, **settings))
+        except BaseException as error:
+            for optimizer in done:
+                onload_optimizer(optimizer)
+            if isinstance(error, RefusedError):
+                error.add_note(f"asked for by ResidencyCallback under {version_of(trainer)}")
+            raise
+
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        """Begins ``train_step``."""
+        self._begin("train_step")
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        """Ends ``train_step``."""
+        self._end("train_step")
+
+    def on_validation_start(self, *args: Any, **kwargs: Any) -> None:
+        """Begins ``validation``."""
+        self._begin("validation")
+
+    def on_validation_end(self, *args: Any, **kwargs: Any) -> None:
+        """Ends ``validation``."""
+        self._end("validation")
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Ends the phase of the whole call."""
+        self._end_all(None)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Explains an out-of-memory error, and ends the phases that it leaves."""
+        self._end_all(exception)
+        explain(exception)
+
+    def _begin(self, name: str) -> None:
+        if self.phases:
+            owner = object()
+            self._open.append((name, owner))
+            begin_phase(name, owner)
+
+    def _end(self, name: str) -> None:
+        if name in (opened for opened, _ in self._open):
+            while self._open[-1][0] != name:
+                self._open.pop()
+            end_phase(self._open.pop()[1], None)
+
+    def _end_all(self, error: BaseException | None) -> None:
+        if self._open:
+            owner = self._open[0][1]
+            self._open.clear()
+            end_phase(owner, error)
+
+
+def _checked(offload: Any) -> bool | dict[str, Any]:
+    if isinstance(offload, bool):
+        return offload
+    if isinstance(offload, Mapping):
+        known = inspect.signature(offload_optimizer).parameters.keys() - {"optimizer"}
+        unknown = sorted(map(str, offload.keys() - known))
+        if not unknown:
+            return dict(offload)
+        raise InvalidArgumentError(
+            f"offload has {', '.join(unknown)}; expected settings of offload_optimizer:"
+            f" {', '.join(sorted(known))}."
+        )
+    raise InvalidArgumentError(
+        f"offload is {offload!r}; expected True, False, or a mapping of the settings of"
+        ' offload_optimizer, such as {"resident": "1GiB"}.'
+    )

@@ -1,0 +1,85 @@
+"""Optimizers that verl builds by their name, and the guard of its hand-offs.
+
+Named in verl's configuration, ``optimizer_impl`` is this module and ``optimizer`` is ``Offloaded``
+with the name of a class of `torch.optim`. Trinity-RFT passes the same two on to verl. Neither
+framework is imported here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from residency import offload_optimizer
+from residency._errors import InvalidArgumentError
+from residency.integrations._common._framework import named_with_version
+from residency.integrations.verl._guard import (
+    GuardStatistics,
+    guard_statistics,
+    install_guard,
+    remove_guard,
+)
+
+__all__ = ["GuardStatistics", "guard_statistics", "install_guard", "remove_guard"]
+
+_PREFIX = "Offloaded"
+_OURS = frozenset(inspect.signature(offload_optimizer).parameters) - {"optimizer"}
+
+
+@cache
+def _makers() -> Mapping[str, Callable[..., Optimizer]]:
+    """Returns what makes each offloaded optimizer, by the name that a configuration gives it."""
+    classes = [value for value in vars(torch.optim).values() if isinstance(value, type)]
+    return {
+        _PREFIX + base.__name__: _maker(base)
+        for base in classes
+        if issubclass(base, Optimizer) and base is not Optimizer
+    }
+
+
+def _maker(base: type[Optimizer]) -> Callable[..., Optimizer]:
+    def make(params: Iterable[Any], **options: Any) -> Optimizer:
+        _check_options(base, options)
+        own = {name: options.pop(name) for name in _OURS & options.keys()}
+        return offload_optimizer(base(params, **options), **own)
+
+    make.__name__ = make.__qualname__ = _PREFIX + base.__name__
+    make.__doc__ = f"""Makes a ``torch.optim.{base.__name__}`` whose state lives on the host.
+
+    Takes the options of both it and `residency.offload_optimizer`, raises and needs what they do.
+
+    Raises:
+        InvalidArgumentError: An option is one of neither.
+    """
+    return make
+
+
+def _check_options(base: type[Optimizer], options: Mapping[str, Any]) -> None:
+    theirs = inspect.signature(base).parameters.keys() - {"params"}
+    unknown = sorted(options.keys() - theirs - _OURS)
+    if unknown:
+        raise InvalidArgumentError(
+            f"{_PREFIX}{base.__name__} has no option {', '.join(map(repr, unknown))}. "
+            f"{named_with_version('verl')} passes lr, weight_decay, betas (where the name has "
+            "'adam' in it) and what override_optimizer_config holds: "
+            f"{', '.join(sorted(_OURS))}, or those of torch.optim.{base.__name__}, which are "
+            f"{', '.join(sorted(theirs))}."
+        )
+
+
+def __getattr__(name: str) -> Callable[..., Optimizer]:
+    if name in _makers():
+        return _makers()[name]
+    raise AttributeError(
+        f"module {__name__!r} has no attribute {name!r}; for {named_with_version('verl')} it has "
+        f"{', '.join(sorted(_makers()))}"
+    )
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_makers()})

@@ -1,0 +1,291 @@
+"""Gives device memory back where verl's training ends and the engine's turn begins.
+
+The guard is a function around methods of verl's worker class, which subclasses inherit. Nothing of
+it is imported before verl's workers are, nothing heavy before the first transition. Invariant: what
+a method computes and returns, and what verl's ``register`` wrote on it, is as without the guard.
+
+[Note: the order of a transition] Spent gradients are dropped, then what FSDP2 gathered and kept
+(after a forward without a backward the root stays gathered). Both happen on every rank alike,
+whatever its figures: a rank that alone keeps its parameters gathered would leave the others waiting
+in the next gather. Then `residency.reclaim`'s means, cheapest first, and the proof. Ranks hear of
+each other last, so that none returns, and lets an engine wake, before all have given back.
+
+[Note: when garbage is looked for] In a process of verl's the search for cycles takes a second, as
+the collection would. Garbage on the device shows as more held bytes than after the same method the
+last time; without such growth there is no search.
+
+[Note: no derived need] The engine's ``gpu_memory_utilization`` says what it may hold in total, not
+what its next allocation takes, and how much of that it holds already cannot be told from the bytes
+of other processes. So the need is what the user states, and without one all that pays goes back.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from residency._errors import HandOffError
+from residency._memory import ImportWatch
+from residency._units import parse_bytes
+from residency.integrations._common._framework import missing_in
+
+if TYPE_CHECKING:
+    import torch
+
+    from residency._handoff import Reclaimed
+
+_log = logging.getLogger("residency")
+
+NEED_VARIABLE = "RESIDENCY_VERL_NEED"
+# The workers of verl 0.7 to 0.9, and those for FSDP alone that went with 0.8.
+_MODULES = ("verl.workers.engine_workers", "verl.workers.fsdp_workers")
+_CLASS = "ActorRolloutRefWorker"
+_METHODS = ("update_actor", "compute_ref_log_prob")
+_LEAVES_GRADIENTS = "update_actor"
+# Where a worker has what it trains: the first of both under the names of 0.7's FSDP workers.
+_OPTIMIZERS = ("actor_optimizer", "actor.engine.optimizer")
+_MODELS = ("actor_module_fsdp", "ref_module_fsdp", "actor.engine.module", "ref.engine.module")
+_PATIENCE_SECONDS = 600.0  # as long as verl's own collectives wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardStatistics:
+    """What the guard has done in this process.
+
+    Attributes:
+        num_transitions: How many methods it has run after.
+        freed_bytes: What went back to the device in all of them.
+        seconds: How long that took, without the wait for other ranks.
+    """
+
+    num_transitions: int = 0
+    freed_bytes: int = 0
+    seconds: float = 0.0
+
+
+class _Guard:
+    """The guard of one process, from its installation to its removal."""
+
+    def __init__(self, need: int | str | None, *, collect: bool) -> None:
+        self._need = None if need is None else parse_bytes(need, name="need")
+        self._from_environment = need is None
+        self._collect = collect
+        self._is_on = True
+        self._held: dict[str, int] = {}  # after each method, when it last ran
+        self._undo: list[Callable[[], None]] = []
+        self._watch = ImportWatch(dict.fromkeys(_MODULES, self._wrap))
+        self.statistics = GuardStatistics()
+
+    def start(self) -> None:
+        self._watch.start()
+
+    def stop(self) -> None:
+        self._is_on = False  # for whoever has put another function around one of ours
+        self._watch.stop()
+        while self._undo:
+            self._undo.pop()()
+
+    def _wrap(self, module: ModuleType) -> None:
+        """Puts the guard around all methods, or around none.
+
+        Raises:
+            RefusedError: This version of verl has another class.
+            InvalidArgumentError: The environment's size does not parse.
+        """
+        stated = os.environ.get(NEED_VARIABLE)
+        if self._from_environment and stated:
+            self._need = parse_bytes(stated, name=NEED_VARIABLE)
+        owner = getattr(module, _CLASS, None)
+        for name in _METHODS:
+            found = vars(owner).get(name) if isinstance(owner, type) else None
+            if not inspect.isfunction(found) or inspect.iscoroutinefunction(found):
+                raise missing_in(
+                    "verl",
+                    f"{module.__name__}.{_CLASS}.{name} that is a plain method",
+                    "set VERL_USE_EXTERNAL_PLUGINS=none, or install verl 0.7.1 to 0.9.1",
+                )
+        for name in _METHODS:
+            self._put(owner, name, vars(owner)[name])
+
+    def _put(self, owner: Any, name: str, found: Callable[..., Any]) -> None:
+        @functools.wraps(found)  # with the attribute by which Ray's worker group finds the method
+        def guarded(worker: Any, *args: Any, **kwargs: Any) -> Any:
+            result = found(worker, *args, **kwargs)
+            del args, kwargs  # the batch
+            if self._is_on:
+                self._after(worker, name)
+            return result
+
+        def take_back() -> None:
+            if vars(owner).get(name) is guarded:
+                setattr(owner, name, found)
+
+        setattr(owner, name, guarded)
+        self._undo.append(take_back)
+
+    def _after(self, worker: Any, name: str) -> None:
+        """Makes the transition. [Note: the order of a transition]"""
+        from residency import _device
+
+        device = _device.accelerator()
+        if device is None:
+            return
+        if name == _LEAVES_GRADIENTS:
+            drop_gradients(worker)
+        drop_gathered(worker)
+        group = _ranks()
+        freed: list[Reclaimed] = []
+        try:
+            freed = self._free(device, name)
+        finally:  # also where it failed: the others are not to wait for this rank
+            if group is not None:
+                _tell_ranks(group, is_free=bool(freed))
+        self.statistics = replace(
+            self.statistics,
+            num_transitions=self.statistics.num_transitions + 1,
+            freed_bytes=self.statistics.freed_bytes + sum(each.total for each in freed),
+            seconds=self.statistics.seconds + sum(each.seconds for each in freed),
+        )
+
+    def _free(self, device: torch.device, name: str) -> list[Reclaimed]:
+        """Gives back what is needed. [Note: when garbage is looked for]"""
+        import residency
+
+        freed = [residency.reclaim(self._need, device=device, collect=False)]
+        grown = freed[0].after.held > self._held.get(name, -1)
+        if self._collect and (grown or self._need is not None):
+            freed.append(residency.reclaim(self._need, device=device))
+        self._held[name] = freed[-1].after.held
+        if self._need is not None:
+            _prove(self._need, device)
+        for each in freed:
+            _log.info("after %s: %s", name, each)
+        return freed
+
+
+def _prove(need: int, device: torch.device) -> None:
+    """Does nothing where the bytes are free.
+
+    Raises:
+        HandOffError: They are not.
+    """
+    import residency
+
+    try:
+        with residency.hand_off(need, device=device, collect=False):
+            pass
+    except HandOffError as error:
+        error.add_note(
+            f"The size is {NEED_VARIABLE}, or what install_guard was given: what the rollout engine"
+            " is to find free after verl's training."
+        )
+        raise
+
+
+def drop_gradients(worker: Any) -> None:
+    """Drops gradients that an optimizer of torch has stepped with; verl's engines do so, too."""
+    from torch.optim import Optimizer
+
+    for optimizer in _reached(worker, _OPTIMIZERS):
+        if isinstance(optimizer, Optimizer):
+            optimizer.zero_grad(set_to_none=True)
+
+
+def drop_gathered(worker: Any) -> None:
+    """Drops the parameters that FSDP2 gathered and kept; the next forward gathers them again."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for model in _reached(worker, _MODELS):
+        if isinstance(model, FSDPModule):
+            for module in model.modules():  # type: ignore[attr-defined]  # mixed into a module
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+
+def _reached(worker: Any, paths: tuple[str, ...]) -> Iterator[Any]:
+    """Yields what a worker has under dotted names, as far as it has it."""
+    for path in paths:
+        found = worker
+        for name in path.split("."):
+            found = getattr(found, name, None)
+        if found is not None:
+            yield found
+
+
+def _ranks() -> Any:
+    """Returns the group of all ranks, or None where there is one rank."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return dist.group.WORLD
+
+
+def _tell_ranks(group: Any, *, is_free: bool) -> None:
+    import torch
+
+    from residency import _device
+    from residency._handoff import FAILED, agree
+
+    device = _device.accelerator() or torch.device("cpu")
+    agree(group, device, 0 if is_free else FAILED, seconds=_PATIENCE_SECONDS)
+
+
+# ------------------------------------------------------------------------------- the one that is on
+
+_lock = threading.Lock()
+_installed: _Guard | None = None
+
+
+def install_guard(need: int | str | None = None, *, collect: bool = True) -> None:
+    """Gives device memory back after verl's ``update_actor`` and ``compute_ref_log_prob``.
+
+    Takes the place of a guard that is there, so calling it again is harmless. May come before or
+    after verl's workers are imported, but before Ray makes an actor of them, which keeps the
+    methods that it finds. A version of verl without the class or the methods is left as it is, with
+    one error in the log of ``residency`` that names the version.
+
+    Args:
+        need: Bytes, or a size such as ``"4GiB"``, that are to be free on the device after each;
+            not more is given back than that takes. By default `RESIDENCY_VERL_NEED`, and without
+            it all that pays is given back.
+        collect: Whether garbage may be collected, where a search found that it pays.
+
+    Raises:
+        InvalidArgumentError: The size does not parse.
+    """
+    global _installed
+    guard = _Guard(need, collect=collect)
+    with _lock:
+        if _installed is not None:
+            _installed.stop()
+        _installed = guard
+        guard.start()
+
+
+def ensure_guard() -> None:
+    """Installs the guard as the environment says, unless one is there."""
+    if _installed is None:
+        install_guard()
+
+
+def remove_guard() -> None:
+    """Takes the guard back; verl's methods are as they were. Without one it does nothing."""
+    global _installed
+    with _lock:
+        guard, _installed = _installed, None
+        if guard is not None:
+            guard.stop()
+
+
+def guard_statistics() -> GuardStatistics:
+    """Returns what the guard that is installed has done; zeros where there is none."""
+    guard = _installed
+    return GuardStatistics() if guard is None else guard.statistics

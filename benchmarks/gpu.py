@@ -36,7 +36,7 @@ _TESTS = {
     "optimizers": ("tests/transfer", "tests/optim", "--ignore=tests/optim/test_third_party.py",
                    "--ignore=tests/optim/stacks"),
     "saves": ("tests/checkpoint", "tests/test_callers_modes.py"),
-    "memory": ("tests/memory", "tests/handoff", "tests/test_no_cycles.py",
+    "memory": ("tests/memory", "tests/park", "tests/handoff", "tests/test_no_cycles.py",
                "tests/testing/test_real_device.py"),
     "stacks": ("tests/optim/stacks", "tests/integrations",
                "--ignore=tests/integrations/test_xtuner.py",

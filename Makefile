@@ -81,19 +81,22 @@ bench-checkpoint: $(STAMP)
 gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.gpu $(PARTS)
 
-# torch first and alone: a later resolution then finds it installed and fetches no other build.
-$(STAMP): pyproject.toml constraints.txt
+# Installs this package with an extra: $(call install,dev). torch comes first and alone: a later
+# resolution then finds it installed and fetches no other build.
+define install
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(1)]'
+endef
+
+$(STAMP): pyproject.toml constraints.txt
+	$(call install,dev)
 	rm -f $(VENV)/.installed-*
 	touch $@
 
 $(VENV)/.installed-demo-$(SUM): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing torch and the demo's frameworks into $(VENV), for some minutes"
-	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo]'
+	$(call install,demo)
 	touch $@
 
 # fastapi and uvicorn are what verl imports and does not ask for. Trinity-RFT is installed without what

@@ -16,6 +16,7 @@ from functools import partial
 import pytest
 import torch
 from interruptions import count_lines, interrupted_at, spread
+from limits import WORKER_SECONDS
 
 import residency
 from residency._checkpoint._capture import _capture
@@ -303,7 +304,7 @@ def test_alarms_at_any_moment_of_a_save_leave_whole_saves(tmp_path):
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(ALARMS), seconds],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=WORKER_SECONDS,
     )
     assert child.returncode == 0, child.stderr
     assert "interrupted" in child.stdout

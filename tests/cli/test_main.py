@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
+from limits import WORKER_SECONDS
 
 import residency
 from residency import _demo
@@ -150,4 +151,4 @@ def test_importing_the_package_registers_no_device_and_builds_nothing() -> None:
         "assert 'torch.utils.cpp_extension' not in sys.modules; "
         "assert 'rich' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=WORKER_SECONDS)

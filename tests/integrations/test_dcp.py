@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from limits import WORKER_SECONDS
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
@@ -572,7 +573,7 @@ def of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     ]
     try:
         for process in ranks:
-            output = process.communicate(timeout=120)[0]
+            output = process.communicate(timeout=WORKER_SECONDS)[0]
             assert process.returncode == 0, output
     finally:
         for process in ranks:

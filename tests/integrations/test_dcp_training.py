@@ -152,7 +152,6 @@ def test_the_next_save_waits_for_the_one_before(
     assert len(set(one_set)) == 1
 
 
-@pytest.mark.timeout(120)
 def test_a_failed_save_whose_error_is_kept_stops_neither_steps_nor_saves(
     device: torch.device, tmp_path: Path, stager: PinnedStager
 ) -> None:

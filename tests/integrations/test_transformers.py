@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import WORKER_SECONDS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "sim"))
 
@@ -107,4 +108,4 @@ except ImportError as error:
 else:
     raise SystemExit("it was imported")
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=WORKER_SECONDS)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from limits import WORKER_SECONDS
 
 import residency
 
@@ -24,7 +25,7 @@ def run_python(tmp_path: Path) -> Callable[..., str]:
             text=True,
             check=False,
             cwd=tmp_path,
-            timeout=120,
+            timeout=WORKER_SECONDS,
             env={
                 **os.environ,
                 "PYTHONPATH": str(Path(residency.__file__).parents[1]),

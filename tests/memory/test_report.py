@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from limits import WORKER_SECONDS
 
 import residency
 from residency._cli import main
@@ -262,7 +263,7 @@ def test_a_browser_draws_the_page_without_an_error(page: Path, tmp_path: Path) -
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=WORKER_SECONDS,
     )
     assert re.findall(r".*CONSOLE.*", done.stderr) == []
     assert 'id="timeline-rank0"' in done.stdout

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import WORKER_SECONDS
 
 from residency import sim
 
@@ -48,7 +49,7 @@ def _run_ranks(folder: Path, *arguments: str, num_ranks: int = RANKS) -> list[st
     outputs = []
     try:
         for process in ranks:
-            outputs.append(process.communicate(timeout=120)[0])
+            outputs.append(process.communicate(timeout=WORKER_SECONDS)[0])
             assert process.returncode == 0, outputs[-1]
     finally:
         for process in ranks:

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import WORKER_SECONDS
 
 import residency
 from residency import sim
@@ -39,7 +40,7 @@ def outcomes(built: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
             env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=WORKER_SECONDS,
         )
         assert run.returncode == 0, run.stdout + run.stderr
         outcomes |= json.loads((folder / "outcomes.json").read_text())

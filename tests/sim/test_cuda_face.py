@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from limits import WORKER_SECONDS
 
 import residency
 from residency import sim
@@ -70,7 +71,7 @@ def start(*arguments: object, variables: dict[str, str] | None = None) -> subpro
 def finish(process: subprocess.Popen[str]) -> str:
     with process:
         try:
-            output = process.communicate(timeout=120)[0]
+            output = process.communicate(timeout=WORKER_SECONDS)[0]
         finally:
             process.kill()
     assert process.returncode == 0, output

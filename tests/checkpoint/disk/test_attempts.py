@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from limits import WORKER_SECONDS
 
 from residency._checkpoint._disk._marks import report_name
 from residency._errors import CheckpointError
@@ -38,7 +39,7 @@ def run_rank(path: Path, rank: int, world_size: int, schedule: int) -> list[str]
             [sys.executable, SCRIPT, path, *map(str, (rank, world_size, schedule)), first],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=WORKER_SECONDS,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         if done.returncode != -signal.SIGKILL:

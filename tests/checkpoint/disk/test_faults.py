@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from limits import WORKER_SECONDS
 
 from residency._errors import CheckpointError, RefusedError
 
@@ -25,7 +26,7 @@ def test_a_save_killed_at_any_system_call_leaves_old_or_new(
     tmp_path: Path, start: Callable[..., subprocess.Popen[str]], scenario: str
 ) -> None:
     process = start("kill", tmp_path / "saves", scenario)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=WORKER_SECONDS)
     assert process.returncode == 0, output
     outcomes = json.loads(output)
     # Before each call, and after it (after half of it, when it writes).

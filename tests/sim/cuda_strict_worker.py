@@ -290,6 +290,25 @@ def host_figures(name: str) -> tuple[int, ...]:
 
 
 @case
+def a_note_counts_what_the_limit_of_the_process_leaves() -> None:
+    free, total = torch.cuda.mem_get_info()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    torch.cuda.set_per_process_memory_fraction((before + 64 * MIB) / total)
+    assert free > 256 * MIB
+    try:
+        with pytest.raises(torch.OutOfMemoryError) as caught, residency.phase("limited"):
+            kept = [torch.empty(40 * MIB, dtype=torch.uint8, device="cuda")]
+            kept.append(torch.empty(30 * MIB, dtype=torch.uint8, device="cuda"))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    (note,) = caught.value.__notes__
+    assert "30.00 MiB were asked for, and 6.00 MiB more were needed." in note
+    assert "not allowed: raise torch.cuda.set_per_process_memory_fraction" in note
+    assert "used outside of this process" not in note
+
+
+@case
 def every_documented_figure_of_pinned_memory_is_there() -> None:
     documented = {f"{name}.{figure}" for name, figures in FIGURES.items() for figure in figures}
     assert set(torch.cuda.host_memory_stats()) == documented | {"num_host_alloc", "num_host_free"}

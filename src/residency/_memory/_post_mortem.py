@@ -31,7 +31,13 @@ _HEADING = "residency: the device's memory when this failed"
 _SIZE = r"(\d+(?:\.\d+)?) ?([KMGT]iB|B|bytes)"
 _ASKED = re.compile(rf"[Tt]ried to allocate {_SIZE}")
 _HELD = re.compile(rf"{_SIZE} is allocated by PyTorch")
+_UNALLOCATED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
+_ALLOWED = re.compile(rf"{_SIZE} allowed;")  # only below torch's limit of this process
 _RETURNABLE = "cached here and free: torch.accelerator.empty_cache() returns it"
+_OUTSIDE = "used outside of this process's torch: other processes, contexts"
+_BEYOND_LIMIT = (
+    "free on the device, but not allowed: raise torch.cuda.set_per_process_memory_fraction"
+)
 _LEAST_TOLD = MIB  # messages round sizes
 _MOST_HOLDERS = 8
 _SEARCH_SECONDS = 3.0
@@ -124,7 +130,7 @@ def remedies(state: MemoryState, holders: list[Holder]) -> list[Remedy]:
             "saved for backward: activation checkpointing, a smaller batch, or torch.no_grad()",
         ),
         _largest_unowned(holders),
-        Remedy(state.outside, "used outside of this process's torch: other processes, contexts"),
+        Remedy(state.outside, _OUTSIDE),
     ]
     return [remedy for remedy in found if remedy.num_bytes > 0]
 
@@ -216,7 +222,12 @@ def _remedy_lines(error: BaseException, state: MemoryState, holders: list[Holder
         for remedy in found:
             yield f"  {format_bytes(remedy.num_bytes):>12}  {remedy.text}"
         return
-    short = max(0, asked - state.free)
+    room = state.free
+    if (limited := _room_below_limit(str(error))) is not None and limited < room:
+        found = [remedy for remedy in found if remedy.text != _OUTSIDE]
+        found.insert(0, Remedy(room - limited, _BEYOND_LIMIT))
+        room = limited
+    short = max(0, asked - room)
     yield f"{format_bytes(asked)} were asked for, and {format_bytes(short)} more were needed."
     fitting = next((remedy for remedy in found if remedy.num_bytes >= short), None)
     if fitting is not None:
@@ -226,6 +237,15 @@ def _remedy_lines(error: BaseException, state: MemoryState, holders: list[Holder
     yield "none of these would have been enough alone:"
     for remedy in found:
         yield f"  {format_bytes(remedy.num_bytes):>12}  {remedy.text}"
+
+
+def _room_below_limit(message: str) -> int | None:
+    """Returns what the process was still allowed to take of the device; None without a limit."""
+    patterns = (_ALLOWED, _HELD, _UNALLOCATED)
+    allowed, held, unallocated = (_size_in(message, pattern) for pattern in patterns)
+    if allowed is None or held is None or unallocated is None:
+        return None
+    return max(0, allowed - held - unallocated)
 
 
 def _size_in(message: str, pattern: re.Pattern[str]) -> int | None:

@@ -23,7 +23,7 @@ from typing import Any
 
 from residency._memory import _objects
 
-_OWN = f"{__package__}."  # frames of this package are not who holds a tensor
+_OWN = f"{_objects.__package__}."  # frames of the package around this one hold no tensor
 _HOLDERS_OF_A_SNAPSHOT = 3  # the frame, the local here, the argument of getrefcount
 _MODULE_DICT: Any = _objects.type_dict(types.ModuleType)["__dict__"]
 

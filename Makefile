@@ -61,6 +61,7 @@ check: $(STAMP)
 	$(RUN) ruff format --check src tests benchmarks
 	$(RUN) clang-format --dry-run --Werror src/residency/sim/csrc/*
 	$(RUN) mypy --strict src
+	$(RUN) basedpyright --warnings
 	$(RUN) python -m pytest -q tests/test_architecture.py
 
 # The site, in build/docs: a page that nothing leads to, or a link that leads nowhere, ends it.

@@ -32,6 +32,13 @@ class Span(NamedTuple):
     last: int
 
 
+def is_wrapper(tensor: Tensor) -> bool:
+    """Returns whether a tensor is of a class that stands before the bytes of others."""
+    # Torch annotates the attribute as an operator's method, which it is none of.
+    dispatches = [kind.__torch_dispatch__ for kind in (type(tensor), Tensor)]  # pyright: ignore
+    return dispatches[0] is not dispatches[1]
+
+
 def span_of(tensor: Tensor) -> Span | None:
     """Returns the range of a plain tensor; None where it has no bytes, or its storage was freed."""
     if tensor.numel() == 0 or not tensor.untyped_storage().nbytes():

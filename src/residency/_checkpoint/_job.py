@@ -226,8 +226,9 @@ class Ranks:
         if self.world_size == 1:
             return action()
         failure: Exception | None = None
+        results = []
         try:
-            result = action()
+            results.append(action())
         except Exception as error:
             failure = error
         mine = None
@@ -238,7 +239,7 @@ class Ranks:
         dist.all_gather_object(failures, mine)
         failed = {rank: each for rank, each in enumerate(failures) if each is not None}
         if not failed:
-            return result
+            return results[0]
         # All ranks decide alike: damage lets them try another save, what else fails does not.
         worst = next((rank for rank, (_, is_damage, _) in failed.items() if not is_damage), None)
         if failure is not None and (worst is None or not isinstance(failure, CorruptSaveError)):

@@ -161,7 +161,7 @@ def _make_model(settings: Settings) -> Any:
         num_key_value_heads=2,
         head_dim=64,
         tie_word_embeddings=False,
-        attn_implementation="eager",
+        attn_implementation="eager",  # pyright: ignore  # any configuration takes it
     )
     torch.manual_seed(settings.seed)
     lora = LoraConfig(r=8, target_modules=["q_proj", "v_proj", "embed_tokens"])
@@ -186,8 +186,9 @@ def _train(settings: Settings, callbacks: tuple[Any, ...]) -> _AdapterRun:
         trainer = transformers.Trainer(
             model=_make_model(settings),
             args=_arguments(folder, settings),
-            train_dataset=_texts(settings, 1),
-            eval_dataset=_texts(settings, 2),
+            # Transformers takes any sequence.
+            train_dataset=_texts(settings, 1),  # pyright: ignore
+            eval_dataset=_texts(settings, 2),  # pyright: ignore
             callbacks=list(callbacks),
         )
         trainer.remove_callback(transformers.PrinterCallback)

@@ -160,6 +160,7 @@ def fsdp_groups(module: nn.Module) -> Iterator[Any]:
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return
+    part: Any  # an FSDPModule is a class of its own beside the module's
     for part in module.modules():
         if isinstance(part, fsdp.FSDPModule):
             state: Any = part._get_fsdp_state()

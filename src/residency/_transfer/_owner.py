@@ -125,6 +125,7 @@ class Reception(Protocol):
     @property
     def targets(self) -> Mapping[tuple[Tensor, str], Tensor]:
         """What the bytes go into, by parameter and key."""
+        ...
 
     def finish(self, values: Mapping[tuple[Tensor, str], Any], loose: Mapping[Any, Any]) -> None:
         """Makes what was filled the optimizer's state; nothing is left that can fail.
@@ -156,6 +157,7 @@ class StateOwner(Protocol):
         Raises:
             RefusedError: The host has no room for what steps take meanwhile.
         """
+        ...
 
     def set_spare(self, optimizer: Any, num_bytes: int | None) -> None:
         """Sets how much host memory steps may take while states are lent, and allocates it.

@@ -103,7 +103,7 @@ def _before_step(
     waiting = _waiting_after(closure, optimizer)
     if "closure" in kwargs:
         return args, {**kwargs, "closure": waiting}
-    return (args[0], waiting, *args[2:]), kwargs
+    return (optimizer, waiting, *args[2:]), kwargs
 
 
 def _waiting_after(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:

@@ -94,7 +94,7 @@ class Lender:
         failures = finish_work()
         if give_back() > 0 and _is_failure_kept():
             for name in ("last_exc", "last_type", "last_value", "last_traceback"):
-                vars(sys).pop(name, None)  # pytest does so itself, a moment later
+                sys.__dict__.pop(name, None)  # pytest does so itself, a moment later
             give_back()
         if self._owed_settings is not None:
             self._restore()

@@ -105,7 +105,9 @@ def expand_schedules(given: str | Sequence[str]) -> list[str]:
     Raises:
         InvalidArgumentError: One is unknown, or there is none.
     """
-    names = list(SCHEDULES) if given == ALL else [given] if isinstance(given, str) else list(given)
+    names: list[str] = (
+        list(SCHEDULES) if given == ALL else [given] if isinstance(given, str) else list(given)
+    )
     if not names or not set(names) <= set(SCHEDULES):
         raise InvalidArgumentError(
             f"schedule is {given!r}; expected one or several of "

@@ -35,6 +35,7 @@ from residency._checkpoint._document._nodes import (
 )
 from residency._dtensor import is_sharded, local_of
 from residency._errors import RefusedError
+from residency._storages import is_wrapper
 from residency._transfer import Lent, Loans, owner_of
 
 # Wrappers that put themselves into the names of what they wrap, by the files that define them: who
@@ -426,10 +427,9 @@ def layout_problem(local: Tensor) -> tuple[str, str] | None:
     """Returns what a tensor is whose bytes are not all in one dense storage of its own, and what
     to save instead; None for a plain one.
     """
-    kind = type(local)
-    is_wrapper = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
-    if is_wrapper or local.layout is not torch.strided or local.is_quantized or local.is_meta:
-        what = kind.__name__ if is_wrapper else f"{local.layout} tensor on {local.device}"
+    is_special = is_wrapper(local)
+    if is_special or local.layout is not torch.strided or local.is_quantized or local.is_meta:
+        what = type(local).__name__ if is_special else f"{local.layout} tensor on {local.device}"
         return (
             f"a {what} of {local.dtype}, which has no plain layout of bytes in one storage",
             "save its parts, or a dense tensor",

@@ -18,6 +18,7 @@ class Stores(Protocol):
     @property
     def record(self) -> Record:
         """What is stored."""
+        ...
 
     def acquire(self) -> memoryview:
         """Returns the bytes, contiguous, and blocks until they are final.
@@ -26,6 +27,7 @@ class Stores(Protocol):
         thread. Memory that is writable and begins at a page, or where else the file system takes
         it, goes to the disk without a copy.
         """
+        ...
 
     def release(self) -> None:
         """Comes exactly once, from any thread: the bytes were written, or the save failed. It

@@ -62,7 +62,8 @@ class NodeReader(Protocol):
     """What decodes the parts of a node."""
 
     def value(self, node: Node) -> Any: ...
-    def fetch(self, name: str) -> Tensor: ...
+    @property
+    def fetch(self) -> Callable[[str], Tensor]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,7 +135,7 @@ class _ForeignReader:
                 if following is None:
                     here[step] = value
                     break
-                known = here[step] if isinstance(step, int) else here.get(step)
+                known = here[step] if isinstance(here, list) else here.get(step)
                 if known is None:
                     known = [] if isinstance(following, int) else {}
                     here[step] = known

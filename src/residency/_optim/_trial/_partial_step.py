@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from residency._dtensor import local_of
 from residency._errors import RefusedError, ResidencyError

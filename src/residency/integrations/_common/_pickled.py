@@ -18,6 +18,7 @@ from torch import Tensor
 
 from residency._checkpoint._document import Encoder
 from residency._dtensor import is_sharded, local_of
+from residency._storages import is_wrapper
 from residency._transfer import Lent
 
 _VALUES = (str, int, float, bool, type(None), dict, list, tuple)  # nearly all that there is
@@ -68,10 +69,7 @@ class Freezer(pickle.Pickler):
         return None
 
     def reducer_override(self, value: Any) -> Any:
-        if (
-            isinstance(value, Tensor)
-            and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
-        ):
+        if isinstance(value, Tensor) and not is_wrapper(value):
             with torch._C.DisableTorchFunctionSubclass():  # or a subclass's code runs
                 plain = value.as_subclass(Tensor)
             return _as_subclass, (plain, type(value), dict(vars(value)))

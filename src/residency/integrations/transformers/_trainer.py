@@ -291,7 +291,8 @@ class ResidencyTrainerMixin(_Trainer):  # type: ignore[misc]  # is not analysed:
         utilities = load_framework("transformers.trainer_utils", extra="transformers")
         rotate = vars(utilities).get("rotate_checkpoints")
         if rotate is None:  # before 5.0 it is a method
-            self._rotate_checkpoints(use_mtime=True, output_dir=run_dir)
+            trainer: Any = self
+            trainer._rotate_checkpoints(use_mtime=True, output_dir=run_dir)
             return
         rotate(
             output_dir=run_dir,

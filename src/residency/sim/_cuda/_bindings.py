@@ -33,7 +33,7 @@ def _device_bindings(core: Any) -> dict[str, Callable[..., Any]]:
     def initialise() -> None:
         core.initialize()  # refused in a forked child
         properties = CudaDeviceProperties()
-        vars(torch.cuda).update(
+        torch.cuda.__dict__.update(
             default_generators=(core.default_generator(),) * core.num_devices(),
             _get_device_properties=lambda device: properties,
         )

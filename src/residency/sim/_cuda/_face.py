@@ -7,6 +7,7 @@ anything has used ``torch.cuda``, and it cannot be undone.
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -45,9 +46,9 @@ def register(core: Any) -> None:
     """Gives torch the Python side of the device; the compiled one is registered already."""
     _types.install(core)
     names = _bindings.bindings(core)
-    vars(torch._C).update(names, _has_cuda=True)
+    torch._C.__dict__.update(names, _has_cuda=True)
     # What these modules took from torch._C when they were imported.
-    vars(torch.cuda).update(
+    torch.cuda.__dict__.update(
         _exchange_device=names["_cuda_exchangeDevice"],
         _maybe_exchange_device=names["_cuda_maybeExchangeDevice"],
         _is_in_bad_fork=core.is_in_bad_fork,
@@ -55,10 +56,10 @@ def register(core: Any) -> None:
     )
     _graphs.install(core)
     if torch.version.cuda is None:
-        vars(torch.version)["cuda"] = _CUDA_VERSION
+        torch.version.__dict__["cuda"] = _CUDA_VERSION
     pools = _allocator.functions(core)
     shown = ("MemPool", "use_mem_pool")
-    vars(torch.cuda).update({name: pools[name] for name in shown})
+    torch.cuda.__dict__.update({name: pools[name] for name in shown})
     torch.backends.cudnn.enabled = False  # else torch warns that there is none
     _teach_storages(core)
     if dist.is_available():
@@ -97,13 +98,13 @@ def _offer_nccl(core: Any) -> None:
 
     timeout = timedelta(minutes=10)
     group = _make_nccl(core.Simccl)
-    for module in (dist, distributed_c10d, torch._C._distributed_c10d):
-        vars(module)["ProcessGroupNCCL"] = group
+    for module in (dist, distributed_c10d, sys.modules["torch._C._distributed_c10d"]):
+        module.__dict__["ProcessGroupNCCL"] = group
         if "ProcessGroupNCCL2" in vars(module):  # torch 2.15's own, which it takes by default
-            vars(module)["ProcessGroupNCCL2"] = group
+            module.__dict__["ProcessGroupNCCL2"] = group
     for module in (constants, distributed_c10d):
-        vars(module)["default_pg_nccl_timeout"] = timeout
-    vars(distributed_c10d)["_NCCL_AVAILABLE"] = True
+        module.__dict__["default_pg_nccl_timeout"] = timeout
+    distributed_c10d.__dict__["_NCCL_AVAILABLE"] = True
 
 
 def _make_nccl(simccl: Any) -> Any:

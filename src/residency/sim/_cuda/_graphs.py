@@ -65,7 +65,8 @@ class CudaGraphBase:
                 "CUDA graphs must be captured on a non-default stream. (However, after capture, "
                 "it's ok to replay them on the default stream.)"
             )
-        chosen = new_pool_id()[::-1] if pool is None else (int(pool[0]), int(pool[1]))
+        first, second = new_pool_id()[::-1] if pool is None else map(int, pool)
+        chosen = (first, second)
         self._core.begin_capture(chosen, _MODES.index(capture_error_mode))
         self._held = _PoolUser(self._core, chosen, stream)
 
@@ -124,6 +125,6 @@ class CudaGraphBase:
 def install(core: Any) -> None:
     """Puts the class where torch looks for it; the bindings that it needs are there already."""
     CudaGraphBase._core = core
-    vars(torch._C)["_CUDAGraph"] = CudaGraphBase
+    torch._C.__dict__["_CUDAGraph"] = CudaGraphBase
     graphs = importlib.reload(torch.cuda.graphs)  # its classes, over this base
-    vars(torch.cuda).update({name: vars(graphs)[name] for name in graphs.__all__})
+    torch.cuda.__dict__.update({name: graphs.__dict__[name] for name in graphs.__all__})

@@ -183,13 +183,13 @@ def install(core: Any) -> None:
     CudaDeviceProperties._core = core
     CudaEventBase._elapsed = staticmethod(core.elapsed_milliseconds)
     Cudart._exchange_capture_mode = staticmethod(core.exchange_capture_mode)
-    vars(torch._C).update(_CudaStreamBase=CudaStreamBase, _CudaEventBase=CudaEventBase)
+    torch._C.__dict__.update(_CudaStreamBase=CudaStreamBase, _CudaEventBase=CudaEventBase)
     streams = importlib.reload(torch.cuda.streams)  # its classes, over these bases
-    vars(torch.cuda).update(
+    torch.cuda.__dict__.update(
         Stream=streams.Stream,
         Event=streams.Event,
         ExternalStream=streams.ExternalStream,
         _CudaDeviceProperties=CudaDeviceProperties,
         _cudart=Cudart(),
     )
-    vars(torch.cuda.nvtx)["_nvtx"] = Nvtx()
+    torch.cuda.nvtx.__dict__["_nvtx"] = Nvtx()

@@ -287,7 +287,9 @@ def resolve(device: torch.device | int | str | None) -> torch.device | None:
         raise InvalidArgumentError(f"device is {str(named)!r}; expected an accelerator: {there}.")
     index = present.index if named.index is None else named.index
     if index >= (count := torch.accelerator.device_count()):
-        raise InvalidArgumentError(f"device is {str(named)!r}; this machine has {count}.")
+        raise InvalidArgumentError(
+            f"device is {str(named)!r}; this machine has {count}: expected an index below."
+        )
     return torch.device(present.type, index)
 
 

@@ -35,7 +35,9 @@ def parse_bytes(size: int | str, *, name: str = "size") -> int:
         raise InvalidArgumentError(f"{name} is {size!r} ({type(size).__name__}); {expected}.")
     if isinstance(size, int):
         if size < 0:
-            raise InvalidArgumentError(f"{name} is {size}; a size cannot be negative.")
+            raise InvalidArgumentError(
+                f"{name} is {size}; a size cannot be negative: give 0 or more."
+            )
         return size
     match = _SIZE.fullmatch(size)
     factor = _FACTORS.get(match[2] or "B") if match else None
@@ -43,7 +45,9 @@ def parse_bytes(size: int | str, *, name: str = "size") -> int:
         raise InvalidArgumentError(f"{name} is {size!r}; {expected}.")
     num_bytes = float(match[1]) * factor if "." in match[1] else int(match[1]) * factor
     if num_bytes != int(num_bytes):
-        raise InvalidArgumentError(f"{name} is {size!r}, which is not a whole number of bytes.")
+        raise InvalidArgumentError(
+            f"{name} is {size!r}, which is not a whole number of bytes; round it."
+        )
     return int(num_bytes)
 
 

@@ -143,10 +143,10 @@ def test_a_wrong_directory_is_one_clear_line(
     ("arguments", "words"),
     [
         (["verify", "--step", "7"], "has no save of step 7"),
-        (["prune"], "prune needs --keep N"),
+        (["prune"], "give prune --keep N"),
         (["prune", "--keep", "0"], "expected at least 1"),
-        (["prune", "--best", "2"], "each needs the other"),
-        (["prune", "--keep", "1", "--metric", "loss"], "each needs the other"),
+        (["prune", "--best", "2"], "give both, or neither"),
+        (["prune", "--keep", "1", "--metric", "loss"], "give both, or neither"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(

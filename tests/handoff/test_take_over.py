@@ -281,7 +281,10 @@ def test_a_taker_that_takes_too_long_is_named_in_the_log(
     start("take", "never returns", MIB)
     with hand_off(0, peer=path, timeout=1):
         pass
-    assert "did not answer within 1 s. The device is taken back." in caplog.text
+    assert (
+        "did not answer within 1 s; raise timeout= where it is slow. The device is taken back."
+        in caplog.text
+    )
 
 
 def test_messages_that_no_reader_bears_are_refused(path: Path) -> None:

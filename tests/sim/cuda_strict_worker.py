@@ -304,7 +304,7 @@ def a_note_counts_what_the_limit_of_the_process_leaves() -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
     (note,) = caught.value.__notes__
     assert "30.00 MiB were asked for, and 6.00 MiB more were needed." in note
-    assert "not allowed: raise torch.cuda.set_per_process_memory_fraction" in note
+    assert "not allowed: raise torch's set_per_process_memory_fraction" in note
     assert "used outside of this process" not in note
 
 

@@ -123,7 +123,10 @@ def _verify(arguments: argparse.Namespace) -> int:
     directory = _open_directory(arguments.directory)
     steps = directory.steps() if arguments.step is None else [arguments.step]
     if not steps:
-        raise InvalidArgumentError(f"{directory.path} holds no save to verify.")
+        raise InvalidArgumentError(
+            f"{directory.path} holds no save to verify; give the directory of a Checkpointer, or "
+            "one save in it."
+        )
     for step in steps:
         directory.folder(step)  # a step that is not there is an error before anything is read
     with _show_progress(directory, steps) as advance:
@@ -156,7 +159,7 @@ def _lines(result: Verification) -> list[tuple[str, str, str]]:
 
 def _prune(arguments: argparse.Namespace) -> int:
     if arguments.keep is None and not arguments.best:
-        raise InvalidArgumentError("prune needs --keep N, or --best K with --metric NAME.")
+        raise InvalidArgumentError("give prune --keep N, or --best K with --metric NAME.")
     retention = Retention(arguments.keep, arguments.best, arguments.metric, arguments.greatest)
     directory = _open_directory(arguments.directory)
     if arguments.dry_run:

@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     exports = (arguments.html, arguments.tensorboard, arguments.trace)
     if arguments.after is not None and any(exports):
-        raise InvalidArgumentError("two records make a table; the exports take one record each.")
+        raise InvalidArgumentError("two records make a table; give one record to an export.")
     runs = _report.read_runs(arguments.before)
     after = [] if arguments.after is None else _report.read_runs(arguments.after)
     for warning in (warning for run in [*runs, *after] for warning in run.warnings):

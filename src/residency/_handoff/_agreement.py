@@ -86,7 +86,10 @@ def _gather(group: Any, device: torch.device, figure: int, seconds: float) -> li
         while not work.is_completed():  # whose own wait might outlast any timeout
             if time.monotonic() > end:
                 _given_up.append(group)
-                raise HandOffError(f"Not all ranks of the group came within {seconds:g} s.")
+                raise HandOffError(
+                    f"Not all ranks of the group came within {seconds:g} s; raise timeout= where "
+                    "they are slow."
+                )
             time.sleep(_PAUSE_SECONDS)
         work.wait()
     except RuntimeError as error:  # of the backend: a closed connection

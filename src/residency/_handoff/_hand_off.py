@@ -110,7 +110,7 @@ def _parkings_of(owners: Iterable[Any], device: torch.device) -> list[Parking]:
     for number, owner in enumerate(owners):
         name = f"park[{number}] ({type(owner).__name__})"
         if any(owner is other for other in owners[:number]):
-            raise InvalidArgumentError(f"{name} is listed before. Nothing was moved.")
+            raise InvalidArgumentError(f"{name} is listed before. Nothing was moved; list it once.")
         if isinstance(owner, Optimizer):
             own = [id(p) for group in owner.param_groups for p in group["params"]]
             if modules and known.isdisjoint(own):

@@ -79,12 +79,16 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     if len(os.fsencode(place)) > _LONGEST_PATH:
         raise InvalidArgumentError(
             f"peer is {str(place)!r}, {len(os.fsencode(place))} bytes; the path of a Unix-domain "
-            f"socket has at most {_LONGEST_PATH}."
+            f"socket has at most {_LONGEST_PATH}. Give a shorter one."
         )
     if not place.parent.is_dir():
-        raise InvalidArgumentError(f"peer is {str(place)!r}; there is no such directory.")
+        raise InvalidArgumentError(
+            f"peer is {str(place)!r}; there is no such directory; make it first."
+        )
     if place.exists() and not stat.S_ISSOCK(place.stat().st_mode):
-        raise InvalidArgumentError(f"peer is {str(place)!r}, which is there and is no socket.")
+        raise InvalidArgumentError(
+            f"peer is {str(place)!r}, which is there and is no socket; give another path."
+        )
     return place
 
 
@@ -174,7 +178,7 @@ class Link:
             except TimeoutError:
                 raise HandOffError(
                     f"The process at the other end of {self._path} did not answer within "
-                    f"{deadline.seconds:g} s."
+                    f"{deadline.seconds:g} s; raise timeout= where it is slow."
                 ) from None
             except OSError as error:
                 raise HandOffError(self._gone()) from error
@@ -227,7 +231,8 @@ def _accepted(path: Path, deadline: Deadline) -> socket.socket:
             return listener.accept()[0]
         except TimeoutError:
             raise HandOffError(
-                f"No process asked for the device at {path} within {deadline.seconds:g} s."
+                f"No process asked for the device at {path} within {deadline.seconds:g} s. Start "
+                "the other process, or raise timeout= where it is slow."
             ) from None
         finally:
             with suppress(FileNotFoundError):
@@ -253,7 +258,7 @@ def ask_for_device(path: Path, need: int, deadline: Deadline) -> Link:
                 if not deadline.pause():
                     raise HandOffError(
                         f"No process hands a device over at {path}; waited {deadline.seconds:g} s "
-                        f"({error})."
+                        f"({error}). Call hand_off there, or raise timeout= here."
                     ) from error
         link = Link(connection, path)
         link.send(need=need, pid=os.getpid())
@@ -279,7 +284,9 @@ def _sole_listener(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise HandOffError(f"Another process is handing a device over at {path}.") from None
+            raise HandOffError(
+                f"Another process is handing a device over at {path}; give another path."
+            ) from None
         with suppress(FileNotFoundError):
             path.unlink()
         try:

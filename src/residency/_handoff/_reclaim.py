@@ -213,7 +213,10 @@ def reclaim(
     target = _device.resolve(device)
     num_bytes = None if need is None else parse_bytes(need, name="need")
     if target is None:
-        raise InvalidArgumentError("There is no accelerator on this machine to reclaim memory of.")
+        raise InvalidArgumentError(
+            "There is no accelerator on this machine to reclaim memory of; call it where torch "
+            "finds one."
+        )
     effort = Effort(target, num_bytes, collect=collect)
     effort.run()
     return effort.result()

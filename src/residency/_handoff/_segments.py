@@ -62,7 +62,9 @@ def expandable_segments(device: torch.device, wanted: bool | None) -> Iterator[N
     require_settable(device, wanted)
     turn = _toggle.take(_NAME)
     if turn is None:
-        raise RefusedError("Another hand-off has changed `expandable_segments` until it ends.")
+        raise RefusedError(
+            "Another hand-off has changed `expandable_segments` until it ends; wait for its end."
+        )
     settings = _parse(_device.allocator_settings())
     # What was not named before keeps what it is told now.
     settings_before = _compose(settings | {_NAME: str(is_expandable(device))})

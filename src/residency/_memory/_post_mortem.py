@@ -35,9 +35,7 @@ _UNALLOCATED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
 _ALLOWED = re.compile(rf"{_SIZE} allowed;")  # only below torch's limit of this process
 _RETURNABLE = "cached here and free: torch.accelerator.empty_cache() returns it"
 _OUTSIDE = "used outside of this process's torch: other processes, contexts"
-_BEYOND_LIMIT = (
-    "free on the device, but not allowed: raise torch.cuda.set_per_process_memory_fraction"
-)
+_BEYOND_LIMIT = "free on the device, but not allowed: raise torch's set_per_process_memory_fraction"
 _LEAST_TOLD = MIB  # messages round sizes
 _MOST_HOLDERS = 8
 _SEARCH_SECONDS = 3.0

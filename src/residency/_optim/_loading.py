@@ -193,7 +193,7 @@ def check_shapes(schema: Schema, saved: Mapping[str, Any]) -> None:
             raise RefusedError(
                 f"the saved state {key!r} has the shape {tuple(local_of(value).shape)}, and its "
                 f"parameter's is {tuple(local_of(expected).shape)} here (of a sharded one, the "
-                "local shape). Nothing was loaded."
+                "local shape). Nothing was loaded; load it into the optimizer of the saved model."
             )
 
 

@@ -131,7 +131,8 @@ def onload_optimizer(optimizer: OptimizerT) -> OptimizerT:
     offload = optimizer.__dict__.get(PRIVATE)
     if not isinstance(offload, Offload):
         raise RefusedError(
-            f"this {type(optimizer).__name__} is not offloaded, so there is no way back."
+            f"this {type(optimizer).__name__} is not offloaded, so there is no way back; call "
+            "offload_optimizer first."
         )
     validate_step_patch(optimizer)
     if offload.master_weights:

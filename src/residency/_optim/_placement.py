@@ -125,7 +125,8 @@ def prime_state(optimizer: Optimizer, offload: Offload, homes: Homes, state: Sta
         if schema is None:
             raise RefusedError(
                 f"{offload.base.__name__} cannot be primed: its first step failed on tensors "
-                "without bytes, so its state is not known before it. Nothing was changed."
+                "without bytes, so its state is not known before it. Nothing was changed; take a "
+                "step, and load after it."
             )
         size = StateSize.of(schema.device.values()).num_bytes
         if member.parameter in offload.resident and not offload.resident.allow(

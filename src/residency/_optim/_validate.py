@@ -113,7 +113,11 @@ def device_of(name: str, parameters: Sequence[Tensor]) -> torch.device:
     device: torch.device = devices.pop()
     accelerator = _device.accelerator()
     if device.type != "cpu" and (accelerator is None or accelerator.type != device.type):
-        raise RefusedError(f"{name} has its parameters on {device}, which is no accelerator here.")
+        raise RefusedError(
+            f"{name} has its parameters on {device}, which is no accelerator here; move the "
+            "model to "
+            "one before the optimizer is made."
+        )
     return device
 
 

@@ -209,7 +209,7 @@ class Parking:
             if accelerator is None or accelerator.type != device.type:
                 raise RefusedError(
                     f"this {type(self.owner).__name__} is on {device}, which is no accelerator "
-                    "here. Nothing moved."
+                    "here. Nothing moved; park what is on one."
                 )
             self.device = device
 

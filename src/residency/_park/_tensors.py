@@ -146,9 +146,14 @@ def _plain(slot: str, tensor: Tensor) -> _Named:
         return
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         kind = f"{type(tensor).__name__} of dtype {tensor.dtype} and layout {tensor.layout}"
-        raise RefusedError(f"{slot} is a {kind}; only dense tensors can be parked. Nothing moved.")
+        raise RefusedError(
+            f"{slot} is a {kind}; only dense tensors can be parked. Nothing moved; park the "
+            "modules without it."
+        )
     if tensor.is_meta:
-        raise RefusedError(f"{slot} is on the meta device and has no bytes. Nothing moved.")
+        raise RefusedError(
+            f"{slot} is on the meta device and has no bytes. Nothing moved; load it first."
+        )
     yield slot, tensor
 
 

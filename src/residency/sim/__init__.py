@@ -151,7 +151,7 @@ def _face(device: str | None) -> str:
     if present not in (None, device):
         raise SimulatorError(
             f"The simulated accelerator is {present!r} in this process; one that is {device!r} "
-            "needs a process of its own."
+            "needs a process of its own: start one, and enable it there."
         )
     return device
 
@@ -179,7 +179,9 @@ def _parse_devices(devices: int | None, face: str, share: str | None) -> int:
     if isinstance(wanted, bool) or not isinstance(wanted, int) or not 1 <= wanted <= _MOST_DEVICES:
         raise InvalidArgumentError(f"devices is {devices!r}; expected 1 to {_MOST_DEVICES}.")
     if wanted > 1 and face != "cuda":
-        raise InvalidArgumentError(f"devices is {wanted}; several are modelled as 'cuda' alone.")
+        raise InvalidArgumentError(
+            f"devices is {wanted}; several are modelled as 'cuda' alone: pass device='cuda'."
+        )
     if wanted > 1 and share is not None:
         raise InvalidArgumentError(
             f"devices is {wanted} and share {share!r}, which is of one device; expected one of the "

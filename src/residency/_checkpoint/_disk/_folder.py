@@ -42,7 +42,10 @@ class SaveFolder:
                     return
             self._lock.give_back()
             self._system.sleep(_PAUSE_SECONDS)
-        raise CheckpointError(f"{self.path} was removed {_MAX_ATTEMPTS} times; is it cleaned up?")
+        raise CheckpointError(
+            f"{self.path} was removed {_MAX_ATTEMPTS} times; keep whatever cleans that directory "
+            "up away from it."
+        )
 
     def remove_data(self, names: list[str] | None = None) -> None:
         """Gives the room of files back: of those that are named, or of all that hold tensors."""

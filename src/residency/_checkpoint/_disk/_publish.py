@@ -208,13 +208,15 @@ class CheckpointDirectory:
             found = self._system.statvfs(self.path)
         except OSError as error:
             raise RefusedError(
-                f"{self.path} cannot be written to: {error}. Nothing was saved."
+                f"{self.path} cannot be written to: {error}. Nothing was saved; give a directory "
+                "that can."
             ) from error
         room = found.f_bavail * found.f_frsize
         if room < num_bytes:
             raise RefusedError(
                 f"{self.path} has {format_bytes(room)} left and the save needs "
-                f"{format_bytes(num_bytes)}: {room} of {num_bytes} bytes. Nothing was saved."
+                f"{format_bytes(num_bytes)}: {room} of {num_bytes} bytes. Nothing was saved; "
+                "make room, or give another directory."
             )
 
     def save(

@@ -147,7 +147,7 @@ class Attempt:
             raise CheckpointError(
                 f"of {self._world_size} ranks, {', '.join(map(str, missing))} did not report "
                 f"within {self._timeout_seconds:g} s; the save of step {self._step} is given up, "
-                "and those before it are as they were."
+                "and those before it are as they were. Raise timeout_seconds where they are slow."
             )
         reports = [report]
         for rank in range(1, self._world_size):
@@ -214,7 +214,7 @@ class Attempt:
             raise CheckpointError(
                 f"rank 0 took no part in the save of step {self._step} within "
                 f"{self._timeout_seconds:g} s; the save is given up, and those before it are as "
-                "they were."
+                "they were. Save the same step on every rank."
             )
         [first] = taken
         try:

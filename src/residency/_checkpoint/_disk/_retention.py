@@ -30,8 +30,8 @@ class Retention:
                 f"newest is {self.newest}; the newest save always stays, so expected at least 1."
             )
         if self.best < 0:
-            raise InvalidArgumentError(f"best is {self.best}; a count cannot be negative.")
+            raise InvalidArgumentError(f"best is {self.best}; give 0 or more.")
         if (self.best > 0) != (self.metric is not None):
             raise InvalidArgumentError(
-                f"best is {self.best} and metric is {self.metric!r}; each needs the other."
+                f"best is {self.best} and metric is {self.metric!r}; give both, or neither."
             )

@@ -75,7 +75,7 @@ class Attempts:
         if not published:
             raise RefusedError(
                 f"{str(self.directory.path)!r} has no published save; steps() is empty. Nothing "
-                "was changed."
+                "was changed; give the directory that the run saved to."
             )
         if step is not None and step not in published:
             raise RefusedError(

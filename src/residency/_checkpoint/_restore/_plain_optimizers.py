@@ -126,7 +126,8 @@ def _check(parameter: Tensor, key: str, incoming: Incoming) -> None:
     if key in _LIKE_PARAMETER and incoming.shape != tuple(parameter.shape):
         raise RefusedError(
             f"the saved state {key!r} has the shape {incoming.shape}, and its parameter's is "
-            f"{tuple(parameter.shape)} here. Nothing was changed."
+            f"{tuple(parameter.shape)} here. Nothing was changed; restore into the "
+            "model that was saved."
         )
 
 

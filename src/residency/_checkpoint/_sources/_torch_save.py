@@ -173,7 +173,8 @@ class Items:
         order = archive.read(f"{root}byteorder") if f"{root}byteorder" in names else b"little"
         if order != b"little":
             raise RefusedError(
-                f"{self.path} has the byte order {order.decode(errors='replace')!r}."
+                f"{self.path} has the byte order {order.decode(errors='replace')!r}; save it "
+                "again on a machine of this one's."
             )
 
     def _record(self, info: zipfile.ZipInfo, start: int, num_bytes: int) -> tuple[int, int]:
@@ -240,7 +241,9 @@ def named_tensors(
             items = [walk(entry, (*names, str(index))) for index, entry in enumerate(value)]
             return items if isinstance(value, list) else tuple(items)
         if isinstance(value, set) and any(isinstance(e, Placed | torch.Tensor) for e in value):
-            raise RefusedError(f"{path} has tensors in a set, {'.'.join(names)!r}.")
+            raise RefusedError(
+                f"{path} has tensors in a set, {'.'.join(names)!r}; save it again with a list."
+            )
         return value
 
     return tensors, walk(found, (prefix,) if prefix else ())

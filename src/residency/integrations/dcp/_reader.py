@@ -156,7 +156,10 @@ class ResidencyStorageReader(StorageReader):
 
     def _opened(self) -> Source:
         if self._source is None:
-            raise CheckpointError("read_data was called on a reader that has read no metadata.")
+            raise CheckpointError(
+                "read_data was called on a reader that has read no metadata; call dcp.load, "
+                "which reads it first."
+            )
         return self._source
 
     def _shards(self, source: Source, name: str) -> Sequence[Stored]:

@@ -193,7 +193,10 @@ class ResidencyStorageWriter(StorageWriter):
         """
         folder = self._folder
         if folder is None:
-            raise CheckpointError("finish was called on a writer that has not prepared a save.")
+            raise CheckpointError(
+                "finish was called on a writer that has not prepared a save; call dcp.save, "
+                "which prepares it."
+            )
         try:
             shares = [result.storage_data for of_rank in results for result in of_rank]
             reports = reports_of(metadata, sorted(shares, key=lambda share: share.rank))

@@ -455,12 +455,12 @@ def tag_memory_history(device: torch.device, text: str) -> Any:
     if device.type != "cuda" or read is None or not _is_initialized(device):
         return None  # the texts are the allocator's, which torch makes when it initialises CUDA
     before = read()
-    tag: Any = {**before, "phase": text} if isinstance(before, dict) else text  # 2.15: a mapping
+    tag: object = {**before, "phase": text} if isinstance(before, dict) else text  # 2.15: a mapping
     untag_memory_history(tag)
     return before
 
 
-def untag_memory_history(before: Any) -> None:
+def untag_memory_history(before: object) -> None:
     """Puts back what `tag_memory_history` found; None for nothing."""
     write = getattr(torch._C, "_cuda_setMemoryMetadata", None)
     if before is not None and write is not None:

@@ -19,7 +19,7 @@ def door(package: str, names: Mapping[str, Sequence[str]]) -> Callable[[str], An
     """
     module_of = {name: module for module, offered in names.items() for name in offered}
 
-    def find(name: str) -> Any:
+    def find(name: str) -> object:
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)

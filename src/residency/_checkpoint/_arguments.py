@@ -23,7 +23,7 @@ def retention(keep: int | Retention | None) -> Retention | None:
     return Retention(newest=keep)
 
 
-def check_count(name: str, value: Any, *, least: int = 1) -> None:
+def check_count(name: str, value: object, *, least: int = 1) -> None:
     """Raises InvalidArgumentError unless a value is a whole number of at least so many."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InvalidArgumentError(
@@ -31,7 +31,7 @@ def check_count(name: str, value: Any, *, least: int = 1) -> None:
         )
 
 
-def check_seconds(name: str, value: Any) -> float:
+def check_seconds(name: str, value: object) -> float:
     """Returns a time; raises InvalidArgumentError unless it is a number above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise InvalidArgumentError(f"{name} is {value!r}; expected a number of seconds above 0.")
@@ -45,7 +45,7 @@ def spare_bytes(spare: int | str | None) -> int | None:
     return sys.maxsize if spare == "all" else parse_bytes(spare, name="spare")
 
 
-def check_metrics(metrics: Any) -> dict[str, float]:
+def check_metrics(metrics: object) -> dict[str, float]:
     """Returns the figures of a step as numbers, read now.
 
     Raises:
@@ -73,7 +73,7 @@ def _figure(name: str, value: Any) -> float:
     ) from error
 
 
-def check_state(step: Any, state: Any, rng: bool) -> None:
+def check_state(step: object, state: object, rng: bool) -> None:
     """Raises InvalidArgumentError unless these can be saved as a step and a state."""
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise InvalidArgumentError(f"step is {step!r}; expected a whole number of at least 0.")

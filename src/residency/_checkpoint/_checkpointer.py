@@ -114,7 +114,7 @@ class Checkpointer:
         self._background = Background("residency-save")
         self._filling: Job | None = None  # the job of a call that is not over
         self._num_saves = 0
-        self._last_call: tuple[Any, int] = None, 0  # of ``save``: the step, and the number
+        self._last_call: tuple[object, int] = None, 0  # of ``save``: the step, and the number
         self._is_closed = False
         self._has_ended = False
         self._process = os.getpid()
@@ -138,7 +138,7 @@ class Checkpointer:
                 raise
             error.add_note(f"A save had failed, too: {failure}")
 
-    def prepare(self, state: Any) -> None:
+    def prepare(self, state: object) -> None:
         """Allocates and pins now what saves of this state take, so that the first is as quick as
         the tenth.
 
@@ -216,7 +216,7 @@ class Checkpointer:
 
     def restore(
         self,
-        state: Mapping[str, Any],
+        state: Mapping[str, object],
         *,
         step: int | None = None,
         strict: bool = True,
@@ -300,7 +300,7 @@ class Checkpointer:
     def _save(
         self,
         step: int,
-        state: Mapping[str, Any],
+        state: Mapping[str, object],
         metrics: Mapping[str, float] | None,
         rng: bool,
         begun: float,
@@ -328,7 +328,7 @@ class Checkpointer:
     def _begin(
         self,
         save: Save,
-        state: Mapping[str, Any],
+        state: Mapping[str, object],
         metrics: Mapping[str, float],
         rng: bool,
         begun: float,
@@ -443,7 +443,7 @@ class Checkpointer:
             self._directory.lock()
             self._directory.clean_up()
 
-    def _set_spare(self, optimizer: Any) -> None:
+    def _set_spare(self, optimizer: object) -> None:
         owner = owner_of(optimizer)
         if owner is not None:
             owner.set_spare(optimizer, self._spare_bytes)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
 
 from residency._checkpoint._disk._manifest import file_name
 from residency._checkpoint._disk._parts import FilePlan, Stores
@@ -35,7 +34,7 @@ def plan_files(
         rank: This process's.
         world_size: The number of ranks.
     """
-    nodes: dict[str, Any] = {key: node for key, node in pairs_of(tree) if isinstance(key, str)}
+    nodes: dict[str, object] = {key: node for key, node in pairs_of(tree) if isinstance(key, str)}
     by_top: dict[str, list[Stores]] = {}
     for part in parts:
         by_top.setdefault(_top_of(part.record.name, nodes), []).append(part)

@@ -62,7 +62,7 @@ class Job:
         self.is_lost = False
         self.claim = threading.Lock()
 
-    def describe(self, state: Any, *, rank: int | None) -> None:
+    def describe(self, state: object, *, rank: int | None) -> None:
         """Finds what is to be saved, and borrows what is lent."""
         self.captured.describe(state, rank=rank)
         blocks = self.captured.blocks.blocks

@@ -73,7 +73,7 @@ def run_best_adapter(bench: Bench, settings: Settings, show: Show) -> Report:
     """
     sizes = _measure(_make_model(settings))
 
-    def callback() -> Any:
+    def callback() -> object:
         from residency.integrations.transformers import ResidencyCallback
 
         return ResidencyCallback(bucket="1MiB")
@@ -210,7 +210,7 @@ def _train(settings: Settings, callbacks: tuple[Any, ...]) -> _AdapterRun:
     return run
 
 
-def _watch_reload(trainer: Any, run: _AdapterRun) -> None:
+def _watch_reload(trainer: object, run: _AdapterRun) -> None:
     """Notes the device bytes that the reload takes beside what there is."""
     stock: Callable[[], None] = getattr(trainer, _RELOAD)
 
@@ -265,7 +265,7 @@ def _read_both(trainer: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.T
     return file, {name: state[name].detach().cpu() for name in file}
 
 
-def _computed(run: _AdapterRun) -> dict[str, Any]:
+def _computed(run: _AdapterRun) -> dict[str, object]:
     return {"losses": run.losses, "adapter": run.adapter}
 
 

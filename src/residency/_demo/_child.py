@@ -39,7 +39,7 @@ class Child:
             env=os.environ | {"RESIDENCY_SIM_SHARE": ""},
         )
 
-    def send(self, **message: Any) -> None:
+    def send(self, **message: object) -> None:
         """Sends a message."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(message) + "\n")
@@ -56,7 +56,7 @@ class Child:
         for line in self._process.stdout:
             if not line.startswith("{"):
                 continue  # a framework prints
-            message: dict[str, Any] = json.loads(line)
+            message: dict[str, object] = json.loads(line)
             if "refused" in message:
                 raise RefusedError(message["refused"])
             if "failed" in message:
@@ -85,6 +85,6 @@ def messages() -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
-def answer(**message: Any) -> None:
+def answer(**message: object) -> None:
     """Sends a message to the side that started this process."""
     print("\n" + json.dumps(message), flush=True)  # a framework may have begun a line

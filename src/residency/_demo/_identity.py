@@ -20,7 +20,7 @@ def differences(one: TrainingOutcome, other: TrainingOutcome) -> list[str]:
     return different_values(_tree(one), _tree(other))
 
 
-def different_values(one: Any, other: Any) -> list[str]:
+def different_values(one: object, other: object) -> list[str]:
     """Returns the names of the values in which two trees differ; empty when identical."""
     left, right = dict(_leaves("", one)), dict(_leaves("", other))
     names = list(left) + [name for name in right if name not in left]
@@ -31,7 +31,7 @@ def different_values(one: Any, other: Any) -> list[str]:
     ]
 
 
-def _tree(outcome: TrainingOutcome) -> dict[str, Any]:
+def _tree(outcome: TrainingOutcome) -> dict[str, object]:
     return {
         "parameters": outcome.parameters,
         "optimizer": outcome.state_dict,
@@ -40,7 +40,7 @@ def _tree(outcome: TrainingOutcome) -> dict[str, Any]:
     }
 
 
-def _leaves(name: str, tree: Any) -> Iterator[tuple[str, Any]]:
+def _leaves(name: str, tree: object) -> Iterator[tuple[str, object]]:
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from _leaves(f"{name}.{key}" if name else str(key), value)

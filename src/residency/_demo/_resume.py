@@ -129,12 +129,12 @@ def run_resume(bench: Bench, settings: Settings, show: Show) -> Report:
     )
 
 
-def _resumed(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+def _resumed(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> object:
     offload_optimizer(optimizer, bucket=_BUCKET_BYTES, slots=2)
     return _state(model, optimizer)
 
 
-def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> object:
     """Returns what saves, and loads, by the names that torch's recipe has."""
     from residency.integrations.dcp import TrainState
 
@@ -208,14 +208,14 @@ class _HalvedRun:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    def _load(self, state: Any) -> None:
+    def _load(self, state: object) -> None:
         self._run.phase = _LOAD
         before = _device.memory_allocated()
         load({"app": state}, checkpoint_id=self._folder)
         self._run.load_bytes = _device.max_memory_allocated() - before
 
 
-def _computed(run: _ResumedRun) -> dict[str, Any]:
+def _computed(run: _ResumedRun) -> dict[str, object]:
     return {
         "losses": run.losses[-(_NUM_STEPS // 2) :],
         "parameters": run.parameters,

@@ -199,7 +199,7 @@ def _train(
     outcome.state_dict = to_host(optimizer.state_dict())
 
 
-def to_host(tree: Any) -> Any:
+def to_host(tree: object) -> Any:
     """Returns a tree with copies on the host in the place of its tensors."""
     if isinstance(tree, torch.Tensor):
         return tree.detach().cpu().clone()

@@ -29,12 +29,12 @@ class Process:
         self._child = Child(__name__, "obey")
         self.ask("begin", role=role, **options)
 
-    def ask(self, order: str, **arguments: Any) -> dict[str, Any]:
+    def ask(self, order: str, **arguments: object) -> dict[str, Any]:
         """Gives an order and waits for its answer."""
         self.send(order, **arguments)
         return self.receive()
 
-    def send(self, order: str, **arguments: Any) -> None:
+    def send(self, order: str, **arguments: object) -> None:
         """Gives an order."""
         self._child.send(order=order, **arguments)
 
@@ -181,7 +181,7 @@ def take_device(share: str, capacity_bytes: int) -> Any:
 
 def obey() -> None:
     """Carries out what comes until it ends."""
-    made: Any = None
+    made: object = None
     for order in messages():
         name = order.pop("order")
         try:

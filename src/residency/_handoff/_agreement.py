@@ -23,7 +23,7 @@ _PAUSE_SECONDS = 0.001
 _given_up: list[Any] = []  # groups, kept so that no other gets their identity
 
 
-def check_group(group: Any) -> Any:
+def check_group(group: object) -> Any:
     """Returns a process group that this process is a rank of, or None.
 
     Raises:

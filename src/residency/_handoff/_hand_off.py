@@ -31,11 +31,11 @@ from residency._units import parse_bytes
 def hand_off(
     need: int | str,
     *,
-    park: Iterable[Any] = (),
+    park: Iterable[object] = (),
     device: torch.device | int | str | None = None,
     timeout: float = 60.0,
     collect: bool = True,
-    group: Any = None,
+    group: object = None,
     peer: str | os.PathLike[str] | None = None,
     expandable_segments: bool | None = None,
 ) -> Iterator[Reclaimed]:
@@ -122,7 +122,7 @@ def _parkings_of(owners: Iterable[Any], device: torch.device) -> list[Parking]:
     return [Parking(owner, beside=owners) for owner in owners]
 
 
-def _require_on(owner: Any, device: torch.device, *, name: str) -> None:
+def _require_on(owner: object, device: torch.device, *, name: str) -> None:
     if not isinstance(owner, nn.Module | Optimizer):
         raise InvalidArgumentError(
             f"{name} cannot be parked; expected a module or an optimizer. Nothing was moved."

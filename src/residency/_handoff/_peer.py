@@ -113,7 +113,7 @@ class Link:
         self._received = b""
         _links.add(self)
 
-    def send(self, **message: Any) -> None:
+    def send(self, **message: object) -> None:
         """Sends one message.
 
         Raises:

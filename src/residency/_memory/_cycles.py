@@ -69,7 +69,7 @@ def _search(
         walk.clear()
 
 
-def _tensors_on(device: torch.device, population: list[Any]) -> list[Any]:
+def _tensors_on(device: torch.device, population: list[object]) -> list[object]:
     kinds = {cls for cls in set(map(type, population)) if torch.Tensor in _objects.bases(cls)}
     return [
         thing
@@ -79,7 +79,7 @@ def _tensors_on(device: torch.device, population: list[Any]) -> list[Any]:
     ]
 
 
-def _only_in(tensors: Iterable[Any], walk: Walk) -> int:
+def _only_in(tensors: Iterable[object], walk: Walk) -> int:
     """Returns the bytes of storages that no tensor has which the walk met."""
     in_use, unseen = set(), {}
     for tensor in tensors:

@@ -82,13 +82,13 @@ class KnownCalls:
         while self._undo:
             self._undo.pop()()
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if any(visit._owner is optimizer for visit in open_phases()):
             # The hook after a step that raised does not run.
             end_phase(optimizer, RuntimeError("the step did not finish"))
         begin_phase(_STEP, optimizer)
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if any(visit._owner is optimizer for visit in open_phases()):
             end_phase(optimizer, None)
 
@@ -103,7 +103,7 @@ class KnownCalls:
             if found is not None:
                 self._put(owner, attribute, found, self._around(found, name))
 
-    def _put(self, owner: Any, attribute: str, found: Any, wrapped: Any) -> None:
+    def _put(self, owner: object, attribute: str, found: object, wrapped: object) -> None:
         def take_back() -> None:
             if vars(owner).get(attribute) is wrapped:
                 setattr(owner, attribute, found)

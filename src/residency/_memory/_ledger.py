@@ -140,7 +140,7 @@ class Ledger:
             self._is_open = False
             _log.warning("residency stopped recording to %s: %s", self.path, str(error))
 
-    def _append(self, line: dict[str, Any]) -> None:
+    def _append(self, line: dict[str, object]) -> None:
         data = (json.dumps(line, separators=(",", ":")) + "\n").encode()
         if os.write(self._file, data) != len(data):
             raise OSError("the line was cut short")

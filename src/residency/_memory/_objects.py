@@ -30,7 +30,7 @@ def is_a(thing: object, cls: type) -> bool:
 
 def type_dict(cls: type) -> types.MappingProxyType[str, Any]:
     """Returns what a class itself defines."""
-    table: types.MappingProxyType[str, Any] = _TYPE_DICT.__get__(cls)
+    table: types.MappingProxyType[str, object] = _TYPE_DICT.__get__(cls)
     return table
 
 

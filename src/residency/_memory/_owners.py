@@ -82,7 +82,7 @@ class Owners:
                         self._names.setdefault(id(part), ("optimizer state", text))
 
 
-def gradient_of(tensor: Any) -> Any:
+def gradient_of(tensor: object) -> Any:
     """Returns a tensor's gradient, without the warning that asking others than leaves gives."""
     if not _objects.is_a(tensor, torch.Tensor):
         return None
@@ -91,11 +91,11 @@ def gradient_of(tensor: Any) -> Any:
     return None
 
 
-def _table(module: Any, name: str) -> list[tuple[Any, Any]]:
+def _table(module: object, name: str) -> list[tuple[object, object]]:
     return _objects.items((_objects.attributes(module) or {}).get(name))
 
 
-def _tensors(root: Any) -> Iterator[tuple[str, str, Any]]:
+def _tensors(root: object) -> Iterator[tuple[str, str, object]]:
     """Yields kind, name and tensor of all that a module and its children have."""
     pending, seen = [("", root)], set()
     while pending:
@@ -115,7 +115,7 @@ def _tensors(root: Any) -> Iterator[tuple[str, str, Any]]:
         pending += reversed(children)
 
 
-def _parts(tensor: Any) -> Iterator[tuple[Any, str]]:
+def _parts(tensor: object) -> Iterator[tuple[object, str]]:
     """Yields a tensor, and those that it is made of: a DTensor has its local one."""
     if tensor is None or not _objects.is_a(tensor, torch.Tensor):
         return
@@ -140,7 +140,7 @@ def _leaves(value: Any, depth: int) -> Iterator[tuple[Any, str]]:
                 yield tensor, f"[{key}]{trail}"
 
 
-def _group_places(groups: Any) -> dict[int, str]:
+def _group_places(groups: object) -> dict[int, str]:
     """Returns where an optimizer has its parameters, for those that no module names."""
     places: dict[int, str] = {}
     for number, group in enumerate(groups if type(groups) is list else ()):

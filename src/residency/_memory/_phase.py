@@ -69,7 +69,7 @@ class Visit:
         self._owner = owner
         self._started = 0.0
         self._seen_peak = 0
-        self._tag: Any = None
+        self._tag: object = None
 
 
 class Boundaries:
@@ -149,7 +149,7 @@ def _peak(before: MemoryState, after: MemoryState) -> tuple[int, bool]:
     return bound, bound == max(before.held, after.held)
 
 
-def _line(kind: str, visit: Visit, state: MemoryState) -> dict[str, Any]:
+def _line(kind: str, visit: Visit, state: MemoryState) -> dict[str, object]:
     place = {"kind": kind, "phase": visit.path, "visit": visit.number}
     return {**place, "thread": threading.get_ident(), "device": state.device, **figures(state)}
 

@@ -210,7 +210,7 @@ def _classify(
     )
 
 
-def _grows_in_pages(figures: Mapping[str, Any]) -> bool:
+def _grows_in_pages(figures: Mapping[str, object]) -> bool:
     """Says whether reserved bytes may lie outside segments: those that grow are not counted."""
     if _has_uncounted(figures):
         return True

@@ -475,7 +475,7 @@ def common_bytes(tensors: Sequence[Tensor]) -> Tensor:
     return whole
 
 
-def _memory(tensor: Tensor) -> tuple[Any, ...]:
+def _memory(tensor: Tensor) -> tuple[object, ...]:
     return (tensor.device.type, tensor.data_ptr(), *strided_as(tensor))
 
 

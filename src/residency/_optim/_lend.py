@@ -116,11 +116,11 @@ def lend_homes(
     }
 
 
-def _homes_of(values: Any) -> list[Home]:
+def _homes_of(values: object) -> list[Home]:
     return list(values.homes_by_key.values()) if isinstance(values, ParameterState) else []
 
 
-def _lent(inner: ParameterState, loans: Loans, keep: bool, is_watched: bool) -> dict[str, Any]:
+def _lent(inner: ParameterState, loans: Loans, keep: bool, is_watched: bool) -> dict[str, object]:
     inner.take_replaced()
     if inner.template is not None and inner.is_template():
         return {}

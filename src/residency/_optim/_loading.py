@@ -84,8 +84,8 @@ class PreparedLoad:
 def prepare_load(
     optimizer: Optimizer,
     offload: Offload,
-    values: Mapping[Any, Any],
-    others: Mapping[str, Any],
+    values: Mapping[object, object],
+    others: Mapping[str, object],
 ) -> PreparedLoad:
     """Checks a saved state and makes room for it, without a change to the optimizer.
 
@@ -111,7 +111,7 @@ def prepare_load(
     check_flags(offload.base.__name__, repaired.param_groups)
     prepared = PreparedLoad(repaired.param_groups, attributes, Residents(offload.resident_bytes))
     group_of = {p: group for group in repaired.param_groups for p in group["params"]}
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     schemas = Schemas()
     rules: dict[Tensor, Callable[[str, Tensor], bool]] = {}
     for parameter, saved in repaired.state.items():
@@ -173,7 +173,9 @@ def _place_tensors(
         prepared.entries[parameter][key] = Entry(value)
 
 
-def _repaired(optimizer: Optimizer, base: type[Optimizer], saved: Mapping[str, Any]) -> Optimizer:
+def _repaired(
+    optimizer: Optimizer, base: type[Optimizer], saved: Mapping[str, object]
+) -> Optimizer:
     """Returns an instance with the saved state on which the class has run its own repairs of old
     states (``__setstate__``), so that a saved state that it cannot repair changes nothing.
     """
@@ -185,7 +187,7 @@ def _repaired(optimizer: Optimizer, base: type[Optimizer], saved: Mapping[str, A
     return made
 
 
-def check_shapes(schema: Schema, saved: Mapping[str, Any]) -> None:
+def check_shapes(schema: Schema, saved: Mapping[str, object]) -> None:
     """Refuses saved states of other shapes than a first step makes."""
     for key, expected in schema.device.items():
         value = saved.get(key)
@@ -224,7 +226,7 @@ def stay_here(
     offload: Offload,
     resident: Residents,
     parameter: Tensor,
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
     needs_device: Callable[[str, Tensor], bool],
 ) -> None:
     """Adds a parameter to those that are to stay on the device after a load, where its state did

@@ -143,7 +143,7 @@ def onload_optimizer(optimizer: OptimizerT) -> OptimizerT:
         )
     adopt_foreign_state(optimizer, offload)
     follow_parameters(optimizer, offload)
-    plain: defaultdict[Any, Any] | None = None
+    plain: defaultdict[object, object] | None = None
     if isinstance(offload.state, State) and offload.homes is not None:
         # Complete before anything is swapped: a device without room leaves the optimizer offloaded.
         plain = plain_state(offload.state, offload.homes.device)

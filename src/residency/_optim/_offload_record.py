@@ -222,7 +222,7 @@ class Offload:
         self._schemas.clear()
 
 
-def _settings_of(group: dict[str, Any]) -> tuple[Any, ...]:
+def _settings_of(group: dict[str, object]) -> tuple[object, ...]:
     # What may decide which states a step makes: that a setting is on, not how large it is, which
     # schedulers change at every step (`lr`, and OneCycleLR's `betas` and `momentum`).
     switches = ((k, v if isinstance(v, tuple) else (v,)) for k, v in group.items() if k != "lr")

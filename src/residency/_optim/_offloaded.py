@@ -212,7 +212,9 @@ class OffloadedOptimizer(Optimizer):
         call = Loading()
         offload.loading = mine = weakref.ref(call)
 
-        def take_state(optimizer: Optimizer, adapted: dict[str, Any]) -> dict[str, Any] | None:
+        def take_state(
+            optimizer: Optimizer, adapted: dict[str, object]
+        ) -> dict[str, object] | None:
             call = mine()
             if call is None or offload.loading is not mine:
                 return None  # an interrupt left the hook behind
@@ -278,7 +280,7 @@ class OffloadedOptimizer(Optimizer):
         done_whole(lambda: prepared.finish(self, live, homes))
         offload.forget_plan()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         raise RefusedError(
             f"an offloaded {type(self).__name__} cannot be pickled or copied: its class is made at "
             "run time and its state is pinned. Call residency.onload_optimizer first, or save "
@@ -290,7 +292,7 @@ OffloadedOptimizer.step.hooked = True  # type: ignore[attr-defined]  # it runs t
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # what torch.optim itself uses
-def _step(optimizer: OffloadedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
+def _step(optimizer: OffloadedOptimizer, closure: Callable[[], object] | None = None) -> object:
     offload = _offload_of(optimizer)
     adopt_foreign_state(optimizer, offload)
     follow_parameters(optimizer, offload)
@@ -341,7 +343,7 @@ def _is_asked_for_copies() -> bool:
 _hooked_step: Callable[..., Any] = Optimizer.profile_hook_step(_step)
 
 
-def refuse_foreign_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def refuse_foreign_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Stops a step of the old class, as its pre-hook: it would see host state and fail
     midway.
     """

@@ -152,7 +152,7 @@ def prime_state(optimizer: Optimizer, offload: Offload, homes: Homes, state: Sta
     done_whole(lambda: _show_templates(state, made))
 
 
-def _show_templates(state: State, made: Mapping[Tensor, Mapping[str, Any]]) -> None:
+def _show_templates(state: State, made: Mapping[Tensor, Mapping[str, object]]) -> None:
     for parameter, values in made.items():
         inner = state.of(parameter)
         for key, value in values.items():
@@ -167,7 +167,7 @@ def _show_templates(state: State, made: Mapping[Tensor, Mapping[str, Any]]) -> N
         }
 
 
-def _zero_of(like: Any, is_on_device: bool, device: torch.device) -> Any:
+def _zero_of(like: object, is_on_device: bool, device: torch.device) -> object:
     if isinstance(like, Tensor):
         place = device if is_on_device else torch.device("cpu")
         return wrapped_like(torch.zeros_like(local_of(like), device=place), like)
@@ -255,7 +255,9 @@ def _choose_resident(offload: Offload, optimizer: Optimizer) -> Residents:
     return chosen
 
 
-def _values_on_device(offload: Offload, optimizer: Optimizer) -> dict[tuple[Tensor, Any], Tensor]:
+def _values_on_device(
+    offload: Offload, optimizer: Optimizer
+) -> dict[tuple[Tensor, object], Tensor]:
     """Returns what steps need on the device of the state that exists, by parameter and key."""
     found: dict[tuple[Tensor, Any], Tensor] = {}
     for member in members_of(optimizer):
@@ -270,7 +272,7 @@ def _moved_state(
     resident: Residents,
     offload: Offload,
     optimizer: Optimizer,
-    on_device: Mapping[tuple[Tensor, Any], Tensor],
+    on_device: Mapping[tuple[Tensor, object], Tensor],
 ) -> State:
     """Builds the offloaded state, with copies home queued behind what the device does now."""
     state = State(homes, resident)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +46,9 @@ class Received:
     homes: dict[tuple[Tensor, str], Home] = field(default_factory=dict)
     staying: set[tuple[Tensor, str]] = field(default_factory=set)  # on the device
 
-    def finish(self, values: Mapping[tuple[Tensor, str], Any], loose: Mapping[Any, Any]) -> None:
+    def finish(
+        self, values: Mapping[tuple[Tensor, str], object], loose: Mapping[object, object]
+    ) -> None:
         """Makes the homes that were filled the optimizer's state; see ``Reception``."""
         assert self.offload.homes is not None
         assert self.offload.state is not None
@@ -60,7 +61,9 @@ class Received:
         done_whole(lambda: prepared.finish(self.optimizer, state, homes))
         self.offload.forget_plan()
 
-    def _entry(self, parameter: Tensor, key: str, values: Mapping[tuple[Tensor, str], Any]) -> Any:
+    def _entry(
+        self, parameter: Tensor, key: str, values: Mapping[tuple[Tensor, str], object]
+    ) -> object:
         found = self.targets.get((parameter, key))
         if found is None:
             return Entry(values[parameter, key])

@@ -270,14 +270,14 @@ class ParameterState(dict[str, Any]):
             return self.is_on_device(key)
         return not value.is_cpu or value.dim() > 0
 
-    def __setitem__(self, key: str, value: Any) -> None:
+    def __setitem__(self, key: str, value: object) -> None:
         self.place(key, value)
 
     def __getitem__(self, key: str) -> Any:
         self.fence()
         return self._shown(key, dict.__getitem__(self, key))
 
-    def _shown(self, key: str, value: Any) -> Any:
+    def _shown(self, key: str, value: object) -> object:
         """Returns what callers see of a value."""
         home = self.homes_by_key.get(key)
         return value if home is None else self._homes.show(apart_from_kept(self._homes, home))
@@ -319,7 +319,7 @@ class ParameterState(dict[str, Any]):
         self.fence()
         return ValuesView(self)
 
-    def pop(self, key: str, *default: Any) -> Any:
+    def pop(self, key: str, *default: object) -> Any:
         value = self[key] if key in self else dict.pop(self, key, *default)
         self.forget(key)
         return value
@@ -335,24 +335,24 @@ class ParameterState(dict[str, Any]):
         for key in list(dict.keys(self)):
             self.forget(key)
 
-    def setdefault(self, key: str, default: Any = None) -> Any:
+    def setdefault(self, key: str, default: object = None) -> Any:
         if key not in self:
             self[key] = default
         return self[key]
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
+    def update(self, *args: object, **kwargs: object) -> None:
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
 
-    def __ior__(self, other: Any) -> ParameterState:  # type: ignore[override]  # as update
+    def __ior__(self, other: object) -> ParameterState:  # type: ignore[override]  # as update
         self.update(other)
         return self
 
     # A plain dict with the values that the homes have now.
-    def __or__(self, other: Any) -> Any:
+    def __or__(self, other: object) -> Any:
         return dict(self) | other if isinstance(other, dict) else NotImplemented
 
-    def __ror__(self, other: Any) -> Any:
+    def __ror__(self, other: object) -> Any:
         return other | dict(self) if isinstance(other, dict) else NotImplemented
 
     def copy(self) -> dict[str, Any]:
@@ -361,7 +361,7 @@ class ParameterState(dict[str, Any]):
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         return copy.deepcopy(dict(self), memo)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         return dict, (dict(self),)
 
 
@@ -414,7 +414,7 @@ class State(defaultdict[Any, Any]):
     def __missing__(self, key: Any) -> Any:
         return self.of(key)
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         if not (isinstance(key, Tensor) and isinstance(value, dict)):
             dict.__setitem__(self, key, value)
             return
@@ -448,10 +448,10 @@ class State(defaultdict[Any, Any]):
         self._homes.has_aliases = True
 
     # Whatever removes a parameter's state makes plans stale: their copies name homes that went.
-    def __delitem__(self, key: Any) -> None:
+    def __delitem__(self, key: object) -> None:
         self._forget(dict.pop(self, key))
 
-    def pop(self, key: Any, *default: Any) -> Any:
+    def pop(self, key: object, *default: object) -> Any:
         return self._forget(dict.pop(self, key, *default))
 
     def popitem(self) -> tuple[Any, Any]:
@@ -462,13 +462,13 @@ class State(defaultdict[Any, Any]):
         for key in list(dict.keys(self)):
             del self[key]
 
-    def _forget(self, value: Any) -> Any:
+    def _forget(self, value: object) -> object:
         self._homes.version += 1
         if isinstance(value, ParameterState):
             value.leave_residents()
         return value
 
-    def setdefault(self, key: Any, default: Any = None) -> Any:
+    def setdefault(self, key: object, default: object = None) -> Any:
         if key not in self:
             self[key] = default
         return self[key]
@@ -479,22 +479,22 @@ class State(defaultdict[Any, Any]):
 
     __copy__ = copy
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
+    def update(self, *args: object, **kwargs: object) -> None:
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
 
-    def __ior__(self, other: Any) -> State:
+    def __ior__(self, other: object) -> State:
         self.update(other)
         return self
 
-    def __or__(self, other: Any) -> Any:
+    def __or__(self, other: object) -> Any:
         return self.copy() | other if isinstance(other, dict) else NotImplemented
 
-    def __ror__(self, other: Any) -> Any:
+    def __ror__(self, other: object) -> Any:
         return other | self.copy() if isinstance(other, dict) else NotImplemented
 
     def __deepcopy__(self, memo: dict[int, Any]) -> defaultdict[Any, Any]:
         return copy.deepcopy(defaultdict(dict, dict(self)), memo)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         return defaultdict, (dict, dict(self))

@@ -31,7 +31,7 @@ def validate_step_patch(optimizer: Optimizer) -> None:
     )
 
 
-def _is_scheduler_patch(patch: Any, owner: type[Optimizer]) -> bool:
+def _is_scheduler_patch(patch: object, owner: type[Optimizer]) -> bool:
     made_by = getattr(patch, "__globals__", None)
     return (
         getattr(patch, "_wrapped_by_lr_sched", False)

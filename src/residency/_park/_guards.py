@@ -158,7 +158,7 @@ def _watch_steps() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     if not len(_standing):
         return
     if any(notices.has_state_of(optimizer) for notices in _standing):

@@ -124,7 +124,7 @@ def _state(optimizer: Optimizer) -> _Named:
         yield from _values(f"state.{index}", values)
 
 
-def _values(slot: str, value: Any) -> _Named:
+def _values(slot: str, value: object) -> _Named:
     if isinstance(value, Tensor):
         yield from _plain(slot, value)
     elif isinstance(value, Mapping):

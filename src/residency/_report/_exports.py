@@ -54,7 +54,7 @@ def write_trace(runs: list[RecordedRun], file: Path) -> None:
     write_text(file, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False))
 
 
-def _events(run: RecordedRun) -> list[dict[str, Any]]:
+def _events(run: RecordedRun) -> list[dict[str, object]]:
     place: dict[str, Any] = {"pid": run.rank}
     events = [{**place, "ph": "M", "name": "process_name", "args": {"name": f"rank {run.rank}"}}]
     for visit in run.visits:

@@ -127,7 +127,9 @@ class Reception(Protocol):
         """What the bytes go into, by parameter and key."""
         ...
 
-    def finish(self, values: Mapping[tuple[Tensor, str], Any], loose: Mapping[Any, Any]) -> None:
+    def finish(
+        self, values: Mapping[tuple[Tensor, str], object], loose: Mapping[object, object]
+    ) -> None:
         """Makes what was filled the optimizer's state; nothing is left that can fail.
 
         Args:
@@ -140,7 +142,7 @@ class StateOwner(Protocol):
     """An owner of the state of one kind of optimizer, who lends it and takes it."""
 
     def lend(
-        self, optimizer: Any, loans: Loans, *, keep: bool = False, is_watched: bool = False
+        self, optimizer: object, loans: Loans, *, keep: bool = False, is_watched: bool = False
     ) -> Mapping[Any, Mapping[str, Any]]:
         """Returns the state by parameter and key, without a wait; what is on the host is lent.
 
@@ -159,7 +161,7 @@ class StateOwner(Protocol):
         """
         ...
 
-    def set_spare(self, optimizer: Any, num_bytes: int | None) -> None:
+    def set_spare(self, optimizer: object, num_bytes: int | None) -> None:
         """Sets how much host memory steps may take while states are lent, and allocates it.
 
         Args:
@@ -172,7 +174,7 @@ class StateOwner(Protocol):
         """
 
     def receive(
-        self, optimizer: Any, states: Mapping[Tensor, Mapping[str, Incoming | None]]
+        self, optimizer: object, states: Mapping[Tensor, Mapping[str, Incoming | None]]
     ) -> Reception | None:
         """Makes room for a saved state, without a change to the state there is.
 
@@ -198,12 +200,12 @@ def register_owner(kind: type, owner: StateOwner) -> None:
     _owners[kind] = owner
 
 
-def owner_of(optimizer: Any) -> StateOwner | None:
+def owner_of(optimizer: object) -> StateOwner | None:
     """Returns who speaks for an optimizer, or None for one that keeps its state itself."""
     return next((owner for kind, owner in _owners.items() if isinstance(optimizer, kind)), None)
 
 
-def note_owned(optimizer: Any, *, is_owned: bool) -> None:
+def note_owned(optimizer: object, *, is_owned: bool) -> None:
     """Takes an optimizer among those of ``owned_optimizers``, or out of them."""
     (_owned.add if is_owned else _owned.discard)(optimizer)
 
@@ -220,7 +222,7 @@ def register_forecast(forecast: Callable[[Any], list[Tensor]]) -> None:
     _forecasters[:] = [forecast]
 
 
-def states_to_come(optimizer: Any) -> list[Tensor]:
+def states_to_come(optimizer: object) -> list[Tensor]:
     """Returns tensors without bytes, like those that an optimizer's first step will make and a save
     will copy; none where nobody can tell.
     """

@@ -106,9 +106,9 @@ def _before_step(
     return (optimizer, waiting, *args[2:]), kwargs
 
 
-def _waiting_after(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+def _waiting_after(closure: Callable[[], object], optimizer: Optimizer) -> Callable[[], object]:
     @functools.wraps(closure)
-    def evaluate() -> Any:
+    def evaluate() -> object:
         loss = closure()
         before_write(_written_by(optimizer))
         return loss

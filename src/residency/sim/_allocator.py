@@ -82,7 +82,7 @@ class MemPool:
 
 
 @contextmanager
-def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
+def use_mem_pool(pool: MemPool, device: object = None) -> Iterator[None]:
     """Sends this thread's allocations to a private pool."""
     core = pool._core
     core.begin_allocating_to(pool.id)

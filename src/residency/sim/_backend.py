@@ -287,7 +287,7 @@ def _make_module() -> ModuleType:
     return module
 
 
-def _device_functions() -> dict[str, Any]:
+def _device_functions() -> dict[str, object]:
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: not core().is_in_bad_fork(),
@@ -310,7 +310,7 @@ def _device_functions() -> dict[str, Any]:
     }
 
 
-def _stream_functions() -> dict[str, Any]:
+def _stream_functions() -> dict[str, object]:
     default = {"stream_id": 0, "device_index": 0, "device_type": 20}  # 20: PrivateUse1
     return {
         "Stream": Stream,
@@ -322,7 +322,7 @@ def _stream_functions() -> dict[str, Any]:
     }
 
 
-def _memory_functions() -> dict[str, Any]:
+def _memory_functions() -> dict[str, object]:
     accelerator = torch.accelerator
     figures = (
         "max_memory_allocated",
@@ -336,7 +336,7 @@ def _memory_functions() -> dict[str, Any]:
     def of_the_device(function: Any) -> Any:
         return lambda device=None: function(device)  # refused by torch where there is none
 
-    functions: dict[str, Any] = {
+    functions: dict[str, object] = {
         name: of_the_device(getattr(accelerator, name)) for name in figures
     }
     functions["empty_cache"] = accelerator.empty_cache
@@ -346,13 +346,13 @@ def _memory_functions() -> dict[str, Any]:
     return functions | _allocator.functions(core())
 
 
-def _rng_functions() -> dict[str, Any]:
+def _rng_functions() -> dict[str, object]:
     generator = core().default_generator()
 
     def manual_seed(seed: int) -> None:
         generator.manual_seed(int(seed))
 
-    def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+    def set_rng_state(state: torch.Tensor, device: object = None) -> None:
         generator.set_state(state)
 
     return {

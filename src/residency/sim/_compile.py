@@ -32,7 +32,9 @@ def run_compiled_eagerly(device_type: str) -> None:
         wrapper.__call__ = _eager_on(device_type, wrapper.__call__, is_said)
 
 
-def _eager_on(device_type: str, compile_graph: Callable[..., Any], is_said: list[bool]) -> Any:
+def _eager_on(
+    device_type: str, compile_graph: Callable[..., object], is_said: list[bool]
+) -> object:
     @functools.wraps(compile_graph)
     def call(self: Any, graph: Any, inputs: Any, **options: Any) -> Any:
         if self.compiler_name not in _COMPILERS or not _is_on(device_type, graph, inputs):
@@ -45,7 +47,7 @@ def _eager_on(device_type: str, compile_graph: Callable[..., Any], is_said: list
     return call
 
 
-def _is_on(device_type: str, graph: torch.fx.GraphModule, inputs: Any) -> bool:
+def _is_on(device_type: str, graph: torch.fx.GraphModule, inputs: object) -> bool:
     values = [inputs, *(node.meta.get("example_value") for node in graph.graph.nodes)]
     return any(
         isinstance(leaf, torch.Tensor) and leaf.device.type == device_type

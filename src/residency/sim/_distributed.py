@@ -39,14 +39,14 @@ def let_data_parallel_run_dry(is_dry: Callable[[], bool]) -> None:
     names: Any = vars(data_parallel)
     verify = names["_verify_param_shape_across_processes"]
 
-    def verify_what_is_real(*args: Any, **kwargs: Any) -> Any:
+    def verify_what_is_real(*args: object, **kwargs: object) -> object:
         return None if is_dry() else verify(*args, **kwargs)
 
     names["_verify_param_shape_across_processes"] = verify_what_is_real
     reducer: Any = vars(dist)["Reducer"]
     rebuild = reducer._rebuild_buckets
 
-    def rebuild_what_is_real(self: Any) -> bool:
+    def rebuild_what_is_real(self: object) -> bool:
         return False if is_dry() else rebuild(self)
 
     reducer._rebuild_buckets = rebuild_what_is_real

@@ -62,7 +62,7 @@ def teach_safetensors() -> None:
                 return tensors
             return {name: tensor.to(self._device) for name, tensor in tensors.items()}
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name: str) -> object:
             return getattr(self._file, name)
 
     _replace_everywhere("safe_open", native, safe_open)
@@ -89,7 +89,7 @@ def _tell_of_bf16(module: ModuleType) -> None:
     _replace_everywhere(name, vars(module)[name], is_available)
 
 
-def _replace_everywhere(name: str, old: Any, new: Any) -> None:
+def _replace_everywhere(name: str, old: object, new: object) -> None:
     """Replaces a global in all modules that have it under its own name."""
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})

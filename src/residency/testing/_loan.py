@@ -34,7 +34,7 @@ class Lender:
         self._has_lane = False
 
     @contextmanager
-    def lend_simulated(self, options: Mapping[str, Any]) -> Iterator[torch.device]:
+    def lend_simulated(self, options: Mapping[str, object]) -> Iterator[torch.device]:
         """Enables the simulated accelerator with these options of ``sim.enable`` for a block.
 
         Raises:

@@ -165,7 +165,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def _request_of(item: pytest.Item) -> Request:
-    def given(marker: str) -> list[Mapping[str, Any]]:
+    def given(marker: str) -> list[Mapping[str, object]]:
         marks = list(item.iter_markers(marker))
         for mark in marks:
             if mark.args:

@@ -97,7 +97,7 @@ def make_blocks(
     Raises:
         RefusedError: A tensor has no plain layout, or is a partial sum.
     """
-    special: dict[str, Any] = {}
+    special: dict[str, object] = {}
     on_device: dict[torch.device, dict[int, int | list[int]]] = {}
     found: list[Leaf] = []
     locals_found: list[Tensor] = []
@@ -188,7 +188,7 @@ def _clusters(placed: list[_PlacedLeaf]) -> list[list[_PlacedLeaf]]:
 
 
 def _block_alone(
-    leaf: Leaf, local: Tensor, special: dict[str, Any], known: dict[Layout, Layout]
+    leaf: Leaf, local: Tensor, special: dict[str, object], known: dict[Layout, Layout]
 ) -> Block:
     """Returns ``_block_of`` one tensor in order, as nearly all are; alike ones have one layout."""
     first, last = _range_of(local)

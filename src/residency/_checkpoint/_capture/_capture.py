@@ -260,7 +260,7 @@ class Capture:
         """The JSON document of the tree."""
         return {"tree": self.description.tree, "tensors": self.blocks.special}
 
-    def describe(self, tree: Any, *, keep: bool = False, rank: int | None = None) -> None:
+    def describe(self, tree: object, *, keep: bool = False, rank: int | None = None) -> None:
         """Finds what is to be taken, and borrows what is lent; see ``capture``."""
         describe(tree, keep=keep, into=self.description)
         self._lay_out(rank)
@@ -328,7 +328,7 @@ class Capture:
         return all(ended)
 
 
-def capture(tree: Any, *, arena: SlabArena, keep: bool = False, verify: bool = False) -> Capture:
+def capture(tree: object, *, arena: SlabArena, keep: bool = False, verify: bool = False) -> Capture:
     """Begins to copy a state tree; returns when all copies are queued.
 
     Args:

@@ -22,7 +22,7 @@ class Snapshot:
     def __init__(self, captured: Capture, arena: SlabArena) -> None:
         self._capture = captured
         self._arena = arena
-        self._tree: Any = None
+        self._tree: object = None
         self._is_complete = False
         # Whoever never asks for the tree leaves no loan behind.
         self._end = weakref.finalize(self, captured.release)
@@ -55,7 +55,7 @@ class Snapshot:
         """
         return self.wait()._tree
 
-    def _build(self, spans: dict[int, Tensor]) -> Any:
+    def _build(self, spans: dict[int, Tensor]) -> object:
         kept = {id(held.block): held.keep(spans[id(held.block)]) for held in self._capture.held}
         return tree_of(self._capture, kept)
 
@@ -81,7 +81,7 @@ def tree_of(captured: Capture, spans: Mapping[int, Tensor]) -> Any:
     return state_dicts(captured.description.tree, tensors.__getitem__)
 
 
-def snapshot(tree: Any, *, verify: str = "gate", pin: bool = True) -> Snapshot:
+def snapshot(tree: object, *, verify: str = "gate", pin: bool = True) -> Snapshot:
     """Copies a state tree to the host as it is now, without stopping training.
 
     Returns when the copies are queued. Training may go on at once: the current stream waits for

@@ -74,7 +74,7 @@ class Description:
     loans: Loans = field(default_factory=Loans)
 
 
-def describe(tree: Any, *, keep: bool = False, into: Description | None = None) -> Description:
+def describe(tree: object, *, keep: bool = False, into: Description | None = None) -> Description:
     """Describes a state tree, without a wait for the device.
 
     Args:
@@ -172,7 +172,7 @@ class ParameterName:
         return joined(self.path, self.name)
 
 
-def parameters_of(tree: Any) -> dict[Tensor, ParameterName]:
+def parameters_of(tree: object) -> dict[Tensor, ParameterName]:
     """Returns every parameter of the modules of a tree, with its name."""
     found: dict[Tensor, ParameterName] = {}
     for path, outer in _modules_in(tree, ""):
@@ -183,7 +183,7 @@ def parameters_of(tree: Any) -> dict[Tensor, ParameterName]:
     return found
 
 
-def parameter_names(tree: Any) -> dict[Tensor, str]:
+def parameter_names(tree: object) -> dict[Tensor, str]:
     """Names every parameter of the modules of a tree, below its module.
 
     Where two modules use one name, both get their paths in front.
@@ -193,7 +193,7 @@ def parameter_names(tree: Any) -> dict[Tensor, str]:
     return {p: each.name if uses[each.name] == 1 else each.full for p, each in found.items()}
 
 
-def optimizers_in(tree: Any) -> Iterator[Optimizer]:
+def optimizers_in(tree: object) -> Iterator[Optimizer]:
     """Yields the optimizers of a tree, those inside of accelerate's wrappers."""
     if isinstance(tree, Optimizer):
         yield plain_optimizer(tree)
@@ -205,7 +205,7 @@ def optimizers_in(tree: Any) -> Iterator[Optimizer]:
             yield from optimizers_in(value)
 
 
-def _modules_in(tree: Any, path: str) -> Iterator[tuple[str, nn.Module]]:
+def _modules_in(tree: object, path: str) -> Iterator[tuple[str, nn.Module]]:
     if isinstance(tree, nn.Module):
         yield path, tree
     elif isinstance(tree, Mapping):
@@ -216,7 +216,7 @@ def _modules_in(tree: Any, path: str) -> Iterator[tuple[str, nn.Module]]:
             yield from _modules_in(value, joined(path, index))
 
 
-def _takes_its_values(value: Any) -> bool:
+def _takes_its_values(value: object) -> bool:
     """Returns whether a value is a mapping that a restore can fill in place."""
     # A chain puts whatever it is given into its first mapping.
     return isinstance(value, MutableMapping) and not isinstance(value, ChainMap)
@@ -338,7 +338,7 @@ class _StateWalk:
             {k: v for k, v in saved["state"].items() if k not in parameters},
         )
 
-    def _state(self, name: str, value: Any, is_on_host: bool) -> Node:
+    def _state(self, name: str, value: object, is_on_host: bool) -> Node:
         if isinstance(value, Lent):
             return self.encoder.tensor(name, value.value, is_early=False, lent=value)
         if isinstance(value, Tensor):
@@ -352,7 +352,7 @@ class _StateWalk:
                     each["place"] = "host"
         return node
 
-    def _value(self, name: str, value: Any) -> Node:
+    def _value(self, name: str, value: object) -> Node:
         """Returns the node of what is read anew: a value without objects in it."""
         check_is_finite(value, name)
         return self.encoder.plain(name, value)
@@ -385,7 +385,7 @@ class _StateWalk:
         }
 
 
-def class_name(value: Any) -> str:
+def class_name(value: object) -> str:
     """Returns what a document calls the class of an object."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 

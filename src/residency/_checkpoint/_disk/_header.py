@@ -9,7 +9,7 @@ import math
 import reprlib
 from collections.abc import Collection, Sequence
 from json.encoder import encode_basestring_ascii as _quoted
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from residency._checkpoint._disk._manifest import Record, StoredEntry, parse_json
 from residency._errors import CheckpointError, CorruptSaveError
@@ -176,7 +176,7 @@ def parse_header(header: bytes, file_bytes: int, *, file: str) -> list[StoredEnt
 
 
 def _parse_entry(
-    name: str, fields: Any, offsets: dict[str, tuple[int, ...]], file: str
+    name: str, fields: object, offsets: dict[str, tuple[int, ...]], file: str
 ) -> tuple[int, Record]:
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         _fail(file, f"the entry {name!r} is not a dtype, a shape and two offsets", name)
@@ -196,7 +196,7 @@ def _parse_entry(
     return data[0], Record(name, dtype, tuple(shape), num_bytes, place)
 
 
-def _parse_sharding(metadata: Any, file: str) -> dict[str, tuple[int, ...]]:
+def _parse_sharding(metadata: object, file: str) -> dict[str, tuple[int, ...]]:
     if metadata is None:
         return {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
@@ -214,7 +214,7 @@ def _parse_sharding(metadata: Any, file: str) -> dict[str, tuple[int, ...]]:
     return {name: tuple(place) for name, place in places.items()}
 
 
-def _is_counts(values: Any) -> bool:
+def _is_counts(values: object) -> bool:
     return isinstance(values, list) and all(type(v) is int and 0 <= v < _TOO_LARGE for v in values)
 
 

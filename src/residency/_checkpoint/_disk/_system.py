@@ -37,7 +37,7 @@ _STATX_DIO_MEM_ALIGN = 0x98  # where the answer has it
 class System:
     """The system calls of a save."""
 
-    def perform(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    def perform(self, name: str, function: Callable[..., object], *arguments: object) -> Any:
         """Makes one call; a test overrides this to see and change what happens.
 
         Args:

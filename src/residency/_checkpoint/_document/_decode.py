@@ -20,7 +20,7 @@ Fetch = Callable[[str], Tensor]
 Objects = Mapping[str, Callable[[Any, "Decoder"], Any]]
 
 
-def tensor_nodes(node: Any) -> Iterator[dict[str, Any]]:
+def tensor_nodes(node: object) -> Iterator[dict[str, Any]]:
     """Yields the nodes of the tensors that a node's value has in it."""
     if isinstance(node, list):
         for each in node:
@@ -33,7 +33,7 @@ def tensor_nodes(node: Any) -> Iterator[dict[str, Any]]:
                 yield from tensor_nodes(each)
 
 
-def tensor_names(node: Any) -> Iterator[str]:
+def tensor_names(node: object) -> Iterator[str]:
     """Yields the names of all tensors that a node's value is made of."""
     if isinstance(node, list):
         for each in node:
@@ -50,7 +50,7 @@ def tensor_names(node: Any) -> Iterator[str]:
                 yield from tensor_names(each)
 
 
-def decode(node: Any, fetch: Fetch, objects: Objects | None = None) -> Any:
+def decode(node: object, fetch: Fetch, objects: Objects | None = None) -> Any:
     """Returns the value of a node.
 
     Args:

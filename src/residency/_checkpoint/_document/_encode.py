@@ -120,17 +120,17 @@ class Encoder:
         """Returns the nodes of values in their order."""
         return [self.node(joined(name, index), each) for index, each in enumerate(values)]
 
-    def plain_items(self, name: str, values: Iterable[Any]) -> list[Node]:
+    def plain_items(self, name: str, values: Iterable[object]) -> list[Node]:
         """Returns the nodes of values in their order, of which none is filled in place."""
         with self._without_objects():
             return self.items(name, values)
 
-    def plain(self, name: str, value: Any) -> Node:
+    def plain(self, name: str, value: object) -> Node:
         """Returns the node of a value with nothing in it that is filled in place."""
         with self._without_objects():
             return self.node(name, value)
 
-    def pairs(self, name: str, value: Mapping[Any, Any]) -> list[list[Node]]:
+    def pairs(self, name: str, value: Mapping[object, object]) -> list[list[Node]]:
         """Returns the nodes of keys and values. A key is read before any tensor is."""
         return [
             [self._key(name, key), self.node(joined(name, key), each)]
@@ -149,7 +149,7 @@ class Encoder:
             )
         return {"tensor": self.tensor(name, stored)["name"]}
 
-    def _key(self, path: str, key: Any) -> Node:
+    def _key(self, path: str, key: object) -> Node:
         name = f"{path}.key" if path else "key"
         if type(key) is str:
             return self.node(name, key)
@@ -178,7 +178,7 @@ def _no_tensor(name: str) -> Tensor:
     raise AssertionError(f"a key has the tensor {name}")
 
 
-def _hint(value: Any) -> str:
+def _hint(value: object) -> str:
     if is_dataclass(value):
         return "give it these two methods, or save dataclasses.asdict of it"
     if isinstance(value, Mapping):
@@ -191,7 +191,7 @@ def _hint(value: Any) -> str:
     return "give one of those instead"
 
 
-def check_is_finite(value: Any, name: str = "", *, done: str = "saved") -> None:
+def check_is_finite(value: object, name: str = "", *, done: str = "saved") -> None:
     """Looks through the containers of a state for one that contains itself, or that is in so many
     places that the tree would be written as far more than it is.
 
@@ -224,9 +224,9 @@ class _Look:
         self._nothing = f"Nothing was {done}"
         self._around: dict[int, str] = {}
         self._done: dict[int, tuple[int, int]] = {}
-        self._alive: list[Any] = []  # an identity is that of something living
+        self._alive: list[object] = []  # an identity is that of something living
 
-    def through(self, value: Any, name: str, level: int) -> int:
+    def through(self, value: object, name: str, level: int) -> int:
         """Returns how many values are written of one, its parts included."""
         if not isinstance(value, _CONTAINERS):
             self.num_values += 1

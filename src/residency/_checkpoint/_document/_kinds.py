@@ -52,10 +52,10 @@ class Writer(Protocol):
 
     def node(self, name: str, value: Any) -> Node: ...
     def items(self, name: str, values: Iterable[Any]) -> list[Node]: ...
-    def plain(self, name: str, value: Any) -> Node: ...
-    def plain_items(self, name: str, values: Iterable[Any]) -> list[Node]: ...
-    def pairs(self, name: str, value: Mapping[Any, Any]) -> list[list[Node]]: ...
-    def bytes_of(self, name: str, data: Any) -> dict[str, Any]: ...
+    def plain(self, name: str, value: object) -> Node: ...
+    def plain_items(self, name: str, values: Iterable[object]) -> list[Node]: ...
+    def pairs(self, name: str, value: Mapping[object, object]) -> list[list[Node]]: ...
+    def bytes_of(self, name: str, data: object) -> dict[str, Any]: ...
 
 
 class NodeReader(Protocol):
@@ -103,7 +103,7 @@ def kind_named(label: str | None) -> Kind | None:
     return _BY_LABEL.get(label) if isinstance(label, str) else None
 
 
-def _plain(writer: Writer, name: str, value: Any) -> Node:
+def _plain(writer: Writer, name: str, value: object) -> Node:
     return value
 
 
@@ -236,14 +236,14 @@ def _put_array(there: Any, found: Any) -> bool:
     return True
 
 
-def _encode_dict(writer: Writer, name: str, value: dict[Any, Any]) -> Node:
+def _encode_dict(writer: Writer, name: str, value: dict[object, object]) -> Node:
     pairs = writer.pairs(name, value)
     if all(map(is_plain_key, value)):
         return dict(pairs)
     return mapping_node(_nodes.DICT, pairs)
 
 
-def _encode_ordered(writer: Writer, name: str, value: OrderedDict[Any, Any]) -> Node:
+def _encode_ordered(writer: Writer, name: str, value: OrderedDict[object, object]) -> Node:
     node = mapping_node(_nodes.ORDERED, writer.pairs(name, value))
     # Where a module's state dict has the versions of its parts.
     metadata = vars(value).get("_metadata")
@@ -259,17 +259,17 @@ def _decode_ordered(reader: NodeReader, node: Any) -> OrderedDict[Any, Any]:
     return found
 
 
-def _encode_counter(writer: Writer, name: str, value: Counter[Any]) -> Node:
+def _encode_counter(writer: Writer, name: str, value: Counter[object]) -> Node:
     return mapping_node(_nodes.COUNTER, writer.pairs(name, value))
 
 
-def _decode_counter(reader: NodeReader, node: Any) -> Counter[Any]:
+def _decode_counter(reader: NodeReader, node: object) -> Counter[object]:
     found: Counter[Any] = Counter()
     found.update(dict(_pairs(reader, node)))
     return found
 
 
-def _encode_default(writer: Writer, name: str, value: defaultdict[Any, Any]) -> Node:
+def _encode_default(writer: Writer, name: str, value: defaultdict[object, object]) -> Node:
     factory = next((n for n, each in _FACTORIES.items() if each is value.default_factory), None)
     if factory is None:
         raise RefusedError(
@@ -285,12 +285,12 @@ def _decode_default(reader: NodeReader, node: Any) -> defaultdict[Any, Any]:
     return defaultdict(_FACTORIES[node["factory"]], _pairs(reader, node))
 
 
-def _encode_deque(writer: Writer, name: str, value: deque[Any]) -> Node:
+def _encode_deque(writer: Writer, name: str, value: deque[object]) -> Node:
     node = {KIND: _nodes.DEQUE, "items": writer.plain_items(name, value)}
     return node if value.maxlen is None else {**node, "maxlen": value.maxlen}
 
 
-def _put_deque(there: deque[Any], found: deque[Any]) -> bool:
+def _put_deque(there: deque[object], found: deque[object]) -> bool:
     if there.maxlen is not None and len(found) > there.maxlen:
         return False
     there.clear()
@@ -298,7 +298,7 @@ def _put_deque(there: deque[Any], found: deque[Any]) -> bool:
     return True
 
 
-def _put_set(there: set[Any], found: set[Any]) -> bool:
+def _put_set(there: set[object], found: set[object]) -> bool:
     there.clear()
     there.update(found)
     return True

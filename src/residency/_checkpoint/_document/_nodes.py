@@ -79,12 +79,12 @@ def has_halves(text: str) -> bool:
     return False
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: object) -> bool:
     """Returns whether a value of JSON is a whole number from 0 on."""
     return type(value) is int and value >= 0
 
 
-def is_counts(values: Any) -> bool:
+def is_counts(values: object) -> bool:
     """Returns whether a value of JSON is a list of whole numbers from 0 on."""
     return isinstance(values, list) and all(map(is_count, values))
 
@@ -104,7 +104,7 @@ def mapping_node(kind: str, pairs: list[list[Node]]) -> dict[str, Any]:
     return {KIND: kind, "items": pairs}
 
 
-def read_document(document: Any) -> dict[str, Node]:
+def read_document(document: object) -> dict[str, Node]:
     """Returns the nodes of a rank's document by top-level name, with every node looked at.
 
     Raises:
@@ -152,7 +152,7 @@ def _below(nodes: Iterable[Node], depth: int) -> list[tuple[Node, int]]:
     ]
 
 
-def _has_own_bytes(node: Mapping[str, Any]) -> bool:
+def _has_own_bytes(node: Mapping[str, object]) -> bool:
     if node.get(KIND) not in ARRAYS:
         return True
     return isinstance(node.get("tensor", node.get("value")), str)
@@ -165,7 +165,7 @@ def _is_matched(node: Mapping[str, Any]) -> bool:
     return first is None or second is None or len(node[first]) == len(node[second])
 
 
-def _is_whole_scaler(node: Mapping[str, Any]) -> bool:
+def _is_whole_scaler(node: Mapping[str, object]) -> bool:
     return node.get(KIND) != SCALER or not node["enabled"] or all(map(node.__contains__, _SCALER))
 
 
@@ -173,31 +173,31 @@ def _senseless(node: Node) -> CorruptSaveError:
     return CorruptSaveError(f"the document has a node that makes no sense: {reprlib.repr(node)}.")
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _is_texts(value: Any) -> bool:
+def _is_texts(value: object) -> bool:
     return isinstance(value, list) and all(map(_is_text, value))
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: object) -> bool:
     return isinstance(value, list)
 
 
-def _is_anything(value: Any) -> bool:
+def _is_anything(value: object) -> bool:
     return True
 
 
-def _is_pairs(value: Any) -> bool:
+def _is_pairs(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(e, list) and len(e) == 2 for e in value)
 
 
-def _is_objects(value: Any) -> bool:
+def _is_objects(value: object) -> bool:
     return isinstance(value, list) and all(map(is_plain_dict, value))
 
 
-def _is_lists_of_texts(value: Any) -> bool:
+def _is_lists_of_texts(value: object) -> bool:
     return isinstance(value, list) and all(map(_is_texts, value))
 
 

@@ -84,7 +84,7 @@ def elsewhere_note(rank: int | None) -> dict[str, Any]:
     return {"of_rank": rank}
 
 
-def read_note(name: str, note: Any) -> TensorNote:
+def read_note(name: str, note: object) -> TensorNote:
     """Returns what a note says.
 
     Raises:
@@ -96,7 +96,7 @@ def read_note(name: str, note: Any) -> TensorNote:
         raise senseless(name, note) from error
 
 
-def senseless(name: str, note: Any) -> CorruptSaveError:
+def senseless(name: str, note: object) -> CorruptSaveError:
     """Returns the error for a note that makes no sense, by itself or beside its file."""
     return CorruptSaveError(
         f"the document says of {name!r} what makes no sense: {reprlib.repr(note)}.", tensor=name

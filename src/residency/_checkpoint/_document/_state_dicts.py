@@ -11,7 +11,7 @@ from residency._checkpoint._document._decode import Decoder, Fetch, Objects, dec
 from residency._checkpoint._document._nodes import MAPPING, MODULE, OPTIMIZER, SCALER, STATEFUL
 
 
-def state_dicts(node: Any, fetch: Fetch) -> Any:
+def state_dicts(node: object, fetch: Fetch) -> Any:
     """Returns the value of a node; modules, optimizers and the like are their state dicts.
 
     Args:
@@ -46,7 +46,7 @@ def _optimizer(node: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
     return {"state": state, "param_groups": groups, **decoder.value(node["others"])}
 
 
-def _scaler(node: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
+def _scaler(node: dict[str, object], decoder: Decoder) -> dict[str, object]:
     if not node["enabled"]:
         return {}
     scale, tracker = (decoder.value(node[key]) for key in ("scale", "growth_tracker"))

@@ -70,7 +70,7 @@ class DocumentPlan:
         self._names = parameters_of(state)
         self._eager, self._staging_bytes = eager, staging_bytes
 
-    def add(self, state: Mapping[str, Any]) -> None:
+    def add(self, state: Mapping[str, object]) -> None:
         """Plans to fill what the state names; what else the save has is left alone.
 
         Raises:
@@ -124,7 +124,7 @@ class DocumentPlan:
             return lambda: value
         return _in_place(value, self._new(path, node))
 
-    def _new(self, path: str, node: Any) -> Thunk:
+    def _new(self, path: str, node: object) -> Thunk:
         """Plans a value for which there is nothing yet."""
         objects = [label for kind, (label, _) in _OBJECTS.items() if _contains(node, kind)]
         if objects:
@@ -203,7 +203,7 @@ class DocumentPlan:
             thunks[key] = self._new(below, each) if is_new else self.visit(below, each, there)
         self._plan.missing += [joined(path, key) for key in value if key not in thunks]
 
-        def finish() -> Any:
+        def finish() -> object:
             results = {key: thunk() for key, thunk in thunks.items()}
             if metadata is not None and type(value) is OrderedDict:
                 value.__dict__["_metadata"] = metadata()
@@ -214,7 +214,7 @@ class DocumentPlan:
 
         return finish
 
-    def _list(self, path: str, node: list[Any], value: list[Any]) -> Thunk:
+    def _list(self, path: str, node: list[object], value: list[object]) -> Thunk:
         thunks = [
             self.visit(joined(path, i), each, value[i])
             if i < len(value)
@@ -222,7 +222,7 @@ class DocumentPlan:
             for i, each in enumerate(node)
         ]
 
-        def finish() -> list[Any]:
+        def finish() -> list[object]:
             value[:] = [thunk() for thunk in thunks]
             return value
 
@@ -235,7 +235,7 @@ class DocumentPlan:
         pairs = enumerate(zip(items, value, strict=True))
         thunks = [self.visit(joined(path, i), each, there) for i, (each, there) in pairs]
 
-        def finish() -> tuple[Any, ...]:
+        def finish() -> tuple[object, ...]:
             results = tuple(thunk() for thunk in thunks)
             is_same = all(a is b for a, b in zip(results, value, strict=True))
             return value if is_same else results
@@ -313,7 +313,7 @@ def _is_read_only(node: Any, value: Any) -> bool:
     return (list(value.shape), value.dtype.str) == (node["shape"], node["dtype"])
 
 
-def _contains(node: Any, kind: str) -> bool:
+def _contains(node: object, kind: str) -> bool:
     if isinstance(node, list):
         return any(_contains(each, kind) for each in node)
     if not isinstance(node, dict):
@@ -321,15 +321,15 @@ def _contains(node: Any, kind: str) -> bool:
     return kind_of(node) == kind or any(_contains(each, kind) for each in node.values())
 
 
-def _then(thunk: Thunk, value: Any) -> Thunk:
-    def finish() -> Any:
+def _then(thunk: Thunk, value: object) -> Thunk:
+    def finish() -> object:
         thunk()
         return value
 
     return finish
 
 
-def _setter(state: MutableMapping[str, Any], name: str, thunk: Thunk) -> Callable[[], None]:
+def _setter(state: MutableMapping[str, object], name: str, thunk: Thunk) -> Callable[[], None]:
     def finish() -> None:
         result = thunk()
         if state[name] is not result:
@@ -338,10 +338,10 @@ def _setter(state: MutableMapping[str, Any], name: str, thunk: Thunk) -> Callabl
     return finish
 
 
-def _in_place(value: Any, thunk: Thunk) -> Thunk:
+def _in_place(value: object, thunk: Thunk) -> Thunk:
     """Returns a thunk that puts the contents into the object that is there, where it can."""
 
-    def finish() -> Any:
+    def finish() -> object:
         found = thunk()
         kind = kind_for(value)
         is_put = kind is not None and type(value) is type(found) and kind.put(value, found)

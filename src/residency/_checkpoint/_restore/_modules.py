@@ -8,7 +8,6 @@ hands out that is no storage of the module, and ``_extra_state`` that is a tenso
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -68,7 +67,7 @@ def plan_module(
         )
 
 
-def set_extra_state(module: nn.Module, name: str, value: Any) -> None:
+def set_extra_state(module: nn.Module, name: str, value: object) -> None:
     """Gives extra state to the part of a module that it belongs to."""
     module = plain_module(module)
     for path, part in module.named_modules(remove_duplicate=False):

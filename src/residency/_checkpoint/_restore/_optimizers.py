@@ -145,8 +145,8 @@ class _ComingOptimizer:
 
 def _place_nested(
     reception: Reception,
-    values: dict[tuple[Tensor, str], Any],
-    nodes: Mapping[tuple[Tensor, str], Any],
+    values: dict[tuple[Tensor, str], object],
+    nodes: Mapping[tuple[Tensor, str], object],
     settings: RestoreSettings,
 ) -> None:
     """Sees to it that tensors within lists and the like get where the step needs them."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ def settle_overlaps(plan: RestorePlan, *, staging_bytes: int) -> list[str]:
     problems: list[str] = []
     dropped: set[int] = set()
     for group in sharing([each.target.local for each in plan.assignments]):
-        last_of: dict[Any, int] = {}
+        last_of: dict[object, int] = {}
         for index in group:
             here = plan.assignments[index]
             before = last_of.get(_geometry(here.target))

@@ -133,11 +133,11 @@ def _check(parameter: Tensor, key: str, incoming: Incoming) -> None:
 
 def _needs_device(
     optimizer: Optimizer,
-    group: Mapping[str, Any],
+    group: Mapping[str, object],
     parameter: Tensor,
     key: str,
     incoming: Incoming,
-    there: Any,
+    there: object,
 ) -> bool:
     """Says where a step needs a state.
 
@@ -158,7 +158,7 @@ def _needs_device(
     return not incoming.is_host or (parameter.dim() == 0 and key in _LIKE_PARAMETER)
 
 
-def _fits(there: Any, parameter: Tensor, incoming: Incoming, device: torch.device) -> bool:
+def _fits(there: object, parameter: Tensor, incoming: Incoming, device: torch.device) -> bool:
     return (
         isinstance(there, Tensor)
         and there.device == device
@@ -236,7 +236,7 @@ def _first_steps(optimizer: Optimizer) -> list[_FirstStep]:
     return [each for each in hooks.values() if isinstance(each, _FirstStep)]
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: object) -> Iterator[Tensor]:
     """Yields the tensors of a state's value, which may be one or a container of them."""
     if isinstance(value, Tensor):
         yield value
@@ -248,7 +248,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(each)
 
 
-def replaced(value: Any, others: Mapping[int, Tensor]) -> Any:
+def replaced(value: object, others: Mapping[int, Tensor]) -> Any:
     """Returns a value with other tensors in the place of some, in the containers that it has.
 
     Args:

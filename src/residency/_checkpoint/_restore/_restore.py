@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
@@ -54,7 +53,7 @@ class PlannedState:
 
 
 def plan_state(
-    state: Mapping[str, Any],
+    state: Mapping[str, object],
     save: PublishedSave,
     *,
     rank: int = 0,

@@ -96,7 +96,7 @@ class _ForeignReader:
 
     def _item(
         self, stack: ExitStack, name: str, offsets: tuple[int, ...] | None
-    ) -> tuple[dict[str, Stored], Any]:
+    ) -> tuple[dict[str, Stored], object]:
         place = self._places.get((name, offsets))
         if place is None:
             at = "" if offsets is None else f" at {offsets}"
@@ -117,14 +117,14 @@ class _ForeignReader:
             self._open[file_name] = Items(file, stack.enter_context(file.open("rb")))
         return self._open[file_name]
 
-    def _nested(self, values: Mapping[str, Any]) -> Any:
+    def _nested(self, values: Mapping[str, object]) -> object:
         """Puts values where they were in the saved structure, as far as its paths are known."""
         if not isinstance(self._paths, Mapping):
             return dict(values)
-        nested: dict[Any, Any] = {}
+        nested: dict[object, object] = {}
         for name, value in values.items():
             steps = self._paths.get(name, (name,))
-            here: Any = nested
+            here: object = nested
             for step, following in zip(steps, [*steps[1:], None], strict=True):
                 if isinstance(step, int):
                     if not isinstance(here, list) or not 0 <= step <= len(here) + len(values):

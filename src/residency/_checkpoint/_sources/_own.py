@@ -157,7 +157,7 @@ def saved_for_rank(save: PublishedSave, *, rank: int = 0, world_size: int = 1) -
     return Saved(save.folder, tree, tensors, views, checksums, num_saved == world_size)
 
 
-def _notes(document: Mapping[str, Any]) -> dict[str, TensorNote]:
+def _notes(document: Mapping[str, object]) -> dict[str, TensorNote]:
     found = document.get("tensors", {})
     if not isinstance(found, dict):
         raise senseless("tensors", found)

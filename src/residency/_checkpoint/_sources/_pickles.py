@@ -78,7 +78,7 @@ class PickledInstance:
 
     state: Any = None
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         self.state = state
 
     def __getitem__(self, name: str) -> Any:
@@ -176,7 +176,7 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(data))
         self._names = names
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
         if (module, name) in self._names:
             return self._names[module, name]
@@ -202,7 +202,7 @@ class _SafeCallable:
         object.__setattr__(self, "_call", call)
         object.__setattr__(self, "dtype", dtype)
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: object) -> object:
         return self._call(*arguments)  # type: ignore[attr-defined]
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -225,7 +225,7 @@ _STORAGES = {
 }
 
 
-def _tensor_names() -> dict[tuple[str, str], Any]:
+def _tensor_names() -> dict[tuple[str, str], object]:
     calls: dict[tuple[str, str], Callable[..., Any]] = {
         ("_codecs", "encode"): _encode,
         ("builtins", "bytearray"): _bytearray,
@@ -301,17 +301,17 @@ def _tensor(
 def _tensor_of_dtype(
     storage: _Storage,
     offset: int,
-    shape: Any,
-    stride: Any,
+    shape: object,
+    stride: object,
     requires_grad: bool,
-    hooks: Any,
+    hooks: object,
     dtype: torch.dtype,
-    metadata: Any = None,
+    metadata: object = None,
 ) -> Placed:
     return _tensor(storage, offset, shape, stride, requires_grad, hooks, metadata, dtype=dtype)
 
 
-def _parameter(data: Placed, *_: Any) -> Placed:
+def _parameter(data: Placed, *_: object) -> Placed:
     return data
 
 
@@ -327,13 +327,13 @@ def _bytearray(data: bytes = b"") -> bytearray:
     return bytearray(data)
 
 
-def _set(items: list[Any] | tuple[Any, ...] = ()) -> set[Any]:
+def _set(items: list[object] | tuple[object, ...] = ()) -> set[object]:
     return set(items)
 
 
-def _ignored(*_: Any) -> None:
+def _ignored(*_: object) -> None:
     return None
 
 
-def _never(*_: Any) -> Any:
+def _never(*_: object) -> object:
     raise pickle.UnpicklingError("a storage is not made in a pickle")

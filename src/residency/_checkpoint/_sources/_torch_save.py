@@ -215,7 +215,7 @@ def named_tensors(
     lengths: dict[int, int] = {}
     num_visits = 0
 
-    def walk(value: Any, names: tuple[str, ...]) -> Any:
+    def walk(value: object, names: tuple[str, ...]) -> object:
         nonlocal num_visits
         num_visits += 1
         if isinstance(value, dict | list | tuple):

@@ -46,7 +46,7 @@ class Graphs:
         """Lets go of the nodes."""
         self._nodes.clear()
 
-    def _follow_from(self, root: Any, position: int) -> None:
+    def _follow_from(self, root: object, position: int) -> None:
         pending = [root]
         while pending:
             node = pending.pop()
@@ -66,7 +66,7 @@ class Graphs:
             pending += [entry[0] for entry in following if type(entry) is tuple]
 
 
-def _saved(node: Any) -> Iterator[Any]:
+def _saved(node: object) -> Iterator[object]:
     """Yields what a node saved, as it was packed."""
     for cls in _objects.bases(type(node)):
         for name, found in _objects.type_dict(cls).items():

@@ -120,7 +120,7 @@ def find_holders(
 
 def _find(
     device: torch.device,
-    figures: Mapping[str, Any],
+    figures: Mapping[str, object],
     least_bytes: int,
     seconds: float | None,
     error: BaseException | None,
@@ -142,7 +142,10 @@ def _find(
 
 
 def _search(
-    walk: Walk, population: list[Any], error: BaseException | None, touched: list[types.FrameType]
+    walk: Walk,
+    population: list[object],
+    error: BaseException | None,
+    touched: list[types.FrameType],
 ) -> None:
     if error is not None:
         walk.add(error, Origin(_objects.type_name(error)))
@@ -193,7 +196,7 @@ def add_held_by_cpp(walk: Walk, population: list[Any]) -> tuple[list[Any], set[i
     return left, inner
 
 
-def _add_cycles(walk: Walk, left: list[Any], inner: set[int]) -> None:
+def _add_cycles(walk: Walk, left: list[object], inner: set[int]) -> None:
     for thing in sorted(left, key=_rank_in_cycle):
         if walk.is_complete and id(thing) in inner and not walk.has_seen(thing):
             walk.add(thing, Origin(f"reference cycle: {_objects.type_name(thing)}"))

@@ -57,14 +57,14 @@ class Paths:
         self._touched = touched
         self.key_names: dict[int, str] = {}  # of tensors that are keys of dicts, by id
         self._walk = walk
-        self._places: dict[int, dict[int, Any]] = {}
+        self._places: dict[int, dict[int, object]] = {}
         self._known: dict[int, str] = {}
 
     def path(self, position: int, *tail: object) -> str:
         """Returns the path of what was found at a position, or of what that leads to."""
         if not tail and position in self._known:
             return self._known[position]
-        chain: list[Any] = []
+        chain: list[object] = []
         at = position
         while (origin := self._walk.origin(at)) is None:
             parent = self._walk.parent(at)
@@ -82,7 +82,7 @@ class Paths:
             self._known[position] = text
         return text
 
-    def _render(self, text: str, chain: list[Any]) -> str:
+    def _render(self, text: str, chain: list[object]) -> str:
         at = 0
         while at < len(chain) - 1:
             step = self._step(chain, at)
@@ -118,7 +118,7 @@ class Paths:
                 return _Step(f".{_plain(name)}")
         return self._stored_step(thing, chain, at)
 
-    def _stored_step(self, thing: Any, chain: list[Any], at: int) -> _Step:
+    def _stored_step(self, thing: object, chain: list[object], at: int) -> _Step:
         """Reads what is kept in C structs: functions, exceptions, methods, slots, tensors."""
         child = chain[at + 1]
         kinds = _objects.bases(type(thing))
@@ -168,7 +168,7 @@ class Paths:
             return _Step("")
         return _Step(f" -> {frame_name(frame)}")
 
-    def _class_step(self, cls: type, chain: list[Any], at: int) -> _Step:
+    def _class_step(self, cls: type, chain: list[object], at: int) -> _Step:
         child = chain[at + 1]
         for name, value in _objects.type_dict(cls).items():
             if value is child:

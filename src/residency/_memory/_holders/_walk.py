@@ -20,7 +20,6 @@ import gc
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -57,7 +56,7 @@ class Walk:
             ignored: Objects that are never looked into.
             seconds: When to stop, with `is_complete` false.
         """
-        self.objects: list[Any] = []
+        self.objects: list[object] = []
         self.tensors: list[int] = []
         self.storages: list[int] = []
         self.modules: list[int] = []
@@ -166,7 +165,7 @@ class Walk:
         end = self._begins[piece + 1] if piece + 1 < len(self._begins) else self._next
         return end - self._begins[piece]
 
-    def _take(self, fresh: list[Any]) -> None:
+    def _take(self, fresh: list[object]) -> None:
         """Notes what was found, and sets apart what tensors can be named by."""
         begin = len(self.objects)
         self.objects += fresh

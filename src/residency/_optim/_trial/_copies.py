@@ -36,7 +36,7 @@ _ATOMS = (
 )
 
 
-def reachable(value: Any) -> Iterator[Any]:
+def reachable(value: object) -> Iterator[Any]:
     """Yields what a value refers to, itself first, through containers and instances' attributes.
 
     Does not look into tensors and optimizers.
@@ -72,7 +72,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 def copied(
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
     *,
     owner: str,
     instead: dict[int, Any],
@@ -148,7 +148,7 @@ def _attributes_of(cls: type) -> set[str]:
     return {name for each in cls.__mro__ if each is not object for name in vars(each)}
 
 
-def _rebuilt_from(value: Any) -> Any:
+def _rebuilt_from(value: object) -> object:
     try:
         reduced = value.__reduce_ex__(4)
     except Exception:  # it says by this that it cannot be rebuilt, so nothing is known about it

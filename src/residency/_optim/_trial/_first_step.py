@@ -113,7 +113,7 @@ class Schemas:
         return len(self._found)
 
 
-def _kind_of(base: type[Optimizer], group: Mapping[str, Any], parameter: Tensor) -> Hashable:
+def _kind_of(base: type[Optimizer], group: Mapping[str, object], parameter: Tensor) -> Hashable:
     """Returns what is equal for parameters of which the first steps make the same."""
     # How fast the steps of torch's own classes go decides no state; layers may have each its rate.
     rates = ("lr", "initial_lr") if is_torchs_own(base) else ()
@@ -125,7 +125,7 @@ def _kind_of(base: type[Optimizer], group: Mapping[str, Any], parameter: Tensor)
     return settings, layout_of(parameter), local_of(parameter).stride()
 
 
-def _exact(value: Any) -> Hashable:
+def _exact(value: object) -> Hashable:
     if isinstance(value, tuple):
         return type(value), tuple(map(_exact, value))
     # 1, 1.0 and True are equal. What is no plain value is like itself alone.
@@ -136,7 +136,7 @@ def _exact(value: Any) -> Hashable:
 def state_schema(
     optimizer: Optimizer,
     base: type[Optimizer],
-    group: Mapping[str, Any],
+    group: Mapping[str, object],
     parameter: Tensor,
     *,
     is_local: bool,
@@ -179,7 +179,7 @@ def state_schema(
 def _tried_out(
     optimizer: Optimizer,
     base: type[Optimizer],
-    group: dict[str, Any],
+    group: dict[str, object],
     parameter: Tensor,
     stand: Tensor,
 ) -> Schema | None:
@@ -210,7 +210,7 @@ def _tried_out(
     return Schema(device, {**found, **device}, later, unseen)
 
 
-def _scaled(states: dict[str, Any], small: Tensor, stand: Tensor) -> dict[str, Tensor] | None:
+def _scaled(states: dict[str, object], small: Tensor, stand: Tensor) -> dict[str, Tensor] | None:
     made: dict[str, Tensor] = {}
     for key, value in states.items():
         if not isinstance(value, Tensor):
@@ -243,8 +243,8 @@ def _as_shards(
 
 
 def _state_after(
-    optimizer: Optimizer, base: type[Optimizer], group: dict[str, Any], stand: Tensor
-) -> tuple[dict[str, Any], bool, dict[str, Tensor]]:
+    optimizer: Optimizer, base: type[Optimizer], group: dict[str, object], stand: Tensor
+) -> tuple[dict[str, object], bool, dict[str, Tensor]]:
     """Returns the state that a first step makes for a stand-in, whether it ended well, and what
     later steps of a class outside of torch make on the device.
     """

@@ -62,7 +62,7 @@ class _UnlessShadow:
     def __init__(self, hook: Callable[..., Any]) -> None:
         self._hook = hook
 
-    def __call__(self, optimizer: Optimizer, *arguments: Any, **settings: Any) -> Any:
+    def __call__(self, optimizer: Optimizer, *arguments: object, **settings: object) -> object:
         if optimizer in _shadows:
             return None
         return self._hook(optimizer, *arguments, **settings)
@@ -114,7 +114,7 @@ class Shadow:
         lent = {k: v for k, v in optimizer.__dict__.items() if k not in _OWN}
         values = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         if is_copied:
-            instead: dict[int, Any] = {id(optimizer): shadow}
+            instead: dict[int, object] = {id(optimizer): shadow}
             # Hooks are nobody's to change during a step, and hold whatever users put there.
             hooks = {k: v for k, v in lent.items() if k.startswith("_optimizer_")}
             others = {k: v for k, v in lent.items() if k not in hooks}
@@ -195,7 +195,9 @@ def _watched(
     ]
 
 
-def tensors_beside(optimizer: Optimizer, values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def tensors_beside(
+    optimizer: Optimizer, values: Mapping[str, object]
+) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors that attributes or group values refer to, by name; not the parameters, nor
     other tensors over just the bytes of one (``p.data``).
     """
@@ -252,10 +254,10 @@ def stand_in(
         RefusedError: An attribute cannot be copied, or is an optimizer itself.
     """
     made = object.__new__(base)
-    instead: dict[int, Any] = {id(optimizer): made}
+    instead: dict[int, object] = {id(optimizer): made}
     for group in optimizer.param_groups:
         instead.update((id(p), parameter_of(p)) for p in group["params"])
-    attributes: dict[str, Any] = {}
+    attributes: dict[str, object] = {}
     for name, value in optimizer.__dict__.items():
         if name in _OWN:
             continue
@@ -335,12 +337,14 @@ class Commit:
         _replace(self._optimizer.__dict__, attributes, keep=_OWN)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _replace(target: dict[str, Any], values: Mapping[str, Any], *, keep: Collection[str]) -> None:
+def _replace(
+    target: dict[str, object], values: Mapping[str, object], *, keep: Collection[str]
+) -> None:
     for name in [n for n in target if n not in values and n not in keep]:
         del target[name]
     for name, value in values.items():

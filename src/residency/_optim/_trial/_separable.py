@@ -87,7 +87,9 @@ def separability(
     return Separability.PER_PARAMETER
 
 
-def _try_out(optimizer: Optimizer, base: type[Optimizer], groups: Sequence[dict[str, Any]]) -> None:
+def _try_out(
+    optimizer: Optimizer, base: type[Optimizer], groups: Sequence[dict[str, object]]
+) -> None:
     random_state = torch.get_rng_state()
     try:
         # A step is taken with gradients on, as callers take it.
@@ -118,7 +120,7 @@ class _FailedError(Exception):
 def _compare(
     optimizer: Optimizer,
     base: type[Optimizer],
-    groups: Sequence[dict[str, Any]],
+    groups: Sequence[dict[str, object]],
     num_steps: int,
     dtype: torch.dtype | None,
 ) -> None:
@@ -285,13 +287,13 @@ class _Trial:
         return True
 
 
-def _moves(value: Any) -> TypeGuard[Tensor]:
+def _moves(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _sent_home(
-    states: Mapping[Tensor, dict[str, Any]], lent: Sequence[Tensor]
-) -> dict[Tensor, dict[str, Any]]:
+    states: Mapping[Tensor, dict[str, object]], lent: Sequence[Tensor]
+) -> dict[Tensor, dict[str, object]]:
     """Returns what is left of states when each was copied home, and others have the slots since."""
     home = {
         parameter: {k: v.clone() if _moves(v) else v for k, v in values.items()}
@@ -329,7 +331,7 @@ def _small_shape(num_dims: int, index: int) -> tuple[int, ...]:
     return (length,) if num_dims == 1 else (*[1] * (num_dims - 2), length // row, row)
 
 
-def _refuse_subclasses(base: type[Optimizer], values: Mapping[str, Any]) -> None:
+def _refuse_subclasses(base: type[Optimizer], values: Mapping[str, object]) -> None:
     for key, value in values.items():
         if isinstance(value, Tensor) and type(value) not in (Tensor, torch.nn.Parameter):
             raise RefusedError(

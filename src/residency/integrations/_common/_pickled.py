@@ -49,14 +49,14 @@ class Freezer(pickle.Pickler):
     ) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.encoder = Encoder()
-        self.kept: list[Any] = []
+        self.kept: list[object] = []
         self.lent: set[int] = set()
         self._by_address = lent
         self._has_attributes = has_attributes
-        self._tokens: dict[int, Any] = {}
-        self._alive: list[Any] = []  # an identity is that of something living
+        self._tokens: dict[int, object] = {}
+        self._alive: list[object] = []  # an identity is that of something living
 
-    def persistent_id(self, value: Any) -> Any:
+    def persistent_id(self, value: object) -> Any:
         kind = type(value)
         if kind in _VALUES:
             return None
@@ -68,7 +68,7 @@ class Freezer(pickle.Pickler):
             return self._token(value, self._clone)
         return None
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         if isinstance(value, Tensor) and not is_wrapper(value):
             with torch._C.DisableTorchFunctionSubclass():  # or a subclass's code runs
                 plain = value.as_subclass(Tensor)
@@ -81,11 +81,11 @@ class Freezer(pickle.Pickler):
             self._tokens[id(value)] = make(value)
         return self._tokens[id(value)]
 
-    def _keep(self, value: Any) -> int:
+    def _keep(self, value: object) -> int:
         self.kept.append(value)
         return len(self.kept) - 1
 
-    def _keep_by_name(self, value: Any) -> int:
+    def _keep_by_name(self, value: object) -> int:
         # Pickle writes these by their name alone, and would only say in the background that one
         # cannot be found by it.
         pickle.dumps(value)
@@ -94,7 +94,7 @@ class Freezer(pickle.Pickler):
     def _clone(self, value: Any) -> int:
         return self._keep(value.clone())
 
-    def _take(self, value: Tensor) -> Any:
+    def _take(self, value: Tensor) -> object:
         local = local_of(value).detach()
         if local.is_meta:
             return self._keep(value)
@@ -163,7 +163,7 @@ def _is_lazy(tensor: Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg()
 
 
-def _as_subclass(plain: Tensor, kind: type[Tensor], attributes: dict[str, Any]) -> Tensor:
+def _as_subclass(plain: Tensor, kind: type[Tensor], attributes: dict[str, object]) -> Tensor:
     value = plain.as_subclass(kind)
     vars(value).update(attributes)
     return value

@@ -59,9 +59,9 @@ class RankPlan:
 
     def __init__(self, plan: SavePlan, planner: SavePlanner, told: RankAssignment) -> None:
         self.nodes: dict[str, Node] = {}
-        self.notes: dict[str, dict[str, Any]] = {}
+        self.notes: dict[str, dict[str, object]] = {}
         self._told = told
-        self._paths: Mapping[str, Sequence[Any]] = plan.planner_data or {}
+        self._paths: Mapping[str, Sequence[object]] = plan.planner_data or {}
         self._parts: dict[str, list[Part]] = {}
         self._taken: set[tuple[str, str]] = set()
         for item in plan.items:
@@ -78,7 +78,9 @@ class RankPlan:
         """Returns the files of this rank."""
         return [FilePlan(name, parts) for name, parts in self._parts.items()]
 
-    def _add(self, item: str, name: str, record: Record, note: dict[str, Any], part: Part) -> None:
+    def _add(
+        self, item: str, name: str, record: Record, note: dict[str, object], part: Part
+    ) -> None:
         path = self._paths.get(item, (item,))
         top = str(path[0]) if len(path) > 1 and _FILE.fullmatch(str(path[0])) else _TOP_LEVEL
         top, count = top.removesuffix(".safetensors"), 0
@@ -114,13 +116,13 @@ def _value_of(planner: SavePlanner, item: WriteItem) -> Any:
         ) from error
 
 
-def _whole_part(tensor: torch.Tensor) -> tuple[Record, dict[str, Any], Part]:
+def _whole_part(tensor: torch.Tensor) -> tuple[Record, dict[str, object], Part]:
     record, note = _record("", tensor.dtype, tuple(tensor.shape), None)
     data = raw_bytes(tensor)
     return record, note, Part(record, lambda: memory_of(data), _nothing)
 
 
-def _planned_part(planner: SavePlanner, item: WriteItem) -> tuple[Record, dict[str, Any], Part]:
+def _planned_part(planner: SavePlanner, item: WriteItem) -> tuple[Record, dict[str, object], Part]:
     name, planned = item.index.fqn, item.tensor_data
     if planned is None:
         raise CheckpointError(f"the plan says nothing of the tensor {name!r}.")
@@ -145,7 +147,7 @@ def _planned_part(planner: SavePlanner, item: WriteItem) -> tuple[Record, dict[s
 
 def _record(
     name: str, dtype: torch.dtype, shape: tuple[int, ...], offsets: tuple[int, ...] | None
-) -> tuple[Record, dict[str, Any]]:
+) -> tuple[Record, dict[str, object]]:
     num_bytes = math.prod(shape) * dtype.itemsize
     stored = STORED_DTYPES.get(dtype)
     if stored is None:
@@ -168,7 +170,7 @@ def reports_of(metadata: Metadata, shares: Sequence[Share]) -> list[RankReport]:
     """Gives each rank a document of the whole state, with notes of the tensors for that rank."""
     paths = metadata.planner_data or {}
     tensors = _tensor_names(metadata)
-    nodes: dict[str, Any] = {name: tensor_node(name) for name in tensors}
+    nodes: dict[str, object] = {name: tensor_node(name) for name in tensors}
     for share in shares:
         nodes |= share.nodes
     order = [name for name in paths if name in nodes]  # that of the state
@@ -195,7 +197,7 @@ class _PlannedLeaf:
     node: Node
 
 
-def _as_node(value: Any) -> Node:
+def _as_node(value: object) -> Node:
     if isinstance(value, _PlannedLeaf):
         return value.node
     if isinstance(value, list):

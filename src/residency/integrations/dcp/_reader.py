@@ -110,7 +110,7 @@ class ResidencyStorageReader(StorageReader):
         )
 
     def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+        self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object
     ) -> None:
         """Does nothing: what there is to know is known."""
 

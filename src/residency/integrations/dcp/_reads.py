@@ -101,7 +101,7 @@ def batches(reads: Sequence[ShardRead]) -> Iterator[list[ShardRead]]:
         yield batch
 
 
-def leaves(node: Node, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Node]]:
+def leaves(node: Node, path: tuple[object, ...]) -> Iterator[tuple[tuple[Any, ...], Node]]:
     """Yields what `dcp.load` takes for one item each, with its path. Objects are state dicts."""
     kind = kind_of(node)
     if kind == MODULE:

@@ -98,7 +98,7 @@ class PinnedStager(AsyncStager):
         """The bytes of the slabs, those in use and those that the next save will use."""
         return self._arena.slab_bytes
 
-    def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> Future[dict[str, Any]]:
+    def stage(self, state_dict: dict[str, Any], **kwargs: object) -> Future[dict[str, Any]]:
         """Queues the copies; blocks the host only while the save before is being written.
 
         Args:
@@ -258,7 +258,7 @@ class _Staged(Future[dict[str, Any]]):
             try:
                 spans = {id(held.block): _lasting(held, self._flight) for held in captured.held}
                 tensors = tree_of(captured, spans)
-                made: dict[str, Any] = self._thawer.thaw(tensors)
+                made: dict[str, object] = self._thawer.thaw(tensors)
                 captured.description.leaves.clear()  # what the caller drops from now on is free
             except BaseException as error:
                 self._flight.drop()
@@ -277,7 +277,9 @@ def _lasting(held: Held, flight: _Flight) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _described(state_dict: dict[str, Any], spare_bytes: int | None) -> tuple[Description, Thawer]:
+def _described(
+    state_dict: dict[str, object], spare_bytes: int | None
+) -> tuple[Description, Thawer]:
     """Finds the tensors of a state dict; lends those that are homes of an optimizer."""
     file = io.BytesIO()
     freezer = Freezer(file, {})

@@ -18,7 +18,6 @@ import zlib
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.checkpoint.metadata import (
     Metadata,
@@ -109,7 +108,7 @@ class ResidencyStorageWriter(StorageWriter):
         if checkpoint_id is not None:
             self._path = Path(checkpoint_id).absolute()
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
         """Takes the settings of ``dcp.save``.
 
         Raises:

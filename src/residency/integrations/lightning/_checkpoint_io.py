@@ -142,7 +142,7 @@ class ResidencyCheckpointIO:
         self._base.teardown()
         self._writes.raise_failure(beside=error_of_training())
 
-    def _freeze(self, checkpoint: dict[str, Any]) -> Frozen:
+    def _freeze(self, checkpoint: dict[str, object]) -> Frozen:
         if self._arena is None:
             self._arena = SlabArena(keep=True)
         return freeze(checkpoint, arena=self._arena)

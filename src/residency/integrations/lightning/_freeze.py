@@ -59,7 +59,7 @@ class Frozen:
             )
 
 
-def freeze(checkpoint: Mapping[str, Any], *, arena: SlabArena) -> Frozen:
+def freeze(checkpoint: Mapping[str, object], *, arena: SlabArena) -> Frozen:
     """Begins to copy a checkpoint to the host, and returns when the copies are queued.
 
     Args:
@@ -95,7 +95,7 @@ def freeze(checkpoint: Mapping[str, Any], *, arena: SlabArena) -> Frozen:
     return Frozen(Thawer(file.getvalue(), freezer.kept), Snapshot(captured, arena), lent)
 
 
-def _borrowed(checkpoint: Mapping[str, Any], loans: Loans) -> dict[int, Lent]:
+def _borrowed(checkpoint: Mapping[str, object], loans: Loans) -> dict[int, Lent]:
     """Borrows the state of the offloaded optimizers whose state the checkpoint has; returns the
     loans by address.
     """
@@ -108,7 +108,7 @@ def _borrowed(checkpoint: Mapping[str, Any], loans: Loans) -> dict[int, Lent]:
     return {address_of(lent.tensor): lent for lent in loans}
 
 
-def _states_of(checkpoint: Mapping[str, Any]) -> Iterator[Tensor]:
+def _states_of(checkpoint: Mapping[str, object]) -> Iterator[Tensor]:
     """Yields the tensors that stand directly in optimizers' states: those that may be lent."""
     optimizers = checkpoint.get("optimizer_states")
     for saved in optimizers if isinstance(optimizers, list) else ():
@@ -116,14 +116,14 @@ def _states_of(checkpoint: Mapping[str, Any]) -> Iterator[Tensor]:
         yield from _states_in(states.values() if isinstance(states, Mapping) else ())
 
 
-def _states_in(states: Iterable[Any]) -> Iterator[Tensor]:
+def _states_in(states: Iterable[object]) -> Iterator[Tensor]:
     for values in states:
         # Without the waits of an offloaded optimizer's own reading.
         found = dict.values(values) if isinstance(values, dict) else ()
         yield from (value for value in found if type(value) is Tensor or is_sharded(value))
 
 
-def _culprit(checkpoint: Mapping[str, Any]) -> str:
+def _culprit(checkpoint: Mapping[str, object]) -> str:
     """Returns the name of the part that cannot be pickled."""
     for key, value in checkpoint.items():
         try:

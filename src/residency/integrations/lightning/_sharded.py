@@ -190,7 +190,7 @@ class _PageableLoadPlanner(DefaultSavePlanner):
         return plan
 
 
-def _freeze_on_all(checkpoint: dict[str, Any], arena: SlabArena, group: Any) -> Frozen:
+def _freeze_on_all(checkpoint: dict[str, object], arena: SlabArena, group: object) -> Frozen:
     """Freezes on all ranks or on none: one alone would leave the others in their collectives."""
     frozen: Frozen | None = None
     failure: Exception | None = None

@@ -68,7 +68,7 @@ def trees_in_use() -> list[Tree]:
     return found
 
 
-def version_of(value: Any) -> str:
+def version_of(value: object) -> str:
     """Returns the distribution that a Trainer, a strategy or a class comes from, with its version.
 
     Where it comes from neither, these are the trees in use.
@@ -137,7 +137,7 @@ def made_again(kind: Any) -> Any:
     return kind.__new__(kind)
 
 
-def _class_of(tree: Tree, module: str, name: str) -> Any:
+def _class_of(tree: Tree, module: str, name: str) -> object:
     found = getattr(importlib.import_module(module), name, None)
     if found is None:
         raise missing_in(tree.distribution, f"{module}.{name}", "install lightning>=2.5")

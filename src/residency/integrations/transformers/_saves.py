@@ -68,7 +68,7 @@ class _Taken(NamedTuple):
     """What was captured, and the call that writes it."""
 
     captured: Capture
-    write: Callable[[Any], None]
+    write: Callable[[object], None]
 
 
 class Draft:
@@ -90,7 +90,11 @@ class Draft:
         self._taken: list[_Taken] = []
 
     def take(
-        self, tree: Any, write: Callable[[Any], None], *, is_written_by_steps_alone: bool = False
+        self,
+        tree: object,
+        write: Callable[[object], None],
+        *,
+        is_written_by_steps_alone: bool = False,
     ) -> None:
         """Captures a state tree as it is now; ``write`` gets it on the host, later.
 

@@ -59,7 +59,7 @@ def _maker(base: type[Optimizer]) -> Callable[..., Optimizer]:
     return make
 
 
-def _check_options(base: type[Optimizer], options: Mapping[str, Any]) -> None:
+def _check_options(base: type[Optimizer], options: Mapping[str, object]) -> None:
     theirs = inspect.signature(base).parameters.keys() - {"params"}
     unknown = sorted(options.keys() - theirs - _OURS)
     if unknown:

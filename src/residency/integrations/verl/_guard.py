@@ -29,7 +29,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from residency._errors import HandOffError
 from residency._memory import ImportWatch
@@ -114,9 +114,9 @@ class _Guard:
         for name in _METHODS:
             self._put(owner, name, vars(owner)[name])
 
-    def _put(self, owner: Any, name: str, found: Callable[..., Any]) -> None:
+    def _put(self, owner: object, name: str, found: Callable[..., object]) -> None:
         @functools.wraps(found)  # with the attribute by which Ray's worker group finds the method
-        def guarded(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        def guarded(worker: object, *args: object, **kwargs: object) -> object:
             result = found(worker, *args, **kwargs)
             del args, kwargs  # the batch
             if self._is_on:
@@ -130,7 +130,7 @@ class _Guard:
         setattr(owner, name, guarded)
         self._undo.append(take_back)
 
-    def _after(self, worker: Any, name: str) -> None:
+    def _after(self, worker: object, name: str) -> None:
         """Makes the transition. [Note: the order of a transition]"""
         from residency import _device
 
@@ -189,7 +189,7 @@ def _prove(need: int, device: torch.device) -> None:
         raise
 
 
-def drop_gradients(worker: Any) -> None:
+def drop_gradients(worker: object) -> None:
     """Drops gradients that an optimizer of torch has stepped with; verl's engines do so, too."""
     from torch.optim import Optimizer
 
@@ -198,7 +198,7 @@ def drop_gradients(worker: Any) -> None:
             optimizer.zero_grad(set_to_none=True)
 
 
-def drop_gathered(worker: Any) -> None:
+def drop_gathered(worker: object) -> None:
     """Drops the parameters that FSDP2 gathered and kept; the next forward gathers them again."""
     from torch.distributed.fsdp import FSDPModule
 
@@ -209,7 +209,7 @@ def drop_gathered(worker: Any) -> None:
                     module.reshard()
 
 
-def _reached(worker: Any, paths: tuple[str, ...]) -> Iterator[Any]:
+def _reached(worker: object, paths: tuple[str, ...]) -> Iterator[object]:
     """Yields what a worker has under dotted names, as far as it has it."""
     for path in paths:
         found = worker
@@ -219,7 +219,7 @@ def _reached(worker: Any, paths: tuple[str, ...]) -> Iterator[Any]:
             yield found
 
 
-def _ranks() -> Any:
+def _ranks() -> object:
     """Returns the group of all ranks, or None where there is one rank."""
     import torch.distributed as dist
 
@@ -228,7 +228,7 @@ def _ranks() -> Any:
     return dist.group.WORLD
 
 
-def _tell_ranks(group: Any, *, is_free: bool) -> None:
+def _tell_ranks(group: object, *, is_free: bool) -> None:
     import torch
 
     from residency import _device

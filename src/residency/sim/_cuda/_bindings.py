@@ -18,7 +18,7 @@ from residency.sim._cuda._types import DEVICE_TYPE, CudaDeviceProperties
 NCCL_VERSION = (2, 27, 5)  # a placeholder, of the release that torch 2.13 is built with
 
 
-def bindings(core: Any) -> dict[str, Callable[..., Any]]:
+def bindings(core: object) -> dict[str, Callable[..., Any]]:
     """Returns the functions by their names in ``torch._C``."""
     return {
         **_device_bindings(core),
@@ -165,13 +165,13 @@ def _history_bindings(core: Any) -> dict[str, Callable[..., Any]]:
 def refuse(what: str) -> Callable[..., Any]:
     """Returns a function that says that ``what`` is not modelled, whatever it is called with."""
 
-    def refused(*args: Any, **kwargs: Any) -> Any:
+    def refused(*args: object, **kwargs: object) -> object:
         raise SimulatorError(f"The simulated accelerator does not model {what}.")
 
     return refused
 
 
-def _unmodelled_bindings() -> dict[str, Callable[..., Any]]:
+def _unmodelled_bindings() -> dict[str, Callable[..., object]]:
     return {
         "_cuda_set_sync_debug_mode": refuse("the debug mode of synchronisations"),
         "_cuda_changeCurrentAllocator": refuse("other allocators"),

@@ -27,7 +27,7 @@ class _PoolUser:
     def __init__(self, core: Any, pool: tuple[int, int], stream: Any) -> None:
         self.pool = pool
         self.stream = stream
-        self.graph: Any = None
+        self.graph: object = None
         self._core = core
 
     def __del__(self) -> None:
@@ -100,7 +100,7 @@ class CudaGraphBase:
         """Returns the key of the pool that the graph's memory comes from."""
         return self._check("pool").pool
 
-    def register_generator_state(self, generator: Any) -> None:
+    def register_generator_state(self, generator: object) -> None:
         """Does nothing: a replay draws from every generator that the capture did."""
 
     def enable_debug_mode(self) -> None:
@@ -122,7 +122,7 @@ class CudaGraphBase:
         return self._held
 
 
-def install(core: Any) -> None:
+def install(core: object) -> None:
     """Puts the class where torch looks for it; the bindings that it needs are there already."""
     CudaGraphBase._core = core
     torch._C.__dict__["_CUDAGraph"] = CudaGraphBase

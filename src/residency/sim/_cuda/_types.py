@@ -143,7 +143,7 @@ class Cudart:
     _exchange_capture_mode: Any = None  # set by `install`
 
     @staticmethod
-    def _succeed(*arguments: Any) -> int:
+    def _succeed(*arguments: object) -> int:
         return 0
 
     # Registered host memory stays what it is to the simulator: pageable, so that copies block.

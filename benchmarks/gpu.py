@@ -25,7 +25,8 @@ from residency.testing import simulated_device_type
 
 _IS_SIMULATED = simulated_device_type() == "cuda"
 _PYTEST = (
-    "-m", "pytest", "-q", "--tb=short", "-rfE", "--timeout=300", "--maxfail=100",
+    "-m", "pytest", "-m", "whole or not whole", "-q", "--tb=short", "-rfE", "--timeout=300",
+    "--maxfail=100",
     "--continue-on-collection-errors", "-p", "no:cacheprovider",
     # Torch says it once, in whichever test the first product is in a thread of autograd's.
     "-W", "ignore:Attempting to run cuBLAS",

@@ -8,6 +8,11 @@ simulated one in CUDA's place.
 share its work, each of torch's own threads keeps the number that held when it began, and tests
 compare bits that different threads computed. Tiny tensors are quicker so, too.
 
+[Note: tiers] `make test` is the first tier, and takes minutes; `make test-all` is the rest. A test
+is in one of them: those marked ``whole``, and every test under the schedule "overtake" that is not
+about the order of work itself, are in the second. "late" shows a missing wait every time; what
+"overtake" shows beyond it, work that comes too early on another lane, is what these files are for.
+
 [Note: frameworks] They are imported by fixtures, and the tests that do so, in folders named
 ``stacks`` and of the docs, run last: a framework has hundreds of thousands of objects, which every
 later garbage collection would go through, and the device's fixture collects twice a test.
@@ -34,6 +39,13 @@ pytest_plugins = ["residency.testing.plugin", "pytester"]  # the first also wher
 
 _FACE = simulated_device_type()
 _REAL = _FACE is None
+_ABOUT_ORDER = {
+    "test_gate.py",
+    "test_parity.py",
+    "test_races.py",
+    "test_streams.py",
+    "test_waits.py",
+}
 
 
 def pytest_configure() -> None:
@@ -53,17 +65,28 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         build_extension()
 
 
+@pytest.hookimpl(tryfirst=True)  # before the marks are looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the stacks last; leaves out what the device under test cannot run, with the reason."""
     late = ("stacks", "test_docs.py")  # [Note: frameworks]
     items.sort(key=lambda item: item.path.parent.name in late or item.path.name in late)
     for item in items:
+        is_about_order = (
+            item.path.parent.name in ("transfer", "torture") or item.path.name in _ABOUT_ORDER
+        )
+        if "overtake" in _parameters(item) and not is_about_order:
+            item.add_marker(pytest.mark.whole)  # [Note: tiers]
         if _REAL and item.get_closest_marker("sim"):
             item.add_marker(pytest.mark.skip(reason="tests the simulated accelerator itself"))
         if _FACE == "cuda" and item.path.parent.name == "sim":
             item.add_marker(pytest.mark.skip(reason="tests the simulated accelerator as 'sim'"))
         if not _REAL and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs silicon: RESIDENCY_TEST_DEVICE=cuda"))
+
+
+def _parameters(item: pytest.Item) -> list[object]:
+    """Returns the values that a test's name ends with in brackets."""
+    return list(item.callspec.params.values()) if hasattr(item, "callspec") else []
 
 
 @pytest.fixture

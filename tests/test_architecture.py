@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from source_rules import (
+    MAX_ANY,
     MAX_FILE_LINES,
     MAX_FUNCTION_LINES,
     MAX_PUBLIC_NAMES,
@@ -24,6 +25,7 @@ from source_rules import (
     name_faults,
     parse,
     passage_faults,
+    share_of_any,
     stream_faults,
     unit_faults,
     wait_faults,
@@ -51,6 +53,10 @@ def test_files_and_functions_are_short() -> None:
 
 def test_a_class_has_a_name_of_its_own(package: Tree) -> None:
     assert name_faults(package) == []
+
+
+def test_few_values_are_of_any_type() -> None:
+    assert share_of_any(ROOT) <= MAX_ANY
 
 
 def test_only_one_file_names_torch_cuda(package: Tree) -> None:

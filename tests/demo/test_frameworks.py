@@ -8,7 +8,7 @@ import pytest
 
 from residency import _demo
 
-pytestmark = pytest.mark.sim
+pytestmark = [pytest.mark.sim, pytest.mark.whole]
 Run = Callable[[str], _demo.Report]
 
 # What stock code was doing when it ran out of memory.

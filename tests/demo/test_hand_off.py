@@ -5,7 +5,7 @@ import pytest
 from residency import _demo
 
 pytest.importorskip("transformers", reason="the demo trains a model from transformers")
-pytestmark = pytest.mark.sim
+pytestmark = [pytest.mark.sim, pytest.mark.whole]
 
 
 @pytest.fixture(scope="module")

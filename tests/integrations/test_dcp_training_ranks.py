@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "sim"))
 
 from worker_cases import cases_of, run_phase
 
-pytestmark = pytest.mark.sim
+pytestmark = [pytest.mark.sim, pytest.mark.whole]
 
 WORKER = Path(__file__).with_name("dcp_training_worker.py")
 PHASES = {"one": 1, "two": 2, "back": 1}

@@ -32,7 +32,7 @@ from residency.integrations._common._ordered_writes import OrderedWrites
 from residency.integrations.lightning import _trees
 
 # One process runs all cases, before the first of them: minutes, on a busy machine many.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(1500)]
 
 HERE = Path(__file__).parent
 CASES_FOLDER = HERE.parents[0] / "sim"  # has worker_cases

@@ -24,7 +24,7 @@ from worker_cases import judge, missing_devices
 import residency
 
 # One process runs all cases, before the first of them: minutes, on a busy machine many.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(1500)]
 
 HERE = Path(__file__).parent
 SHARED = HERE.parent / "sim"  # has worker_cases

@@ -17,7 +17,7 @@ from limits import WORKER_SECONDS
 
 from residency import sim
 
-pytestmark = pytest.mark.sim
+pytestmark = [pytest.mark.sim, pytest.mark.whole]
 
 WORKER = Path(__file__).with_name("collectives_worker.py")
 RANKS = 2

@@ -21,6 +21,7 @@ def lines_of(printed: str, verdict: str) -> list[str]:
     return [line for line in printed.splitlines() if line.startswith(verdict)]
 
 
+@pytest.mark.whole
 def test_every_probe_passes_on_the_simulator_in_cudas_place(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "residency.testing.probe", "--small", "--simulated"],

@@ -123,6 +123,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.sim_device(schedule="late", workspaces=False, context="0B")
+@pytest.mark.whole
 def test_runs_of_a_thousand_steps_with_every_transition_leave_nothing_behind(
     device: torch.device,
     tmp_path: Path,

@@ -168,7 +168,7 @@ weight = torch.ones(8, 8, device="sim", requires_grad=True)
 """
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(60, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("count", [4, pytest.param(60, marks=pytest.mark.whole)])
 def test_processes_that_end_right_after_backward_end_quietly(count: int) -> None:
     sim.enable()  # builds the extension if need be
     with ThreadPoolExecutor(2) as pool:

@@ -9,7 +9,6 @@ from source_rules import ROOT, parse
 
 _NOUNS_BEGIN = {
     *("A", "An", "The", "One", "Two", "This", "Such", "Everything", "Something"),
-    *("What", "Where", "Who", "Why", "How", "Which"),
 }
 _STATES = {"Is", "Are", "Has"}  # verbs, but of something that is
 _VALUES = {"property", "cached_property", "fixture"}

@@ -64,7 +64,7 @@ class WeakRegistry(Generic[T]):
 
 
 class Turn:
-    """What one holder has while it has something for itself; its end is the end of the turn.
+    """A holder's right to something for itself; its end is the end of the turn.
 
     Attributes:
         is_over: Whether the holder said so, while a caller still has this object.
@@ -75,7 +75,7 @@ class Turn:
 
 
 class Turns:
-    """Who has something for itself: at most one holder of each key.
+    """The holders that have something for themselves: at most one of each key.
 
     A holder that an interrupt keeps from saying that its turn is over loses it with the ``Turn``.
     """

@@ -65,7 +65,7 @@ def add_parser(
 
 @dataclass(frozen=True, slots=True)
 class _SaveRow:
-    """What there is to say of one save without reading its tensors."""
+    """The facts of one save that are there without reading its tensors."""
 
     step: int
     num_bytes: int | None

@@ -50,7 +50,7 @@ _LABELS = ("synchronous, no limit", "AsyncCheckpointIO", "ResidencyCheckpointIO"
 
 @dataclass(kw_only=True)
 class _SavingRun(LimitedRun):
-    """What one run did."""
+    """The figures of one run."""
 
     saves: dict[int, Any] = field(default_factory=dict)
     num_parameters: int = 0

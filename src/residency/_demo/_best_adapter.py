@@ -45,7 +45,7 @@ _RELOAD = "_load_best_model"
 
 @dataclass(kw_only=True)
 class _AdapterRun(LimitedRun):
-    """What one run did."""
+    """The figures of one run."""
 
     adapter: dict[str, torch.Tensor] = field(default_factory=dict)
     file: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -52,7 +52,7 @@ _LABELS = ("alone, no limit", "side by side", "side by side, hand_off")
 
 @dataclass
 class _TwoProcessRun:
-    """What one run of both processes did."""
+    """The figures of one run of both processes."""
 
     boundaries: list[dict[str, Any]] = field(default_factory=list)
     handed: list[dict[str, Any]] = field(default_factory=list)

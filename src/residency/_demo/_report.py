@@ -15,7 +15,7 @@ Outcome = Literal["finished", "out of memory"]
 
 @dataclass(frozen=True)
 class CaseRow:
-    """What one run of a case did.
+    """The figures of one run of a case.
 
     Attributes:
         case: The name of the case.
@@ -50,7 +50,7 @@ class CaseRow:
 
 @dataclass(kw_only=True)
 class LimitedRun:
-    """What the run of a case did, as far as every case's table shows it.
+    """A run of a case, as far as every case's table shows it.
 
     Attributes:
         losses: Training loss of every step that gave one.

@@ -75,7 +75,7 @@ class _Recipe(Stateful):
 
 @dataclass(kw_only=True)
 class _ResumedRun(LimitedRun):
-    """What one run did."""
+    """The figures of one run."""
 
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     state_dict: dict[str, Any] = field(default_factory=dict)

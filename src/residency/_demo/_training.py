@@ -31,7 +31,7 @@ Advance = Callable[[str, int], None]
 
 @dataclass
 class TrainingOutcome:
-    """What a run gave: numbers, and copies on the host.
+    """The numbers that a run gave, and copies on the host.
 
     Attributes:
         losses: Training loss of every step that gave one.

@@ -57,7 +57,7 @@ _log = logging.getLogger("residency")
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """What one change would have made room for: ``text`` with the bytes it gives."""
+    """A change that would have made room: ``text``, with the bytes that it gives."""
 
     num_bytes: int
     text: str

@@ -42,7 +42,7 @@ _MEANINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryState:
-    """What each byte of a device is used for, at one moment.
+    """The uses of the bytes of a device at one moment.
 
     Attributes:
         held: Bytes allocated to live tensors, as the allocator rounds them.

@@ -17,7 +17,7 @@ from residency._optim._plan import Piece
 
 
 class Progress:
-    """What of one step is done.
+    """The part of one step that is done.
 
     Attributes:
         parameters: Those of the step, in group order.

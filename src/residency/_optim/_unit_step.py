@@ -65,7 +65,7 @@ class _Change:
 
 @dataclass(slots=True)
 class Shared:
-    """What the parts of one step have in common.
+    """The objects that the parts of one step have in common.
 
     Attributes:
         commit: Collects what the parts leave outside of state.

@@ -179,7 +179,7 @@ class Rebound:
 
 
 class Move(NamedTuple):
-    """What is to be bound anew: to which storage, and to which it is bound now."""
+    """A tensor to bind anew: to which storage, and to which it is bound now."""
 
     rebound: Rebound
     storage: torch.UntypedStorage

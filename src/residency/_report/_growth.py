@@ -24,7 +24,7 @@ _RISING_SHARE = 0.75  # of the pairs; half of them rise in noise
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How one series of figures goes from visit to visit.
+    """The growth of one series of figures from visit to visit.
 
     Attributes:
         name: The class of memory.

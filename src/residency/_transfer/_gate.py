@@ -35,7 +35,7 @@ _PRUNE_AT_LEAST = 256
 
 
 class Read:
-    """What a lane reads until an event, as the gate knows it.
+    """The memory that a lane reads until an event, as the gate knows it.
 
     Attributes:
         reader: The lane and the thread that queued the read: of one reader the newest comes last.

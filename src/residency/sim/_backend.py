@@ -243,7 +243,7 @@ class DeviceContext:
 
 
 class DeviceProperties:
-    """What ``torch.sim.get_device_properties`` returns: an A100's figures.
+    """The answer of ``torch.sim.get_device_properties``: an A100's figures.
 
     The scratch memory of its kernels is modelled (``workspaces.h``), and the capability of a newer
     device would send libraries to kernels that need its silicon (FlashAttention 3, fp8).

@@ -34,7 +34,7 @@ def simulated_device_type() -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What one test asks for.
+    """The settings that one test asks for.
 
     Attributes:
         sim_options: Arguments of ``residency.sim.enable``, those that were given.

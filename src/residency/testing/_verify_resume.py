@@ -30,7 +30,7 @@ class ResumeError(ResidencyError, AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class ResumeProof:
-    """What was compared.
+    """The result of a comparison of two runs.
 
     Attributes:
         num_tensors: How many tensors were equal, bit for bit, states of generators among them.

@@ -27,7 +27,7 @@ _MAX_ITEMSIZE = torch.complex128.itemsize
 
 
 class Layout(NamedTuple):
-    """How a tensor lies in its block: ``start`` is in bytes."""
+    """The place of a tensor in its block: ``start`` is in bytes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -70,7 +70,7 @@ class Block:
 
 
 class Blocks(NamedTuple):
-    """What a save writes, and what its document says of tensors beyond the files' headers."""
+    """The blocks that a save writes, with the document's notes on tensors."""
 
     blocks: list[Block]
     special: dict[str, Any]

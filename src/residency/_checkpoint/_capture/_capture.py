@@ -53,7 +53,7 @@ _NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class CopyGroup:
-    """What one event covers: copies of some blocks to the host.
+    """The copies of some blocks to the host that one event covers.
 
     Args:
         device: Whose storages are copied; None where nothing is.

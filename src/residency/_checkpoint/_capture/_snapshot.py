@@ -17,7 +17,7 @@ from residency._transfer import SlabArena
 
 
 class Snapshot:
-    """What ``snapshot`` returns: copies on the host, under way or complete."""
+    """The copies on the host that ``snapshot`` returns, under way or complete."""
 
     def __init__(self, captured: Capture, arena: SlabArena) -> None:
         self._capture = captured

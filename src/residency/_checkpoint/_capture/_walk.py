@@ -157,7 +157,7 @@ def clean_name(module: nn.Module, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ParameterName:
-    """What a parameter of a module in a tree is called.
+    """The name of a parameter of a module in a tree.
 
     Attributes:
         path: The module's, in the tree.

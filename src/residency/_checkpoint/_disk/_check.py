@@ -31,7 +31,7 @@ _PROBE_BYTES = 64  # what is compared of a chunk before the rest of it is
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Where a save is not as it was written.
+    """A place where a save is not as it was written.
 
     Attributes:
         file: The file, relative to the save's directory.

@@ -63,7 +63,7 @@ class StoredEntry:
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a manifest says of one file.
+    """A manifest's entry of one file.
 
     Attributes:
         num_bytes: The file's size.
@@ -82,7 +82,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What one rank wrote.
+    """The files that one rank wrote.
 
     Attributes:
         document: The rank's state, but for its tensors' bytes.
@@ -95,7 +95,7 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What makes files a save.
+    """The file that makes other files a save.
 
     Attributes:
         step: The training step.

@@ -23,7 +23,7 @@ from residency._errors import CheckpointError, CorruptSaveError
 
 @dataclass(frozen=True, slots=True)
 class StoredSave:
-    """What a save is made of.
+    """The parts that a save is made of.
 
     Attributes:
         step: The training step.

@@ -13,7 +13,7 @@ from residency._errors import CheckpointError
 
 
 class Stores(Protocol):
-    """What has one tensor's bytes for a save."""
+    """An object that has one tensor's bytes for a save."""
 
     @property
     def record(self) -> Record:

@@ -62,7 +62,7 @@ _logger = logging.getLogger("residency")
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """What one rank is to write.
+    """The files that one rank is to write.
 
     Attributes:
         step: The training step.
@@ -87,7 +87,7 @@ class SaveRequest:
 
 @dataclass(frozen=True, slots=True)
 class SaveFigures:
-    """What a save of one rank did.
+    """The figures of a save of one rank.
 
     Attributes:
         folder: The published save.

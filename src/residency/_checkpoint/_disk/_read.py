@@ -69,7 +69,7 @@ class Checksums:
 
 @dataclass(frozen=True, slots=True)
 class FileReads:
-    """What is wanted of one file.
+    """The ranges that are wanted of one file.
 
     Attributes:
         path: The file.
@@ -300,7 +300,7 @@ _pools: WeakRegistry[_Pool] = WeakRegistry()
 
 
 class _ChunkReader:
-    """What one thread needs to read chunks."""
+    """The file and the buffers of one thread that reads chunks."""
 
     def __init__(self, ring: Ring | None, filled: Callable[[_Filled], None]) -> None:
         self._ring = ring

@@ -20,7 +20,7 @@ __all__ = ["Damage", "Verification", "verify_save"]
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was found in one save.
+    """The result of reading one save.
 
     Attributes:
         step: The training step.

@@ -56,7 +56,7 @@ _logger = logging.getLogger("residency")
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What was written.
+    """The files that were written.
 
     Attributes:
         files: What is to be known of each file, by its name.

@@ -66,7 +66,7 @@ def decode(node: object, fetch: Fetch, objects: Objects | None = None) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """What makes values of nodes.
+    """A maker of values from nodes.
 
     Attributes:
         fetch: Returns the tensor of a name, with its bytes.

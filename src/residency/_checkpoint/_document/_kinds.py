@@ -42,7 +42,7 @@ _FACTORIES["None"] = None
 
 
 class Writer(Protocol):
-    """What encodes the parts of a value.
+    """An encoder of the parts of a value.
 
     Attributes:
         is_inline: Whether bytes have to stand in the document, as those of a key.
@@ -59,7 +59,7 @@ class Writer(Protocol):
 
 
 class NodeReader(Protocol):
-    """What decodes the parts of a node."""
+    """A decoder of the parts of a node."""
 
     def value(self, node: Node) -> Any: ...
     @property

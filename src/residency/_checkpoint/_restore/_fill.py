@@ -207,7 +207,7 @@ class _ShardBox(NamedTuple):
 
 @dataclass(slots=True)
 class _Work:
-    """What there is to fill, by how it is filled.
+    """The tensors to fill, by how they are filled.
 
     Attributes:
         in_order: From files, where elements lie in order on both sides.

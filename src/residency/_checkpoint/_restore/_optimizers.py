@@ -32,7 +32,7 @@ _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 @dataclass(frozen=True, slots=True)
 class RestoreSettings:
-    """What a restore was asked for, and what all of its parts need.
+    """The settings of a restore, and what all of its parts need.
 
     Attributes:
         names: What the parameters of the modules in the state are called.
@@ -208,7 +208,7 @@ def _incoming(
 
 @dataclass(frozen=True, slots=True)
 class _GroupPlace:
-    """Which group of the optimizer a saved group is, and where in it each parameter is."""
+    """The group of the optimizer that a saved group is, with the place of each parameter in it."""
 
     group: int
     positions: Sequence[int]

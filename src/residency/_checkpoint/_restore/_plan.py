@@ -54,7 +54,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """What a checkpoint has and what is asked of it, where the two do not agree.
+    """The points in which a checkpoint and what is asked of it do not agree.
 
     Attributes:
         missing: Names that are to be filled and are not in the checkpoint.
@@ -92,7 +92,7 @@ def _listed(title: str, lines: Sequence[str]) -> list[str]:
 
 @dataclass(slots=True)
 class RestorePlan:
-    """What a restore is to do, as it is collected.
+    """The work of a restore, as it is collected.
 
     Attributes:
         tensors: What is stored, by name.

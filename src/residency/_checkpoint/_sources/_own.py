@@ -28,7 +28,7 @@ from residency._errors import CheckpointError, CorruptSaveError
 
 
 class PublishedSave(Protocol):
-    """What the disk layer knows of a published save."""
+    """A published save, as the disk layer knows it."""
 
     @property
     def folder(self) -> Path: ...

@@ -65,7 +65,7 @@ def open_file(path: Path) -> Source:
 
 
 class Items:
-    """What `torch.save` wrote, read at any place of a file.
+    """The records that `torch.save` wrote, read at any place of a file.
 
     Args:
         path: The file.

@@ -39,7 +39,7 @@ _CONTAINERS = frozenset({dict, list, tuple, set, frozenset, types.CellType, type
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """What keeps the bytes of one storage on the device; it keeps none of them alive itself.
+    """The object that keeps the bytes of one storage on the device; this record keeps none alive.
 
     Attributes:
         num_bytes: The storage's size.

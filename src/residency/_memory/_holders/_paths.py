@@ -42,7 +42,7 @@ _PASSED_OVER = frozenset({"tb_frame", "tb_next", "cell_contents", "__func__", "f
 
 
 class _Step(NamedTuple):
-    """What was read: how it is written, how many objects of the chain it led past."""
+    """One step of a path: how it is written, how many objects of the chain it led past."""
 
     text: str
     length: int = 1

@@ -31,7 +31,7 @@ _NODE_SLOT = "next_functions"  # what every autograd node has
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Why an object was looked at that no other Python object led to.
+    """The reason why an object was looked at that no other Python object led to.
 
     Attributes:
         text: What its path begins with.

@@ -52,7 +52,7 @@ class Schema:
 
 @dataclass(frozen=True, slots=True)
 class StateSize:
-    """What a parameter's state takes in a slot or a slab.
+    """The bytes that a parameter's state takes in a slot or a slab.
 
     Attributes:
         num_bytes: Of the whole parameter, each state rounded up to the alignment.

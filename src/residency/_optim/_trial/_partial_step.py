@@ -87,7 +87,7 @@ def is_torchs_own(base: type[Optimizer]) -> bool:
 
 @dataclass(slots=True)
 class Outcome:
-    """What one shadow step left behind: state, and all attributes and group values."""
+    """The state that one shadow step left behind, with all attributes and group values."""
 
     state: Mapping[Tensor, dict[str, Any]]
     group_values: list[dict[str, Any]]
@@ -281,8 +281,8 @@ def stand_in(
 
 
 class Commit:
-    """What the parts of a step left outside of state; the last one's is written to the optimizer,
-    once.
+    """The values that the parts of a step left outside of state; those of the last one go to the
+    optimizer, once.
     """
 
     def __init__(self, optimizer: Optimizer, advice: str = _MIDWAY) -> None:

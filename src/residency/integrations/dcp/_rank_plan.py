@@ -38,7 +38,7 @@ _TOP_LEVEL = "tensors"  # the file of what stands at the top of the state
 
 @dataclass(frozen=True, slots=True)
 class RankAssignment:
-    """What the coordinator tells a rank."""
+    """The message of the coordinator to a rank."""
 
     rank: int
     world_size: int
@@ -46,7 +46,7 @@ class RankAssignment:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a rank tells the coordinator: what it wrote."""
+    """The message of a rank to the coordinator: what it wrote."""
 
     rank: int
     files: Mapping[str, FileRecord]
@@ -55,7 +55,7 @@ class Share:
 
 
 class RankPlan:
-    """What one rank writes: its files, the nodes of its values and the notes of its tensors."""
+    """The files that one rank writes, the nodes of its values and the notes of its tensors."""
 
     def __init__(self, plan: SavePlan, planner: SavePlanner, told: RankAssignment) -> None:
         self.nodes: dict[str, Node] = {}

@@ -65,7 +65,7 @@ def save_pretrained(snapshot: Snapshot, directory: Any, *, model: Any, **setting
 
 
 class _Taken(NamedTuple):
-    """What was captured, and the call that writes it."""
+    """A captured state, and the call that writes it."""
 
     captured: Capture
     write: Callable[[object], None]

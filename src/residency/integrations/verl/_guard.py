@@ -57,7 +57,7 @@ _PATIENCE_SECONDS = 600.0  # as long as verl's own collectives wait
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardStatistics:
-    """What the guard has done in this process.
+    """The figures of what the guard has done in this process.
 
     Attributes:
         num_transitions: How many methods it has run after.

@@ -111,7 +111,7 @@ def _make_nccl(simccl: Any) -> Any:
     """Makes the class that torch asks for a group of NCCL: gloo moves the bytes."""
 
     class NcclOptions:
-        """What a group is made with; of all this, gloo obeys the timeout."""
+        """The options that a group is made with; of all this, gloo obeys the timeout."""
 
         def __init__(self, is_high_priority_stream: bool = False) -> None:
             self.is_high_priority_stream = is_high_priority_stream

@@ -36,7 +36,7 @@ class _PoolUser:
 
 
 class CudaGraphBase:
-    """What ``torch.cuda.CUDAGraph`` is derived from."""
+    """The base class of ``torch.cuda.CUDAGraph``."""
 
     _core: Any = None  # set by `install`
     _held: _PoolUser | None = None

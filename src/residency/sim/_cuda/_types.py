@@ -16,7 +16,7 @@ DEVICE_TYPE = 1  # of CUDA in c10::DeviceType
 
 
 class CudaStreamBase(torch.Stream):
-    """What ``torch.cuda.Stream`` is derived from."""
+    """The base class of ``torch.cuda.Stream``."""
 
     def __new__(cls, priority: int = 0, stream_ptr: int = 0, **existing: Any) -> CudaStreamBase:
         """Makes a stream, or wraps the one that ``stream_id`` and its fellows name."""
@@ -45,7 +45,7 @@ class CudaStreamBase(torch.Stream):
 
 
 class CudaEventBase(torch.Event):
-    """What ``torch.cuda.Event`` is derived from."""
+    """The base class of ``torch.cuda.Event``."""
 
     _elapsed: Any = None  # of two handles, in milliseconds; set by `install`
     _is_timed: bool
@@ -78,7 +78,7 @@ class CudaEventBase(torch.Event):
 
 
 class CudaDeviceProperties:
-    """What ``torch.cuda.get_device_properties`` returns: an A100's, but for the name and memory."""
+    """The answer of ``get_device_properties``: an A100's, but for the name and memory."""
 
     _core: Any = None  # set by `install`
 
@@ -111,7 +111,7 @@ class CudaDeviceProperties:
 
 
 class Cudart:
-    """What ``torch.cuda.cudart()`` returns: the few calls of CUDA's runtime that torch binds."""
+    """The answer of ``torch.cuda.cudart()``: the few calls of CUDA's runtime that torch binds."""
 
     class cudaError(int):  # noqa: N801 - torch's spelling
         """A return code; everything here succeeds."""
@@ -153,7 +153,7 @@ class Cudart:
 
 
 class Nvtx:
-    """What ``torch.cuda.nvtx`` calls: there is no profiler to mark ranges for."""
+    """The module behind ``torch.cuda.nvtx``: there is no profiler to mark ranges for."""
 
     _depth = 0
 

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 
 from source_rules import ROOT, parse
 
-# These report what is damaged, what a test found, or what the system answered: nobody can act on
-# the call itself. `_naming.damage_named` adds to damage which save is whole.
+# These report what is damaged or what a test found, which no other call would change.
+# `_naming.damage_named` adds to damage which save is whole.
 _REPORTS = {"CorruptSaveError", "ResumeError", "QueuedWorkError"}
-_ANSWER = re.compile(r"(: \{\}\.?|\(\{\}\)\.?)$")  # ends with the system's own words
 _VERBS = (
     "add|ask|assign|begin|build|call|choose|clear|clone|close|compare|copy|create|delete|"
     "detach|do|drop|enable|end|free|gather|give|hand|hide|import|install|keep|leave|let|"
@@ -48,7 +47,7 @@ def _messages() -> Iterator[tuple[str, str]]:
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
                 kind, text = ast.unparse(node.exc.func), _text(node.exc.args[0])
                 is_own = kind in names - _REPORTS and re.search("[a-z]{3}", text)
-                if is_own and not _ANSWER.search(text):
+                if is_own:
                     yield f"{file}:{node.lineno}", text
 
 

@@ -329,7 +329,8 @@ class Parking:
             return self._arena.allocate_all(sizes)
         except RefusedError as error:
             raise RefusedError(
-                f"the host has no room for {format_bytes(sum(sizes))} to be parked: {error}"
+                f"the host has no room for {format_bytes(sum(sizes))} to be parked; park less, or "
+                f"free some: {error}"
             ) from error
 
     def _move_to_device(self, ties: Sequence[Tie]) -> None:

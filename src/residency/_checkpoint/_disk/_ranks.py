@@ -277,7 +277,8 @@ class Attempt:
         if not self._wait(lambda: not exists(self._system, first.path)):
             raise CheckpointError(
                 f"rank 0 did not publish the save of step {self._step} within "
-                f"{self._timeout_seconds:g} s; expected it after every rank's report."
+                f"{self._timeout_seconds:g} s; expected it after every rank's report. "
+                "Raise timeout_seconds where it is slow."
             )
         try:
             data = read_file(self._system, self._layout.path / step_name(self._step) / MANIFEST)

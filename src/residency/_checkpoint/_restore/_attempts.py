@@ -80,7 +80,7 @@ class Attempts:
         if step is not None and step not in published:
             raise RefusedError(
                 f"{str(self.directory.path)!r} has no save of step {step}; it has "
-                f"{sorted(published)}. Nothing was changed."
+                f"{sorted(published)}. Nothing was changed; name one that it has."
             )
         return published if step is None else {step: published[step]}
 

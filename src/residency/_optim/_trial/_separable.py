@@ -107,7 +107,8 @@ def _try_out(
         cause = error.__cause__
         raise RefusedError(
             f"{base.__name__} cannot be offloaded: its step failed on small host tensors "
-            f"({type(cause).__name__}: {cause}), so whether it can be cut is unknown."
+            f"({type(cause).__name__}: {cause}), so whether it can be cut is unknown. "
+            "Keep its state on the device."
         ) from cause
     finally:
         torch.set_rng_state(random_state)

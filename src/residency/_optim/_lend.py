@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from residency._dtensor import is_sharded, local_of
 from residency._optim._homes import Home
-from residency._optim._offload_record import Offload
+from residency._optim._offload_record import HostState, Offload
 from residency._optim._offloaded import OffloadedOptimizer, adopt_foreign_state
 from residency._optim._placement import follow_parameters
 from residency._optim._receive import receive_state
@@ -46,11 +46,11 @@ class OffloadOwner:
         adopt_foreign_state(optimizer, offload)
         follow_parameters(optimizer, offload)
         states = dict(dict.items(optimizer.state))
-        if offload.homes is not None:
+        if offload.host is not None:
             homes = [h for s in states.values() for h in _homes_of(s)]
             if keep:
-                offload.homes.make_second_set([home.num_bytes for home in homes])
-            offload.homes.make_spare([home.num_bytes for home in homes])
+                offload.host.homes.make_second_set([home.num_bytes for home in homes])
+            offload.host.homes.make_spare([home.num_bytes for home in homes])
         return {
             key: _lent(inner, loans, keep, is_watched)
             if isinstance(inner, ParameterState)
@@ -60,9 +60,10 @@ class OffloadOwner:
 
     def set_spare(self, optimizer: Any, num_bytes: int | None) -> None:
         """Sets and allocates what steps may take while states are lent; see ``StateOwner``."""
-        homes = optimizer.__dict__[PRIVATE].homes
-        if homes is None:
+        host: HostState | None = optimizer.__dict__[PRIVATE].host
+        if host is None:
             return
+        homes = host.homes
         sizes = [home.num_bytes for s in dict.values(optimizer.state) for home in _homes_of(s)]
         sizes += [h.num_bytes for made in homes.reserved.values() for h in made.values()]
         if num_bytes is not None:
@@ -76,7 +77,7 @@ class OffloadOwner:
         offload: Offload = optimizer.__dict__[PRIVATE]
         adopt_foreign_state(optimizer, offload)
         follow_parameters(optimizer, offload)
-        return None if offload.homes is None else receive_state(optimizer, offload, states)
+        return None if offload.host is None else receive_state(optimizer, offload, states)
 
 
 def lend_homes(
@@ -164,7 +165,7 @@ def _states_to_come(optimizer: Optimizer) -> list[Tensor]:
             if schema is None:
                 continue
             homes = {}
-            if offload is not None and offload.homes is not None:
+            if offload is not None and offload.host is not None:
                 homes = {} if parameter in offload.resident else schema.device
             found += [
                 local_of(value)

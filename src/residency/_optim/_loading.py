@@ -98,8 +98,6 @@ def prepare_load(
     Raises:
         RefusedError: A value cannot be kept in a home, or the host has no room.
     """
-    assert offload.homes is not None
-    assert offload.state is not None
     plain = {k: dict(v) if isinstance(v, dict) else v for k, v in values.items()}
     repaired = _repaired(optimizer, offload.base, {**others, "state": defaultdict(dict, plain)})
     attributes = {
@@ -142,8 +140,7 @@ def _place_tensors(
     rules: Mapping[Tensor, Callable[[str, Tensor], bool]],
 ) -> None:
     """Decides where each tensor of a saved state goes; those that share bytes go together."""
-    assert offload.homes is not None
-    homes = offload.homes
+    homes = offload.on_host.homes
     on_device: dict[tuple[Tensor, str], Tensor] = {}
     on_host: dict[tuple[Tensor, str], Tensor] = {}
     for parameter, needs_device in rules.items():
@@ -210,7 +207,7 @@ def device_rule(
 
     Source: ``_init_group`` of each class; ``Optimizer._process_value_according_to_param_policy``.
     """
-    inner = offload.state.peek(parameter) if offload.state is not None else None
+    inner = offload.host.state.peek(parameter) if offload.host is not None else None
 
     def needs_device(key: str, value: Tensor) -> bool:
         if schema is not None and key not in schema.unseen:
@@ -252,8 +249,6 @@ def _checked(key: str, value: Tensor) -> Tensor:
 
 def _home_of(offload: Offload, parameter: Tensor, key: str) -> Home | None:
     """Returns the home that a state has, or that is reserved for it."""
-    assert offload.homes is not None
-    assert offload.state is not None
-    inner = offload.state.peek(parameter)
+    inner = offload.on_host.state.peek(parameter)
     home = inner.homes_by_key.get(key) if inner is not None else None
-    return home or offload.homes.reserved_for(parameter).get(key)
+    return home or offload.on_host.homes.reserved_for(parameter).get(key)

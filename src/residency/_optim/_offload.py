@@ -25,7 +25,6 @@ from residency._optim._offloaded import (
     refuse_foreign_step,
 )
 from residency._optim._placement import follow_parameters, members_of, place_state, plain_state
-from residency._optim._state import State
 from residency._optim._step_patch import remake_step_patch, validate_step_patch
 from residency._optim._trial._partial_step import PRIVATE
 from residency._optim._trial._separable import separability
@@ -144,11 +143,11 @@ def onload_optimizer(optimizer: OptimizerT) -> OptimizerT:
     adopt_foreign_state(optimizer, offload)
     follow_parameters(optimizer, offload)
     plain: defaultdict[object, object] | None = None
-    if isinstance(offload.state, State) and offload.homes is not None:
+    if offload.host is not None:
         # Complete before anything is swapped: a device without room leaves the optimizer offloaded.
-        plain = plain_state(offload.state, offload.homes.device)
-        offload.homes.fence()  # before the homes go
-    pinned_bytes = 0 if offload.homes is None else offload.homes.arena.pinned_bytes
+        plain = plain_state(offload.host.state, offload.host.homes.device)
+        offload.host.homes.fence()  # before the homes go
+    pinned_bytes = 0 if offload.host is None else offload.host.homes.arena.pinned_bytes
     done_whole(lambda: _swap_back(optimizer, offload, plain, pinned_bytes))
     return optimizer
 
@@ -198,7 +197,7 @@ def _swap_back(
     optimizer.__class__ = offload.base
     remake_step_patch(optimizer)
     note_owned(optimizer, is_owned=False)
-    offload.state = offload.homes = None
+    offload.host = None
     _device.give_back_pinned(pinned_bytes)
 
 

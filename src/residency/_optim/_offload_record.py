@@ -37,14 +37,26 @@ class Loading:
     adapted: dict[Any, Any] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class HostState:
+    """An optimizer's state that lives on the host.
+
+    Attributes:
+        homes: The memory.
+        state: The mapping that is ``optimizer.state``.
+    """
+
+    homes: Homes
+    state: State
+
+
 @dataclass(slots=True)
 class Offload:
     """The settings, the homes, the plan and the counters of one offloaded optimizer.
 
     Attributes:
         base: The class that the optimizer had.
-        homes: Where its state lives; None when the parameters are on the host, and nothing moves.
-        state: The mapping that is ``optimizer.state``.
+        host: Its state on the host; None when the parameters are there too, and nothing moves.
         resident_bytes: Bytes of state that may stay on the device.
         resident: The parameters whose state stays on the device.
         is_entered: Whether a step came in through the offloaded class.
@@ -56,8 +68,7 @@ class Offload:
     bucket_bytes: int
     num_slots: int
     resident_bytes: int = 0
-    homes: Homes | None = None
-    state: State | None = None
+    host: HostState | None = None
     resident: Residents = field(default_factory=Residents)
     pin: bool = True
     master_weights: bool = False
@@ -76,6 +87,12 @@ class Offload:
     _seated: list[list[Any]] = field(default_factory=list)
     _layouts: list[Hashable] = field(default_factory=list)
     _schemas: Schemas = field(default_factory=Schemas)
+
+    @property
+    def on_host(self) -> HostState:
+        """The state on the host, of an optimizer that has its parameters on the accelerator."""
+        assert self.host is not None
+        return self.host
 
     @property
     def is_local(self) -> bool:
@@ -114,10 +131,8 @@ class Offload:
         A template step, of which only the state is wanted, has buckets of half the size: what the
         step itself allocates then fits one bucket too.
         """
-        assert self.homes is not None
-        assert self.state is not None
         settings = tuple(_settings_of(group) for group in optimizer.param_groups)
-        key = (self.homes.version, is_template, self._seated, settings)
+        key = (self.on_host.homes.version, is_template, self._seated, settings)
         plan, ties = self._plan if key == self._plan_key else None, self._plan_ties
         # What goes through one step is in the list of the plain one, whatever shares bytes in it.
         if plan is None or ties or self.master_weights or not plan.is_one_list:
@@ -127,7 +142,7 @@ class Offload:
             self._ask_budget(optimizer, members)
             self._plan = plan = make_plan(
                 members,
-                self.state,
+                self.on_host.state,
                 resident=self.resident,
                 bucket_bytes=self.bucket_bytes // (2 if is_template else 1),
                 can_cut=self.is_local,
@@ -147,9 +162,8 @@ class Offload:
 
     def _ask_budget(self, optimizer: Optimizer, members: Members) -> None:
         """Decides where the state goes that a step makes: it may be another than was foreseen."""
-        assert self.state is not None
         for member in members if self.resident_bytes else ():
-            if self.state.peek(member.parameter):
+            if self.on_host.state.peek(member.parameter):
                 continue  # what is there was asked for when it came
             size = self.size_of(optimizer, member)
             if size is None or not self.resident.allow(member.parameter, size.num_bytes):
@@ -157,18 +171,15 @@ class Offload:
 
     def _forget_the_gone(self, optimizer: Optimizer) -> None:
         """Drops what is kept for parameters that neither a group nor the state names any more."""
-        assert self.homes is not None
-        assert self.state is not None
         in_groups = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        known = in_groups | {id(key) for key in dict.keys(self.state)}
-        self.homes.forget_reserved(known)
+        known = in_groups | {id(key) for key in dict.keys(self.on_host.state)}
+        self.on_host.homes.forget_reserved(known)
         self.resident.keep_only(known)
         self._schemas.keep_only(self.base, optimizer.param_groups)
 
     def _ties_of(self, members: Members) -> Ties:
-        assert self.state is not None
         parameters = members.parameters
-        states = self.state.peek_each(parameters) if self.state.has_aliases else ()
+        states = self.on_host.state.peek_each(parameters) if self.on_host.state.has_aliases else ()
         ties = ties_of(parameters, members.gradients, states)
         for tie in ties:
             low = [parameters[i] for i in tie if self.has_master(parameters[i])]

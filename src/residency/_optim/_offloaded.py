@@ -25,7 +25,7 @@ from residency._modes import inference_mode_off
 from residency._optim._loading import prepare_load
 from residency._optim._offload_record import Loading, Offload
 from residency._optim._placement import follow_parameters, members_of, prime_state
-from residency._optim._state import ParameterState, State
+from residency._optim._state import ParameterState
 from residency._optim._statistics import OffloadStatistics, Timeline, bytes_per_second
 from residency._optim._stream import StreamedStep
 from residency._optim._trial._partial_step import PRIVATE, raw_step
@@ -104,8 +104,8 @@ class OffloadedOptimizer(Optimizer):
         offload = _offload_of(self)
         adopt_foreign_state(self, offload)
         follow_parameters(self, offload)
-        if offload.homes is not None and offload.state is not None:
-            prime_state(self, offload, offload.homes, offload.state)
+        if offload.host is not None:
+            prime_state(self, offload, offload.host.homes, offload.host.state)
 
     def statistics(self) -> OffloadStatistics:
         """Returns the figures of this optimizer so far; waits for the newest step to end."""
@@ -121,7 +121,7 @@ class OffloadedOptimizer(Optimizer):
         ]
         return OffloadStatistics(
             home_bytes=sum(home.num_bytes for home in homes),
-            pinned_bytes=offload.homes.arena.slab_bytes if offload.homes and offload.pin else 0,
+            pinned_bytes=offload.host.homes.arena.slab_bytes if offload.host and offload.pin else 0,
             resident_bytes=sum(t.numel() * t.element_size() for t in stay),
             slot_bytes=offload.slot_bytes,
             num_slots=offload.num_slots,
@@ -140,14 +140,14 @@ class OffloadedOptimizer(Optimizer):
         offload = self.__dict__.get(PRIVATE)
         if not isinstance(offload, Offload):
             return super().__repr__()
-        if offload.homes is None:
+        if offload.host is None:
             return f"{super().__repr__()}\noffloaded: parameters on the host, nothing moves"
         num_parameters = sum(len(group["params"]) for group in self.param_groups)
         kind = "pinned" if offload.pin else "not pinned"
         return (
             f"{super().__repr__()}\n"
-            f"offloaded: {format_bytes(offload.homes.arena.used_bytes)} of homes on the host "
-            f"({format_bytes(offload.homes.arena.slab_bytes)}, {kind}); "
+            f"offloaded: {format_bytes(offload.host.homes.arena.used_bytes)} of homes on the host "
+            f"({format_bytes(offload.host.homes.arena.slab_bytes)}, {kind}); "
             f"{len(offload.resident)} of {num_parameters} parameters have resident state "
             f"(at most {format_bytes(offload.resident_bytes)}); the rest streams through "
             f"{offload.num_slots} slots of {format_bytes(offload.bucket_bytes)}"
@@ -205,7 +205,7 @@ class OffloadedOptimizer(Optimizer):
         offload = _offload_of(self)
         adopt_foreign_state(self, offload)
         follow_parameters(self, offload)
-        if offload.homes is None:
+        if offload.host is None:
             super().load_state_dict(state_dict)
             return
 
@@ -263,7 +263,7 @@ class OffloadedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         offload = _offload_of(self)
-        if not isinstance(offload.state, State):
+        if offload.host is None:
             super().__setstate__(state)
             return
         others = dict(state)
@@ -273,10 +273,9 @@ class OffloadedOptimizer(Optimizer):
             groups = others.get("param_groups", self.param_groups)
             values = _by_parameter(call.adapted, groups)
         if values is None:
-            values = {key: dict(inner) for key, inner in offload.state.items()}
-        assert offload.homes is not None
+            values = {key: dict(inner) for key, inner in offload.host.state.items()}
         prepared = prepare_load(self, offload, values, others)
-        homes, live = offload.homes, offload.state
+        homes, live = offload.host.homes, offload.host.state
         done_whole(lambda: prepared.finish(self, live, homes))
         offload.forget_plan()
 
@@ -296,7 +295,7 @@ def _step(optimizer: OffloadedOptimizer, closure: Callable[[], object] | None = 
     offload = _offload_of(optimizer)
     adopt_foreign_state(optimizer, offload)
     follow_parameters(optimizer, offload)
-    if offload.homes is None or offload.state is None:
+    if offload.host is None:
         offload.num_steps += 1
         return raw_step(offload.base)(optimizer, *([] if closure is None else [closure]))
     loss = None
@@ -305,19 +304,20 @@ def _step(optimizer: OffloadedOptimizer, closure: Callable[[], object] | None = 
             loss = closure()
     adopt_foreign_state(optimizer, offload)
     check_flags(offload.base.__name__, optimizer.param_groups)
-    StreamedStep(optimizer, offload, offload.homes, offload.state).run()
+    StreamedStep(optimizer, offload, offload.on_host.homes, offload.on_host.state).run()
     return loss
 
 
 def adopt_foreign_state(optimizer: Optimizer, offload: Offload) -> None:
     """Takes over a mapping that a caller put at ``optimizer.state``, such as an empty one."""
     foreign = optimizer.state
-    if offload.state is None or foreign is offload.state:
+    if offload.host is None or foreign is offload.host.state:
         return
-    for stale in [k for k in offload.state if k not in foreign]:
-        del offload.state[stale]
-    offload.state.update(foreign)
-    optimizer.state = offload.state
+    state = offload.host.state
+    for stale in [k for k in state if k not in foreign]:
+        del state[stale]
+    state.update(foreign)
+    optimizer.state = state
 
 
 def _is_asked_for_copies() -> bool:

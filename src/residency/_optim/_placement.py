@@ -20,7 +20,7 @@ from residency._dtensor import layout_of, local_of, wrapped_like
 from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes
 from residency._optim._masters import MASTER, as_masters_state, check_masters, master_like
-from residency._optim._offload_record import Offload
+from residency._optim._offload_record import HostState, Offload
 from residency._optim._plan import Member
 from residency._optim._residents import Residents
 from residency._optim._state import ParameterState, State
@@ -58,7 +58,7 @@ def place_state(optimizer: Optimizer, offload: Offload, device: torch.device) ->
     if device.type == "cpu":
         check_masters(offload.base.__name__, offload.master_weights, device, ())
         optimizer.state = plain_state(optimizer.state, device)
-        offload.homes, offload.state, offload.resident = None, None, Residents()
+        offload.host, offload.resident = None, Residents()
         offload.forget_plan()
         return
     homes = Homes(device, pin=offload.pin, spare_bytes=_SPARE_BUCKETS * offload.bucket_bytes)
@@ -77,7 +77,7 @@ def place_state(optimizer: Optimizer, offload: Offload, device: torch.device) ->
     for parameter, expected in announced.items():
         inner = state.peek(parameter) or ()
         homes.reserve(parameter, {key: like for key, like in expected.items() if key not in inner})
-    offload.homes, offload.state, offload.resident = homes, state, resident
+    offload.host, offload.resident = HostState(homes, state), resident
     offload.forget_plan()
     optimizer.state = state
 
@@ -89,8 +89,8 @@ def follow_parameters(optimizer: Optimizer, offload: Offload) -> None:
         RefusedError: They are on several devices, or the host has no room; nothing has moved.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    placed_for = torch.device("cpu") if offload.homes is None else offload.homes.device
-    if offload.homes is not None and {placed_for.index} == set(map(Tensor.get_device, parameters)):
+    placed_for = torch.device("cpu") if offload.host is None else offload.host.homes.device
+    if offload.host is not None and {placed_for.index} == set(map(Tensor.get_device, parameters)):
         return  # as nearly always; of what is no accelerator's the index is negative
     if all(parameter.device == placed_for for parameter in parameters):
         return
@@ -98,11 +98,11 @@ def follow_parameters(optimizer: Optimizer, offload: Offload) -> None:
     if device.type != "cpu":
         check_flags(type(optimizer).__name__, optimizer.param_groups)
     before = optimizer.state
-    pinned_bytes = 0 if offload.homes is None else offload.homes.arena.pinned_bytes
+    pinned_bytes = 0 if offload.host is None else offload.host.homes.arena.pinned_bytes
     try:
-        if offload.state is not None:
+        if offload.host is not None:
             # Homes are host tensors already; what stays on the old device is moved once, here.
-            optimizer.state = plain_state(offload.state, torch.device("cpu"))
+            optimizer.state = plain_state(offload.host.state, torch.device("cpu"))
         place_state(optimizer, offload, device)
     except BaseException:
         optimizer.state = before

@@ -50,14 +50,12 @@ class Received:
         self, values: Mapping[tuple[Tensor, str], object], loose: Mapping[object, object]
     ) -> None:
         """Makes the homes that were filled the optimizer's state; see ``Reception``."""
-        assert self.offload.homes is not None
-        assert self.offload.state is not None
         prepared = PreparedLoad(self.optimizer.param_groups, {}, self.resident, dict(loose))
         for parameter, entries in self.states.items():
             prepared.entries[parameter] = {
                 key: self._entry(parameter, key, values) for key in entries
             }
-        homes, state = self.offload.homes, self.offload.state
+        homes, state = self.offload.on_host.homes, self.offload.on_host.state
         done_whole(lambda: prepared.finish(self.optimizer, state, homes))
         self.offload.forget_plan()
 
@@ -70,8 +68,7 @@ class Received:
         if self.offload.has_master(parameter):
             found = as_masters_state(found, parameter)
         if (parameter, key) in self.staying:
-            assert self.offload.homes is not None
-            found = moved(found, self.offload.homes.device)
+            found = moved(found, self.offload.on_host.homes.device)
         return Entry(found, self.homes.get((parameter, key)))
 
 
@@ -86,10 +83,8 @@ def receive_state(
         What fits the homes there are is read into them. Host memory for the rest; for states that
         stay resident and are there already none, else their bytes on the device.
     """
-    assert offload.homes is not None
-    assert offload.state is not None
-    offload.state.fence()
-    offload.homes.fence()  # what is read into must have no copy under way
+    offload.on_host.state.fence()
+    offload.on_host.homes.fence()  # what is read into must have no copy under way
     received = Received(optimizer, offload, states, Residents(offload.resident_bytes))
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     schemas = Schemas()
@@ -119,14 +114,12 @@ def _place(
 ) -> Tensor:
     """Returns the tensor that a state's bytes are read into."""
     offload = received.offload
-    assert offload.homes is not None
-    assert offload.state is not None
     wanted = as_masters_state(like, parameter) if offload.has_master(parameter) else like
     if not is_on_device:
         return _empty(like, torch.device("cpu"))
     if parameter in received.resident:
         received.staying.add((parameter, key))
-        inner = offload.state.peek(parameter)
+        inner = offload.on_host.state.peek(parameter)
         there = dict.get(inner, key) if inner is not None else None
         if (
             isinstance(there, Tensor)
@@ -134,9 +127,9 @@ def _place(
             and strided_as(local_of(there)) == strided_as(local_of(like))
         ):
             return there
-        place = offload.homes.device if wanted.dtype == like.dtype else torch.device("cpu")
+        place = offload.on_host.homes.device if wanted.dtype == like.dtype else torch.device("cpu")
         return _empty(like, place)
-    home = home_to_fill(offload.homes, offload.state, parameter, key, wanted)
+    home = home_to_fill(offload.on_host.homes, offload.on_host.state, parameter, key, wanted)
     received.homes[parameter, key] = home
     # What is of another dtype than its master needs is read beside its home, and converted.
     return home.value if wanted.dtype == like.dtype else _empty(like, torch.device("cpu"))

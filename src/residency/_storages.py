@@ -35,7 +35,7 @@ class Span(NamedTuple):
 def is_wrapper(tensor: Tensor) -> bool:
     """Returns whether a tensor is of a class that stands before the bytes of others."""
     # Torch annotates the attribute as an operator's method, which it is none of.
-    dispatches = [kind.__torch_dispatch__ for kind in (type(tensor), Tensor)]  # pyright: ignore
+    dispatches = [kind.__torch_dispatch__ for kind in (type(tensor), Tensor)]  # pyright: ignore[reportAttributeAccessIssue]
     return dispatches[0] is not dispatches[1]
 
 

@@ -161,7 +161,7 @@ def _make_model(settings: Settings) -> Any:
         num_key_value_heads=2,
         head_dim=64,
         tie_word_embeddings=False,
-        attn_implementation="eager",  # pyright: ignore  # any configuration takes it
+        attn_implementation="eager",  # pyright: ignore[reportCallIssue]  # any configuration takes it
     )
     torch.manual_seed(settings.seed)
     lora = LoraConfig(r=8, target_modules=["q_proj", "v_proj", "embed_tokens"])
@@ -187,8 +187,8 @@ def _train(settings: Settings, callbacks: tuple[Any, ...]) -> _AdapterRun:
             model=_make_model(settings),
             args=_arguments(folder, settings),
             # Transformers takes any sequence.
-            train_dataset=_texts(settings, 1),  # pyright: ignore
-            eval_dataset=_texts(settings, 2),  # pyright: ignore
+            train_dataset=_texts(settings, 1),  # pyright: ignore[reportArgumentType]
+            eval_dataset=_texts(settings, 2),  # pyright: ignore[reportArgumentType]
             callbacks=list(callbacks),
         )
         trainer.remove_callback(transformers.PrinterCallback)

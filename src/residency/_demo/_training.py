@@ -110,7 +110,7 @@ def make_model(shape: ModelShape, *, seed: int, num_columns: int) -> torch.nn.Mo
         max_position_embeddings=num_columns,
         use_cache=False,
         # The fused attention kernels have backward passes that are not deterministic.
-        attn_implementation="eager",  # pyright: ignore  # any configuration takes it
+        attn_implementation="eager",  # pyright: ignore[reportCallIssue]  # any configuration takes it
     )
     torch.manual_seed(seed)
     model: torch.nn.Module = Qwen3ForCausalLM(config)

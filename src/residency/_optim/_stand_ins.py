@@ -45,7 +45,7 @@ class StandIns:
         proxy = self._master(piece, views, is_local) if has_master else _low(piece)
         gradient = self._gradient_of(piece, is_local)
         # What the caller, or a step, has set on the parameter itself is one and the same on both.
-        proxy.__dict__ = parameter.__dict__  # pyright: ignore  # is final only by torch's annotation
+        proxy.__dict__ = parameter.__dict__  # pyright: ignore[reportAttributeAccessIssue]  # is final only by torch's annotation
         proxy.requires_grad_(parameter.requires_grad)
         if not has_master:  # torch lets a gradient have another dtype, where the parameter says so
             proxy.grad_dtype = parameter.grad_dtype

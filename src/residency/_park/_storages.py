@@ -265,4 +265,4 @@ def _view_like(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
         if tensor.is_conj():
             view = view.conj()
         # there is no public way to make one (torch 2.13)
-        return torch._neg_view(view) if tensor.is_neg() else view  # pyright: ignore
+        return torch._neg_view(view) if tensor.is_neg() else view  # pyright: ignore[reportPrivateImportUsage]

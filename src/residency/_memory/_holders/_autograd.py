@@ -16,7 +16,7 @@ import torch
 from residency._memory import _objects
 from residency._memory._holders._walk import Origin, Walk
 
-_SAVED: Any = torch._C._autograd.SavedTensor  # pyright: ignore  # the type of a node's `_raw_saved_*` (torch 2.13)
+_SAVED: Any = torch._C._autograd.SavedTensor  # pyright: ignore[reportAttributeAccessIssue]  # the type of a node's `_raw_saved_*` (torch 2.13)
 _RAW = "_raw_saved_"
 
 

@@ -65,7 +65,7 @@ class CudaGraphBase:
                 "CUDA graphs must be captured on a non-default stream. (However, after capture, "
                 "it's ok to replay them on the default stream.)"
             )
-        first, second = new_pool_id()[::-1] if pool is None else map(int, pool)
+        first, second = new_pool_id()[::-1] if pool is None else (int(pool[0]), int(pool[1]))
         chosen = (first, second)
         self._core.begin_capture(chosen, _MODES.index(capture_error_mode))
         self._held = _PoolUser(self._core, chosen, stream)

@@ -39,7 +39,8 @@ pytest_plugins = ["residency.testing.plugin", "pytester"]  # the first also wher
 
 _FACE = simulated_device_type()
 _REAL = _FACE is None
-_ABOUT_ORDER = {
+_ABOUT_ORDER = {  # [Note: tiers]
+    "test_fixtures.py",
     "test_gate.py",
     "test_parity.py",
     "test_races.py",

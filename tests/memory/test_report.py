@@ -171,7 +171,7 @@ def test_what_is_not_there_is_an_error_with_a_cure(
         ([record, "--html", tmp_path / "no" / "x.html"], "cannot be written"),
         ([record, "--trace", tmp_path / "no" / "x.json"], "cannot be written"),
         ([record, "--tensorboard", record], "cannot be written"),
-        ([record, record, "--html", tmp_path / "x.html"], "one record each"),
+        ([record, record, "--html", tmp_path / "x.html"], "one record to an export"),
     ):
         assert main(["report", *map(str, arguments)]) == 2
         assert message in capsys.readouterr().err

@@ -381,7 +381,9 @@ def test_what_a_caller_keeps_is_live_whatever_keeps_the_bytes(lab, tmp_path, kep
 def test_a_step_waits_for_a_save_of_bytes_of_which_a_caller_has_a_view(lab):
     optimizer, parameters = _three(lab, True)
     lab.take_steps(optimizer, parameters, range(1), missing=False)
-    optimizer._residency.host.homes.arena.make_room([1 << 20])  # into which steps go on beside a save
+    optimizer._residency.host.homes.arena.make_room(
+        [1 << 20]
+    )  # into which steps go on beside a save
     whole, part = (optimizer.state[p]["exp_avg"] for p in parameters[:2])
     part = part[1:]
     home = optimizer.state.peek(parameters[1]).homes_by_key["exp_avg"]

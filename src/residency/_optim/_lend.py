@@ -101,12 +101,13 @@ def lend_homes(
     for optimizer in owned_optimizers():
         if not isinstance(optimizer, OffloadedOptimizer):
             continue
-        homes = optimizer.__dict__[PRIVATE].homes
+        offload: Offload = optimizer.__dict__[PRIVATE]
         inners = [i for i in dict.values(optimizer.state) if isinstance(i, ParameterState)]
         for inner in inners:
             inner.take_replaced()
         mine = [(h, i) for i in inners for h in _homes_of(i) if h.tensor.data_ptr() in wanted]
         if mine:
+            homes = offload.on_host.homes
             if spare_bytes is not None:
                 homes.spare_bytes = spare_bytes
             homes.make_spare([home.num_bytes for home, _ in mine])

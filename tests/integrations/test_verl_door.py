@@ -83,15 +83,15 @@ def test_a_guard_waits_for_verl_without_importing_it_and_can_be_taken_back() -> 
 
 
 def test_the_plugin_leaves_a_guard_that_is_there() -> None:
-    from residency.integrations.verl import _guard
+    from residency.integrations import _verl_guard
 
     door.install_guard("1GiB")
-    guard = _guard._installed
-    _guard.ensure_guard()
-    assert _guard._installed is guard
+    guard = _verl_guard._installed
+    _verl_guard.ensure_guard()
+    assert _verl_guard._installed is guard
     door.remove_guard()
-    _guard.ensure_guard()
-    assert _guard._installed is not None
+    _verl_guard.ensure_guard()
+    assert _verl_guard._installed is not None
 
 
 def test_a_version_with_another_worker_is_an_error_that_names_it_and_nothing_is_changed(

@@ -5,7 +5,7 @@ verl loads it in every process, on ``import verl``; before verl 0.9, which has n
 nothing before verl's workers are imported.
 """
 
-from residency.integrations.verl._guard import ensure_guard
+from residency.integrations._verl_guard import ensure_guard  # beside verl.py, which imports torch
 
 __all__: list[str] = []
 

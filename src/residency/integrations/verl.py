@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from residency import offload_optimizer
 from residency._errors import InvalidArgumentError
 from residency.integrations._common._framework import named_with_version
-from residency.integrations.verl._guard import (
+from residency.integrations._verl_guard import (
     GuardStatistics,
     guard_statistics,
     install_guard,

@@ -307,3 +307,15 @@ def test_a_fact_of_the_format_stands_in_one_file(fact):
         if re.search(text, node.value)
     }
     assert users - {"_checkpoint/_disk/_header.py"} == {home}  # it has the sizes by these names
+
+
+def test_the_record_of_an_offloaded_optimizer_is_read_in_one_file():
+    """What reads it elsewhere, from a dict of any values, no type checker sees."""
+    users = {
+        file
+        for file, tree in parse(ROOT).items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Subscript | ast.Call)
+        if "__dict__" in ast.unparse(node) and re.search(r"[\[(]PRIVATE\b", ast.unparse(node))
+    }
+    assert users == {"_optim/_offload_record.py"}

@@ -20,7 +20,7 @@ _VERBS = (
 )
 _BEGINS = re.compile(rf"(?:^|[.;:] |, |, and |\bor |\bthen )(?:{_VERBS})\b", re.I)
 _VALUES = re.compile(r"\b(expected|takes|is supported|are supported|it has: |allows)\b", re.I)
-_LEAST = 0.75
+_LEAST = 0.77
 
 
 def _text(node: ast.AST) -> str:

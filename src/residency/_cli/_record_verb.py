@@ -96,7 +96,8 @@ def _run(command: list[str], output: Path, peaks: str, earlier: dict[Path, _Iden
         process = subprocess.Popen(command, env=_environment(output, peaks))
     except OSError as error:
         raise InvalidArgumentError(
-            f"{command[0]!r} cannot be started: {error.strerror}. Nothing was changed."
+            f"{command[0]!r} cannot be started: {error.strerror}. Nothing was changed; "
+            "write after `--` what you would type without the record."
         ) from None
     with process:
         try:

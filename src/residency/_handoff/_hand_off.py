@@ -141,7 +141,9 @@ def _require_on(owner: object, device: torch.device, *, name: str) -> None:
 def _target(name: torch.device | int | str | None) -> torch.device:
     device = _device.resolve(name)
     if device is None:
-        raise InvalidArgumentError("There is no accelerator on this machine to hand over.")
+        raise InvalidArgumentError(
+            "There is no accelerator on this machine to hand over; leave the call out here."
+        )
     if _device.is_capturing(device):
         raise RefusedError(
             "The current stream is being captured into a graph. Nothing was done; hand the device "

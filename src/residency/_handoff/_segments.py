@@ -104,7 +104,7 @@ def require_settable(device: torch.device, wanted: bool | None) -> None:
         if module in sys.modules:
             raise RefusedError(
                 f"Segments cannot be made to grow while {module} is loaded: {reason}. "
-                "Nothing was changed."
+                "Nothing was changed; leave `expandable_segments` out."
             )
 
 

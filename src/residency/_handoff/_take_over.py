@@ -49,7 +49,9 @@ def take_over(
     path = check_path(peer)
     target = _device.resolve(device)
     if target is None:
-        raise InvalidArgumentError("There is no accelerator on this machine to take over.")
+        raise InvalidArgumentError(
+            "There is no accelerator on this machine to take over; leave the call out here."
+        )
     deadline = Deadline(check_timeout(timeout))
     _device.device_room(target)  # has this process's context made before the other side measures
     link: Link | None = None

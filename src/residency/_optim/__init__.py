@@ -7,15 +7,15 @@ itself).
 
 from residency._optim._lend import lend_homes  # makes saves find an offloaded optimizer's state
 from residency._optim._offload import offload_optimizer, onload_optimizer
-from residency._optim._offload_record import Offload
+from residency._optim._offload_record import record_of
 from residency._optim._offloaded import OffloadedOptimizer
 from residency._optim._statistics import OffloadStatistics
 
 __all__ = [
-    "Offload",
     "OffloadStatistics",
     "OffloadedOptimizer",
     "lend_homes",
     "offload_optimizer",
     "onload_optimizer",
+    "record_of",
 ]

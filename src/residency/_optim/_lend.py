@@ -16,13 +16,12 @@ from torch.optim import Optimizer
 
 from residency._dtensor import is_sharded, local_of
 from residency._optim._homes import Home
-from residency._optim._offload_record import HostState, Offload
-from residency._optim._offloaded import OffloadedOptimizer, adopt_foreign_state
+from residency._optim._offload_record import record_of
+from residency._optim._offloaded import OffloadedOptimizer, adopt_foreign_state, offload_of
 from residency._optim._placement import follow_parameters
 from residency._optim._receive import receive_state
 from residency._optim._state import ParameterState
 from residency._optim._trial._first_step import Schemas
-from residency._optim._trial._partial_step import PRIVATE
 from residency._transfer import (
     Incoming,
     Lent,
@@ -42,7 +41,7 @@ class OffloadOwner:
         self, optimizer: Any, loans: Loans, *, keep: bool = False, is_watched: bool = False
     ) -> Mapping[Any, Mapping[str, Any]]:
         """Returns the state by parameter and key, without a wait; see ``StateOwner``."""
-        offload: Offload = optimizer.__dict__[PRIVATE]
+        offload = offload_of(optimizer)
         adopt_foreign_state(optimizer, offload)
         follow_parameters(optimizer, offload)
         states = dict(dict.items(optimizer.state))
@@ -60,7 +59,7 @@ class OffloadOwner:
 
     def set_spare(self, optimizer: Any, num_bytes: int | None) -> None:
         """Sets and allocates what steps may take while states are lent; see ``StateOwner``."""
-        host: HostState | None = optimizer.__dict__[PRIVATE].host
+        host = offload_of(optimizer).host
         if host is None:
             return
         homes = host.homes
@@ -74,7 +73,7 @@ class OffloadOwner:
         self, optimizer: Any, states: Mapping[Tensor, Mapping[str, Incoming | None]]
     ) -> Reception | None:
         """Makes room in the homes for a saved state; see ``StateOwner``."""
-        offload: Offload = optimizer.__dict__[PRIVATE]
+        offload = offload_of(optimizer)
         adopt_foreign_state(optimizer, offload)
         follow_parameters(optimizer, offload)
         return None if offload.host is None else receive_state(optimizer, offload, states)
@@ -101,7 +100,7 @@ def lend_homes(
     for optimizer in owned_optimizers():
         if not isinstance(optimizer, OffloadedOptimizer):
             continue
-        offload: Offload = optimizer.__dict__[PRIVATE]
+        offload = offload_of(optimizer)
         inners = [i for i in dict.values(optimizer.state) if isinstance(i, ParameterState)]
         for inner in inners:
             inner.take_replaced()
@@ -154,7 +153,7 @@ def _states_to_come(optimizer: Optimizer) -> list[Tensor]:
     """Returns what first steps will make and a save will copy; of an offloaded optimizer, that is
     what does not live in homes.
     """
-    offload = optimizer.__dict__.get(PRIVATE)
+    offload = record_of(optimizer)
     base = type(optimizer) if offload is None else offload.base
     found: list[Tensor] = []
     schemas = Schemas()

@@ -18,7 +18,7 @@ from residency import _device
 from residency._errors import InvalidArgumentError, RefusedError
 from residency._modes import inference_mode_off
 from residency._optim._masters import check_masters
-from residency._optim._offload_record import Offload
+from residency._optim._offload_record import Offload, put_record, record_of
 from residency._optim._offloaded import (
     OffloadedOptimizer,
     adopt_foreign_state,
@@ -26,7 +26,6 @@ from residency._optim._offloaded import (
 )
 from residency._optim._placement import follow_parameters, members_of, place_state, plain_state
 from residency._optim._step_patch import remake_step_patch, validate_step_patch
-from residency._optim._trial._partial_step import PRIVATE
 from residency._optim._trial._separable import separability
 from residency._optim._validate import check_groups, device_of
 from residency._optim._whole import done_whole
@@ -127,8 +126,8 @@ def onload_optimizer(optimizer: OptimizerT) -> OptimizerT:
         refers to. Up to 64 MiB of the rest stay in torch's cache of such memory, for whoever pins
         next; more than that goes back to the system, and takes along what others have there.
     """
-    offload = optimizer.__dict__.get(PRIVATE)
-    if not isinstance(offload, Offload):
+    offload = record_of(optimizer)
+    if offload is None:
         raise RefusedError(
             f"this {type(optimizer).__name__} is not offloaded, so there is no way back; call "
             "offload_optimizer first."
@@ -174,7 +173,7 @@ def _install(
 
 
 def _swap(optimizer: Optimizer, offload: Offload, swapped: type[Optimizer]) -> None:
-    optimizer.__dict__[PRIVATE] = offload
+    put_record(optimizer, offload)
     optimizer.__class__ = swapped
     remake_step_patch(optimizer)
     offload.guard = optimizer.register_step_pre_hook(refuse_foreign_step)
@@ -193,7 +192,7 @@ def _swap_back(
         optimizer.state = plain
     if offload.guard is not None:
         offload.guard.remove()
-    optimizer.__dict__.pop(PRIVATE, None)
+    put_record(optimizer, None)
     optimizer.__class__ = offload.base
     remake_step_patch(optimizer)
     note_owned(optimizer, is_owned=False)

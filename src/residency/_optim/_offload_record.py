@@ -23,7 +23,7 @@ from residency._optim._state import ParameterState, State
 from residency._optim._statistics import Timeline
 from residency._optim._ties import Ties, ties_of
 from residency._optim._trial._first_step import Schema, Schemas, StateSize
-from residency._optim._trial._partial_step import is_torchs_own
+from residency._optim._trial._partial_step import PRIVATE, is_torchs_own
 from residency._optim._trial._separable import Separability
 
 
@@ -239,3 +239,17 @@ def _settings_of(group: dict[str, object]) -> tuple[object, ...]:
     switches = ((k, v if isinstance(v, tuple) else (v,)) for k, v in group.items() if k != "lr")
     plain = (bool, int, float)
     return tuple((k, *(bool(v) for v in vs if isinstance(v, plain))) for k, vs in switches)
+
+
+def record_of(optimizer: Optimizer) -> Offload | None:
+    """Returns what an offloaded optimizer knows; of any other optimizer None."""
+    record = optimizer.__dict__.get(PRIVATE)
+    return record if isinstance(record, Offload) else None
+
+
+def put_record(optimizer: Optimizer, record: Offload | None) -> None:
+    """Makes this the optimizer's record; with None it has none from here on."""
+    if record is None:
+        optimizer.__dict__.pop(PRIVATE, None)
+    else:
+        optimizer.__dict__[PRIVATE] = record

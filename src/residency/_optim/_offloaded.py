@@ -23,12 +23,12 @@ from residency._dtensor import local_of, moved
 from residency._errors import RefusedError
 from residency._modes import inference_mode_off
 from residency._optim._loading import prepare_load
-from residency._optim._offload_record import Loading, Offload
+from residency._optim._offload_record import Loading, Offload, record_of
 from residency._optim._placement import follow_parameters, members_of, prime_state
 from residency._optim._state import ParameterState
 from residency._optim._statistics import OffloadStatistics, Timeline, bytes_per_second
 from residency._optim._stream import StreamedStep
-from residency._optim._trial._partial_step import PRIVATE, raw_step
+from residency._optim._trial._partial_step import raw_step
 from residency._optim._trial._separable import separability
 from residency._optim._validate import check_flags, check_groups, device_of
 from residency._optim._whole import done_whole
@@ -77,7 +77,7 @@ class OffloadedOptimizer(Optimizer):
         ``error.parameters_in_part`` list them. Stepping again steps all that have a gradient: with
         ``grad = None`` for those that were stepped, it is the rest of the same step, bit for bit.
         """
-        offload = _offload_of(self)
+        offload = offload_of(self)
         try:
             offload.is_entered = True
             with inference_mode_off():
@@ -101,7 +101,7 @@ class OffloadedOptimizer(Optimizer):
         Memory:
             No device memory but that of states that stay there (``resident=``).
         """
-        offload = _offload_of(self)
+        offload = offload_of(self)
         adopt_foreign_state(self, offload)
         follow_parameters(self, offload)
         if offload.host is not None:
@@ -109,7 +109,7 @@ class OffloadedOptimizer(Optimizer):
 
     def statistics(self) -> OffloadStatistics:
         """Returns the figures of this optimizer so far; waits for the newest step to end."""
-        offload = _offload_of(self)
+        offload = offload_of(self)
         times = offload.timeline or Timeline()
         inners = [v for v in dict.values(self.state) if isinstance(v, ParameterState)]
         homes = [home for inner in inners for home in inner.homes_by_key.values()]
@@ -137,8 +137,8 @@ class OffloadedOptimizer(Optimizer):
         )
 
     def __repr__(self) -> str:
-        offload = self.__dict__.get(PRIVATE)
-        if not isinstance(offload, Offload):
+        offload = record_of(self)
+        if offload is None:
             return super().__repr__()
         if offload.host is None:
             return f"{super().__repr__()}\noffloaded: parameters on the host, nothing moves"
@@ -202,7 +202,7 @@ class OffloadedOptimizer(Optimizer):
             No copy of what fits the homes there are; values that share bytes get new ones. State
             that stays resident is on the device twice for a moment.
         """
-        offload = _offload_of(self)
+        offload = offload_of(self)
         adopt_foreign_state(self, offload)
         follow_parameters(self, offload)
         if offload.host is None:
@@ -241,7 +241,7 @@ class OffloadedOptimizer(Optimizer):
                 parameters are not on the device of the others. In each of these cases no group was
                 added.
         """
-        offload = _offload_of(self)
+        offload = offload_of(self)
         name = offload.base.__name__
         before = dict(param_group) if isinstance(param_group, dict) else {}
         num_groups = len(self.param_groups)
@@ -262,7 +262,7 @@ class OffloadedOptimizer(Optimizer):
         offload.forget_plan()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        offload = _offload_of(self)
+        offload = offload_of(self)
         if offload.host is None:
             super().__setstate__(state)
             return
@@ -292,7 +292,7 @@ OffloadedOptimizer.step.hooked = True  # type: ignore[attr-defined]  # it runs t
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # what torch.optim itself uses
 def _step(optimizer: OffloadedOptimizer, closure: Callable[[], object] | None = None) -> object:
-    offload = _offload_of(optimizer)
+    offload = offload_of(optimizer)
     adopt_foreign_state(optimizer, offload)
     follow_parameters(optimizer, offload)
     if offload.host is None:
@@ -347,7 +347,7 @@ def refuse_foreign_step(optimizer: Optimizer, args: object, kwargs: object) -> N
     """Stops a step of the old class, as its pre-hook: it would see host state and fail
     midway.
     """
-    if not _offload_of(optimizer).is_entered:
+    if not offload_of(optimizer).is_entered:
         raise RefusedError(
             f"this call reached {type(optimizer).__name__}.step from before the offload, through a "
             "bound method or a patch that was made earlier. Nothing was stepped: call "
@@ -356,9 +356,10 @@ def refuse_foreign_step(optimizer: Optimizer, args: object, kwargs: object) -> N
         )
 
 
-def _offload_of(optimizer: Optimizer) -> Offload:
-    offload = optimizer.__dict__.get(PRIVATE)
-    if not isinstance(offload, Offload):
+def offload_of(optimizer: Optimizer) -> Offload:
+    """Returns what an offloaded optimizer knows; refuses one that is not offloaded (any more)."""
+    offload = record_of(optimizer)
+    if offload is None:
         raise RefusedError(
             f"this {type(optimizer).__name__} is not offloaded (any more); the call came through a "
             "method of the offloaded class that was kept. Call the optimizer's own method."

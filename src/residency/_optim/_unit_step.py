@@ -38,7 +38,7 @@ from residency._optim._slots import apart, by_key, views_in
 from residency._optim._stand_ins import StandIns
 from residency._optim._state import ParameterState, State
 from residency._optim._trial._first_step import planned_bytes
-from residency._optim._trial._partial_step import Commit, Shadow, is_torchs_own, raw_step
+from residency._optim._trial._partial_step import MIDWAY, Commit, Shadow, is_torchs_own, raw_step
 from residency._transfer import CopyRun, raw_bytes
 
 Copy = tuple[Tensor, Sequence[CopyRun]]
@@ -371,7 +371,8 @@ class UnitStep:
         if is_cut and (piece.stop is None or value.numel() != piece.stop - piece.start):
             raise ResidencyError(
                 f"{self._offload.base.__name__}.step made a state {key!r} of shape "
-                f"{tuple(value.shape)} for a cut of {piece.stop} elements; it is not element-wise."
+                f"{tuple(value.shape)} for a cut of {piece.stop} elements, so it is "
+                f"not element-wise. {MIDWAY}"
             )
         inner = self._state.peek(piece.parameter)
         home = making.get(key)

@@ -269,7 +269,9 @@ class GradScaler(torch.amp.GradScaler):
 def _check_device(device: Any) -> None:
     index = device if isinstance(device, int) else torch.device(device).index
     if index not in (None, 0):
-        raise SimulatorError(f"There is one simulated accelerator, sim:0; found index {index}.")
+        raise SimulatorError(
+            f"There is one simulated accelerator, so use sim:0; found index {index}."
+        )
 
 
 def _make_module() -> ModuleType:

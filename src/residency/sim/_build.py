@@ -196,7 +196,8 @@ def _compile(name: str, sources: Sequence[Path], work: Path) -> Path:
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         raise BuildError(
             f"The simulated accelerator did not compile against torch {torch.__version__}. "
-            f"The compiler said:\n{error}"
+            "Install a torch that CONTRIBUTING.md lists, or what the compiler misses. It said:\n"
+            f"{error}"
         ) from error
     finally:
         for variable, value in before.items():

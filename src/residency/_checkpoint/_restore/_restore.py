@@ -117,14 +117,14 @@ def _carry_out(
         make_room()
     if plan.differences() != left_out:
         raise RefusedError(
-            f"the save does not have all of an optimizer's state; nothing was changed.\n"
-            f"{plan.differences()}"
+            "the save does not have all of an optimizer's state; nothing was changed. Pass an "
+            f"optimizer like the one that was saved.\n{plan.differences()}"
         )
     overlaps = settle_overlaps(plan, staging_bytes=staging_bytes)
     if overlaps:
         raise RefusedError(
-            "the save does not fit the state of an optimizer; nothing was changed.\n"
-            + "\n".join(overlaps)
+            "the save does not fit the state of an optimizer; nothing was changed. Pass an "
+            "optimizer like the one that was saved.\n" + "\n".join(overlaps)
         )
     fill(
         plan.assignments,

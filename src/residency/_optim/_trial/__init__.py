@@ -12,14 +12,12 @@ from residency._lazy import door
 
 if TYPE_CHECKING:
     from residency._optim._trial._first_step import Schema, Schemas
-    from residency._optim._trial._partial_step import PRIVATE
 
-__all__ = ["PRIVATE", "Schema", "Schemas"]
+__all__ = ["Schema", "Schemas"]
 
 __getattr__ = door(
     __name__,
     {
         "_first_step": ["Schema", "Schemas"],
-        "_partial_step": ["PRIVATE"],
     },
 )

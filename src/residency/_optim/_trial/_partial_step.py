@@ -34,7 +34,7 @@ PRIVATE = "_residency"
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OWN = frozenset({"step", "state", "param_groups", PRIVATE, *_HOOKS})
 _MISSING = object()
-_MIDWAY = "Some parameters have been stepped: reload a checkpoint, and do not offload it."
+MIDWAY = "Some parameters have been stepped: reload a checkpoint, and do not offload it."
 
 
 def raw_step(base: type[Optimizer]) -> Callable[..., Any]:
@@ -285,7 +285,7 @@ class Commit:
     optimizer, once.
     """
 
-    def __init__(self, optimizer: Optimizer, advice: str = _MIDWAY) -> None:
+    def __init__(self, optimizer: Optimizer, advice: str = MIDWAY) -> None:
         self._optimizer = optimizer
         self._advice = advice
         self._first: Outcome | None = None

@@ -32,8 +32,8 @@ from residency._checkpoint._capture import parameter_names, plain_module, plain_
 from residency._checkpoint._restore import PlainReception, receive_plain
 from residency._dtensor import is_sharded, local_of, wrapped_like
 from residency._errors import InvalidArgumentError, RefusedError
-from residency._optim import Offload, OffloadedOptimizer
-from residency._optim._trial import PRIVATE, Schema, Schemas
+from residency._optim import OffloadedOptimizer, record_of
+from residency._optim._trial import Schema, Schemas
 from residency._transfer import Incoming, before_write, lending, owner_of
 from residency._units import parse_bytes
 
@@ -343,8 +343,8 @@ def _template(
 def _schema(
     optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, schemas: Schemas
 ) -> Schema | None:
-    offload = optimizer.__dict__.get(PRIVATE)
-    base = offload.base if isinstance(offload, Offload) else type(optimizer)
+    offload = record_of(optimizer)
+    base = type(optimizer) if offload is None else offload.base
     return schemas.of(optimizer, base, group, parameter, is_local=is_sharded(parameter))
 
 

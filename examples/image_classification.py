@@ -100,20 +100,16 @@ def train_one_epoch(model, criterion, optimizer, scaler, loader, epoch, args):
 
 def evaluate(model, criterion, loader):
     model.eval()
-    totals = torch.zeros(4, device="cuda")
+    totals = torch.zeros(3, device="cuda")
     with torch.inference_mode():
         for image, target in loader:
             image, target = image.cuda(non_blocking=True), target.cuda(non_blocking=True)
             output = model(image)
-            acc1, acc5 = accuracy(output, target)
-            n = target.size(0)
-            totals += torch.stack(
-                [criterion(output, target) * n, acc1[0] * n, acc5[0] * n, totals.new_tensor(n)]
-            )
-    loss, acc1, acc5, seen = totals.tolist()
-    seen = max(seen, 1)
-    print(f"test: loss {loss / seen:.4f} acc@1 {acc1 / seen:.3f} acc@5 {acc5 / seen:.3f}")
-    return acc1 / seen
+            loss, (acc1, acc5) = criterion(output, target), accuracy(output, target)
+            totals += torch.stack([loss, acc1[0], acc5[0]]) * target.size(0)
+    loss, acc1, acc5 = (totals / len(loader.dataset)).tolist()
+    print(f"test: loss {loss:.4f} acc@1 {acc1:.3f} acc@5 {acc5:.3f}")
+    return acc1
 
 
 def main():

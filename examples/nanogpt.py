@@ -4,7 +4,6 @@ python nanogpt.py --batch-size 12 --block-size 1024 --dtype bfloat16
 """
 
 import argparse
-import contextlib
 import math
 import os
 import time
@@ -23,13 +22,11 @@ parser.add_argument("--block-size", type=int, default=1024)
 parser.add_argument("--batch-size", type=int, default=12)
 parser.add_argument("--gradient-accumulation-steps", type=int, default=4)
 parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
-parser.add_argument("--dropout", type=float, default=0.0)
 parser.add_argument("--learning-rate", type=float, default=6e-4)
 parser.add_argument("--max-iters", type=int, default=600)
 parser.add_argument("--warmup-iters", type=int, default=100)
 parser.add_argument("--eval-interval", type=int, default=200)
 parser.add_argument("--eval-iters", type=int, default=20)
-parser.add_argument("--data", help="file of uint16 tokens; random ones without it")
 parser.add_argument("--out-dir", default="out")
 parser.add_argument("--resume", action="store_true")
 args = parser.parse_args()
@@ -37,9 +34,7 @@ args = parser.parse_args()
 device = "cuda"
 torch.manual_seed(1337)
 torch.backends.cuda.matmul.allow_tf32 = True
-ptdtype = getattr(torch, args.dtype)
-mixed = args.dtype != "float32"
-ctx = torch.autocast(device_type=device, dtype=ptdtype) if mixed else contextlib.nullcontext()
+ctx = torch.autocast(device, getattr(torch, args.dtype), enabled=args.dtype != "float32")
 
 
 class Block(nn.Module):
@@ -49,15 +44,14 @@ class Block(nn.Module):
         self.ln_1, self.ln_2 = nn.LayerNorm(n), nn.LayerNorm(n)
         self.c_attn, self.c_proj = nn.Linear(n, 3 * n), nn.Linear(n, n)
         self.mlp = nn.Sequential(nn.Linear(n, 4 * n), nn.GELU(), nn.Linear(4 * n, n))
-        self.drop = nn.Dropout(args.dropout)
 
     def forward(self, x):
         B, T, C = x.shape
         q, k, v = self.c_attn(self.ln_1(x)).split(C, dim=2)
         q, k, v = (t.view(B, T, args.n_head, C // args.n_head).transpose(1, 2) for t in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.drop(self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C)))
-        return x + self.drop(self.mlp(self.ln_2(x)))
+        x = x + self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
+        return x + self.mlp(self.ln_2(x))
 
 
 class GPT(nn.Module):
@@ -84,10 +78,7 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1))
 
 
-if args.data:
-    data = np.memmap(args.data, dtype=np.uint16, mode="r")
-else:
-    data = np.random.default_rng(0).integers(0, args.vocab_size, 200_000, dtype=np.uint16)
+data = np.random.default_rng(0).integers(0, args.vocab_size, 200_000, dtype=np.uint16)
 copy_stream = torch.cuda.Stream()
 
 
@@ -111,6 +102,7 @@ decay = [p for p in model.parameters() if p.dim() >= 2]
 no_decay = [p for p in model.parameters() if p.dim() < 2]
 groups = [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}]
 optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.95), fused=True)
+accumulation = args.gradient_accumulation_steps
 scaler = torch.amp.GradScaler(device, enabled=args.dtype == "float16")
 print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters")
 
@@ -148,10 +140,10 @@ t0 = time.time()
 while iter_num < args.max_iters:
     for group in optimizer.param_groups:
         group["lr"] = get_lr(iter_num)
-    for _ in range(args.gradient_accumulation_steps):
+    for _ in range(accumulation):
         x, y = take(batch)
         with ctx:
-            loss = model(x, y) / args.gradient_accumulation_steps
+            loss = model(x, y) / accumulation
         batch = get_batch()
         scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
@@ -161,7 +153,7 @@ while iter_num < args.max_iters:
     optimizer.zero_grad(set_to_none=True)
     iter_num += 1
 
-    lossf = loss.item() * args.gradient_accumulation_steps
+    lossf = loss.item() * accumulation
     dt, t0 = time.time() - t0, time.time()
     print(f"iter {iter_num}: loss {lossf:.4f}, time {dt * 1000:.2f}ms")
     if iter_num % args.eval_interval == 0 or iter_num == args.max_iters:

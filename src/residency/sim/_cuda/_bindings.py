@@ -13,6 +13,7 @@ import torch
 
 from residency._errors import SimulatorError
 from residency.sim import _allocator
+from residency.sim._cuda import _communication
 from residency.sim._cuda._types import DEVICE_TYPE, CudaDeviceProperties
 
 NCCL_VERSION = (2, 27, 5)  # a placeholder, of the release that torch 2.13 is built with
@@ -25,6 +26,7 @@ def bindings(core: object) -> dict[str, Callable[..., Any]]:
         **_stream_bindings(core),
         **_memory_bindings(core),
         **_history_bindings(core),
+        **_communication.bindings(),
         **_unmodelled_bindings(),
     }
 

@@ -99,6 +99,50 @@ void call_dropout(const IValue* arguments, torch::jit::Stack* stack) {
   stack->emplace_back(std::move(mask));
 }
 
+// Softmax of half in float32, and the gradient of that: torch has CUDA kernels only.
+bool is_softmax(const c10::FunctionSchema& schema) {
+  return schema.name() == "aten::_softmax" || schema.name() == "aten::_log_softmax";
+}
+
+bool is_softmax_backward(const c10::FunctionSchema& schema) {
+  return schema.name() == "aten::_softmax_backward_data" ||
+         schema.name() == "aten::_log_softmax_backward_data";
+}
+
+void call_softmax(const c10::OperatorHandle& op, c10::DispatchKey key, const IValue* arguments,
+                  size_t num_arguments, torch::jit::Stack* stack) {
+  stack->insert(stack->end(), arguments, arguments + num_arguments);
+  IValue* taken = &*(stack->end() - static_cast<std::ptrdiff_t>(num_arguments));
+  if (key == c10::DispatchKey::CPU && taken[2].toBool()) {
+    taken[0] = taken[0].toTensor().to(c10::kFloat);
+    taken[2] = false;
+  }
+  op.redispatchBoxed(c10::DispatchKeySet(key), stack);
+}
+
+void call_softmax_backward(const c10::OperatorHandle& op, c10::DispatchKey key,
+                           const IValue* arguments, size_t num_arguments,
+                           torch::jit::Stack* stack) {
+  const c10::ScalarType wide = arguments[0].toTensor().scalar_type();
+  const c10::ScalarType narrow = arguments[3].toScalarType();
+  stack->insert(stack->end(), arguments, arguments + num_arguments);
+  const bool is_own = key != c10::DispatchKey::CPU || wide == narrow;
+  if (is_own) return op.redispatchBoxed(c10::DispatchKeySet(key), stack);
+  (*stack)[stack->size() - num_arguments + 3] = wide;
+  const bool has_out = num_arguments > 4;
+  Tensor out = has_out ? arguments[4].toTensor() : Tensor();
+  if (has_out) stack->back() = at::empty_like(arguments[1].toTensor());
+  op.redispatchBoxed(c10::DispatchKeySet(key), stack);
+  const Tensor gradient = stack->back().toTensor().to(narrow);
+  if (!has_out) {
+    stack->back() = gradient;
+    return;
+  }
+  if (out.sizes() != gradient.sizes()) out.resize_(gradient.sizes());
+  out.copy_(gradient);
+  stack->back() = out;
+}
+
 }  // namespace
 
 void check_product(const c10::FunctionSchema& schema, const IValue* arguments,
@@ -117,13 +161,18 @@ void check_product(const c10::FunctionSchema& schema, const IValue* arguments,
 }
 
 bool has_substitute(const c10::FunctionSchema& schema) {
-  return names_result_dtype(schema) || is_half_sgd(schema) || is_dropout(schema);
+  return names_result_dtype(schema) || is_half_sgd(schema) || is_dropout(schema) ||
+         is_softmax(schema) || is_softmax_backward(schema);
 }
 
 void call_substitute(const c10::OperatorHandle& op, c10::DispatchKey key, const IValue* arguments,
                      size_t num_arguments, torch::jit::Stack* stack) {
   if (is_half_sgd(op.schema())) return call_half_sgd(op, key, arguments, num_arguments, stack);
   if (is_dropout(op.schema())) return call_dropout(arguments, stack);
+  if (is_softmax(op.schema())) return call_softmax(op, key, arguments, num_arguments, stack);
+  if (is_softmax_backward(op.schema())) {
+    return call_softmax_backward(op, key, arguments, num_arguments, stack);
+  }
   call_in_result_dtype(op.schema(), arguments, num_arguments, stack);
 }
 

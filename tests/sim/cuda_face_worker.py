@@ -297,6 +297,59 @@ def convolutions_are_the_hosts() -> None:
 
 
 @case
+def data_parallel_on_one_device_is_the_module() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).cuda()
+    parallel, x = nn.DataParallel(module), torch.randn(6, 4)
+    expected = module(x.cuda())
+    for given in (x, x.cuda()):
+        found = parallel(given)
+        assert torch.equal(found, expected)
+        found.sum().backward()
+    replicas = nn.parallel.replicate(module, [0])
+    outputs = nn.parallel.parallel_apply(replicas, [(x.cuda(),)], devices=[0])
+    assert torch.equal(nn.parallel.gather(outputs, 0), expected)
+
+
+@case
+def tensors_are_scattered_gathered_and_broadcast_on_one_device() -> None:
+    from torch.nn.parallel import comm
+
+    x = torch.arange(12.0).view(4, 3)
+    (scattered,) = comm.scatter(x, [0], streams=[torch.cuda.Stream()])
+    torch.cuda.synchronize()
+    assert scattered.is_cuda
+    assert torch.equal(scattered.cpu(), x)
+    assert torch.equal(comm.gather([scattered, scattered], dim=1).cpu(), torch.cat([x, x], 1))
+    assert torch.equal(comm.gather([scattered], destination="cpu"), x)
+    outputs = [torch.empty(1, 3, device="cuda"), torch.empty(3, 3, device="cuda")]
+    comm.scatter(scattered, out=outputs)
+    assert torch.equal(comm.gather(outputs, out=torch.empty(4, 3, device="cuda")).cpu(), x)
+    assert torch.equal(comm.broadcast(x.cuda(), [0])[0].cpu(), x)
+    comm.broadcast(x.cuda(), out=[scattered])
+    ((same,),) = comm.broadcast_coalesced([scattered], [0])
+    assert same is scattered
+
+
+@case
+def softmax_of_half_in_float32_is_that_of_the_wide_input() -> None:
+    for function in (torch.softmax, torch.log_softmax):
+        x = torch.randn(3, 7).half()
+        ours = x.cuda().requires_grad_()
+        wide = x.float().requires_grad_()
+        for value in (ours, wide):
+            result = function(value, -1, dtype=torch.float32)
+            assert result.dtype == torch.float32
+            (result * torch.arange(7.0, device=value.device)).sum().backward()
+        assert wide.grad is not None
+        assert ours.grad is not None
+        assert torch.equal(ours.grad.cpu(), wide.grad.half())
+        out = torch.empty(0, device="cuda")
+        function(x.cuda(), -1, dtype=torch.float32, out=out)
+        assert torch.equal(out.cpu(), function(x.float(), -1))
+
+
+@case
 def recurrent_layers_are_the_hosts_but_for_rounding() -> None:
     """CUDA's cells add a bias where the host's products do: each sum is rounded elsewhere."""
     torch.manual_seed(0)
@@ -416,6 +469,26 @@ def dry_mode_steps_a_model_of_billions_of_parameters() -> None:
         scaler.update()
         optimizer.zero_grad()
     assert torch.cuda.max_memory_allocated() >= 16 * num_parameters  # weights, gradients, 2 states
+
+
+@case
+def objects_that_ranks_exchange_are_whole_in_dry_mode() -> None:
+    assert sim.settings()["dry"]
+    torch.distributed.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
+    given = {"plan": ["shard", 3], "sizes": torch.arange(3)}
+    everyones, at_the_root, from_the_root = [None], [None], [given]
+    torch.distributed.all_gather_object(everyones, given)
+    torch.distributed.gather_object(given, at_the_root)
+    torch.distributed.broadcast_object_list(from_the_root)
+    for (found,) in (everyones, at_the_root, from_the_root):
+        assert found["plan"] == ["shard", 3]
+        assert found["sizes"].tolist() == [0, 1, 2]
+    sizes = torch.tensor([5, 7], device="cuda")
+    torch.distributed.all_reduce(sizes)
+    scattered = torch.empty(2, dtype=torch.long, device="cuda")
+    torch.distributed.reduce_scatter_tensor(scattered, sizes)
+    assert scattered.tolist() == [5, 7]
+    torch.distributed.destroy_process_group()
 
 
 def main(folder: Path) -> None:

@@ -10,6 +10,7 @@
 #include <map>
 
 #include "torch_distributed.h"
+#include "torch_readings.h"
 #include "torch_versions.h"
 
 namespace sim {
@@ -351,6 +352,7 @@ class Simccl final : public c10d::Backend {
       StreamId previous;
     } scope(stream);
     machine.launch(std::move(launch), [] {});
+    if (is_dry()) note_collective(call.reads, call.writes);
     DeviceWork::Part part;
     part.stream = stream;
     machine.record(part.event, stream);

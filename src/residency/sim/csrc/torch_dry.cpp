@@ -10,11 +10,11 @@
 
 #include <algorithm>
 #include <cstring>
-#include <mutex>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "torch_readings.h"
 #include "torch_values.h"
 
 namespace sim {
@@ -56,6 +56,18 @@ void into_out(const DryCall& call, c10::IntArrayRef sizes) {
   call.results.emplace_back(out);
 }
 
+// Sizes that depend on values are those of the values, where they are known.
+Rule unless_known(Rule rule) {
+  return [rule = std::move(rule)](const DryCall& call) {
+    if (!call.computed) return rule(call);
+    for (const IValue& result : call.computed->results) {
+      const bool is_tensor = result.isTensor() && result.toTensor().defined();
+      const Tensor found = is_tensor ? result.toTensor() : Tensor();
+      call.results.push_back(is_tensor ? IValue(meta(found.sizes(), found.scalar_type())) : result);
+    }
+  };
+}
+
 // Every mask is true everywhere, every element differs from zero and from the others: an upper
 // bound of the rows that CUDA makes. What was noted as zero has none.
 int64_t num_rows(const DryCall& call) {
@@ -75,7 +87,10 @@ void nonzero_out(const DryCall& call) {
 int64_t num_selected(const DryCall& call) {
   const auto sizes =
       at::infer_size(call.aliased[0].toTensor().sizes(), call.aliased[1].toTensor().sizes());
-  return c10::multiply_integers(sizes);
+  int64_t num = c10::multiply_integers(sizes);
+  const auto mask = known_value(call.arguments[1].toTensor());
+  if (mask) as_device_work([&] { num = mask->expand(sizes).count_nonzero().item<int64_t>(); });
+  return num;
 }
 
 void masked_select(const DryCall& call) {
@@ -146,10 +161,10 @@ void ctc_loss(const DryCall& call) {
   call.results.emplace_back(meta({num_samples, log_probs.size(0), 2 * longest + 1}, type));
 }
 
-// Lengths that were read from the device are zeros in dry mode.
+// Lengths that were read from the device may be placeholders, ones: an upper bound then.
 void ctc_loss_of_lengths(const DryCall& call) {
   const auto lengths = call.aliased[3].toIntVector();
-  const bool is_known = std::any_of(lengths.begin(), lengths.end(), [](auto n) { return n > 0; });
+  const bool is_known = std::any_of(lengths.begin(), lengths.end(), [](auto n) { return n > 1; });
   return is_known ? call.call_meta() : ctc_loss(call);
 }
 
@@ -199,11 +214,21 @@ void image_of_columns(const DryCall& call) {
 
 // ----------------------------------------------------------------------------------------- indices
 
+int64_t num_true(const std::optional<Tensor>& mask) {
+  const auto known = known_value(*mask);
+  int64_t num = mask->numel();
+  if (known) as_device_work([&] { num = known->count_nonzero().item<int64_t>(); });
+  return num;
+}
+
 // A mask among indices stands for as many positions as it has elements, in each of its dimensions.
 void index_by_masks(const DryCall& call) {
   Arguments aliased = call.aliased;
   c10::List<std::optional<Tensor>> indices;
-  for (const std::optional<Tensor>& index : call.aliased[1].toOptionalTensorList()) {
+  const auto masks = call.arguments[1].toOptionalTensorList();
+  const auto metas = call.aliased[1].toOptionalTensorList();
+  for (const auto i : c10::irange(metas.size())) {
+    const std::optional<Tensor> index = metas[i];
     const bool is_mask = index && index->defined() &&
                          (index->scalar_type() == c10::kBool || index->scalar_type() == c10::kByte);
     if (!is_mask) {
@@ -211,7 +236,7 @@ void index_by_masks(const DryCall& call) {
       continue;
     }
     for (int64_t dim = 0; dim < index->dim(); dim++) {
-      indices.push_back(meta({index->numel()}, c10::kLong));
+      indices.push_back(meta({num_true(masks[i])}, c10::kLong));
     }
   }
   aliased[1] = indices;
@@ -230,13 +255,13 @@ const Rule* rule_for(const std::string& name) {
       {"aten::_masked_softmax_backward", like(0)},
       {"aten::_sample_dirichlet", like(0)},
       {"aten::_standard_gamma_grad", like(0)},
-      {"aten::_unique", unique({.inverse = 2, .num_results = 2})},
-      {"aten::_unique2", unique({.inverse = 2, .counts = 3})},
+      {"aten::_unique", unless_known(unique({.inverse = 2, .num_results = 2}))},
+      {"aten::_unique2", unless_known(unique({.inverse = 2, .counts = 3}))},
       {"aten::binary_cross_entropy", reduced_loss(3)},
-      {"aten::bincount", bincount},
+      {"aten::bincount", unless_known(bincount)},
       {"aten::binomial", like(0)},
       {"aten::col2im", image_of_columns},
-      {"aten::equal", equal},
+      {"aten::equal", unless_known(equal)},
       {"aten::fractional_max_pool3d_backward", like(1)},
       {"aten::glu_backward_jvp", like(0)},
       {"aten::glu_jvp", like(0)},
@@ -246,19 +271,19 @@ const Rule* rule_for(const std::string& name) {
       {"aten::index_put_", index_by_masks},
       {"aten::_index_put_impl_", index_by_masks},
       {"aten::_unsafe_index.Tensor", index_by_masks},
-      {"aten::masked_select", masked_select},
+      {"aten::masked_select", unless_known(masked_select)},
       {"aten::masked_select.out", masked_select_out},
       {"aten::mode.values", mode_out},
       {"aten::mse_loss", reduced_loss(2)},
       {"aten::multi_margin_loss_backward", like(1)},
       {"aten::multilabel_margin_loss_backward", like(1)},
-      {"aten::nonzero", nonzero},
+      {"aten::nonzero", unless_known(nonzero)},
       {"aten::nonzero.out", nonzero_out},
-      {"aten::repeat_interleave.Tensor", repeat_interleave},
+      {"aten::repeat_interleave.Tensor", unless_known(repeat_interleave)},
       {"aten::smooth_l1_loss", reduced_loss(2)},
-      {"aten::unique_consecutive", unique({.dim = 3, .inverse = 1, .counts = 2})},
-      {"aten::unique_dim", unique({.dim = 1, .inverse = 3, .counts = 4})},
-      {"aten::unique_dim_consecutive", unique({.dim = 1, .inverse = 2, .counts = 3})},
+      {"aten::unique_consecutive", unless_known(unique({.dim = 3, .inverse = 1, .counts = 2}))},
+      {"aten::unique_dim", unless_known(unique({.dim = 1, .inverse = 3, .counts = 4}))},
+      {"aten::unique_dim_consecutive", unless_known(unique({.dim = 1, .inverse = 2, .counts = 3}))},
   };
   const auto found = rules.find(name);
   return found == rules.end() ? nullptr : &found->second;
@@ -395,82 +420,13 @@ bool has_run_meta(const DryCall& call) {
   return false;
 }
 
-// ---------------------------------------------------------------------------------------- readings
-
-class Readings {
- public:
-  static Readings& get() {
-    static auto* readings = new Readings;  // tensors outlive static objects
-    return *readings;
-  }
-
-  Reading of(const Tensor& tensor) {
-    std::lock_guard<std::mutex> guard(lock_);
-    const auto found = noted_.find(tensor.storage().unsafeGetStorageImpl());
-    return found == noted_.end() ? Reading::kUnknown : found->second.reading;
-  }
-
-  void note(const c10::Storage& noted, Reading reading) {
-    std::lock_guard<std::mutex> guard(lock_);
-    c10::StorageImpl* storage = noted.unsafeGetStorageImpl();
-    if (reading == Reading::kUnknown) {
-      noted_.erase(storage);
-      return;
-    }
-    if (noted_.size() >= most_) {
-      std::erase_if(noted_, [](const auto& entry) { return entry.second.storage.expired(); });
-      most_ = 2 * noted_.size() + 64;
-    }
-    // A weak reference keeps the address from becoming another storage's.
-    noted_.insert_or_assign(storage, Entry{noted.getWeakStorageImpl(), reading});
-  }
-
- private:
-  struct Entry {
-    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-    Reading reading;
-  };
-  std::mutex lock_;
-  std::unordered_map<const c10::StorageImpl*, Entry> noted_;
-  size_t most_ = 64;
-};
-
 }  // namespace
-
-Reading reading_after(const std::string& name, const Arguments& arguments) {
-  const std::string operation = name.substr(0, name.find('.'));
-  auto input = [&] { return dry_reading(arguments[0].toTensor()); };
-  if (name == "aten::_amp_foreach_non_finite_check_and_unscale_") return Reading::kZero;
-  if (operation == "aten::eq" && arguments[1].isScalar() && arguments[1].toScalar().equal(0)) {
-    return Reading::kZero;
-  }
-  const bool is_check =
-      operation == "aten::ge" || operation == "aten::gt" || operation == "aten::ne";
-  if (is_check && arguments[1].isScalar() && arguments[1].toScalar().equal(0)) {
-    return arguments[0].toTensor().dim() == 0 ? Reading::kHolds : Reading::kUnknown;
-  }
-  if (operation == "aten::all") {
-    return input() == Reading::kZero ? Reading::kZero : Reading::kTrue;
-  }
-  if (operation == "aten::sum" || operation == "aten::any" || operation == "aten::count_nonzero") {
-    return input() == Reading::kZero ? Reading::kZero : Reading::kUnknown;
-  }
-  return Reading::kUnknown;
-}
 
 void run_dry(const DryCall& call) {
   if (const Rule* rule = rule_for(call.name)) return as_device_work([&] { (*rule)(call); });
   if (has_run_meta(call)) return;
   if (!makes_tensors(call.schema) && !takes_out(call.schema)) return return_written(call);
   run_over_zeros(call);
-}
-
-Reading dry_reading(const Tensor& tensor) {
-  return tensor.defined() && tensor.has_storage() ? Readings::get().of(tensor) : Reading::kUnknown;
-}
-
-void note_reading(const c10::Storage& storage, Reading reading) {
-  Readings::get().note(storage, reading);
 }
 
 }  // namespace sim

@@ -15,9 +15,9 @@
 #include "registration.h"
 #include "torch_capture.h"
 #include "torch_device.h"
-#include "torch_dry.h"
 #include "torch_generator.h"
 #include "torch_plan.h"
+#include "torch_readings.h"
 #include "torch_scratch.h"
 #include "torch_substitutes.h"
 #include "torch_values.h"
@@ -143,6 +143,7 @@ class Call {
     }
     carry_back();
     adopt_results();
+    if (computed_) note_computed(*computed_, arguments_, *stack_);
     if (machine_.is_capturing() && !machine_.settings().dry) capture();
     take_scratch();
   }
@@ -216,19 +217,14 @@ class Call {
 
   void run_dry() {
     Stack results;
-    sim::run_dry({plan_.name, op_.schema(), arguments_, aliased_, results,
+    if (machine_.settings().dry) computed_ = compute_known(op_, arguments_);
+    const Computed* computed = computed_ ? &*computed_ : nullptr;
+    sim::run_dry({plan_.name, op_.schema(), arguments_, aliased_, results, computed,
                   [this](c10::DispatchKey key, const Arguments& arguments, Stack& found) {
                     call_kernel(op_, plan_.kernel, key, arguments, &found);
                   }});
     stack_->insert(stack_->end(), results.begin(), results.end());
-    reading_ = reading_after(plan_.name, arguments_);
-    for (const auto i : c10::irange(arguments_.size())) {
-      if (!plan_.arguments[i].writes) continue;
-      const Reading reading = arguments_[i].isTensor() ? reading_ : Reading::kUnknown;
-      visit_tensors(arguments_[i], [&](const Tensor& tensor) {
-        if (tensor.defined()) note_reading(tensor.storage(), reading);
-      });
-    }
+    reading_ = note_written(plan_, arguments_);
   }
 
   // ------------------------------------------------------------------------------ running it later
@@ -456,6 +452,7 @@ class Call {
   Arguments aliased_;
   std::vector<std::pair<c10::StorageImpl*, c10::Storage>> adopted_;
   Reading reading_ = Reading::kUnknown;  // of what it wrote, in dry mode
+  std::optional<Computed> computed_;     // what is known of what it made, in dry mode
   mutable std::optional<Draw> draw_;     // what a random operation has reserved
 };
 

@@ -14,14 +14,13 @@
 #include "fork.h"
 #include "registration.h"
 #include "torch_device.h"
-#include "torch_dry.h"
+#include "torch_readings.h"
 
 namespace sim {
 namespace {
 
 using at::Tensor;
 c10::DispatchKeySet device_keys() { return c10::DispatchKeySet(face().key); }
-constexpr size_t kZeroedInDryMode = size_t(1) << 20;
 
 // ----------------------------------------------------------------------------------------- making
 
@@ -91,13 +90,6 @@ Tensor copy_to_host_staged(const Tensor& from, const Tensor& to, bool non_blocki
   return to;
 }
 
-void skip_bytes_in_dry_mode(const Tensor& to) {
-  // What a script prints should repeat, but a whole checkpoint must not be touched.
-  if (!is_sim(to) && to.nbytes() <= kZeroedInDryMode && to.is_contiguous()) {
-    std::memset(to.mutable_data_ptr(), 0, to.nbytes());
-  }
-}
-
 // The aliases carry raw addresses: neither the device bytes nor the host ones are kept alive by
 // work that is queued. The caching allocators see to that, if the program says what it must.
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
@@ -131,7 +123,7 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   if (machine.settings().dry) {
     machine.observe(std::move(launch));
     if (must_wait) machine.synchronize_stream(Machine::current_stream());
-    skip_bytes_in_dry_mode(to);
+    is_sim(to) ? note_copy(from, to) : read_to_host(from, to);
     return to;
   }
   Aliases aliases(false);
@@ -166,13 +158,9 @@ c10::Scalar local_scalar(const Tensor& tensor) {
   use_device();
   Machine& machine = Machine::get();
   if (machine.is_capturing()) machine.synchronize_stream(Machine::current_stream());  // refused
-  if (machine.settings().dry) {  // a placeholder: no kernel has computed anything
+  if (machine.settings().dry) {  // no kernel has computed anything
     machine.synchronize_stream(Machine::current_stream());
-    const Reading reading = dry_reading(tensor);  // [Note: readings]
-    if (tensor.scalar_type() == at::kBool) return reading == Reading::kTrue;
-    const int value = reading == Reading::kZero ? 0 : 1;
-    const bool is_whole = c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/false);
-    return is_whole ? c10::Scalar(value) : c10::Scalar(static_cast<double>(value));
+    return read_scalar(tensor);
   }
   Aliases aliases(false);
   Tensor alias = aliases.of(tensor);

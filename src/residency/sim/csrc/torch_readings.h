@@ -1,0 +1,52 @@
+// What a program reads in dry mode, where no kernel computes a value: what it has put on the device
+// itself, and else placeholders.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "torch_dry.h"
+#include "torch_plan.h"
+
+namespace sim {
+
+// [Note: readings] No kernel computes a value in dry mode, so `item()` and copies to the host give
+// a placeholder: 1 for numbers, False for truth values. Torch's own code asks too, and must take
+// the branch that a training step takes: nothing overflowed, nothing is zero, every check holds. A
+// storage that such an answer was written to is noted, until something else is written there.
+// `kHolds` is of a placeholder that was compared with a number, and compares so. What was copied
+// from the host is known, where it is small, for as long as nothing else is written there: the
+// sizes and pickles that ranks send each other, counts, labels.
+//
+// A program may ask until it hears something else: `while loss.item() > tolerance`. So whoever asks
+// for placeholders at one place over and over hears the other answer once in a while
+// (`kMostAnswers`): nearly 0 for a fraction, 0 for a whole number, the other truth value. What was
+// noted is not doubted: a check that holds does so every time.
+enum class Reading { kUnknown, kZero, kTrue, kHolds };
+Reading dry_reading(const at::Tensor& tensor);
+
+// A tensor whose values are known, or were noted where it is small: on the host, and contiguous.
+std::optional<at::Tensor> known_value(const at::Tensor& tensor);
+
+// Notes what the tensors that an operation wrote read as; those that it made read as the same.
+Reading note_written(const Plan& plan, const Arguments& arguments);
+void note_reading(const c10::Storage& storage, Reading reading);
+
+// An operation on nothing but what is known is computed, on the host; none, where it is not that.
+std::optional<Computed> compute_known(const c10::OperatorHandle& op, const Arguments& arguments);
+// `stack` ends with the device's results.
+void note_computed(const Computed& computed, const Arguments& arguments,
+                   const torch::jit::Stack& stack);
+
+// What a copy or a collective makes of what is known.
+void note_copy(const at::Tensor& from, const at::Tensor& to);
+void note_collective(const std::vector<at::Tensor>& reads, const std::vector<at::Tensor>& writes);
+
+// Answers: those of a copy to the host, which leaves large tensors as they are, and of `item()`.
+void read_to_host(const at::Tensor& from, const at::Tensor& to);
+c10::Scalar read_scalar(const at::Tensor& tensor);
+
+}  // namespace sim

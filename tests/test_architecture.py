@@ -13,11 +13,13 @@ from source_rules import (
     MAX_PUBLIC_NAMES,
     PACKAGE,
     ROOT,
+    TESTS,
     Tree,
     cuda_faults,
     cycles,
     door_faults,
     except_faults,
+    file_length_faults,
     layer_faults,
     lazy_door_faults,
     length_faults,
@@ -49,6 +51,10 @@ def test_no_modules_import_each_other_in_a_circle(package: Tree) -> None:
 
 def test_files_and_functions_are_short() -> None:
     assert length_faults(ROOT) == []
+
+
+def test_files_of_tests_are_short() -> None:
+    assert file_length_faults(TESTS) == []
 
 
 def test_a_class_has_a_name_of_its_own(package: Tree) -> None:

@@ -137,3 +137,10 @@ class AppState(Stateful):
 class BrokenWriter(dcp.FileSystemWriter):
     def write_data(self, plan: Any, planner: Any) -> Any:
         raise OSError("no space left, let us say")
+
+
+def states_of(run: Run) -> list[Tensor]:
+    """Returns all tensors of its optimizer's states."""
+    return [
+        v for p in run.parameters for v in run.optimizer.state[p].values() if isinstance(v, Tensor)
+    ]

@@ -1,4 +1,4 @@
-"""One rank of test_dcp.py: saves and loads DTensors through the pair, over gloo."""
+"""One rank of test_dcp_ranks.py: saves and loads DTensors through the pair, over gloo."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from residency import sim
 from residency._checkpoint._sources import open_source
 from residency.integrations.dcp import ResidencyStorageReader, ResidencyStorageWriter
 
-RANK, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
+RANK, PHASE, FOLDER = int(sys.argv[1]), sys.argv[3], Path(sys.argv[4])
 case = Cases()
 
 
@@ -294,7 +294,7 @@ def main() -> None:
     store = dist.FileStore(str(FOLDER / "store"), 2)
     sim.enable("1GiB", schedule="late", check_races=True)
     dist.init_process_group("cpu:gloo,sim:simccl", store=store, rank=RANK, world_size=2)
-    case.run(FOLDER / f"outcomes{RANK}.json")
+    case.run(FOLDER / f"{PHASE}{RANK}.json")
     dist.destroy_process_group()
 
 

@@ -24,7 +24,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "sim"))
 
-from worker_cases import judge, missing_devices
+from worker_cases import cases_of, judge, missing_devices
 
 import residency
 from residency.integrations._common import _framework
@@ -40,10 +40,8 @@ LAST = "a_save_is_whole_when_python_ended_while_it_was_under_way"
 TREES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 
 
-def cases_of(worker: str) -> list[str]:
-    lines = (HERE / worker).read_text().splitlines()
-    starts = [index for index, line in enumerate(lines) if line == "@case"]
-    return [lines[index + 1].removeprefix("def ").partition("(")[0] for index in starts]
+def cases_in(worker: str) -> list[str]:
+    return [case for _, case in cases_of(HERE / worker, {"case"})]
 
 
 def start(worker: str, *arguments: object, **variables: str) -> subprocess.Popen[str]:
@@ -108,14 +106,14 @@ def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("case", [*cases_of("lightning_worker.py"), LAST])
+@pytest.mark.parametrize("case", [*cases_in("lightning_worker.py"), LAST])
 def test_under_a_trainer(of_trees: Outcomes, tree: str, case: str) -> None:
     if tree not in of_trees:
         pytest.skip(f"needs {tree}")
     judge(of_trees[tree].get(case))
 
 
-@pytest.mark.parametrize("case", cases_of("lightning_sharded_worker.py"))
+@pytest.mark.parametrize("case", cases_in("lightning_sharded_worker.py"))
 def test_under_a_strategy_that_shards(of_ranks: list[dict[str, str]], case: str) -> None:
     for outcomes in of_ranks:
         judge(outcomes.get(case))

@@ -1,13 +1,12 @@
 """The callback and the mixin with the installed Transformers, PEFT, TRL, accelerate, bitsandbytes.
 
 They run where the simulator stands in CUDA's place, in processes of their own: one that has the
-cases of ``transformers_worker.py``, one for TRL, and two ranks.
+cases that ``transformers_worker.py`` imports, one for TRL, and two ranks.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import os
 import subprocess
@@ -19,7 +18,7 @@ from limits import WORKER_SECONDS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "sim"))
 
-from worker_cases import judge, missing_devices
+from worker_cases import cases_of, judge, missing_devices
 
 import residency
 
@@ -35,10 +34,9 @@ PACKAGES = {
     "transformers_ranks_worker": ("accelerate", "peft"),
 }
 CASES = [
-    (worker, rank, line.removeprefix("def ").split("(")[0])
+    (worker, rank, case)
     for worker, num_ranks in WORKERS.items()
-    for before, line in itertools.pairwise((HERE / f"{worker}.py").read_text().splitlines())
-    if before in ("@case", "@two")
+    for _, case in cases_of(HERE / f"{worker}.py", {"case", "two"})
     for rank in range(num_ranks)
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,10 +13,13 @@ from unittest import mock
 import torch
 import transformers
 from torch import Tensor
+from worker_cases import Cases, optional
 
 import residency
 from residency.integrations.transformers import ResidencyCallback, ResidencyTrainerMixin
 
+peft = optional("peft")
+case = Cases()  # of the files that transformers_worker.py imports
 BUCKET = "16KiB"  # a few of them hold the states of a tiny model
 
 
@@ -27,6 +31,10 @@ def text() -> Tensor:
     """A source file of Python's own as ``int64`` ``[24, 16]``, a token per byte, on the host."""
     source = Path(argparse.__file__).read_bytes()
     return torch.frombuffer(bytearray(source[:384]), dtype=torch.uint8).long().view(24, 16)
+
+
+def inside(folder: str) -> Path:
+    return Path(tempfile.mkdtemp(dir=folder))
 
 
 class Lines(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -56,8 +64,6 @@ def tiny_model(**settings: Any) -> Any:
 
 
 def adapted(model: Any = None, **settings: Any) -> Any:
-    import peft
-
     config = peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], **settings})
     torch.manual_seed(1)
     return peft.get_peft_model(tiny_model() if model is None else model, config)
@@ -134,8 +140,6 @@ def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 
 def adapter_of(model: Any, name: str = "default") -> dict[str, Tensor]:
     """What PEFT would write of an adapter now."""
-    import peft
-
     found = peft.get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     return {key: value.detach().cpu().clone() for key, value in found.items()}
 

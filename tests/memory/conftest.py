@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -9,9 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from limits import WORKER_SECONDS
 
+sys.path.insert(0, str(Path(__file__).parent))
+from holding import NUM_ELEMENTS, Make
+
 import residency
+
+
+@pytest.fixture
+def make(device: torch.device) -> Make:
+    """Makes a tensor of 1 MiB on the device."""
+    return functools.partial(torch.ones, NUM_ELEMENTS, device=device)
 
 
 @pytest.fixture

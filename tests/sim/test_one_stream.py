@@ -11,11 +11,13 @@ import pytest
 
 pytestmark = pytest.mark.sim
 
+FILES = ("test_operations.py", "test_copies.py", "test_training.py")  # those of `schedule`
+
 
 def test_every_operation_test_holds_with_one_stream_too() -> None:
-    operations = Path(__file__).with_name("test_operations.py")
+    operations = [str(Path(__file__).with_name(name)) for name in FILES]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(operations)],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *operations],
         env={**os.environ, "RESIDENCY_TEST_ONE_STREAM": "1"},
         capture_output=True,
         text=True,

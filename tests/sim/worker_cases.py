@@ -143,11 +143,18 @@ class GatedWriter(dcp.FileSystemWriter):
 
 
 def cases_of(worker: Path, phases: Container[str]) -> list[tuple[str, str]]:
-    """Returns phase and name of each case of a worker: its functions, decorated with the phase."""
-    functions = [n for n in ast.parse(worker.read_text()).body if isinstance(n, ast.FunctionDef)]
+    """Returns phase and name of each case of a worker: the functions, decorated with the phase, of
+    its file and of the files ``*_cases.py`` beside it that it imports.
+    """
+    nodes = list(ast.parse(worker.read_text()).body)
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    for name in names:
+        if name.endswith("_cases"):
+            nodes += ast.parse(worker.with_name(f"{name}.py").read_text()).body
     return [
         (decorator.id, function.name)
-        for function in functions
+        for function in nodes
+        if isinstance(function, ast.FunctionDef)
         for decorator in function.decorator_list
         if isinstance(decorator, ast.Name) and decorator.id in phases
     ]

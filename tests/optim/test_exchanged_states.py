@@ -1,0 +1,190 @@
+"""States that callers exchange, replace or give on are those of the plain optimizer."""
+
+import collections
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from exchanged import FEW, PLACES, everything, three
+
+
+def _swapped(optimizer, p, q, r):
+    optimizer.state[p], optimizer.state[q] = optimizer.state[q], optimizer.state[p]
+
+
+def _rotated(optimizer, p, q, r):
+    state = optimizer.state
+    state.update({p: state[q], q: state[r], r: state[p]})
+
+
+def _keys_exchanged(optimizer, p, q, r):
+    state = optimizer.state[p]
+    state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"].sqrt_(), state["exp_avg"].abs_()
+
+
+def _turned(optimizer, p, q, r):
+    optimizer.state[p]["exp_avg"] = optimizer.state[p]["exp_avg"].t()
+
+
+def _turned_in_part(optimizer, p, q, r):
+    state = optimizer.state[p]
+    state["exp_avg"] = state["exp_avg"].t().contiguous().flip(0)
+
+
+def _tensor_shared(optimizer, p, q, r):
+    optimizer.state[p]["exp_avg"] = optimizer.state[q]["exp_avg"]
+
+
+def _all_shared(optimizer, p, q, r):
+    optimizer.state[p] = optimizer.state[q]
+
+
+def _shared_and_parted(optimizer, p, q, r):
+    _tensor_shared(optimizer, p, q, r)
+    optimizer.state[p]["exp_avg"] = torch.ones_like(optimizer.state[q]["exp_avg"])
+
+
+def _tensor_shared_back(optimizer, p, q, r):
+    optimizer.state[r]["exp_avg"] = optimizer.state[p]["exp_avg"]
+
+
+def _step_shared(optimizer, p, q, r):
+    optimizer.state[p]["step"] = optimizer.state[r]["step"]
+
+
+def _view_beside(optimizer, p, q, r):
+    optimizer.state[p]["mine"] = optimizer.state[p]["exp_avg"].view(-1)[7:100]
+
+
+def _view_of_another(optimizer, p, q, r):
+    optimizer.state[q]["exp_avg"] = optimizer.state[r]["exp_avg"].view(-1)[:4096].view(64, 64)
+
+
+def _through_numpy(optimizer, p, q, r):
+    state = optimizer.state[p]
+    state["exp_avg"] = torch.from_numpy(state["exp_avg"].cpu().numpy()).to(state["exp_avg"].device)
+
+
+def _permuted(optimizer, p, q, r):
+    saved = optimizer.state_dict()
+    states = saved["state"]
+    states[0], states[1] = states[1], states[0]
+    optimizer.load_state_dict(saved)
+
+
+def _loaded_over_a_copy(optimizer, p, q, r):
+    saved = optimizer.state_dict()
+    states = saved["state"]
+    states[0], states[1] = states[1], copy.deepcopy(states[0])
+    optimizer.load_state_dict(saved)
+
+
+def _popped_and_given_on(optimizer, p, q, r):
+    taken = optimizer.state.pop(p)
+    optimizer.state[p] = optimizer.state.pop(q)
+    optimizer.state[q] = taken
+
+
+def _another_mapping(optimizer, p, q, r):
+    state = optimizer.state
+    optimizer.state = collections.defaultdict(dict, {p: state[q], q: state[p], r: dict(state[r])})
+
+
+MOVES = [
+    _swapped, _rotated, _keys_exchanged, _turned, _turned_in_part, _tensor_shared,
+    _tensor_shared_back, _all_shared, _shared_and_parted, _step_shared, _view_beside,
+    _view_of_another, _through_numpy, _permuted, _loaded_over_a_copy, _popped_and_given_on,
+    _another_mapping,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("move", MOVES)
+def test_states_that_callers_exchange_are_those_of_the_plain_optimizer(lab, move, place):
+    results = []
+    for offload in (False, True):
+        optimizer, parameters = three(lab, offload, place=place, foreach=False)
+        for steps in (range(2), range(2, 4), range(4, 6)):
+            lab.take_steps(optimizer, parameters, steps, missing=False)
+            if steps.start == 0:
+                move(optimizer, *parameters)
+        results.append(everything(lab, optimizer, parameters))
+    plain, streamed = results
+    assert len(plain) == len(streamed)
+    assert all(map(torch.equal, plain, streamed))
+
+
+REPLACEMENTS = {
+    "share_memory": lambda t: t.share_memory_(),
+    "data": lambda t: setattr(t, "data", torch.full_like(t, 0.25)),
+    "set_": lambda t: t.set_(torch.full_like(t, 0.25)),
+    "data of other strides": lambda t: setattr(t, "data", torch.full_like(t, 0.25).t()),
+    "data with gaps": lambda t: setattr(t, "data", t.new_full((64, 128), 0.25)[:, ::2]),
+}
+
+
+@pytest.mark.parametrize("place", FEW.values(), ids=FEW)
+@pytest.mark.parametrize("replace", REPLACEMENTS.values(), ids=REPLACEMENTS)
+def test_memory_that_a_caller_puts_at_a_state_is_the_state(lab, replace, place):
+    results = []
+    for offload in (False, True):
+        optimizer, parameters = three(lab, offload, torch.optim.Adagrad, place)
+        lab.take_steps(optimizer, parameters, range(2), missing=False)
+        replace(optimizer.state[parameters[1]]["sum"])
+        saved = optimizer.state_dict()["state"][1]["sum"]
+        seen = [saved.cpu().clone()]
+        lab.take_steps(optimizer, parameters, range(2, 4), missing=False)
+        seen.append(saved.cpu().clone())
+        results.append([*seen, *everything(lab, optimizer, parameters)])
+    assert all(map(torch.equal, *results))
+
+
+def _exchanged(state, p, q):
+    # Python assigns from left to right: for a moment no entry has q's.
+    state[q]["exp_avg"], state[p]["exp_avg"] = state[p]["exp_avg"], state[q]["exp_avg"]
+
+
+def _out_and_back(state, p, q):
+    taken = state[q].pop("exp_avg")
+    state[q]["exp_avg"] = taken
+
+
+def _out_and_elsewhere(state, p, q):
+    taken = state.pop(q)
+    state[p]["exp_avg"] = taken["exp_avg"]
+    state[q] = {**taken, "exp_avg": torch.zeros_like(taken["exp_avg"])}
+
+
+def _replaced_and_in_turned(state, p, q):
+    taken = state[q]["exp_avg"]
+    state[q]["exp_avg"] = torch.ones_like(taken)
+    state[p]["exp_avg"] = taken.t()
+
+
+WAYS = [_exchanged, _out_and_back, _out_and_elsewhere, _replaced_and_in_turned]
+
+
+@pytest.mark.parametrize("replace", [None, "share_memory", "set_", "data of other strides"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_state_that_no_entry_has_for_a_while_is_live_again_in_its_next(lab, way, replace):
+    results = []
+    place = FEW["resident in part"]
+    for offload in (False, True):
+        optimizer, parameters = three(lab, offload, place=place, foreach=False)
+        lab.take_steps(optimizer, parameters, range(2), missing=False)
+        kept = optimizer.state[parameters[1]]["exp_avg"]
+        if replace is not None:
+            REPLACEMENTS[replace](kept)
+        lab.take_steps(optimizer, parameters, [2], missing=False)
+        way(optimizer.state, *parameters[:2])
+        seen = []
+        for step in range(3, 6):
+            lab.take_steps(optimizer, parameters, [step], missing=False)
+            seen.append(kept.cpu().clone())
+            kept.mul_(0.5)
+        results.append([*seen, *everything(lab, optimizer, parameters)])
+    assert all(map(torch.equal, *results))

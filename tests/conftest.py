@@ -10,8 +10,10 @@ compare bits that different threads computed. Tiny tensors are quicker so, too.
 
 [Note: tiers] `make test` is the first tier, and takes minutes; `make test-all` is the rest. A test
 is in one of them: those marked ``whole``, and every test under the schedule "overtake" that is not
-about the order of work itself, are in the second. "late" shows a missing wait every time; what
-"overtake" shows beyond it, work that comes too early on another lane, is what these files are for.
+about the order of work itself, are in the second. Marked are tests of more than 20 seconds, most of
+those with a framework, phases of four ranks, and of a large matrix all but a few pairs, which name
+each of its rows and columns. "late" shows a missing wait every time; what "overtake" shows beyond
+it, work that comes too early on another lane, is what these files are for.
 
 [Note: frameworks] They are imported by fixtures, and the tests that do so, in folders named
 ``stacks`` and of the docs, run last: a framework has hundreds of thousands of objects, which every
@@ -37,6 +39,10 @@ from residency.testing import simulated_device_type
 
 pytest_plugins = ["residency.testing.plugin", "pytester"]  # the first also where not installed
 
+# [Note: ends of processes] A thread of autograd's that meets the end of the interpreter sleeps for
+# good (python.cpp), and torch waits ten seconds for it. Tests start hundreds of processes, and each
+# takes a backward pass; those that are about the end of one leave torch its ten seconds.
+AUTOGRADS_LAST_WAIT = "TORCH_AUTOGRAD_SHUTDOWN_WAIT_LIMIT"
 _FACE = simulated_device_type()
 _REAL = _FACE is None
 _ABOUT_ORDER = {  # [Note: tiers]
@@ -50,8 +56,9 @@ _ABOUT_ORDER = {  # [Note: tiers]
 
 
 def pytest_configure() -> None:
-    """Sets the number of threads before any of torch's own begins. [Note: threads]"""
+    """Sets what processes have from their beginning. [Note: threads]"""
     torch.set_num_threads(1)
+    os.environ.setdefault(AUTOGRADS_LAST_WAIT, "0.1")  # seconds [Note: ends of processes]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -137,6 +144,12 @@ def _pinned_bytes() -> int:
     if _REAL:
         return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
     return sim.pinned_memory_stats()["pinned_bytes.current"]
+
+
+@pytest.fixture
+def patient_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets processes end as torch lets them. [Note: ends of processes]"""
+    monkeypatch.delenv(AUTOGRADS_LAST_WAIT, raising=False)
 
 
 @pytest.fixture

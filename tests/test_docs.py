@@ -23,6 +23,7 @@ INTEGRATIONS = ("lightning", "transformers", "dcp", "verl")  # xtuner's imports 
 
 ALL_PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
 PAGES = [page for page in ALL_PAGES if any(not block.file for block in blocks_of(page))]
+FIRST_PAGES = {"README.md", "save-and-resume.md"}  # the others, on a device, in the second tier
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # said of dcp on one process
@@ -33,7 +34,14 @@ PAGES = [page for page in ALL_PAGES if any(not block.file for block in blocks_of
 )
 @pytest.mark.filterwarnings("ignore:GPU available but not used")
 @pytest.mark.sim_device(schedule="late")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[] if page.name in FIRST_PAGES else [pytest.mark.whole])
+        for page in PAGES
+    ],
+    ids=lambda page: page.name,
+)
 def test_the_blocks_of_a_page_run_on_the_device_as_pasted(
     page: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -154,6 +162,7 @@ def test_every_public_name_stands_in_the_reference(module: str, page: str) -> No
     }
 
 
+@pytest.mark.whole
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
     built = subprocess.run(

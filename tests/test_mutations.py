@@ -163,6 +163,7 @@ def test_a_change_that_a_test_sees_is_found_and_others_survive(
     assert page.read_text().count("| yes |  |") == 1
 
 
+@pytest.mark.whole
 def test_a_test_that_fails_on_the_real_code_is_not_asked(checkout: Path) -> None:
     broken = checkout / "tests" / "optim" / "test_broken.py"
     broken.write_text(
@@ -173,6 +174,7 @@ def test_a_test_that_fails_on_the_real_code_is_not_asked(checkout: Path) -> None
     assert (result.state, result.test) == ("found", "tests/optim/test_half.py::test_a_half")
 
 
+@pytest.mark.whole
 def test_a_test_that_fails_alone_on_the_real_code_ends_the_command(checkout: Path) -> None:
     command = _command(checkout, "comparison turned")
     test = checkout / "tests" / "optim" / "test_half.py"
@@ -181,6 +183,7 @@ def test_a_test_that_fails_alone_on_the_real_code_ends_the_command(checkout: Pat
         mutations.main(command)
 
 
+@pytest.mark.whole
 def test_the_record_names_the_tests_of_a_line_and_of_the_processes_that_they_start(
     checkout: Path,
 ) -> None:

@@ -36,8 +36,8 @@ def built() -> None:
 
 
 @pytest.fixture
-def default_settings_afterwards() -> Iterator[None]:
-    """Gives the allocator back the settings that torch has."""
+def default_settings_afterwards(quick_collections: None) -> Iterator[None]:
+    """Gives the allocator back the settings that torch has; each start of it collects garbage."""
     yield
     start(8 << 30)
 

@@ -1,16 +1,17 @@
 """The simulated accelerator in CUDA's place: scripts that say ``cuda`` run, and compute the same.
 
 The face is for good in a process, so each test starts some; five workers run most cases, those of
-frameworks, of graphs, of recorded histories and of refusals apart.
+frameworks, of graphs, of recorded histories and of refusals apart. Three of them are in the second
+tier.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,22 +25,17 @@ from residency.sim._cuda import _face
 sys.path.insert(0, str(Path(__file__).parent))
 
 import cuda_strict_worker
+from worker_cases import cases_of
 
 pytestmark = pytest.mark.sim
 
 HERE = Path(__file__).parent
-WORKERS = (
-    "cuda_face_worker",
-    "cuda_frameworks_worker",
-    "cuda_graphs_worker",
-    "cuda_history_worker",
-    "cuda_strict_worker",
-)
+FIRST = ("cuda_face_worker", "cuda_strict_worker")
+SECOND = ("cuda_frameworks_worker", "cuda_graphs_worker", "cuda_history_worker")
 CASES = [
-    (worker, line.removeprefix("def ").split("(")[0])
-    for worker in WORKERS
-    for before, line in itertools.pairwise((HERE / f"{worker}.py").read_text().splitlines())
-    if before == "@case"
+    (worker, case)
+    for worker in (*FIRST, *SECOND)
+    for _, case in cases_of(HERE / f"{worker}.py", {"case"})
 ]
 CASES += [
     ("cuda_strict_worker", name)
@@ -78,9 +74,26 @@ def finish(process: subprocess.Popen[str]) -> str:
     return output
 
 
+Outcomes = Callable[[str], dict[str, str]]
+
+
 @pytest.fixture(scope="module")
-def outcomes(built: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    folders = {worker: tmp_path_factory.mktemp(worker) for worker in WORKERS}
+def outcomes(built: None, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """Returns what became of a worker's cases; the workers of its tier run at one time."""
+    done: dict[str, dict[str, str]] = {}
+
+    def of(worker: str) -> dict[str, str]:
+        if worker not in done:
+            done.update(run_workers(FIRST if worker in FIRST else SECOND, tmp_path_factory))
+        return done[worker]
+
+    return of
+
+
+def run_workers(
+    workers: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, str]]:
+    folders = {worker: tmp_path_factory.mktemp(worker) for worker in workers}
     # Frameworks warn their users of this and that while they are imported.
     flags = {"cuda_frameworks_worker": ["-W", "default"]}
     processes = [
@@ -95,9 +108,15 @@ def outcomes(built: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     }
 
 
-@pytest.mark.parametrize(("worker", "case"), CASES)
-def test_in_the_place_of_cuda(outcomes: dict[str, dict[str, str]], worker: str, case: str) -> None:
-    assert outcomes[worker].get(case) == "passed", outcomes[worker].get(case)
+@pytest.mark.parametrize(
+    ("worker", "case"),
+    [
+        pytest.param(worker, case, marks=[pytest.mark.whole] if worker in SECOND else [])
+        for worker, case in CASES
+    ],
+)
+def test_in_the_place_of_cuda(outcomes: Outcomes, worker: str, case: str) -> None:
+    assert outcomes(worker).get(case) == "passed", outcomes(worker).get(case)
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def test_a_process_with_another_such_device_is_refused() -> None:
     assert output.strip().endswith("False")
 
 
-def test_a_process_that_ends_with_work_and_tensors_left_ends_quietly() -> None:
+def test_a_process_that_ends_with_work_and_tensors_left_ends_quietly(patient_ends: None) -> None:
     output = _run(
         "import torch\n"
         "from residency import sim\n"

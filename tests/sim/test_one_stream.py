@@ -11,13 +11,19 @@ import pytest
 
 pytestmark = pytest.mark.sim
 
-FILES = ("test_operations.py", "test_copies.py", "test_training.py")  # those of `schedule`
 
-
-def test_every_operation_test_holds_with_one_stream_too() -> None:
-    operations = [str(Path(__file__).with_name(name)) for name in FILES]
+@pytest.mark.parametrize(
+    "name",
+    [
+        "test_copies.py",
+        pytest.param("test_operations.py", marks=pytest.mark.whole),
+        pytest.param("test_training.py", marks=pytest.mark.whole),
+    ],
+)
+def test_every_operation_test_holds_with_one_stream_too(name: str) -> None:
+    operations = str(Path(__file__).with_name(name))
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *operations],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", operations],
         env={**os.environ, "RESIDENCY_TEST_ONE_STREAM": "1"},
         capture_output=True,
         text=True,

@@ -20,7 +20,7 @@ import torch
 from residency import sim
 from residency.sim import _backend
 
-pytestmark = pytest.mark.sim
+pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("quick_collections")]
 
 KIB = 1 << 10
 MIB = 1 << 20

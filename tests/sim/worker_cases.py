@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Container
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,6 +23,9 @@ import torch.distributed.checkpoint as dcp
 import residency
 from residency import sim
 from residency.testing import simulated_device_type, tested_device_type
+
+if TYPE_CHECKING:
+    from _pytest.mark import ParameterSet
 
 Case = Callable[[], None]
 _SKIPPED = "skipped: "
@@ -157,6 +160,60 @@ def cases_of(worker: Path, phases: Container[str]) -> list[tuple[str, str]]:
         if isinstance(function, ast.FunctionDef)
         for decorator in function.decorator_list
         if isinstance(decorator, ast.Name) and decorator.id in phases
+    ]
+
+
+class Phases:
+    """The phases of a worker, each of which runs, after those that it needs, once it is asked for.
+
+    Args:
+        worker: The file.
+        folder: Where a phase finds what those before it wrote.
+        num_ranks: The processes of each phase.
+        needs: The phases whose files a phase reads.
+        killed: The ranks that a phase kills.
+    """
+
+    def __init__(
+        self,
+        worker: Path,
+        folder: Path,
+        num_ranks: dict[str, int],
+        *,
+        needs: dict[str, tuple[str, ...]],
+        killed: dict[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        self._worker = worker
+        self._folder = folder
+        self._num_ranks = num_ranks
+        self._needs = needs
+        self._killed = killed or {}
+        self._outcomes: dict[str, list[dict[str, str]]] = {}
+
+    def __getitem__(self, phase: str) -> list[dict[str, str]]:
+        """Returns what became of every case, for each rank but those that are killed."""
+        if phase not in self._outcomes:
+            for other in self._needs.get(phase, ()):
+                self[other]
+            self._outcomes[phase] = run_phase(
+                self._worker,
+                self._folder,
+                phase,
+                self._num_ranks[phase],
+                killed=self._killed.get(phase, ()),
+            )
+        return self._outcomes[phase]
+
+
+def parameters_of(
+    worker: Path, phases: Container[str], *, whole: Container[str]
+) -> list[ParameterSet]:
+    """Returns a worker's phases and cases as parameters; those of some phases are in the second
+    tier.
+    """
+    return [
+        pytest.param(phase, case, marks=[pytest.mark.whole] if phase in whole else [])
+        for phase, case in cases_of(worker, phases)
     ]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.sim
+pytestmark = [pytest.mark.sim, pytest.mark.whole]
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "test-memory-in-ci.md"
 

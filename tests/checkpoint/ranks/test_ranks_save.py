@@ -12,31 +12,26 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "sim"))
 
-from worker_cases import cases_of, run_phase
+from worker_cases import Phases, parameters_of
 
 from residency.sim._build import build_extension
 
 pytestmark = pytest.mark.sim
 
 WORKER = Path(__file__).with_name("ranks_worker.py")
-PHASES = {"one": 1, "two": 2, "four": 4, "dying": 2, "after": 1}
-KILLED = {"dying": [1]}
+NUM_RANKS = {"one": 1, "two": 2, "four": 4, "dying": 2, "after": 1}
+NEEDS = {"two": ("one",), "four": ("two",), "after": ("two", "dying")}
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Phases:
     """What became of every case, by phase and rank."""
     build_extension()  # before processes are timed
     folder = tmp_path_factory.mktemp("ranks")
-    return {
-        phase: run_phase(WORKER, folder, phase, num_ranks, killed=KILLED.get(phase, ()))
-        for phase, num_ranks in PHASES.items()
-    }
+    return Phases(WORKER, folder, NUM_RANKS, needs=NEEDS, killed={"dying": (1,)})
 
 
-@pytest.mark.parametrize(("phase", "case"), cases_of(WORKER, PHASES))
-def test_ranks_save_and_restore(
-    outcomes: dict[str, list[dict[str, str]]], phase: str, case: str
-) -> None:
+@pytest.mark.parametrize(("phase", "case"), parameters_of(WORKER, NUM_RANKS, whole=["four"]))
+def test_ranks_save_and_restore(outcomes: Phases, phase: str, case: str) -> None:
     for rank, of_rank in enumerate(outcomes[phase]):
         assert of_rank.get(case) == "passed", f"rank {rank}: {of_rank.get(case)}"

@@ -168,8 +168,12 @@ weight = torch.ones(8, 8, device="sim", requires_grad=True)
 """
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(60, marks=pytest.mark.whole)])
-def test_processes_that_end_right_after_backward_end_quietly(count: int) -> None:
+@pytest.mark.parametrize(
+    "count", [2, *(pytest.param(count, marks=pytest.mark.whole) for count in (4, 60))]
+)
+def test_processes_that_end_right_after_backward_end_quietly(
+    count: int, patient_ends: None
+) -> None:
     sim.enable()  # builds the extension if need be
     with ThreadPoolExecutor(2) as pool:
         outputs = list(pool.map(lambda _: _run("-c", ENDS), range(count)))

@@ -357,6 +357,58 @@ def test_states_that_share_bytes_move_together_off_memory_that_is_lent_for_good(
     lab.assert_equal(*runs)
 
 
+@pytest.mark.parametrize("resident", [0, 3000])
+@pytest.mark.parametrize("is_large_first", [True, False])
+@pytest.mark.parametrize("without_gradient", [None, 0, 1])
+def test_windows_that_overlap_stay_so_though_they_are_assigned_one_after_the_other(
+    lab, resident, is_large_first, without_gradient
+):
+    runs = []
+    for is_ours in (False, True):
+        parameters = lab.parameters(shapes=((300,), (128,), (50,)))
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2, foreach=False)
+        lab.take_steps(optimizer, parameters, [0], missing=False)
+        if is_ours:
+            residency.offload_optimizer(optimizer, bucket=700, slots=1, resident=resident)
+        both = torch.zeros(404, device=lab.device)
+        windows = [(0, "exp_avg", both[:300]), (1, "exp_avg", both[276:])]
+        for index, key, window in windows if is_large_first else reversed(windows):
+            optimizer.state[parameters[index]][key] = window
+        for step in range(1, 5):
+            lab.set_gradients(parameters, step, missing=False)
+            if without_gradient is not None:
+                parameters[without_gradient].grad = None
+            optimizer.step()
+        large, small = (optimizer.state[p]["exp_avg"] for p in parameters[:2])
+        assert small.data_ptr() - large.data_ptr() == 4 * 276
+        runs.append(lab.read(optimizer, parameters))
+    lab.assert_equal(*runs)
+
+
+@pytest.mark.parametrize("num_windows", [2, 3])
+def test_a_window_joins_all_whose_bytes_it_has_and_what_callers_were_shown_follows(
+    lab, num_windows
+):
+    runs = []
+    for is_ours in (False, True):
+        parameters = lab.parameters(shapes=((100,),) * num_windows)
+        optimizer = torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, foreach=False)
+        lab.take_steps(optimizer, parameters, [0], missing=False)
+        if is_ours:
+            residency.offload_optimizer(optimizer)
+        both = torch.arange(300.0, device=lab.device)
+        shown = []
+        # The last one overlaps both of the others, which have no byte in common.
+        for parameter, start in zip(parameters, (0, 150, 75), strict=False):
+            optimizer.state[parameter]["momentum_buffer"] = both[start : start + 100]
+            shown.append(optimizer.state[parameter]["momentum_buffer"])
+        lab.take_steps(optimizer, parameters, [1, 2], missing=False)
+        for parameter, tensor in zip(parameters, shown, strict=True):
+            assert torch.equal(tensor, optimizer.state[parameter]["momentum_buffer"])
+        runs.append(lab.read(optimizer, parameters))
+    lab.assert_equal(*runs)
+
+
 class SecondStateLater(torch.optim.Optimizer):
     """Momentum, and from a parameter's step ``age`` on a sum of it, which is one state more."""
 

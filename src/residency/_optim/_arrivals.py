@@ -8,6 +8,7 @@ nobody has written to it since.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -71,6 +72,28 @@ class Arrivals:
             if home is not None and is_inside and is_known:
                 return home, span.first - each.first
         return None
+
+    def beside(self, tensor: Tensor) -> list[tuple[Any, int]]:
+        """Returns each ``Home`` that has some bytes of a plain tensor, and its first address."""
+        span = None if tensor.is_cpu or tensor.is_inference() else span_of(tensor)
+        if span is None:
+            return []
+        return [
+            (home, each.first)
+            for each in self._by_storage.get(tensor.untyped_storage().data_ptr(), ())
+            if each.first < span.last and span.first < each.last
+            if not each.is_over and each.version == tensor._version
+            if (home := each.home()) is not None
+        ]
+
+    def move(self, moved: Mapping[Any, Any]) -> None:
+        """Takes note that homes have others in their place."""
+        for near in self._by_storage.values():
+            near[:] = [
+                each._replace(home=weakref.ref(moved[home])) if home in moved else each
+                for each in near
+                for home in [each.home()]
+            ]
 
     def _sweep(self) -> None:
         """Forgets what died, now and then."""

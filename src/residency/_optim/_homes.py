@@ -182,7 +182,7 @@ class Homes:
                     region = self.arena.allocate(home.num_bytes)
                 if region is not None:
                     found.append(self._home_in(region, home.tensor, home.value))
-                    self._show_instead(found[0], home)
+                    self.show_instead(found[0], home)
             return bool(found)
 
         if not is_found():
@@ -309,7 +309,7 @@ class Homes:
         self._note_shown(home, shown)
         return shown
 
-    def _show_instead(self, home: Home, before: Home) -> None:
+    def show_instead(self, home: Home, before: Home) -> None:
         """Binds what a caller was shown of a home that a save reads to the one in its place."""
         shown = self._shown.pop(before, None) if self.is_held(before) else None
         if shown is not None:

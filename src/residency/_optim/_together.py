@@ -17,7 +17,7 @@ from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes, common_bytes
 from residency._optim._masters import as_masters_state
 from residency._optim._residents import Residents
-from residency._storages import laid_over, overlapping, strided_as
+from residency._storages import laid_over, overlapping, span_of, strided_as
 from residency._transfer import lending, moved_at_once
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -179,6 +179,7 @@ def move_entries(homes: Homes, moved: Mapping[Home, Home]) -> None:
         for key, home in list(inner.homes_by_key.items()):
             if home in moved:
                 inner.settle(key, moved[home])
+    homes.arrivals.move(moved)
 
 
 def apart_from_kept(homes: Homes, home: Home) -> Home:
@@ -211,6 +212,50 @@ def arrived(homes: Homes, value: Tensor) -> Tensor:
     if not found[1] and _place(local)[1:] == _place(home.tensor)[1:]:
         return shown
     return laid_over(common_bytes([local_of(shown)]), found[1], local)
+
+
+def joined_to_arrived(homes: Homes, value: Tensor) -> Tensor | None:
+    """Returns the home of a tensor of the device of which others have taken some bytes home: theirs
+    and its own lie in one range from now on, as they do on the device.
+
+    Returns:
+        What is at home; None where nobody took bytes of it home.
+
+    Raises:
+        RefusedError: The host has no room; nothing has moved.
+    """
+    local = local_of(value).detach()
+    span = span_of(local)
+    near = [(homes.follow(home), first) for home, first in homes.arrivals.beside(local)]
+    start_of = {
+        each: first + each.tensor.data_ptr() - home.tensor.data_ptr()
+        for home, first in near
+        if home.num_entries
+        for each in homes.beside(home) or [home]
+    }
+    if span is None or not start_of:
+        return None
+    tensors = [home.tensor for home in start_of]
+    lending.wait_until(lambda: all(not lending.is_lent(t) or lending.is_kept(t) for t in tensors))
+    first = min(span.first, *start_of.values())
+    first -= first % torch.complex128.itemsize  # aligned for the widest of the dtypes
+    ends = [start + len(common_bytes([home.tensor])) for home, start in start_of.items()]
+    num_bytes = max(span.last, *ends) - first
+    region = homes.arena.allocate(num_bytes)
+    homes.fence()
+    base = homes.arena.tensor(region, torch.uint8, (num_bytes,), (1,))
+    base[span.first - first : span.last - first].copy_(common_bytes([local]))
+    moved: dict[Home, Home] = {}
+    for home, start in start_of.items():  # over the tensor's: steps have written to these
+        place = laid_over(base, start - first, home.tensor)
+        place.copy_(home.tensor)
+        moved[home] = homes.over(wrapped_like(place, home.value))
+        homes.show_instead(moved[home], home)
+        home.move_to(moved[home])
+    move_entries(homes, moved)
+    mine = homes.over(wrapped_like(laid_over(base, span.first - first, local), value))
+    homes.arrivals.note(local, mine)
+    return homes.show(mine)
 
 
 def send_home(homes: Homes, leaving: Any, beside: Tensor | None = None) -> Tensor | None:

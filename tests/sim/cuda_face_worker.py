@@ -486,7 +486,7 @@ def objects_that_ranks_exchange_are_whole_in_dry_mode() -> None:
     sizes = torch.tensor([5, 7], device="cuda")
     torch.distributed.all_reduce(sizes)
     scattered = torch.empty(2, dtype=torch.long, device="cuda")
-    torch.distributed.reduce_scatter_tensor(scattered, sizes)
+    torch.distributed.reduce_scatter(scattered, [sizes])
     assert scattered.tolist() == [5, 7]
     torch.distributed.destroy_process_group()
 

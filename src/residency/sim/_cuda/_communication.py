@@ -64,9 +64,9 @@ def _scatter(
     streams: Sequence[torch.cuda.Stream | None] | None = None,
 ) -> list[torch.Tensor]:
     if chunk_sizes is None:
-        chunks = tensor.chunk(len(devices), dim)
+        chunks = list(tensor.chunk(len(devices), dim))
     else:
-        chunks = tensor.split(list(chunk_sizes), dim)
+        chunks = list(tensor.split_with_sizes(list(chunk_sizes), dim))
     on_streams = streams or [None] * len(chunks)
     found = []
     for chunk, index, stream in zip(chunks, devices, on_streams, strict=False):
@@ -78,7 +78,7 @@ def _scatter(
 def _scatter_out(
     tensor: torch.Tensor, outputs: Tensors, dim: int = 0, streams: object = None
 ) -> Tensors:
-    chunks = tensor.split([output.size(dim) for output in outputs], dim)
+    chunks = tensor.split_with_sizes([output.size(dim) for output in outputs], dim)
     for output, chunk in zip(outputs, chunks, strict=True):
         output.copy_(chunk, non_blocking=True)
     return outputs
@@ -94,7 +94,7 @@ def _gather(tensors: Tensors, dim: int = 0, destination: int | None = None) -> t
 
 
 def _gather_out(tensors: Tensors, output: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    chunks = output.split([tensor.size(dim) for tensor in tensors], dim)
+    chunks = output.split_with_sizes([tensor.size(dim) for tensor in tensors], dim)
     for chunk, tensor in zip(chunks, tensors, strict=True):
         chunk.copy_(tensor, non_blocking=output.is_cuda)
     return output

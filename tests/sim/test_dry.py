@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -357,3 +359,34 @@ def test_norms_keep_their_statistics_in_float32_as_on_cuda(weight_dtype: torch.d
     expected[0].sum().backward()
     for found, wanted in ((x, on_host), (w, weight)):
         assert torch.equal(found.grad.cpu(), wanted.grad)
+
+
+def test_elementwise_operations_run_no_python_of_torchs() -> None:
+    sim.enable("1GiB", dry=True)
+    left, right = (torch.empty(64, 64, device="sim") for _ in range(2))
+    called: list[str] = []
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            called.append(frame.f_code.co_filename)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        _ = (left * right + left).neg().pow(2).mean(-1)
+    finally:
+        sys.setprofile(before)
+    assert not [name for name in called if "_refs" in name or "_prims" in name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_batch_norm_over_ranks_has_shapes_and_statistics_in_floats(dtype: torch.dtype) -> None:
+    sim.enable("8GiB", dry=True)
+    inputs = torch.empty(64, 32, 112, 112, device="sim", dtype=dtype)
+    mean, invstd = torch.batch_norm_stats(inputs, 1e-5)
+    assert mean.shape == invstd.shape == (32,)
+    assert mean.dtype == torch.float32
+    out = torch.batch_norm_elemt(inputs, None, None, mean, invstd, 1e-5)
+    assert (out.shape, out.dtype) == (inputs.shape, dtype)
+    sums = torch.batch_norm_backward_reduce(out, inputs, mean, invstd, None, True, True, False)
+    assert [each is not None and each.shape == (32,) for each in sums] == [True, True, True, False]

@@ -20,14 +20,17 @@ from residency._errors import BuildError, InvalidArgumentError, RaceError, Simul
 from residency._units import format_bytes, parse_bytes
 from residency.sim import _backend
 from residency.sim._clock import Clock
+from residency.sim._gpus import CONTEXT_BYTES, Gpu, gpu_named
 from residency.sim._share import share_name
 
 __all__ = [
     "BuildError",
     "Clock",
+    "Gpu",
     "RaceError",
     "SimulatorError",
     "enable",
+    "gpu_named",
     "is_enabled",
     "now_seconds",
     "pinned_memory_stats",
@@ -36,13 +39,12 @@ __all__ = [
 ]
 
 _SCHEDULES = ("late", "overtake", "eager")
-# "On H100, each primary context costs ~534 MiB" (github.com/meta-pytorch/torchcomms/pull/777).
-_CONTEXTS = {"sim": "0B", "cuda": "534MiB"}
+_CONTEXTS = {"sim": 0, "cuda": CONTEXT_BYTES}
 _MOST_DEVICES = 8  # of one machine
 
 
 def enable(
-    capacity: int | str = "8GiB",
+    capacity: int | str | None = None,
     *,
     schedule: str = "late",
     check_races: bool = False,
@@ -53,13 +55,14 @@ def enable(
     context: int | str | None = None,
     devices: int | None = None,
     device: str | None = None,
+    gpu: str | None = None,
 ) -> torch.device:
     """Turns the simulated accelerator on, or changes its settings, and returns its device.
 
     The first call on a machine compiles it (most of a minute). Each lets queued work finish.
 
     Args:
-        capacity: Bytes of device memory, as ``"24GiB"``.
+        capacity: Bytes of device memory, as ``"24GiB"``; by default those of ``gpu``, else 8 GiB.
         schedule: When queued work runs. ``"late"``: when something forces it, and then only the
             forced stream and what that stream waits for, so that whatever was read before it was
             ready is wrong. ``"overtake"``: when something forces it, after everything else that may
@@ -69,19 +72,18 @@ def enable(
         dry: Run kernels for their shapes only, so that a model larger than this machine's memory
             can be stepped. What tensors hold is undefined, and ``item()`` gives a placeholder.
         clock: Rates of simulated time, which events then have; without it, the host's.
-        share: A name, by default ``RESIDENCY_SIM_SHARE``: this user's processes of one name have
-            the capacity between them, as on one GPU; without one, this process alone.
+        share: A name, by default ``RESIDENCY_SIM_SHARE``: processes of one name share the capacity.
         workspaces: Charge scratch memory: a cuBLAS workspace for each thread and stream, which a
             further ``enable`` frees, and buffers of split reductions. Off, tensors alone count.
         context: Bytes of the device that the process takes beside torch's from its first use of
             the device on (the driver, kernels, NCCL); by default 534 MiB as ``cuda``, else none.
-        devices: How many there are as ``cuda``, 1 to 8, of which one has tensors and streams.
+        devices: How many there are as ``cuda``, up to 8; one of them has tensors and streams.
         device: ``"sim"``, the default, or ``"cuda"``, in whose place scripts then find it. The
             first call in a process decides; for CUDA, before anything uses ``torch.cuda``.
+        gpu: The GPU that it stands for, as ``"l4"``; by default an A100's kernels.
 
     Raises:
-        InvalidArgumentError: An argument or allocator setting means nothing, the capacity is below
-            the context or what is in use or another under the name, or ``dry`` cannot change now.
+        InvalidArgumentError: An argument or allocator setting means nothing or cannot change now.
         SimulatorError: Another device is in the place, the shared file is unusable, or the process
             was forked from one that had used the device.
         BuildError: It cannot be built here; the message says what to install.
@@ -89,12 +91,12 @@ def enable(
     Memory:
         Device memory is host memory, taken segment by segment, touched when first poisoned.
     """
-    capacity_bytes = _parse_capacity(capacity)
+    capacity_bytes = _parse_capacity(capacity, gpu)
     _check_options(schedule, clock)
     face, name = _face(device), share_name(share)
     num_devices = _parse_devices(devices, face, name)
     settings: dict[str, Any] = {"schedule": schedule, "check_races": check_races, "dry": dry}
-    settings |= {"clock": clock, "workspaces": workspaces}
+    settings |= {"clock": clock, "workspaces": workspaces, "gpu": gpu}
     settings["context_bytes"] = context_bytes = _parse_context(context, face, capacity_bytes)
     is_new = _prepare(face, capacity_bytes, context_bytes, dry, name)
     _backend.configure(capacity_bytes, share=name, **settings)
@@ -156,7 +158,9 @@ def _face(device: str | None) -> str:
     return device
 
 
-def _parse_capacity(capacity: int | str) -> int:
+def _parse_capacity(capacity: int | str | None, gpu: str | None) -> int:
+    if capacity is None:
+        capacity = "8GiB" if gpu is None else gpu_named(gpu)[1].capacity
     capacity_bytes = parse_bytes(capacity, name="capacity")
     if capacity_bytes == 0:
         raise InvalidArgumentError("capacity is 0; expected a device with room for something.")
@@ -249,4 +253,6 @@ def _check_change(capacity_bytes: int, context_bytes: int, dry: bool, share: str
 def __getattr__(name: str) -> Any:
     if name == "TraceReplay":  # the allocator alone, for tests that replay a recorded run
         return _backend.core().TraceReplay
+    if name == "core":  # the compiled module, for the dry run's books
+        return _backend.core()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,10 +17,11 @@ import torch
 from torch.utils import backend_registration
 
 from residency._errors import InvalidArgumentError, RaceError, SimulatorError
-from residency.sim import _allocator, _compile, _distributed, compat
+from residency.sim import _allocator, _compile, _distributed, _meta_kernels, compat
 from residency.sim._build import load_extension
 from residency.sim._clock import Clock
 from residency.sim._cuda import _face
+from residency.sim._gpus import UNNAMED, gpu_named
 from residency.sim._share import share_folder
 
 _NAME = "sim"
@@ -106,7 +107,7 @@ def register(devices: int) -> None:
     extension.register(str(Path(torch.__file__).parent), RaceError)
     _state["core"] = extension
     if is_cuda:
-        _face.register(extension)
+        _face.register(extension, lambda: DeviceProperties.model)
     else:
         _register_sim(extension)
         compat.teach_packages()
@@ -149,6 +150,7 @@ def configure(
     share: str | None,
     workspaces: bool,
     context_bytes: int,
+    gpu: str | None,
 ) -> None:
     """Applies settings, after all queued work has run; changes nothing when it raises.
 
@@ -158,8 +160,11 @@ def configure(
     """
     extension = _state["loaded"]
     rates = None if clock is None else clock.rates()
+    if dry:
+        _meta_kernels.prefer_compiled()
     folder = "" if share is None else share_folder()
-    blas = _allocator.blas_workspace_bytes(extension, DeviceProperties.major) if workspaces else 0
+    model = UNNAMED if gpu is None else gpu_named(gpu)[1]
+    blas = _allocator.blas_workspace_bytes(extension, model.capability[0]) if workspaces else 0
     sharing = (folder, share or "")
     try:
         extension.configure(
@@ -172,13 +177,16 @@ def configure(
             workspaces,
             blas,
             context_bytes,
+            model.num_multiprocessors,
+            model.threads_per_multiprocessor,
         )
     except extension.ShareRefused as error:
         raise InvalidArgumentError(str(error)) from None
     except extension.ShareUnusable as error:
         raise SimulatorError(str(error)) from None
     options = {"schedule": schedule, "check_races": check_races, "dry": dry, "clock": clock}
-    options |= {"share": share, "workspaces": workspaces, "context": context_bytes}
+    options |= {"share": share, "workspaces": workspaces, "context": context_bytes, "gpu": gpu}
+    DeviceProperties.model = model
     _state["settings"] = {"capacity": capacity_bytes, **options}
 
 
@@ -243,15 +251,27 @@ class DeviceContext:
 
 
 class DeviceProperties:
-    """The answer of ``torch.sim.get_device_properties``: an A100's figures.
-
-    The scratch memory of its kernels is modelled (``workspaces.h``), and the capability of a newer
-    device would send libraries to kernels that need its silicon (FlashAttention 3, fp8).
+    """The answer of ``torch.sim.get_device_properties``: the figures of the GPU that is named, or
+    an A100's, the scratch memory of whose kernels is modelled (``workspaces.h``).
     """
 
+    model = UNNAMED
     name = "Simulated accelerator"
-    major, minor = 8, 0
-    multi_processor_count = 108
+
+    @property
+    def major(self) -> int:
+        """The first number of the compute capability."""
+        return self.model.capability[0]
+
+    @property
+    def minor(self) -> int:
+        """The second number of the compute capability."""
+        return self.model.capability[1]
+
+    @property
+    def multi_processor_count(self) -> int:
+        """How many multiprocessors the GPU has."""
+        return self.model.num_multiprocessors
 
     @property
     def total_memory(self) -> int:
@@ -302,10 +322,7 @@ def _device_functions() -> dict[str, object]:
         "set_device": _check_device,
         "synchronize": lambda device=None: torch.accelerator.synchronize(),
         "get_device_name": lambda device=None: DeviceProperties.name,
-        "get_device_capability": lambda device=None: (
-            DeviceProperties.major,
-            DeviceProperties.minor,
-        ),
+        "get_device_capability": lambda device=None: DeviceProperties.model.capability,
         "get_device_properties": lambda device=None: DeviceProperties(),
         "device": DeviceContext,
         "device_of": lambda tensor: DeviceContext(),

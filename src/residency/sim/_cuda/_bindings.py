@@ -46,7 +46,8 @@ def _device_bindings(core: Any) -> dict[str, Callable[..., Any]]:
 
     def arch_flags() -> str:
         core.poison_fork()
-        return f"sm_{CudaDeviceProperties.major}{CudaDeviceProperties.minor}"
+        properties = CudaDeviceProperties()
+        return f"sm_{properties.major}{properties.minor}"
 
     def exchanged(exchange: Callable[[int], int]) -> Callable[[int], int]:
         return lambda device: -1 if device < 0 else exchange(device)

@@ -8,6 +8,7 @@ anything has used ``torch.cuda``, and it cannot be undone.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from residency._errors import SimulatorError
 from residency.sim import _allocator
 from residency.sim._cuda import _bindings, _graphs, _types
+from residency.sim._gpus import Gpu
 
 NAME = "cuda"
 _CUDA_VERSION = "12.8"  # what a torch without CUDA says that it was built with
@@ -42,9 +44,14 @@ def check_free() -> None:
         )
 
 
-def register(core: Any) -> None:
-    """Gives torch the Python side of the device; the compiled one is registered already."""
-    _types.install(core)
+def register(core: Any, model: Callable[[], Gpu]) -> None:
+    """Gives torch the Python side of the device; the compiled one is registered already.
+
+    Args:
+        core: The compiled module.
+        model: Says which GPU the device stands for.
+    """
+    _types.install(core, model)
     names = _bindings.bindings(core)
     torch._C.__dict__.update(names, _has_cuda=True)
     # What these modules took from torch._C when they were imported.
@@ -130,6 +137,11 @@ def _make_nccl(simccl: Any) -> Any:
         """The class whose groups answer to the name."""
 
         Options = NcclOptions
+
+        @staticmethod
+        def of_host_group(group: Any) -> Any:
+            """Returns a group whose bytes another group moves, one of host tensors."""
+            return simccl(group)
 
         def __new__(
             cls, store: Any, rank: int, size: int, options: Any = None, device_id: Any = None

@@ -8,9 +8,12 @@ paths.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from residency.sim._gpus import Gpu
 
 DEVICE_TYPE = 1  # of CUDA in c10::DeviceType
 
@@ -77,16 +80,20 @@ class CudaEventBase(torch.Event):
         return milliseconds
 
 
+def _model() -> Gpu:
+    model: Gpu = CudaDeviceProperties._model()
+    return model
+
+
 class CudaDeviceProperties:
-    """The answer of ``get_device_properties``: an A100's, but for the name and memory."""
+    """The answer of ``get_device_properties``: name, memory, capability and multiprocessors of the
+    GPU that is named, the rest an A100's.
+    """
 
-    _core: Any = None  # set by `install`
+    _core: Any = None  # these two are set by `install`
+    _model: Any = None
 
-    name = "Simulated CUDA device (residency)"
-    major, minor = 8, 0  # bfloat16 and TF32, and not what steers libraries to FP8 or Hopper kernels
-    multi_processor_count = 108
     warp_size = 32
-    max_threads_per_multi_processor = 2048
     max_threads_per_block = 32 * warp_size
     regs_per_multiprocessor = 1 << 16
     shared_memory_per_block = 48 << 10
@@ -97,6 +104,31 @@ class CudaDeviceProperties:
     pci_bus_id = pci_device_id = pci_domain_id = 0
     gcnArchName = ""  # noqa: N815 - torch's spelling
     uuid = "GPU-simulated"
+
+    @property
+    def name(self) -> str:
+        """What the device is called; that it is simulated, where no GPU is named."""
+        return _model().title
+
+    @property
+    def major(self) -> int:
+        """The first number of the compute capability."""
+        return _model().capability[0]
+
+    @property
+    def minor(self) -> int:
+        """The second number of the compute capability."""
+        return _model().capability[1]
+
+    @property
+    def multi_processor_count(self) -> int:
+        """How many multiprocessors the device has."""
+        return _model().num_multiprocessors
+
+    @property
+    def max_threads_per_multi_processor(self) -> int:
+        """How many threads a multiprocessor holds."""
+        return _model().threads_per_multiprocessor
 
     @property
     def total_memory(self) -> int:
@@ -178,9 +210,15 @@ class Nvtx:
         """Marks a point in time."""
 
 
-def install(core: Any) -> None:
-    """Puts the classes where torch looks for them."""
+def install(core: Any, model: Callable[[], Gpu]) -> None:
+    """Puts the classes where torch looks for them.
+
+    Args:
+        core: The compiled module.
+        model: Says which GPU the device stands for.
+    """
     CudaDeviceProperties._core = core
+    CudaDeviceProperties._model = staticmethod(model)
     CudaEventBase._elapsed = staticmethod(core.elapsed_milliseconds)
     Cudart._exchange_capture_mode = staticmethod(core.exchange_capture_mode)
     torch._C.__dict__.update(_CudaStreamBase=CudaStreamBase, _CudaEventBase=CudaEventBase)

@@ -243,6 +243,8 @@ Block* CachingAllocator::hand_out(Block* block, size_t rounded_bytes, size_t req
   block->requested = requested;
   block->stack = History::stack();
   note(Action::kAllocate, block, block->address, requested);
+  journal_.add(block->address, static_cast<int64_t>(block->size), requested, reserved_bytes_,
+               block->stream);
   allocated_[block->address] = block;
   count(pool, [&](size_t type) {
     stats_.allocation[type].increase(1);
@@ -286,6 +288,8 @@ void CachingAllocator::begin_free(Block* block) {
     stats_.allocated_bytes[type].decrease(block->size);
   });
   note(Action::kRequestFree, block, block->address, block->requested, block->stack);
+  journal_.add(block->address, -static_cast<int64_t>(block->size), block->requested,
+               reserved_bytes_, block->stream);
   if (block->size >= Config::max_split_size()) stats_.oversize_allocations.decrease(1);
 }
 

@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "history.h"
+#include "journal.h"
 #include "streams.h"
 #include "torch_versions.h"
 
@@ -165,6 +166,7 @@ class CachingAllocator {
   std::vector<Segment> segments(const std::vector<const Block*>& draining, PoolId only);
 
   History& history() { return history_; }
+  Journal& journal() { return journal_; }
   void note_out_of_memory(size_t num_bytes, StreamId stream, size_t free_bytes);
 
   Block* find(const void* address) const;    // the allocated block that starts there, or nullptr
@@ -229,6 +231,7 @@ class CachingAllocator {
   DeviceStats stats_;
   PoolFigures pool_figures_;
   History history_;
+  Journal journal_;
   std::optional<double> fraction_;
   std::map<PoolId, std::unique_ptr<PrivatePool>> private_pools_;
   std::vector<std::pair<PoolId, std::function<bool(StreamId)>>> directed_;  // the latest last

@@ -8,6 +8,7 @@
 
 #include <unistd.h>
 
+#include <cstdlib>
 #include <exception>
 #include <thread>
 
@@ -49,7 +50,9 @@ void sleep_if_interpreter_ends() {
   while (true) pause();
 }
 
+// Torch's engine would wait for such a thread, by default for ten seconds.
 void let_threads_outlive_interpreter() {
+  setenv("TORCH_AUTOGRAD_SHUTDOWN_WAIT_LIMIT", "0.1", /*overwrite=*/0);
   main_thread = std::this_thread::get_id();
   terminate_otherwise = std::set_terminate(&sleep_if_interpreter_ends);
 }
@@ -157,7 +160,8 @@ class TraceReplay final : MemorySource {
 void configure(size_t capacity_bytes, const std::string& schedule, bool check_races, bool dry,
                std::optional<std::array<double, 5>> rates, const std::string& share_folder,
                const std::string& share_name, bool workspaces, size_t blas_workspace_bytes,
-               size_t context_bytes) {
+               size_t context_bytes, int64_t num_multiprocessors,
+               int64_t threads_per_multiprocessor) {
   Settings settings;
   settings.capacity_bytes = capacity_bytes;
   settings.context_bytes = context_bytes;
@@ -168,6 +172,8 @@ void configure(size_t capacity_bytes, const std::string& schedule, bool check_ra
   settings.dry = dry;
   settings.workspaces = workspaces;
   settings.blas_workspace_bytes = blas_workspace_bytes;
+  settings.num_multiprocessors = num_multiprocessors;
+  settings.threads_per_multiprocessor = threads_per_multiprocessor;
   if (rates)
     settings.rates = Rates{(*rates)[0], (*rates)[1], (*rates)[2], (*rates)[3], (*rates)[4]};
   Machine::get().configure(settings, share_folder, share_name);

@@ -82,6 +82,14 @@ py::dict private_pool_stats() {
   return result;
 }
 
+// Five numbers for each entry, in their order in `Journal::Entry`.
+py::bytes take_journal() {
+  const auto entries =
+      with_allocator([](CachingAllocator& allocator) { return allocator.journal().take(); });
+  return py::bytes(reinterpret_cast<const char*>(entries.data()),
+                   entries.size() * sizeof(Journal::Entry));
+}
+
 }  // namespace
 
 void register_memory(py::module& module) {
@@ -110,6 +118,10 @@ void register_memory(py::module& module) {
   });
   module.def("empty_pool_cache", [](PoolId id) { Machine::get().empty_cache(id); }, no_gil());
   module.def("private_pool_stats", &private_pool_stats);
+  module.def("keep_journal", [](bool is_on) {
+    with_allocator([&](CachingAllocator& allocator) { allocator.journal().set_on(is_on); });
+  });
+  module.def("take_journal", &take_journal);
   module.attr("names_private_pools") = names_private_pools<DeviceStats>();  // this torch, on CUDA
   module.def("empty_pinned_cache", [] { Machine::get().empty_pinned_cache(); }, no_gil());
   module.def("host_memory_stats", &host_memory_stats);

@@ -102,8 +102,13 @@ class Simccl final : public c10d::Backend {
   const std::string getBackendName() const override { return face().backend; }
   Ptr<Options> getBackendOptions() override { return gloo_->getBackendOptions(); }
   void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
-  void setSequenceNumberForGroup() override { gloo_->setSequenceNumberForGroup(); }
-  uint64_t getSequenceNumberForGroup() override { return gloo_->getSequenceNumberForGroup(); }
+  // In dry mode the group may have no peers, and there are no calls to be numbered alike.
+  void setSequenceNumberForGroup() override {
+    if (!is_dry()) gloo_->setSequenceNumberForGroup();
+  }
+  uint64_t getSequenceNumberForGroup() override {
+    return is_dry() ? 0 : gloo_->getSequenceNumberForGroup();
+  }
 
   bool supportsCoalescing() const override { return true; }
   void startCoalescing() override { coalesced_.emplace(); }

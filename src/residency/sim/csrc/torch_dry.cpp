@@ -1,6 +1,7 @@
 #include "torch_dry.h"
 
 #include <ATen/ExpandUtils.h>
+#include <ATen/OpMathType.h>
 #include <ATen/core/function_schema.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -212,6 +213,27 @@ void image_of_columns(const DryCall& call) {
   keep_bytes(call.results.back(), call.aliased[0].toTensor().numel());
 }
 
+// ------------------------------------------------------------------ batch norm over several ranks
+
+// Statistics of half precision are floats, one for each channel.
+Tensor per_channel(const Tensor& input) {
+  return meta({input.size(1)}, at::toOpMathType(input.scalar_type()));
+}
+
+void two_per_channel(const DryCall& call) {
+  const Tensor input = call.aliased[0].toTensor();
+  call.results.emplace_back(per_channel(input));
+  call.results.emplace_back(per_channel(input));
+}
+
+// Sums that were not asked for are undefined.
+void reduced_per_channel(const DryCall& call) {
+  const Tensor input = call.aliased[1].toTensor();
+  const bool is_asked[] = {call.aliased[5].toBool(), call.aliased[5].toBool(),
+                           call.aliased[6].toBool(), call.aliased[7].toBool()};
+  for (const bool is : is_asked) call.results.emplace_back(is ? per_channel(input) : Tensor());
+}
+
 // ----------------------------------------------------------------------------------------- indices
 
 int64_t num_true(const std::optional<Tensor>& mask) {
@@ -257,6 +279,11 @@ const Rule* rule_for(const std::string& name) {
       {"aten::_standard_gamma_grad", like(0)},
       {"aten::_unique", unless_known(unique({.inverse = 2, .num_results = 2}))},
       {"aten::_unique2", unless_known(unique({.inverse = 2, .counts = 3}))},
+      {"aten::batch_norm_backward_elemt", like(1)},
+      {"aten::batch_norm_backward_reduce", reduced_per_channel},
+      {"aten::batch_norm_elemt", like(0)},
+      {"aten::batch_norm_gather_stats_with_counts", two_per_channel},
+      {"aten::batch_norm_stats", two_per_channel},
       {"aten::binary_cross_entropy", reduced_loss(3)},
       {"aten::bincount", unless_known(bincount)},
       {"aten::binomial", like(0)},

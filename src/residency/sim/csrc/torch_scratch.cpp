@@ -125,7 +125,10 @@ void charge_scratch(const ScratchRule& rule, const IValue* arguments, size_t num
   if (dim.isInt()) dims = {dim.toInt()};
   if (dim.isIntList()) dims = dim.toIntVector();
   const bool keeps_dims = rule.keepdim >= 0 && arguments[rule.keepdim].toBool();
-  const ReductionScratch scratch = scratch_of(describe(input, result.toTensor(), dims, keeps_dims));
+  const Settings& settings = Machine::get().settings();
+  const ReductionScratch scratch =
+      scratch_of(describe(input, result.toTensor(), dims, keeps_dims), settings.num_multiprocessors,
+                 settings.threads_per_multiprocessor);
   if (scratch.buffer_bytes) take_for_a_moment(scratch.buffer_bytes, scratch.semaphore_bytes);
 }
 

@@ -106,7 +106,8 @@ int64_t last_power_of_2(int64_t n) {
 
 // Source: setReduceConfig in aten/src/ATen/native/cuda/Reduce.cuh, with its defaults: four values a
 // load, at least 16 and at most 256 values a thread.
-ReductionScratch scratch_of(const Reduction& r) {
+ReductionScratch scratch_of(const Reduction& r, int64_t num_multiprocessors,
+                            int64_t threads_per_multiprocessor) {
   constexpr int64_t kWarp = 32, kVector = 4, kLeastValues = 16, kMostValues = 256;
   const bool has_dims = r.num_dims > 0;
   const bool reduces_fastest = !has_dims || r.num_reduced_dims == r.num_dims ||
@@ -142,8 +143,8 @@ ReductionScratch scratch_of(const Reduction& r) {
   (splits_warps ? input_step : output_step) *= block_height;
 
   const int64_t blocks_per_multiprocessor =
-      KernelDevice::threads_per_multiprocessor / (block_width * block_height);
-  const int64_t wanted_blocks = KernelDevice::num_multiprocessors * blocks_per_multiprocessor;
+      threads_per_multiprocessor / (block_width * block_height);
+  const int64_t wanted_blocks = num_multiprocessors * blocks_per_multiprocessor;
   const int64_t num_blocks = divide_up(r.num_outputs / output_vector, output_step);
   if (!splits_warps || values_per_thread() < kMostValues || num_blocks > wanted_blocks) return {};
   const int64_t blocks_per_output = std::max(

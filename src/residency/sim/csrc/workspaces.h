@@ -8,12 +8,6 @@
 
 namespace sim {
 
-// The device whose kernels' scratch is modelled: an A100, as torch.sim's device properties say too.
-struct KernelDevice {
-  static constexpr int64_t num_multiprocessors = 108;
-  static constexpr int64_t threads_per_multiprocessor = 2048;
-};
-
 // Bytes of one cuBLAS workspace by the rule of torch: `config` is CUBLAS_WORKSPACE_CONFIG, with any
 // number of `:KiB:count` in it, or nullptr. Sets `is_understood` to false, and takes the default,
 // where there is none.
@@ -44,6 +38,8 @@ struct ReductionScratch {
   size_t semaphore_bytes = 0;
 };
 
-ReductionScratch scratch_of(const Reduction& reduction);
+// On a device of so many multiprocessors, each of so many threads.
+ReductionScratch scratch_of(const Reduction& reduction, int64_t num_multiprocessors,
+                            int64_t threads_per_multiprocessor);
 
 }  // namespace sim

@@ -1,0 +1,116 @@
+"""The GPUs that the simulator can stand for: what torch says of each, and where that is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from residency._errors import InvalidArgumentError
+from residency._units import MIB, parse_bytes
+
+# "On H100, each primary context costs ~534 MiB" (github.com/meta-pytorch/torchcomms/pull/777); of
+# the other cards no figure is published that we know.
+CONTEXT_BYTES = 534 * MIB
+# Warps that a multiprocessor holds: CUDA C++ Programming Guide, table "Technical Specifications per
+# Compute Capability".
+_WARPS = {(7, 5): 32, (8, 0): 64, (8, 6): 48, (8, 9): 48, (9, 0): 64, (12, 0): 48}
+_THREADS_OF_A_WARP = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """A model of GPU, as torch sees one that nothing else uses.
+
+    Attributes:
+        title: What ``torch.cuda.get_device_name`` says.
+        capacity: Bytes, as torch's errors say "total capacity": less than the vendor's figure.
+        capability: Of the compute architecture, as ``(8, 9)``.
+        num_multiprocessors: As the vendor's data sheet says.
+        capacity_source: Where the capacity was read: a page of github.com with an error of such a
+            card.
+    """
+
+    title: str
+    capacity: int
+    capability: tuple[int, int]
+    num_multiprocessors: int
+    capacity_source: str
+
+    @property
+    def threads_per_multiprocessor(self) -> int:
+        """Threads that a multiprocessor holds at most, by the capability."""
+        return _WARPS[self.capability] * _THREADS_OF_A_WARP
+
+
+def _gpu(
+    title: str, gib: float, capability: tuple[int, int], multiprocessors: int, source: str
+) -> Gpu:
+    return Gpu(
+        title=title,
+        capacity=int(gib * parse_bytes("1GiB")) // MIB * MIB,
+        capability=capability,
+        num_multiprocessors=multiprocessors,
+        capacity_source=source,
+    )
+
+
+_PRIME_RL = "PrimeIntellect-ai/prime-rl/blob/main/benchmarks/results/BENCHMARKS.md"
+# Capacities differ by some hundredths of a GiB between drivers: 23.52 to 23.65 for an RTX 4090.
+GPUS: dict[str, Gpu] = {
+    "t4": _gpu("Tesla T4", 14.56, (7, 5), 40, "Zheng-Chong/CatVTON/issues/133"),
+    "l4": _gpu("NVIDIA L4", 22.03, (8, 9), 58, "ArcInstitute/evo2/issues/190"),
+    "l40s": _gpu("NVIDIA L40S", 44.42, (8, 9), 142, "stepfun-ai/Step-Video-T2V/issues/8"),
+    "rtx3090": _gpu("NVIDIA GeForce RTX 3090", 23.70, (8, 6), 82, "GaoLii/DSP/issues/10"),
+    "rtx4090": _gpu("NVIDIA GeForce RTX 4090", 23.64, (8, 9), 128, "ali-vilab/VGen/issues/104"),
+    "rtx5090": _gpu("NVIDIA GeForce RTX 5090", 31.37, (12, 0), 170, "Wan-Video/Wan2.1/issues/465"),
+    "a100-40g": _gpu("NVIDIA A100-SXM4-40GB", 39.50, (8, 0), 108, "TianheWu/CoSeR/issues/10"),
+    "a100-80g": _gpu("NVIDIA A100-SXM4-80GB", 79.25, (8, 0), 108, "HiDream-ai/VAREdit/issues/6"),
+    "h100-80g": _gpu(
+        "NVIDIA H100 80GB HBM3",
+        79.18,
+        (9, 0),
+        132,
+        _PRIME_RL,
+    ),
+    "h200": _gpu(
+        "NVIDIA H200",
+        139.80,
+        (9, 0),
+        132,
+        _PRIME_RL,
+    ),
+}
+_ALIASES = {"h100": "h100-80g", "a100": "a100-40g", "4090": "rtx4090", "3090": "rtx3090"}
+_ALIASES |= {"5090": "rtx5090"}
+
+# Where none is named: an A100's kernels, which is what the simulator has modelled from the first.
+# Its capability lets libraries take their plain paths (bfloat16 and TF32, no FP8).
+UNNAMED = Gpu(
+    title="Simulated CUDA device (residency)",
+    capacity=0,
+    capability=(8, 0),
+    num_multiprocessors=108,
+    capacity_source="",
+)
+
+
+def gpu_named(name: str) -> tuple[str, Gpu]:
+    """Returns a GPU and its name in the table; case, ``-``, ``_`` and spaces do not matter.
+
+    Raises:
+        InvalidArgumentError: No such GPU is known; the message lists those that are.
+    """
+
+    def plain(text: str) -> str:
+        return "".join(letter for letter in text.lower() if letter.isalnum())
+
+    wanted = plain(str(name)).removeprefix("nvidia").removeprefix("geforce")
+    for known, entry in _ALIASES.items():
+        if wanted == plain(known):
+            return entry, GPUS[entry]
+    for known, gpu in GPUS.items():
+        if wanted in (plain(known), plain(known).removesuffix("g") + "gb"):
+            return known, gpu
+    raise InvalidArgumentError(
+        f"gpu is {name!r}, which is not in the table; expected one of {', '.join(GPUS)}. "
+        "For another card give its capacity."
+    )

@@ -31,10 +31,11 @@ LAYERS = (
     ("testing",),
     ("integrations",),
     ("_demo",),  # shows them
+    ("_dryrun",),
     ("_cli",),
     ("__main__",),
 )
-SIMULATOR_USERS = {"sim", "_cli", "_demo", "testing"}
+SIMULATOR_USERS = {"sim", "_cli", "_demo", "_dryrun", "testing"}
 CUDA_FILES = ("_device.py", "sim/_cuda/", "sim/compat.py")
 UNITS_FILE = "_units.py"
 MAX_FILE_LINES = 500

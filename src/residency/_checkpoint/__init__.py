@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from residency._checkpoint._capture._snapshot import Snapshot, snapshot
     from residency._checkpoint._checkpointer import Checkpointer
     from residency._checkpoint._disk._publish import Retention
+    from residency._checkpoint._document._dtypes import DTYPES, STORED_DTYPES
     from residency._checkpoint._restore._load_into import load_into
     from residency._checkpoint._rng import random_states
     from residency._checkpoint._save import Save, SaveStatistics
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Background",
     "Checkpointer",
+    "DTYPES",
     "Retention",
+    "STORED_DTYPES",
     "Save",
     "SaveStatistics",
     "Snapshot",
@@ -44,6 +47,7 @@ __getattr__ = door(
         "_capture._snapshot": ["Snapshot", "snapshot"],
         "_checkpointer": ["Checkpointer"],
         "_disk._publish": ["Retention"],
+        "_document._dtypes": ["DTYPES", "STORED_DTYPES"],
         "_restore._load_into": ["load_into"],
         "_rng": ["random_states"],
         "_save": ["Save", "SaveStatistics"],

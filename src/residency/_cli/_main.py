@@ -8,10 +8,16 @@ import traceback
 from collections.abc import Sequence
 
 import residency
-from residency._cli import _checkpoint_verb, _demo_verb, _record_verb, _report_verb
+from residency._cli import (
+    _checkpoint_verb,
+    _demo_verb,
+    _dry_run_verb,
+    _record_verb,
+    _report_verb,
+)
 from residency._errors import ResidencyError
 
-_VERBS = (_demo_verb, _checkpoint_verb, _record_verb, _report_verb)
+_VERBS = (_dry_run_verb, _demo_verb, _checkpoint_verb, _record_verb, _report_verb)
 # What the extra `demo` brings, and `rich`, which an incomplete installation may lack.
 _OPTIONAL_PACKAGES = frozenset({"ninja", "rich", "setuptools", "transformers"})
 _EXIT_ERROR = 2

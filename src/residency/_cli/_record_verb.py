@@ -16,7 +16,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import residency
 from residency._errors import InvalidArgumentError
 from residency._memory import (
     PATH_VARIABLE,
@@ -26,7 +25,7 @@ from residency._memory import (
     records_of,
 )
 
-_SITE = Path(residency.__file__).parent / "_memory" / "_site"
+_SITE = Path(__file__).parent / "_site"
 _Identity = tuple[int, int, int]  # a file's inode, size and time of change
 _SIGNALLED = 128  # what a shell adds to the number of the signal that ended a command
 

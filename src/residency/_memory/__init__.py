@@ -23,17 +23,26 @@ if TYPE_CHECKING:
     )
     from residency._memory._holders._holders import Holder, holders
     from residency._memory._imports import ImportWatch
+    from residency._memory._known_calls import KnownCalls
     from residency._memory._ledger import Ledger
     from residency._memory._objects import is_a, slot, type_name
-    from residency._memory._phase import Visit, begin_phase, end_phase, open_phases, phase
+    from residency._memory._phase import (
+        Visit,
+        begin_phase,
+        boundaries,
+        end_phase,
+        open_phases,
+        phase,
+    )
     from residency._memory._post_mortem import describe_device, explain
-    from residency._memory._record import record
+    from residency._memory._record import record, record_process
     from residency._memory._state import MemoryState, has_growing_segments, measure, memory_state
 
 __all__ = [
     "FORMAT",
     "Holder",
     "ImportWatch",
+    "KnownCalls",
     "LONGEST_LINE",
     "Ledger",
     "MemoryState",
@@ -43,6 +52,7 @@ __all__ = [
     "VERSION",
     "Visit",
     "begin_phase",
+    "boundaries",
     "bytes_in_cycles",
     "describe_device",
     "end_phase",
@@ -56,6 +66,7 @@ __all__ = [
     "open_phases",
     "phase",
     "record",
+    "record_process",
     "records_of",
     "slot",
     "type_name",
@@ -77,11 +88,12 @@ __getattr__ = door(
         ],
         "_holders._holders": ["Holder", "holders"],
         "_imports": ["ImportWatch"],
+        "_known_calls": ["KnownCalls"],
         "_ledger": ["Ledger"],
         "_objects": ["is_a", "slot", "type_name"],
-        "_phase": ["Visit", "begin_phase", "end_phase", "open_phases", "phase"],
+        "_phase": ["Visit", "begin_phase", "boundaries", "end_phase", "open_phases", "phase"],
         "_post_mortem": ["describe_device", "explain"],
-        "_record": ["record"],
+        "_record": ["record", "record_process"],
         "_state": ["MemoryState", "has_growing_segments", "measure", "memory_state"],
     },
 )

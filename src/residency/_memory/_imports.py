@@ -62,6 +62,10 @@ class _TellingLoader(Loader):
         self._loader = loader
         self._tell = tell
 
+    def __getattr__(self, name: str) -> object:
+        # `python -m` asks a loader for more than an import does.
+        return getattr(self._loader, name)
+
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 

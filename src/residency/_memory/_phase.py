@@ -79,16 +79,25 @@ class Boundaries:
         """Starts enabled, with no recording."""
         self.ledger: Ledger | None = None
         self.is_enabled = True
+        self._watchers: list[tuple[Callable[[Visit], None], Callable[[Visit], None]]] = []
         self._lock = threading.Lock()
         self._visits: list[Visit] = []  # open ones of every thread, while peaks are exact
+
+    def watch(self, begin: Callable[[Visit], None], end: Callable[[Visit], None]) -> None:
+        """Calls functions at every boundary from now on, whether or not phases are measured."""
+        self._watchers.append((begin, end))
 
     def begin(self, visit: Visit) -> None:
         """Takes the figures with which a phase begins."""
         self._observe(self._begin, visit)
+        for begin, _ in self._watchers:
+            begin(visit)
 
     def end(self, visit: Visit) -> None:
         """Takes the figures with which a phase ends."""
         self._observe(self._end, visit)
+        for _, end in self._watchers:
+            end(visit)
 
     def _observe(self, take: Callable[[Visit], None], visit: Visit) -> None:
         if not self.is_enabled:

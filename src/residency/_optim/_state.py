@@ -23,7 +23,7 @@ from residency._dtensor import layout_of, local_of, moved
 from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes
 from residency._optim._residents import Residents
-from residency._optim._together import apart_from_kept, arrived, joined_to_arrived, send_home
+from residency._optim._together import apart_from_kept, at_home, send_home
 from residency._optim._trial._first_step import planned_bytes
 
 
@@ -155,13 +155,13 @@ class ParameterState(dict[str, Any]):
         if not on_device:
             self.keep(key, value.cpu())
             return
-        if self.is_resident and self._homes.has(self._at_home(value)):
+        if self.is_resident and self._homes.has(at_home(self._homes, value)):
             self.leave_device()  # to share bytes with another entry, which streams
         if self.is_resident and self._may_keep(key, value):
             self.keep(key, moved(value, self._homes.device))
             self._homes.has_aliases = True  # a tensor of the device is taken as it is
         else:
-            state = self._at_home(value)  # anew: leaving may have taken bytes of it home
+            state = at_home(self._homes, value)  # anew: leaving may have taken bytes of it home
             if len(self._residents) and not state.is_cpu:
                 # To be one with a state that stays on the device, both stream.
                 found = send_home(self._homes, None, state)
@@ -201,12 +201,6 @@ class ParameterState(dict[str, Any]):
         self.leave_device()
         self._owner, self.reserved = owner, reserved
         self.is_bound_again = True
-
-    def _at_home(self, value: Tensor) -> Tensor:
-        """Returns what is at home of a tensor of the device; itself where no byte of it is."""
-        state = arrived(self._homes, value)
-        joined = joined_to_arrived(self._homes, value) if state is value else None
-        return state if joined is None else joined
 
     def _may_keep(self, key: str, value: Tensor) -> bool:
         """Returns whether a value may stay on the device; where the budget has no room for it, all

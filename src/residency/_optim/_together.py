@@ -197,6 +197,13 @@ def apart_from_kept(homes: Homes, home: Home) -> Home:
     return another
 
 
+def at_home(homes: Homes, value: Tensor) -> Tensor:
+    """Returns what is at home of a tensor of the device; itself where no byte of it is."""
+    state = arrived(homes, value)
+    joined = joined_to_arrived(homes, value) if state is value else None
+    return state if joined is None else joined
+
+
 def arrived(homes: Homes, value: Tensor) -> Tensor:
     """Returns the state that a tensor of the device went to, or the part of it that a view is; the
     tensor itself where it went nowhere.

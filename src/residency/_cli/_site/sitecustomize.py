@@ -1,0 +1,63 @@
+"""Python imports this at its start where ``residency record`` or ``residency dry-run`` has put its
+folder on the path.
+
+It waits for torch to be imported, then starts what was asked for; a process that never imports
+torch is left alone. The environment's own ``sitecustomize``, which this one hides, runs first.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+_HERE = Path(__file__).resolve().parent
+
+
+def _run_the_hidden_one() -> None:
+    for folder in sys.path:
+        file = Path(folder or ".") / "sitecustomize.py"
+        if file.is_file() and file.resolve().parent != _HERE:
+            _load(file, "sitecustomize")
+            return
+
+
+def _load(file: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} cannot be loaded")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _find_residency() -> None:
+    if importlib.util.find_spec("residency") is None:  # an interpreter that has none itself
+        sys.path.append(str(_HERE.parents[2]))
+
+
+def _start_dry_run(torch: ModuleType) -> None:
+    _find_residency()
+    from residency._dryrun import start_child
+
+    start_child()
+
+
+def _start_recording(torch: ModuleType) -> None:
+    try:
+        _find_residency()
+        from residency._memory import record_process
+
+        record_process()
+    except Exception as error:
+        print(f"residency: this process is not recorded: {error}", file=sys.stderr)
+
+
+_run_the_hidden_one()
+_asked = {"RESIDENCY_DRY_RUN": _start_dry_run, "RESIDENCY_RECORD": _start_recording}
+for _variable, _start in _asked.items():
+    if os.environ.get(_variable):
+        _imports = _load(_HERE.parents[1] / "_memory" / "_imports.py", "_residency_imports")
+        _imports.ImportWatch({"torch": _start}).start()

@@ -1,0 +1,198 @@
+"""What a dry run answers: whether the script fits, the peak of each phase, and who held it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from residency._dryrun._settings import RunSettings
+from residency._units import MIB, format_bytes, parse_bytes
+
+_WIDTH = 110  # columns of the table, in a file or a narrow terminal, too
+_OF_ERRORS = 3  # out-of-memory errors that are shown
+_LINK_BYTES_PER_SECOND = 55_000_000_000  # as residency.sim.Clock has it, with its source
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer of a dry run.
+
+    Attributes:
+        found: What the training process found; of a run that failed for memory, of one that had
+            enough of it.
+        errors: The out-of-memory errors of the run with the capacity that was asked about.
+        capacity: Bytes of the device.
+        context: Bytes of it that are not torch's.
+        title: What the device is called.
+    """
+
+    found: dict[str, Any]
+    errors: list[dict[str, Any]]
+    capacity: int
+    context: int
+    title: str
+
+    @property
+    def peak_allocated(self) -> int:
+        """The most bytes that tensors held."""
+        return max((phase["peak_allocated"] for phase in self.found["phases"]), default=0)
+
+    @property
+    def peak_reserved(self) -> int:
+        """The most bytes that torch's allocator had from the device."""
+        return max((phase["peak_reserved"] for phase in self.found["phases"]), default=0)
+
+    @property
+    def needed(self) -> int:
+        """Bytes of the device at the peak, the context among them."""
+        return self.peak_reserved + self.context
+
+    @property
+    def fits(self) -> bool:
+        """Whether no allocation failed."""
+        return not self.errors
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the script came to its end, or to where enough was seen."""
+        return self.found["ended"] in ("finished", "left", "stopped")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the answer for JSON, without the timeline."""
+        left_out = ("timeline", "marks", "kinds", "pid")
+        found = {key: value for key, value in self.found.items() if key not in left_out}
+        return {
+            "fits": self.fits,
+            "is_complete": self.is_complete,
+            "capacity": self.capacity,
+            "context": self.context,
+            "device": self.title,
+            "peak_allocated": self.peak_allocated,
+            "peak_reserved": self.peak_reserved,
+            "needed": self.needed,
+            "headroom": self.capacity - self.needed,
+            **found,
+            "out_of_memory": self.errors,
+        }
+
+
+def answer_of(
+    found: dict[str, Any], settings: RunSettings, title: str, roomy: dict[str, Any] | None = None
+) -> Answer:
+    """Makes the answer of a run, and of the one with room enough where the first had too little."""
+    complete = found if roomy is None else roomy
+    return Answer(complete, found["out_of_memory"], settings.capacity, found["context"], title)
+
+
+def print_answer(answer: Answer, console: Console) -> None:
+    """Prints the answer for a reader."""
+    for text in _headline(answer):
+        console.print(text, highlight=False, soft_wrap=True)
+    console.width = max(console.width, _WIDTH)
+    console.print(_table(answer))
+    for text in _notes(answer):
+        console.print(text, highlight=False, soft_wrap=True)
+
+
+def _headline(answer: Answer) -> Iterator[str]:
+    device = f"{answer.title}, {format_bytes(answer.capacity)}"
+    needed, spare = format_bytes(answer.needed), answer.capacity - answer.needed
+    what = f"peak {needed} with a context of {format_bytes(answer.context)}"
+    if not answer.is_complete:
+        what += ", as far as the script came"
+    if answer.fits:
+        yield f"[bold green]fits[/]: {what}, {format_bytes(spare)} to spare ({device})"
+        return
+    if spare < 0:
+        much = f"{format_bytes(-spare)} more than there is"
+        yield f"[bold red]does not fit[/]: {what}, {much} ({device})"
+    else:
+        yield f"[bold red]does not fit[/]: the free bytes lie in pieces; {what} ({device})"
+    for error in answer.errors[:_OF_ERRORS]:
+        where = f" at {error['line']}" if error["line"] else ""
+        operation = f" ({error['operation']})" if error["operation"] else ""
+        yield (
+            f"out of memory in {error['phase']}, step {error['step']}{where}{operation}: "
+            f"{format_bytes(error['asked'])} were asked for, and {format_bytes(error['free'])} free"
+        )
+
+
+def _table(answer: Answer) -> Table:
+    kinds = answer.found["kinds"]
+    unit = "GiB" if answer.peak_reserved >= parse_bytes("1GiB") else "MiB"
+    divisor = parse_bytes(f"1{unit}")
+
+    def size(num_bytes: int) -> str:
+        return f"{num_bytes / divisor:,.2f}" if num_bytes else "-"
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(f"peaks in {unit}")
+    for name in ("visits", "allocated", "reserved", "headroom", *kinds):
+        table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
+    for phase in answer.found["phases"]:
+        if phase["peak_reserved"] == 0:
+            continue
+        table.add_row(
+            phase["name"],
+            str(phase["visits"]),
+            size(phase["peak_allocated"]),
+            size(phase["peak_reserved"]),
+            f"{(answer.capacity - answer.context - phase['peak_reserved']) / divisor:,.2f}",
+            *(size(phase["at_peak"].get(kind, 0)) for kind in kinds),
+        )
+    return table
+
+
+def _notes(answer: Answer) -> Iterator[str]:
+    found = answer.found
+    yield (
+        f"host memory: about {format_bytes(found['host_peak'])}, page-locked "
+        f"{format_bytes(found['pinned_peak'])}"
+        + (f"; {found['files']} files saved, {format_bytes(found['saved'])}" * bool(found["files"]))
+    )
+    yield (
+        f"{found['steps']} optimizer steps in {found['seconds']:.0f} s without a GPU; the figures "
+        f"hold for torch {found['torch']}, eager"
+    )
+    if found["was_interrupted"]:
+        yield "you interrupted the run: the figures are what was known by then"
+    elif found["ended"] == "left":
+        yield (
+            "the script was left in its loop after these steps: a save that comes later was not "
+            "seen. More: --steps, or the script's own number of steps with --steps 0"
+        )
+    elif found["ended"] == "stopped" and found["error"]:
+        yield f"the script ended in {found['error']}, after what was to be seen"
+    elif found["ended"] == "error" and answer.fits:
+        yield f"the script failed for a reason of its own: {found['error']}"
+    elif found["ended"] == "running" and not answer.errors:
+        yield "the process was killed: the figures are what was known by then"
+    if found["steps"] == 0:
+        yield (
+            "the script made no optimizer step: there is no peak of training in these figures. "
+            "Give it the arguments with which it trains"
+        )
+    if found["retries"]:
+        yield (
+            f"the allocator gave its cache back {found['retries']} times to find room, which is "
+            "slow on a GPU"
+        )
+    if answer.fits and 0 <= answer.capacity - answer.needed < answer.capacity // 50:
+        yield (
+            "less than 2 % is to spare: another version of torch or of cuDNN may take as much, and "
+            "a display takes some hundred MiB"
+        )
+
+
+def seconds_of_offload(state_bytes: int, resident: int) -> float:
+    """Returns the seconds that a step's copies of an offloaded state take over PCIe 5."""
+    return max(0, state_bytes - resident) / _LINK_BYTES_PER_SECOND
+
+
+def rounded_down(num_bytes: int) -> int:
+    """Returns whole MiB."""
+    return max(0, num_bytes) // MIB * MIB

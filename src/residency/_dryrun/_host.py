@@ -1,0 +1,69 @@
+"""What a dry run leaves out on the host: the random numbers of weights that are large, and the
+conversion of such weights, whose values mean nothing. Their memory is asked for and never touched.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from residency._units import MIB
+
+# What `Tensor.to` reads its arguments with. Torch does not annotate it.
+_parse_to: Any = vars(torch._C)["_nn"]._parse_to
+_LARGE = MIB
+
+
+def leave_out_weights() -> None:
+    """Makes large host tensors of floating-point numbers without filling them."""
+    tensors: Any = torch.Tensor
+    for name in ("normal_", "uniform_"):
+        setattr(tensors, name, _unfilled(getattr(torch.Tensor, name)))
+    tensors.to = _unconverted(torch.Tensor.to)
+    for name, dtype in (
+        ("bfloat16", torch.bfloat16),
+        ("half", torch.float16),
+        ("float", torch.float32),
+    ):
+        setattr(tensors, name, _unconverted(getattr(torch.Tensor, name), dtype))
+
+
+def _is_large(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_floating_point()
+        and tensor.numel() * tensor.element_size() >= _LARGE
+    )
+
+
+def _unfilled(fill: Any) -> Any:
+    @functools.wraps(fill)
+    def filled(self: torch.Tensor, *args: object, **options: object) -> Any:
+        return self if _is_large(self) else fill(self, *args, **options)
+
+    return filled
+
+
+def _unconverted(convert: Any, target: torch.dtype | None = None) -> Any:
+    """Returns a conversion that leaves out the numbers where a large weight stays on the host."""
+
+    @functools.wraps(convert)
+    def converted(self: torch.Tensor, *args: object, **options: object) -> Any:
+        if isinstance(self, torch.nn.Parameter) and not torch.is_grad_enabled() and _is_large(self):
+            device, dtype = (target and (self.device, target)) or _parsed(args, options)
+            if dtype not in (None, self.dtype) and device in (None, self.device):
+                return torch.empty_like(self, dtype=dtype)
+        return convert(self, *args, **options)
+
+    return converted
+
+
+def _parsed(args: Any, options: Any) -> tuple[Any, Any]:
+    """Returns the device and the type that `Tensor.to` is asked for."""
+    try:
+        device, dtype, _, _ = _parse_to(*args, **options)
+    except (TypeError, RuntimeError):  # another tensor, or `copy=`
+        return None, None
+    return device, dtype

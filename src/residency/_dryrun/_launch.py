@@ -1,0 +1,156 @@
+"""Runs a command as a dry run: a child process, what it found, and how far it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from residency._dryrun._settings import RunSettings
+from residency._errors import InvalidArgumentError, ResidencyError
+from residency._units import format_bytes
+
+_SECONDS_BETWEEN_LOOKS = 0.5
+_SECONDS_TO_END = 10.0  # of a child that was interrupted, before it is killed
+
+
+class NoAnswerError(ResidencyError):
+    """An error for a command that ended without an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command and how it is run.
+
+    Attributes:
+        words: The program and its arguments.
+        settings: How it is run; the folder is made by `dry_run`.
+        is_quiet: Whether the script's own output is thrown away.
+        site: The folder whose ``sitecustomize`` starts the child.
+        progress: Where a line says how far the run is; None for nowhere.
+    """
+
+    words: Sequence[str]
+    settings: RunSettings
+    site: Path
+    is_quiet: bool = False
+    progress: TextIO | None = None
+
+
+def dry_run(command: Command) -> dict[str, Any]:
+    """Runs a command to its end, or to Ctrl-C, and returns what its training process found.
+
+    Raises:
+        InvalidArgumentError: The command cannot be started.
+        NoAnswerError: No process of it has used torch, or none could start a dry run.
+    """
+    if shutil.which(command.words[0]) is None:
+        raise InvalidArgumentError(
+            f"{command.words[0]!r} is no program that can be run; "
+            "expected a command such as: -- python train.py"
+        )
+    with tempfile.TemporaryDirectory(prefix="residency-dry-run-") as folder:
+        settings = replace(command.settings, folder=folder)
+        started = time.monotonic()
+        status, was_interrupted = _run(command, settings)
+        found = _read(Path(folder))
+    if not found:
+        raise NoAnswerError(
+            f"the command ended with status {status}, and no Python process of it has used torch. "
+            "Write after -- what you would type on the machine with the GPU: -- python train.py"
+        )
+    # The others are launchers and helpers.
+    training = max(found, key=lambda each: (each["steps"], _peak(each)))
+    training |= {"status": status, "was_interrupted": was_interrupted, "processes": len(found)}
+    training["seconds"] = time.monotonic() - started
+    return training
+
+
+def _peak(found: dict[str, Any]) -> int:
+    return max((phase["peak_reserved"] for phase in found["phases"]), default=0)
+
+
+def _run(command: Command, settings: RunSettings) -> tuple[int, bool]:
+    path = os.pathsep.join(filter(None, [str(command.site), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    environment |= settings.variables()
+    output = subprocess.DEVNULL if command.is_quiet else None
+    try:
+        process = subprocess.Popen(command.words, env=environment, stdout=output, stderr=output)
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"{command.words[0]!r} cannot be started: {error.strerror}. "
+            "Write after -- what you would type on the machine with the GPU: -- python train.py"
+        ) from None
+    line = _ProgressLine(command.progress, Path(settings.folder))
+    was_interrupted = False
+    with process:
+        while True:
+            try:
+                return process.wait(_SECONDS_BETWEEN_LOOKS), was_interrupted
+            except subprocess.TimeoutExpired:
+                line.show()
+            except KeyboardInterrupt:  # which the child got, too
+                if was_interrupted:
+                    process.kill()
+                was_interrupted = True
+                _end(process)
+            except BaseException:
+                process.kill()
+                raise
+            finally:
+                if process.returncode is not None:
+                    line.clear()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(_SECONDS_TO_END)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)
+        process.kill()
+
+
+def _read(folder: Path) -> list[dict[str, Any]]:
+    found = []
+    for file in sorted(folder.glob("*.json")):
+        content: dict[str, Any] = json.loads(file.read_text())
+        found.append(content)
+    return found
+
+
+class _ProgressLine:
+    """A line on a terminal that says which phase the child is in."""
+
+    def __init__(self, stream: TextIO | None, folder: Path) -> None:
+        self._stream = stream if stream is not None and stream.isatty() else None
+        self._folder = folder
+        self._started = time.monotonic()
+        self._is_shown = False
+
+    def show(self) -> None:
+        if self._stream is None:
+            return
+        found = _read(self._folder)
+        text = "starting"
+        if found:
+            training = max(found, key=lambda each: (each["steps"], _peak(each)))
+            text = f"{training['steps']} optimizer steps, after {training['phase']}, "
+            text += f"peak {format_bytes(_peak(training))}"
+        seconds = time.monotonic() - self._started
+        self._stream.write(f"\r\x1b[Kresidency: dry run, {seconds:.0f} s: {text}")
+        self._stream.flush()
+        self._is_shown = True
+
+    def clear(self) -> None:
+        if self._stream is not None and self._is_shown:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()

@@ -1,0 +1,97 @@
+"""Which phase a script is in: known calls of libraries, its own ``residency.phase``, and of the
+rest forward and backward passes, which no library names.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from residency._memory import KnownCalls, Visit, boundaries
+
+SET_UP, BACKWARD, STEP = "set up", "backward", "optimizer step"
+# Inside these a forward pass is part of the phase: recomputed activations, evaluation.
+_WHOLE = frozenset({BACKWARD, "save", "load", "evaluate", "generate"})
+_STEP = "optimizer_step"  # as known calls have it; a closure's passes in it are phases
+
+
+class Phases:
+    """The phases of the process, of whichever thread.
+
+    Attributes:
+        name: The phase of now.
+    """
+
+    def __init__(self, on_end: Callable[[str], None]) -> None:
+        """Takes the function that is called with a phase's name when it ends."""
+        self.name = SET_UP
+        self.since = time.monotonic()
+        self._on_end = on_end
+        self._open: list[str] = []
+        self._pass = SET_UP  # what goes on outside known calls
+        self._calls = KnownCalls()
+
+    def start(self) -> None:
+        """Watches the process from now on."""
+        boundaries.watch(self._begin, self._end)
+        self._calls.start()
+        register_module_forward_pre_hook(self._before_forward)
+        autograd: Any = torch.autograd
+        for name in ("backward", "grad"):
+            setattr(autograd, name, self._around(getattr(autograd, name)))
+
+    def finish(self) -> None:
+        """Ends the phase of now."""
+        self._on_end(self.name)
+
+    def _begin(self, visit: Visit) -> None:
+        self._open.append(visit.name)
+        self._enter()
+
+    def _end(self, visit: Visit) -> None:
+        if visit.name in self._open:
+            del self._open[len(self._open) - 1 - self._open[::-1].index(visit.name) :]
+        self._pass = ""
+        self._enter()
+
+    def _before_forward(self, module: object, arguments: object) -> None:
+        if self._open and self._open[-1] in _WHOLE:
+            return
+        current = "forward" if torch.is_grad_enabled() else "evaluate"
+        if current != self._pass:
+            self._pass = current
+            self._enter()
+
+    def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def called(*args: object, **options: object) -> Any:
+            if self._open and self._open[-1] in _WHOLE:
+                return function(*args, **options)  # of a recomputed part, or of an optimizer's own
+            self._open.append(BACKWARD)
+            self._enter()
+            try:
+                return function(*args, **options)
+            finally:
+                if BACKWARD in self._open:
+                    self._open.remove(BACKWARD)
+                self._pass = ""
+                self._enter()
+
+        return called
+
+    def _enter(self) -> None:
+        parts = list(self._open)
+        if self._pass and not (parts and parts[-1] in _WHOLE):
+            parts.append(self._pass)
+        if _STEP in parts[:-1]:
+            parts.remove(_STEP)
+        name = "/".join(parts).replace(_STEP, STEP) or "between phases"
+        if name != self.name:
+            self._on_end(self.name)
+            self.name = name
+            self.since = time.monotonic()

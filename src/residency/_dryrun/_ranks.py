@@ -1,0 +1,146 @@
+"""One rank of many in one process: groups whose peers are not there.
+
+Collectives take the memory that they take, and move no bytes. What is exchanged as Python objects
+comes back as this rank's own, once for each rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+
+# The group of torch's own tests that has no peers: it has no public name.
+from torch._C._distributed_c10d import FakeProcessGroup, HashStore
+from torch.distributed import distributed_c10d
+
+from residency._memory import ImportWatch
+
+_PORT = "29500"  # nobody listens there
+
+
+def be_one_rank(num_ranks: int) -> None:
+    """Makes ``torch.distributed`` believe that the other ranks are there.
+
+    Args:
+        num_ranks: How many there are; 1 where launchers say it.
+    """
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    os.environ.setdefault("MASTER_PORT", _PORT)
+    names: Any = vars(distributed_c10d)
+    gloo, nccl = names["ProcessGroupGloo"], names["ProcessGroupNCCL"]
+    changed = {
+        "ProcessGroupGloo": _without_peers(gloo),
+        "ProcessGroupNCCL": _without_peers(nccl, wrap=nccl),
+    }
+    for name, function in _objects().items():
+        changed[name] = functools.wraps(names[name])(function)
+    distributed_c10d.__dict__.update(changed, rendezvous=_meet_nobody)
+    dist.__dict__.update(changed)
+    here = functools.partial(_launch_here, num_ranks)
+    watched: dict[str, Callable[[ModuleType], None]] = {"torch.distributed.launcher.api": here}
+    if num_ranks > 1:
+        watched["torch.distributed.checkpoint.default_planner"] = _accept_plans
+    ImportWatch(watched).start()
+
+
+def _meet_nobody(
+    url: str, rank: int = -1, world_size: int = -1, **options: Any
+) -> Iterator[tuple[Any, int, int]]:
+    rank = rank if rank >= 0 else int(os.environ.get("RANK", 0))
+    size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", 1))
+    yield HashStore(), rank, size
+
+
+def _without_peers(group: Any, wrap: Any = None) -> Any:
+    class Alone(type(group)):  # type: ignore[misc]
+        """A type that knows the groups that the real one makes."""
+
+        def __instancecheck__(self, value: object) -> bool:
+            return isinstance(value, group | FakeProcessGroup)
+
+    class Group(metaclass=Alone):
+        """The class whose groups have no peers."""
+
+        Options = getattr(group, "Options", getattr(group, "_Options", None))
+        _Options = Options
+        create_default_device = getattr(group, "create_default_device", None)
+        create_device = getattr(group, "create_device", None)
+
+        def __new__(cls, store: Any, rank: int, size: int, *args: object, **options: object) -> Any:
+            alone = FakeProcessGroup._create_internal(rank, size)
+            return alone if wrap is None else wrap.of_host_group(alone)
+
+    return Group
+
+
+def _objects() -> dict[str, Callable[..., Any]]:
+    """Returns the exchanges of Python objects, which would need the bytes of tensors."""
+
+    def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+        object_list[:] = [obj] * len(object_list)
+
+    def gather_object(
+        obj: Any, object_gather_list: list[Any] | None = None, *args: object, **options: object
+    ) -> None:
+        if object_gather_list is not None:
+            object_gather_list[:] = [obj] * len(object_gather_list)
+
+    def broadcast_object_list(object_list: list[Any], *args: object, **options: object) -> None:
+        pass
+
+    def scatter_object_list(
+        scatter_object_output_list: list[Any],
+        scatter_object_input_list: list[Any] | None = None,
+        *args: object,
+        **options: Any,
+    ) -> None:
+        if scatter_object_input_list:
+            scatter_object_output_list[0] = scatter_object_input_list[0]
+
+    def monitored_barrier(*args: object, **options: object) -> None:
+        pass
+
+    return {
+        "all_gather_object": all_gather_object,
+        "gather_object": gather_object,
+        "broadcast_object_list": broadcast_object_list,
+        "scatter_object_list": scatter_object_list,
+        "monitored_barrier": monitored_barrier,
+    }
+
+
+def _accept_plans(module: ModuleType) -> None:
+    """Lets a distributed checkpoint be planned, though all plans but this rank's are copies."""
+    module.__dict__["_validate_global_plan"] = lambda plan, metadata: []
+
+
+def _launch_here(num_ranks: int, module: ModuleType) -> None:
+    """Lets ``torchrun`` and what calls it run the script in this process, as the first rank."""
+
+    def launch_agent(
+        config: Any, entrypoint: Any, args: list[Any], **options: object
+    ) -> dict[int, object]:
+        size = max(num_ranks, config.nproc_per_node * config.max_nodes)
+        os.environ.update(RANK="0", LOCAL_RANK="0", GROUP_RANK="0", WORLD_SIZE=str(size))
+        os.environ["LOCAL_WORLD_SIZE"] = str(config.nproc_per_node)
+        if callable(entrypoint):
+            return {0: entrypoint(*args)}
+        words = [word for word in args if word != "-u"]
+        is_module = words[0] == "-m"
+        script, *given = words[is_module:]
+        sys.argv = [script, *given]
+        if is_module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+            runpy.run_path(script, run_name="__main__")
+        return {}
+
+    module.__dict__["launch_agent"] = launch_agent

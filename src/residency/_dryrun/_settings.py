@@ -1,0 +1,60 @@
+"""What the parent of a dry run tells its child, through the environment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+VARIABLE = "RESIDENCY_DRY_RUN"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """The settings of a dry run's child.
+
+    Attributes:
+        folder: Where each process of the child leaves what it found.
+        capacity: Bytes of the device.
+        gpu: The GPU's name in the simulator's table; None for a device of that capacity.
+        others: Bytes that other programs take of the device.
+        steps: After how many optimizer steps the script is brought to its end; 0 for never.
+        ranks: Of how many processes this one is the first.
+        is_real: Whether kernels compute bytes.
+        random_weights: Whether ``from_pretrained`` makes models from their configuration.
+        offload: The bytes of ``resident=`` of a `residency.offload_optimizer` that the script gets;
+            None for none.
+        checkpointing: Whether models of transformers recompute their activations.
+        batch_divisor: By how much a Trainer's batch is divided, with so many times the steps of
+            accumulation.
+        shows_errors: Whether an error is shown that the script ends with when enough was seen.
+        environment: Variables that the child gets besides.
+    """
+
+    folder: str
+    capacity: int
+    gpu: str | None = None
+    others: int = 0
+    steps: int = 2
+    ranks: int = 1
+    is_real: bool = False
+    random_weights: bool = False
+    offload: int | None = None
+    checkpointing: bool = False
+    batch_divisor: int = 1
+    shows_errors: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def variables(self) -> dict[str, str]:
+        """Returns the environment variables that carry the settings."""
+        variables = {VARIABLE: json.dumps(asdict(self)), **self.environment}
+        if self.ranks > 1:
+            size = str(self.ranks)
+            variables |= {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": size}
+            variables |= {"LOCAL_WORLD_SIZE": size}
+        return variables
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> RunSettings:
+        """Reads the settings back."""
+        return cls(**json.loads(environment[VARIABLE]))

@@ -1,0 +1,167 @@
+"""Brings a script to its end after some optimizer steps: nobody waits for 10,000 of them.
+
+The training loop ends as if its data had: what comes after it (evaluation, the last save, a resume)
+then runs as the script has it. Trainers of frameworks are told to stop. A loop that goes on and
+steps without data loaders is left by ``SystemExit``.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data import dataloader
+
+from residency._memory import ImportWatch
+
+_MOST_RESUMES = 3
+
+
+class EnoughSeen(SystemExit):
+    """The way out of a script whose loop goes on: no error, and not caught as one."""
+
+
+class Stopping:
+    """The count of the optimizer's steps, which ends the training after so many.
+
+    Attributes:
+        num_steps: Steps of the optimizer that has made the most.
+        is_ending: Whether enough has been seen.
+        was_left: Whether the script was left in the middle of its loop.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        """Takes the number of steps; 0 for never."""
+        self.num_steps = 0
+        self.is_ending = False
+        self.was_left = False
+        self._wanted = num_steps
+        self._counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._num_resumes = 0
+        self._last: Any = None  # the iterator that gave out a batch last
+        self._training: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders that steps were made of
+        self._passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._trainers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def start(self) -> None:
+        """Counts from now on."""
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+        if not self._wanted:
+            return
+        self._watch_loaders()
+        flow = {
+            "transformers.trainer_callback": self._watch_transformers,
+            "transformers.generation.stopping_criteria": _generate_all,
+            "lightning.pytorch.trainer.trainer": self._watch_lightning,
+            "pytorch_lightning.trainer.trainer": self._watch_lightning,
+        }
+        ImportWatch(flow).start()
+
+    def resume(self) -> None:
+        """Lets the script train on: it has loaded a checkpoint."""
+        if self.is_ending and self._num_resumes < _MOST_RESUMES:
+            self._num_resumes += 1
+            self.is_ending = False
+            self._counts.clear()
+            self._training.clear()
+            self._passes.clear()
+
+    def _before_step(self, optimizer: Optimizer, args: object, options: object) -> None:
+        # A loader that is over may have given out one more batch, to a loop that looks ahead.
+        ahead = 1 if len(self._training) else 0
+        if self._wanted and self._counts.get(optimizer, 0) >= self._wanted + ahead:
+            self.was_left = True
+            raise EnoughSeen(0)
+
+    def _after_step(self, optimizer: Optimizer, args: object, options: object) -> None:
+        count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
+        self.num_steps = max(self.num_steps, count)
+        if self._last is not None:
+            self._training.add(self._last)
+        if self._wanted and count >= self._wanted:
+            self.is_ending = True
+            for trainer in list(self._trainers):
+                trainer.should_stop = True
+
+    # ------------------------------------------------------------------------------ data loaders
+
+    def _watch_loaders(self) -> None:
+        base: Any = dataloader._BaseDataLoaderIter
+        make, following = base.__init__, base.__next__
+
+        @functools.wraps(make)
+        def made(iterator: Any, loader: Any, *args: object, **options: object) -> None:
+            make(iterator, loader, *args, **options)
+            iterator._residency_loader = weakref.ref(loader)
+            if self.is_ending:
+                self._passes[loader] = self._passes.get(loader, 0) + 1
+
+        @functools.wraps(following)
+        def follow(iterator: Any) -> Any:
+            reference = getattr(iterator, "_residency_loader", None)
+            loader = None if reference is None else reference()
+            if loader is not None and self._is_over(loader):
+                raise StopIteration
+            self._last = loader
+            return following(iterator)
+
+        base.__init__, base.__next__ = made, follow
+
+    def _is_over(self, loader: Any) -> bool:
+        """Says whether a loader gives nothing more: what it is for has been seen."""
+        if not self.is_ending:
+            return False
+        return loader in self._training or self._passes.get(loader, 0) > 1
+
+    # -------------------------------------------------------------------------------- frameworks
+
+    def _watch_transformers(self, module: ModuleType) -> None:
+        """Lets the Trainer evaluate and save, where it does so at all, and stop."""
+        flow: Any = vars(module)["DefaultFlowControlCallback"]
+        before: Callable[..., Any] = flow.on_step_end
+
+        @functools.wraps(before)
+        def on_step_end(
+            callback: Any, args: Any, state: Any, control: Any, **options: object
+        ) -> Any:
+            control = before(callback, args, state, control, **options)
+            if self.is_ending:
+                control.should_training_stop = True
+                control.should_evaluate = str(args.eval_strategy.value) != "no"
+                control.should_save = str(args.save_strategy.value) != "no"
+            return control
+
+        flow.on_step_end = on_step_end
+
+    def _watch_lightning(self, module: ModuleType) -> None:
+        trainer: Any = vars(module)["Trainer"]
+        make = trainer.__init__
+
+        @functools.wraps(make)
+        def made(self_of_trainer: Any, *args: object, **options: object) -> None:
+            make(self_of_trainer, *args, **options)
+            self._trainers.add(self_of_trainer)
+
+        trainer.__init__ = made
+
+
+def _generate_all(module: ModuleType) -> None:
+    """Lets generation end where the longest sequence does: no token says that one has ended."""
+    criteria: Any = vars(module)["StoppingCriteriaList"]
+
+    def ask(self: Any, input_ids: torch.Tensor, scores: Any, **options: object) -> torch.Tensor:
+        longest = self.max_length
+        is_over = longest is None or input_ids.shape[1] >= longest
+        return torch.full((input_ids.shape[0],), is_over, device=input_ids.device)
+
+    criteria.__call__ = functools.wraps(criteria.__call__)(ask)

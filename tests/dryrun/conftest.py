@@ -1,0 +1,54 @@
+"""Runs ``residency dry-run`` on scripts that know nothing of it."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).parent / "scripts"
+_SECONDS = 280
+
+
+@dataclass
+class Outcome:
+    """What a dry run printed, and its exit status."""
+
+    status: int
+    answer: dict[str, Any]
+    errors: str
+
+    def phase(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = next(p for p in self.answer["phases"] if p["name"] == name)
+        return found
+
+
+@pytest.fixture
+def dry_run(tmp_path: Path) -> Callable[..., Outcome]:
+    """Runs a script of this folder, or a text, in a folder of its own."""
+
+    def run(
+        script: str | Path, *arguments: str, options: tuple[str, ...] = ("--capacity", "8GiB")
+    ) -> Outcome:
+        path = tmp_path / "script.py"
+        if isinstance(script, Path):
+            path = script
+        else:
+            path.write_text(script)
+        command = [sys.executable, "-m", "residency", "dry-run", "--json", *options, "--"]
+        done = subprocess.run(
+            [*command, sys.executable, str(path), *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+        answer = json.loads(done.stdout) if done.stdout else {}
+        return Outcome(done.returncode, answer, done.stderr)
+
+    return run

@@ -1,0 +1,123 @@
+"""What ``residency dry-run`` answers of small scripts, beside torch's figures and arithmetic."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from residency import sim
+
+SCRIPTS = Path(__file__).parent / "scripts"
+CONTEXT = 534 << 20
+
+
+def rounded(*sizes: int) -> int:
+    return sum(-(-size // 512) * 512 for size in sizes)
+
+
+def parameters(width: int) -> int:
+    return rounded(16 * width * width, 16 * width, 16 * width * width, 4 * width)
+
+
+def test_peaks_are_those_that_torch_tells_and_owners_sum_to_them(dry_run, tmp_path) -> None:
+    outcome = dry_run(SCRIPTS / "loop.py", "256", "32")
+    assert outcome.status == 0, outcome.errors
+    answer = outcome.answer
+    seen = json.loads((tmp_path / "peaks.json").read_text())
+    # Until the third forward pass, in which the script is left before it writes again.
+    assert seen["step"] == 1
+    assert [answer["peak_allocated"], answer["peak_reserved"]] == seen["peaks"]
+    assert answer["fits"]
+    assert answer["steps"] == 2
+    assert answer["ended"] == "left"
+    assert answer["needed"] == answer["peak_reserved"] + CONTEXT
+    for phase in answer["phases"]:
+        assert sum(phase["at_peak"].values()) == phase["peak_allocated"], phase
+    weights = parameters(256)
+    step = outcome.phase("optimizer step")["at_peak"]
+    assert step["parameters"] == weights
+    assert step["gradients"] == weights
+    assert step["optimizer state"] == 2 * weights
+    backward = outcome.phase("backward")
+    assert backward["at_peak"]["parameters"] == weights
+    assert backward["at_peak"]["activations"] > 0
+    assert outcome.phase("set up")["at_peak"]["parameters"] == weights
+
+
+def test_a_script_that_does_not_fit_is_told_where_and_by_how_much(dry_run) -> None:
+    roomy = dry_run(SCRIPTS / "loop.py", "1024", "4096", options=("--capacity", "4GiB"))
+    assert roomy.status == 0
+    tight = dry_run(SCRIPTS / "loop.py", "1024", "4096", options=("--capacity", "700MiB"))
+    assert tight.status == 1, tight.errors
+    answer = tight.answer
+    assert not answer["fits"]
+    assert answer["needed"] == roomy.answer["needed"]
+    assert answer["headroom"] == (700 << 20) - roomy.answer["needed"] < 0
+    first = answer["out_of_memory"][0]
+    assert first["phase"] in ("forward", "backward")
+    assert "loop.py:" in first["line"]
+    assert first["asked"] > first["free"]
+
+
+def test_loaders_end_and_what_comes_after_the_loop_is_seen(dry_run, tmp_path) -> None:
+    outcome = dry_run(SCRIPTS / "epochs.py", "500")
+    assert outcome.status == 0, outcome.errors
+    names = [phase["name"] for phase in outcome.answer["phases"]]
+    assert {"set up", "forward", "backward", "optimizer step", "evaluate", "save", "load"} <= set(
+        names
+    )
+    assert outcome.answer["ended"] == "finished"
+    assert outcome.answer["steps"] == 2
+    saved = tmp_path / "last.pt"
+    assert saved.stat().st_size > 6 * 512 * 512 * 4
+    assert saved.stat().st_blocks * 512 < 1 << 20
+
+
+def test_a_saved_counter_of_steps_comes_back(dry_run, tmp_path) -> None:
+    outcome = dry_run(SCRIPTS / "epochs.py", "1", options=("--capacity", "8GiB", "--steps", "0"))
+    assert outcome.status == 0, outcome.errors
+    assert outcome.answer["steps"] == 200
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "said"),
+    [
+        ("import torch\nx = torch.ones(3).cuda()\nraise ValueError('of its own')", 3, "of its own"),
+        ("import torch\nx = torch.ones(3).cuda()", 0, "made no optimizer step"),
+        ("print('no torch')", 2, "no Python process of it has used torch"),
+    ],
+)
+def test_a_script_that_is_none_for_a_dry_run_is_told(dry_run, script, status, said) -> None:
+    outcome = dry_run(script)
+    assert outcome.status == status
+    assert said in outcome.errors
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "--device"),
+        (("--device", "voodoo2"), "rtx4090"),
+        (("--capacity", "24 parsecs"), "--capacity"),
+        (("--capacity", "1GiB", "--steps", "-1"), "--steps"),
+        (("--capacity", "1GiB", "--ranks", "0"), "--ranks"),
+        (("--capacity", "1GiB", "--largest", "batch"), "{batch}"),
+    ],
+)
+def test_bad_options_are_refused_with_what_to_give(dry_run, options, said) -> None:
+    outcome = dry_run("import torch", options=options)
+    assert outcome.status == 2
+    assert said in outcome.errors
+
+
+def test_every_gpu_has_a_source_and_room_for_its_context() -> None:
+    from residency.sim import _gpus
+
+    for name, gpu in _gpus.GPUS.items():
+        assert sim.gpu_named(name) == (name, gpu)
+        assert "/" in gpu.capacity_source
+        assert gpu.capacity > _gpus.CONTEXT_BYTES
+        assert gpu.threads_per_multiprocessor >= 1024
+    assert sim.gpu_named("NVIDIA L4") == sim.gpu_named("l4")
+    assert sim.gpu_named("H100")[0] == "h100-80g"
+    assert sim.gpu_named("A100 80GB")[0] == "a100-80g"

@@ -1,0 +1,126 @@
+"""What a dry run is asked besides: what makes a script fit, the largest batch, one rank of many."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+SHARDED = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("nccl")
+torch.cuda.set_device(0)
+model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(8)]).cuda()
+for layer in model:
+    fully_shard(layer)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(2):
+    model(torch.randn(8, 512, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+gathered = [None] * dist.get_world_size()
+dist.all_gather_object(gathered, {"rank": dist.get_rank()})
+assert gathered == [{"rank": 0}] * 4
+total = torch.ones(3, device="cuda")
+dist.all_reduce(total)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.whole
+def test_what_makes_a_script_fit_is_tried_and_told(dry_run) -> None:
+    options = ("--capacity", "1100MiB", "--fit")
+    outcome = dry_run(SCRIPTS / "loop.py", "2048", "32", options=options)
+    assert outcome.status == 1, outcome.errors
+    tried = outcome.answer["fit"]
+    assert [each["fits"] for each in tried] == [False] * (len(tried) - 1) + [True]
+    assert any("residency.offload_optimizer" in line for line in tried[-1]["lines"])
+    assert tried[-1]["needed"] <= 1100 << 20
+    assert "fits" in outcome.errors
+
+
+@pytest.mark.whole
+def test_the_largest_batch_is_the_largest_that_fits(dry_run) -> None:
+    options = ("--capacity", "900MiB", "--largest", "batch")
+    outcome = dry_run(SCRIPTS / "loop.py", "256", "{batch}", options=options)
+    assert outcome.status == 0, outcome.errors
+    largest = outcome.answer["largest"]
+    fitting = dry_run(SCRIPTS / "loop.py", "256", str(largest), options=options[:2])
+    assert fitting.answer["fits"]
+    failing = dry_run(SCRIPTS / "loop.py", "256", str(largest + 1), options=options[:2])
+    assert not failing.answer["fits"]
+
+
+def test_one_rank_of_four_has_a_quarter_of_the_states(dry_run) -> None:
+    alone = dry_run(SHARDED.replace("* 4", "* 1"), options=("--capacity", "4GiB"))
+    assert alone.status == 0, alone.errors
+    one = dry_run(SHARDED, options=("--capacity", "4GiB", "--ranks", "4"))
+    assert one.status == 0, one.errors
+    whole = alone.phase("optimizer step")["at_peak"]
+    part = one.phase("optimizer step")["at_peak"]
+    for kind in ("parameters", "gradients", "optimizer state"):
+        assert 4 * part[kind] == whole[kind]
+
+
+def test_torchrun_is_run_as_its_first_rank(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SHARDED)
+    command = [sys.executable, "-m", "residency", "dry-run", "--capacity", "4GiB", "--"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "train.py"]
+    done = subprocess.run(
+        [*command, *launcher],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "fits" in done.stdout
+    assert "optimizer step" in done.stdout
+
+
+def test_an_interrupt_prints_what_is_known(tmp_path: Path) -> None:
+    script = tmp_path / "endless.py"
+    script.write_text(
+        "import torch, time\n"
+        "model = torch.nn.Linear(512, 512).cuda()\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        "model(torch.ones(8, 512, device='cuda')).sum().backward()\n"
+        "optimizer.step()\n"
+        "open('ready', 'w').close()\n"
+        "while True: time.sleep(0.1)\n"
+    )
+    command = [sys.executable, "-m", "residency", "dry-run", "--capacity", "4GiB", "--"]
+    process = subprocess.Popen(
+        [*command, sys.executable, str(script)],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    limit = time.monotonic() + 240
+    while not (tmp_path / "ready").exists() and time.monotonic() < limit:
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    output, _ = process.communicate(timeout=60)
+    assert "you interrupted the run" in output
+    assert "optimizer step" in output
+
+
+def test_the_page_shows_phases_owners_and_the_verdict(dry_run, tmp_path: Path) -> None:
+    options = ("--capacity", "700MiB", "--html", "page.html")
+    outcome = dry_run(SCRIPTS / "loop.py", "512", "4096", options=options)
+    page = (tmp_path / "page.html").read_text()
+    assert "optimizer state" in page
+    assert "<polygon" in page
+    assert ("does not fit" in page) == (outcome.status == 1)
+    assert "<script" not in page

@@ -21,6 +21,9 @@ def leave_out_weights() -> None:
     tensors: Any = torch.Tensor
     for name in ("normal_", "uniform_"):
         setattr(tensors, name, _unfilled(getattr(torch.Tensor, name)))
+    # Torch's own draws again until all numbers lie inside, which unfilled ones never need to.
+    init: Any = torch.nn.init
+    init._no_grad_trunc_normal_ = _unfilled(init._no_grad_trunc_normal_)
     tensors.to = _unconverted(torch.Tensor.to)
     for name, dtype in (
         ("bfloat16", torch.bfloat16),
@@ -40,8 +43,8 @@ def _is_large(tensor: torch.Tensor) -> bool:
 
 def _unfilled(fill: Any) -> Any:
     @functools.wraps(fill)
-    def filled(self: torch.Tensor, *args: object, **options: object) -> Any:
-        return self if _is_large(self) else fill(self, *args, **options)
+    def filled(tensor: torch.Tensor, *args: object, **options: object) -> Any:
+        return tensor if _is_large(tensor) else fill(tensor, *args, **options)
 
     return filled
 

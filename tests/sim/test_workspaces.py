@@ -248,6 +248,32 @@ def test_reductions_take_nothing_where_workspaces_are_off() -> None:
     assert _scratch_of(lambda: values.sum(0)) == 0
 
 
+# ------------------------------------------------------------------------- accumulating index_put
+
+
+@pytest.mark.parametrize(
+    ("count", "sort"),
+    [
+        (1024, 1),  # one tile, which needs nothing
+        # Two passes of eight bits: counts, two tiles' sums, keys and values again, counters, and
+        # 255 bytes to align it.
+        (4096, 2 * 256 * 8 + 2 * 256 * 4 + 2 * 4096 * 8 + 256 + 255),
+    ],
+)
+@pytest.mark.parametrize("dry", [False, True])
+def test_an_accumulating_index_put_sorts_its_positions(count: int, sort: int, dry: bool) -> None:
+    sim.enable("2GiB", dry=dry)
+    table = torch.zeros(10_000, 4, device="sim")
+    rows = torch.zeros(count, dtype=torch.long, device="sim")
+    values = torch.ones(count, 4, device="sim")
+    positions = 8 * count
+    expected = 4 * positions + -(-sort // BLOCK) * BLOCK
+    assert _scratch_of(lambda: table.index_put_((rows,), values, accumulate=True)) == expected
+    assert _scratch_of(lambda: table.index_put_((rows,), values)) == 0
+    table = rows = values = torch.empty(0)
+    sim.enable("2GiB")
+
+
 # ----------------------------------------------------------------------------------- recorded runs
 
 
@@ -287,3 +313,20 @@ def test_recorded_runs_split_their_sums_as_the_rule_says(
     num_blocks = 1024 // 4 // 32  # of columns, with four bytes of semaphore each
     pairs = list(itertools.pairwise(requested))
     assert pairs.count((buffer, 4 * num_blocks)) == 49
+
+
+@pytest.mark.parametrize("context", [256, 1024])
+def test_recorded_runs_sort_the_rows_of_an_embeddings_gradient(
+    trace_files: list[Path], context: int
+) -> None:
+    path = next(path for path in trace_files if f"medium_{context}_training" in path.name)
+    requested = _trace(path)[0]
+    num_tokens = 4 * context
+    table = torch.zeros(10_000, 4, device="sim")
+    rows = torch.zeros(num_tokens, dtype=torch.long, device="sim")
+    values = torch.ones(num_tokens, 4, device="sim")
+    scratch = _scratch_of(lambda: table.index_put_((rows,), values, accumulate=True))
+    # Five tensors of positions, one of which goes before the others come, and the sort's.
+    five = [8 * num_tokens] * 5
+    sorts = [requested[i + 5] for i in range(len(requested) - 5) if requested[i : i + 5] == five]
+    assert [4 * five[0] + -(-sort // BLOCK) * BLOCK for sort in sorts] == [scratch]

@@ -1,9 +1,12 @@
 // Which operations take scratch memory on CUDA, and how much: charged to the device for as long as
 // CUDA's kernels hold it.
+#include <ATen/ExpandUtils.h>
 #include <ATen/native/ReduceOpsUtils.h>
+#include <c10/util/accumulate.h>
 #include <c10/util/irange.h>
 
 #include <unordered_set>
+#include <utility>
 
 #include "torch_scratch.h"
 #include "workspaces.h"
@@ -80,6 +83,65 @@ void take_for_a_moment(size_t first_bytes, size_t second_bytes) {
   machine.free(first);
 }
 
+// -------------------------------------------------------------------------- accumulating index_put
+
+// Device memory of a kernel, for as long as this lives.
+class Held {
+ public:
+  explicit Held(size_t num_bytes) : block_(Machine::get().allocate(num_bytes)) {}
+  Held(Held&& other) noexcept : block_(std::exchange(other.block_, nullptr)) {}
+  Held& operator=(Held&& other) noexcept {
+    std::swap(block_, other.block_);
+    return *this;
+  }
+  ~Held() {
+    if (block_) Machine::get().free(block_);
+  }
+
+ private:
+  void* block_;
+};
+
+// Source: index_put_with_sort_kernel and makeLinearIndex in ATen/native/cuda/Indexing.cu. Positions
+// of all indices in one, which are sorted with a range; those that come from masks are not known.
+void charge_index_put(const IValue* arguments) {
+  const Tensor& self = arguments[0].toTensor();
+  if (!is_sim(self) || !arguments[3].toBool()) return;
+  std::vector<int64_t> shape;
+  int64_t num_rows = 1;
+  int64_t num_indices = 0;
+  int64_t dim = 0;
+  for (const IValue& each : arguments[1].toListRef()) {
+    if (each.isTensor() && each.toTensor().defined()) {
+      const Tensor& index = each.toTensor();
+      if (index.scalar_type() == c10::kBool || index.scalar_type() == c10::kByte) return;
+      shape = at::infer_size(shape, index.sizes());
+      num_rows *= self.size(dim);
+      num_indices++;
+    }
+    dim++;
+  }
+  if (num_indices == 0) return;
+  const int64_t num_positions = c10::multiply_integers(shape);
+  const size_t num_bytes = static_cast<size_t>(num_positions) * sizeof(int64_t);
+  const auto scaled = [&] {
+    const Held wrapped(num_bytes);
+    return Held(num_bytes);
+  };
+  Held positions = scaled();
+  for (int64_t i = 1; i < num_indices; i++) {
+    const Held more = scaled();
+    Held sum(num_bytes);
+    positions = std::move(sum);
+  }
+  const Held sorted(num_bytes);
+  const Held original(num_bytes);
+  const Held range(num_bytes);
+  int64_t num_bits = 1;
+  for (int64_t largest = num_rows - 1; largest > 1; largest >>= 1) num_bits++;
+  const Held sort(sort_scratch_bytes(num_positions, num_bits));
+}
+
 }  // namespace
 
 ScratchRule scratch_rule(const c10::FunctionSchema& schema) {
@@ -105,6 +167,7 @@ ScratchRule scratch_rule(const c10::FunctionSchema& schema) {
   const std::string name = without_overload(schema.name());
   if (products.count(name)) rule.kind = ScratchRule::Kind::kProduct;
   if (reductions.count(name)) rule.kind = ScratchRule::Kind::kReduction;
+  if (name == "aten::_index_put_impl_") rule.kind = ScratchRule::Kind::kIndexPut;
   for (const auto i : c10::irange(schema.arguments().size())) {
     if (schema.arguments()[i].name() == "dim") rule.dim = static_cast<int>(i);
     if (schema.arguments()[i].name() == "keepdim") rule.keepdim = static_cast<int>(i);
@@ -117,6 +180,7 @@ void charge_scratch(const ScratchRule& rule, const IValue* arguments, size_t num
   if (!Machine::get().settings().workspaces) return;
   if (!has_elements(arguments, num_arguments) || !has_elements(&result, 1)) return;
   if (rule.kind == ScratchRule::Kind::kProduct) return use_blas();
+  if (rule.kind == ScratchRule::Kind::kIndexPut) return charge_index_put(arguments);
   const Tensor& input = arguments[0].toTensor();
   if (!is_sim(input) || !result.isTensor()) return;
   std::vector<int64_t> dims;

@@ -8,7 +8,7 @@
 namespace sim {
 
 struct ScratchRule {
-  enum class Kind { kNone, kProduct, kReduction } kind = Kind::kNone;
+  enum class Kind { kNone, kProduct, kReduction, kIndexPut } kind = Kind::kNone;
   int dim = -1;  // which argument it is, or -1
   int keepdim = -1;
 

@@ -157,4 +157,27 @@ ReductionScratch scratch_of(const Reduction& r, int64_t num_multiprocessors,
           static_cast<size_t>(num_blocks) * sizeof(int)};
 }
 
+// ------------------------------------------------------------------------------------------ sorts
+
+// Source: DispatchRadixSort in cub/device/dispatch/dispatch_radix_sort.cuh, with 64-bit offsets as
+// torch calls it: a single tile of 256 threads with nine pairs each, or one sweep for each eight
+// bits, with tiles of 384 threads with ten pairs each (compute capability 8; others differ by some
+// KiB). AliasTemporaries in cub/util_device.cuh rounds and adds them.
+size_t sort_scratch_bytes(int64_t num_pairs, int64_t num_bits) {
+  constexpr int64_t kSingleTile = 256 * 9, kTile = 384 * 10, kDigits = 256, kAlignment = 256;
+  if (num_pairs <= kSingleTile) return 1;
+  const int64_t num_passes = divide_up(num_bits, 8);
+  const int64_t pairs_bytes = num_passes > 1 ? num_pairs * int64_t(sizeof(int64_t)) : 0;
+  const int64_t parts[] = {
+      num_passes * kDigits * int64_t(sizeof(int64_t)),               // counts
+      divide_up(num_pairs, kTile) * kDigits * int64_t(sizeof(int)),  // of the tiles before
+      pairs_bytes,                                                   // keys, and then values
+      pairs_bytes,
+      num_passes * int64_t(sizeof(int)),
+  };
+  int64_t total = kAlignment - 1;
+  for (const int64_t part : parts) total += divide_up(part, kAlignment) * kAlignment;
+  return static_cast<size_t>(total);
+}
+
 }  // namespace sim

@@ -1,5 +1,6 @@
 // Scratch memory that CUDA's libraries and kernels take from torch's allocator: the workspace of
-// cuBLAS and the buffers of reductions that are split over blocks. Off where settings say so.
+// cuBLAS, the buffers of reductions that are split over blocks, and of sorts. Off where settings
+// say so.
 #pragma once
 
 #include <cstddef>
@@ -41,5 +42,9 @@ struct ReductionScratch {
 // On a device of so many multiprocessors, each of so many threads.
 ReductionScratch scratch_of(const Reduction& reduction, int64_t num_multiprocessors,
                             int64_t threads_per_multiprocessor);
+
+// Bytes that cub's radix sort takes to sort so many pairs of eight-byte integers by `num_bits`
+// bits.
+size_t sort_scratch_bytes(int64_t num_pairs, int64_t num_bits);
 
 }  // namespace sim

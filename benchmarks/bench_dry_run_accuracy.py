@@ -51,16 +51,18 @@ RUNS = {
     ),
 }
 NOTES = """
-fit: the script was written after the course's public code, and its order of operations, its number
-of batches and where logits live were read from this trace. held out: predicted with what was found
-so. (a) that the run was in inference mode, under autocast, was read from its own sequence (weights
-are cast anew for each use); nothing else was. The rules of cuBLAS workspaces and of split
-reductions are torch's public ones; they were checked on both training traces before.
-The five warm-up steps before the recorded one are read from what is live in the trace (five
-batches); the peak reserved depends on them.
-The traces are of torch 2.6 to 2.11, the prediction is of the torch named above.
-Not compared: torch's optimizers (this one is the course's own), flash attention, biases, cublasLt,
-convolutions, gradient checkpointing, FSDP, compiled models, several streams, other GPUs.
+fit: the script was written after the course's public code; what that leaves open (number of
+batches, where logits live, how positions are rotated) was settled by this trace.
+held out: predicted with what was found so, nothing was changed for its peaks. It was not unseen:
+the copy in the rotation's gradient showed as a difference in both training traces at once.
+(a) that this run was in inference mode was read from its own sequence: under autocast, weights are
+cast anew for each use. The scratch of CUDA's kernels follows torch's and cub's public sources, but
+that such scratch is taken at all was first seen in both training traces.
+The five warm-up steps before the recorded one are read from what is live (five batches). The
+sequence of requests is the recorded one in all three; what differs is what lay in the allocator's
+cache before, which no trace tells.
+Not compared: torch's own optimizers (this one is the course's), flash attention, biases, cublasLt,
+convolutions, gradient checkpointing, FSDP, compiled models, several streams, Hopper GPUs.
 """.strip()
 
 
@@ -86,7 +88,7 @@ def main() -> None:
         )
     print(f"\n{NOTES}")
     if missing:
-        print("Of the runs not compared the model's code is not public.")
+        print("The two runs of another model are not: its code was not found in public.")
 
 
 def predicted(run: Run) -> dict[str, Any]:

@@ -27,7 +27,7 @@ MODELS = {
 }
 LENGTH = 2048
 GIB, MIB = 1 << 30, 1 << 20
-_LIMIT = 300.0  # seconds, for each
+_LIMIT = 120.0  # seconds, for each
 _OUT_OF_TIME = 124  # the status of `timeout`
 
 

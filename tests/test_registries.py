@@ -24,6 +24,8 @@ REGISTRIES = {
     "_checkpoint/_disk/_read.py:_pools": "weak",
     "_checkpoint/_disk/_system.py:_libc": "one entry",
     "_checkpoint/_save.py:unreported": "failed saves that nobody was told of; no tensors",
+    "_cli/_site/sitecustomize.py:_asked": "two entries",
+    "_dryrun/_saves.py:_state": "a flag for each thread",
     "_handoff/_agreement.py:_given_up": "process groups that failed; no tensors",
     "_handoff/_hand_off_job.py:_active": "weak",
     "_park/_park.py:_parkings": "weak keys",
@@ -55,6 +57,7 @@ REGISTRIES = {
     "integrations/_verl_guard.py:_lock": "a lock",
     "integrations/verl.py:_makers": "one entry",
     "integrations/xtuner.py:_config_class": "one entry",
+    "sim/_meta_kernels.py:_kept": "one entry",
     "sim/_allocator.py:_pool_numbers": "a counter",
     "sim/_backend.py:_state": "one entry a setting",
 }

@@ -59,6 +59,31 @@ def test_a_script_that_does_not_fit_is_told_where_and_by_how_much(dry_run) -> No
     assert first["asked"] > first["free"]
 
 
+CATCHING = """
+import torch
+from torch import nn
+model = nn.Linear(1024, 1024).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+batch = 1 << 20
+while True:
+    try:
+        model(torch.ones(batch, 1024, device="cuda")).sum().backward()
+        optimizer.step()
+        break
+    except torch.cuda.OutOfMemoryError:
+        batch //= 2
+"""
+
+
+def test_a_script_that_makes_room_for_itself_fits_and_its_errors_are_told(dry_run) -> None:
+    outcome = dry_run(CATCHING, options=("--capacity", "2GiB"))
+    assert outcome.status == 0, outcome.errors
+    assert outcome.answer["fits"]
+    assert len(outcome.answer["out_of_memory"]) > 1
+    assert outcome.answer["headroom"] >= 0
+    assert "out-of-memory errors and went on" in outcome.errors
+
+
 def test_loaders_end_and_what_comes_after_the_loop_is_seen(dry_run, tmp_path) -> None:
     outcome = dry_run(SCRIPTS / "epochs.py", "500")
     assert outcome.status == 0, outcome.errors
@@ -84,6 +109,7 @@ def test_a_saved_counter_of_steps_comes_back(dry_run, tmp_path) -> None:
     [
         ("import torch\nx = torch.ones(3).cuda()\nraise ValueError('of its own')", 3, "of its own"),
         ("import torch\nx = torch.ones(3).cuda()", 0, "made no optimizer step"),
+        ("import sys, torch\nx = torch.ones(3).cuda()\nsys.exit(3)", 3, "with status 3"),
         ("print('no torch')", 2, "no Python process of it has used torch"),
     ],
 )

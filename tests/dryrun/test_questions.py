@@ -106,12 +106,19 @@ def test_an_interrupt_prints_what_is_known(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # A shell's background jobs, of which the tests may be one, ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    limit = time.monotonic() + 240
-    while not (tmp_path / "ready").exists() and time.monotonic() < limit:
-        time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    output, _ = process.communicate(timeout=60)
+    with process:
+        try:
+            limit = time.monotonic() + 240
+            while not (tmp_path / "ready").exists() and time.monotonic() < limit:
+                time.sleep(0.1)
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+            output, _ = process.communicate(timeout=120)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
     assert "you interrupted the run" in output
     assert "optimizer step" in output
 

@@ -296,7 +296,7 @@ def inputs(request: dict[str, Any], log: object) -> None:
         ({"capacity": "0GiB"}, ""),
         ({"capacity": -5}, "-5"),
         ({"capacity": "much"}, "much"),
-        ({"capacity": None}, "None"),
+        ({"gpu": "voodoo2"}, "rtx4090"),
         ({"capacity": "100MiB"}, "context"),
         ({"schedule": "soon"}, "soon"),
         ({"schedule": None}, "None"),

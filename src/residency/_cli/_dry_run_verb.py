@@ -209,7 +209,8 @@ class _Runner:
         command = self._dryrun.Command(words, settings, _SITE, quiet, sys.stderr)
         found = self._dryrun.dry_run(command)
         roomy = None
-        if found["out_of_memory"] and has_second and not found["was_interrupted"]:
+        is_over = found["was_interrupted"] or found["ended"] in ("finished", "left")
+        if found["out_of_memory"] and has_second and not is_over:
             ample = replace(settings, capacity=_ROOM)
             roomy = self._dryrun.dry_run(
                 self._dryrun.Command(words, ample, _SITE, True, sys.stderr)

@@ -12,6 +12,7 @@ from rich.table import Table
 from residency._dryrun._settings import RunSettings
 from residency._units import MIB, format_bytes, parse_bytes
 
+_ENDED = ("finished", "left")  # as the script has it, or in its loop
 _WIDTH = 110  # columns of the table, in a file or a narrow terminal, too
 _OF_ERRORS = 3  # out-of-memory errors that are shown
 _LINK_BYTES_PER_SECOND = 55_000_000_000  # as residency.sim.Clock has it, with its source
@@ -53,13 +54,18 @@ class Answer:
 
     @property
     def fits(self) -> bool:
-        """Whether no allocation failed."""
-        return not self.errors
+        """Whether no allocation failed, or the script made room and went on to its end."""
+        return not self.errors or self.was_caught
+
+    @property
+    def was_caught(self) -> bool:
+        """Whether the script came to its end in spite of out-of-memory errors."""
+        return bool(self.found["out_of_memory"]) and self.found["ended"] in _ENDED
 
     @property
     def is_complete(self) -> bool:
         """Whether the script came to its end, or to where enough was seen."""
-        return self.found["ended"] in ("finished", "left", "stopped")
+        return self.found["ended"] in (*_ENDED, "stopped")
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the answer for JSON, without the timeline."""
@@ -104,6 +110,9 @@ def _headline(answer: Answer) -> Iterator[str]:
     what = f"peak {needed} with a context of {format_bytes(answer.context)}"
     if not answer.is_complete:
         what += ", as far as the script came"
+    if answer.was_caught:
+        number = len(answer.errors)
+        what += f"; the script caught {number} out-of-memory error{'s' * (number > 1)} and went on"
     if answer.fits:
         yield f"[bold green]fits[/]: {what}, {format_bytes(spare)} to spare ({device})"
         return

@@ -71,6 +71,8 @@ def dry_run(command: Command) -> dict[str, Any]:
     training = max(found, key=lambda each: (each["steps"], _peak(each)))
     training |= {"status": status, "was_interrupted": was_interrupted, "processes": len(found)}
     training["seconds"] = time.monotonic() - started
+    if training["ended"] == "finished" and status != 0 and not was_interrupted:
+        training |= {"ended": "error", "error": f"it ended with status {status}"}
     return training
 
 

@@ -1,6 +1,11 @@
 """What ``residency dry-run`` answers of small scripts, beside torch's figures and arithmetic."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -104,11 +109,89 @@ def test_a_saved_counter_of_steps_comes_back(dry_run, tmp_path) -> None:
     assert outcome.answer["steps"] == 200
 
 
+SAFETENSORS = """
+import json, sys, torch
+from safetensors.torch import load_file, save_file
+rows = torch.zeros(512, 5120)
+save_file({"b": rows.half(), "a": rows, "c": torch.arange(4.0)}, "saved.safetensors")
+before = torch.cuda.memory_allocated()
+loaded = load_file("saved.safetensors", device="cuda")
+assert {str(each.device) for each in loaded.values()} == {"cuda:0"}, loaded
+assert loaded["c"].tolist() == [0, 1, 2, 3]
+with open("loaded.json", "w") as file:
+    json.dump([torch.cuda.memory_allocated() - before, list(loaded)], file)
+"""
+
+
+def test_safetensors_come_back_on_the_device_and_in_files_of_their_size(dry_run, tmp_path) -> None:
+    seen = []
+    for real in ((), ("--real",)):
+        outcome = dry_run(SAFETENSORS, options=("--capacity", "4GiB", *real))
+        assert outcome.status == 0, outcome.errors
+        size = (tmp_path / "saved.safetensors").stat().st_size
+        seen.append([json.loads((tmp_path / "loaded.json").read_text()), size])
+    assert seen[0] == seen[1]
+
+
+def test_a_run_that_is_killed_leaves_what_was_known_and_no_process(tmp_path) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(
+        "import os, signal, torch\n"
+        "model = torch.nn.Linear(512, 512).cuda()\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        "model(torch.ones(8, 512, device='cuda')).sum().backward()\n"
+        "optimizer.step()\n"
+        "optimizer.zero_grad()\n"
+        "open('pid', 'w').write(str(os.getpid()))\n"
+        "while True: signal.pause()\n"
+    )
+    command = [sys.executable, "-m", "residency", "dry-run", "--capacity", "4GiB", "--json", "--"]
+
+    def written() -> list[Path]:
+        return list(tmp_path.glob("residency-dry-run-*/*.json"))
+
+    for killed in ("child", "parent"):
+        pid = tmp_path / "pid"
+        pid.unlink(missing_ok=True)
+        process = subprocess.Popen(
+            [*command, sys.executable, str(script)],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+        )
+        with process:
+            limit = time.monotonic() + 240
+            while not (pid.exists() and pid.read_text()) and time.monotonic() < limit:
+                time.sleep(0.1)
+            child = int(pid.read_text())
+            if killed == "child":
+                while not any('"steps": 1' in file.read_text() for file in written()):
+                    time.sleep(0.1)  # the figures are written twice a second
+                os.kill(child, signal.SIGKILL)
+                output, _ = process.communicate(timeout=120)
+                assert process.returncode == 3
+                assert json.loads(output)["steps"] == 1
+            else:
+                process.terminate()
+                process.wait(timeout=120)
+                assert process.returncode == 128 + signal.SIGTERM
+        limit = time.monotonic() + 60
+        while Path(f"/proc/{child}").exists() and time.monotonic() < limit:
+            time.sleep(0.1)
+        assert not Path(f"/proc/{child}").exists()
+
+
 @pytest.mark.parametrize(
     ("script", "status", "said"),
     [
         ("import torch\nx = torch.ones(3).cuda()\nraise ValueError('of its own')", 3, "of its own"),
         ("import torch\nx = torch.ones(3).cuda()", 0, "made no optimizer step"),
+        (
+            "import os, torch\nx = torch.ones(1 << 20).cuda()\nos._exit(5)",
+            3,
+            "with status 5",
+        ),
         ("import sys, torch\nx = torch.ones(3).cuda()\nsys.exit(3)", 3, "with status 3"),
         ("print('no torch')", 2, "no Python process of it has used torch"),
     ],
@@ -125,6 +208,7 @@ def test_a_script_that_is_none_for_a_dry_run_is_told(dry_run, script, status, sa
         ((), "--device"),
         (("--device", "voodoo2"), "rtx4090"),
         (("--capacity", "24 parsecs"), "--capacity"),
+        (("--capacity", "0"), "--capacity"),
         (("--capacity", "1GiB", "--steps", "-1"), "--steps"),
         (("--capacity", "1GiB", "--ranks", "0"), "--ranks"),
         (("--capacity", "1GiB", "--largest", "batch"), "{batch}"),

@@ -237,6 +237,8 @@ def _settings(arguments: argparse.Namespace) -> tuple[RunSettings, str]:
         title, capacity = gpu.title, gpu.capacity
     if arguments.capacity is not None:
         capacity = parse_bytes(arguments.capacity, name="--capacity")
+    if capacity == 0:
+        raise InvalidArgumentError("--capacity is 0; expected a device with room for something.")
     settings = RunSettings(
         folder="",
         capacity=capacity,

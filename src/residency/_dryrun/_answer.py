@@ -180,7 +180,7 @@ def _notes(answer: Answer) -> Iterator[str]:
         yield f"the script failed for a reason of its own: {found['error']}"
     elif found["ended"] == "running" and not answer.errors:
         yield "the process was killed: the figures are what was known by then"
-    if found["steps"] == 0:
+    if found["steps"] == 0 and found["ended"] != "running":
         yield (
             "the script made no optimizer step: there is no peak of training in these figures. "
             "Give it the arguments with which it trains"

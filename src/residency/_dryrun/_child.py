@@ -6,12 +6,13 @@ import atexit
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 import warnings
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -27,7 +28,7 @@ from residency._errors import ResidencyError
 from residency._memory import measure
 from residency._units import parse_bytes
 
-_SECONDS_BETWEEN_FILES = 1.0
+_SECONDS_BETWEEN_FILES = 0.5  # of what is known so far
 _MOST_ERRORS = 5
 
 
@@ -43,7 +44,8 @@ class Run:
         self._phases = Phases(self._end_phase)
         self._saves = Saves()
         self._stopping = Stopping(settings.steps)
-        self._written = 0.0
+        self._has_news = False
+        self._lock = threading.RLock()  # of the books
         self._ended = "running"
         self._error: str | None = None
         self._out_of_memory: list[dict[str, Any]] = []
@@ -77,18 +79,32 @@ class Run:
 
         sys.excepthook = hook
         atexit.register(self._finish)
+        leave = os._exit
+
+        def leave_at_once(status: int) -> NoReturn:
+            self._finish()
+            leave(status)
+
+        os._exit = leave_at_once
+        threading.Thread(target=self._tell, daemon=True).start()
+
+    def _tell(self) -> None:
+        """Writes what is known now and then: the process may be killed."""
+        while True:
+            time.sleep(_SECONDS_BETWEEN_FILES)
+            if self._has_news:
+                self._has_news = False
+                self.write()
 
     def _end_phase(self, name: str) -> None:
         if os.getpid() != self._pid:
             return  # a forked child has no device
         if name.endswith("load"):
             self._stopping.resume()
-        self._books.close(name, self._kinds)
+        with self._lock:
+            self._books.close(name, self._kinds)
         self._most_host = max(self._most_host, _host_bytes() - self._first_host)
-        now = time.monotonic()
-        if now - self._written > _SECONDS_BETWEEN_FILES:
-            self._written = now
-            self.write()
+        self._has_news = True
 
     def _kinds(self) -> dict[int, str]:
         self._owners.look()
@@ -121,8 +137,16 @@ class Run:
 
     def write(self) -> None:
         """Writes what is known so far to the process's file."""
+        with self._lock:
+            text = json.dumps(self._found())
+        path = Path(self._settings.folder, f"{self._pid}.json")
+        partial = path.with_suffix(f".{threading.get_ident()}")
+        partial.write_text(text)
+        partial.replace(path)
+
+    def _found(self) -> dict[str, object]:
         books = self._books
-        found = {
+        return {
             "pid": self._pid,
             "argv": sys.argv,
             "torch": torch.__version__,
@@ -153,10 +177,6 @@ class Run:
             "has_trainer": "transformers.trainer" in sys.modules,
             "can_checkpoint": "transformers.modeling_utils" in sys.modules,
         }
-        path = Path(self._settings.folder, f"{self._pid}.json")
-        partial = path.with_suffix(".part")
-        partial.write_text(json.dumps(found))
-        partial.replace(path)
 
 
 def start_child() -> None:

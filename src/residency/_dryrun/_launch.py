@@ -8,8 +8,10 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -94,7 +96,7 @@ def _run(command: Command, settings: RunSettings) -> tuple[int, bool]:
         ) from None
     line = _ProgressLine(command.progress, Path(settings.folder))
     was_interrupted = False
-    with process:
+    with process, _killed_with_us(process):
         while True:
             try:
                 return process.wait(_SECONDS_BETWEEN_LOOKS), was_interrupted
@@ -111,6 +113,24 @@ def _run(command: Command, settings: RunSettings) -> tuple[int, bool]:
             finally:
                 if process.returncode is not None:
                     line.clear()
+
+
+@contextmanager
+def _killed_with_us(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Kills the child where this process is told to end, by a time limit for one."""
+
+    def end(number: int, frame: object) -> None:
+        process.kill()
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -7,6 +7,7 @@ layout, and its size as ``ls`` says: its large tensors are holes. Small ones may
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import os
@@ -136,15 +137,23 @@ def _loading(load: Any) -> Any:
 def _write_holes(tensors: dict[str, torch.Tensor], filename: Any, metadata: Any) -> None:
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
-    for name, tensor in tensors.items():
+    # In the library's order: the widest type first, then by name.
+    for name, tensor in sorted(tensors.items(), key=lambda each: (-each[1].itemsize, each[0])):
         first, end = end, end + tensor.numel() * tensor.element_size()
         shape, kind = list(tensor.shape), STORED_DTYPES[tensor.dtype]
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [first, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    first = 8 + len(text)
     with open(filename, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
+        file.truncate(first + end)
+        for name, tensor in tensors.items():
+            num_bytes = tensor.numel() * tensor.element_size()
+            if 0 < num_bytes < _LARGE:
+                host = tensor.detach().cpu().contiguous()
+                file.seek(first + header[name]["data_offsets"][0])
+                file.write(ctypes.string_at(host.data_ptr(), num_bytes))
 
 
 def _watch_reading(module: ModuleType) -> None:
@@ -170,6 +179,9 @@ def _watch_reading(module: ModuleType) -> None:
 
         def get_slice(self, name: str) -> _Slice:
             return _Slice(self._file.get_slice(name), self._device)
+
+        def get_tensors(self) -> dict[str, torch.Tensor]:
+            return {name: self.get_tensor(name) for name in self._file.offset_keys()}
 
         def get_tensor(self, name: str) -> torch.Tensor:
             part = self._file.get_slice(name)

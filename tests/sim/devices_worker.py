@@ -56,6 +56,15 @@ def a_guard_makes_none_on_the_device_that_it_goes_back_to() -> None:
 
 
 @case
+def to_choose_again_what_a_guard_went_back_to_makes_a_context_on_it() -> None:
+    with torch.cuda.device(1):  # as work on another device than the thread's is done
+        torch.ones(2, device="cuda")
+    assert not has_context(0)
+    with torch.cuda.device(0):  # "always initializes": ExchangeDevice, c10/cuda/CUDAFunctions.cpp
+        assert has_context(0)
+
+
+@case
 def an_event_that_ends_on_a_thread_of_another_device_makes_a_context_there() -> None:
     torch.cuda.set_device(1)
     events = [torch.Event("cuda")]

@@ -170,12 +170,18 @@ class Devices(Actions):
         self.bytes = {None: 534 * MIB, 0: 0, "7MiB": 7 * MIB}[self.size]
         self.current = 0
         self.contexts: set[int] = set()
-        self.perhaps: set[int] = set()  # a guard went back there: the next choice may make one
+        # A guard went back there: the next choice of the device, though it is the thread's, may
+        # make one. Work on another device than the thread's is done inside such a guard.
+        self.perhaps: set[int] = set()
         self.home: int | None = None  # the device that has the tensors
         self.tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def any(self) -> int:
         return self.chance.randrange(self.count)
+
+    def work_on(self, device: int | None) -> None:
+        if device not in (None, self.current):
+            self.perhaps.add(self.current)
 
     def set_device(self) -> None:
         device = self.any()
@@ -225,6 +231,7 @@ class Devices(Actions):
         device = self.any() if self.chance.random() < 0.3 else (self.home or 0)
         self.note(f"tensor on {device}")
         value = torch.randn(self.chance.choice([1, 700, 300_000]))
+        self.work_on(device)
         if self.home not in (None, device):
             free = set(self.contexts)
             with fails("", RuntimeError):
@@ -243,6 +250,7 @@ class Devices(Actions):
             return
         mine, value = self.chance.choice(self.tensors)
         self.note("compute")
+        self.work_on(self.home)
         assert torch.equal((mine * 2 + 1).cpu(), value * 2 + 1)
         pinned = mine.to("cpu", non_blocking=True)
         torch.cuda.synchronize(mine.device)
@@ -259,6 +267,7 @@ class Devices(Actions):
         named = self.current if device is None else device
         which = self.chance.choice(["mem_get_info", "synchronize"])
         self.note(f"{which} {device}")
+        self.work_on(device)
         getattr(torch.cuda, which)(device)
         self.contexts.add(named)
 

@@ -58,6 +58,7 @@ _DEMO = {
     "hand-off": None,
     "async-save": "lightning",
     "best-adapter": "peft",
+    "evaluation": "transformers",
 }
 _PARTS = ("probe", *_TESTS, "benchmarks", "record", "demo")
 _NEEDED = {"rich": "rich"}

@@ -1,4 +1,4 @@
-"""Draws the demo's five cases: the device's memory over each run, stock code beside `residency`.
+"""Draws the demo's cases: the device's memory over each run, stock code beside `residency`.
 
 ``python -m benchmarks.picture docs/images/transitions.svg`` runs the cases, each in a process of
 its own, on the simulated accelerator or a GPU. A thread reads the bytes that are allocated while
@@ -129,7 +129,7 @@ def draw(path: Path, samples: dict[str, dict[str, Any]]) -> None:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    figure = Figure(figsize=(15, 3.6), layout="constrained")
+    figure = Figure(figsize=(3 * len(samples), 3.6), layout="constrained")
     for index, (name, case) in enumerate(samples.items()):
         axes = figure.add_subplot(1, len(samples), index + 1)
         is_of_steps = name == _hand_off.NAME

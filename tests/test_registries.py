@@ -54,6 +54,8 @@ REGISTRIES = {
     "_transfer/_writers.py:watch_optimizers": "one entry",
     "integrations/dcp/_stager.py:_of_thread": "a thread's own, while it stages",
     "integrations/lightning/_trees.py:_class_with": "classes",
+    "integrations/transformers/_evaluation.py:_of_thread": "a thread's own, weak",
+    "integrations/transformers/_evaluation.py:_users": "weak",
     "integrations/_verl_guard.py:_lock": "a lock",
     "integrations/verl.py:_makers": "one entry",
     "integrations/xtuner.py:_config_class": "one entry",

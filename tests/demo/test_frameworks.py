@@ -16,6 +16,7 @@ PHASES = {
     "resume": ("load of the checkpoint",),
     "async-save": ("save", "training step"),
     "best-adapter": ("_load_best_model",),
+    "evaluation": ("evaluate",),
 }
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import transformers
 import transformers_adapters_cases
+import transformers_evaluation_cases
 import transformers_interrupted_cases
 import transformers_saving_cases
 import transformers_training_cases
@@ -24,6 +25,7 @@ from worker_cases import take_device
 # As they are imported, `case` gets their cases.
 MODULES = (
     transformers_adapters_cases,
+    transformers_evaluation_cases,
     transformers_interrupted_cases,
     transformers_saving_cases,
     transformers_training_cases,

@@ -10,6 +10,8 @@ from residency._demo._async_save import run_async_save
 from residency._demo._bench import Bench, Face, open_bench
 from residency._demo._best_adapter import NAME as BEST_ADAPTER
 from residency._demo._best_adapter import run_best_adapter
+from residency._demo._evaluation import NAME as EVALUATION
+from residency._demo._evaluation import run_evaluation
 from residency._demo._hand_off import NAME as HAND_OFF
 from residency._demo._hand_off import run_hand_off
 from residency._demo._optimizer_step import NAME as OPTIMIZER_STEP
@@ -61,6 +63,13 @@ CASES: dict[str, Case] = {
         "onto the device, beside the adapter that is there; with residency it is read to the host, "
         "and copied in place.",
         run_best_adapter,
+        face="cuda",
+    ),
+    EVALUATION: Case(
+        "Transformers evaluates, and the metrics want the logits. The stock loop keeps those of "
+        "all batches on the device; with residency a batch's go to the host while the next one is "
+        "computed.",
+        run_evaluation,
         face="cuda",
     ),
     HAND_OFF: Case(

@@ -3,6 +3,7 @@
 from residency._transfer._events import wait_asleep
 from residency._transfer._gate import Gate, Read, copy_to_host, gate_of
 from residency._transfer._host_memory import available_host_bytes
+from residency._transfer._host_ring import Carried, HostRing, host_bytes
 from residency._transfer._lanes import CopyRun, Lanes, lanes_of, on_lane, raw_bytes, reset_lanes
 from residency._transfer._lending import Lending, lending
 from residency._transfer._moves import moved_at_once
@@ -39,7 +40,9 @@ from residency._transfer._writers import (
 
 __all__ = [
     "ALIGNMENT",
+    "Carried",
     "Gate",
+    "HostRing",
     "Incoming",
     "Lanes",
     "Lending",
@@ -58,6 +61,7 @@ __all__ = [
     "before_write",
     "copy_to_host",
     "gate_of",
+    "host_bytes",
     "is_only_one",
     "keep_alive_instead",
     "lanes_of",

@@ -1,5 +1,6 @@
 """What a callback can do for a `Trainer`: adapters that load host-first, an optimizer that is
-offloaded once it exists, phases, and a note on an out-of-memory error that ends the process.
+offloaded once it exists, outputs of an evaluation that leave the device, phases, and a note on an
+out-of-memory error that ends the process.
 
 Invariant: what it puts onto the model and into the process, `ResidencyCallback.remove` takes off.
 """
@@ -18,6 +19,7 @@ from residency._memory import begin_phase, end_phase, explain, open_phases
 from residency._optim import OffloadedOptimizer, offload_optimizer, onload_optimizer
 from residency._units import parse_bytes
 from residency.integrations._common._framework import load_framework, named_with_version
+from residency.integrations.transformers import _evaluation
 from residency.integrations.transformers._adapter import HostFirst, put_on
 
 if TYPE_CHECKING:
@@ -35,8 +37,9 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
 
     Give it to ``Trainer(callbacks=[ResidencyCallback()])``. Adapters of a PEFT model load
     host-first, at resume and at the end of training; the optimizer is offloaded when training
-    begins; ``train`` and each ``step`` are phases, and an out-of-memory error that ends the process
-    gets a note. What a callback cannot reach is in `ResidencyTrainerMixin`.
+    begins; predictions, labels and losses of an evaluation go to the host batch by batch; ``train``
+    and each ``step`` are phases, and an out-of-memory error that ends the process gets a note. What
+    a callback cannot reach is in `ResidencyTrainerMixin`.
 
     Args:
         offload: Whether the optimizer's state lives on the host. One that is offloaded already
@@ -46,9 +49,17 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
         slots: As there.
         pin: As there.
         master_weights: As there.
+        outputs_on_host: Whether ``evaluate`` and ``predict`` keep their outputs on the host. The
+            arrays that they give, to ``compute_metrics`` too, are those of the stock loop, bit for
+            bit; metrics of each batch (``batch_eval_metrics``) get device tensors as ever.
 
     Raises:
         InvalidArgumentError: A size does not parse.
+
+    Memory:
+        Device: the outputs of one batch, where the stock loop has those of all; labels and inputs,
+        which the loop has as well, twice. Host: 32 MiB, page-locked, while outputs are gathered;
+        all outputs once, and those of one batch.
     """
 
     def __init__(
@@ -60,9 +71,11 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
         slots: int = 3,
         pin: bool = True,
         master_weights: bool = False,
+        outputs_on_host: bool = True,
     ) -> None:
         super().__init__()
         self._is_offloading = offload
+        self._are_outputs_on_host = outputs_on_host
         self._settings: dict[str, Any] = {
             "resident": parse_bytes(resident, name="resident"),
             "bucket": parse_bytes(bucket, name="bucket"),
@@ -76,7 +89,7 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
     # The events. Trainer calls them by name, with more arguments than each needs.
 
     def on_init_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Makes the model load adapters host-first.
+        """Makes the model load adapters host-first, and evaluations keep their outputs on the host.
 
         Raises:
             RefusedError: The trainer has a ``ResidencyCallback`` already, or a framework's version
@@ -120,6 +133,11 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
         """Ends the phase ``step``."""
         self._leave("step")
 
+    def on_prediction_step(self, *args: object, **others: object) -> None:
+        """Sends the outputs of the evaluation that is under way to the host, from this batch on."""
+        if self._are_outputs_on_host:
+            _evaluation.claim()
+
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Ends the phase ``train``.
 
@@ -160,6 +178,7 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
         """
         while self._put:
             self._put.pop().take_off()
+        _evaluation.take_off(self)
         self._leave("train")
         _UncaughtErrors.take_off(self)
 
@@ -167,6 +186,8 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
         put = put_on(model)
         if put is not None:
             self._put.append(put)
+        if self._are_outputs_on_host:
+            _evaluation.put_on(self)
 
     def _undo_begin(self, optimizer: Any) -> None:
         """Undoes `on_train_begin`, for a run that another callback refuses."""

@@ -32,8 +32,17 @@ VERL_VENV := .venv-verl
 VERL_BIN := $(CURDIR)/$(VERL_VENV)/bin
 VERL_STAMP := $(VERL_VENV)/.installed-$(shell (cat pyproject.toml constraints-verl.txt; echo '$(TORCH)') | cksum | tr ' ' '-')
 
+# Folders with the sources of other projects, for `make test-projects`; an interpreter that has what
+# they import, where none is to be made.
+PROJECTS ?=
+PROJECTS_PYTHON ?=
+PROJECTS_VENV := .venv-projects
+PROJECTS_BIN := $(CURDIR)/$(PROJECTS_VENV)/bin
+PROJECTS_PINS := benchmarks/projects/constraints.txt
+PROJECTS_STAMP := $(PROJECTS_VENV)/.installed-$(shell (cat pyproject.toml $(PROJECTS_PINS); echo '$(TORCH)') | cksum | tr ' ' '-')
+
 .DEFAULT_GOAL := test
-.PHONY: demo test test-all torture test-verl check docs bench bench-checkpoint gpu
+.PHONY: demo test test-all torture test-verl test-projects check docs bench bench-checkpoint gpu
 
 demo: $(DEMO_STAMP)
 	$(RUN) residency demo $(DEMO_ARGS)
@@ -57,6 +66,12 @@ test-all: $(STAMP)
 # verl pins an older transformers than the other tests take, so it has an environment of its own.
 test-verl: $(VERL_STAMP)
 	PATH="$(VERL_BIN):$$PATH" python -m pytest --timeout=300 tests/verl $(TEST_ARGS)
+
+# The code of XTuner, prime-rl and torchtitan themselves, stock beside ours, on the simulated accelerator:
+#   make test-projects PROJECTS="/path/to/xtuner /path/to/prime-rl /path/to/torchtitan"
+# Nothing is written into the folders, which are recognised by what is in them.
+test-projects: $(if $(PROJECTS_PYTHON),,$(PROJECTS_STAMP))
+	PATH="$(PROJECTS_BIN):$$PATH" $(or $(PROJECTS_PYTHON),python) -m benchmarks.projects $(PROJECTS)
 
 check: $(STAMP)
 	$(RUN) ruff check src tests benchmarks
@@ -111,4 +126,17 @@ $(VERL_STAMP): pyproject.toml constraints-verl.txt
 		--editable '.[testing,verl]' fastapi pytest-timeout uvicorn
 	$(VERL_BIN)/python -m pip install --quiet --constraint constraints-verl.txt --no-deps trinity-rft
 	rm -f $(VERL_VENV)/.installed-*
+	touch $@
+
+# What the sources import and the runs need; for the rest there are stand-ins, which the report names.
+# triton and torch_checkpointing without what they ask for, which is another build of torch.
+PROJECTS_NEED := beartype cyclopts datasets einops grain jaxtyping loguru mmengine more_itertools pillow prime-pydantic-config \
+	pydantic safetensors spmd_types tensorboard tensordict tokenizers tomli tomli-w torchdata transformers tyro xxhash
+
+$(PROJECTS_STAMP): pyproject.toml $(PROJECTS_PINS)
+	test -x $(PROJECTS_BIN)/python || $(PYTHON) -m venv $(PROJECTS_VENV)
+	$(PROJECTS_BIN)/python -m pip install --quiet '$(TORCH)'
+	$(PROJECTS_BIN)/python -m pip install --quiet --constraint $(PROJECTS_PINS) --editable '.[sim]' $(PROJECTS_NEED)
+	$(PROJECTS_BIN)/python -m pip install --quiet --constraint $(PROJECTS_PINS) --no-deps torch_checkpointing triton
+	rm -f $(PROJECTS_VENV)/.installed-*
 	touch $@

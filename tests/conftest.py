@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.metadata
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -45,6 +46,21 @@ pytest_plugins = ["residency.testing.plugin", "pytester"]  # the first also wher
 AUTOGRADS_LAST_WAIT = "TORCH_AUTOGRAD_SHUTDOWN_WAIT_LIMIT"
 _FACE = simulated_device_type()
 _REAL = _FACE is None
+# Of XTuner and prime-rl, which are on no package index, the tests have stand-ins.
+_FRAMEWORKS = (
+    "torch",
+    "lightning",
+    "pytorch-lightning",
+    "transformers",
+    "accelerate",
+    "peft",
+    "trl",
+    "verl",
+    "trinity-rft",
+    "torchtitan",
+    "xtuner",
+    "prime-rl",
+)
 _ABOUT_ORDER = {  # [Note: tiers]
     "test_fixtures.py",
     "test_gate.py",
@@ -59,6 +75,16 @@ def pytest_configure() -> None:
     """Sets what processes have from their beginning. [Note: threads]"""
     torch.set_num_threads(1)
     os.environ.setdefault(AUTOGRADS_LAST_WAIT, "0.1")  # seconds [Note: ends of processes]
+
+
+def pytest_report_header() -> str:
+    """Says which frameworks the integrations are tested with, and in which versions."""
+    found = {}
+    for name in _FRAMEWORKS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = f"{name} {importlib.metadata.version(name)}"
+    absent = [name for name in _FRAMEWORKS if name not in found]
+    return f"frameworks: {', '.join(found.values())}; not installed: {', '.join(absent) or 'none'}"
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

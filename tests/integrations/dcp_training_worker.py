@@ -223,7 +223,7 @@ def whole(engine: xtuner_published.TrainEngine) -> list[Tensor]:
 
 @two
 def xtuners_round_trip_keeps_the_shards_of_both_ranks() -> None:
-    """What ``SwapAdamW`` fails: it saves plain tensors, of which all ranks' but one are lost."""
+    """What ``SwapAdamW`` fails: of its plain tensors one rank loads another rank's."""
     xtuner_published.install()
     saved, resumed = engine(), engine()
     step(saved, range(3))

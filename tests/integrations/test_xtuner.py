@@ -1,5 +1,6 @@
 """The config for XTuner, against a stand-in for its published interface (`xtuner_published.py`).
 
+XTuner's own engine, with this config and with ``SwapAdamW``, runs by `make test-projects`.
 That the steps themselves have torch's bits, over all settings of AdamW, is in ``tests/optim``
 (`test_parity.py`, `test_properties.py`); FSDP2 is in `dcp_training_worker.py`.
 """
@@ -107,7 +108,7 @@ def test_xtuners_own_movers_leave_the_optimizer_alone(
 def test_a_resumed_run_is_the_uninterrupted_one_with_its_schedule(
     device: torch.device, published: ModuleType, tmp_path: Path
 ) -> None:
-    """What ``SwapAdamW`` fails: it steps on with zero moments and the rate of its construction."""
+    """What ``SwapAdamW`` fails: it steps on at the rate of its construction."""
     plain = Training(device, published.AdamWConfig(lr=1e-2))
     plain.train(range(6))
     saved = Training(device, config())

@@ -1,8 +1,9 @@
 """Stands in for XTuner v1, which is on no package index: its config classes as they are published.
 
 Written from the interface of ``xtuner/v1/config/optim.py`` and ``xtuner/v1/engine/train_engine.py``
-of InternLM/xtuner (2026-08): fields, defaults, which parameters an optimizer gets, and the calls of
-``TrainEngine`` that save, load and move an optimizer.
+of InternLM/xtuner (b934f462, 2026-08-21): fields, defaults, which parameters an optimizer gets, and
+the calls of ``TrainEngine`` that save, load and move an optimizer. There is no ``SwapAdamW`` here:
+what XTuner's own code does with it is what `make test-projects` shows.
 """
 
 from __future__ import annotations

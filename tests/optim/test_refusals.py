@@ -179,6 +179,32 @@ def test_settings_that_mean_nothing_are_refused(lab, settings):
     assert type(optimizer) is torch.optim.AdamW
 
 
+_LAYER = torch.nn.Linear(2, 2)
+_OPTIMIZER = torch.optim.AdamW(_LAYER.parameters())
+
+
+@pytest.mark.parametrize("function", [residency.offload_optimizer, residency.onload_optimizer])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((_OPTIMIZER, None), "tuple of AdamW, NoneType; .*: pass its item 0, the AdamW"),
+        ([_OPTIMIZER, _OPTIMIZER], "list of AdamW, AdamW; .* for each optimizer in it"),
+        ([], "list of nothing; .*: call {} for each optimizer"),
+        (_LAYER, r"Linear, which is a torch.nn.Module; .*: pass the optimizer that steps it, su"),
+        (torch.optim.AdamW, "the class AdamW; .*: make one of it"),
+        (torch.optim.lr_scheduler.StepLR(_OPTIMIZER, 1), "StepLR; .*: pass its .optimizer"),
+        ("adamw", "a str; .*: pass the one that does the steps"),
+        (None, "a NoneType; "),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_no_optimizer_is_named_with_what_to_pass(function, given, said):
+    expected = f"{function.__name__} got .*{said.replace('{}', function.__name__)}"
+    with pytest.raises(residency.InvalidArgumentError, match=expected) as info:
+        function(given)
+    assert "expected a torch.optim.Optimizer. Nothing was changed" in str(info.value)
+
+
 def test_a_second_offload_and_an_onload_of_a_plain_optimizer_are_refused(lab):
     optimizer, parameters = lab.adamw()
     with pytest.raises(residency.RefusedError, match="not offloaded"):

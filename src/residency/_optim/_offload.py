@@ -68,7 +68,7 @@ def offload_optimizer(
         The same object.
 
     Raises:
-        InvalidArgumentError: A size does not parse, or there are no slots.
+        InvalidArgumentError: It is no optimizer, a size does not parse, or there are no slots.
         RefusedError: The optimizer cannot be stepped in parts with the same bits, or the host has
             no room. Nothing has moved.
         torch.OutOfMemoryError: State that is to stay resident has no room on the device, to which
@@ -115,6 +115,7 @@ def onload_optimizer(optimizer: OptimizerT) -> OptimizerT:
         The same object.
 
     Raises:
+        InvalidArgumentError: It is no optimizer.
         RefusedError: The optimizer is not offloaded, or has master weights; something that no LR
             scheduler of torch made sits on its ``step``; its parameters are on several devices.
             Nothing has changed.

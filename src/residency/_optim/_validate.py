@@ -14,12 +14,52 @@ from torch.optim import Optimizer
 
 from residency import _device
 from residency._dtensor import is_sharded, local_of
-from residency._errors import RefusedError
+from residency._errors import InvalidArgumentError, RefusedError
 
 _FLAGS = {
     "capturable": "a captured step replays fixed addresses, and streamed state has none",
     "differentiable": "a step inside the graph would keep every slot alive",
 }
+
+
+def check_optimizer(value: object, *, caller: str) -> None:
+    """Checks that a function was given an optimizer.
+
+    Args:
+        value: What it was given.
+        caller: The function's name, for the error.
+
+    Raises:
+        InvalidArgumentError: It is something else; the message says what to pass instead.
+    """
+    if isinstance(value, Optimizer):
+        return
+    got = f"a {type(value).__name__}"
+    if isinstance(value, type):
+        got, remedy = f"the class {value.__name__}", "make one of it"
+    elif isinstance(value, torch.nn.Module):
+        got += ", which is a torch.nn.Module"
+        remedy = "pass the optimizer that steps it, such as torch.optim.AdamW(model.parameters())"
+    elif isinstance(value, tuple | list):
+        got += f" of {', '.join(type(each).__name__ for each in value) or 'nothing'}"
+        remedy = _item_to_pass(value, caller)
+    else:
+        held = [n for n, each in _attributes(value).items() if isinstance(each, Optimizer)]
+        remedy = f"pass its .{held[0]}" if held else "pass the one that does the steps"
+    raise InvalidArgumentError(
+        f"{caller} got {got}; expected a torch.optim.Optimizer. Nothing was changed: {remedy}."
+    )
+
+
+def _item_to_pass(values: Sequence[object], caller: str) -> str:
+    found = [index for index, each in enumerate(values) if isinstance(each, Optimizer)]
+    if len(found) == 1:
+        return f"pass its item {found[0]}, the {type(values[found[0]]).__name__}"
+    return f"call {caller} for each optimizer" + (" in it" if found else "")
+
+
+def _attributes(value: object) -> dict[str, object]:
+    return {n: v for n, v in getattr(value, "__dict__", {}).items() if not n.startswith("_")}
 
 
 def check_groups(name: str, groups: Sequence[dict[str, Any]]) -> None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from residency._errors import RefusedError
 from residency._optim._step_patch import patch_for_scheduler
+from residency._optim._validate import check_optimizer
 
 _Swap = TypeVar("_Swap", bound=Callable[..., Any])
 
@@ -26,12 +27,16 @@ _PATCHED = "_optimizer_patched_step_method"
 
 
 def reaching_inside(swap: _Swap) -> _Swap:
-    """Makes a function that gives an optimizer another class take accelerate's wrapper, too."""
+    """Makes a function that gives an optimizer another class take accelerate's wrapper, too.
+
+    What is neither is refused.
+    """
 
     @functools.wraps(swap)
     def reach(optimizer: Any, **settings: Any) -> Any:
         accelerate: Any = sys.modules.get("accelerate.optimizer")
         if accelerate is None or not isinstance(optimizer, accelerate.AcceleratedOptimizer):
+            check_optimizer(optimizer, caller=swap.__name__)
             return swap(optimizer, **settings)
         with _unwrapped(optimizer, accelerate.patch_optimizer_step) as inner:
             swap(inner, **settings)

@@ -4,8 +4,8 @@ XTuner is on no package index under this name and of this generation, so its con
 from whatever is installed, when it is first asked for. Invariant: parameter groups, defaults and
 log lines are those of XTuner's own ``AdamWConfig``, which builds the optimizer.
 
-Source: InternLM/xtuner, ``xtuner/v1/config/optim.py`` and ``xtuner/v1/engine/train_engine.py``, as
-published in 2026-08.
+Source: InternLM/xtuner b934f462 (2026-08-21), ``xtuner/v1/config/optim.py`` and
+``xtuner/v1/engine/train_engine.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from residency._errors import RefusedError
 from residency._optim import OffloadedOptimizer, offload_optimizer
-from residency.integrations._common._framework import load_framework, missing_in
+from residency.integrations._common._framework import hook_in, load_framework, missing_in
 
 if TYPE_CHECKING:
     OffloadedAdamWConfig: Any
@@ -37,10 +37,10 @@ def _published() -> Any:
 
     Raises:
         ImportError: XTuner v1 is not installed; the message gives the line that installs it.
-        RefusedError: Its ``AdamWConfig`` has no ``swap_optimizer``.
+        RefusedError: It has no ``AdamWConfig``, or that has no ``swap_optimizer``.
     """
     try:
-        found: Any = load_framework(_MODULE, extra="xtuner").AdamWConfig
+        module = load_framework(_MODULE, extra="xtuner")
     except ImportError as error:
         if error.name is not None:
             raise  # it is there, and something that it needs is not
@@ -48,10 +48,10 @@ def _published() -> Any:
             f"{_MODULE} is not installed, and no package index has it (xtuner 0.2 is another "
             f"generation); run: {_FROM_GIT}"
         ) from error
+    newer = f"install a newer one: {_FROM_GIT}"
+    found: Any = hook_in(module, "AdamWConfig", distribution="xtuner", remedy=newer)
     if "swap_optimizer" not in found.model_fields:
-        raise missing_in(
-            "xtuner", "AdamWConfig.swap_optimizer", f"install a newer one: {_FROM_GIT}"
-        )
+        raise missing_in("xtuner", "AdamWConfig.swap_optimizer", newer)
     return found
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
+from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 from residency._errors import RefusedError
 
@@ -44,3 +47,35 @@ def missing_in(distribution: str, what: str, remedy: str) -> RefusedError:
         f"{named_with_version(distribution)} has no {what}, which this integration needs. "
         f"Nothing was changed; {remedy}."
     )
+
+
+def hook_in(module: ModuleType, name: str, *, distribution: str, remedy: str) -> Any:
+    """Returns what a framework's module has under a name, which an integration hooks into.
+
+    Raises:
+        RefusedError: This version has no such name; the message gives both.
+    """
+    try:
+        return getattr(module, name)  # some frameworks import it only now
+    except AttributeError as error:
+        raise missing_in(distribution, f"{module.__name__}.{name}", remedy) from error
+
+
+@contextlib.contextmanager
+def names_of(distribution: str, *, remedy: str) -> Iterator[None]:
+    """Makes an import within it that fails for want of a name say which version lacks it.
+
+    Raises:
+        ImportError: A name is not there; the message gives it and the version.
+    """
+    try:
+        yield
+    except ModuleNotFoundError:
+        raise  # a module says itself what it is
+    except ImportError as error:
+        raise ImportError(
+            f"{named_with_version(distribution)} lacks what this integration needs: {error}. "
+            f"Nothing was changed; {remedy}.",
+            name=error.name,
+            path=error.path,
+        ) from error

@@ -2,10 +2,13 @@
 reader that use this library's format.
 """
 
-from residency.integrations.dcp._reader import ResidencyStorageReader
-from residency.integrations.dcp._stager import PinnedStager
-from residency.integrations.dcp._train_state import TrainState, TrainStatePlanner
-from residency.integrations.dcp._writer import ResidencyStorageWriter
+from residency.integrations._common._framework import names_of
+
+with names_of("torch", remedy="install torch 2.11 or newer"):
+    from residency.integrations.dcp._reader import ResidencyStorageReader
+    from residency.integrations.dcp._stager import PinnedStager
+    from residency.integrations.dcp._train_state import TrainState, TrainStatePlanner
+    from residency.integrations.dcp._writer import ResidencyStorageWriter
 
 __all__ = [
     "PinnedStager",

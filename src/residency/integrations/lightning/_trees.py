@@ -14,7 +14,12 @@ import types
 from dataclasses import dataclass
 from typing import Any
 
-from residency.integrations._common._framework import load_framework, missing_in, named_with_version
+from residency.integrations._common._framework import (
+    hook_in,
+    load_framework,
+    missing_in,
+    named_with_version,
+)
 
 _MADE_OF = "_residency_made_of"
 
@@ -137,8 +142,10 @@ def made_again(kind: Any) -> Any:
     return kind.__new__(kind)
 
 
-def _class_of(tree: Tree, module: str, name: str) -> object:
-    found = getattr(importlib.import_module(module), name, None)
-    if found is None:
-        raise missing_in(tree.distribution, f"{module}.{name}", "install lightning>=2.5")
-    return found
+def _class_of(tree: Tree, module: str, name: str) -> Any:
+    return hook_in(
+        importlib.import_module(module),
+        name,
+        distribution=tree.distribution,
+        remedy="install lightning>=2.5",
+    )

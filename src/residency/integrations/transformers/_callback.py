@@ -18,14 +18,19 @@ from residency._errors import RefusedError
 from residency._memory import begin_phase, end_phase, explain, open_phases
 from residency._optim import OffloadedOptimizer, offload_optimizer, onload_optimizer
 from residency._units import parse_bytes
-from residency.integrations._common._framework import load_framework, named_with_version
+from residency.integrations._common._framework import hook_in, load_framework, named_with_version
 from residency.integrations.transformers import _evaluation
 from residency.integrations.transformers._adapter import HostFirst, put_on
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 else:
-    TrainerCallback = load_framework("transformers", extra="transformers").TrainerCallback
+    TrainerCallback = hook_in(
+        load_framework("transformers", extra="transformers"),
+        "TrainerCallback",
+        distribution="transformers",
+        remedy="pip install 'residency[transformers]'",
+    )
 
 # On a trainer's control: who was called last, of what event, and whether it offloaded then.
 _MARK = "_residency_callback"

@@ -84,7 +84,7 @@ class ResidencyTrainerMixin(_Trainer):  # type: ignore[misc]  # is not analysed:
     optimizer: Any
 
     def __init__(self, *args: Any, max_in_flight: int = 1, **kwargs: Any) -> None:
-        for name in _HOOKS:
+        for name in _HOOKS if _rotation() else (*_HOOKS, "_rotate_checkpoints"):
             if not callable(getattr(super(), name, None)):
                 raise missing_in(
                     "transformers",
@@ -288,8 +288,7 @@ class ResidencyTrainerMixin(_Trainer):  # type: ignore[misc]  # is not analysed:
 
     def _remove_older(self, run_dir: str, best: str | None) -> None:
         """Rotates as stock code does after a save."""
-        utilities = load_framework("transformers.trainer_utils", extra="transformers")
-        rotate = vars(utilities).get("rotate_checkpoints")
+        rotate = _rotation()
         if rotate is None:  # before 5.0 it is a method
             trainer: Any = self
             trainer._rotate_checkpoints(use_mtime=True, output_dir=run_dir)
@@ -304,6 +303,12 @@ class ResidencyTrainerMixin(_Trainer):  # type: ignore[misc]  # is not analysed:
     def _meet(self) -> None:
         if self.args.world_size > 1 and dist.is_initialized():
             dist.barrier()
+
+
+def _rotation() -> Any:
+    """Returns the function that removes older checkpoints; None before transformers 5.0."""
+    utilities = load_framework("transformers.trainer_utils", extra="transformers")
+    return vars(utilities).get("rotate_checkpoints")
 
 
 class _AsOneProcess:

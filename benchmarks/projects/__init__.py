@@ -1,0 +1,1 @@
+"""Runs the real code of other projects on the simulated accelerator, stock beside ours."""

@@ -1,0 +1,186 @@
+"""Torchtitan's own ``Trainer`` with its Llama 3 debug model: ``KIND`` is plain or ours.
+
+Real are its train loop, ``OptimizersContainer``, ``LRSchedulersContainer`` and
+``CheckpointManager``; the data are random words, as its own file of them is large. The process
+trains six steps and saves after three; with a third argument, ``resume``, it takes away the last
+save and goes on from the one before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.projects.lab import (
+    NUM_STEPS,
+    Peaks,
+    Picture,
+    differing,
+    enable,
+    local_copy,
+    write,
+)
+from benchmarks.projects.rows import (
+    AGAINST_PLAIN,
+    BEFORE,
+    HELD,
+    LOAD,
+    LOADED,
+    LOSSES,
+    LOSSES_AFTER,
+    RESUMED,
+    SAVE,
+    STEPS,
+    STEPS_AFTER,
+)
+from benchmarks.projects.stand_ins import StandIns
+
+STAND_INS = StandIns("wandb")
+ROOT = Path(__file__).resolve().parents[2]
+NUM_TOKENS = 256
+# Where a class of containers stands that the docs ask users to write.
+PAGE, BLOCK = ROOT / "docs" / "how-to" / "use-with-dcp.md", "# offloaded.py: needs torchtitan\n"
+
+
+def offloaded_optimizers() -> Any:
+    """Returns the container that the how-to has, as it is written there."""
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (source,) = (block for block in blocks if block.startswith(BLOCK))
+    names: dict[str, Any] = {"__name__": "offloaded"}
+    sys.modules["offloaded"] = type(sys)("offloaded")  # where dataclasses look for it
+    exec(compile(source, str(PAGE), "exec"), names)
+    return names["OffloadedOptimizers"]
+
+
+def configured(kind: str, source: Path, folder: Path) -> Any:
+    from torchtitan.hf_datasets.text_datasets import DATASETS
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    words = folder / "words.json"
+    if not words.exists():
+        words.write_text("".join(json.dumps({"text": text}) + "\n" for text in _texts()))
+    DATASETS["c4_test"].source.load_dataset_kwargs = {"data_files": str(words)}
+    config = llama3_debugmodel()
+    config.hf_assets_path = str(source / "tests" / "assets" / "tokenizer")
+    config.dump_folder = str(folder / kind)
+    config.training.steps = 2 * NUM_STEPS
+    config.training.num_tokens_per_microbatch_per_dp_rank = NUM_TOKENS
+    config.training.max_context_length = NUM_TOKENS
+    config.training.disable_cuda_graphs = True  # else forward and backward are captured
+    config.lr_scheduler.total_steps = 2 * NUM_STEPS + 2
+    config.checkpoint.enable = True
+    config.checkpoint.interval = NUM_STEPS
+    config.checkpoint.keep_latest_k = 0
+    config.checkpoint.async_mode = "disabled"
+    config.validator.enable = False
+    if kind == "ours":
+        stock = config.optimizer
+        config.optimizer = offloaded_optimizers().Config(
+            param_groups=stock.param_groups, implementation=stock.implementation
+        )
+    return config
+
+
+def _texts() -> list[str]:
+    draw = random.Random(0)
+    known = ["".join(draw.choices("abcdefghijklmnop", k=draw.randint(2, 8))) for _ in range(500)]
+    return [" ".join(draw.choices(known, k=200)) for _ in range(200)]
+
+
+class Watched:
+    """Torchtitan's trainer, with the peaks of its steps, its saves and its load."""
+
+    def __init__(self, config: Any) -> None:
+        self.trainer: Any = config.build()
+        self.peaks = Peaks()
+        self.losses: list[float] = []
+        self._steps = STEPS
+        checkpointer = self.trainer.checkpointer
+        self._save, self._load = checkpointer.save, checkpointer.load
+        checkpointer.save, checkpointer.load = self.save, self.load
+        metrics = self.trainer.metrics_processor
+        self._log = metrics.log
+        metrics.log = self.log
+
+    def log(self, step: int, loss: float, *args: Any, **kwargs: Any) -> Any:
+        self.losses.append(float(loss))
+        return self._log(step, loss, *args, **kwargs)
+
+    def save(self, *args: Any, **kwargs: Any) -> Any:
+        torch.accelerator.synchronize()
+        steps = torch.accelerator.max_memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        saved = self._save(*args, **kwargs)
+        if saved and self._steps not in self.peaks.figures:  # the first of two saves
+            self.peaks.figures[self._steps] = steps
+            if self._steps == STEPS:
+                self.peaks.note(SAVE)
+                self.peaks.note_held(HELD)
+        return saved
+
+    def load(self, *args: Any, **kwargs: Any) -> Any:
+        self.peaks.reset()
+        held = torch.accelerator.memory_allocated()
+        loaded = self._load(*args, **kwargs)
+        if loaded:  # else there was nothing to load
+            self.peaks.figures[BEFORE] = held
+            self.peaks.note(LOAD)
+            self.peaks.note_held(LOADED)
+            self._steps = STEPS_AFTER
+        return loaded
+
+    def picture(self) -> Picture:
+        found = {}
+        for part in self.trainer.model_parts:
+            found |= {name: local_copy(p) for name, p in part.named_parameters()}
+        for place, optimizer in enumerate(self.trainer.optimizers):
+            for group in optimizer.param_groups:
+                found[f"{place}.lr"] = torch.tensor(float(group["lr"]), dtype=torch.float64)
+            for index, state in optimizer.state_dict()["state"].items():
+                found |= {f"{place}.{index}.{key}": local_copy(v) for key, v in state.items()}
+        return found
+
+
+def main() -> None:
+    kind, given, *more = sys.argv[1:]
+    folder, source = Path(given), Path(os.environ["PROJECT"])
+    enable("6GiB")
+    STAND_INS.install()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+    os.environ["MASTER_PORT"] = str(port)
+    changed = []
+    if not hasattr(torch.distributed, "set_timeout"):
+        torch.distributed.set_timeout = lambda *args, **kwargs: None  # type: ignore[attr-defined]
+        changed.append("torch.distributed.set_timeout, of a torch after this one")
+    name = "-".join([kind, *more])
+    if more:
+        shutil.rmtree(folder / kind / "checkpoint" / f"step-{2 * NUM_STEPS}")
+    run = Watched(configured(kind, source, folder))
+    run.trainer.train()
+    found = run.picture()
+    torch.save(found, folder / f"{name}.pt")
+    differ, losses = {}, LOSSES
+    if more:
+        differ[RESUMED] = differing(found, torch.load(folder / f"{kind}.pt"))
+        losses = LOSSES_AFTER
+    elif kind != "plain":
+        differ[AGAINST_PLAIN] = differing(found, torch.load(folder / "plain.pt"))
+    result = {"figures": run.peaks.figures, losses: run.losses, "differ": differ}
+    write(folder, name, {**result, "changed": changed}, STAND_INS.used)
+    run.trainer.close()
+
+
+if __name__ == "__main__":
+    main()

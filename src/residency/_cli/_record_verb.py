@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not files:
         print(
             f"residency: {output} was not written: no Python process of the command has used torch "
-            "(python -E, -I and -S ignore what the recording needs)",
+            "and come to a phase (python -E, -I and -S ignore what the recording needs)",
             file=sys.stderr,
         )
     return status if status >= 0 else _SIGNALLED - status

@@ -195,3 +195,18 @@ def test_a_narrow_terminal_gets_every_figure(
         ["peak", "41.00", "MiB"],
         ["held", "37.00", "MiB"],
     ]
+
+
+@pytest.mark.parametrize("width", range(66, 84))
+def test_no_width_of_a_terminal_cuts_a_name_or_a_figure(
+    tmp_path: Path, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.jsonl"
+    name = "train/optimizer_step"
+    path.write_bytes(
+        lines(HEADER, {**BEGIN, "phase": name}, {**END, "phase": name, "peak": 41 * MIB})
+    )
+    monkeypatch.setattr("residency._report._table._WIDTH", width)
+    assert main(["report", str(path)]) == 0
+    words = capsys.readouterr().out.split("classes as at")[1].split()
+    assert {name, "41.00", "growth", "visit", "-"} <= set(words)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.measure import Measurement
 from rich.table import Table
 
 from residency._report._about import command_of, end_lines, made_text, peak_lines, peak_text
@@ -17,6 +16,8 @@ from residency._units import format_bytes
 
 _NOTHING = "-"
 _WIDTH = 150
+_GROWTH = "growth per visit"
+_BORDERS = 3  # of the table; between columns there are two spaces
 _SHOWN = ("held", "returnable", "stuck", "draining", "pooled", "outside")
 _ALWAYS = frozenset({"held", "returnable", "stuck"})
 
@@ -26,11 +27,11 @@ def print_report(runs: list[RecordedRun]) -> None:
     rows = [row for run in runs for row in summarise(run)]
     shown = [n for n in _SHOWN if n in _ALWAYS or any(row.last.bytes_of(n) for row in rows)]
     has_ranks = len(runs) > 1
-    columns = ["phase", *["rank"] * has_ranks, "count", "peak", *shown, "growth per visit"]
+    columns = ["phase", *["rank"] * has_ranks, "count", "peak", *shown, _GROWTH]
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in columns:
-        is_text = name in ("phase", "growth per visit")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
+        is_left = name in ("phase", _GROWTH)
+        table.add_column(name, justify="left" if is_left else "right", no_wrap=name != _GROWTH)
     lines = []
     for row in rows:
         rank = [str(row.rank)] * has_ranks
@@ -43,7 +44,7 @@ def print_report(runs: list[RecordedRun]) -> None:
         console.width = _WIDTH
     for line in _heading(runs):
         console.print(escape(line), highlight=False)
-    if Measurement.get(console, console.options, table).minimum < console.width or not lines:
+    if _least_width([columns, *lines]) <= console.width or not lines:
         console.print(table)
     else:  # figures that are cut off say nothing
         for cells in lines:
@@ -52,6 +53,13 @@ def print_report(runs: list[RecordedRun]) -> None:
                 console.print(escape(f"  {name:<17}{cell}"), highlight=False)
     for line in [*marks(rows), *growth_lines(rows)]:
         console.print(escape(line), highlight=False)
+
+
+def _least_width(rows: list[list[str]]) -> int:
+    """Returns the width in which only the last column is broken into lines."""
+    widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+    longest_word = max(len(word) for row in rows for word in row[-1].split())
+    return sum(widths[:-1]) + longest_word + _BORDERS
 
 
 def marks(rows: list[Row]) -> Iterator[str]:

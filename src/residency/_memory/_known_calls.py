@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 
 from residency._memory._imports import ImportWatch
 from residency._memory._passes import Passes
-from residency._memory._phase import begin_phase, end_phase, open_phases
+from residency._memory._phase import begin_phase, end_phase, open_phases, phase
 
 _STEP = "optimizer_step"
 # module -> (name in it, phase)
@@ -146,14 +146,7 @@ class KnownCalls:
             visits = open_phases()
             if not self._is_on or (visits and visits[-1].name == name):  # one call made of others
                 return found(*args, **kwargs)
-            owner = object()
-            begin_phase(name, owner)
-            try:
-                result = found(*args, **kwargs)
-            except BaseException as error:
-                end_phase(owner, error)
-                raise
-            end_phase(owner, None)
-            return result
+            with phase(name):
+                return found(*args, **kwargs)
 
         return called

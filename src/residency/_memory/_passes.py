@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from residency._memory._phase import Visit, begin_phase, boundaries, end_phase, open_phases
+from residency._memory._phase import Visit, begin_phase, boundaries, end_phase, open_phases, phase
 
 FORWARD, BACKWARD = "forward", "backward"
 # Of these a pass is a part: evaluation with gradients enabled, recomputed activations.
@@ -81,15 +81,8 @@ class Passes:
             if torch.compiler.is_compiling() or not self._is_on or _is_part(besides=FORWARD):
                 return found(*args, **kwargs)
             self.end_forward()
-            owner = object()
-            begin_phase(BACKWARD, owner)
-            try:
-                result = found(*args, **kwargs)
-            except BaseException as error:
-                end_phase(owner, error)
-                raise
-            end_phase(owner, None)
-            return result
+            with phase(BACKWARD):
+                return found(*args, **kwargs)
 
         return called
 

@@ -281,6 +281,28 @@ def training_steps_saves_loads_and_evaluations_are_phases() -> None:
 
 
 @case
+def a_stock_trainer_has_passes_loads_and_evaluations_in_a_recording() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file, at = Path(folder) / "run.jsonl", inside(folder)
+        with residency.record(file):
+            trainer = trained(adapted(), at)
+            load_adapter = trainer.model.load_adapter
+            load_adapter(trainer.state.best_model_checkpoint, "second")
+        with residency.record(Path(folder) / "resumed.jsonl"):
+            trained(adapted(), at, resume="checkpoint-2")
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        ended = [each["phase"] for each in lines if each.get("kind") == "end"]
+        # The best model's, which calls `load_adapter`, then the one of this function.
+        expected = {"forward": 4, "backward": 4, "optimizer_step": 4, "load": 2}
+        assert {name: ended.count(name) for name in expected} == expected, ended
+        assert {"evaluate", "save"} <= set(ended)
+        assert not any("/" in name for name in ended), ended
+        assert not any(each.get("error") for each in lines)
+        resumed = (Path(folder) / "resumed.jsonl").read_text()
+        assert resumed.index('"phase":"load"') < resumed.index('"phase":"forward"')
+
+
+@case
 def an_out_of_memory_error_in_training_says_what_held_the_memory() -> None:
     class Hungry(nn.Module):
         def __init__(self) -> None:

@@ -23,6 +23,7 @@ from residency.testing import tested_device_type as type_under_test
 
 SOURCE = str(Path(residency.__file__).parents[1])
 MIB = 1 << 20
+STEP = ["forward", "backward", "optimizer_step"]
 
 with_room = pytest.mark.sim_device(capacity=256 << 20, schedule="late", check_races=False)
 
@@ -164,7 +165,7 @@ def test_a_forked_child_writes_nothing(run_python: Callable[..., str], tmp_path:
 
 @with_room
 def test_known_calls_are_phases_and_are_taken_back(device: torch.device, tmp_path: Path) -> None:
-    before = (torch.save, torch.load)
+    before = (torch.save, torch.load, torch.autograd.backward, torch.nn.Module.__call__)
     model = torch.nn.Linear(8, 8).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     with residency.record(tmp_path / "run.jsonl"):
@@ -173,10 +174,12 @@ def test_known_calls_are_phases_and_are_taken_back(device: torch.device, tmp_pat
         torch.save(model.state_dict(), tmp_path / "model.pt")
         assert torch.load(tmp_path / "model.pt").keys() == model.state_dict().keys()
         assert torch.save.__name__ == "save"
-    assert (torch.save, torch.load) == before
+    after = (torch.save, torch.load, torch.autograd.backward, torch.nn.Module.__call__)
+    assert after == before
+    model(torch.ones(2, 8, device=device)).sum().backward()
     optimizer.step()
     torch.save({}, tmp_path / "model.pt")
-    assert _phases(tmp_path / "run.jsonl") == ["optimizer_step", "save", "load"]
+    assert _phases(tmp_path / "run.jsonl") == [*STEP, "save", "load"]
 
 
 @with_room
@@ -277,7 +280,7 @@ def test_an_unmodified_script_is_recorded_and_its_status_returned(tmp_path: Path
     assert done.returncode == 3, done.stderr
     assert done.stdout == "arguments --lr 1\n"
     assert f"recorded {tmp_path / 'run.jsonl'}" in done.stderr
-    assert _phases(tmp_path / "run.jsonl") == ["optimizer_step", "optimizer_step", "save"]
+    assert _phases(tmp_path / "run.jsonl") == [*STEP, *STEP, "save"]
     assert _lines(tmp_path / "run.jsonl")[0]["peaks"] == "bounds"
     assert read_run(tmp_path / "run.jsonl").warnings == []
 
@@ -294,7 +297,7 @@ def test_a_module_is_recorded_and_the_hidden_sitecustomize_runs(tmp_path: Path) 
     assert done.returncode == 3, done.stderr
     # Once by the command itself, and once by the process that it starts.
     assert done.stdout == "theirs\ntheirs\narguments\n"
-    assert _phases(tmp_path / "out.jsonl") == ["optimizer_step", "optimizer_step", "save"]
+    assert _phases(tmp_path / "out.jsonl") == [*STEP, *STEP, "save"]
     assert _lines(tmp_path / "out.jsonl")[0]["peaks"] == "exact"
 
 

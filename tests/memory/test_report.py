@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import html.parser
 import json
 import re
@@ -98,10 +99,13 @@ def test_two_records_make_a_markdown_table(
 ) -> None:
     before = write("before.jsonl", _run(10, growth=3 * MIB))
     out, _ = _report(capsys, before, write("after.jsonl", _run(10)))
-    lines = out.splitlines()
-    assert len(lines) == 4
+    lines = out.splitlines()[:5]
     assert {line.count("|") for line in lines} == {10}
     assert lines[2] == (
+        "| whole run | 127.00 MiB | 100.00 MiB | 67.00 MiB | 40.00 MiB | 84.00 MiB | 57.00 MiB "
+        "| - | - |"
+    )
+    assert lines[3] == (
         "| step | 127.00 MiB | 100.00 MiB | 67.00 MiB | 40.00 MiB | 84.00 MiB | 57.00 MiB "
         "| +3.00 MiB held | none |"
     )
@@ -269,8 +273,35 @@ def test_a_browser_draws_the_page_without_an_error(page: Path, tmp_path: Path) -
     assert 'id="timeline-rank0"' in done.stdout
     # Drawn by the script: an area a class, a bar a visit.
     assert len(re.findall(r'class="[^"]*fills', done.stdout)) >= 1
-    assert done.stdout.count('class="point"') == 20
-    assert "step/save" in done.stdout
+    # And a cross at the visit that an error ended.
+    assert done.stdout.count('class="point"') == 21
+    # Beside its lane each phase has its name.
+    assert re.findall(r"<text[^>]*>(step(?:/save)?)</text>", done.stdout) == ["step", "step/save"]
+
+
+def test_the_page_says_above_the_timeline_what_must_not_be_missed(
+    write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("plotly")
+    about = {"command": "python train.py --name '<i>'", "torch": "2.13.0", "residency": "0.2"}
+    lines = _run(10, growth=3 * MIB, **about)
+    last = {"kind": "close", "t": 10, "error": "KeyError: 'x'", "phase": "step/save"}
+    record = write("run.jsonl", [*lines[:-1], json.dumps(last)])
+    _report(capsys, record, "--html", tmp_path / "run.html")
+    text = (tmp_path / "run.html").read_text()
+    title = re.search(r"<title>(.*?)</title>", text)
+    assert title
+    assert title[1].startswith("run.jsonl 2001-09-09 01:46 UTC")
+    body = text[text.rindex("<body>") :]
+    above = html.unescape(re.sub(r"<[^>]*>", "", body[: body.index("timeline-rank0")]))
+    assert above.strip().splitlines()[:6] == [
+        "Device memory of run.jsonl",
+        "python train.py --name '<i>'",
+        "2001-09-09 01:46 UTC, 9.9 s, torch 2.13.0, residency 0.2",
+        "peak 127.00 MiB in step, capacity 256.00 MiB",
+        "run.jsonl: the run ended in an error, in step/save: KeyError: 'x'",
+        "growing at the end of step (rank 0): held +3.00 MiB per visit over 5 visits",
+    ]
 
 
 def test_a_long_run_is_thinned_to_what_a_browser_can_draw(

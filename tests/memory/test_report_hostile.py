@@ -143,7 +143,8 @@ def test_a_name_is_shown_and_not_obeyed(
         out, err = capsys.readouterr()
         assert (out + err).replace("\n", "").isprintable()
         if arguments == [str(path)]:
-            assert len(out.splitlines()) == 3
+            # The head, the whole run, the phase; and how each of the two ended.
+            assert len([line for line in out.splitlines() if line]) == 6
     if name == "script":
         assert main(["report", str(path), "--html", str(page)]) == 0
         assert "<script>alert" not in page.read_text()
@@ -190,7 +191,22 @@ def test_a_narrow_terminal_gets_every_figure(
     assert main(["report", str(path)]) == 0
     out = capsys.readouterr().out
     assert "\u2026" not in out
-    assert [line.split()[:3] for line in out.splitlines() if "peak" in line or "held" in line] == [
+    assert [line.split()[:3] for line in out.splitlines() if line[:6] in ("  peak", "  held")] == [
         ["peak", "41.00", "MiB"],
         ["held", "37.00", "MiB"],
     ]
+
+
+@pytest.mark.parametrize("width", range(66, 84))
+def test_no_width_of_a_terminal_cuts_a_name_or_a_figure(
+    tmp_path: Path, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.jsonl"
+    name = "train/optimizer_step"
+    path.write_bytes(
+        lines(HEADER, {**BEGIN, "phase": name}, {**END, "phase": name, "peak": 41 * MIB})
+    )
+    monkeypatch.setattr("residency._report._table._WIDTH", width)
+    assert main(["report", str(path)]) == 0
+    words = capsys.readouterr().out.split("classes as at")[1].split()
+    assert {name, "41.00", "growth", "visit", "-"} <= set(words)

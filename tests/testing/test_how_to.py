@@ -20,12 +20,16 @@ def test_the_page_holds_a_budget_and_finds_two_bugs_and_passes_without_them(
     names = ["test_budget.py", "snapshots.py", "test_snapshots.py", "snapshots.py"]
     assert [name for name, _ in files] == names
     budget, wrong, source, right = (text for _, text in files)
-    (output,) = re.findall(r"```text\n(.*?)```", page, flags=re.DOTALL)
+    peaks, output = re.findall(r"```text\n(.*?)```", page, flags=re.DOTALL)
 
-    less = budget.replace("128MiB", "64MiB").replace("_step_fits", "_step_does_not_fit")
-    result = run_tests(budget + less)
+    more = budget.replace("_step_fits", "_step_with_a_copy_of_the_state_does_not_fit") + (
+        "    copy = [v.clone() for s in optimizer.state.values() for v in s.values()]\n"
+        "    optimizer.step()\n"
+    )
+    result = run_tests(budget + more, "-rA")
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["E*torch.OutOfMemoryError: sim out of memory.*"])
+    result.stdout.fnmatch_lines([*peaks.strip().splitlines()])
 
     pytester.path.joinpath("snapshots.py").write_text(wrong, encoding="utf-8")
     result = run_tests(source)

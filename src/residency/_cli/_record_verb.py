@@ -40,13 +40,15 @@ def add_parser(
         help="record the memory of an unmodified training script",
         description=(
             "Runs a command and records the device memory at its phases: those that it names with "
-            "residency.phase, and known calls (optimizer steps, saves, loads, evaluation, "
-            "generation). Exit status: the command's; 2 when it cannot be started."
+            "residency.phase, and known calls (forward and backward passes, optimizer steps, "
+            "saves, loads, evaluation, generation). Show the record with: residency report "
+            "run.jsonl. Exit status: the command's; 2 when it cannot be started."
         ),
+        usage="residency record [-h] [-o FILE] [--peaks {bounds,exact}] -- COMMAND ...",
     )
     parser.add_argument(
         "-o", "--output", metavar="FILE", type=Path, default=Path("run.jsonl"),
-        help="the record (run.jsonl); an earlier record there is replaced",
+        help="the record (default: run.jsonl); an earlier record there is replaced",
     )  # fmt: skip
     parser.add_argument(
         "--peaks",
@@ -55,7 +57,10 @@ def add_parser(
         help="exact: reset torch's peak register at every phase (default: leave it alone)",
     )
     parser.add_argument(
-        "command", metavar="-- COMMAND", nargs=argparse.REMAINDER, help="as in: -- python train.py"
+        "command",
+        metavar="-- COMMAND",
+        nargs=argparse.REMAINDER,
+        help="what starts Python, as in: -- python train.py --lr 1e-4",
     )
     parser.set_defaults(run=run)
 
@@ -79,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not files:
         print(
             f"residency: {output} was not written: no Python process of the command has used torch "
-            "(python -E, -I and -S ignore what the recording needs)",
+            "and come to a phase (python -E, -I and -S ignore what the recording needs)",
             file=sys.stderr,
         )
     return status if status >= 0 else _SIGNALLED - status

@@ -18,12 +18,13 @@ def add_parser(
         parents=[common],
         help="show the memory of a recorded run, or compare two",
         description=(
-            "Prints the phases of a recorded run: how often, peak, what the memory is used for, "
-            "and what grows from visit to visit. With two records it prints a Markdown table of "
-            "before and after. Give run.jsonl for run.rank0.jsonl, run.rank1.jsonl, ..."
+            "Prints what was run, its peak, how it ended, and its phases: how often, peak, what "
+            "the memory is used for, and what grows from visit to visit. With two records it "
+            "prints a Markdown table of before and after, in which save is compared with "
+            "train/save. Give run.jsonl for run.rank0.jsonl, run.rank1.jsonl, ..."
         ),
     )
-    parser.add_argument("before", metavar="RUN", type=Path, help="the record")
+    parser.add_argument("before", metavar="RUN", type=Path, help="the record, as in: run.jsonl")
     parser.add_argument(
         "after", metavar="AFTER", type=Path, nargs="?", help="compare with this record"
     )

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from residency._memory._imports import ImportWatch
     from residency._memory._known_calls import KnownCalls
     from residency._memory._ledger import Ledger
+    from residency._memory._messages import asked_bytes
     from residency._memory._objects import is_a, slot, type_name
     from residency._memory._phase import (
         Visit,
@@ -51,6 +52,7 @@ __all__ = [
     "PEAKS_VARIABLE",
     "VERSION",
     "Visit",
+    "asked_bytes",
     "begin_phase",
     "boundaries",
     "bytes_in_cycles",
@@ -90,6 +92,7 @@ __getattr__ = door(
         "_imports": ["ImportWatch"],
         "_known_calls": ["KnownCalls"],
         "_ledger": ["Ledger"],
+        "_messages": ["asked_bytes"],
         "_objects": ["is_a", "slot", "type_name"],
         "_phase": ["Visit", "begin_phase", "boundaries", "end_phase", "open_phases", "phase"],
         "_post_mortem": ["describe_device", "explain"],

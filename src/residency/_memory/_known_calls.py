@@ -19,7 +19,8 @@ from torch.optim.optimizer import (
 )
 
 from residency._memory._imports import ImportWatch
-from residency._memory._phase import begin_phase, end_phase, open_phases
+from residency._memory._passes import Passes
+from residency._memory._phase import begin_phase, end_phase, open_phases, phase
 
 _STEP = "optimizer_step"
 # module -> (name in it, phase)
@@ -53,17 +54,36 @@ _CALLS: dict[str, tuple[tuple[str, str], ...]] = {
         ),
     ),
 }
+# As above, of a recording: a dry run, which goes on where a script loads, names passes itself.
+_RECORDED_CALLS: dict[str, tuple[tuple[str, str], ...]] = {
+    "transformers.trainer": (
+        ("Trainer._load_best_model", "load"),
+        ("Trainer._load_from_checkpoint", "load"),
+    ),
+    "transformers.integrations.peft": (("PeftAdapterMixin.load_adapter", "load"),),
+    "peft.peft_model": (("PeftModel.load_adapter", "load"),),
+}
 
 
 class KnownCalls:
     """The phases that come from calls of libraries, while it is started."""
 
-    def __init__(self) -> None:
-        """Prepares; nothing is changed until `start`."""
+    def __init__(self, *, is_recording: bool = False) -> None:
+        """Prepares; nothing is changed until `start`.
+
+        Args:
+            is_recording: Make phases of passes, too, and of the loads of single adapters.
+        """
         self._is_on = False
         self._undo: list[Callable[[], object]] = []
+        self._passes = Passes(self._put) if is_recording else None
+        recorded = _RECORDED_CALLS if is_recording else {}
+        calls = {
+            name: (*_CALLS.get(name, ()), *recorded.get(name, ()))
+            for name in {**_CALLS, **recorded}
+        }
         self._watch = ImportWatch(
-            {name: functools.partial(self._wrap_all, calls) for name, calls in _CALLS.items()}
+            {name: functools.partial(self._wrap_all, these) for name, these in calls.items()}
         )
 
     def start(self) -> None:
@@ -73,11 +93,15 @@ class KnownCalls:
             register_optimizer_step_pre_hook(self._before_step).remove,
             register_optimizer_step_post_hook(self._after_step).remove,
         ]
+        if self._passes is not None:
+            self._passes.start()
         self._watch.start()
 
     def stop(self) -> None:
         """Takes everything back."""
         self._is_on = False
+        if self._passes is not None:
+            self._passes.stop()
         self._watch.stop()
         while self._undo:
             self._undo.pop()()
@@ -86,6 +110,8 @@ class KnownCalls:
         if any(visit._owner is optimizer for visit in open_phases()):
             # The hook after a step that raised does not run.
             end_phase(optimizer, RuntimeError("the step did not finish"))
+        if self._passes is not None:
+            self._passes.end_forward()
         begin_phase(_STEP, optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -120,14 +146,7 @@ class KnownCalls:
             visits = open_phases()
             if not self._is_on or (visits and visits[-1].name == name):  # one call made of others
                 return found(*args, **kwargs)
-            owner = object()
-            begin_phase(name, owner)
-            try:
-                result = found(*args, **kwargs)
-            except BaseException as error:
-                end_phase(owner, error)
-                raise
-            end_phase(owner, None)
-            return result
+            with phase(name):
+                return found(*args, **kwargs)
 
         return called

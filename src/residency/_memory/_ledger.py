@@ -2,7 +2,8 @@
 
 Each line goes to the file with one ``write``, so that what was recorded is there after a kill, and
 at most the last line is broken. The first line says what the file is; ``begin`` and ``end`` are the
-boundaries of phases; ``close`` is there if the run ended in order.
+boundaries of phases; ``close`` is there unless the process was killed, with the error that
+ended the run, if one did.
 
 An observer never breaks training: a ledger that cannot be written any more says so once, in the
 log, and is silent from then on.
@@ -15,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,17 @@ class Ledger:
         path: The file of this process.
         peaks: ``"bounds"`` or ``"exact"``: whether torch's peak register is left alone.
         is_shared: Whether it is the whole process's, as `residency record` asks for.
+        failure: What the last line will say of the error that ended the run; None for no error.
     """
 
     def __init__(
-        self, path: Path, *, peaks: str, place: Callable[[], tuple[int, int]], is_shared: bool
+        self,
+        path: Path,
+        *,
+        peaks: str,
+        place: Callable[[], tuple[int, int]],
+        is_shared: bool,
+        about: Mapping[str, str] | None = None,
     ) -> None:
         """Makes the file, with its first line.
 
@@ -59,6 +67,7 @@ class Ledger:
             place: Says which rank this is, and of how many.
             is_shared: Other processes are told the same path. The file is then made with its first
                 boundary, since most processes have none, and is never one that is there.
+            about: What else the first line says: the command, versions.
 
         Raises:
             InvalidArgumentError: The file cannot be written, or another file is there that is no
@@ -67,7 +76,9 @@ class Ledger:
         self.path = path
         self.peaks = peaks
         self._place = place
+        self._about = dict(about or {})
         self.is_shared = is_shared
+        self.failure: Mapping[str, str | None] | None = None
         self._started = time.perf_counter()
         self._pid = os.getpid()
         self._lock = threading.RLock()
@@ -102,7 +113,7 @@ class Ledger:
             self.path = self.path.with_suffix(f".pid{self._pid}{base.suffix}")
             self._file = os.open(self.path, flags | os.O_EXCL, 0o644)
         header = {"kind": "header", "format": FORMAT, "version": VERSION, "peaks": self.peaks}
-        header |= {"rank": rank, "world_size": world_size, "pid": self._pid}
+        header |= {"rank": rank, "world_size": world_size, "pid": self._pid, **self._about}
         passed = time.perf_counter() - self._started
         self._append({**header, "started_at": time.time() - passed, "t": 0.0})
 
@@ -145,14 +156,19 @@ class Ledger:
         if os.write(self._file, data) != len(data):
             raise OSError("the line was cut short")
 
-    def close(self) -> None:
-        """Writes the last line and closes the file; doing it again does nothing."""
+    def close(self, last: Mapping[str, int] | None = None) -> None:
+        """Writes the last line and closes the file; doing it again does nothing.
+
+        Args:
+            last: Figures of the end. A `failure` makes the file where no boundary has made it.
+        """
         if self._pid != os.getpid():  # a forked child, in which nobody gives the lock back
             self._is_open = False
             return
         with self._lock:
+            if self._file >= 0 or self.failure:
+                self.write({"kind": "close", **(self.failure or {}), **(last or {})})
             if self._file >= 0:
-                self.write({"kind": "close"})
                 os.close(self._file)
                 self._file = -1
             self._is_open = False

@@ -51,10 +51,13 @@ class Visit:
         is_peak_exact: Whether `peak` is exact.
         seconds: How long it took on the host.
         error: The exception that left it, as ``Name: message``; None where none did.
+        is_over: Whether it has ended.
     """
 
-    def __init__(self, name: str, outer: tuple[Visit, ...], owner: object) -> None:
-        """Describes a visit that has not begun."""
+    def __init__(
+        self, name: str, outer: tuple[Visit, ...], owner: object, *, is_passing: bool = False
+    ) -> None:
+        """Describes a visit that has not begun; a passing one ends where the next one begins."""
         self.name = name
         self.path = "/".join([*(visit.name for visit in outer), name])
         self.number = 0
@@ -64,6 +67,9 @@ class Visit:
         self.is_peak_exact = False
         self.seconds = 0.0
         self.error: str | None = None
+        self.is_over = False
+        self._is_passing = is_passing
+        self._thread = threading.get_ident()
         self._ledger: Ledger | None = None
         self._outer = outer
         self._owner = owner
@@ -82,6 +88,9 @@ class Boundaries:
         self._watchers: list[tuple[Callable[[Visit], None], Callable[[Visit], None]]] = []
         self._lock = threading.Lock()
         self._visits: list[Visit] = []  # open ones of every thread, while peaks are exact
+        # The last error that left a phase, without a reference to it, which would keep its frames
+        # and their tensors; and the phase.
+        self._failure: tuple[int, str, str] | None = None
 
     def watch(self, begin: Callable[[Visit], None], end: Callable[[Visit], None]) -> None:
         """Calls functions at every boundary from now on, whether or not phases are measured."""
@@ -94,10 +103,24 @@ class Boundaries:
             begin(visit)
 
     def end(self, visit: Visit) -> None:
-        """Takes the figures with which a phase ends."""
+        """Takes the figures with which a phase ends; one that is over stays as it is."""
+        if visit.is_over:
+            return
+        visit.is_over = True
         self._observe(self._end, visit)
         for _, end in self._watchers:
             end(visit)
+
+    def note_failure(self, error: BaseException, path: str) -> None:
+        """Notes the phase in which an error was raised: of those that it leaves, the first."""
+        if self.place_of(error) is None:
+            self._failure = (id(error), text_of(error), path)
+
+    def place_of(self, error: BaseException) -> str | None:
+        """Returns the path of the phase in which an error was raised; None outside of all."""
+        if self._failure is None or self._failure[:2] != (id(error), text_of(error)):
+            return None
+        return self._failure[2]
 
     def _observe(self, take: Callable[[Visit], None], visit: Visit) -> None:
         if not self.is_enabled:
@@ -160,7 +183,12 @@ def _peak(before: MemoryState, after: MemoryState) -> tuple[int, bool]:
 
 def _line(kind: str, visit: Visit, state: MemoryState) -> dict[str, object]:
     place = {"kind": kind, "phase": visit.path, "visit": visit.number}
-    return {**place, "thread": threading.get_ident(), "device": state.device, **figures(state)}
+    return {**place, "thread": visit._thread, "device": state.device, **figures(state)}
+
+
+def text_of(error: BaseException) -> str:
+    """Returns what a recording says of an error: its name, and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 boundaries = Boundaries()
@@ -168,7 +196,7 @@ boundaries = Boundaries()
 
 def open_phases() -> tuple[Visit, ...]:
     """Returns the phases that this thread, or task, is in: the innermost one last."""
-    return _open.get()
+    return tuple(visit for visit in _open.get() if not visit.is_over)
 
 
 class phase:  # noqa: N801 - used as a function, as torch.no_grad is
@@ -230,10 +258,17 @@ class phase:  # noqa: N801 - used as a function, as torch.no_grad is
         return called
 
 
-def begin_phase(name: str, owner: object) -> Visit:
-    """Begins a visit that `end` ends when it is given the same owner."""
+def begin_phase(name: str, owner: object, *, is_passing: bool = False) -> Visit:
+    """Begins a visit that `end_phase` ends when it is given the same owner.
+
+    A passing one, such as a forward pass, of which nobody says where it ends, also ends at the
+    next boundary of its thread.
+    """
     outer = _open.get()
-    visit = Visit(name, outer, owner)
+    if outer and outer[-1]._is_passing:
+        boundaries.end(outer[-1])
+        outer = outer[:-1]
+    visit = Visit(name, outer, owner, is_passing=is_passing)
     boundaries.begin(visit)
     _open.set((*outer, visit))
     return visit
@@ -254,11 +289,22 @@ def end_phase(owner: object, error: BaseException | None) -> None:
         )
         return
     if error is not None:
-        explain(error, phase=visits[-1].path)
+        innermost = next((v for v in reversed(visits) if not v.is_over), visits[last])
+        explain(error, phase=innermost.path)
+        boundaries.note_failure(error, innermost.path)
     for visit in reversed(visits[last:]):
+        if visit.is_over:
+            continue
         if error is not None:
-            visit.error = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        elif visit is not visits[last]:
+            visit.error = text_of(error)
+        elif visit is not visits[last] and not visit._is_passing:
             visit.error = "left open"
         boundaries.end(visit)
     _open.set(visits[last]._outer)
+
+
+def end_recorded(ledger: Ledger, error: BaseException) -> None:
+    """Ends, with an error that leaves a recording, what this thread has open in it."""
+    first = next((visit for visit in _open.get() if visit._ledger is ledger), None)
+    if first is not None:
+        end_phase(first._owner, error)

@@ -12,27 +12,21 @@ from __future__ import annotations
 
 import collections
 import logging
-import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
 import torch
 
 from residency import _device
-from residency._errors import InvalidArgumentError
 from residency._memory import _state
 from residency._memory._holders._holders import Holder, find_holders
+from residency._memory._messages import asked_bytes, held_bytes, room_below_limit
 from residency._memory._state import MemoryState
 from residency._units import MIB, format_bytes, parse_bytes
 
 _HEADING = "residency: the device's memory when this failed"
-_SIZE = r"(\d+(?:\.\d+)?) ?([KMGT]iB|B|bytes)"
-_ASKED = re.compile(rf"[Tt]ried to allocate {_SIZE}")
-_HELD = re.compile(rf"{_SIZE} is allocated by PyTorch")
-_UNALLOCATED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
-_ALLOWED = re.compile(rf"{_SIZE} allowed;")  # only below torch's limit of this process
 _RETURNABLE = "cached here and free: torch.accelerator.empty_cache() returns it"
 _OUTSIDE = "used outside of this process's torch: other processes, contexts"
 _BEYOND_LIMIT = "free on the device, but not allowed: raise torch's set_per_process_memory_fraction"
@@ -82,12 +76,16 @@ def explain(error: BaseException, *, phase: str | None = None) -> None:
     error.add_note(note)
 
 
-def explain_uncaught() -> None:
-    """Explains an out-of-memory error that ends the process, before Python prints it."""
+def explain_uncaught(tell: Callable[[BaseException], None] = explain) -> None:
+    """Explains an out-of-memory error that ends the process, before Python prints it.
+
+    Args:
+        tell: Is given every error that ends the process, and explains it.
+    """
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        explain(error)
+        tell(error)
         before(kind, error, trace)
 
     sys.excepthook = hook
@@ -202,7 +200,7 @@ def _holder_lines(holders: list[Holder]) -> Iterator[str]:
 
 
 def _remedy_lines(error: BaseException, state: MemoryState, holders: list[Holder]) -> Iterator[str]:
-    asked, held = (_size_in(str(error), pattern) for pattern in (_ASKED, _HELD))
+    asked, held = asked_bytes(str(error)), held_bytes(str(error))
     found = remedies(state, holders)
     if held is not None:
         # Torch's allocator had given back what it could before it failed. What is free now, too,
@@ -221,7 +219,7 @@ def _remedy_lines(error: BaseException, state: MemoryState, holders: list[Holder
             yield f"  {format_bytes(remedy.num_bytes):>12}  {remedy.text}"
         return
     room = state.free
-    if (limited := _room_below_limit(str(error))) is not None and limited < room:
+    if (limited := room_below_limit(str(error))) is not None and limited < room:
         found = [remedy for remedy in found if remedy.text != _OUTSIDE]
         found.insert(0, Remedy(room - limited, _BEYOND_LIMIT))
         room = limited
@@ -235,27 +233,6 @@ def _remedy_lines(error: BaseException, state: MemoryState, holders: list[Holder
     yield "none of these would have been enough alone:"
     for remedy in found:
         yield f"  {format_bytes(remedy.num_bytes):>12}  {remedy.text}"
-
-
-def _room_below_limit(message: str) -> int | None:
-    """Returns what the process was still allowed to take of the device; None without a limit."""
-    patterns = (_ALLOWED, _HELD, _UNALLOCATED)
-    allowed, held, unallocated = (_size_in(message, pattern) for pattern in patterns)
-    if allowed is None or held is None or unallocated is None:
-        return None
-    return max(0, allowed - held - unallocated)
-
-
-def _size_in(message: str, pattern: re.Pattern[str]) -> int | None:
-    """Returns a size that torch's message tells, rounded as it is there; None if it does not."""
-    match = pattern.search(message)
-    if match is None:
-        return None
-    unit = "B" if match[2] == "bytes" else match[2]
-    try:
-        return parse_bytes(f"{int(float(match[1]) * 100)}{unit}") // 100
-    except InvalidArgumentError:
-        return None
 
 
 def _copies(holders: list[Holder]) -> tuple[int, str]:

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import atexit
+import importlib.metadata
 import logging
 import os
+import platform
+import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed
 
+from residency import _device
 from residency._errors import InvalidArgumentError, RefusedError
 from residency._memory._format import PATH_VARIABLE, PEAKS, PEAKS_VARIABLE
 from residency._memory._known_calls import KnownCalls
 from residency._memory._ledger import Ledger
-from residency._memory._phase import boundaries
+from residency._memory._phase import boundaries, end_recorded, text_of
 from residency._memory._post_mortem import explain, explain_uncaught
+from residency._memory._state import measure
 
+_LONGEST_COMMAND = 2000
 _log = logging.getLogger("residency")
 
 
@@ -37,8 +44,9 @@ def record(
             register rose in it, and marked as an upper bound otherwise. ``"exact"`` resets the
             register at every boundary, so that ``max_memory_allocated`` of the script itself then
             shows the peak since the last boundary only.
-        calls: Make phases of known calls as well: optimizer steps, saves, loads, evaluation and
-            generation of torch and of frameworks. Taken back at the end of the block.
+        calls: Make phases of known calls as well: forward and backward passes, optimizer steps,
+            saves, loads, evaluation and generation of torch and of frameworks. Taken back at the
+            end of the block.
 
     Yields:
         The `Ledger`.
@@ -58,7 +66,7 @@ def record(
         raise RefusedError(
             f"this process is recorded to {str(outer.path)!r} already; end that recording first."
         )
-    ledger = Ledger(Path(path), peaks=peaks, place=_place, is_shared=False)
+    ledger = Ledger(Path(path), peaks=peaks, place=_place, is_shared=False, about=_about())
     # Under `residency record` the block has a file of its own, and known calls are there already.
     with _recording(ledger, calls and outer is None):
         yield ledger
@@ -66,7 +74,7 @@ def record(
 
 @contextmanager
 def _recording(ledger: Ledger, calls: bool) -> Iterator[None]:
-    known, outer = KnownCalls(), boundaries.ledger
+    known, outer = KnownCalls(is_recording=True), boundaries.ledger
     boundaries.is_enabled = True
     boundaries.ledger = ledger
     if ledger.peaks == "exact":
@@ -75,13 +83,36 @@ def _recording(ledger: Ledger, calls: bool) -> Iterator[None]:
         if calls:
             known.start()
         yield
-    except torch.OutOfMemoryError as error:
-        explain(error)
+    except BaseException as error:
+        ledger.failure = _failure(ledger, error)
         raise
     finally:
         known.stop()
         boundaries.ledger = outer
-        ledger.close()
+        ledger.close(_last_figures())
+
+
+def _last_figures() -> dict[str, int]:
+    """Returns what the last line says of the time since the last boundary."""
+    try:
+        state = measure(_device.accelerator())
+    except Exception:  # a device that is lost; the record ends all the same
+        _log.warning("residency could not read the memory at the end", exc_info=True)
+        return {}
+    return {"peak": state.peak_held, "num_out_of_memory": state.num_out_of_memory}
+
+
+def _failure(ledger: Ledger, error: BaseException) -> dict[str, str | None] | None:
+    """Ends the open phases with an error that leaves them, and says what the record says of it.
+
+    Returns:
+        None for what is no error: a script that is left with the status 0.
+    """
+    if isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code):
+        return None
+    end_recorded(ledger, error)
+    explain(error)  # where no phase was open
+    return {"error": text_of(error), "phase": boundaries.place_of(error)}
 
 
 def record_process() -> None:
@@ -92,10 +123,31 @@ def record_process() -> None:
     """
     peaks = os.environ[PEAKS_VARIABLE]
     path = Path(os.environ[PATH_VARIABLE])
-    block = _recording(Ledger(path, peaks=peaks, place=_place, is_shared=True), calls=True)
+    ledger = Ledger(path, peaks=peaks, place=_place, is_shared=True, about=_about())
+    block = _recording(ledger, calls=True)
     block.__enter__()
     atexit.register(block.__exit__, None, None, None)
-    explain_uncaught()
+
+    def tell(error: BaseException) -> None:
+        failure = _failure(ledger, error)
+        # Other errors of processes without a phase are those of launchers and helpers.
+        if ledger.num_visits or isinstance(error, torch.OutOfMemoryError):
+            ledger.failure = failure
+
+    explain_uncaught(tell)
+
+
+def _about() -> dict[str, str]:
+    """Returns what the first line of a record says of the process."""
+    command = shlex.join(sys.orig_argv)
+    if len(command) > _LONGEST_COMMAND:
+        command = command[:_LONGEST_COMMAND] + " ..."
+    try:
+        ours = importlib.metadata.version("residency")
+    except importlib.metadata.PackageNotFoundError:  # run from its sources
+        ours = "unknown"
+    python = platform.python_version()
+    return {"command": command, "torch": torch.__version__, "residency": ours, "python": python}
 
 
 def _place() -> tuple[int, int]:

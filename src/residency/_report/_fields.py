@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from residency._memory import FORMAT, VERSION
 
 CLASSES = ("held", "returnable", "stuck", "draining", "pooled", "outside", "free")
+FAILED = "num_out_of_memory"  # allocations that have failed so far
+ABOUT = ("command", "torch", "residency", "python")  # what a record says of its process
 Value = str | int | float | bool | None
 _Check = Callable[[object], Value]
 _MOST_BYTES = 2**63 - 1
@@ -109,6 +111,7 @@ _BOUNDARY: dict[str, _Check] = {
     "thread": _whole(0, 2**64),
     "t": _seconds,
     **dict.fromkeys((*CLASSES, "capacity"), _or_null(_bytes)),
+    FAILED: _whole(0, _MOST_BYTES),
 }
 _FIELDS: dict[str, dict[str, _Check]] = {
     "header": {
@@ -117,6 +120,7 @@ _FIELDS: dict[str, dict[str, _Check]] = {
         "rank": _whole(0, _MOST_RANKS),
         "world_size": _whole(1, _MOST_RANKS),
         "started_at": _seconds,
+        **dict.fromkeys(ABOUT, _or_null(_text)),
     },
     "begin": _BOUNDARY,
     "end": {
@@ -126,9 +130,17 @@ _FIELDS: dict[str, dict[str, _Check]] = {
         "seconds": _seconds,
         "error": _or_null(_text),
     },
-    "close": {},
+    "close": {
+        "error": _or_null(_text),
+        "phase": _or_null(_text),
+        "peak": _bytes,
+        FAILED: _whole(0, _MOST_BYTES),
+    },
 }
+# Of what not every version has written.
 _DEFAULTS: dict[str, dict[str, Value]] = {
-    "header": {"rank": 0, "world_size": 1, "started_at": 0.0},
-    "end": {"error": None},
+    "header": {"rank": 0, "world_size": 1, "started_at": 0.0, **dict.fromkeys(ABOUT)},
+    "begin": {FAILED: 0},
+    "end": {"error": None, FAILED: 0},
+    "close": {"error": None, "phase": None, "peak": 0, FAILED: 0},
 }

@@ -13,7 +13,7 @@ from typing import Any
 
 from residency._errors import InvalidArgumentError
 from residency._memory import LONGEST_LINE, VERSION
-from residency._report._fields import CLASSES, NewerFormatError, checked, visible
+from residency._report._fields import CLASSES, FAILED, NewerFormatError, checked, visible
 
 _MAX_WARNINGS = 20
 _MAX_NAMES = 10
@@ -26,7 +26,7 @@ class Boundary:
 
     Attributes:
         seconds: Since the recording began.
-        figures: Bytes by class; None for what is unknown.
+        figures: Bytes by class, None for what is unknown; and how many allocations had failed.
     """
 
     seconds: float
@@ -67,7 +67,11 @@ class RecordedRun:
         header: Its first line, or nothing where that cannot be read.
         visits: Phases in the order of their beginnings.
         warnings: What could not be read, and where.
-        is_closed: Whether the run ended in order.
+        is_closed: Whether the last line is there: the process was not killed.
+        error: The error that ended the run, as ``Name: message``; None where none is known.
+        error_phase: The path of the phase in which it was raised; None outside of all.
+        last_peak: Torch's peak register at the end; 0 where the record does not say it.
+        num_failed: How many allocations had failed at the end, before and in the recording.
     """
 
     path: Path
@@ -75,6 +79,10 @@ class RecordedRun:
     visits: list[RecordedVisit] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     is_closed: bool = False
+    error: str | None = None
+    error_phase: str | None = None
+    last_peak: int = 0
+    num_failed: int = 0
 
     @property
     def name(self) -> str:
@@ -226,6 +234,8 @@ def _take(
         run.header = line
     elif kind == "close":
         run.is_closed = True
+        run.error, run.error_phase = line["error"], line["phase"]
+        run.last_peak, run.num_failed = line["peak"], line[FAILED]
     elif kind == "begin":
         key = _key(line)
         if key in open_visits:
@@ -255,4 +265,4 @@ def _key(line: _Line) -> tuple[str, int, int]:
 
 
 def _boundary(line: _Line) -> Boundary:
-    return Boundary(line["t"], {name: line[name] for name in (*CLASSES, "capacity")})
+    return Boundary(line["t"], {name: line[name] for name in (*CLASSES, "capacity", FAILED)})

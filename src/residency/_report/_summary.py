@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from residency._report._growth import Growth, find_growth
 from residency._report._read import Boundary, RecordedRun, RecordedVisit
@@ -47,6 +47,43 @@ def summarise(run: RecordedRun) -> list[Row]:
         if visit.end is not None:
             visits.setdefault(visit.phase, []).append((visit, visit.end))
     return [_row(phase, run.rank, found) for phase, found in visits.items()]
+
+
+def whole_run(runs: list[RecordedRun]) -> Row | None:
+    """Returns a run as one row, of the rank that has the most; None if nothing ended in it.
+
+    Its phase is that of the peak, or empty where the peak came after the last phase.
+    """
+    rows = []
+    for run in runs:
+        found = summarise(run)
+        if not found:
+            continue
+        highest = max(found, key=lambda row: (row.peak, row.is_peak_exact))
+        row = replace(merged(highest.phase, found), total=None, growing=())
+        if run.last_peak > row.peak:  # the register rose since the last boundary
+            row = replace(row, phase="", peak=run.last_peak, is_peak_exact=True)
+        rows.append(row)
+    return max(rows, key=lambda row: row.peak, default=None)
+
+
+def merged(phase: str, rows: list[Row]) -> Row:
+    """Returns one row for several phases of a rank, with the growth of each."""
+    highest = max(row.peak for row in rows)
+    latest = max(rows, key=lambda row: row.last.seconds)
+    growing = (growth for row in rows for growth in row.growing)
+    return Row(
+        phase=phase,
+        rank=latest.rank,
+        count=sum(row.count for row in rows),
+        num_failed=sum(row.num_failed for row in rows),
+        peak=highest,
+        is_peak_exact=any(row.is_peak_exact for row in rows if row.peak == highest),
+        last=latest.last,
+        seconds=sum(row.seconds for row in rows),
+        total=next((row.total for row in rows if row.total is not None), None),
+        growing=tuple(sorted(growing, key=lambda growth: -growth.bytes_per_visit)),
+    )
 
 
 def _row(phase: str, rank: int, found: list[tuple[RecordedVisit, Boundary]]) -> Row:

@@ -7,15 +7,17 @@ from collections.abc import Iterator
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.measure import Measurement
 from rich.table import Table
 
+from residency._report._about import command_of, end_lines, made_text, peak_lines, peak_text
 from residency._report._read import RecordedRun
-from residency._report._summary import Row, summarise
+from residency._report._summary import Row, merged, summarise, whole_run
 from residency._units import format_bytes
 
 _NOTHING = "-"
 _WIDTH = 150
+_GROWTH = "growth per visit"
+_BORDERS = 3  # of the table; between columns there are two spaces
 _SHOWN = ("held", "returnable", "stuck", "draining", "pooled", "outside")
 _ALWAYS = frozenset({"held", "returnable", "stuck"})
 
@@ -25,59 +27,101 @@ def print_report(runs: list[RecordedRun]) -> None:
     rows = [row for run in runs for row in summarise(run)]
     shown = [n for n in _SHOWN if n in _ALWAYS or any(row.last.bytes_of(n) for row in rows)]
     has_ranks = len(runs) > 1
-    columns = ["phase", *["rank"] * has_ranks, "count", "peak", *shown, "growth per visit"]
+    columns = ["phase", *["rank"] * has_ranks, "count", "peak", *shown, _GROWTH]
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in columns:
-        is_text = name in ("phase", "growth per visit")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
+        is_left = name in ("phase", _GROWTH)
+        table.add_column(name, justify="left" if is_left else "right", no_wrap=name != _GROWTH)
     lines = []
     for row in rows:
         rank = [str(row.rank)] * has_ranks
         figures = [_size(row.last.figures.get(name)) for name in shown]
-        cells = [row.phase, *rank, _count(row), _peak(row), *figures, growth_text(row)]
+        cells = [row.phase, *rank, count_text(row), peak_text(row), *figures, growth_text(row)]
         lines.append(cells)
         table.add_row(*map(escape, cells))
     console = Console()
     if not console.is_terminal:
         console.width = _WIDTH
-    console.print(escape(_title(runs)), highlight=False)
-    if Measurement.get(console, console.options, table).minimum < console.width or not lines:
+    for line in _heading(runs):
+        console.print(escape(line), highlight=False)
+    if _least_width([columns, *lines]) <= console.width or not lines:
         console.print(table)
     else:  # figures that are cut off say nothing
         for cells in lines:
             console.print(escape(cells[0]), style="bold", highlight=False)
             for name, cell in zip(columns[1:], cells[1:], strict=True):
                 console.print(escape(f"  {name:<17}{cell}"), highlight=False)
-    for line in footnotes(rows):
+    for line in [*marks(rows), *growth_lines(rows)]:
         console.print(escape(line), highlight=False)
 
 
-def footnotes(rows: list[Row]) -> Iterator[str]:
-    """Yields what explains the table: marks, and every phase that grows."""
+def _least_width(rows: list[list[str]]) -> int:
+    """Returns the width in which only the last column is broken into lines."""
+    widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+    longest_word = max(len(word) for row in rows for word in row[-1].split())
+    return sum(widths[:-1]) + longest_word + _BORDERS
+
+
+def marks(rows: list[Row]) -> Iterator[str]:
+    """Yields what the marks in the table mean."""
     if any(not row.is_peak_exact for row in rows):
         yield "<= an upper bound: torch's peak register did not rise in the phase, or was reset."
+
+
+def growth_lines(rows: list[Row]) -> Iterator[str]:
+    """Yields a line for every class of memory that grows at the end of a phase."""
     for row in rows:
         for growth in row.growing:
             yield f"growing at the end of {row.phase} (rank {row.rank}): {growth}"
 
 
 def compare(before: list[RecordedRun], after: list[RecordedRun]) -> str:
-    """Returns the Markdown table of two runs' phases, of the rank that has the most in each."""
-    old, new = _highest(before), _highest(after)
+    """Returns the Markdown table of two runs, of the rank that has the most in each phase.
+
+    A phase that only one of the runs has is compared with that of the same last name in the other:
+    ``save`` with ``train/save``.
+    """
     lines = [
         f"| phase | {' | '.join(f'{name} before | {name} after' for name in ('peak', 'held'))} "
         "| reserved before | reserved after | growth per visit before | after |",
         "|---|" + "---:|" * 6 + "---|---|",
     ]
-    for phase in dict.fromkeys([*old, *new]):
-        pair = (old.get(phase), new.get(phase))
-        cells = [_NOTHING if row is None else _peak(row) for row in pair]
+    pairs = [("whole run", whole_run(before), whole_run(after)), *_pairs(before, after)]
+    for name, *pair in pairs:
+        cells = [_NOTHING if row is None else peak_text(row) for row in pair]
         cells += [_NOTHING if row is None else _size(row.last.bytes_of("held")) for row in pair]
         cells += [_NOTHING if row is None else _size(row.last.reserved) for row in pair]
         cells += [_NOTHING if row is None else growth_text(row) for row in pair]
         # A bar would end the cell.
-        lines.append("| " + " | ".join(c.replace("|", "\\|") for c in [phase, *cells]) + " |")
+        lines.append("| " + " | ".join(c.replace("|", "\\|") for c in [name, *cells]) + " |")
+    for name, runs in (("before", before), ("after", after)):
+        lines += (f"\n{name}: {line}" for line in end_lines(runs))
     return "\n".join(lines)
+
+
+def _pairs(
+    before: list[RecordedRun], after: list[RecordedRun]
+) -> Iterator[tuple[str, Row | None, Row | None]]:
+    """Yields the phases of two runs side by side: by their paths, else by their last names."""
+    old, new = _highest(before), _highest(after)
+    seen = set()
+    for phase in [*old, *new]:
+        name = phase.rpartition("/")[2]
+        if phase in seen:
+            continue
+        if phase in old and phase in new:
+            seen.add(phase)
+            yield phase, old[phase], new[phase]
+            continue
+        mine = [p for p in old if p not in new and p.rpartition("/")[2] == name]
+        theirs = [p for p in new if p not in old and p.rpartition("/")[2] == name]
+        if not mine or not theirs:
+            seen.add(phase)
+            yield phase, old.get(phase), new.get(phase)
+            continue
+        seen.update(mine, theirs)
+        title = f"{', '.join(mine)} (after: {', '.join(theirs)})"
+        yield title, merged(name, [old[p] for p in mine]), merged(name, [new[p] for p in theirs])
 
 
 def growth_text(row: Row) -> str:
@@ -97,18 +141,18 @@ def _highest(runs: list[RecordedRun]) -> dict[str, Row]:
     return rows
 
 
-def _title(runs: list[RecordedRun]) -> str:
-    names = ", ".join(run.name for run in runs)
-    capacity = max((b.bytes_of("capacity") for run in runs for b in run.boundaries()), default=0)
-    return f"{names}: capacity {format_bytes(capacity)}; classes as at the end of the last visit"
+def _heading(runs: list[RecordedRun]) -> Iterator[str]:
+    """Yields what stands above the table; the table's classes are those of its last line."""
+    yield ", ".join(run.name for run in runs)
+    yield from filter(None, (command_of(runs), made_text(runs)))
+    yield from peak_lines(runs)
+    yield from end_lines(runs)
+    yield "classes as at the end of the last visit"
 
 
-def _count(row: Row) -> str:
+def count_text(row: Row) -> str:
+    """Says how many visits ended, and how many of them by an error."""
     return f"{row.count} ({row.num_failed} failed)" if row.num_failed else str(row.count)
-
-
-def _peak(row: Row) -> str:
-    return ("" if row.is_peak_exact else "<= ") + format_bytes(row.peak)
 
 
 def _size(num_bytes: int | None) -> str:

@@ -47,6 +47,11 @@ class Request:
     growth: int | str | None = None
 
     @property
+    def has_budget(self) -> bool:
+        """Whether ``device_memory`` asks for anything."""
+        return self.limit is not None or self.growth is not None
+
+    @property
     def limit_bytes(self) -> int | None:
         """The limit in bytes."""
         return None if self.limit is None else parse_bytes(self.limit, name="limit")

@@ -30,6 +30,18 @@ class Watch:
         self._request = request
         self._before_bytes = allocated_bytes_at_rest(0) if request.growth is not None else 0
 
+    def peaks(self) -> dict[str, int]:
+        """Returns the test's peaks so far, in bytes, by names for a report: what its tensors held,
+        and what the allocator had of the device for them, which is what a limit limits.
+        """
+        from residency import _device
+        from residency._memory import measure
+
+        state = measure(_device.accelerator())
+        found = {"peak_held_bytes": state.peak_held, "peak_reserved_bytes": state.peak_reserved}
+        limit_bytes = self._request.limit_bytes
+        return found if limit_bytes is None else {**found, "limit_bytes": limit_bytes}
+
     def find_fault(self) -> str | None:
         """Lets the work of a call that passed finish, and says what is wrong with it, if anything.
 

@@ -20,6 +20,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from residency._errors import BuildError, InvalidArgumentError, ResidencyError
+from residency._units import format_bytes
 from residency.testing._loan import Lender
 from residency.testing._settings import (
     Request,
@@ -149,7 +150,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Judges what the test's own lines left on the device."""
+    """Judges what the test's own lines left on the device, and reports the peak of a budget."""
     asked = item.stash.get(_REQUEST, None)
     if asked is None:
         return (yield)
@@ -159,9 +160,24 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     except Exception as error:
         watch.explain(error)
         raise
+    if asked.has_budget:
+        _report_peaks(item, watch.peaks())
     if fault := watch.find_fault():
         raise _failure(fault)
     return result
+
+
+def _report_peaks(item: pytest.Item, peaks: Mapping[str, int]) -> None:
+    """Shows the peaks of a test with ``-rA``, and puts them into JUnit's file as properties."""
+    item.user_properties += [(f"device_memory_{name}", size) for name, size in peaks.items()]
+    sizes = {name: format_bytes(size) for name, size in peaks.items()}
+    limit = f" of {sizes['limit_bytes']}" if "limit_bytes" in sizes else ""
+    item.add_report_section(
+        "call",
+        "device memory",
+        f"tensors held at most {sizes['peak_held_bytes']}; the allocator had reserved at most "
+        f"{sizes['peak_reserved_bytes']}{limit}\n",
+    )
 
 
 def _request_of(item: pytest.Item) -> Request:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from residency._checkpoint._background import Background
     from residency._checkpoint._capture._snapshot import Snapshot, snapshot
     from residency._checkpoint._checkpointer import Checkpointer
+    from residency._checkpoint._disk._dry import be_dry, watch_files
+    from residency._checkpoint._disk._header import make_header
+    from residency._checkpoint._disk._manifest import Record
     from residency._checkpoint._disk._publish import Retention
     from residency._checkpoint._document._dtypes import DTYPES, STORED_DTYPES
     from residency._checkpoint._restore._load_into import load_into
@@ -27,16 +30,20 @@ __all__ = [
     "Background",
     "Checkpointer",
     "DTYPES",
+    "Record",
     "Retention",
     "STORED_DTYPES",
     "Save",
     "SaveStatistics",
     "Snapshot",
+    "be_dry",
     "check_count",
     "load_into",
+    "make_header",
     "random_states",
     "snapshot",
     "spare_bytes",
+    "watch_files",
 ]
 
 __getattr__ = door(
@@ -46,6 +53,9 @@ __getattr__ = door(
         "_background": ["Background"],
         "_capture._snapshot": ["Snapshot", "snapshot"],
         "_checkpointer": ["Checkpointer"],
+        "_disk._dry": ["be_dry", "watch_files"],
+        "_disk._header": ["make_header"],
+        "_disk._manifest": ["Record"],
         "_disk._publish": ["Retention"],
         "_document._dtypes": ["DTYPES", "STORED_DTYPES"],
         "_restore._load_into": ["load_into"],

@@ -42,7 +42,7 @@ class Run:
         self._owners = OwnersOfBlocks()
         self._books = Books(self._core.take_journal)
         self._phases = Phases(self._end_phase)
-        self._saves = Saves()
+        self._saves = Saves(is_real=settings.is_real)
         self._stopping = Stopping(settings.steps)
         self._has_news = False
         self._lock = threading.RLock()  # of the books
@@ -59,8 +59,8 @@ class Run:
         self._core.attach_observer(self._note_out_of_memory)
         self._stopping.start()
         self._phases.start()
+        self._saves.start()
         if not self._settings.is_real:
-            self._saves.start()
             _host.leave_out_weights()
         _frameworks.change(self._settings)
         before = sys.excepthook

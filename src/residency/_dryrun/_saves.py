@@ -2,28 +2,39 @@
 
 What large tensors hold means nothing, so no byte of them is written or read. A file keeps its
 layout, and its size as ``ls`` says: its large tensors are holes. Small ones may steer the script
-(the counter of an optimizer's steps), and are saved and loaded as they are.
+(the counter of an optimizer's steps), and are saved and loaded as they are. With ``--real`` all is
+written, and counted alone.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import json
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import serialization
 
-from residency._checkpoint import DTYPES, STORED_DTYPES
+from residency._checkpoint import (
+    DTYPES,
+    STORED_DTYPES,
+    Record,
+    be_dry,
+    make_header,
+    watch_files,
+)
 from residency._memory import ImportWatch
 from residency._units import MIB
 
 _LARGE = MIB
-_state = threading.local()  # whether the save that this thread is in goes to a file of its own
+# Whether the save that this thread is in goes to a file of its own, and is at a large tensor.
+_state = threading.local()
 _ZIP = b"PK\x03\x04"  # how a file of torch.save begins
 
 
@@ -35,48 +46,144 @@ class Saves:
         files: How many files were saved.
     """
 
-    def __init__(self) -> None:
-        """Counts from 0."""
+    def __init__(self, *, is_real: bool) -> None:
+        """Counts from 0.
+
+        Args:
+            is_real: Whether the bytes mean something, and are written.
+        """
         self.num_bytes = 0
         self.files = 0
+        self._is_real = is_real
+        self._lock = threading.Lock()  # saves are written by threads, too
 
     def start(self) -> None:
         """Puts the functions in place, also in modules that are imported later."""
         torch_module: Any = torch
         torch_module.save = self._saving(torch.save)
-        torch_module.load = _loading(torch.load)
-        inner: Any = serialization
-        inner._save = _with_holes(inner._save)
-        ImportWatch({"safetensors": _watch_reading, "safetensors.torch": self._watch_files}).start()
+        watch_files(self._add)
+        watched = {
+            "safetensors.torch": self._watch_files,
+            "torch.distributed.checkpoint.filesystem": self._watch_distributed,
+        }
+        if not self._is_real:
+            torch_module.load = _loading(torch.load)
+            inner: Any = serialization
+            inner._save = _with_holes(inner._save)
+            be_dry()
+            watched["safetensors"] = _watch_reading
+            watched["torch.distributed.checkpoint.utils"] = _watch_ranks
+            for lightning in ("lightning.fabric", "lightning_fabric"):
+                watched[f"{lightning}.utilities.cloud_io"] = _save_at_once
+        ImportWatch(watched).start()
+
+    def _add(self, num_bytes: int) -> None:
+        with self._lock:
+            self.num_bytes += num_bytes
+            self.files += 1
 
     def _count(self, file: object) -> None:
         if isinstance(file, str | os.PathLike) and os.path.exists(file):
-            self.num_bytes += os.path.getsize(file)
-            self.files += 1
+            self._add(os.path.getsize(file))
 
     def _saving(self, save: Any) -> Any:
         @functools.wraps(save)
         def saved(obj: object, f: Any, *args: object, **options: object) -> None:
             is_file = isinstance(f, str | os.PathLike)
             _state.leaves_holes = is_file
-            save(obj, f if is_file else _StreamWithHoles(f), *args, **options)
+            target = f if is_file or self._is_real else _StreamWithHoles(f)
+            save(obj, target, *args, **options)
             self._count(f)
 
         return saved
 
     def _watch_files(self, module: ModuleType) -> None:
+        save = vars(module)["save_file"]
+
+        @functools.wraps(save)
         def save_file(
-            tensors: dict[str, torch.Tensor], filename: Any, metadata: Any = None, **_: Any
+            tensors: dict[str, torch.Tensor],
+            filename: str | os.PathLike[str],
+            metadata: dict[str, str] | None = None,
+            **options: object,
         ) -> None:
-            _write_holes(tensors, filename, metadata)
+            kinds = {tensor.dtype for tensor in tensors.values()}
+            if self._is_real or not kinds <= STORED_DTYPES.keys():
+                save(tensors, filename, metadata, **options)
+            else:
+                _write_holes(tensors, filename, metadata)
             self._count(filename)
 
-        wrapped = functools.wraps(vars(module)["save_file"])(save_file)
-        module.__dict__["save_file"] = wrapped
+        module.__dict__["save_file"] = save_file
+
+    def _watch_distributed(self, module: ModuleType) -> None:
+        files, reader = vars(module)["FileSystem"], vars(module)["FileSystemReader"]
+        create, read = files.create_stream, reader.read_data
+
+        @functools.wraps(create)
+        @contextmanager
+        def create_stream(file_system: object, path: object, mode: str) -> Iterator[object]:
+            with create(file_system, path, mode) as stream:
+                yield stream
+            if "w" in mode:
+                self._count(path)
+
+        @functools.wraps(read)
+        def read_data(storage: Any, plan: Any, planner: Any) -> object:
+            return read(storage, _without_holes(storage, plan, planner), planner)
+
+        files.create_stream = create_stream
+        if not self._is_real:
+            reader.read_data = read_data
+
+
+def _save_at_once(module: ModuleType) -> None:
+    """Lets Lightning save to a file, and not by way of the file's bytes in memory."""
+    save = vars(module)["_atomic_save"]
+
+    @functools.wraps(save)
+    def saved(checkpoint: object, path: str | os.PathLike[str]) -> None:
+        if "://" in str(path):
+            save(checkpoint, path)
+        else:
+            torch.save(checkpoint, path)
+
+    module.__dict__["_atomic_save"] = saved
+
+
+def _without_holes(storage: Any, plan: Any, planner: Any) -> Any:
+    """Takes large tensors, and shards that another rank would have, as read; returns the rest."""
+    left = []
+    for item in plan.items:
+        place = storage.storage_data.get(item.storage_index)
+        if item.type.name == "TENSOR" and (place is None or place.length >= _LARGE):
+            planner.commit_tensor(item, planner.resolve_tensor(item).detach())
+        else:
+            left.append(item)
+    return replace(plan, items=left)
+
+
+def _watch_ranks(module: ModuleType) -> None:
+    """Lets a save have what this rank gives, once: the other ranks, its copies, save nothing."""
+    ranks = vars(module)["_DistWrapper"]
+    gather = ranks.gather_object
+
+    def nothing(given: Any) -> object:
+        if isinstance(given, list):  # what was written
+            return []
+        # A load's plan stays: it says what a rank reads.
+        return replace(given, items=[]) if type(given).__name__ == "SavePlan" else given
+
+    @functools.wraps(gather)
+    def gather_object(wrapper: object, given: object) -> object:
+        gathered = gather(wrapper, given)
+        return gathered and [gathered[0], *map(nothing, gathered[1:])]
+
+    ranks.gather_object = gather_object
 
 
 class _StreamWithHoles:
-    """A stream that a save is written to, in which long runs of zeros become holes."""
+    """A stream that a save is written to, in which large tensors become holes."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -89,7 +196,7 @@ class _StreamWithHoles:
 
     def write(self, data: Any) -> int:
         size = len(data)
-        if self._seeks is None or size < _LARGE or memoryview(data).cast("B") != bytes(size):
+        if self._seeks is None or size < _LARGE or not getattr(_state, "is_large", False):
             return int(self._stream.write(data))
         self._seeks.seek(size, os.SEEK_CUR)
         return size
@@ -108,8 +215,12 @@ class _FileWithHoles:
         is_large = isinstance(data, torch.UntypedStorage) and num_bytes >= _LARGE
         if is_large and getattr(_state, "leaves_holes", False):
             self._writer.write_record_metadata(name, num_bytes)
-        else:
+            return
+        _state.is_large = is_large
+        try:
             self._writer.write_record(name, data, num_bytes)
+        finally:
+            _state.is_large = False
 
 
 def _with_holes(save: Any) -> Any:
@@ -134,26 +245,28 @@ def _loading(load: Any) -> Any:
     return loaded
 
 
-def _write_holes(tensors: dict[str, torch.Tensor], filename: Any, metadata: Any) -> None:
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
-    # In the library's order: the widest type first, then by name.
-    for name, tensor in sorted(tensors.items(), key=lambda each: (-each[1].itemsize, each[0])):
-        first, end = end, end + tensor.numel() * tensor.element_size()
-        shape, kind = list(tensor.shape), STORED_DTYPES[tensor.dtype]
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [first, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    first = 8 + len(text)
+def _write_holes(
+    tensors: dict[str, torch.Tensor],
+    filename: str | os.PathLike[str],
+    metadata: dict[str, str] | None,
+) -> None:
+    # In the library's order: the last of its types first, then by name.
+    order = list(STORED_DTYPES)
+    names = sorted(tensors, key=lambda name: (-order.index(tensors[name].dtype), name))
+    records = [
+        Record(name, STORED_DTYPES[each.dtype], tuple(each.shape), each.numel() * each.itemsize)
+        for name, each in ((name, tensors[name]) for name in names)
+    ]
+    header = make_header(records, file=str(filename), metadata=metadata or {}, alignment=8)
     with open(filename, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(first + end)
-        for name, tensor in tensors.items():
-            num_bytes = tensor.numel() * tensor.element_size()
-            if 0 < num_bytes < _LARGE:
-                host = tensor.detach().cpu().contiguous()
-                file.seek(first + header[name]["data_offsets"][0])
-                file.write(ctypes.string_at(host.data_ptr(), num_bytes))
+        file.write(header)
+        for record in records:
+            if 0 < record.num_bytes < _LARGE:
+                host = tensors[record.name].detach().cpu().contiguous()
+                file.write(ctypes.string_at(host.data_ptr(), record.num_bytes))
+            else:
+                file.seek(record.num_bytes, os.SEEK_CUR)
+        file.truncate()
 
 
 def _watch_reading(module: ModuleType) -> None:

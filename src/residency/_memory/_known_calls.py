@@ -31,6 +31,12 @@ _CALLS: dict[str, tuple[tuple[str, str], ...]] = {
         ("Checkpointer.save", "save"),
         ("Checkpointer.restore", "load"),
     ),
+    "safetensors.torch": (
+        ("save_file", "save"),
+        ("save_model", "save"),
+        ("load_file", "load"),
+        ("load_model", "load"),
+    ),
     "transformers.modeling_utils": (
         ("PreTrainedModel.from_pretrained", "load"),
         ("PreTrainedModel.save_pretrained", "save"),

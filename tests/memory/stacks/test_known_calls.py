@@ -25,8 +25,8 @@ def test_the_calls_of_a_framework_are_found_and_put_back(
     def stored() -> list[Any]:
         found = []
         for path, _ in _known_calls._CALLS[name]:
-            owner, attribute = path.split(".")
-            found.append(vars(getattr(module, owner))[attribute])
+            owner, _, attribute = path.rpartition(".")
+            found.append(vars(getattr(module, owner) if owner else module)[attribute])
         return found
 
     before = stored()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from json.encoder import encode_basestring_ascii as _quoted
 from typing import NoReturn
 
@@ -27,6 +27,7 @@ _LENGTH_BYTES = 8
 _MOST_DIMENSIONS = 1000
 _TOO_LARGE = 1 << 128  # the format counts in 64 bits; longer numbers only take time
 METADATA = "__metadata__"  # no tensor has this name
+_METADATA = {"format": "pt", "residency": "1"}  # of the files of a save
 # What torch's HuggingFaceStorageReader looks for.
 # Source: CUSTOMMETADATA_KEY and SAVED_OFFSETS_KEY in torch/distributed/checkpoint/_hf_utils.py.
 _SHARDING = "DCP_SHARDING_INFO"
@@ -75,20 +76,33 @@ def layout_order(records: Sequence[Record]) -> list[int]:
     return sorted(range(len(records)), key=key)
 
 
-def make_header(records: Sequence[Record], *, file: str) -> bytes:
+def make_header(
+    records: Sequence[Record],
+    *,
+    file: str,
+    metadata: Mapping[str, str] = _METADATA,
+    alignment: int = ALIGNMENT,
+) -> bytes:
     """Returns the header of a file that holds these records one behind the other.
+
+    Args:
+        records: What it holds.
+        file: Its name, for messages.
+        metadata: The texts that it has besides; of ours those of a save.
+        alignment: The tensors' bytes begin at a multiple of it.
 
     Raises:
         CheckpointError: Two records have one name, a record contradicts itself, or there are too
             many for the format.
     """
-    metadata = {"format": "pt", "residency": "1"}
+    texts = dict(metadata)
     if any(record.offsets is not None for record in records):
         # The reader wants an entry for every tensor of a file that has one at all.
         sharding = {r.name: {_OFFSETS: r.offsets or (0,) * len(r.shape)} for r in records}
-        metadata[_SHARDING] = json.dumps(sharding)
+        texts[_SHARDING] = json.dumps(sharding)
     # As text at once: objects for each of many tensors cost more than their encoding.
-    fields = [f"{_quoted(METADATA)}:{json.dumps(metadata, separators=(',', ':'))}"]
+    shown = f"{_quoted(METADATA)}:{json.dumps(texts, separators=(',', ':'))}"
+    fields = [shown] if texts else []
     names = {METADATA}
     start = 0
     for record in records:
@@ -102,7 +116,7 @@ def make_header(records: Sequence[Record], *, file: str) -> bytes:
         )
         start = stop
     text = f"{{{','.join(fields)}}}".encode("ascii")
-    num_bytes = -(-(_LENGTH_BYTES + len(text)) // ALIGNMENT) * ALIGNMENT - _LENGTH_BYTES
+    num_bytes = -(-(_LENGTH_BYTES + len(text)) // alignment) * alignment - _LENGTH_BYTES
     if num_bytes > MAX_HEADER_BYTES:
         raise CheckpointError(
             f"{file} would need a header of {num_bytes} bytes for {len(records)} tensors; the "

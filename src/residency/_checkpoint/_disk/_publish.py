@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from residency._checkpoint._disk._check import read_back
+from residency._checkpoint._disk._dry import is_dry
 from residency._checkpoint._disk._layout import (
     LOCK,
     PublishedSaves,
@@ -212,7 +213,7 @@ class CheckpointDirectory:
                 "that can."
             ) from error
         room = found.f_bavail * found.f_frsize
-        if room < num_bytes:
+        if room < num_bytes and not is_dry():
             raise RefusedError(
                 f"{self.path} has {format_bytes(room)} left and the save needs "
                 f"{format_bytes(num_bytes)}: {room} of {num_bytes} bytes. Nothing was saved; "
@@ -337,7 +338,8 @@ class CheckpointDirectory:
         )
 
     def _publish(self, request: SaveRequest, attempt: Attempt, report: RankReport) -> None:
-        reports = attempt.collect(report) if request.world_size > 1 else [report]
+        is_alone = request.world_size == 1 or is_dry()
+        reports = [report] if is_alone else attempt.collect(report)
         path = attempt.folder.path
         manifest = Manifest(request.step, attempt.name, dict(request.metrics), reports)
         write_file(self._system, path / MANIFEST, dump_manifest(manifest))

@@ -15,11 +15,17 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 from residency._checkpoint._disk._crc import crc32
 from residency._checkpoint._disk._descriptor import Descriptor
+from residency._checkpoint._disk._dry import (
+    MOST_KNOWN_BYTES,
+    crc32_of_hole,
+    is_dry,
+    lies_in_hole,
+)
 from residency._checkpoint._disk._ring import Ring, Slot
 from residency._errors import CheckpointError, CorruptSaveError, InvalidArgumentError
 from residency._registries import WeakRegistry
@@ -326,11 +332,18 @@ class _ChunkReader:
                     return False
             buffers, arrivals = self._buffers(spans, slot)
             offset = spans[0].start
-            for step in _steps(buffers):
-                self._fill(task, offset, list(step))
-                for buffer in step:
-                    crc = crc if task.crc32 is None else crc32(buffer, crc)
-                    offset += buffer.nbytes
+            both = zip(spans, buffers, strict=True)
+            for is_left_out, group in groupby(both, lambda each: self._is_left_out(task, each[0])):
+                wanted = [buffer for _, buffer in group]
+                if is_left_out:
+                    num_bytes = sum(buffer.nbytes for buffer in wanted)
+                    crc, offset = crc32_of_hole(num_bytes, crc), offset + num_bytes
+                    continue
+                for step in _steps(wanted):
+                    self._fill(task, offset, list(step))
+                    for buffer in step:
+                        crc = crc if task.crc32 is None else crc32(buffer, crc)
+                        offset += buffer.nbytes
             for span, buffer in zip(spans, buffers, strict=True):
                 _copy_to_others(span, buffer)
             if slot is not None:
@@ -395,14 +408,27 @@ class _ChunkReader:
                 scratch_used += size
         return buffers, arrivals
 
+    def _opened(self, task: _Task) -> Descriptor:
+        if task.file.path != self._path or self._file is None:
+            self.close()
+            self._file = Descriptor(task.file.path, os.O_RDONLY)
+            self._path = task.file.path
+        return self._file
+
+    def _is_left_out(self, task: _Task, span: _FileRange) -> bool:
+        """Says whether a dry run leaves the targets of a range as they are."""
+        if not is_dry() or any(w.num_bytes <= MOST_KNOWN_BYTES for w in span.wanted):
+            return False
+        try:
+            return lies_in_hole(self._opened(task), span.start, span.stop - span.start)
+        except OSError:  # which reading it will name
+            return False
+
     def _fill(self, task: _Task, offset: int, buffers: list[memoryview]) -> None:
         try:
-            if task.file.path != self._path or self._file is None:
-                self.close()
-                self._file = Descriptor(task.file.path, os.O_RDONLY)
-                self._path = task.file.path
+            file = self._opened(task)
             while buffers:
-                count = os.preadv(self._file.fileno(), buffers, offset)
+                count = os.preadv(file.fileno(), buffers, offset)
                 if count == 0:
                     raise self._corrupt(task, f"ends at byte {offset}", offset)
                 offset += count

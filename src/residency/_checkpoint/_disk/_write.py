@@ -30,6 +30,15 @@ from pathlib import Path
 
 from residency._checkpoint._disk._crc import crc32
 from residency._checkpoint._disk._descriptor import Descriptor
+from residency._checkpoint._disk._dry import (
+    around_holes,
+    crc32_of_hole,
+    hole,
+    is_dry,
+    is_hole,
+    is_left_out,
+    note_file,
+)
 from residency._checkpoint._disk._header import ALIGNMENT, layout_order, make_header
 from residency._checkpoint._disk._manifest import FileRecord
 from residency._checkpoint._disk._parts import FilePlan, Lease, Part
@@ -94,7 +103,7 @@ class _File:
         self, system: System, path: Path, leases: Sequence[Lease], *, chunk_bytes: int, direct: bool
     ) -> None:
         self.path = path
-        self.is_direct = direct and O_DIRECT != 0
+        self.is_direct = direct and O_DIRECT != 0 and not is_dry()
         self._system = system
         self._chunk_bytes = chunk_bytes
         order = layout_order([lease.record for lease in leases])
@@ -162,6 +171,9 @@ class _File:
 
     def _reserve(self, fd: Descriptor) -> None:
         # A disk without the room is known before the first byte, and the blocks lie together.
+        if is_dry():
+            self._system.ftruncate(fd, self.num_bytes)
+            return
         try:
             self._system.fallocate(fd, self.num_bytes)
         except OSError as error:
@@ -190,6 +202,7 @@ class _File:
             self._system.fsync(fd)
         for direct in list(self._fds):
             self._system.close(self._fds.pop(direct))
+        note_file(self.num_bytes)
 
     def abandon(self) -> None:
         """Closes what is open, after a failure."""
@@ -332,6 +345,8 @@ class _Crew:
             view = file.header if lease is None else lease.view()
             if start > 0 or view.nbytes > left:
                 view = view[start : start + left]
+            if lease is not None and is_left_out(lease.record.num_bytes):
+                view = hole(view.nbytes)
             buffers.append(view)
             start, left = 0, left - view.nbytes
         alignment = file.memory_alignment if direct else None
@@ -359,7 +374,8 @@ class _Crew:
         chunk.file.crc32[chunk.index] = image.crc32()
         if not (direct and self._write_direct(chunk, image)):
             fd = chunk.file.descriptor(direct=False)
-            _write_all(self._system, fd, image.buffers(padded=False), chunk.offset, multiple=1)
+            for offset, buffers in around_holes(image.buffers(padded=False), chunk.offset):
+                _write_all(self._system, fd, buffers, offset, multiple=1)
 
     def _write_direct(self, chunk: _Chunk, image: _Image) -> bool:
         """Returns whether the file system took it; if not, it has to go through the page cache."""
@@ -406,6 +422,8 @@ class _Image:
 
     def crc32(self) -> int:
         """Returns the checksum of the chunk, without its padding."""
+        if all(map(is_hole, self._buffers)):
+            return crc32_of_hole(self.num_bytes)
         summed = 0
         for buffer in self.buffers(padded=False):
             summed = crc32(buffer, summed)

@@ -6,7 +6,7 @@ import torch
 
 from residency._errors import CorruptSaveError
 
-# What safetensors has; everything else is stored as bytes. Source: safetensors 0.8,
+# What safetensors has, in its order; everything else is stored as bytes. Source: safetensors 0.8,
 # `safetensors/src/tensor.rs`, Dtype.
 STORED_DTYPES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
@@ -21,10 +21,10 @@ STORED_DTYPES: dict[torch.dtype, str] = {
     torch.int32: "I32",
     torch.uint32: "U32",
     torch.float32: "F32",
+    torch.complex64: "C64",
     torch.float64: "F64",
     torch.int64: "I64",
     torch.uint64: "U64",
-    torch.complex64: "C64",
 }
 
 HALF_BYTES = "F4"

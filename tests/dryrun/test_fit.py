@@ -100,21 +100,18 @@ def test_what_stays_resident_is_what_was_run_and_fits_where_the_need_is_no_strai
     assert len(script.runs) <= 5
 
 
-def test_two_changes_are_made_together_where_none_is_enough() -> None:
+def test_two_changes_are_made_together_where_neither_is_enough() -> None:
     def both(settings: RunSettings) -> list[dict[str, Any]]:
-        return [
-            phase("forward", 1000, 0, 0, 100 if settings.checkpointing else 900, 0),
-            *training(settings),
-        ]
+        state = 2000 if settings.offload is None else settings.offload // MIB
+        return [phase("forward", 1000, 0, state, 100 if settings.checkpointing else 1500, 0)]
 
-    script = Script(both, 2200)
-    tried = script.fit()
-    assert tried[-1].answer.is_good
-    assert tried[-1].name == "the optimizer's state on the host"
-    script = Script(both, 2150)
+    script = Script(both, 2400)
     script.found = {"recomputed": "layers"}
-    tried = script.fit()
-    assert tried[-1].answer.is_good
+    (tried,) = script.fit()
+    assert tried.answer.is_good
+    assert tried.name == "the optimizer's state on the host and gradient checkpointing"
+    assert "for each block of layers" in tried.lines[1]
+    assert script.runs[-1].offload // MIB == 1300
 
 
 def test_pieces_are_joined_first_where_tensors_alone_would_fit() -> None:
@@ -149,7 +146,7 @@ def test_a_change_with_which_the_script_fails_is_not_taken_for_one_that_fits() -
     assert [each.answer.is_good for each in tried] == [False]
 
 
-def test_the_offers_follow_from_what_the_script_is() -> None:
+def test_the_scripts_own_flags_are_used_where_it_has_them() -> None:
     argument = {
         "batch_size": {"flag": "--batch-size", "value": 12},
         "accumulation": {"flag": "--accumulation", "value": 2},
@@ -157,17 +154,21 @@ def test_the_offers_follow_from_what_the_script_is() -> None:
     }
 
     def of_arguments(settings: RunSettings) -> list[dict[str, Any]]:
-        batch = settings.arguments.get("batch_size", 12)
-        return [phase("forward", 1000, 0, 0, 100 * batch, 0)]
+        return [phase("forward", 1000, 0, 0, 100 * settings.arguments.get("batch_size", 12), 0)]
 
     script = Script(of_arguments, 1400)
     script.found = {"arguments": argument}
     tried = script.fit()
-    assert tried[-1].answer.is_good
-    assert tried[-1].lines == ("--gradient-checkpointing", "--batch-size 3 --accumulation 8") or (
-        tried[-1].lines == ("--batch-size 3 --accumulation 8",)
-    )
     assert script.runs[0].arguments == {"gradient_checkpointing": True}
+    assert not tried[0].answer.is_good  # the script does nothing with it
+    assert tried[-1].answer.is_good
+    assert tried[-1].lines == ("--batch-size 3 --accumulation 8",)
+
+
+def test_a_switch_that_is_on_is_not_offered() -> None:
+    script = Script(lambda settings: [phase("forward", 1000, 0, 0, 1000, 0)], 1400)
+    script.found = {"arguments": {"gradient_checkpointing": {"flag": "--gc", "value": True}}}
+    assert script.fit() == []
 
 
 class Sizes:

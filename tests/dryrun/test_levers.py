@@ -8,18 +8,19 @@ SCRIPT = Path(__file__).parent / "scripts" / "levers.py"
 # What the script does, MiB beside the context, the change that makes it fit, and a line to add.
 CASES = {
     "a resume by way of the host": (
-        ("resumes",), 660, "files are loaded by way of the host", 'map_location="cpu"',
+        ("resumes",), 640, "files are loaded by way of the host", 'map_location="cpu"',
     ),
     "a save without copies": (
         ("copies",), 660, "saves without a copy on the device", "residency.Checkpointer(folder)",
     ),
     "a deferred state": (
-        ("resumes-and-evaluates",), 880,
+        ("resumes-and-evaluates",), 1520,
         "a resume that leaves the optimizer's state on the host until the first step",
         "checkpointer.restore",
     ),
     "a parked state": (
-        ("evaluates",), 880, "the optimizer's state parked while the script evaluates or generates",
+        ("evaluates",), 1520,
+        "the optimizer's state parked while the script evaluates or generates",
         "residency.park(optimizer)",
     ),
     "an offloaded state": (
@@ -27,11 +28,11 @@ CASES = {
         "residency.offload_optimizer(optimizer, resident=",
     ),
     "recomputed blocks": (
-        ("trains", "--batch-size", "20000"), 2100, "gradient checkpointing",
+        ("trains", "--batch-size", "20000"), 2700, "gradient checkpointing",
         "torch.utils.checkpoint.checkpoint(block",
     ),
     "smaller batches": (
-        ("trains", "--batch-size", "20000", "--gradient-checkpointing"), 2100,
+        ("trains", "--batch-size", "20000", "--gradient-checkpointing"), 2700,
         "batches of 1/2, with 2 times the accumulation", "--batch-size 10000 --accumulation 2",
     ),
 }  # fmt: skip

@@ -61,7 +61,7 @@ class Offer:
     def helps(self, phase: Phase, room: int) -> bool:
         """Says whether it can help in a phase that does not fit into the room for torch."""
         if self.joins_pieces:
-            return phase["peak_allocated"] <= room < phase["peak_reserved"]
+            return bool(phase["peak_allocated"] <= room < phase["peak_reserved"])
         return self.gain(phase) >= MIB
 
 

@@ -34,6 +34,7 @@ def add_parser(
     parser = verbs.add_parser(
         "dry-run",
         parents=[common],
+        usage="residency dry-run --device GPU [options] -- python train.py ...",
         help="say whether a CUDA training script fits a GPU, on a machine without one",
         description=(
             "Runs an unmodified training script that says cuda on a simulated GPU, for shapes "
@@ -43,8 +44,13 @@ def add_parser(
         ),
     )
     device = parser.add_argument_group("the device")
-    device.add_argument("--device", metavar="GPU", help="a card by its name, such as l4 or rtx4090")
-    device.add_argument("--capacity", metavar="BYTES", help="its memory, such as 24GiB")
+    device.add_argument(
+        "--device", metavar="GPU",
+        help="a card by its name, such as l4 or rtx4090; one that is not known lists them all",
+    )  # fmt: skip
+    device.add_argument(
+        "--capacity", metavar="BYTES", help="memory of any card, or in place of its own, as 24GiB"
+    )
     device.add_argument(
         "--others", metavar="BYTES", default="0B",
         help="memory that other programs hold, such as a display (0B)",
@@ -64,7 +70,14 @@ def add_parser(
         help="let from_pretrained make models from a folder's config.json alone",
     )  # fmt: skip
     script.add_argument("--quiet", action="store_true", help="do not show what the script prints")
-    asked = parser.add_argument_group("what is asked")
+    _add_questions(parser.add_argument_group("what is asked"))
+    parser.add_argument(
+        "command", metavar="-- COMMAND", nargs=argparse.REMAINDER, help="as in: -- python train.py"
+    )
+    parser.set_defaults(run=run)
+
+
+def _add_questions(asked: argparse._ArgumentGroup) -> None:
     search = asked.add_mutually_exclusive_group()
     search.add_argument(
         "--fit", action="store_true",
@@ -75,12 +88,10 @@ def add_parser(
         help="look for the largest number that fits, in place of {batch} or {sequence} in the "
         "command, or of an option such as --batch-size",
     )  # fmt: skip
-    asked.add_argument("--json", action="store_true", help="print the answer as JSON on stdout")
-    asked.add_argument("--html", metavar="FILE", type=Path, help="write a page with a timeline")
-    parser.add_argument(
-        "command", metavar="-- COMMAND", nargs=argparse.REMAINDER, help="as in: -- python train.py"
+    asked.add_argument(
+        "--json", action="store_true", help="print JSON alone, and the answer for people on stderr"
     )
-    parser.set_defaults(run=run)
+    asked.add_argument("--html", metavar="FILE", type=Path, help="write a page with a timeline")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -291,7 +291,7 @@ def _settings(arguments: argparse.Namespace) -> tuple[RunSettings, str]:
         raise InvalidArgumentError(f"--ranks is {arguments.ranks}; expected 1 or more.")
     name, title, capacity = None, "a device of this size", 0
     if arguments.device is not None:
-        name, gpu = gpu_named(arguments.device)
+        name, gpu = gpu_named(arguments.device, name="--device")
         title, capacity = gpu.title, gpu.capacity
     if arguments.capacity is not None:
         capacity = parse_bytes(arguments.capacity, name="--capacity")

@@ -37,7 +37,7 @@ def settings_that_fit(settings: RunSettings, answer: Answer, run: Run) -> Iterat
     """Tries what makes room, the cheapest set first, until one fits.
 
     A change is worth more than all that are cheaper together. Only those are tried that can help
-    in a phase that has too little room, and only sets that can be enough by the first run's books.
+    in a phase that has too little room, and only sets that can be enough by the books of a run.
 
     Args:
         settings: Those of the run that did not fit.
@@ -49,15 +49,17 @@ def settings_that_fit(settings: RunSettings, answer: Answer, run: Run) -> Iterat
     """
     known = offers(answer.found)
     room = answer.capacity - answer.context
-    queue: list[tuple[int, Found]] = [(0, answer.found)]
+    # A set is a number with a bit for each offer, the cheapest one the lowest; beside it are the
+    # part of it that a run was made with last, and what that run found.
+    queue: list[tuple[int, int, Found]] = [(0, 0, answer.found)]
     queued = {0}
     failing: list[int] = []
     while queue:
-        number, found = heapq.heappop(queue)  # a bit for each offer, the cheapest one the lowest
+        number, part, found = heapq.heappop(queue)
         if any(number & each == each for each in failing):
             continue
-        chosen = [each for index, each in enumerate(known) if number >> index & 1]
-        if chosen and _may_suffice(chosen, answer.found["phases"], room):
+        chosen, added = _members(known, number), _members(known, number & ~part)
+        if chosen and _may_suffice(added, found["phases"], room):
             tried = _try(chosen, settings, run)
             if tried.answer.is_good:
                 yield _with_resident(chosen, settings, tried, answer.found, run)
@@ -66,14 +68,18 @@ def settings_that_fit(settings: RunSettings, answer: Answer, run: Run) -> Iterat
             if tried.answer.fits:  # the script fails with it, for a reason of its own
                 failing.append(number)
                 continue
-            found = tried.answer.found
+            part, found = number, tried.answer.found
         tight = _tight(found["phases"], room)
         for index, offer in enumerate(known):
             further = number | 1 << index
             is_new = further not in queued and all(offer.group != each.group for each in chosen)
             if is_new and any(offer.helps(phase, room) for phase in tight):
                 queued.add(further)
-                heapq.heappush(queue, (further, found))
+                heapq.heappush(queue, (further, part, found))
+
+
+def _members(known: Sequence[Offer], number: int) -> list[Offer]:
+    return [offer for index, offer in enumerate(known) if number >> index & 1]
 
 
 def _tight(phases: Sequence[Phase], room: int) -> list[Phase]:
@@ -82,9 +88,9 @@ def _tight(phases: Sequence[Phase], room: int) -> list[Phase]:
     return tight or [phase for phase in phases if phase["peak_reserved"] > room]
 
 
-def _may_suffice(chosen: Sequence[Offer], phases: Sequence[Phase], room: int) -> bool:
+def _may_suffice(added: Sequence[Offer], phases: Sequence[Phase], room: int) -> bool:
     return all(
-        phase["peak_allocated"] - sum(offer.gain(phase) for offer in chosen) <= room
+        phase["peak_allocated"] - sum(offer.gain(phase) for offer in added) <= room
         for phase in phases
     )
 

@@ -138,9 +138,12 @@ def _save_on_host(found: Found) -> Offer:
     )
     if {"lightning", "pytorch_lightning"} & set(found["libraries"]):
         lines = ("Trainer(..., plugins=[ResidencyCheckpointIO()])",)
+    copies = max(
+        _at_peak(OTHER)(phase) for phase in found["phases"] if phase["name"].endswith("save")
+    )  # of which the save writes, so that they are there then
     return Offer(
         name="saves without a copy on the device",
-        gain=_at_peak(OTHER),
+        gain=lambda phase: min(copies, _at_peak(OTHER)(phase)),
         change=lambda settings: replace(settings, saves_on_host=True),
         lines=lambda settings, found: lines,
         cost=lambda settings, found: "nothing in a step",

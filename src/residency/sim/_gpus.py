@@ -108,8 +108,12 @@ UNNAMED = Gpu(
 )
 
 
-def gpu_named(name: str) -> tuple[str, Gpu]:
+def gpu_named(model: str, *, name: str = "gpu") -> tuple[str, Gpu]:
     """Returns a GPU and its name in the table; case, ``-``, ``_`` and spaces do not matter.
+
+    Args:
+        model: Which one.
+        name: What the caller calls it; the error names it.
 
     Raises:
         InvalidArgumentError: No such GPU is known; the message lists those that are.
@@ -118,7 +122,7 @@ def gpu_named(name: str) -> tuple[str, Gpu]:
     def plain(text: str) -> str:
         return "".join(letter for letter in text.lower() if letter.isalnum())
 
-    wanted = plain(str(name)).removeprefix("nvidia").removeprefix("geforce")
+    wanted = plain(str(model)).removeprefix("nvidia").removeprefix("geforce")
     for known, entry in _ALIASES.items():
         if wanted == plain(known):
             return entry, GPUS[entry]
@@ -126,6 +130,6 @@ def gpu_named(name: str) -> tuple[str, Gpu]:
         if wanted in (plain(known), plain(known).removesuffix("g") + "gb"):
             return known, gpu
     raise InvalidArgumentError(
-        f"gpu is {name!r}, which is not in the table; expected one of {', '.join(GPUS)}. "
+        f"{name} is {model!r}, which is not in the table; expected one of {', '.join(GPUS)}. "
         "For another card give its capacity."
     )

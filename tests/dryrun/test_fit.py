@@ -233,7 +233,7 @@ def test_numbers_that_the_script_refuses_are_not_taken_for_too_large() -> None:
     largest, tried = sizes.largest("train.py", "--batch-size", "16")
     assert largest == 96
     failed = [each for each in tried if each.answer.fits and not each.answer.is_good]
-    assert failed
+    assert 0 < len(failed) <= 2  # each time the numbers get rounder
     assert all(each.number > 96 for each in failed)
 
 

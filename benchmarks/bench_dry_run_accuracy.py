@@ -108,8 +108,8 @@ def rows(name: str, part: str, recorded: Replayed, answer: dict[str, Any]) -> li
     """Returns the rows of a run: its peak allocated and its peak reserved."""
     found = []
     for kind, real, dry, target in (
-        ("allocated", recorded.peak_allocated, answer["peak_allocated"], ALLOCATED),
-        ("reserved", recorded.peak_reserved, answer["peak_reserved"], RESERVED),
+        ("allocated", recorded.peak_allocated, answer["peak_allocated_bytes"], ALLOCATED),
+        ("reserved", recorded.peak_reserved, answer["peak_reserved_bytes"], RESERVED),
     ):
         error = 100 * (dry / real - 1)
         verdict = "met" if abs(error) <= target else "MISSED"

@@ -95,8 +95,8 @@ def _lines(file: IO[bytes]) -> list[str]:
 def _said_by_dry_run(line: str) -> str:
     answer = json.loads(line)
     return (
-        f"peak allocated {answer['peak_allocated'] / GIB:.2f} GiB, "
-        f"reserved {answer['peak_reserved'] / GIB:.2f} GiB"
+        f"peak allocated {answer['peak_allocated_bytes'] / GIB:.2f} GiB, "
+        f"reserved {answer['peak_reserved_bytes'] / GIB:.2f} GiB"
     )
 
 

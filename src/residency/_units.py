@@ -42,7 +42,9 @@ def parse_bytes(size: int | str, *, name: str = "size") -> int:
     match = _SIZE.fullmatch(size)
     factor = _FACTORS.get(match[2] or "B") if match else None
     if match is None or factor is None:
-        raise InvalidArgumentError(f"{name} is {size!r}; {expected}.")
+        meant = f"{match[2][0].upper()}iB" if match and match[2] else ""
+        hint = f" Did you mean '{match[1]}{meant}'?" if match and meant in _FACTORS else ""
+        raise InvalidArgumentError(f"{name} is {size!r}; {expected}.{hint}")
     num_bytes = float(match[1]) * factor if "." in match[1] else int(match[1]) * factor
     if num_bytes != int(num_bytes):
         raise InvalidArgumentError(

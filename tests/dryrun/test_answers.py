@@ -226,7 +226,8 @@ def test_every_gpu_has_a_source_and_room_for_its_context() -> None:
     for name, gpu in _gpus.GPUS.items():
         assert sim.gpu_named(name) == (name, gpu)
         assert "/" in gpu.capacity_source
-        assert gpu.capacity > _gpus.CONTEXT_BYTES
+        assert "/" in gpu.context_source
+        assert 200 << 20 < gpu.context < gpu.capacity
         assert gpu.threads_per_multiprocessor >= 1024
     assert sim.gpu_named("NVIDIA L4") == sim.gpu_named("l4")
     assert sim.gpu_named("H100")[0] == "h100-80g"

@@ -37,18 +37,6 @@ dist.destroy_process_group()
 
 
 @pytest.mark.whole
-def test_what_makes_a_script_fit_is_tried_and_told(dry_run) -> None:
-    options = ("--capacity", "1100MiB", "--fit")
-    outcome = dry_run(SCRIPTS / "loop.py", "2048", "32", options=options)
-    assert outcome.status == 1, outcome.errors
-    tried = outcome.answer["fit"]
-    assert [each["fits"] for each in tried] == [False] * (len(tried) - 1) + [True]
-    assert any("residency.offload_optimizer" in line for line in tried[-1]["lines"])
-    assert tried[-1]["needed"] <= 1100 << 20
-    assert "fits" in outcome.errors
-
-
-@pytest.mark.whole
 def test_the_largest_batch_is_the_largest_that_fits(dry_run) -> None:
     options = ("--capacity", "900MiB", "--largest", "batch")
     outcome = dry_run(SCRIPTS / "loop.py", "256", "{batch}", options=options)
@@ -121,13 +109,3 @@ def test_an_interrupt_prints_what_is_known(tmp_path: Path) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
     assert "you interrupted the run" in output
     assert "optimizer step" in output
-
-
-def test_the_page_shows_phases_owners_and_the_verdict(dry_run, tmp_path: Path) -> None:
-    options = ("--capacity", "700MiB", "--html", "page.html")
-    outcome = dry_run(SCRIPTS / "loop.py", "512", "4096", options=options)
-    page = (tmp_path / "page.html").read_text()
-    assert "optimizer state" in page
-    assert "<polygon" in page
-    assert ("does not fit" in page) == (outcome.status == 1)
-    assert "<script" not in page

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +17,9 @@ from residency._errors import InvalidArgumentError
 from residency._units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from residency._dryrun import Answer, RunSettings
+    from rich.console import Console
+
+    from residency._dryrun import Answer, RunSettings, TriedNumber
 
 _EXIT_DOES_NOT_FIT = 1
 _EXIT_INCOMPLETE = 3
@@ -29,6 +34,7 @@ def add_parser(
     parser = verbs.add_parser(
         "dry-run",
         parents=[common],
+        usage="residency dry-run --device GPU [options] -- python train.py ...",
         help="say whether a CUDA training script fits a GPU, on a machine without one",
         description=(
             "Runs an unmodified training script that says cuda on a simulated GPU, for shapes "
@@ -38,8 +44,13 @@ def add_parser(
         ),
     )
     device = parser.add_argument_group("the device")
-    device.add_argument("--device", metavar="GPU", help="a card by its name, such as l4 or rtx4090")
-    device.add_argument("--capacity", metavar="BYTES", help="its memory, such as 24GiB")
+    device.add_argument(
+        "--device", metavar="GPU",
+        help="a card by its name, such as l4 or rtx4090; one that is not known lists them all",
+    )  # fmt: skip
+    device.add_argument(
+        "--capacity", metavar="BYTES", help="memory of any card, or in place of its own, as 24GiB"
+    )
     device.add_argument(
         "--others", metavar="BYTES", default="0B",
         help="memory that other programs hold, such as a display (0B)",
@@ -59,19 +70,28 @@ def add_parser(
         help="let from_pretrained make models from a folder's config.json alone",
     )  # fmt: skip
     script.add_argument("--quiet", action="store_true", help="do not show what the script prints")
-    asked = parser.add_argument_group("what is asked")
-    asked.add_argument("--fit", action="store_true", help="look for settings with which it fits")
-    asked.add_argument(
-        "--largest", choices=("batch", "sequence"),
-        help="look for the largest number that fits, in place of {batch} or {sequence}, or of a "
-        "flag such as --batch-size",
-    )  # fmt: skip
-    asked.add_argument("--json", action="store_true", help="print the answer as JSON on stdout")
-    asked.add_argument("--html", metavar="FILE", type=Path, help="write a page with a timeline")
+    _add_questions(parser.add_argument_group("what is asked"))
     parser.add_argument(
         "command", metavar="-- COMMAND", nargs=argparse.REMAINDER, help="as in: -- python train.py"
     )
     parser.set_defaults(run=run)
+
+
+def _add_questions(asked: argparse._ArgumentGroup) -> None:
+    search = asked.add_mutually_exclusive_group()
+    search.add_argument(
+        "--fit", action="store_true",
+        help="where it does not fit, look for the cheapest settings with which it does",
+    )  # fmt: skip
+    search.add_argument(
+        "--largest", choices=("batch", "sequence"),
+        help="look for the largest number that fits, in place of {batch} or {sequence} in the "
+        "command, or of an option such as --batch-size",
+    )  # fmt: skip
+    asked.add_argument(
+        "--json", action="store_true", help="print JSON alone, and the answer for people on stderr"
+    )
+    asked.add_argument("--html", metavar="FILE", type=Path, help="write a page with a timeline")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -84,69 +104,76 @@ def run(arguments: argparse.Namespace) -> int:
     if not words:
         raise InvalidArgumentError("there is no command; expected one after --: -- python train.py")
     settings, title = _settings(arguments)
+    _check_file(arguments.html)
     # JSON alone goes to stdout, and the script's own words nowhere then.
     runner = _Runner(arguments, title, _dryrun)
     console = Console(stderr=arguments.json)
     if arguments.largest:
         return _largest(arguments, words, settings, runner, console)
     answer = runner.answer(words, settings)
-    fitting = list(_fitting(arguments, words, settings, answer, runner, console))
+    _dryrun.print_answer(answer, console)
+    made = answer.as_dict()
+    if arguments.fit and not answer.fits:
+        made["fit"] = _fit(words, settings, answer, runner, console)
     if arguments.json:
-        print(json.dumps(answer.as_dict() | {"fit": [_as_dict(each) for each in fitting]}))
+        print(json.dumps(made))
     if arguments.html:
-        _dryrun.write_page(answer, arguments.html)
-    if not answer.is_complete and answer.fits:
-        return _EXIT_INCOMPLETE
-    return 0 if answer.fits else _EXIT_DOES_NOT_FIT
+        _dryrun.write_page(answer, arguments.html, words)
+    if answer.fits:
+        return 0 if answer.is_complete else _EXIT_INCOMPLETE
+    return _EXIT_DOES_NOT_FIT
 
 
-def _fitting(
-    arguments: argparse.Namespace,
-    words: Sequence[str],
-    settings: RunSettings,
-    answer: Answer,
-    runner: _Runner,
-    console: Any,
-) -> list[Any]:
-    """Prints the answer, and what was tried to make it fit."""
+def _check_file(file: Path | None) -> None:
+    """Finds out that a file can be written before a run is made.
+
+    Raises:
+        InvalidArgumentError: It cannot.
+    """
+    if file is None:
+        return
+    try:
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if file.exists():
+            file.open("ab").close()
+        else:
+            tempfile.TemporaryFile(dir=file.absolute().parent).close()
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"the page {str(file)!r} cannot be written: {error.strerror}; name another file. "
+            "Nothing was run."
+        ) from None
+
+
+def _fit(
+    words: Sequence[str], settings: RunSettings, answer: Answer, runner: _Runner, console: Console
+) -> list[dict[str, Any]]:
+    """Prints what was tried to make a script fit; returns it for JSON."""
     from residency import _dryrun
 
-    _dryrun.print_answer(answer, console)
-    if not arguments.fit or answer.fits:
-        return []
-    tried = []
-    console.print("\n[bold]what makes it fit[/], the cheapest first:", highlight=False)
-    for change in _dryrun.settings_that_fit(
-        settings, answer.found, lambda changed: runner.answer(words, changed, is_quiet=True)
+    made: list[dict[str, Any]] = []
+    nearest = answer
+    _say(console, "\n[bold]what makes it fit[/], the cheapest first:")
+    for tried in _dryrun.settings_that_fit(
+        settings, answer, lambda changed: runner.answer(words, changed, is_quiet=True)
     ):
-        tried.append(change)
-        outcome = change.answer
-        if outcome is None:
-            continue
-        verdict = "[green]fits[/]" if outcome.fits else "does not fit"
-        console.print(
-            f"  {change.name}: {verdict}, peak {format_bytes(outcome.needed)}",
-            highlight=False,
-            soft_wrap=True,
-        )
-        if outcome.fits:
-            console.print(f"    costs: {change.cost}", highlight=False, soft_wrap=True)
-            for line in change.lines:
+        outcome = tried.answer
+        _say(console, f"  {tried.name}: {_verdict(outcome)}")
+        if outcome.is_good:
+            _say(console, f"    costs: {tried.cost}")
+            for line in tried.lines:
                 console.print(f"    {line}", highlight=False, markup=False, soft_wrap=True)
-    if not tried or tried[-1].answer is None or not tried[-1].answer.fits:
-        console.print("  nothing that is known here", highlight=False)
-    return tried
-
-
-def _as_dict(change: Any) -> dict[str, Any]:
-    outcome = change.answer
-    return {
-        "name": change.name,
-        "lines": change.lines,
-        "cost": change.cost,
-        "fits": outcome is not None and outcome.fits,
-        "needed": None if outcome is None else outcome.needed,
-    }
+        if outcome.is_good or (outcome.needed < nearest.needed and not outcome.fits):
+            nearest = outcome
+        made.append(
+            {"name": tried.name, "lines": tried.lines, "cost": tried.cost} | _in_short(outcome)
+        )
+    if not nearest.is_good:
+        missing = format_bytes(max(0, -nearest.headroom))
+        with_it = "nothing comes nearer" if nearest is answer else "the nearest"
+        _say(console, f"  nothing that is known here; {with_it}: {missing} are missing still")
+    return made
 
 
 def _largest(
@@ -154,38 +181,69 @@ def _largest(
     words: Sequence[str],
     settings: RunSettings,
     runner: _Runner,
-    console: Any,
+    console: Console,
 ) -> int:
     from residency import _dryrun
 
-    best: tuple[int, Answer] | None = None
-    for number, answer in _dryrun.largest_that_fits(
+    what = arguments.largest
+    tried = []
+    for each in _dryrun.largest_that_fits(
         words,
-        arguments.largest,
-        lambda changed: runner.answer(changed, settings, is_quiet=True, has_second=False),
+        settings,
+        what,
+        lambda changed, with_it: runner.answer(changed, with_it, is_quiet=True, has_second=False),
     ):
-        good = answer.fits and answer.is_complete
-        if good:
-            best = (number, answer)
-        verdict = "fits" if answer.fits else "does not fit"
-        if answer.fits and not good:
-            verdict = f"the script failed: {answer.found['error']}"
-        size = format_bytes(answer.needed)
-        console.print(f"{arguments.largest} {number}: {verdict}, peak {size}", highlight=False)
+        tried.append(each)
+        _say(console, f"{what} {each.number}: {_verdict(each.answer)}")
+    best = max((each for each in tried if each.answer.is_good), key=_number, default=None)
+    above = [each for each in tried if best is None or each.number > best.number]
     if best is None:
-        console.print(f"no {arguments.largest} fits", highlight=False)
+        _say(console, f"[bold]no {what} fits[/]")
     else:
-        console.print(
-            f"[bold]largest {arguments.largest} that fits: {best[0]}[/], "
-            f"{format_bytes(best[1].capacity - best[1].needed)} to spare",
-            highlight=False,
-        )
+        spare = format_bytes(best.answer.headroom)
+        _say(console, f"[bold]largest {what} that fits: {best.number}[/], {spare} to spare")
+    failed = sorted(each.number for each in above if each.answer.fits)
+    if failed:
+        numbers = ", ".join(map(str, failed))
+        _say(console, f"of {numbers} nothing is known: the script fails for a reason of its own")
     if arguments.json:
-        largest = None if best is None else best[0]
-        print(json.dumps({"largest": largest, "of": arguments.largest}))
+        made = {
+            "largest": None if best is None else best.number,
+            "of": what,
+            "tried": [{"number": each.number} | _in_short(each.answer) for each in tried],
+            "answer": None if best is None else best.answer.as_dict(),
+        }
+        print(json.dumps(made))
     if arguments.html and best is not None:
-        _dryrun.write_page(best[1], arguments.html)
-    return 0 if best is not None else _EXIT_DOES_NOT_FIT
+        _dryrun.write_page(best.answer, arguments.html, words)
+    if best is not None:
+        return 0
+    return _EXIT_INCOMPLETE if failed else _EXIT_DOES_NOT_FIT
+
+
+def _number(tried: TriedNumber) -> int:
+    return tried.number
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, soft_wrap=True)
+
+
+def _verdict(answer: Answer) -> str:
+    from rich.markup import escape
+
+    if answer.is_good:
+        return f"[green]fits[/], peak {format_bytes(answer.needed)}"
+    if answer.fits:
+        return f"the script failed: {escape(str(answer.found['error']))}"
+    if answer.headroom < 0:
+        return f"does not fit, peak {format_bytes(answer.needed)}"
+    return "does not fit"  # it ended before its peak, or its free bytes lie in pieces
+
+
+def _in_short(answer: Answer) -> dict[str, Any]:
+    error = answer.found["error"] if answer.fits and not answer.is_complete else None
+    return {"fits": answer.is_good, "needed_bytes": answer.needed, "error": error}
 
 
 class _Runner:
@@ -233,7 +291,7 @@ def _settings(arguments: argparse.Namespace) -> tuple[RunSettings, str]:
         raise InvalidArgumentError(f"--ranks is {arguments.ranks}; expected 1 or more.")
     name, title, capacity = None, "a device of this size", 0
     if arguments.device is not None:
-        name, gpu = gpu_named(arguments.device)
+        name, gpu = gpu_named(arguments.device, name="--device")
         title, capacity = gpu.title, gpu.capacity
     if arguments.capacity is not None:
         capacity = parse_bytes(arguments.capacity, name="--capacity")

@@ -16,7 +16,8 @@ from residency._lazy import door
 if TYPE_CHECKING:
     from residency._dryrun._answer import Answer, answer_of, print_answer
     from residency._dryrun._child import start_child
-    from residency._dryrun._fit import largest_that_fits, settings_that_fit
+    from residency._dryrun._fit import TriedChange, settings_that_fit
+    from residency._dryrun._largest import TriedNumber, largest_that_fits
     from residency._dryrun._launch import Command, NoAnswerError, dry_run
     from residency._dryrun._page import write_page
     from residency._dryrun._settings import RunSettings
@@ -26,6 +27,8 @@ __all__ = [
     "Command",
     "NoAnswerError",
     "RunSettings",
+    "TriedChange",
+    "TriedNumber",
     "answer_of",
     "dry_run",
     "largest_that_fits",
@@ -40,7 +43,8 @@ __getattr__ = door(
     {
         "_answer": ["Answer", "answer_of", "print_answer"],
         "_child": ["start_child"],
-        "_fit": ["largest_that_fits", "settings_that_fit"],
+        "_fit": ["TriedChange", "settings_that_fit"],
+        "_largest": ["TriedNumber", "largest_that_fits"],
         "_launch": ["Command", "NoAnswerError", "dry_run"],
         "_page": ["write_page"],
         "_settings": ["RunSettings"],

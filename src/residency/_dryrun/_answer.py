@@ -10,12 +10,16 @@ from rich.console import Console
 from rich.table import Table
 
 from residency._dryrun._settings import RunSettings
-from residency._units import MIB, format_bytes, parse_bytes
+from residency._units import format_bytes, parse_bytes
 
 _ENDED = ("finished", "left")  # as the script has it, or in its loop
 _WIDTH = 110  # columns of the table, in a file or a narrow terminal, too
 _OF_ERRORS = 3  # out-of-memory errors that are shown
-_LINK_BYTES_PER_SECOND = 55_000_000_000  # as residency.sim.Clock has it, with its source
+_SCHEMA = 1  # of the JSON: it grows with a key that is renamed, removed or means something else
+# Of what a child found, which keys are bytes, and which are for this package alone.
+_SIZES = {"asked", "at_peak", "context", "free", "host_peak", "peak_allocated", "peak_reserved"}
+_SIZES |= {"pinned_peak", "saved"}
+_INNER = {"timeline", "marks", "kinds", "pid", "arguments", "libraries", "recomputed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +71,36 @@ class Answer:
         """Whether the script came to its end, or to where enough was seen."""
         return self.found["ended"] in (*_ENDED, "stopped")
 
+    @property
+    def is_good(self) -> bool:
+        """Whether it fits, and the script did not fail for a reason of its own."""
+        return self.fits and self.is_complete
+
+    @property
+    def headroom(self) -> int:
+        """Bytes that the device still had at the peak; negative where they were missing."""
+        return self.capacity - self.needed
+
     def as_dict(self) -> dict[str, Any]:
-        """Returns the answer for JSON, without the timeline."""
-        left_out = ("timeline", "marks", "kinds", "pid")
-        found = {key: value for key, value in self.found.items() if key not in left_out}
-        return {
+        """Returns the answer for JSON, without the timeline; its keys are documented."""
+        found = {key: value for key, value in self.found.items() if key not in _INNER}
+        room = self.capacity - self.context
+        found["phases"] = [
+            phase | {"headroom_bytes": room - phase["peak_reserved"]} for phase in found["phases"]
+        ]
+        figures = {
+            "schema": _SCHEMA,
             "fits": self.fits,
             "is_complete": self.is_complete,
-            "capacity": self.capacity,
-            "context": self.context,
             "device": self.title,
+            "capacity_bytes": self.capacity,
             "peak_allocated": self.peak_allocated,
             "peak_reserved": self.peak_reserved,
-            "needed": self.needed,
-            "headroom": self.capacity - self.needed,
-            **found,
-            "out_of_memory": self.errors,
+            "needed_bytes": self.needed,
+            "headroom_bytes": self.headroom,
         }
+        made: dict[str, Any] = _with_units(figures | found | {"out_of_memory": self.errors})
+        return made
 
 
 def answer_of(
@@ -94,19 +111,28 @@ def answer_of(
     return Answer(complete, found["out_of_memory"], settings.capacity, found["context"], title)
 
 
+def _with_units(value: Any) -> Any:
+    """Returns a value for JSON with the unit of each size in its key."""
+    if isinstance(value, list):
+        return [_with_units(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {key + "_bytes" * (key in _SIZES): _with_units(inner) for key, inner in value.items()}
+
+
 def print_answer(answer: Answer, console: Console) -> None:
     """Prints the answer for a reader."""
     for text in _headline(answer):
         console.print(text, highlight=False, soft_wrap=True)
     console.width = max(console.width, _WIDTH)
     console.print(_table(answer))
-    for text in _notes(answer):
+    for text in notes(answer):
         console.print(text, highlight=False, soft_wrap=True)
 
 
 def _headline(answer: Answer) -> Iterator[str]:
     device = f"{answer.title}, {format_bytes(answer.capacity)}"
-    needed, spare = format_bytes(answer.needed), answer.capacity - answer.needed
+    needed, spare = format_bytes(answer.needed), answer.headroom
     what = f"peak {needed} with a context of {format_bytes(answer.context)}"
     if not answer.is_complete:
         what += ", as far as the script came"
@@ -121,6 +147,11 @@ def _headline(answer: Answer) -> Iterator[str]:
         yield f"[bold red]does not fit[/]: {what}, {much} ({device})"
     else:
         yield f"[bold red]does not fit[/]: the free bytes lie in pieces; {what} ({device})"
+    yield from errors_of(answer)
+
+
+def errors_of(answer: Answer) -> Iterator[str]:
+    """Yields where the first run ran out of memory, the first time first."""
     for error in answer.errors[:_OF_ERRORS]:
         where = f" at {error['line']}" if error["line"] else ""
         operation = f" ({error['operation']})" if error["operation"] else ""
@@ -156,7 +187,8 @@ def _table(answer: Answer) -> Table:
     return table
 
 
-def _notes(answer: Answer) -> Iterator[str]:
+def notes(answer: Answer) -> Iterator[str]:
+    """Yields what is to be said of a run besides its figures of the device."""
     found = answer.found
     yield (
         f"host memory: about {format_bytes(found['host_peak'])}, page-locked "
@@ -190,18 +222,8 @@ def _notes(answer: Answer) -> Iterator[str]:
             f"the allocator gave its cache back {found['retries']} times to find room, which is "
             "slow on a GPU"
         )
-    if answer.fits and 0 <= answer.capacity - answer.needed < answer.capacity // 50:
+    if answer.fits and 0 <= answer.headroom < answer.capacity // 50:
         yield (
             "less than 2 % is to spare: another version of torch or of cuDNN may take as much, and "
             "a display takes some hundred MiB"
         )
-
-
-def seconds_of_offload(state_bytes: int, resident: int) -> float:
-    """Returns the seconds that a step's copies of an offloaded state take over PCIe 5."""
-    return max(0, state_bytes - resident) / _LINK_BYTES_PER_SECOND
-
-
-def rounded_down(num_bytes: int) -> int:
-    """Returns whole MiB."""
-    return max(0, num_bytes) // MIB * MIB

@@ -19,6 +19,7 @@ import torch
 from residency import sim
 from residency._dryrun import _frameworks, _host, _ranks
 from residency._dryrun._books import KINDS, Books
+from residency._dryrun._levers import Levers
 from residency._dryrun._owners import OwnersOfBlocks
 from residency._dryrun._phases import Phases
 from residency._dryrun._saves import Saves
@@ -44,6 +45,7 @@ class Run:
         self._phases = Phases(self._end_phase)
         self._saves = Saves(is_real=settings.is_real)
         self._stopping = Stopping(settings.steps)
+        self._levers = Levers(settings)
         self._has_news = False
         self._lock = threading.RLock()  # of the books
         self._ended = "running"
@@ -63,6 +65,7 @@ class Run:
         if not self._settings.is_real:
             _host.leave_out_weights()
         _frameworks.change(self._settings)
+        self._levers.start()
         before = sys.excepthook
 
         def hook(
@@ -174,8 +177,7 @@ class Run:
             "host_peak": max(0, self._most_host),
             "saved": self._saves.num_bytes,
             "files": self._saves.files,
-            "has_trainer": "transformers.trainer" in sys.modules,
-            "can_checkpoint": "transformers.modeling_utils" in sys.modules,
+            **self._levers.found(),
         }
 
 

@@ -5,17 +5,22 @@ One file without scripts, which opens without a network.
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Callable, Sequence
+from datetime import datetime
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from residency._dryrun._answer import Answer
+from residency import __version__
+from residency._dryrun._answer import Answer, errors_of, notes
 from residency._errors import InvalidArgumentError
 from residency._units import MIB, format_bytes
 
 _COLOURS = ("#0072b2", "#d55e00", "#cc79a7", "#56b4e9", "#999999")  # told apart by all readers
 _PHASE_COLOURS = ("#009e73", "#e69f00", "#0072b2", "#cc79a7", "#d55e00", "#56b4e9", "#999933")
 _WIDTH, _HEIGHT, _LEFT, _BAR = 1080, 380, 70, 18
+_Scale = Callable[[Any], float]  # from what is shown to the picture
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1180px;
   padding: 0 1rem; color: #1a1a1a; background: #fff; }
@@ -29,27 +34,31 @@ th:first-child, td:first-child { text-align: left; }
 """
 
 
-def write_page(answer: Answer, file: Path) -> None:
+def write_page(answer: Answer, file: Path, words: Sequence[str]) -> None:
     """Writes the page.
+
+    Args:
+        answer: What it shows.
+        file: Where it goes.
+        words: The command that was run.
 
     Raises:
         InvalidArgumentError: The file cannot be written.
     """
     found = answer.found
     verdict = "<b class='yes'>fits</b>" if answer.fits else "<b class='no'>does not fit</b>"
+    spare = "to spare" if answer.headroom >= 0 else "more than there is"
     parts = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
         f"<title>residency dry-run</title><style>{_STYLE}</style></head><body>",
-        f"<h1>{escape(' '.join(found['argv']))}</h1>",
-        f"<p>{verdict}: peak {format_bytes(answer.needed)} of {format_bytes(answer.capacity)}, a "
-        f"context of {format_bytes(answer.context)} among it ({escape(answer.title)})</p>",
-        *(
-            f"<p class='no'>out of memory in {escape(error['phase'])} at {escape(error['line'])}: "
-            f"{format_bytes(error['asked'])} were asked for</p>"
-            for error in answer.errors[:3]
-        ),
-        f"<p class='muted'>{found['steps']} optimizer steps, torch {escape(found['torch'])}, "
-        "without a GPU</p>",
+        f"<h1><code>{escape(shlex.join(words))}</code></h1>",
+        f"<p>{verdict}: peak {format_bytes(answer.needed)} with a context of "
+        f"{format_bytes(answer.context)}, {format_bytes(abs(answer.headroom))} {spare} "
+        f"({escape(answer.title)}, {format_bytes(answer.capacity)})</p>",
+        *(f"<p class='no'>{escape(text)}</p>" for text in errors_of(answer)),
+        *(f"<p class='muted'>{escape(text)}</p>" for text in notes(answer)),
+        f"<p class='muted'>made on {datetime.now():%Y-%m-%d %H:%M} by residency {__version__}, "
+        f"with torch {escape(found['torch'])}</p>",
         "<h2>Who holds the device's memory</h2>",
         _timeline(answer),
         _table(answer),
@@ -58,7 +67,9 @@ def write_page(answer: Answer, file: Path) -> None:
     try:
         file.write_text("\n".join(parts), encoding="utf-8")
     except OSError as error:
-        raise InvalidArgumentError(f"{str(file)!r} cannot be written: {error.strerror}.") from None
+        raise InvalidArgumentError(
+            f"the page {str(file)!r} cannot be written: {error.strerror}; name another file."
+        ) from None
 
 
 def _timeline(answer: Answer) -> str:
@@ -105,25 +116,51 @@ def _timeline(answer: Answer) -> str:
             f"<line x1='{_LEFT}' x2='{_WIDTH}' y1='{y(size):.1f}' y2='{y(size):.1f}' "
             "stroke='#000' stroke-opacity='.08'/>"
         )
+    parts += _peak(answer, x, y)
     parts += _bars(answer.found["marks"], x)
     parts.append("</svg>")
-    keys = "".join(
-        f"<span class='key' style='background:{colour}'></span>{kind}"
-        for kind, colour in zip(kinds, _COLOURS, strict=True)
-    )
     return "".join(parts) + (
-        f"<p>{keys} <span class='key' style='background:#1a1a1a;height:2px'></span>reserved by "
-        "torch's allocator</p><p class='muted'>From left to right: allocations and frees, in "
-        "order.</p>"
+        _keys(dict(zip(kinds, _COLOURS, strict=True)), "Held by")
+        + " <span class='key' style='background:#1a1a1a;height:2px'></span>reserved by torch's "
+        + "allocator</p>"
+        + _keys(_colours(answer.found["marks"]), "Phases")
+        + "</p><p class='muted'>From left to right: allocations and frees, in order.</p>"
     )
 
 
-def _bars(marks: list[Any], x: Any) -> list[str]:
-    names = list(dict.fromkeys(name for _, name in marks))
+def _peak(answer: Answer, x: _Scale, y: _Scale) -> list[str]:
+    """Returns a point and words for the moment at which tensors held the most."""
+    point = max(answer.found["timeline"], key=lambda each: sum(each[1:-1]))
+    held = sum(point[1:-1])
+    phase = next((name for end, name in answer.found["marks"] if end > point[0]), "")
+    is_left = x(point[0]) < _WIDTH / 2
+    place = x(point[0]) + (8 if is_left else -8)
+    return [
+        f"<circle cx='{x(point[0]):.1f}' cy='{y(held):.1f}' r='4' fill='#1a1a1a'/>"
+        f"<text x='{place:.1f}' y='{y(held) - 8:.1f}' font-weight='bold' "
+        f"text-anchor='{'start' if is_left else 'end'}'>"
+        f"{format_bytes(held)} allocated in {escape(phase)}</text>"
+    ]
+
+
+def _colours(marks: Sequence[Any]) -> dict[str, str]:
+    names = dict.fromkeys(name for _, name in marks)
+    return {name: _PHASE_COLOURS[number % len(_PHASE_COLOURS)] for number, name in enumerate(names)}
+
+
+def _keys(colours: dict[str, str], what: str) -> str:
+    return f"<p><span class='muted'>{what}:</span>" + "".join(
+        f" <span class='key' style='background:{colour}'></span>{escape(name)}"
+        for name, colour in colours.items()
+    )
+
+
+def _bars(marks: list[Any], x: _Scale) -> list[str]:
+    colours = _colours(marks)
     parts, first = [], 0
     for end, name in marks:
         width = x(end) - x(first)
-        colour = _PHASE_COLOURS[names.index(name) % len(_PHASE_COLOURS)]
+        colour = colours[name]
         label = escape(name)
         parts.append(
             f"<rect x='{x(first):.1f}' y='{_HEIGHT + 6}' width='{width:.1f}' height='{_BAR}' "
@@ -140,12 +177,14 @@ def _bars(marks: list[Any], x: Any) -> list[str]:
 def _table(answer: Answer) -> str:
     kinds = answer.found["kinds"]
     head = "".join(
-        f"<th>{name}</th>" for name in ("phase", "visits", "allocated", "reserved", *kinds)
+        f"<th>{name}</th>"
+        for name in ("phase", "visits", "allocated", "reserved", "headroom", *kinds)
     )
     rows = []
     for phase in answer.found["phases"]:
         cells = [phase["name"], str(phase["visits"])]
-        sizes = [phase["peak_allocated"], phase["peak_reserved"]]
+        headroom = answer.capacity - answer.context - phase["peak_reserved"]
+        sizes = [phase["peak_allocated"], phase["peak_reserved"], headroom]
         sizes += [phase["at_peak"].get(kind, 0) for kind in kinds]
         cells += [format_bytes(size) for size in sizes]
         rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")

@@ -24,9 +24,16 @@ class RunSettings:
         random_weights: Whether ``from_pretrained`` makes models from their configuration.
         offload: The bytes of ``resident=`` of a `residency.offload_optimizer` that the script gets;
             None for none.
-        checkpointing: Whether models of transformers recompute their activations.
+        loads_on_host: Whether files are read to the host, and copied from there into what is on
+            the device.
+        defers_state: Whether a loaded optimizer's state waits on the host for its first step.
+        saves_on_host: Whether copies of a model's tensors, for a save, are made on the host.
+        parks_state: Whether optimizers' state is on the host while the script evaluates or
+            generates.
+        checkpointing: Whether models recompute their activations.
         batch_divisor: By how much a Trainer's batch is divided, with so many times the steps of
             accumulation.
+        arguments: What the script's parser returns under these names, whatever its command says.
         shows_errors: Whether an error is shown that the script ends with when enough was seen.
         environment: Variables that the child gets besides.
     """
@@ -40,8 +47,13 @@ class RunSettings:
     is_real: bool = False
     random_weights: bool = False
     offload: int | None = None
+    loads_on_host: bool = False
+    defers_state: bool = False
+    saves_on_host: bool = False
+    parks_state: bool = False
     checkpointing: bool = False
     batch_divisor: int = 1
+    arguments: dict[str, int | bool] = field(default_factory=dict)
     shows_errors: bool = False
     environment: dict[str, str] = field(default_factory=dict)
 

@@ -76,7 +76,7 @@ def enable(
         workspaces: Charge scratch memory: a cuBLAS workspace for each thread and stream, which a
             further ``enable`` frees, and buffers of split reductions. Off, tensors alone count.
         context: Bytes of the device that the process takes beside torch's from its first use of
-            the device on (the driver, kernels, NCCL); by default 534 MiB as ``cuda``, else none.
+            the device on (the driver, kernels, NCCL); as ``cuda`` the GPU's or 534 MiB, else none.
         devices: How many there are as ``cuda``, up to 8; one of them has tensors and streams.
         device: ``"sim"``, the default, or ``"cuda"``, in whose place scripts then find it. The
             first call in a process decides; for CUDA, before anything uses ``torch.cuda``.
@@ -97,7 +97,7 @@ def enable(
     num_devices = _parse_devices(devices, face, name)
     settings: dict[str, Any] = {"schedule": schedule, "check_races": check_races, "dry": dry}
     settings |= {"clock": clock, "workspaces": workspaces, "gpu": gpu}
-    settings["context_bytes"] = context_bytes = _parse_context(context, face, capacity_bytes)
+    settings["context_bytes"] = context_bytes = _parse_context(context, face, gpu, capacity_bytes)
     is_new = _prepare(face, capacity_bytes, context_bytes, dry, name)
     _backend.configure(capacity_bytes, share=name, **settings)
     if is_new:  # last, so that a refused first call leaves torch as it was
@@ -167,8 +167,12 @@ def _parse_capacity(capacity: int | str | None, gpu: str | None) -> int:
     return capacity_bytes
 
 
-def _parse_context(context: int | str | None, face: str, capacity_bytes: int) -> int:
-    context_bytes = parse_bytes(_CONTEXTS[face] if context is None else context, name="context")
+def _parse_context(
+    context: int | str | None, face: str, gpu: str | None, capacity_bytes: int
+) -> int:
+    if context is None:
+        context = _CONTEXTS[face] if gpu is None or face != "cuda" else gpu_named(gpu)[1].context
+    context_bytes = parse_bytes(context, name="context")
     if context_bytes >= capacity_bytes:
         raise InvalidArgumentError(
             f"context is {format_bytes(context_bytes)}, and capacity {format_bytes(capacity_bytes)}"

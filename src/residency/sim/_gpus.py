@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from residency._errors import InvalidArgumentError
 from residency._units import MIB, parse_bytes
 
-# "On H100, each primary context costs ~534 MiB" (github.com/meta-pytorch/torchcomms/pull/777); of
-# the other cards no figure is published that we know.
+# "On H100, each primary context costs ~534 MiB" (github.com/meta-pytorch/torchcomms/pull/777).
 CONTEXT_BYTES = 534 * MIB
+_CONTEXT_SOURCE = "meta-pytorch/torchcomms/pull/777"
 # Warps that a multiprocessor holds: CUDA C++ Programming Guide, table "Technical Specifications per
 # Compute Capability".
 _WARPS = {(7, 5): 32, (8, 0): 64, (8, 6): 48, (8, 9): 48, (9, 0): 64, (12, 0): 48}
@@ -27,6 +27,11 @@ class Gpu:
         num_multiprocessors: As the vendor's data sheet says.
         capacity_source: Where the capacity was read: a page of github.com with an error of such a
             card.
+        context: Bytes that a process has besides torch's allocator: the context, and kernels and
+            handles of libraries that it has loaded.
+        context_source: Where that was read: as the capacity. In errors of torch it is what "this
+            process has in use" less what is "allocated by PyTorch" and "reserved by PyTorch but
+            unallocated", each in hundredths of a GiB.
     """
 
     title: str
@@ -34,6 +39,8 @@ class Gpu:
     capability: tuple[int, int]
     num_multiprocessors: int
     capacity_source: str
+    context: int = CONTEXT_BYTES
+    context_source: str = _CONTEXT_SOURCE
 
     @property
     def threads_per_multiprocessor(self) -> int:
@@ -42,7 +49,12 @@ class Gpu:
 
 
 def _gpu(
-    title: str, gib: float, capability: tuple[int, int], multiprocessors: int, source: str
+    title: str,
+    gib: float,
+    capability: tuple[int, int],
+    multiprocessors: int,
+    source: str,
+    context: tuple[int, str] = (CONTEXT_BYTES // MIB, _CONTEXT_SOURCE),
 ) -> Gpu:
     return Gpu(
         title=title,
@@ -50,34 +62,37 @@ def _gpu(
         capability=capability,
         num_multiprocessors=multiprocessors,
         capacity_source=source,
+        context=context[0] * MIB,
+        context_source=context[1],
     )
 
 
 _PRIME_RL = "PrimeIntellect-ai/prime-rl/blob/main/benchmarks/results/BENCHMARKS.md"
+_T4 = "Zheng-Chong/CatVTON/issues/133"  # 240 MiB of a second process; the first one has less
+_L4 = "ArcInstitute/evo2/issues/190"
+_L40S = "stepfun-ai/Step-Video-T2V/issues/8"
+_RTX3090 = "invoke-ai/InvokeAI/issues/9413"  # of a process that has computed nothing yet
+_RTX4090 = "3DTopia/Phidias-Diffusion/issues/8"
+_RTX5090 = "Wan-Video/Wan2.1/issues/465"
+_A100_40G = "TianheWu/CoSeR/issues/10"
+_A100_80G = "HiDream-ai/VAREdit/issues/6"
 # Capacities differ by some hundredths of a GiB between drivers: 23.52 to 23.65 for an RTX 4090.
+# Of an H200's context nothing is published that we know: it has an H100's architecture.
 GPUS: dict[str, Gpu] = {
-    "t4": _gpu("Tesla T4", 14.56, (7, 5), 40, "Zheng-Chong/CatVTON/issues/133"),
-    "l4": _gpu("NVIDIA L4", 22.03, (8, 9), 58, "ArcInstitute/evo2/issues/190"),
-    "l40s": _gpu("NVIDIA L40S", 44.42, (8, 9), 142, "stepfun-ai/Step-Video-T2V/issues/8"),
-    "rtx3090": _gpu("NVIDIA GeForce RTX 3090", 23.70, (8, 6), 82, "GaoLii/DSP/issues/10"),
-    "rtx4090": _gpu("NVIDIA GeForce RTX 4090", 23.64, (8, 9), 128, "ali-vilab/VGen/issues/104"),
-    "rtx5090": _gpu("NVIDIA GeForce RTX 5090", 31.37, (12, 0), 170, "Wan-Video/Wan2.1/issues/465"),
-    "a100-40g": _gpu("NVIDIA A100-SXM4-40GB", 39.50, (8, 0), 108, "TianheWu/CoSeR/issues/10"),
-    "a100-80g": _gpu("NVIDIA A100-SXM4-80GB", 79.25, (8, 0), 108, "HiDream-ai/VAREdit/issues/6"),
-    "h100-80g": _gpu(
-        "NVIDIA H100 80GB HBM3",
-        79.18,
-        (9, 0),
-        132,
-        _PRIME_RL,
+    "t4": _gpu("Tesla T4", 14.56, (7, 5), 40, _T4, (240, _T4)),
+    "l4": _gpu("NVIDIA L4", 22.03, (8, 9), 58, _L4, (236, _L4)),
+    "l40s": _gpu("NVIDIA L40S", 44.42, (8, 9), 142, _L40S, (420, _L40S)),
+    "rtx3090": _gpu(
+        "NVIDIA GeForce RTX 3090", 23.70, (8, 6), 82, "GaoLii/DSP/issues/10", (256, _RTX3090)
     ),
-    "h200": _gpu(
-        "NVIDIA H200",
-        139.80,
-        (9, 0),
-        132,
-        _PRIME_RL,
+    "rtx4090": _gpu(
+        "NVIDIA GeForce RTX 4090", 23.64, (8, 9), 128, "ali-vilab/VGen/issues/104", (504, _RTX4090)
     ),
+    "rtx5090": _gpu("NVIDIA GeForce RTX 5090", 31.37, (12, 0), 170, _RTX5090, (595, _RTX5090)),
+    "a100-40g": _gpu("NVIDIA A100-SXM4-40GB", 39.50, (8, 0), 108, _A100_40G, (501, _A100_40G)),
+    "a100-80g": _gpu("NVIDIA A100-SXM4-80GB", 79.25, (8, 0), 108, _A100_80G, (409, _A100_80G)),
+    "h100-80g": _gpu("NVIDIA H100 80GB HBM3", 79.18, (9, 0), 132, _PRIME_RL),
+    "h200": _gpu("NVIDIA H200", 139.80, (9, 0), 132, _PRIME_RL),
 }
 _ALIASES = {"h100": "h100-80g", "a100": "a100-40g", "4090": "rtx4090", "3090": "rtx3090"}
 _ALIASES |= {"5090": "rtx5090"}
@@ -93,8 +108,12 @@ UNNAMED = Gpu(
 )
 
 
-def gpu_named(name: str) -> tuple[str, Gpu]:
+def gpu_named(model: str, *, name: str = "gpu") -> tuple[str, Gpu]:
     """Returns a GPU and its name in the table; case, ``-``, ``_`` and spaces do not matter.
+
+    Args:
+        model: Which one.
+        name: What the caller calls it; the error names it.
 
     Raises:
         InvalidArgumentError: No such GPU is known; the message lists those that are.
@@ -103,7 +122,7 @@ def gpu_named(name: str) -> tuple[str, Gpu]:
     def plain(text: str) -> str:
         return "".join(letter for letter in text.lower() if letter.isalnum())
 
-    wanted = plain(str(name)).removeprefix("nvidia").removeprefix("geforce")
+    wanted = plain(str(model)).removeprefix("nvidia").removeprefix("geforce")
     for known, entry in _ALIASES.items():
         if wanted == plain(known):
             return entry, GPUS[entry]
@@ -111,6 +130,6 @@ def gpu_named(name: str) -> tuple[str, Gpu]:
         if wanted in (plain(known), plain(known).removesuffix("g") + "gb"):
             return known, gpu
     raise InvalidArgumentError(
-        f"gpu is {name!r}, which is not in the table; expected one of {', '.join(GPUS)}. "
+        f"{name} is {model!r}, which is not in the table; expected one of {', '.join(GPUS)}. "
         "For another card give its capacity."
     )

@@ -1,0 +1,243 @@
+"""How settings and numbers are looked for, with a script that is arithmetic and takes no time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from residency._dryrun import RunSettings, largest_that_fits, settings_that_fit
+from residency._dryrun._answer import Answer
+from residency._errors import InvalidArgumentError
+
+MIB = 1 << 20
+KINDS = ("parameters", "gradients", "optimizer state", "activations", "other")
+NOTHING = RunSettings(folder="", capacity=0)
+
+
+def phase(name: str, *held: int, reserved: int | None = None) -> dict[str, Any]:
+    """Makes a phase of MiB of each kind; what is reserved is what is allocated, or more."""
+    at_peak = {kind: size * MIB for kind, size in zip(KINDS, held, strict=True)}
+    allocated = sum(at_peak.values())
+    return {
+        "name": name,
+        "visits": 1,
+        "at_peak": at_peak,
+        "peak_allocated": allocated,
+        "peak_reserved": allocated if reserved is None else reserved * MIB,
+    }
+
+
+def answered(
+    phases: Sequence[dict[str, Any]], capacity: int, *, error: str | None = None, **found: Any
+) -> Answer:
+    """Makes the answer of a run with such phases on a device of so many MiB."""
+    over = any(each["peak_reserved"] > capacity * MIB for each in phases)
+    known = {"libraries": [], "arguments": {}, "recomputed": "", "out_of_memory": [], **found}
+    known |= {"phases": list(phases), "error": error, "ended": "error" if error else "finished"}
+    errors = [{"phase": "forward"}] if over and not error else []
+    return Answer(known, errors, capacity * MIB, 0, "a device")
+
+
+class Script:
+    """A script whose need follows from the settings, and which counts its runs."""
+
+    def __init__(
+        self, phases: Callable[[RunSettings], list[dict[str, Any]]], capacity: int
+    ) -> None:
+        self.phases = phases
+        self.capacity = capacity
+        self.runs: list[RunSettings] = []
+        self.found: dict[str, Any] = {}
+
+    def run(self, settings: RunSettings) -> Answer:
+        self.runs.append(settings)
+        return answered(self.phases(settings), self.capacity, **self.found)
+
+    def fit(self) -> list[Any]:
+        first = answered(self.phases(NOTHING), self.capacity, **self.found)
+        return list(settings_that_fit(NOTHING, first, self.run))
+
+
+def training(settings: RunSettings) -> list[dict[str, Any]]:
+    """Peaks of a training with 1,000 MiB of weights and 2,000 of state."""
+    state = 2000 if settings.offload is None else settings.offload // MIB
+    slots = 0 if settings.offload is None else 100
+    activations = 100 if settings.checkpointing else 900
+    return [
+        phase("forward", 1000, 0, state, activations, 0),
+        phase("optimizer step", 1000, 1000, state, 0, slots),
+    ]
+
+
+def test_no_more_is_tried_than_what_can_suffice_and_as_much_stays_resident_as_fits() -> None:
+    script = Script(training, 3500)
+    tried = script.fit()
+    assert [each.name for each in tried] == ["the optimizer's state on the host"]
+    assert tried[-1].answer.is_good
+    # The state may take 3500 - 1000 - 1000 - 100 MiB, and is found to one part in 64.
+    resident = script.runs[-1].offload // MIB
+    assert 1400 - 2000 // 64 <= resident <= 1400
+    assert tried[-1].lines == (f'residency.offload_optimizer(optimizer, resident="{resident}MiB")',)
+    assert len(script.runs) <= 3
+    assert tried[-1].cost == f"{(2000 - resident) * MIB / 55e9:.2f} s a step over PCIe 5"
+
+
+def test_what_stays_resident_is_what_was_run_and_fits_where_the_need_is_no_straight_line() -> None:
+    def stepped(settings: RunSettings) -> list[dict[str, Any]]:
+        state = 2000 if settings.offload is None else -(-settings.offload // (300 * MIB)) * 300
+        return [phase("optimizer step", 1000, 1000, state, 0, 0)]
+
+    script = Script(stepped, 3250)
+    tried = script.fit()
+    assert tried[-1].answer.is_good
+    resident = max(
+        run.offload for run in script.runs if answered(stepped(run), script.capacity).fits
+    )
+    assert f"{resident // MIB}MiB" in tried[-1].lines[0]
+    assert resident >= 900 * MIB
+    assert len(script.runs) <= 5
+
+
+def test_two_changes_are_made_together_where_neither_is_enough() -> None:
+    def both(settings: RunSettings) -> list[dict[str, Any]]:
+        state = 2000 if settings.offload is None else settings.offload // MIB
+        return [phase("forward", 1000, 0, state, 100 if settings.checkpointing else 1500, 0)]
+
+    script = Script(both, 2400)
+    script.found = {"recomputed": "layers"}
+    (tried,) = script.fit()
+    assert tried.answer.is_good
+    assert tried.name == "the optimizer's state on the host and gradient checkpointing"
+    assert "for each block of layers" in tried.lines[1]
+    assert script.runs[-1].offload // MIB == 1300
+
+
+def test_pieces_are_joined_first_where_tensors_alone_would_fit() -> None:
+    def pieces(settings: RunSettings) -> list[dict[str, Any]]:
+        return [
+            phase("forward", 1000, 0, 0, 500, 0, reserved=None if settings.environment else 1900)
+        ]
+
+    script = Script(pieces, 1600)
+    (tried,) = script.fit()
+    assert tried.lines == ("export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",)
+    assert script.runs[0].environment
+
+
+def test_weights_that_are_too_large_are_helped_by_nothing_and_nothing_is_run() -> None:
+    script = Script(lambda settings: [phase("set up", 5000, 0, 0, 0, 0)], 4000)
+    assert script.fit() == []
+    assert script.runs == []
+
+
+def test_a_change_with_which_the_script_fails_is_not_taken_for_one_that_fits() -> None:
+    script = Script(training, 3500)
+    run = script.run
+
+    def failing(settings: RunSettings) -> Answer:
+        if settings.offload is None:
+            return run(settings)
+        return answered([phase("set up", 1000, 0, 0, 0, 0)], 3500, error="RefusedError: no")
+
+    first = answered(training(NOTHING), 3500)
+    tried = list(settings_that_fit(NOTHING, first, failing))
+    assert [each.answer.is_good for each in tried] == [False]
+
+
+def test_the_scripts_own_flags_are_used_where_it_has_them() -> None:
+    argument = {
+        "batch_size": {"flag": "--batch-size", "value": 12},
+        "accumulation": {"flag": "--accumulation", "value": 2},
+        "gradient_checkpointing": {"flag": "--gradient-checkpointing", "value": False},
+    }
+
+    def of_arguments(settings: RunSettings) -> list[dict[str, Any]]:
+        return [phase("forward", 1000, 0, 0, 100 * settings.arguments.get("batch_size", 12), 0)]
+
+    script = Script(of_arguments, 1400)
+    script.found = {"arguments": argument}
+    tried = script.fit()
+    assert script.runs[0].arguments == {"gradient_checkpointing": True}
+    assert not tried[0].answer.is_good  # the script does nothing with it
+    assert tried[-1].answer.is_good
+    assert tried[-1].lines == ("--batch-size 3 --accumulation 8",)
+
+
+def test_a_switch_that_is_on_is_not_offered() -> None:
+    script = Script(lambda settings: [phase("forward", 1000, 0, 0, 1000, 0)], 1400)
+    script.found = {"arguments": {"gradient_checkpointing": {"flag": "--gc", "value": True}}}
+    assert script.fit() == []
+
+
+class Sizes:
+    """A script that takes a batch: its need grows with it, and it may refuse some."""
+
+    def __init__(self, most: int, refuses: Callable[[int], bool] = lambda number: False) -> None:
+        self.most, self.refuses = most, refuses
+        self.arguments: dict[str, Any] = {}
+        self.seen: list[int] = []
+
+    def run(self, words: Sequence[str], settings: RunSettings) -> Answer:
+        numbers = [int(word.partition("=")[2] or word) for word in words if word[-1].isdigit()]
+        number = settings.arguments.get("batch_size") or (numbers[0] if numbers else 8)
+        self.seen.append(number)
+        refused = self.refuses(number)
+        need = phase("forward", 0, 0, 0, 1 if refused else number, 0)
+        error = "ValueError: must divide" if refused else None
+        return answered([need], self.most, error=error, arguments=self.arguments)
+
+    def largest(self, *words: str, what: str = "batch") -> tuple[int | None, list[Any]]:
+        tried = list(largest_that_fits(words, NOTHING, what, self.run))
+        good = [each.number for each in tried if each.answer.is_good]
+        return max(good, default=None), tried
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train.py", "--batch-size", "8"),
+        ("train.py", "--batch_size=8"),
+        ("train.py", "--per-device-train-batch-size", "8", "--lr", "3"),
+        ("train.py", "--train.micro_batch_size=8"),
+        ("train.py", "batch_size=8"),
+        ("train.py", "-bs", "8"),
+        ("train.py", "--mine={batch}"),
+        ("train.py", "{batch}"),
+    ],
+)
+@pytest.mark.parametrize("most", [1, 7, 8, 37, 1000])
+def test_the_largest_batch_is_found_by_the_usual_forms_of_a_flag(words, most) -> None:
+    assert Sizes(most).largest(*words)[0] == most
+
+
+@pytest.mark.parametrize("form", ["--seq-len", "--block_size", "--max-length"])
+def test_a_long_sequence_is_looked_for_in_multiples_of_64(form: str) -> None:
+    assert Sizes(1000).largest("train.py", form, "256", what="sequence")[0] == 960
+
+
+def test_a_number_that_only_the_scripts_parser_has_is_found_there() -> None:
+    sizes = Sizes(37)
+    sizes.arguments = {"batch_size": {"flag": "--batch-size", "value": 8}}
+    assert sizes.largest("train.py")[0] == 37
+
+
+def test_a_number_in_a_configuration_file_is_refused_with_what_to_write() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"write \{batch\}.*configuration files"):
+        Sizes(8).largest("train.py", "config.yaml")
+
+
+def test_numbers_that_the_script_refuses_are_not_taken_for_too_large() -> None:
+    sizes = Sizes(100, refuses=lambda number: number % 16 != 0)
+    largest, tried = sizes.largest("train.py", "--batch-size", "16")
+    assert largest == 96
+    failed = [each for each in tried if each.answer.fits and not each.answer.is_good]
+    assert 0 < len(failed) <= 2  # each time the numbers get rounder
+    assert all(each.number > 96 for each in failed)
+
+
+def test_a_script_that_fails_as_it_stands_is_tried_once() -> None:
+    sizes = Sizes(100, refuses=lambda number: True)
+    assert sizes.largest("train.py", "--batch-size", "16")[0] is None
+    assert sizes.seen == [16]

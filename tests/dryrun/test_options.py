@@ -1,0 +1,95 @@
+"""What ``residency dry-run`` refuses before it runs anything, and the page that it writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from residency._cli import main
+from residency._dryrun import write_page
+from residency._dryrun._answer import Answer
+
+MIB = 1 << 20
+KINDS = ["parameters", "gradients", "optimizer state", "activations", "other"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--capacity", "24GB"), "'24GiB'"),
+        (("--capacity", "24g"), "'24GiB'"),
+        (("--device", "voodoo2"), "rtx4090"),
+        (("--capacity", "1GiB", "--fit", "--largest", "batch"), "not allowed with"),
+        (("--capacity", "1GiB", "--html", "{folder}"), "Is a directory"),
+        (("--capacity", "1GiB", "--html", "{folder}/none/page.html"), "No such file"),
+        (("--capacity", "1GiB", "--largest", "width"), "'batch', 'sequence'"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_runs(tmp_path, capsys, options, said) -> None:
+    ran = tmp_path / "ran"
+    given = [each.replace("{folder}", str(tmp_path)) for each in options]
+    try:
+        status = main(["dry-run", *given, "--", "touch", str(ran)])
+    except SystemExit as end:  # argparse's way
+        status = int(end.code or 0)
+    assert status == 2
+    assert said in capsys.readouterr().err
+    assert not ran.exists()
+
+
+def test_a_missing_command_is_refused_first(capsys) -> None:
+    assert main(["dry-run", "--fit"]) == 2
+    assert "-- python train.py" in capsys.readouterr().err
+
+
+def test_a_page_that_was_there_stays_until_there_is_a_new_one(tmp_path: Path, capsys) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("before")
+    assert main(["dry-run", "--capacity=1GiB", f"--html={page}", "--", "no-such-program"]) == 2
+    assert page.read_text() == "before"
+
+
+def answer(*, errors: list[dict[str, Any]]) -> Answer:
+    at_peak = dict(zip(KINDS, (100 * MIB, 0, 0, 300 * MIB, 0), strict=True))
+    phase = {"name": "forward", "visits": 2, "at_peak": at_peak}
+    phase |= {"peak_allocated": 400 * MIB, "peak_reserved": 500 * MIB}
+    found = {"kinds": KINDS, "phases": [phase], "torch": "2.99", "steps": 2, "seconds": 3.0}
+    found |= {"ended": "finished", "error": None, "was_interrupted": False, "retries": 0}
+    found |= {"host_peak": 0, "pinned_peak": 0, "files": 0, "saved": 0, "out_of_memory": []}
+    found |= {
+        "timeline": [[0, 100 * MIB, 0, 0, 0, 0, 500 * MIB], [1, *at_peak.values(), 500 * MIB]]
+    }
+    found |= {"marks": [[1, "set up"], [2, "forward"]]}
+    return Answer(found, errors, 450 * MIB if errors else 1000 * MIB, 34 * MIB, "a <device>")
+
+
+def test_the_page_has_the_verdict_the_command_versions_and_names(tmp_path: Path) -> None:
+    error = {"phase": "forward", "step": 1, "line": "train.py:7", "operation": "aten::mm"}
+    error |= {"asked": 200 * MIB, "free": 10 * MIB}
+    for errors in ([], [error]):
+        file = tmp_path / "page.html"
+        write_page(answer(errors=errors), file, ["python", "train.py", "--name", "a <b> 'c'"])
+        page = file.read_text()
+        for text in ("torch 2.99", "400.00 MiB allocated in forward", *KINDS, "set up"):
+            assert text in page
+        assert "a &lt;device&gt;" in page
+        assert "a &lt;b&gt;" in page
+        assert ("does not fit" in page) == bool(errors)
+        assert ("out of memory in forward, step 1 at train.py:7 (aten::mm)" in page) == bool(errors)
+        assert "<script" not in page
+        assert "http" not in page
+
+
+def test_each_key_of_the_answer_that_is_a_size_says_so() -> None:
+    error = {"phase": "forward", "asked": 1, "free": 2}
+    made = answer(errors=[error]).as_dict()
+    assert made["schema"] == 1
+    assert made["out_of_memory"] == [{"phase": "forward", "asked_bytes": 1, "free_bytes": 2}]
+    (phase,) = made["phases"]
+    assert phase["headroom_bytes"] == (450 - 34 - 500) * MIB
+    assert phase["at_peak_bytes"]["activations"] == 300 * MIB
+    documented = (Path(__file__).parents[2] / "docs/reference/dry-run.md").read_text()
+    for key in (*made, *phase):
+        assert f"`{key}`" in documented, key

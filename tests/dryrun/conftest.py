@@ -1,5 +1,6 @@
 """Runs ``residency dry-run`` on scripts that know nothing of it."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -36,28 +37,43 @@ class Outcome:
         return found
 
 
+def run_dry(
+    folder: Path,
+    script: str | Path,
+    *arguments: str,
+    options: tuple[str, ...] = ("--capacity", "8GiB"),
+) -> Outcome:
+    """Runs a script of this folder, or a text, in a folder."""
+    path = folder / "script.py"
+    if isinstance(script, Path):
+        path = script
+    else:
+        path.write_text(script)
+    command = [sys.executable, "-m", "residency", "dry-run", "--json", *options, "--"]
+    done = subprocess.run(
+        [*command, sys.executable, str(path), *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+        check=False,
+    )
+    answer = without_units(json.loads(done.stdout)) if done.stdout else {}
+    return Outcome(done.returncode, answer, done.stderr)
+
+
 @pytest.fixture
 def dry_run(tmp_path: Path) -> Callable[..., Outcome]:
     """Runs a script of this folder, or a text, in a folder of its own."""
+    return functools.partial(run_dry, tmp_path)
 
-    def run(
-        script: str | Path, *arguments: str, options: tuple[str, ...] = ("--capacity", "8GiB")
-    ) -> Outcome:
-        path = tmp_path / "script.py"
-        if isinstance(script, Path):
-            path = script
-        else:
-            path.write_text(script)
-        command = [sys.executable, "-m", "residency", "dry-run", "--json", *options, "--"]
-        done = subprocess.run(
-            [*command, sys.executable, str(path), *arguments],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=False,
-        )
-        answer = without_units(json.loads(done.stdout)) if done.stdout else {}
-        return Outcome(done.returncode, answer, done.stderr)
+
+@pytest.fixture(scope="module")
+def dry_run_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Outcome, Path]]:
+    """Runs a script for all tests of a module, and says in which folder."""
+
+    def run(script: str | Path, **options: Any) -> tuple[Outcome, Path]:
+        folder = tmp_path_factory.mktemp("dry")
+        return run_dry(folder, script, **options), folder
 
     return run

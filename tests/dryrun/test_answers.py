@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from residency import sim
+from residency._units import format_bytes
 
 SCRIPTS = Path(__file__).parent / "scripts"
 CONTEXT = 534 << 20
@@ -47,6 +48,8 @@ def test_peaks_are_those_that_torch_tells_and_owners_sum_to_them(dry_run, tmp_pa
     assert backward["at_peak"]["parameters"] == weights
     assert backward["at_peak"]["activations"] > 0
     assert outcome.phase("set up")["at_peak"]["parameters"] == weights
+    assert "no save was seen" in outcome.errors
+    assert f"later writes {format_bytes(3 * weights)}" in outcome.errors
 
 
 def test_a_script_that_does_not_fit_is_told_where_and_by_how_much(dry_run) -> None:
@@ -62,6 +65,28 @@ def test_a_script_that_does_not_fit_is_told_where_and_by_how_much(dry_run) -> No
     assert first["phase"] in ("forward", "backward")
     assert "loop.py:" in first["line"]
     assert first["asked"] > first["free"]
+
+
+COPIED = """
+import copy, pickle, torch
+class Metric(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(512, 512, bias=False)
+        self.names = ("weight",)
+    def __hash__(self):
+        return hash(self.names)
+model = Metric().cuda()
+copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+optimizer = torch.optim.SGD(model.parameters())
+model(torch.ones(2, 512, device="cuda")).sum().backward()
+optimizer.step()
+"""
+
+
+def test_parameters_of_copies_are_parameters_and_a_late_hash_does_no_harm(dry_run) -> None:
+    outcome = dry_run(COPIED)
+    assert outcome.status == 0, outcome.errors
+    assert outcome.phase("optimizer step")["at_peak"]["parameters"] == 3 * 512 * 512 * 4
 
 
 CATCHING = """

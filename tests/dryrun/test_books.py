@@ -5,8 +5,9 @@ import struct
 
 import pytest
 
-from residency._dryrun._books import ACTIVATIONS, KINDS, OTHER, Books
+from residency._dryrun._books import ACTIVATIONS, GATHERED, OTHER, Books
 
+OWNED = ("parameters", "gradients", "optimizer state")
 NAMES = ("set up", "forward", "backward", "optimizer step", "save")
 
 
@@ -50,7 +51,7 @@ def test_peaks_and_owners_are_those_of_a_plain_reading(seed: int) -> None:
             peak = max(peak, sum(device.live.values()))
         expected[name] = max(expected.get(name, 0), peak)
         reserved[name] = max(reserved.get(name, 0), device.reserved)
-        owned = {a: chance.choice(KINDS[:3]) for a in device.live if chance.random() < 0.3}
+        owned = {a: chance.choice(OWNED) for a in device.live if chance.random() < 0.3}
         books.close(name, lambda owned=owned: owned)
         assert books.held == sum(device.live.values())
         last = {point[0]: point for point in books.timeline}
@@ -85,8 +86,81 @@ def test_a_block_is_what_owns_it_at_the_end_of_its_phase() -> None:
     phases = books.phases
     assert phases["forward"].at_peak[ACTIVATIONS] == 2500
     assert phases["backward"].at_peak == {
-        "parameters": 1000, "gradients": 1000, "optimizer state": 0, ACTIVATIONS: 2500, OTHER: 0
+        "parameters": 1000, GATHERED: 0, "gradients": 1000, "optimizer state": 0,
+        ACTIVATIONS: 2500, OTHER: 0,
     }  # fmt: skip
     assert phases["optimizer step"].at_peak == {
-        "parameters": 1000, "gradients": 1000, "optimizer state": 3000, ACTIVATIONS: 0, OTHER: 500
+        "parameters": 1000, GATHERED: 0, "gradients": 1000, "optimizer state": 3000,
+        ACTIVATIONS: 0, OTHER: 500,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_kind_is_that_of_a_block_and_not_of_its_address(seed: int) -> None:
+    chance = random.Random(seed)
+    device = Device(chance)
+    books = Books(device.take)
+    live: dict[int, tuple[int, str]] = {}  # bytes, and what owns them at the ends of phases
+    known: set[int] = set()  # addresses whose block was there when a phase ended
+    for number in range(8):
+        moments: list[dict[int, tuple[int, str]]] = [dict(live)]
+        known = set(live)
+        kinds_then: list[set[int]] = [set(known)]
+        for _ in range(chance.randint(1, 12)):
+            address = 512 * chance.randrange(4)  # few of them, so that they are used again
+            if address in live:
+                size = -live.pop(address)[0]
+                known.discard(address)
+            else:
+                size = 512 * chance.randint(1, 50)
+                live[address] = (size, chance.choice(OWNED))
+            device.journal.append((address, size, abs(size), 1 << 20, 0))
+            moments.append(dict(live))
+            kinds_then.append(set(known))
+        name = f"{number}/forward"
+        owned = {address: kind for address, (_, kind) in live.items()}
+        books.close(name, lambda owned=owned: owned)
+        sizes = [sum(size for size, _ in moment.values()) for moment in moments]
+        peak = sizes.index(max(sizes))
+        expected: dict[str, int] = {}
+        for address, (size, kind) in moments[peak].items():
+            is_same = all(m.get(address) is moments[peak][address] for m in moments[peak:])
+            is_owned = address in kinds_then[peak] or is_same
+            found = kind if is_owned else ACTIVATIONS
+            expected[found] = expected.get(found, 0) + size
+        at_peak = {kind: size for kind, size in books.phases[name].at_peak.items() if size}
+        assert at_peak == expected
+
+
+def test_what_is_gathered_and_let_go_inside_a_pass_has_its_kind() -> None:
+    device = Device(random.Random(1))
+    books = Books(device.take)
+
+    def made(address: int, size: int) -> None:
+        device.journal.append((address, size, abs(size), 10_000, 0))
+
+    made(0, 100)
+    with books.making(GATHERED):
+        made(512, 2000)
+    made(1024, 300)
+    with books.making("gradients", [1024, 4096]):
+        made(2048, 700)
+    made(512, -2000)
+    made(512, 50)  # the address of what was gathered
+    books.close("forward", lambda: {0: "parameters", 512: "optimizer state"})
+    assert books.phases["forward"].at_peak == {
+        "parameters": 100, GATHERED: 2000, "gradients": 1000, "optimizer state": 0,
+        ACTIVATIONS: 0, OTHER: 0,
+    }  # fmt: skip
+    made(4096, 10)
+    books.close("backward", dict)
+    assert books.phases["backward"].at_peak["optimizer state"] == 50
+
+
+def test_what_a_module_has_gathered_for_the_moment_stays_gathered() -> None:
+    device = Device(random.Random(1))
+    books = Books(device.take)
+    with books.making(GATHERED):
+        device.journal.append((0, 512, 512, 10_000, 0))
+    books.close("forward", lambda: {0: "parameters"})
+    assert books.phases["forward"].at_peak[GATHERED] == 512

@@ -348,7 +348,7 @@ def test_commands_that_cannot_be_recorded_are_errors(
     monkeypatch.chdir(tmp_path)
     for command, message in (
         (["record"], "there is no command"),
-        (["record", "--", "no-such-program-at-all"], "is no program that can be run"),
+        (["record", "--", "no-such-program-at-all"], "cannot be started"),
         (["record", "-o", "no/such/run.jsonl", "--", "true"], "cannot be written"),
     ):
         assert main(command) == 2

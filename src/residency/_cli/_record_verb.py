@@ -10,12 +10,11 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from residency._commands import start_command
 from residency._errors import InvalidArgumentError
 from residency._memory import (
     PATH_VARIABLE,
@@ -70,11 +69,6 @@ def run(arguments: argparse.Namespace) -> int:
     command = arguments.command[arguments.command[:1] == ["--"] :]
     if not command:
         raise InvalidArgumentError("there is no command; expected one after --: -- python train.py")
-    if shutil.which(command[0]) is None:
-        raise InvalidArgumentError(
-            f"{command[0]!r} is no program that can be run; "
-            "expected a command such as: -- python train.py"
-        )
     output = arguments.output.absolute()
     earlier = _earlier_records(output)
     status = _run(command, output, arguments.peaks, earlier)
@@ -96,13 +90,8 @@ def _run(command: list[str], output: Path, peaks: str, earlier: dict[Path, _Iden
     Raises:
         InvalidArgumentError: It cannot be started; every file is as it was.
     """
-    try:
-        process = subprocess.Popen(command, env=_environment(output, peaks))
-    except OSError as error:
-        raise InvalidArgumentError(
-            f"{command[0]!r} cannot be started: {error.strerror}. Nothing was changed; "
-            "write after `--` what you would type without the record."
-        ) from None
+    variables = {PATH_VARIABLE: str(output), PEAKS_VARIABLE: peaks}
+    process = start_command(command, site=_SITE, variables=variables)
     with process:
         try:
             _remove(earlier)
@@ -110,11 +99,6 @@ def _run(command: list[str], output: Path, peaks: str, earlier: dict[Path, _Iden
         except BaseException:  # as subprocess.call does
             process.kill()
             raise
-
-
-def _environment(output: Path, peaks: str) -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(_SITE), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, PATH_VARIABLE: str(output), PEAKS_VARIABLE: peaks}
 
 
 def _identity(file: Path) -> _Identity:

@@ -162,7 +162,10 @@ def errors_of(answer: Answer) -> Iterator[str]:
 
 
 def _table(answer: Answer) -> Table:
-    kinds = answer.found["kinds"]
+    phases = answer.found["phases"]
+    kinds = [
+        kind for kind in answer.found["kinds"] if any(each["at_peak"].get(kind) for each in phases)
+    ]
     unit = "GiB" if answer.peak_reserved >= parse_bytes("1GiB") else "MiB"
     divisor = parse_bytes(f"1{unit}")
 
@@ -173,7 +176,7 @@ def _table(answer: Answer) -> Table:
     table.add_column(f"peaks in {unit}")
     for name in ("visits", "allocated", "reserved", "headroom", *kinds):
         table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
-    for phase in answer.found["phases"]:
+    for phase in phases:
         if phase["peak_reserved"] == 0:
             continue
         table.add_row(
@@ -199,12 +202,14 @@ def notes(answer: Answer) -> Iterator[str]:
         f"{found['steps']} optimizer steps in {found['seconds']:.0f} s without a GPU; the figures "
         f"hold for torch {found['torch']}, eager"
     )
+    if found["has_compiled"]:
+        yield "torch.compile compiled nothing: the functions ran eagerly, with the memory of that"
     if found["was_interrupted"]:
         yield "you interrupted the run: the figures are what was known by then"
     elif found["ended"] == "left":
         yield (
-            "the script was left in its loop after these steps: a save that comes later was not "
-            "seen. More: --steps, or the script's own number of steps with --steps 0"
+            "the script was left in its loop after these steps. More: --steps, or the script's own "
+            "number of steps with --steps 0"
         )
     elif found["ended"] == "stopped" and found["error"]:
         yield f"the script ended in {found['error']}, after what was to be seen"
@@ -216,6 +221,17 @@ def notes(answer: Answer) -> Iterator[str]:
         yield (
             "the script made no optimizer step: there is no peak of training in these figures. "
             "Give it the arguments with which it trains"
+        )
+    if found["is_cut"] and not any(each["name"].endswith("save") for each in found["phases"]):
+        size = format_bytes(
+            max(
+                each["at_peak"].get("parameters", 0) + each["at_peak"].get("optimizer state", 0)
+                for each in found["phases"]
+            )
+        )
+        yield (
+            "no save was seen in these steps. One of parameters and optimizer state that comes "
+            f"later writes {size}: torch.save takes nothing more on the device, a copy there {size}"
         )
     if found["retries"]:
         yield (

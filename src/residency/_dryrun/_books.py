@@ -2,20 +2,23 @@
 
 The simulator's journal says which blocks were handed out and taken back, in order. At the end of a
 phase its blocks get their kinds: what modules and optimizers own by then, and of the rest, what
-forward and backward passes made is activations. A kind stays: it is that of the block's first
-phase, at whose end it is known.
+forward and backward passes made is activations. What is made and let go inside a phase has a kind
+of its own only where the call that makes it is known (`Books.making`). A kind stays that of the
+block, whatever has its address later: `tests/dryrun/test_books.py` uses addresses again.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from residency._dryrun._owners import GRADIENTS, PARAMETERS, STATE
 
-ACTIVATIONS, OTHER = "activations", "other"
-KINDS: tuple[str, ...] = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, OTHER)
+GATHERED, ACTIVATIONS, OTHER = "gathered parameters", "activations", "other"
+KINDS: tuple[str, ...] = (PARAMETERS, GATHERED, GRADIENTS, STATE, ACTIVATIONS, OTHER)
 _ENTRY = struct.Struct("5q")  # address, bytes, bytes asked for, bytes reserved, stream
 _MOST_POINTS = 150  # of the timeline, for one visit
 _PASSES = ("forward", "backward", "evaluate", "generate")  # how the names of such phases end
@@ -45,7 +48,12 @@ class _BlockOfDevice:
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self.kind = ""
+        self.kind = -1  # an index of KINDS, once it is known
+
+
+_Event = tuple[_BlockOfDevice, int, int]  # what was made or let go, its bytes, bytes reserved
+_INDEX = {kind: index for index, kind in enumerate(KINDS)}
+_GATHERED, _ACTIVATIONS, _OTHER = _INDEX[GATHERED], _INDEX[ACTIVATIONS], _INDEX[OTHER]
 
 
 class Books:
@@ -64,19 +72,31 @@ class Books:
         self.marks: list[tuple[int, str]] = []
         self._take_journal = take_journal
         self._live: dict[int, _BlockOfDevice] = {}
-        self._held = 0
+        self._events: list[_Event] = []  # of the phase that is open
+        self._held = 0  # when it began
         self._reserved = 0
         self._position = 0
-        self._is_pass = False
 
     @property
     def held(self) -> int:
-        """Bytes that tensors hold, as far as the journal was read."""
+        """Bytes that tensors held when the last phase ended."""
         return self._held
 
-    def has_unknown(self) -> bool:
-        """Says whether a block is held whose kind is only guessed."""
-        return any(block.kind in ("", ACTIVATIONS, OTHER) for block in self._live.values())
+    @contextmanager
+    def making(self, kind: str, blocks: Iterable[int] = ()) -> Iterator[None]:
+        """Gives a kind to all that is made inside, and to the blocks that begin at addresses."""
+        self._read()
+        index, first = _INDEX[kind], len(self._events)
+        for address in blocks:
+            if address in self._live:
+                self._live[address].kind = index
+        try:
+            yield
+        finally:
+            self._read()
+            for block, num_bytes, _ in self._events[first:]:
+                if num_bytes > 0:
+                    block.kind = index
 
     def close(self, name: str, kinds: Callable[[], dict[int, str]]) -> None:
         """Books what happened since the last call under a phase.
@@ -88,70 +108,69 @@ class Books:
         """
         phase = self.phases.setdefault(name, Phase(name))
         phase.visits += 1
-        first_held, first_reserved = self._held, self._reserved
-        events = self._read()
+        self._read()
+        events, self._events = self._events, []
+        is_pass = name.endswith(_PASSES)
         if events or not phase.at_peak:
-            self._name_blocks(name, kinds())
-        peak, at = first_held, -1
-        held, reserved = first_held, first_reserved
-        for index, (_, num_bytes, now_reserved) in enumerate(events):
-            held += num_bytes
-            reserved = max(reserved, now_reserved)
-            if held > peak:
-                peak, at = held, index
-        phase.peak_reserved = max(phase.peak_reserved, reserved)
-        at_peak = self._draw(events, at)
+            self._name_blocks(is_pass, name.endswith("optimizer step"), kinds())
+        held = list(accumulate((event[1] for event in events), initial=self._held))
+        peak = max(held)
+        self._held = held[-1]
+        reserved = max((event[2] for event in events), default=0)
+        phase.peak_reserved = max(phase.peak_reserved, self._reserved, reserved)
+        if events:
+            self._reserved = events[-1][2]
+        at_peak = self._draw(events, held.index(peak) - 1, is_pass)
         if peak > phase.peak_allocated or not phase.at_peak:
-            phase.peak_allocated, phase.at_peak = peak, at_peak
+            phase.peak_allocated = peak
+            phase.at_peak = dict(zip(KINDS, at_peak, strict=True))
         self.marks.append((self._position, name))
 
-    def _read(self) -> list[tuple[_BlockOfDevice, int, int]]:
-        events = []
+    def _read(self) -> None:
+        live, events = self._live, self._events
         for address, num_bytes, _, reserved, _ in _ENTRY.iter_unpack(self._take_journal()):
             if num_bytes > 0:
-                block = self._live[address] = _BlockOfDevice(num_bytes)
+                block = live[address] = _BlockOfDevice(num_bytes)
             else:
-                known = self._live.pop(address, None)
+                known = live.pop(address, None)
                 if known is None:  # from before the journal
                     continue
                 block = known
-            self._held += num_bytes
-            self._reserved = reserved
             events.append((block, num_bytes, reserved))
-        return events
 
-    def _name_blocks(self, name: str, kinds: dict[int, str]) -> None:
+    def _name_blocks(self, is_pass: bool, is_after_step: bool, kinds: dict[int, str]) -> None:
         # What a pass made and nobody owns is activations, and what is left of them after the
         # optimizer's step something else: workspaces, buckets.
-        is_pass = name.endswith(_PASSES)
-        is_after_step = name.endswith("optimizer step")
+        unknown = _ACTIVATIONS if is_pass else _OTHER
         for address, block in self._live.items():
+            kind = block.kind
             owner = kinds.get(address)
             if owner is not None:
-                block.kind = owner
-            elif not block.kind:
-                block.kind = ACTIVATIONS if is_pass else OTHER
-            elif is_after_step and block.kind == ACTIVATIONS:
-                block.kind = OTHER
-        self._is_pass = is_pass
+                if kind != _GATHERED:  # a module has them as its own, for the moment
+                    block.kind = _INDEX[owner]
+            elif kind < 0:
+                block.kind = unknown
+            elif is_after_step and kind == _ACTIVATIONS:
+                block.kind = _OTHER
 
-    def _draw(self, events: list[tuple[_BlockOfDevice, int, int]], peak_at: int) -> dict[str, int]:
+    def _draw(self, events: list[_Event], peak_at: int, is_pass: bool) -> list[int]:
         """Adds the visit to the timeline; returns the bytes of each kind at its peak."""
-        held = dict.fromkeys(KINDS, 0)
+        held = [0] * len(KINDS)
         for block in self._live.values():
-            held[block.kind or OTHER] += block.num_bytes
+            held[block.kind] += block.num_bytes
+        unknown = _ACTIVATIONS if is_pass else _OTHER
         for block, num_bytes, _ in events:
-            if not block.kind:  # made and let go in this visit
-                block.kind = ACTIVATIONS if self._is_pass else OTHER
+            if block.kind < 0:  # made and let go in this visit
+                block.kind = unknown
             held[block.kind] -= num_bytes
-        at_peak = dict(held)
+        at_peak = list(held)
+        last = len(events) - 1
         stride = max(1, len(events) // _MOST_POINTS)
         for index, (block, num_bytes, reserved) in enumerate(events):
             held[block.kind] += num_bytes
             if index == peak_at:
-                at_peak = dict(held)
-            if index % stride == 0 or index == peak_at or index == len(events) - 1:
-                point = [self._position + index, *(held[kind] for kind in KINDS), reserved]
-                self.timeline.append(point)
+                at_peak = list(held)
+            if index % stride == 0 or index in (peak_at, last):
+                self.timeline.append([self._position + index, *held, reserved])
         self._position += len(events)
         return at_peak

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
+import itertools
 import json
 import os
 import sys
 import threading
 import time
-import traceback
 import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -17,11 +20,13 @@ from typing import Any, NoReturn
 import torch
 
 from residency import sim
-from residency._dryrun import _frameworks, _host, _ranks
+from residency._dryrun import _frameworks, _host, _ranks, _sharding
 from residency._dryrun._books import KINDS, Books
 from residency._dryrun._levers import Levers
 from residency._dryrun._owners import OwnersOfBlocks
 from residency._dryrun._phases import Phases
+from residency._dryrun._places import place_of, place_of_now
+from residency._dryrun._refusals import advice, refuse_sources
 from residency._dryrun._saves import Saves
 from residency._dryrun._settings import RunSettings
 from residency._dryrun._stopping import Stopping
@@ -29,7 +34,8 @@ from residency._errors import ResidencyError
 from residency._memory import measure
 from residency._units import parse_bytes
 
-_SECONDS_BETWEEN_FILES = 0.5  # of what is known so far
+_SECONDS_BETWEEN_LOOKS = 0.05  # at the host's memory
+_LOOKS_BETWEEN_FILES = 10  # of what is known so far
 _MOST_ERRORS = 5
 
 
@@ -44,9 +50,9 @@ class Run:
         self._books = Books(self._core.take_journal)
         self._phases = Phases(self._end_phase)
         self._saves = Saves(is_real=settings.is_real)
-        self._stopping = Stopping(settings.steps)
+        self._stopping = Stopping(settings.steps, self._owners.optimizers)
         self._levers = Levers(settings)
-        self._has_news = False
+        self._num_written = (0, 0)  # of the timeline's points and marks
         self._lock = threading.RLock()  # of the books
         self._ended = "running"
         self._error: str | None = None
@@ -54,16 +60,21 @@ class Run:
         self._first_host = _host_bytes()
         self._most_host = 0
         self._pid = os.getpid()
+        self._file = Path(settings.folder, f"{self._pid}.json")
+        self._crash = self._file.with_suffix(".crash").open("w")
 
     def start(self) -> None:
         """Watches the process from now on, to its end."""
         self._core.keep_journal(True)
         self._core.attach_observer(self._note_out_of_memory)
+        self._owners.start()
         self._stopping.start()
         self._phases.start()
         self._saves.start()
+        _sharding.watch_buffers(self._making)
         if not self._settings.is_real:
             _host.leave_out_weights()
+            refuse_sources()
         _frameworks.change(self._settings)
         self._levers.start()
         before = sys.excepthook
@@ -73,10 +84,9 @@ class Run:
         ) -> None:
             # What went wrong when enough had been seen is an empty loop's doing.
             self._ended = "stopped" if self._stopping.is_ending else "error"
-            where = traceback.extract_tb(trace)
-            place = _script_line([(each.filename, each.lineno or 0) for each in where])
-            self._error = f"{kind.__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            self._error += f" ({place})" if place else ""
+            place, what_to_do = place_of(trace), advice(error, trace)
+            self._error = f"{kind.__name__}: {str(error).strip().partition(chr(10))[0]}"
+            self._error += f" ({place})" * bool(place) + f". {what_to_do}" * bool(what_to_do)
             if self._ended == "error" or self._settings.shows_errors:
                 before(kind, error, trace)
 
@@ -89,15 +99,27 @@ class Run:
             leave(status)
 
         os._exit = leave_at_once
+        # An extension that takes a simulated address for a real one ends the process at once.
+        faulthandler.enable(self._crash)
+        self.write()
         threading.Thread(target=self._tell, daemon=True).start()
 
     def _tell(self) -> None:
-        """Writes what is known now and then: the process may be killed."""
-        while True:
-            time.sleep(_SECONDS_BETWEEN_FILES)
-            if self._has_news:
-                self._has_news = False
+        """Writes what is known now and then: the process may be killed.
+
+        Linux keeps no peak of the memory that was asked for, so that one is looked for. A thread
+        has no other way to look than to sleep in between.
+        """
+        written = 0
+        for number in itertools.count(1):
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+            self._look_at_host()
+            if number % _LOOKS_BETWEEN_FILES == 0 and len(self._books.marks) != written:
+                written = len(self._books.marks)
                 self.write()
+
+    def _look_at_host(self) -> None:
+        self._most_host = max(self._most_host, _host_bytes() - self._first_host)
 
     def _end_phase(self, name: str) -> None:
         if os.getpid() != self._pid:
@@ -105,25 +127,25 @@ class Run:
         if name.endswith("load"):
             self._stopping.resume()
         with self._lock:
-            self._books.close(name, self._kinds)
-        self._most_host = max(self._most_host, _host_bytes() - self._first_host)
-        self._has_news = True
+            self._books.close(name, self._owners.kinds)
+        self._look_at_host()
 
-    def _kinds(self) -> dict[int, str]:
-        self._owners.look()
-        return self._owners.kinds()
+    @contextmanager
+    def _making(self, kind: str, blocks: Iterable[int]) -> Iterator[None]:
+        with self._lock, self._books.making(kind, blocks):
+            yield
 
     def _note_out_of_memory(self, device: int, asked: int, allowed: int, free: int) -> None:
         if len(self._out_of_memory) >= _MOST_ERRORS:
             return
-        frames = _frames_of_script()
+        line, operation = place_of_now()
         self._out_of_memory.append(
             {
                 "phase": self._phases.name,
                 "asked": asked,
                 "free": free,
-                "line": _script_line(frames[0]),
-                "operation": frames[1],
+                "line": line,
+                "operation": operation,
                 "step": self._stopping.num_steps + 1,
             }
         )
@@ -139,13 +161,19 @@ class Run:
             self.write()
 
     def write(self) -> None:
-        """Writes what is known so far to the process's file."""
+        """Writes what is known so far to the process's files: the figures anew, and what the
+        timeline has got since to the end of its own.
+        """
         with self._lock:
-            text = json.dumps(self._found())
-        path = Path(self._settings.folder, f"{self._pid}.json")
-        partial = path.with_suffix(f".{threading.get_ident()}")
-        partial.write_text(text)
-        partial.replace(path)
+            points, marks = self._num_written
+            timeline, ends = self._books.timeline, self._books.marks
+            news = (timeline[points:], ends[marks:])
+            self._num_written = (len(timeline), len(ends))
+            with self._file.with_suffix(".timeline").open("a") as file:
+                file.write(json.dumps(news) + "\n")
+            partial = self._file.with_suffix(".partial")
+            partial.write_text(json.dumps(self._found()))
+            partial.replace(self._file)
 
     def _found(self) -> dict[str, object]:
         books = self._books
@@ -168,8 +196,9 @@ class Run:
                 }
                 for phase in books.phases.values()
             ],
-            "timeline": books.timeline,
-            "marks": books.marks,
+            "peak_reserved": max(
+                (phase.peak_reserved for phase in books.phases.values()), default=0
+            ),
             "out_of_memory": self._out_of_memory,
             "retries": measure(torch.device("cuda", 0)).num_retries,
             "context": sim.settings()["context"],
@@ -177,6 +206,8 @@ class Run:
             "host_peak": max(0, self._most_host),
             "saved": self._saves.num_bytes,
             "files": self._saves.files,
+            "is_cut": self._stopping.is_ending,
+            "has_compiled": sim.has_compiled(),
             **self._levers.found(),
         }
 
@@ -197,8 +228,8 @@ def start_child() -> None:
     except ResidencyError as error:
         print(f"residency: the dry run cannot start: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    # Torch warns once for each operation that its own CPU kernels do in another order.
-    warnings.filterwarnings("once", message="torch.compile compiles nothing")
+    # The answer has a line for it.
+    warnings.filterwarnings("ignore", message="torch.compile compiles nothing")
     if torch.distributed.is_available() and not settings.is_real:
         _ranks.be_one_rank(settings.ranks)
     Run(settings).start()
@@ -210,36 +241,3 @@ def _host_bytes() -> int:
         lines = dict(line.split(":", 1) for line in file if line.startswith("VmData"))
     asked = parse_bytes(lines["VmData"].strip().replace(" kB", "KiB"))
     return asked - (measure(torch.device("cuda", 0)).reserved if sim.core.has_context(0) else 0)
-
-
-def _frames_of_script() -> tuple[list[tuple[str, int]], str]:
-    """Returns the files and lines of the calls that led here, and torch's function in them.
-
-    In a thread of autograd's no Python runs: the main thread waits in ``backward`` then.
-    """
-    frame: Any = sys._getframe(1)
-    found: list[tuple[str, int]] = []
-    operation = ""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if (
-            not operation
-            and not found
-            and "residency" not in name
-            and f"{os.sep}torch{os.sep}" in name
-        ):
-            operation = frame.f_code.co_name
-        found.append((name, frame.f_lineno))
-        frame = frame.f_back
-    return found[::-1], operation
-
-
-def _script_line(frames: list[tuple[str, int]]) -> str:
-    """Returns the innermost line that is neither a library's nor ours."""
-    for name, line in reversed(frames):
-        if "site-packages" in name or "dist-packages" in name or name.startswith("<"):
-            continue
-        if name.startswith((sys.prefix, sys.base_prefix, str(Path(__file__).parents[1]))):
-            continue
-        return f"{os.path.relpath(name)}:{line}"
-    return ""

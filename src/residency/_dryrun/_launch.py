@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import re
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -16,8 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from residency._commands import start_command
+from residency._dryrun._places import is_script
+from residency._dryrun._refusals import OF_CRASH
 from residency._dryrun._settings import RunSettings
-from residency._errors import InvalidArgumentError, ResidencyError
+from residency._errors import ResidencyError
 from residency._units import format_bytes
 
 _SECONDS_BETWEEN_LOOKS = 0.5
@@ -54,23 +58,20 @@ def dry_run(command: Command) -> dict[str, Any]:
         InvalidArgumentError: The command cannot be started.
         NoAnswerError: No process of it has used torch, or none could start a dry run.
     """
-    if shutil.which(command.words[0]) is None:
-        raise InvalidArgumentError(
-            f"{command.words[0]!r} is no program that can be run; "
-            "expected a command such as: -- python train.py"
-        )
     with tempfile.TemporaryDirectory(prefix="residency-dry-run-") as folder:
         settings = replace(command.settings, folder=folder)
         started = time.monotonic()
         status, was_interrupted = _run(command, settings)
-        found = _read(Path(folder))
+        found = [
+            each | _timeline(folder, each) | _crash(folder, each, command.is_quiet)
+            for each in _read(folder)
+        ]
     if not found:
         raise NoAnswerError(
             f"the command ended with status {status}, and no Python process of it has used torch. "
             "Write after -- what you would type on the machine with the GPU: -- python train.py"
         )
-    # The others are launchers and helpers.
-    training = max(found, key=lambda each: (each["steps"], _peak(each)))
+    training = _training(found)
     training |= {"status": status, "was_interrupted": was_interrupted, "processes": len(found)}
     training["seconds"] = time.monotonic() - started
     if training["ended"] == "finished" and status != 0 and not was_interrupted:
@@ -78,23 +79,18 @@ def dry_run(command: Command) -> dict[str, Any]:
     return training
 
 
-def _peak(found: dict[str, Any]) -> int:
-    return max((phase["peak_reserved"] for phase in found["phases"]), default=0)
+def _training(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns what the process that trains has found; the others are launchers and helpers."""
+    return max(found, key=lambda each: (each["steps"], each["peak_reserved"]))
 
 
 def _run(command: Command, settings: RunSettings) -> tuple[int, bool]:
-    path = os.pathsep.join(filter(None, [str(command.site), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    environment |= settings.variables()
     output = subprocess.DEVNULL if command.is_quiet else None
-    try:
-        process = subprocess.Popen(command.words, env=environment, stdout=output, stderr=output)
-    except OSError as error:
-        raise InvalidArgumentError(
-            f"{command.words[0]!r} cannot be started: {error.strerror}. "
-            "Write after -- what you would type on the machine with the GPU: -- python train.py"
-        ) from None
-    line = _ProgressLine(command.progress, Path(settings.folder))
+    variables = settings.variables() | {"CUDA_VISIBLE_DEVICES": ""}
+    process = start_command(
+        command.words, site=command.site, variables=variables, stdout=output, stderr=output
+    )
+    line = _ProgressLine(command.progress, settings.folder)
     was_interrupted = False
     with process, _killed_with_us(process):
         while True:
@@ -141,18 +137,41 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.kill()
 
 
-def _read(folder: Path) -> list[dict[str, Any]]:
-    found = []
-    for file in sorted(folder.glob("*.json")):
-        content: dict[str, Any] = json.loads(file.read_text())
-        found.append(content)
-    return found
+def _read(folder: str) -> list[dict[str, Any]]:
+    return [json.loads(file.read_text()) for file in sorted(Path(folder).glob("*.json"))]
+
+
+def _timeline(folder: str, found: dict[str, Any]) -> dict[str, object]:
+    """Returns what a process has appended so far; the last line may be a part of one."""
+    timeline: list[object] = []
+    marks: list[object] = []
+    with Path(folder, f"{found['pid']}.timeline").open() as file:
+        for line in file:
+            if line.endswith("\n"):
+                points, ends = json.loads(line)
+                timeline += points
+                marks += ends
+    return {"timeline": timeline, "marks": marks}
+
+
+def _crash(folder: str, found: dict[str, Any], is_quiet: bool) -> dict[str, object]:
+    """Shows where a process has crashed, and returns it as its error; nothing of others."""
+    told = Path(folder, f"{found['pid']}.crash").read_text()
+    if not told:
+        return {}
+    if not is_quiet:
+        sys.stderr.write(told)
+    current = told.partition("Current thread")[2] or told
+    calls = re.findall(r'File "(.+)", line (\d+)', current)
+    lines = [f" ({os.path.relpath(file)}:{line})" for file, line in calls if is_script(file)]
+    error = told.splitlines()[0].removeprefix("Fatal Python error: ") + "".join(lines[:1])
+    return {"ended": "error", "error": f"{error}. {OF_CRASH}"}
 
 
 class _ProgressLine:
     """A line on a terminal that says which phase the child is in."""
 
-    def __init__(self, stream: TextIO | None, folder: Path) -> None:
+    def __init__(self, stream: TextIO | None, folder: str) -> None:
         self._stream = stream if stream is not None and stream.isatty() else None
         self._folder = folder
         self._started = time.monotonic()
@@ -164,9 +183,9 @@ class _ProgressLine:
         found = _read(self._folder)
         text = "starting"
         if found:
-            training = max(found, key=lambda each: (each["steps"], _peak(each)))
+            training = _training(found)
             text = f"{training['steps']} optimizer steps, after {training['phase']}, "
-            text += f"peak {format_bytes(_peak(training))}"
+            text += f"peak {format_bytes(training['peak_reserved'])}"
         seconds = time.monotonic() - self._started
         self._stream.write(f"\r\x1b[Kresidency: dry run, {seconds:.0f} s: {text}")
         self._stream.flush()

@@ -5,56 +5,54 @@ A block is known by its address, which is that of a tensor's storage.
 
 from __future__ import annotations
 
-import gc
-import time
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from residency._dtensor import local_of
 from residency._optim import record_of
 
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
-_LOOKS_APART = 10  # times as long as a look takes
 _DEEPEST = 4  # of the lists and dicts that a parameter's state is
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
 class OwnersOfBlocks:
-    """The modules and optimizers of the process."""
+    """The modules and optimizers of the process.
+
+    Attributes:
+        optimizers: Those that there are, whether or not they have made a step.
+    """
 
     def __init__(self) -> None:
         """Knows none yet."""
-        self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        register_optimizer_step_pre_hook(lambda optimizer, *_: self._optimizers.add(optimizer))
-        self._next_look = 0.0
+        # By their ids: a metric's hash is of attributes that it has not got yet.
+        self._modules: weakref.WeakValueDictionary[int, torch.nn.Module]
+        self._modules = weakref.WeakValueDictionary()
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
-    def look(self) -> None:
-        """Finds the modules and optimizers that there are now, in a small share of the time."""
-        started = time.monotonic()
-        if started < self._next_look:
-            return
-        for found in gc.get_objects():
-            kind = type(found)
-            if issubclass(kind, torch.nn.Module):
-                self._modules.add(found)
-            elif issubclass(kind, Optimizer):
-                self._optimizers.add(found)
-        ended = time.monotonic()
-        self._next_look = ended + _LOOKS_APART * (ended - started)
+    def start(self) -> None:
+        """Gets to know all that is made from now on, as a copy or from a pickle, too."""
+        kinds: tuple[tuple[Any, Any], ...] = (
+            (torch.nn.Module, lambda module: self._modules.update({id(module): module})),
+            (Optimizer, self.optimizers.add),
+        )
+        for kind, add in kinds:
+            for name in ("__init__", "__setstate__"):
+                setattr(kind, name, _telling(getattr(kind, name), add))
 
     def kinds(self) -> dict[int, str]:
         """Returns what the blocks are that parameters, gradients and states begin at."""
         kinds: dict[int, str] = {}
         parameters: list[Any] = []
-        for module in list(self._modules):
+        for module in list(self._modules.values()):
             for table in (module.__dict__.get("_parameters"), module.__dict__.get("_buffers")):
                 parameters += [each for each in (table or {}).values() if each is not None]
-        for optimizer in list(self._optimizers):
+        for optimizer in list(self.optimizers):
             for group in getattr(optimizer, "param_groups", ()):
                 parameters += group["params"]
             if record_of(optimizer) is None:
@@ -66,10 +64,19 @@ class OwnersOfBlocks:
         return kinds
 
 
+def _telling(make: Any, add: Any) -> Any:
+    @functools.wraps(make)
+    def made(self: Any, *args: object, **options: object) -> None:
+        make(self, *args, **options)
+        add(self)
+
+    return made
+
+
 def _note(kinds: dict[int, str], kind: str, tensors: Any) -> None:
     for tensor in tensors:
-        for part in _parts(tensor):
-            if part.device.type != "cuda":
+        for part in (tensor,) if type(tensor) in _PLAIN else _parts(tensor):
+            if not part.is_cuda:
                 continue
             try:
                 kinds[part.untyped_storage().data_ptr()] = kind
@@ -81,9 +88,7 @@ def _parts(tensor: Any) -> Iterator[torch.Tensor]:
     """Yields a tensor, or those that it is made of: a DTensor's local one."""
     tensor = local_of(tensor)
     inner = [each for each in vars(tensor).values() if isinstance(each, torch.Tensor)]
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or not inner:
-        inner = [tensor]
-    yield from inner
+    yield from inner if inner and type(tensor) not in _PLAIN else (tensor,)
 
 
 def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:

@@ -17,7 +17,14 @@ from residency._dryrun._answer import Answer, errors_of, notes
 from residency._errors import InvalidArgumentError
 from residency._units import MIB, format_bytes
 
-_COLOURS = ("#0072b2", "#d55e00", "#cc79a7", "#56b4e9", "#999999")  # told apart by all readers
+_COLOURS = (
+    "#0072b2",
+    "#009e73",
+    "#d55e00",
+    "#cc79a7",
+    "#56b4e9",
+    "#999999",
+)  # told apart by all readers
 _PHASE_COLOURS = ("#009e73", "#e69f00", "#0072b2", "#cc79a7", "#d55e00", "#56b4e9", "#999933")
 _WIDTH, _HEIGHT, _LEFT, _BAR = 1080, 380, 70, 18
 _Scale = Callable[[Any], float]  # from what is shown to the picture

@@ -5,7 +5,6 @@ rest forward and backward passes, which no library names.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +29,6 @@ class Phases:
     def __init__(self, on_end: Callable[[str], None]) -> None:
         """Takes the function that is called with a phase's name when it ends."""
         self.name = SET_UP
-        self.since = time.monotonic()
         self._on_end = on_end
         self._open: list[str] = []
         self._pass = SET_UP  # what goes on outside known calls
@@ -94,4 +92,3 @@ class Phases:
         if name != self.name:
             self._on_end(self.name)
             self.name = name
-            self.since = time.monotonic()

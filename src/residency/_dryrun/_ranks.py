@@ -1,7 +1,7 @@
 """One rank of many in one process: groups whose peers are not there.
 
-Collectives take the memory that they take, and move no bytes. What is exchanged as Python objects
-comes back as this rank's own, once for each rank.
+Collectives take the memory that they take, and move no bytes. What is gathered as Python objects
+is this rank's own, once for each rank; what another rank would send stays as it was.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ def be_one_rank(num_ranks: int) -> None:
         changed[name] = functools.wraps(names[name])(function)
     distributed_c10d.__dict__.update(changed, rendezvous=_meet_nobody)
     dist.__dict__.update(changed)
+    # Calls are numbered to find ranks that have made different ones; a group without peers cannot.
+    group: Any = FakeProcessGroup
+    group._set_sequence_number_for_group = lambda self: None
     here = functools.partial(_launch_here, num_ranks)
     watched: dict[str, Callable[[ModuleType], None]] = {"torch.distributed.launcher.api": here}
     if num_ranks > 1:
@@ -81,16 +84,10 @@ def _without_peers(group: Any, wrap: Any = None) -> Any:
 
 
 def _objects() -> dict[str, Callable[..., Any]]:
-    """Returns the exchanges of Python objects, which would need the bytes of tensors."""
+    """Returns the exchanges that need a peer: an object comes from one, or in parts.
 
-    def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
-        object_list[:] = [obj] * len(object_list)
-
-    def gather_object(
-        obj: Any, object_gather_list: list[Any] | None = None, *args: object, **options: object
-    ) -> None:
-        if object_gather_list is not None:
-            object_gather_list[:] = [obj] * len(object_gather_list)
+    What is gathered needs none: its bytes are this rank's own, and known.
+    """
 
     def broadcast_object_list(object_list: list[Any], *args: object, **options: object) -> None:
         pass
@@ -108,8 +105,6 @@ def _objects() -> dict[str, Callable[..., Any]]:
         pass
 
     return {
-        "all_gather_object": all_gather_object,
-        "gather_object": gather_object,
         "broadcast_object_list": broadcast_object_list,
         "scatter_object_list": scatter_object_list,
         "monitored_barrier": monitored_barrier,

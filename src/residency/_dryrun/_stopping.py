@@ -1,17 +1,18 @@
 """Brings a script to its end after some optimizer steps: nobody waits for 10,000 of them.
 
 The training loop ends as if its data had: what comes after it (evaluation, the last save, a resume)
-then runs as the script has it. Trainers of frameworks are told to stop. A loop that goes on and
-steps without data loaders is left by ``SystemExit``.
+then runs as the script has it. Trainers of frameworks are told to stop. A loop without data loaders
+is ended at its head (``_loops``); one where that cannot be is left by ``SystemExit``.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
@@ -21,9 +22,13 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import dataloader
 
+from residency._dryrun._loops import Loops, is_called_by_script
 from residency._memory import ImportWatch
 
 _MOST_RESUMES = 3
+_PATIENCE = 10  # times the steps that were asked for, until an optimizer makes its first one
+_FEW_EMPTY_PASSES = 2  # over loaders that are over, as of epochs that are still to come
+_MOST_EMPTY_PASSES = 1000  # in a loop that waits for a batch, and cannot be ended
 
 
 class EnoughSeen(SystemExit):
@@ -39,14 +44,19 @@ class Stopping:
         was_left: Whether the script was left in the middle of its loop.
     """
 
-    def __init__(self, num_steps: int) -> None:
-        """Takes the number of steps; 0 for never."""
+    def __init__(self, num_steps: int, optimizers: Iterable[Optimizer] = ()) -> None:
+        """Takes the number of steps, 0 for never, and the optimizers that there are."""
         self.num_steps = 0
         self.is_ending = False
         self.was_left = False
         self._wanted = num_steps
+        self._optimizers = optimizers
         self._counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._ahead: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # with a step after the end
+        self._loops = Loops()
         self._num_resumes = 0
+        self._num_empty_passes = 0
+        self._is_feeding = False  # a loop that can be ended by its next step alone
         self._last: Any = None  # the iterator that gave out a batch last
         self._training: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders that steps were made of
         self._passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -73,25 +83,44 @@ class Stopping:
             self._num_resumes += 1
             self.is_ending = False
             self._counts.clear()
+            self._ahead.clear()
+            self._is_feeding = False
+            self._loops.forget()
             self._training.clear()
             self._passes.clear()
 
     def _before_step(self, optimizer: Optimizer, args: object, options: object) -> None:
+        if not self.is_ending or self._counts.get(optimizer, 0) < self._wanted:
+            return
         # A loader that is over may have given out one more batch, to a loop that looks ahead.
-        ahead = 1 if len(self._training) else 0
-        if self._wanted and self._counts.get(optimizer, 0) >= self._wanted + ahead:
-            self.was_left = True
-            raise EnoughSeen(0)
+        is_known = (len(self._training) and not self._is_feeding) or self._loops.is_ending
+        if (optimizer in self._ahead or not is_known) and not self._loops.end():
+            self._leave()
+        self._ahead.add(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: object, options: object) -> None:
         count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         self.num_steps = max(self.num_steps, count)
+        self._num_empty_passes = 0
         if self._last is not None:
             self._training.add(self._last)
-        if self._wanted and count >= self._wanted:
+        if self._wanted and not self.is_ending and self._has_seen_enough(count):
             self.is_ending = True
+            if not len(self._training):
+                self._loops.end()
             for trainer in list(self._trainers):
                 trainer.should_stop = True
+
+    def _has_seen_enough(self, count: int) -> bool:
+        """Says whether the steps are made: by each of a GAN's optimizers, too."""
+        if count < self._wanted:
+            return False
+        is_each_seen = all(optimizer in self._counts for optimizer in list(self._optimizers))
+        return is_each_seen or count >= _PATIENCE * self._wanted
+
+    def _leave(self) -> NoReturn:
+        self.was_left = True
+        raise EnoughSeen(0)
 
     # ------------------------------------------------------------------------------ data loaders
 
@@ -112,14 +141,32 @@ class Stopping:
             loader = None if reference is None else reference()
             if loader is not None and self._is_over(loader):
                 raise StopIteration
+            self._last = None  # after a last batch, of an evaluation, too
+            batch = following(iterator)
             self._last = loader
-            return following(iterator)
+            return batch
 
-        base.__init__, base.__next__ = made, follow
+        loaders: Any = dataloader.DataLoader
+        begin = loaders.__iter__
+
+        @functools.wraps(begin)
+        def begun(loader: Any) -> Any:
+            if not self._is_over(loader):
+                return begin(loader)
+            self._num_empty_passes += 1  # `while step < last: for batch in loader` has no end
+            if self._num_empty_passes > _MOST_EMPTY_PASSES:
+                self._leave()
+            is_many = self._num_empty_passes > _FEW_EMPTY_PASSES
+            ends = is_many and (self._loops.is_ending or self._loops.end())
+            # Whoever asks for the next batch of one that is over gets it, for a last step.
+            self._is_feeding = is_called_by_script(sys._getframe(1)) or (is_many and not ends)
+            return begin(loader) if self._is_feeding else iter(())
+
+        base.__init__, base.__next__, loaders.__iter__ = made, follow, begun
 
     def _is_over(self, loader: Any) -> bool:
         """Says whether a loader gives nothing more: what it is for has been seen."""
-        if not self.is_ending:
+        if not self.is_ending or self._is_feeding:
             return False
         return loader in self._training or self._passes.get(loader, 0) > 1
 

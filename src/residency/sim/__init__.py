@@ -259,4 +259,6 @@ def __getattr__(name: str) -> Any:
         return _backend.core().TraceReplay
     if name == "core":  # the compiled module, for the dry run's books
         return _backend.core()
+    if name == "has_compiled":  # what the dry run says of torch.compile
+        return _backend.has_compiled
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

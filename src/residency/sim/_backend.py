@@ -45,6 +45,11 @@ def is_dry() -> bool:
     return bool(_state["settings"].get("dry"))
 
 
+def has_compiled() -> bool:
+    """Says whether ``torch.compile`` was given a function, which then ran eagerly."""
+    return bool(_state.get("compiled"))
+
+
 def share() -> str | None:
     """Returns the name that the capacity is shared under, None where it is this process's own."""
     name: str | None = _state["settings"].get("share")
@@ -111,7 +116,7 @@ def register(devices: int) -> None:
     else:
         _register_sim(extension)
         compat.teach_packages()
-    _compile.run_compiled_eagerly(_state["face"])
+    _state["compiled"] = _compile.run_compiled_eagerly(_state["face"])
     if torch.distributed.is_available():
         _distributed.let_data_parallel_run_dry(is_dry)
 

@@ -24,12 +24,17 @@ _MESSAGE = (
 )
 
 
-def run_compiled_eagerly(device_type: str) -> None:
-    """Makes ``torch.compile`` run graphs with tensors of the device as they are."""
+def run_compiled_eagerly(device_type: str) -> list[bool]:
+    """Makes ``torch.compile`` run graphs with tensors of the device as they are.
+
+    Returns:
+        A list that has an entry once it has run one.
+    """
     wrappers: Any = torch  # torch names these two for itself
     is_said: list[bool] = []
     for wrapper in (wrappers._TorchCompileInductorWrapper, wrappers._TorchCompileWrapper):
         wrapper.__call__ = _eager_on(device_type, wrapper.__call__, is_said)
+    return is_said
 
 
 def _eager_on(

@@ -1,0 +1,91 @@
+"""Where a script is: the line of its own, and the operation of torch that it has called there."""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+
+_OURS = str(Path(__file__).parents[1])
+_LIBRARIES = tuple(
+    os.path.join(folder, "")
+    for folder in (_OURS, sysconfig.get_path("stdlib"), os.path.dirname(sys.executable))
+)
+_LONGEST = 60  # letters of an operation that is a piece of the script
+
+
+def place_of(trace: TracebackType | None) -> str:
+    """Returns the innermost line of a traceback that is neither a library's nor ours."""
+    place = ""
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if is_script(name):
+            place = _place(name, trace.tb_lineno)
+        trace = trace.tb_next
+    return place
+
+
+def place_of_now() -> tuple[str, str]:
+    """Returns the script's line that runs now, and the operation that runs there.
+
+    That is the function of a library, innermost, that the line has led to; the node of a backward
+    pass, which runs in a thread of autograd's while the line waits in another; or the piece of the
+    line itself that calls into C++.
+    """
+    import torch  # which the process of the command line does without
+
+    # No public name says which node the thread is in.
+    node = torch._C._current_autograd_node()
+    operation = node.name() if node is not None else ""
+    main = sys._current_frames().get(threading.main_thread().ident or 0)
+    for first in (sys._getframe(1), main):  # of a pass that recomputes, the first one has the line
+        frames = [frame for frame in _outwards(first) if not _is_ours(frame)]
+        inside = list(itertools.takewhile(lambda frame: not is_script(_file(frame)), frames))
+        if len(inside) == len(frames):
+            continue
+        script = frames[len(inside)]
+        if inside and (not operation or first is not main):
+            operation = inside[0].f_code.co_qualname.split(".<locals>")[0]
+        return _place(_file(script), script.f_lineno), operation or _piece(script)
+    return "", operation
+
+
+def is_script(name: str) -> bool:
+    """Says whether a file is the script's own: no library's, and none of ours."""
+    if "site-packages" in name or "dist-packages" in name or name.startswith("<"):
+        return False
+    return not name.startswith(_LIBRARIES)
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _file(frame: FrameType) -> str:
+    return frame.f_code.co_filename
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return _file(frame).startswith(_OURS)
+
+
+def _place(name: str, line: int) -> str:
+    return f"{os.path.relpath(name)}:{line}"
+
+
+def _piece(frame: FrameType) -> str:
+    """Returns what a line calls, as it is written there."""
+    positions = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
+    if positions is None or None in positions or positions[0] != positions[1]:
+        return ""
+    line, _, begin, end = positions
+    text = linecache.getline(_file(frame), line or 0).encode()[begin:end].decode()
+    return text.partition("(")[0].strip()[:_LONGEST]

@@ -1,0 +1,103 @@
+"""What a dry run cannot run, and what to do then: CUDA code that a script brings itself, and a
+second device. The script's own error is shown as it is; this is the line below it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from types import ModuleType, TracebackType
+
+from residency._memory import ImportWatch
+
+_INSTEAD = "Leave it out of the dry run by the script's flags"
+_ATTENTION = f'{_INSTEAD}, such as attn_implementation="sdpa", whose memory a dry run knows.'
+_QUANTIZED = f"{_INSTEAD}: load the model in bfloat16, and take the difference of the weights off."
+_KERNELS = f"{_INSTEAD}, or call plain PyTorch in its place."
+OF_CRASH = f"CUDA code that the script brings may have read the device's memory. {_KERNELS}"
+# Packages with kernels of their own, by the name that is imported.
+_PACKAGES = {
+    "apex": _KERNELS,
+    "bitsandbytes": _QUANTIZED,
+    "causal_conv1d": _KERNELS,
+    "cupy": _KERNELS,
+    "deepspeed": _KERNELS,
+    "flash_attn": _ATTENTION,
+    "flash_attn_interface": _ATTENTION,
+    "kernels": _KERNELS,
+    "liger_kernel": _KERNELS,
+    "mamba_ssm": _KERNELS,
+    "numba": _KERNELS,
+    "transformer_engine": _KERNELS,
+    "triton": _KERNELS,
+    "unsloth": _KERNELS,
+    "vllm": _KERNELS,
+    "xformers": _ATTENTION,
+}
+_DRIVER = re.compile(
+    r"CUDA (error|driver)|NVIDIA driver|libcud|libnv|CUDA_HOME|nvcc|cuInit|PTX", re.I
+)
+_SECOND_DEVICE = re.compile(r"invalid device (ordinal|id|index)|cuda:[1-9]", re.I)
+_NO_KERNEL = re.compile(r"'_OpNamespace' '(\w+)' object has no attribute|Could not run '(\w+)::")
+
+
+def advice(error: BaseException, trace: TracebackType | None) -> str:
+    """Returns what to do about an error that a dry run itself causes; nothing for others."""
+    if isinstance(error, ImportError):
+        root = (error.name or "").partition(".")[0]
+        if root in _PACKAGES:
+            return f"{root} has CUDA code, and cannot be imported here. {_PACKAGES[root]}"
+    roots = list(_roots(trace))
+    for root in reversed(roots):
+        if root in _PACKAGES:
+            return f"{root} runs CUDA code of its own, which a dry run cannot. {_PACKAGES[root]}"
+    text = str(error)
+    if _SECOND_DEVICE.search(text):
+        return (
+            "A dry run has one device in a process. Try one rank of a script that starts a "
+            "process for each: --ranks 2, or torchrun."
+        )
+    operator = _NO_KERNEL.search(text)
+    if operator and operator[1] != "aten":
+        name = operator[1] or operator[2]
+        return f"The operators of {name!r} have no kernel here: they are CUDA code. {_KERNELS}"
+    if _DRIVER.search(text):
+        return f"This needs CUDA's own libraries, which a dry run has none of. {_KERNELS}"
+    return ""
+
+
+def refuse_sources() -> None:
+    """Lets no CUDA code be compiled while a script runs: it could not run, and takes minutes."""
+    ImportWatch({"torch.utils.cpp_extension": _watch_builds}).start()
+
+
+def _watch_builds(module: ModuleType) -> None:
+    for name in ("load", "load_inline"):
+        module.__dict__[name] = _refusing(vars(module)[name])
+
+
+def _refusing(build: Callable[..., object]) -> Callable[..., object]:
+    signature = inspect.signature(build)
+
+    @functools.wraps(build)
+    def built(*args: object, **options: object) -> object:
+        given = signature.bind(*args, **options).arguments
+        sources = given.get("sources", ())
+        files = [sources] if isinstance(sources, str) else sources
+        is_cuda = any(str(file).endswith((".cu", ".cuh")) for file in files)
+        if is_cuda or given.get("with_cuda") or given.get("cuda_sources"):
+            raise NotImplementedError(
+                f"{given['name']!r} is CUDA code, which a dry run does not compile. {_KERNELS}"
+            )
+        return build(*args, **options)
+
+    return built
+
+
+def _roots(trace: TracebackType | None) -> Iterator[str]:
+    """Yields the package of each call, outermost first."""
+    while trace is not None:
+        yield str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
+        trace = trace.tb_next

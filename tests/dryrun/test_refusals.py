@@ -1,0 +1,129 @@
+"""What a dry run cannot run is named with the script's line, and with what to do."""
+
+import pytest
+
+from residency._dryrun._places import place_of
+from residency._dryrun._refusals import advice
+
+
+def raised(source: str, name: str = "script") -> BaseException:
+    """Runs a text as a module of a name, and returns its error."""
+    try:
+        exec(compile(source, f"/home/me/{name}.py", "exec"), {"__name__": name})
+    except Exception as error:
+        return error
+    raise AssertionError("it raised nothing")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("raise ModuleNotFoundError('No module named x', name='flash_attn')", "sdpa"),
+        ("raise ModuleNotFoundError('No module named x', name='xformers.ops')", "xformers"),
+        ("raise RuntimeError('CUDA error: invalid device ordinal')", "--ranks"),
+        ("raise AssertionError('Invalid device id')", "--ranks"),
+        ("import torch; torch.ops.extension.fused(1)", "'extension'"),
+        (
+            "raise OSError('libcudart.so.12: cannot open shared object file')",
+            "CUDA's own libraries",
+        ),
+        ("raise ModuleNotFoundError('No module named x', name='boto3')", ""),
+        ("raise ValueError('of its own')", ""),
+    ],
+)
+def test_an_error_of_the_dry_run_says_what_to_do(source: str, said: str) -> None:
+    error = raised(source)
+    found = advice(error, error.__traceback__)
+    assert said in found
+    assert bool(found) == bool(said)
+
+
+@pytest.mark.parametrize("package", ["triton", "bitsandbytes", "xformers", "flash_attn"])
+def test_an_error_inside_a_package_with_kernels_names_the_package(package: str) -> None:
+    error = raised("raise RuntimeError('0 active drivers')", package)
+    assert package in advice(error, error.__traceback__)
+
+
+def test_a_traceback_s_place_is_the_innermost_line_of_the_script() -> None:
+    error = raised("def f():\n    import json\n    json.loads('{')\n\n\nf()")
+    assert place_of(error.__traceback__).endswith("home/me/script.py:3")
+
+
+FAILING = """
+import torch
+from torch.utils.cpp_extension import load_inline
+layer = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(layer.parameters())
+fast = torch.compile(layer)
+for _ in range(2):
+    fast(torch.ones(4, 64, device="cuda")).sum().backward()
+    optimizer.step()
+load_inline("mine", cpp_sources="", cuda_sources="__global__ void f() {}")
+"""
+
+
+def test_the_answer_has_one_line_for_each_and_the_traceback_comes_first(dry_run) -> None:
+    outcome = dry_run(FAILING, options=("--capacity", "2GiB", "--steps", "0"))
+    assert outcome.status == 3
+    assert outcome.answer["has_compiled"]
+    assert outcome.errors.count("torch.compile compiled nothing") == 1
+    assert "compiles nothing" not in outcome.errors
+    assert "'mine' is CUDA code" in outcome.answer["error"]
+    assert "script.py:10" in outcome.answer["error"]
+    assert "by the script's flags" in outcome.answer["error"]
+
+
+def test_a_crash_of_foreign_code_is_named_with_its_line(dry_run) -> None:
+    outcome = dry_run("import ctypes, torch\nx = torch.ones(3, device='cuda')\nctypes.string_at(8)")
+    assert outcome.status == 3
+    assert outcome.answer["error"].startswith("Segmentation fault (script.py:3)")
+
+
+OUT_OF_MEMORY = """
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(64, 4096), nn.Linear(4096, 64)
+
+    def forward(self, x):
+        return self.narrow(torch.sin(self.wide(x)))
+
+def attempt(function):
+    try:
+        function()
+    except torch.cuda.OutOfMemoryError:
+        pass
+
+block = Block().cuda()
+kept = torch.empty(1, device="cuda")
+
+attempt(lambda: torch.ones(1 << 30, device="cuda"))
+attempt(lambda: block(torch.ones(1 << 18, 64, device="cuda")))
+x = torch.ones(1 << 14, 4096, device="cuda", requires_grad=True)
+weight = torch.ones(4096, 4096, device="cuda", requires_grad=True)
+loss = (x @ weight).sum()
+free, _ = torch.cuda.mem_get_info()
+filler = torch.empty(free - (64 << 20), dtype=torch.uint8, device="cuda")
+attempt(lambda: loss.backward())
+"""
+
+
+def test_an_out_of_memory_error_has_its_phase_its_line_and_its_operation(dry_run) -> None:
+    outcome = dry_run(OUT_OF_MEMORY, options=("--capacity", "2GiB"))
+    found = [
+        (each["phase"], each["operation"], int(each["line"].rpartition(":")[2]))
+        for each in outcome.answer["out_of_memory"]
+    ]
+    lines = ["", *OUT_OF_MEMORY.splitlines()]
+    assert [(phase, operation) for phase, operation, _ in found] == [
+        ("set up", "torch.ones"),
+        ("forward", "Linear.forward"),
+        ("backward", "MmBackward0"),
+    ]
+    assert "1 << 30" in lines[found[0][2]]
+    assert "self.wide(x)" in lines[found[1][2]]
+    assert "loss.backward()" in lines[found[2][2]]

@@ -1,0 +1,107 @@
+"""One rank of four: what FSDP2, HSDP and DDP keep, gather and reduce, beside its formulas."""
+
+import json
+from typing import Any
+
+import pytest
+
+WIDTH, NUM_LAYERS, RANKS, BATCH = 512, 6, 4, 8
+LAYER = WIDTH * WIDTH * 4  # bytes of a layer in float32
+MODEL = NUM_LAYERS * LAYER
+
+SHARDED = f"""
+import gc, json, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+import residency
+dist.init_process_group("cpu:gloo,cuda:nccl")
+torch.cuda.set_device(0)
+
+def train(name, wrap):
+    with residency.phase(name):
+        layers = [nn.Linear({WIDTH}, {WIDTH}, bias=False) for _ in range({NUM_LAYERS})]
+        model = wrap(nn.Sequential(*layers).cuda())
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        for _ in range(2):
+            model(torch.randn({BATCH}, {WIDTH}, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    del layers, model, optimizer
+    gc.collect()
+
+def sharded(mesh):
+    def wrap(model):
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    return wrap
+
+train("fsdp", sharded(init_device_mesh("cuda", ({RANKS},))))
+pairs = init_device_mesh("cuda", (2, {RANKS} // 2), mesh_dim_names=("copies", "shards"))
+train("hsdp", sharded(pairs))
+train("ddp", lambda model: DistributedDataParallel(model, broadcast_buffers=False))
+
+seen = {{}}
+for name, backend in (("cpu", "gloo"), ("device", "nccl")):
+    group = dist.new_group(backend=backend)
+    mine = {{"rank": 0, "plan": "x" * 100_000}}
+    gathered, to_one, sent, mine_of_all = [None] * {RANKS}, [None] * {RANKS}, ["of a peer"], [None]
+    dist.all_gather_object(gathered, mine, group=group)
+    dist.gather_object(mine, to_one, dst=0, group=group)
+    dist.broadcast_object_list(sent, src=1, group=group)
+    dist.scatter_object_list(mine_of_all, list(range({RANKS})), src=0, group=group)
+    dist.barrier(group=group)
+    whole = gathered == to_one == [mine] * {RANKS}
+    seen[name] = [whole, sent, mine_of_all]
+dist.monitored_barrier(dist.new_group(backend="gloo"))
+json.dump(seen, open("objects.json", "w"))
+"""
+
+
+@pytest.fixture(scope="module")
+def of_ranks(dry_run_once) -> dict[str, Any]:
+    options = ("--capacity", "4GiB", "--ranks", str(RANKS), "--steps", "0")
+    outcome, folder = dry_run_once(SHARDED, options=options)
+    assert outcome.status == 0, outcome.errors
+    phases = {phase["name"]: phase["at_peak"] for phase in outcome.answer["phases"]}
+    return {"phases": phases, "objects": json.loads((folder / "objects.json").read_text())}
+
+
+@pytest.mark.parametrize(("name", "share"), [("fsdp", RANKS), ("hsdp", RANKS // 2), ("ddp", 1)])
+def test_a_rank_keeps_its_share(of_ranks: dict[str, Any], name: str, share: int) -> None:
+    step = of_ranks["phases"][f"{name}/optimizer step"]
+    # Torch may hold the first model's shards a while longer, into the second one's passes.
+    before = {0, MODEL // RANKS} if name == "hsdp" else {0}
+    assert step["parameters"] - MODEL // share in before
+    assert step["optimizer state"] == 2 * MODEL // share
+    buckets = MODEL if name == "ddp" else 0  # DDP's copies of the gradients, which stay
+    assert step["gradients"] == MODEL // share + buckets
+
+
+@pytest.mark.parametrize("name", ["fsdp", "hsdp"])
+def test_a_pass_gathers_layers_and_not_the_model(of_ranks: dict[str, Any], name: str) -> None:
+    forward = of_ranks["phases"][f"{name}/forward"]
+    # The layer, the buffer that it came in, and the one before's, which torch keeps for a while.
+    assert forward["gathered parameters"] == 3 * LAYER
+    backward = of_ranks["phases"][f"{name}/backward"]
+    # The layer and its buffer; or the layer of now and the next one's buffer, asked for early.
+    assert backward["gathered parameters"] == 2 * LAYER
+    # Whole gradients of a layer and buffers of the size of one, and shards of all layers so far.
+    assert backward["gradients"] >= 2 * LAYER
+    for phase in (forward, backward):  # inputs, outputs and their gradients: nothing of a layer
+        assert phase["activations"] < LAYER // 4
+
+
+def test_ddp_gathers_nothing(of_ranks: dict[str, Any]) -> None:
+    ddp = [peak for name, peak in of_ranks["phases"].items() if name.startswith("ddp")]
+    assert all(peak["gathered parameters"] == 0 for peak in ddp)
+    # Nothing of its buckets is left among the rest.
+    assert of_ranks["phases"]["ddp/forward"]["gradients"] == MODEL
+
+
+@pytest.mark.parametrize("group", ["cpu", "device"])
+def test_objects_are_those_of_this_rank(of_ranks: dict[str, Any], group: str) -> None:
+    assert of_ranks["objects"][group] == [True, ["of a peer"], [0]]

@@ -1,0 +1,77 @@
+"""How a dry run brings training loops to their end, in the forms that people give them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+IDIOMS = Path(__file__).parent / "scripts" / "idioms.py"
+STEPS = 2
+# What was seen of each loop, steps apart; a loop that is the last of its script has nothing after.
+SEEN = {
+    "over_a_loader": ["save"],
+    "epochs": ["evaluate 3", "evaluate 0", "evaluate 0", "save"],
+    "steps_until_the_last": ["save"],
+    "next_of_an_iterator": ["save"],
+    "a_generator_that_cycles": ["save"],
+    "a_generator_as_a_loader": ["save"],
+    "no_loader": ["evaluate 3", "save"],
+    "a_counter": ["save"],
+    "forever": ["evaluate 3", "save"],
+    "in_a_context": ["save False"],
+    "epochs_without_a_loader": ["evaluate 3", "save"],
+    "a_function_of_its_own": ["evaluate 3", "evaluate 0", "save"],
+    "accumulation": ["save"],
+    "two_optimizers": ["generator", "save"],
+    "a_progress_bar": ["save"],
+    "a_stream": ["save"],
+    "early_return": ["save"],
+    "resumed": ["save"],
+    "a_resume_in_the_loop": ["epoch", "epoch", "epoch", "epoch", "save"],
+    "resumes_without_end": [],
+    "a_loop_that_comes_last": [],
+}
+RESUMES = 3  # at most: a script that loads in its loop is brought to its end, too
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    command = [sys.executable, str(IDIOMS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {each["name"]: each for each in lines}
+
+
+def test_every_loop_is_expected(found: dict[str, Any]) -> None:
+    assert set(found) == set(SEEN)
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_what_comes_after_the_steps_is_seen(found: dict[str, Any], name: str) -> None:
+    loop = found[name]
+    assert [each for each in loop["seen"] if each != "step"] == SEEN[name], loop
+    is_left = not SEEN[name]
+    assert loop["ended"] == ("left" if is_left else "finished"), loop
+
+
+@pytest.mark.parametrize("name", set(SEEN) - {"two_optimizers"})
+def test_few_steps_are_made(found: dict[str, Any], name: str) -> None:
+    rounds = 1 + RESUMES if "resume" in name else 1
+    # One more where a loop looks ahead, and one where its next step alone can end it.
+    assert STEPS <= found[name]["steps"] <= rounds * STEPS + 2, found[name]
+
+
+def test_steps_go_on_until_every_optimizer_has_made_one(found: dict[str, Any]) -> None:
+    seen = found["two_optimizers"]["seen"]
+    assert seen.index("generator") == 6  # five steps of the other, and its own
+    assert found["two_optimizers"]["steps"] <= 8
+
+
+def test_training_goes_on_after_a_resume_three_times_and_no_more(found: dict[str, Any]) -> None:
+    assert found["resumed"]["steps"] == 2 * STEPS
+    for name in ("a_resume_in_the_loop", "resumes_without_end"):
+        assert found[name]["steps"] == (1 + RESUMES) * STEPS, found[name]

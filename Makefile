@@ -25,7 +25,7 @@ SUM := $(shell (cat pyproject.toml constraints.txt; echo '$(TORCH)') | cksum | t
 STAMP := $(VENV)/.installed-$(SUM)
 # What the demo needs is less, and part of it.
 DEMO_STAMP := $(or $(wildcard $(STAMP)),$(VENV)/.installed-demo-$(SUM))
-# ninja lives in .venv, and torch looks for it on the path.
+# The tools of .venv come first.
 RUN := PATH="$(BIN):$$PATH"
 
 VERL_VENV := .venv-verl
@@ -99,22 +99,25 @@ bench-checkpoint: $(STAMP)
 gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.gpu $(PARTS)
 
-# Installs this package with an extra: $(call install,dev). torch comes first and alone: a later
-# resolution then finds it installed and fetches no other build.
+# Installs this package with an extra, and pip's options: $(call install,dev,--quiet). torch comes
+# first and alone: a later resolution then finds it installed and fetches no other build. The
+# simulator needs no more to be compiled, which it is while pip fetches the rest: what uses it then
+# finds it, waits for it, or, where that failed, compiles it again and says what is wrong.
 define install
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(1)]'
+	$(BIN)/python -m pip install $(2) '$(TORCH)'
+	PYTHONPATH=src $(BIN)/python -c 'from residency import sim; sim.build()' >$(VENV)/simulator.log 2>&1 & \
+	$(BIN)/python -m pip install $(2) --constraint constraints.txt --editable '.[$(1)]'
 endef
 
 $(STAMP): pyproject.toml constraints.txt
-	$(call install,dev)
+	$(call install,dev,--quiet)
 	rm -f $(VENV)/.installed-*
 	touch $@
 
 $(VENV)/.installed-demo-$(SUM): pyproject.toml constraints.txt
-	@echo "installing torch and the demo's frameworks into $(VENV), for some minutes"
-	$(call install,demo)
+	@echo "installing torch and the demo's frameworks into $(VENV), for a minute or two"
+	$(call install,demo,--no-compile)
 	touch $@
 
 # fastapi and uvicorn are what verl imports and does not ask for. Trinity-RFT is installed without what

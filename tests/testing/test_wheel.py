@@ -1,9 +1,12 @@
-"""The built wheel, installed elsewhere, brings the plugin and the simulator's sources."""
+"""The built wheel, installed elsewhere, brings the plugin and the simulator's sources, or the
+simulator compiled.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -42,3 +45,31 @@ def test_the_wheel_brings_the_plugin_to_another_project(
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["plugins:*residency-*"])
     assert "building the simulated accelerator" not in result.stdout.str()  # the very same sources
+
+
+def _built_wheel(folder: Path) -> zipfile.ZipFile:
+    # In a process of its own: hatchling keeps the hooks that it has imported.
+    build = "import sys; from hatchling.builders.wheel import WheelBuilder as Builder; "
+    build += "print(*Builder(sys.argv[1]).build(directory=sys.argv[2]))"
+    done = subprocess.run(
+        [sys.executable, "-c", build, ROOT, folder], capture_output=True, text=True, check=True
+    )
+    return zipfile.ZipFile(done.stdout.strip())
+
+
+def test_compiled_simulators_go_into_the_wheel_where_a_folder_of_them_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("RESIDENCY_PREBUILT", raising=False)
+    with _built_wheel(tmp_path) as wheel:
+        assert wheel.filename is not None
+        assert wheel.filename.endswith("-none-any.whl")
+        assert not [name for name in wheel.namelist() if name.endswith(".so")]
+    library = tmp_path / "prebuilt" / "core-0123" / "core.so"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"compiled")
+    monkeypatch.setenv("RESIDENCY_PREBUILT", str(tmp_path / "prebuilt"))
+    with _built_wheel(tmp_path) as wheel:
+        assert wheel.filename is not None
+        assert "-none-any" not in wheel.filename
+        assert wheel.read("residency/sim/prebuilt/core-0123/core.so") == b"compiled"

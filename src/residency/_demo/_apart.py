@@ -13,7 +13,9 @@ from residency._demo._child import Child, answer, messages
 from residency._demo._progress import Show
 from residency._demo._report import Report, report_from
 from residency._demo._settings import Settings, settings_from
-from residency._errors import RefusedError
+from residency._errors import BuildError, RefusedError
+
+_START = "start of a process"
 
 
 def run_apart(name: str, settings: Settings, show: Show) -> Report:
@@ -29,11 +31,13 @@ def run_apart(name: str, settings: Settings, show: Show) -> Report:
     child = Child(__name__, "serve")
     try:
         child.send(name=name, settings=dataclasses.asdict(settings))
-        while True:
-            message = child.receive()
-            if "report" in message:
-                return report_from(message["report"])
+        show(_START, "imports", 1, 1)
+        message = child.receive()
+        show(_START, "done", 2, 1)
+        while "report" not in message:
             show(*message["show"])
+            message = child.receive()
+        return report_from(message["report"])
     finally:
         child.end()
 
@@ -47,7 +51,7 @@ def serve() -> None:
                 settings_from(order["settings"]),
                 lambda *progress: answer(show=progress),
             )
-        except RefusedError as error:
+        except (BuildError, RefusedError) as error:
             answer(refused=str(error))
         else:
             answer(report=dataclasses.asdict(report))

@@ -15,11 +15,13 @@ from typing import Literal
 import torch
 
 from residency import _device, sim
+from residency._demo._progress import Show
 from residency._errors import RefusedError
 from residency._units import format_bytes, parse_bytes
 
 Face = Literal["sim", "cuda"]
 _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
+_SIMULATOR = "the simulated accelerator"
 _SIMULATED_CAPACITY_BYTES = parse_bytes("8GiB")
 
 
@@ -38,16 +40,18 @@ class Bench:
         is_simulated: Whether it is the simulated one.
     """
 
-    def __init__(self, face: Face = "sim") -> None:
+    def __init__(self, face: Face, show: Show) -> None:
         """Takes the accelerator of this machine, or enables the simulated one.
 
         Args:
             face: As which device it is to appear.
+            show: Is called while the simulated one is compiled, at its first use on this machine.
         """
         self._face: Face = face
         found = _device.accelerator()
         self.is_simulated = found is None or sim.is_enabled()
         if found is None or self.is_simulated:
+            sim.build(lambda what, done, num_steps: show(_SIMULATOR, what, done + 1, num_steps))
             found = _enable(_SIMULATED_CAPACITY_BYTES, face)
         self.device: torch.device = found
         self._empty_bytes = 0
@@ -99,13 +103,13 @@ class Bench:
 
 
 @contextmanager
-def open_bench(face: Face = "sim") -> Iterator[Bench]:
+def open_bench(face: Face, show: Show) -> Iterator[Bench]:
     """Opens the bench under deterministic algorithms; ends them, and any limit, on the way out."""
     # cuBLAS reads this when its first handle is made; without it deterministic algorithms refuse.
     configured = os.environ.get(_WORKSPACES)
     os.environ.setdefault(_WORKSPACES, ":4096:8")
     was_deterministic = torch.are_deterministic_algorithms_enabled()
-    bench = Bench(face)
+    bench = Bench(face, show)
     torch.use_deterministic_algorithms(True)
     try:
         yield bench

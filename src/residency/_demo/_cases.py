@@ -90,7 +90,7 @@ def run_case(name: str, settings: Settings, show: Show) -> Report:
     """
     if name not in CASES:
         raise unknown(name)
-    with open_bench(CASES[name].face) as bench:
+    with open_bench(CASES[name].face, show) as bench:
         return CASES[name].run(bench, settings, show)
 
 

@@ -1,7 +1,8 @@
-"""The progress bar: a line per run on stderr, so that stdout holds nothing but the result."""
+"""The progress bars: one a run, on stderr, so that stdout holds nothing but the result."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -23,8 +24,8 @@ step.
 
 @contextmanager
 def show_progress() -> Iterator[Show]:
-    """Shows a bar per run while the block runs; on a stream that is no terminal only the last state
-    is printed.
+    """Shows a bar per run while the block runs; on a stream that is no terminal, a line as each run
+    begins.
     """
     columns = (
         TextColumn("{task.description}"),
@@ -34,7 +35,8 @@ def show_progress() -> Iterator[Show]:
         TextColumn("{task.fields[phase]}"),
     )
     tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
 
         def show(label: str, phase: str, step: int, num_steps: int) -> None:
             for other, task in tasks.items():
@@ -42,7 +44,9 @@ def show_progress() -> Iterator[Show]:
                     progress.stop_task(task)
             if label not in tasks:
                 tasks[label] = progress.add_task(label, total=num_steps, phase=phase)
+                if not console.is_terminal:
+                    print(f"residency: {label}: {phase}", file=sys.stderr, flush=True)
             completed = num_steps if phase == "eval" else max(0, step - 1)
-            progress.update(tasks[label], completed=completed, phase=phase)
+            progress.update(tasks[label], total=num_steps, completed=completed, phase=phase)
 
         yield show

@@ -12,6 +12,8 @@ registering it cannot be undone; every setting can be changed again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ import torch
 from residency._errors import BuildError, InvalidArgumentError, RaceError, SimulatorError
 from residency._units import format_bytes, parse_bytes
 from residency.sim import _backend
+from residency.sim._build import build_extension
 from residency.sim._clock import Clock
 from residency.sim._gpus import CONTEXT_BYTES, Gpu, gpu_named
 from residency.sim._share import share_name
@@ -29,6 +32,7 @@ __all__ = [
     "Gpu",
     "RaceError",
     "SimulatorError",
+    "build",
     "enable",
     "gpu_named",
     "is_enabled",
@@ -103,6 +107,21 @@ def enable(
     if is_new:  # last, so that a refused first call leaves torch as it was
         _backend.register(num_devices)
     return torch.device(face, 0)
+
+
+def build(show: Callable[[str, int, int], None] | None = None) -> Path:
+    """Compiles the simulated accelerator if this machine has not, and returns the library's path.
+
+    ``enable`` does the same at its first call; an image of a container is a place to do it before.
+
+    Args:
+        show: Is called with what is done, the number of its steps that are done, and of all; by
+            default lines on stderr say so. It is not called if nothing is to be done.
+
+    Raises:
+        BuildError: It cannot be built here; the message says what to install.
+    """
+    return build_extension(show=show)
 
 
 def is_enabled() -> bool:

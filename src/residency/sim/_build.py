@@ -1,37 +1,52 @@
 """Compiles the simulated accelerator once and keeps it.
 
 The extension goes into a folder of the per-user cache named after all that could change it: the
-versions of torch and Python, and a hash of the sources. One process builds, the others wait for its
-file lock; a build that was killed leaves no library behind, so the next one starts over.
+versions of torch and Python, and a hash of the sources. A wheel may bring such folders. One process
+builds, the others wait for its file lock; a build that was killed leaves no library behind, so the
+next one starts over.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import importlib.util
 import os
-import platform
-import shlex
 import shutil
-import subprocess
 import sys
-import sysconfig
+import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
 from residency._errors import BuildError
+from residency.sim import _toolchain
 
 _NAME = "residency_sim_core"
 _SOURCES = Path(__file__).parent / "csrc"
-_FLAGS = ["-O2", "-g0", "-std=c++20", "-fvisibility=hidden", "-fno-semantic-interposition"]
-_INSTALL_PYTHON_PARTS = "pip install 'residency[sim]'"
+_SHIPPED = Path(__file__).parent / "prebuilt"  # of a wheel that brings some (hatch_build.py)
+_WORK = "build-"  # what folders of a build in work begin with
+# [Note: parts] Torch's headers take most of the time of a compile, and each file reads them anew.
+# So files that include much the same are compiled as one, in a third of the processor time. Names
+# in their anonymous namespaces must differ; the compiler says where they do not. There are four
+# parts, as many machines have more than two processors.
+_PARTS = {
+    "python": ["python"],
+    "torch_distributed": ["python"],
+    "torch_": ["torch_1", "torch_2"],
+    "": ["core"],
+}
+_BUILDING = "building the simulated accelerator (only once)"
+_WAITING = "waiting for another process that compiles it"
+
+Show = Callable[[str, int, int], None]
+"""Is called with what is done, and the number of its steps that are done and of all."""
 
 
 def cache_directory() -> Path:
@@ -56,6 +71,7 @@ def build_extension(
     *,
     sources: Sequence[Path] | None = None,
     name: str = _NAME,
+    show: Show | None = None,
 ) -> Path:
     """Builds the extension if the cache does not have it, and returns where it is.
 
@@ -63,10 +79,12 @@ def build_extension(
         sources: C++ files and the headers beside them; those of the simulated accelerator by
             default.
         name: The module's name in the sources.
+        show: Is called as it gets on, if there is anything to do; by default lines on stderr say
+            so.
 
     Raises:
-        BuildError: A compiler, ninja, setuptools or Python's headers are missing, the sources
-            cannot be read, the cache cannot be written, or the compiler failed.
+        BuildError: A compiler or Python's headers are missing, the sources cannot be read, the
+            cache cannot be written, or the compiler failed.
     """
     try:
         files = sorted(_SOURCES.iterdir()) if sources is None else sorted(sources)
@@ -76,14 +94,18 @@ def build_extension(
             f"The sources of the simulated accelerator cannot be read: {error}. Install the "
             "package again, as a user who may read it."
         ) from error
-    folder = cache_directory() / f"{name}-{fingerprint}"
-    library = folder / f"{name}.so"
+    place = Path(f"{name}-{fingerprint}", f"{name}.so")
+    if (_SHIPPED / place).exists():
+        return _SHIPPED / place
+    library = cache_directory() / place
+    folder = library.parent
     try:
+        if library.exists():  # whole: nobody need wait for the lock, or write into the cache
+            return library
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / "lock"):
+        with _locked(folder / "lock", show):
             if not library.exists():
-                units = [file for file in files if file.suffix == ".cpp"]
-                _build(name, units, folder, library)
+                _build(name, files, library, show)
     except OSError as error:
         raise BuildError(
             f"The folder for built extensions, {folder}, cannot be used: {error}. "
@@ -94,18 +116,22 @@ def build_extension(
 
 def _fingerprint(files: Sequence[Path]) -> str:
     digest = hashlib.sha256()
-    for part in (torch.__version__, platform.python_version(), platform.machine(), *_FLAGS):
-        digest.update(part.encode() + b"\0")
+    for word in (torch.__version__, *_toolchain.recipe()):
+        digest.update(word.encode() + b"\0")
     for file in files:
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, show: Show | None) -> Iterator[None]:
     # The kernel drops the lock when its holder dies, so that a killed build blocks nobody.
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with _progress(_WAITING, show):
+                fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
@@ -118,122 +144,93 @@ def _import_library(name: str, library: Path) -> ModuleType:
     return module
 
 
-def _build(name: str, sources: Sequence[Path], folder: Path, library: Path) -> None:
-    _check_tools()
-    work = folder / "build"
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
-    with _progress("building the simulated accelerator (once for this torch)"):
-        built = _compile(name, sources, work)
-    built.replace(library)  # whole or not there
-    shutil.rmtree(work, ignore_errors=True)
+def _parts(files: Sequence[Path]) -> dict[str, list[Path]]:
+    """Returns the files that are compiled as one, by the part's name. [Note: parts]"""
+    parts: dict[str, list[Path]] = {}
+    for file in sorted(files, key=lambda file: (-file.stat().st_size, file.name)):
+        if file.suffix == ".cpp":
+            names = next(names for start, names in _PARTS.items() if file.name.startswith(start))
+            smallest = min(names, key=lambda name: sum(_sizes(parts.get(name, ()))))
+            parts.setdefault(smallest, []).append(file)
+    return {name: sorted(parts[name]) for name in sorted(parts)}
 
 
-def _check_tools() -> None:
-    missing = []
-    for program in _programs(_compiler()):
-        if shutil.which(program) is None:
-            missing.append(f"the C++ compiler {program} (apt-get install g++)")
-    if _ninja_folder() is None:
-        missing.append(f"ninja ({_INSTALL_PYTHON_PARTS})")
-    if importlib.util.find_spec("setuptools") is None:
-        missing.append(f"setuptools ({_INSTALL_PYTHON_PARTS})")
-    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
-        missing.append("Python.h (apt-get install python3-dev)")
-    if missing:
-        raise BuildError(
-            "The simulated accelerator is compiled at its first use, and this machine lacks "
-            f"{'; '.join(missing)}. Install what is named and run this again."
-        )
+def _sizes(files: Iterable[Path]) -> list[int]:
+    return [file.stat().st_size for file in files]
 
 
-def _compiler() -> list[str]:
-    return shlex.split(os.environ.get("CXX", "")) or ["g++"]
-
-
-def _programs(compiler: Sequence[str]) -> list[str]:
-    """Returns the programs of a command such as ``ccache g++ -m64``: the first words."""
-    return [*compiler[:1], *(word for word in compiler[1:2] if not word.startswith("-"))]
-
-
-def _as_one_program(compiler: Sequence[str], work: Path) -> str:
-    """Returns a program that runs ``compiler``: torch quotes ``CXX`` as if it were one word."""
-    if len(compiler) == 1:
-        return compiler[0]
-    folder = work / "bin"
-    folder.mkdir()
-    # Torch warns about a compiler whose name it does not know.
-    script = folder / Path(_programs(compiler)[-1]).name
-    script.write_text(f'#!/bin/sh\nexec {shlex.join(compiler)} "$@"\n')
-    script.chmod(0o755)
-    return str(script)
-
-
-def _ninja_folder() -> str | None:
-    # pip puts ninja beside the interpreter, which need not be on PATH.
-    found = shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))
-    return str(Path(found).parent) if found else None
-
-
-def _compile(name: str, sources: Sequence[Path], work: Path) -> Path:
-    from torch.utils import cpp_extension  # imports setuptools, which only a build needs
-
-    # torch counts the builds of a name in a process: it would skip one that is tried again after it
-    # failed, and give one whose sources changed another name.
-    cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)
-    before = {name: os.environ.get(name) for name in ("PATH", "CXX")}
-    os.environ["PATH"] = os.pathsep.join(filter(None, [_ninja_folder(), before["PATH"]]))
+def _build(name: str, files: Sequence[Path], library: Path, show: Show | None) -> None:
+    _toolchain.check_tools()
+    for left in library.parent.glob(f"{_WORK}*"):  # by a build that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    # A folder of its own: a compiler that outlives a killed build writes where nobody looks.
+    work = Path(tempfile.mkdtemp(prefix=_WORK, dir=library.parent))
     try:
-        os.environ["CXX"] = _as_one_program(_compiler(), work)
-        cpp_extension.load(
-            name,
-            [str(source) for source in sources],
-            extra_cflags=_FLAGS,
-            build_directory=str(work),
-            is_python_module=False,
-            with_cuda=False,
-        )
-    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
-        raise BuildError(
-            f"The simulated accelerator did not compile against torch {torch.__version__}. "
-            "Install a torch that CONTRIBUTING.md lists, or what the compiler misses. It said:\n"
-            f"{error}"
-        ) from error
+        with _progress(_BUILDING, show) as advance:
+            built = _toolchain.compile_library(name, _parts(files), work, advance)
+        built.replace(library)  # whole or not there
     finally:
-        for variable, value in before.items():
-            os.environ.pop(variable, None)
-            if value is not None:
-                os.environ[variable] = value
-    return work / f"{name}.so"
+        shutil.rmtree(work, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _progress(message: str) -> Iterator[None]:
-    """Shows on stderr that a long build is alive: a clock on a terminal, two lines elsewhere."""
-    stream = sys.stderr
-    started = time.monotonic()
-    stop = threading.Event()
-    back, end = ("\r", "") if stream.isatty() else ("", "\n")
-
-    def show(state: str, end: str) -> None:
-        seconds = time.monotonic() - started
-        stream.write(f"{back}residency: {message} ... {state} {seconds:.0f} s{end}")
-        stream.flush()
-
-    def tick() -> None:
-        while not stop.wait(1.0):
-            show("working,", end)
-
-    show("started,", end)
-    clock = threading.Thread(target=tick, daemon=True)
-    if stream.isatty():
-        clock.start()
+def _progress(what: str, show: Show | None) -> Iterator[_toolchain.Advance]:
+    """Shows that something long is alive, while the block runs; yields what is called as it gets
+    on.
+    """
+    if show is not None:
+        show(what, 0, 1)
+        yield functools.partial(show, what)
+        show(what, 1, 1)
+        return
+    lines = _Lines(what)
+    lines.begin()
     outcome = "failed after"
     try:
-        yield
+        yield lines.advance
         outcome = "done in"
     finally:
-        stop.set()
-        if clock.is_alive():
-            clock.join()
-        show(outcome, "\n")
+        lines.end(outcome)
+
+
+class _Lines:
+    """The progress on stderr: a clock on a terminal, a line after each step elsewhere."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._stream = sys.stderr
+        self._is_terminal = self._stream.isatty()
+        self._started = time.monotonic()
+        self._state = "started,"
+        self._num_letters = 0  # of the last line
+        self._stop = threading.Event()
+        self._clock = threading.Thread(target=self._tick, daemon=True)
+
+    def begin(self) -> None:
+        self._show()
+        if self._is_terminal:
+            self._clock.start()
+
+    def advance(self, num_done: int, num_steps: int) -> None:
+        self._state = f"{num_done} of {num_steps},"
+        if not self._is_terminal and 0 < num_done < num_steps:
+            self._show()
+
+    def end(self, outcome: str) -> None:
+        self._stop.set()
+        if self._is_terminal:
+            self._clock.join()
+        self._state = outcome
+        self._show(end="\n")
+
+    def _tick(self) -> None:
+        while not self._stop.wait(1.0):
+            self._show()
+
+    def _show(self, end: str = "") -> None:
+        seconds = time.monotonic() - self._started
+        line = f"residency: {self._what} ... {self._state} {seconds:.0f} s"
+        padded = line.ljust(self._num_letters)  # over the line before, which may be longer
+        self._num_letters = len(line)
+        self._stream.write(f"\r{padded}{end}" if self._is_terminal else f"{line}\n")
+        self._stream.flush()

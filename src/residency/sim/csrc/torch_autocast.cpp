@@ -4,14 +4,13 @@
 
 #include "registration.h"
 
-using namespace at;  // the macros below name things in both
-using namespace at::autocast;
-
 RESIDENCY_KERNELS(_, c10::DispatchKey::AutocastPrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFallthrough());
 }
 
 RESIDENCY_KERNELS(aten, c10::DispatchKey::AutocastPrivateUse1, m) {
+  using namespace at;  // the macros below name things in both
+  using namespace at::autocast;
 #define RESIDENCY_LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
   AT_FORALL_LOWER_PRECISION_FP(RESIDENCY_LOWER)
 #define RESIDENCY_FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)

@@ -86,7 +86,7 @@ class Scaling {
   double factor_ = 1.0;
 };
 
-struct Call {
+struct Collective {
   OpType type;
   const char* name;
   bool is_async;
@@ -313,7 +313,7 @@ class Simccl final : public c10d::Backend {
   }
 
   // A collective of the group: after those issued before it, on the host and on the device.
-  Ptr<c10d::Work> collect(Call&& call, std::function<void()> job) {
+  Ptr<c10d::Work> collect(Collective&& call, std::function<void()> job) {
     const StreamId stream = call.is_async ? stream_for(kCollectives) : Machine::current_stream();
     DeviceWork::Part part = submit(call, stream);
     part.finished = is_dry() ? done() : thread_.submit(std::move(job));
@@ -323,7 +323,7 @@ class Simccl final : public c10d::Backend {
   // Between two ranks: each peer has a stream of its own, as on NCCL, so that both sides may send
   // first and receive then. Gloo begins at once, in the order of the calls.
   template <class Start>
-  Ptr<c10d::Work> exchange(Call&& call, int peer, Start start) {
+  Ptr<c10d::Work> exchange(Collective&& call, int peer, Start start) {
     DeviceWork::Part part = submit(call, stream_for(peer));
     if (is_dry()) {
       part.finished = done();
@@ -336,7 +336,7 @@ class Simccl final : public c10d::Backend {
   }
 
   // Issues the call on its stream, and runs that stream so far: the inputs are finished then.
-  DeviceWork::Part submit(const Call& call, StreamId stream) {
+  DeviceWork::Part submit(const Collective& call, StreamId stream) {
     Machine& machine = Machine::get();
     const StreamId current = Machine::current_stream();
     TORCH_CHECK(!machine.is_capturing(),
@@ -364,7 +364,7 @@ class Simccl final : public c10d::Backend {
     return part;
   }
 
-  Ptr<c10d::Work> hand_over(Call&& call, DeviceWork::Part&& part) {
+  Ptr<c10d::Work> hand_over(Collective&& call, DeviceWork::Part&& part) {
     auto work = c10::make_intrusive<DeviceWork>(call.type, std::vector{std::move(part)},
                                                 std::move(call.reads), std::move(call.writes));
     keep_until_finished(work);

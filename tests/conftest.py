@@ -63,8 +63,6 @@ _FRAMEWORKS = (
 )
 _ABOUT_ORDER = {  # [Note: tiers]
     "test_fixtures.py",
-    "test_gate.py",
-    "test_parity.py",
     "test_races.py",
     "test_streams.py",
     "test_waits.py",
@@ -105,9 +103,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     late = ("stacks", "test_docs.py")  # [Note: frameworks]
     items.sort(key=lambda item: item.path.parent.name in late or item.path.name in late)
     for item in items:
-        is_about_order = (
-            item.path.parent.name in ("transfer", "torture") or item.path.name in _ABOUT_ORDER
-        )
+        is_about_order = item.path.parent.name == "transfer" or item.path.name in _ABOUT_ORDER
         if "overtake" in _parameters(item) and not is_about_order:
             item.add_marker(pytest.mark.whole)  # [Note: tiers]
         if _REAL and item.get_closest_marker("sim"):

@@ -250,6 +250,7 @@ def call_seeing(run: Run) -> None:
         pass
 
 
+LONG = ("seeing", "load_pickle", "full_check")  # in the second tier
 CALLS: dict[str, Callable[[Run], None]] = {
     name.removeprefix("call_"): value
     for name, value in list(globals().items())
@@ -291,7 +292,10 @@ def outcome(
 
 
 @pytest.mark.sim_device(schedule="late")
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.whole] * (name in LONG)) for name in CALLS],
+)
 def test_a_call_does_the_same_under_every_mode(
     name: str, device: torch.device, tmp_path: Path
 ) -> None:

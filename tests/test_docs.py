@@ -51,6 +51,7 @@ def test_the_blocks_of_a_page_run_on_the_device_as_pasted(
     paste(page)
 
 
+@pytest.mark.whole
 def test_the_blocks_of_the_docs_run_in_fresh_processes_without_an_accelerator() -> None:
     ran = _pasted(*map(str, PAGES))
     assert ran.returncode == 0, ran.stderr
@@ -70,6 +71,7 @@ def test_every_block_is_python() -> None:
             compile(block.source, str(page), "exec")
 
 
+@pytest.mark.whole
 def test_a_run_that_lost_a_rank_ends_on_one_rank_at_the_sum_of_stock_torch(tmp_path: Path) -> None:
     (script,) = blocks_of(ROOT / "docs" / "how-to" / "train-on-several-ranks.md")
     assert script.file

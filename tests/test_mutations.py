@@ -135,6 +135,7 @@ def _command(checkout: Path, kind: str) -> list[str]:
     return [*command, "--lines", str(lines), "--kind", kind]
 
 
+@pytest.mark.whole
 def test_a_change_that_a_test_sees_is_found_and_others_survive(
     checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ import gc
 import shutil
 import tempfile
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -117,21 +118,39 @@ class Script:
                 self.lab.same(fresh.copy(), expected)
 
 
-@settings(
-    max_examples=25,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(
-    offload=st.booleans(),
-    max_in_flight=st.integers(1, 2),
-    spare=st.sampled_from([None, "all", "512B"]),
-    actions=st.lists(st.sampled_from(ACTIONS), min_size=3, max_size=12),
-)
+def _programs(count):
+    """Decorates a test of a program of saves; each takes its own ones, the same in every run."""
+    return lambda test: settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+    )(
+        given(
+            offload=st.booleans(),
+            max_in_flight=st.integers(1, 2),
+            spare=st.sampled_from([None, "all", "512B"]),
+            actions=st.lists(st.sampled_from(ACTIONS), min_size=3, max_size=12),
+        )(test)
+    )
+
+
+@_programs(10)
 def test_every_save_and_snapshot_equals_the_state_at_its_call(
     lab, no_loans, offload, max_in_flight, spare, actions
 ):
+    check(lab, no_loans, offload, max_in_flight, spare, actions)
+
+
+@pytest.mark.whole
+@_programs(50)
+def test_more_saves_and_snapshots_equal_the_states_at_their_calls(
+    lab, no_loans, offload, max_in_flight, spare, actions
+):
+    check(lab, no_loans, offload, max_in_flight, spare, actions)
+
+
+def check(lab, no_loans, offload, max_in_flight, spare, actions):
     directory = tempfile.mkdtemp()
     try:
         script = Script(lab, directory, offload=offload, max_in_flight=max_in_flight, spare=spare)

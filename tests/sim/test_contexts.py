@@ -47,6 +47,7 @@ def outcomes(built: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return outcomes
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("case", CASES)
 def test_contexts(outcomes: dict[str, str], case: str) -> None:
     assert outcomes[case] == "passed", outcomes[case]

@@ -123,7 +123,9 @@ def test_in_the_place_of_cuda(outcomes: Outcomes, worker: str, case: str) -> Non
     ("precision", "other"),
     [
         pytest.param("float32", "cpu", id="float32 as the host's kernels compute it"),
-        pytest.param("bfloat16", "sim", id="autocast as on the device sim"),
+        pytest.param(
+            "bfloat16", "sim", id="autocast as on the device sim", marks=pytest.mark.whole
+        ),
     ],
 )
 def test_a_script_computes_the_same_bits_on_cuda(

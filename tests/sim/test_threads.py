@@ -97,8 +97,15 @@ def _run(script: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("script", [_FREE_MEANWHILE, _WAIT_MEANWHILE], ids=["free", "wait"])
-@pytest.mark.parametrize(("schedule", "check_races"), [("late", True), ("eager", False)])
+@pytest.mark.parametrize(
+    ("script", "schedule", "check_races"),
+    [
+        pytest.param(_FREE_MEANWHILE, "late", True, id="free, late"),
+        pytest.param(_FREE_MEANWHILE, "eager", False, id="free, eager", marks=pytest.mark.whole),
+        pytest.param(_WAIT_MEANWHILE, "late", True, id="wait, late", marks=pytest.mark.whole),
+        pytest.param(_WAIT_MEANWHILE, "eager", False, id="wait, eager"),
+    ],
+)
 def test_a_kernel_in_python_runs_while_another_thread_uses_the_device(
     script: str, schedule: str, check_races: bool
 ) -> None:

@@ -49,6 +49,7 @@ def test_bytes_that_a_test_leaves_behind_fail_it_with_the_figures(run_tests) -> 
     )
 
 
+@pytest.mark.whole
 @sim_only
 def test_foreign_tensors_neither_run_nor_hide_what_a_test_left(run_tests) -> None:
     result = run_tests(
@@ -188,6 +189,7 @@ def test_queued_work_that_fails_is_reported_on_the_test_that_queued_it(run_tests
     )
 
 
+@pytest.mark.whole
 @sim_only
 def test_a_device_that_a_test_loses_is_there_again_for_the_next(run_tests, monkeypatch) -> None:
     monkeypatch.setenv("RESIDENCY_TEST_DEVICE", "sim-as-cuda")
@@ -268,6 +270,7 @@ def test_one_failed_test_does_not_make_the_next_ones_fail(run_tests) -> None:
     result.assert_outcomes(failed=3, passed=4)
 
 
+@pytest.mark.whole
 @sim_only
 def test_tensors_that_a_passed_test_leaves_where_they_cannot_stay_are_its_error(run_tests) -> None:
     result = run_tests(
@@ -347,6 +350,7 @@ def test_an_unknown_schedule_stops_the_collection(run_tests) -> None:
     result.stdout.fnmatch_lines(["*test_it: schedule is ?'late', 'soon'?; expected one or *"])
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -371,6 +375,7 @@ USES_THE_DEVICE = """
 """
 
 
+@pytest.mark.whole
 def test_a_machine_that_cannot_build_the_simulator_fails_the_tests_that_need_it(
     run_tests, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -389,6 +394,7 @@ def test_a_machine_that_cannot_build_the_simulator_fails_the_tests_that_need_it(
     result.stdout.fnmatch_lines(["SKIPPED*lacks the C++ compiler no-such-compiler*"])
 
 
+@pytest.mark.whole
 def test_a_failed_build_is_tried_once_and_shown(
     run_tests, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -404,6 +410,7 @@ def test_a_failed_build_is_tried_once_and_shown(
     assert output.count("building the simulated accelerator") == 2  # one build: start and end
 
 
+@pytest.mark.whole
 def test_a_device_that_is_not_there_is_named_and_the_simulated_one_left_out(
     run_tests, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -200,6 +200,7 @@ def test_settling_drops_garbage_that_has_a_private_pool_and_no_tensor(
     assert accelerator.memory_reserved() == 0
 
 
+@pytest.mark.whole
 def test_contexts_and_workspaces_are_charged_where_the_settings_say_so(run_tests) -> None:
     run_tests(
         """

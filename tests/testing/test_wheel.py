@@ -24,6 +24,7 @@ def _pip(*arguments: object) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.whole
 def test_the_wheel_brings_the_plugin_to_another_project(
     run_tests, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

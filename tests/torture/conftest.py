@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import pytest
 
-_NUM_SEEDS = 3
+_NUM_SEEDS = 2
 _ROUNDS = "rounds of torture"
 
 Judge = Callable[[random.Random], None]

@@ -7,6 +7,7 @@ moves the others, so that they share bytes in the new place as they did in the o
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -280,46 +281,68 @@ def send_home(homes: Homes, leaving: Any, beside: Tensor | None = None) -> Tenso
     Raises:
         RefusedError: The host has no room; nothing has moved.
     """
-    found = [
-        (inner, key, value)
+    going = _going_with(homes, leaving, beside)
+    if leaving is None and len(going) < 2:
+        return None
+    together = fill_together(homes, [each.value for each in going])
+    places = [
+        together[i] if i in together else homes.fill(each.reserved_home(), each.value)
+        for i, each in enumerate(going)
+    ]
+    inners = {id(inner): inner for inner in (*(each.inner for each in going), leaving)}
+    for inner in inners.values():
+        if inner is not None:
+            inner.leave_residents()
+    for each, home in zip(going, places, strict=True):
+        if each.inner is not None:
+            each.inner.settle(each.key, home)
+        homes.arrivals.note(local_of(each.value), home)
+    return homes.show(places[-1]) if beside is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor of the device that goes home.
+
+    Attributes:
+        value: The tensor.
+        inner: The ``ParameterState`` that has it; None of a tensor that is to be a state.
+        key: The key there.
+    """
+
+    value: Tensor
+    inner: Any = None
+    key: Any = None
+
+    @property
+    def owner(self) -> int:
+        """The identity of the one that it goes with."""
+        return id(self.value if self.inner is None else self.inner)
+
+    def reserved_home(self) -> Home | None:
+        """Returns the home that waits for it."""
+        return None if self.inner is None else self.inner.reserved.get(self.key)
+
+
+def _going_with(homes: Homes, leaving: Any, beside: Tensor | None) -> list[_Entry]:
+    """Returns the entries that go home with a state, or with a tensor, which is the last then."""
+    entries = [
+        _Entry(value, inner, key)
         for inner in list(homes.mappings.values())
         if inner is leaving or leaving is None or homes.has_aliases
         for key, value in dict.items(inner)
         if isinstance(value, Tensor) and not value.is_cpu
     ]
-    values = [value for _, _, value in found] + ([] if beside is None else [beside])
     if beside is not None:
-        storages = [local_of(value).untyped_storage().data_ptr() for value in values]
-        if storages[-1] not in storages[:-1]:
-            return None  # as nearly always
-    ids = {id(leaving)} if leaving is not None else {id(beside)}
-    owners = [id(inner) for inner, _, _ in found] + ([] if beside is None else [id(beside)])
-    groups = _joined([[owners[i] for i in g] for g in overlapping([local_of(v) for v in values])])
-    for group in groups:
-        ids |= group if ids & group else set()
-    going = [index for index, owner in enumerate(owners) if owner in ids]
-    if leaving is None and len(going) < 2:
-        return None
-    inners = {id(found[index][0]): found[index][0] for index in going if index < len(found)}
-    preferred = [
-        found[index][0].reserved.get(found[index][1]) if index < len(found) else None
-        for index in going
-    ]
-    together = fill_together(homes, [values[index] for index in going])
-    places = [
-        together[i] if i in together else homes.fill(home, values[index])
-        for i, (index, home) in enumerate(zip(going, preferred, strict=True))
-    ]
-    for inner in inners.values():
-        inner.leave_residents()
-    if leaving is not None:
-        leaving.leave_residents()
-    for index, home in zip(going, places, strict=True):
-        if index < len(found):
-            inner, key, _ = found[index]
-            inner.settle(key, home)
-        homes.arrivals.note(local_of(values[index]), home)
-    return homes.show(places[-1]) if beside is not None else None
+        storages = {local_of(each.value).untyped_storage().data_ptr() for each in entries}
+        if local_of(beside).untyped_storage().data_ptr() not in storages:
+            return []  # as nearly always
+        entries.append(_Entry(beside))
+    groups = overlapping([local_of(each.value) for each in entries])
+    owners = {id(beside if leaving is None else leaving)}
+    for group in _joined([[entries[i].owner for i in group] for group in groups]):
+        owners |= group if owners & group else set()
+    return [each for each in entries if each.owner in owners]
 
 
 def _joined(groups: Sequence[Sequence[int]]) -> list[set[int]]:

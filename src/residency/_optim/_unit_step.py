@@ -331,34 +331,49 @@ class UnitStep:
             return  # changed in place, as nearly always
         making = self._shared.making.setdefault(piece.parameter, {})
         change = _Change(piece.parameter, keys=list(after))
-        is_resident = piece.parameter in self._offload.resident
-        if is_resident and any(after[k] is not dict.get(before_of, k) for k in after):
-            sizes = [planned_bytes(value) for value in after.values() if _is_on_device(value)]
-            has_room = self._offload.resident.allow(piece.parameter, sum(sizes))
-            is_resident = has_room or self._state.has_aliases
-            change.is_evicted, change.is_leaving = not is_resident, not has_room and is_resident
+        stays = self._stays(change, before_of, after)
         for key, value in after.items():
             view = views.get(key)
             before = dict.get(before_of, key, _MISSING) if view is None else view
             if value is before and not (change.is_evicted and _is_on_device(value)):
                 continue
-            local = local_of(value) if isinstance(value, Tensor) else value
-            if view is not None and _has_layout_of(local, view):
-                if local.data_ptr() == view.data_ptr():
+            if view is not None and _has_layout_of(value, view):
+                if self._puts_in_slot(piece, inner, key, local_of(value), view):
                     continue
-                # The step bound the key to a new tensor.
-                if inner is not None and piece.is_whole and self._has_others(inner, key):
-                    self.births.append(self._give_home(piece, key, value, making))
-                else:
-                    view.copy_(local)
-            elif _is_on_device(value) and not is_resident:
-                if piece.is_last or value.dim() > 0:
-                    self.births.append(self._give_home(piece, key, value, making))
-            elif piece.is_last:
-                change.values[key] = self._shard(piece, value)
+            elif stays or not _is_on_device(value):
+                if piece.is_last:
+                    change.values[key] = self._shard(piece, value)
+                continue
+            if piece.is_last or value.dim() > 0:
+                self.births.append(self._give_home(piece, key, value, making))
         if piece.is_last:
             change.homes = {key: home for key, home in making.items() if key in after}
             self._changes.append(change)
+
+    def _stays(self, change: _Change, before: dict[str, Any], after: dict[str, Any]) -> bool:
+        """Returns whether what a step made on the device stays there; notes where it no longer may."""
+        resident = self._offload.resident
+        if change.parameter not in resident:
+            return False
+        if all(after[key] is dict.get(before, key) for key in after):
+            return True
+        sizes = [planned_bytes(value) for value in after.values() if _is_on_device(value)]
+        has_room = resident.allow(change.parameter, sum(sizes))
+        stays = has_room or self._state.has_aliases
+        change.is_evicted, change.is_leaving = not stays, stays and not has_room
+        return stays
+
+    def _puts_in_slot(
+        self, piece: Piece, inner: ParameterState | None, key: str, value: Tensor, view: Tensor
+    ) -> bool:
+        """Puts a state where it lay before, unless its home is also another entry's."""
+        if value.data_ptr() == view.data_ptr():
+            return True
+        # The step bound the key to a new tensor.
+        if inner is not None and piece.is_whole and self._has_others(inner, key):
+            return False
+        view.copy_(value)
+        return True
 
     def _has_others(self, inner: ParameterState, key: str) -> bool:
         """Returns whether a key's home is also another entry's, or a caller holds it."""
@@ -421,10 +436,10 @@ def _versions_of(tensors: Sequence[Tensor]) -> list[int]:
         return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def _has_layout_of(value: Any, view: Tensor) -> bool:
+def _has_layout_of(value: Any, view: Tensor) -> TypeGuard[Tensor]:
     return (
         isinstance(value, Tensor)
-        and value.device == view.device
-        and value.dtype == view.dtype
-        and value.shape == view.shape
+        and (local := local_of(value)).device == view.device
+        and local.dtype == view.dtype
+        and local.shape == view.shape
     )

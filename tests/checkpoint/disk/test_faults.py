@@ -21,7 +21,13 @@ SCENARIOS = ["first", "next", "again", "another-again"]
 MIN_CALLS = 50
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize(
+    "scenario",
+    [  # the ordinary one, and the one with a replacement beside another save
+        pytest.param(each, marks=[pytest.mark.whole] * (each in ("first", "again")))
+        for each in SCENARIOS
+    ],
+)
 def test_a_save_killed_at_any_system_call_leaves_old_or_new(
     tmp_path: Path, start: Callable[..., subprocess.Popen[str]], scenario: str
 ) -> None:

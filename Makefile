@@ -41,8 +41,10 @@ PROJECTS_BIN := $(CURDIR)/$(PROJECTS_VENV)/bin
 PROJECTS_PINS := benchmarks/projects/constraints.txt
 PROJECTS_STAMP := $(PROJECTS_VENV)/.installed-$(shell (cat pyproject.toml $(PROJECTS_PINS); echo '$(TORCH)') | cksum | tr ' ' '-')
 
+RELEASE_VENV := .venv-release
+
 .DEFAULT_GOAL := test
-.PHONY: demo test test-all torture test-verl test-projects check docs bench bench-checkpoint gpu
+.PHONY: demo test test-all torture test-verl test-projects check docs bench bench-checkpoint gpu release-check
 
 demo: $(DEMO_STAMP)
 	$(RUN) residency demo $(DEMO_ARGS)
@@ -98,6 +100,23 @@ bench-checkpoint: $(STAMP)
 # probe, optimizers, saves, memory, stacks, benchmarks, demo: make gpu PARTS="probe optimizers"
 gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.gpu $(PARTS)
+
+# What an upload would publish, in dist/: built, checked, built again from the sdist, and installed into
+# an empty environment, from which the demo's first case runs.
+release-check:
+	rm -rf dist $(RELEASE_VENV)
+	$(PYTHON) -m venv $(RELEASE_VENV)/tools
+	$(RELEASE_VENV)/tools/bin/python -m pip install --quiet --constraint constraints.txt hatchling twine
+	$(RELEASE_VENV)/tools/bin/hatchling build
+	$(RELEASE_VENV)/tools/bin/twine check --strict dist/*
+	mkdir $(RELEASE_VENV)/sdist && tar -xf dist/*.tar.gz -C $(RELEASE_VENV)/sdist --strip-components=1
+	cd $(RELEASE_VENV)/sdist && ../tools/bin/hatchling build --target wheel
+	cmp dist/*.whl $(RELEASE_VENV)/sdist/dist/*.whl
+	$(PYTHON) -m venv $(RELEASE_VENV)/empty
+	$(RELEASE_VENV)/empty/bin/python -m pip install --quiet '$(TORCH)'
+	$(RELEASE_VENV)/empty/bin/python -m pip install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[sim]"
+	cd $(RELEASE_VENV) && PATH="$$PWD/empty/bin:$$PATH" residency --version
+	cd $(RELEASE_VENV) && PATH="$$PWD/empty/bin:$$PATH" residency demo --case resume
 
 # Installs this package with an extra, and pip's options: $(call install,dev,--quiet). torch comes
 # first and alone: a later resolution then finds it installed and fetches no other build. The

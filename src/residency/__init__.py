@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from residency._park import park, unpark
     from residency._transfer import mutating
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError",

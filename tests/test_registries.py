@@ -20,6 +20,10 @@ ROOT = Path(__file__).resolve().parents[1] / "src" / "residency"
 REGISTRIES = {
     "_checkpoint/_background.py:_alive": "weak",
     "_checkpoint/_capture/_capture.py:_of_thread": "a thread's own, the index of its device",
+    "_checkpoint/_disk/_dry.py:_dry": "one entry",
+    "_checkpoint/_disk/_dry.py:_observers": "those of a dry run's process, which it has one of",
+    "_checkpoint/_disk/_dry.py:_zeros": "no registry: the bytes of a chunk, which nobody writes",
+    "_checkpoint/_disk/_dry.py:crc32_of_hole": "256 numbers",
     "_checkpoint/_disk/_lock.py:_locks": "weak",
     "_checkpoint/_disk/_read.py:_pools": "weak",
     "_checkpoint/_disk/_system.py:_libc": "one entry",

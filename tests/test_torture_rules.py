@@ -81,7 +81,7 @@ def test_the_seeds_are_new_in_each_run_and_printed_or_those_of_a_text(
     def seed() -> str:
         judged.makepyfile("def test_a_judge(torture):\n    torture(lambda chance: None)")
         lines = judged.runpytest().outlines
-        (line,) = [line for line in lines if line.startswith("3 rounds from seed ")]
+        (line,) = [line for line in lines if line.startswith("2 rounds from seed ")]
         assert line.endswith("::test_a_judge")
         return line.split()[4]
 

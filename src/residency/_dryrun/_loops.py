@@ -164,8 +164,8 @@ def _step(scope: ast.AST, line: int) -> _Stop | None:
 
 
 def _first(statement: ast.stmt) -> int:
-    decorated = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    above = statement.decorator_list if isinstance(statement, decorated) else []
+    is_decorated = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    above = statement.decorator_list if is_decorated else []
     return min([statement.lineno, *(each.lineno for each in above)])
 
 

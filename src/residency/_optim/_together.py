@@ -301,8 +301,8 @@ def send_home(homes: Homes, leaving: Any, beside: Tensor | None = None) -> Tenso
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    """A tensor of the device that goes home.
+class _Leaving:
+    """A tensor that leaves the device for its home.
 
     Attributes:
         value: The tensor.
@@ -324,10 +324,10 @@ class _Entry:
         return None if self.inner is None else self.inner.reserved.get(self.key)
 
 
-def _going_with(homes: Homes, leaving: Any, beside: Tensor | None) -> list[_Entry]:
+def _going_with(homes: Homes, leaving: Any, beside: Tensor | None) -> list[_Leaving]:
     """Returns the entries that go home with a state, or with a tensor, which is the last then."""
     entries = [
-        _Entry(value, inner, key)
+        _Leaving(value, inner, key)
         for inner in list(homes.mappings.values())
         if inner is leaving or leaving is None or homes.has_aliases
         for key, value in dict.items(inner)
@@ -337,7 +337,7 @@ def _going_with(homes: Homes, leaving: Any, beside: Tensor | None) -> list[_Entr
         storages = {local_of(each.value).untyped_storage().data_ptr() for each in entries}
         if local_of(beside).untyped_storage().data_ptr() not in storages:
             return []  # as nearly always
-        entries.append(_Entry(beside))
+        entries.append(_Leaving(beside))
     groups = overlapping([local_of(each.value) for each in entries])
     owners = {id(beside if leaving is None else leaving)}
     for group in _joined([[entries[i].owner for i in group] for group in groups]):

@@ -351,7 +351,7 @@ class UnitStep:
             self._changes.append(change)
 
     def _stays(self, change: _Change, before: dict[str, Any], after: dict[str, Any]) -> bool:
-        """Returns whether what a step made on the device stays there; notes where it no longer may."""
+        """Returns whether what a step made on the device stays there; notes where it may not."""
         resident = self._offload.resident
         if change.parameter not in resident:
             return False

@@ -25,7 +25,7 @@ _observers: list[Callable[[int], None]] = []
 
 
 def be_dry(is_on: bool = True) -> None:
-    """Says whether this process's saves are those of a dry run."""
+    """Sets whether this process's saves are those of a dry run."""
     _dry[:] = [True] * is_on
 
 
@@ -40,13 +40,13 @@ def watch_files(on_file: Callable[[int], None]) -> None:
 
 
 def note_file(num_bytes: int) -> None:
-    """Says that a file of a save is on the disk."""
+    """Tells the observers of a file that is on the disk."""
     for observer in _observers:
         observer(num_bytes)
 
 
 def is_left_out(num_bytes: int) -> bool:
-    """Says whether a tensor of this size is a hole."""
+    """Returns whether a tensor of this size is a hole."""
     return is_dry() and num_bytes >= _LARGE
 
 
@@ -56,7 +56,7 @@ def hole(num_bytes: int) -> memoryview:
 
 
 def is_hole(buffer: memoryview) -> bool:
-    """Says whether these are the bytes of a hole."""
+    """Returns whether these are the bytes of a hole."""
     return buffer.obj is _zeros.obj
 
 
@@ -85,7 +85,7 @@ def around_holes(
 
 
 def lies_in_hole(fd: Descriptor, offset: int, num_bytes: int) -> bool:
-    """Says whether all of these bytes of a file are a hole's."""
+    """Returns whether all of these bytes of a file are a hole's."""
     try:
         return os.lseek(fd.fileno(), offset, os.SEEK_DATA) >= offset + num_bytes
     except OSError as error:

@@ -46,7 +46,7 @@ class _Form(NamedTuple):
         inner: The forms of what is in it; None for a leaf.
     """
 
-    kind: Callable[[object], object]
+    kind: Callable[..., object]
     keys: list[object] | None
     inner: list[_Form | None]
 

@@ -15,7 +15,7 @@ from residency._errors import InvalidArgumentError
 
 def start_command(
     words: Sequence[str], *, site: Path, variables: Mapping[str, str], **options: Any
-) -> subprocess.Popen[bytes]:
+) -> subprocess.Popen[Any]:
     """Starts a command.
 
     Args:
@@ -30,7 +30,7 @@ def start_command(
     path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, **variables}
     try:
-        return subprocess.Popen(words, env=environment, text=False, **options)
+        return subprocess.Popen(words, env=environment, **options)
     except OSError as error:
         raise InvalidArgumentError(
             f"{words[0]!r} cannot be started: {error.strerror}. Nothing was changed; write after "

@@ -164,8 +164,9 @@ def _step(scope: ast.AST, line: int) -> _Stop | None:
 
 
 def _first(statement: ast.stmt) -> int:
-    is_decorated = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-    above = statement.decorator_list if is_decorated else []
+    above: list[ast.expr] = []
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        above = statement.decorator_list
     return min([statement.lineno, *(each.lineno for each in above)])
 
 

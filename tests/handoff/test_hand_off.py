@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -386,6 +387,14 @@ def test_with_expandable_segments_bytes_are_proven_all_the_same(device: torch.de
         assert freed.total == sum(freed.by_means().values()) > 64 * MIB
     finally:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
+def test_sizes_and_seconds_that_mean_nothing_are_refused_at_the_call(device: torch.device) -> None:
+    for call in (hand_off, partial(residency.take_over, peer="gpu0.sock")):
+        with pytest.raises(InvalidArgumentError, match="need is '1 parsec'"):
+            call("1 parsec")
+        with pytest.raises(InvalidArgumentError, match="timeout is -1"):
+            call(1, timeout=-1)
 
 
 def test_bad_input_is_named_and_nothing_moves(device: torch.device) -> None:

@@ -283,6 +283,13 @@ def test_a_state_of_other_parts_is_refused_before_anything_is_read(
     assert_same(picture(run), before)
 
 
+def test_a_part_that_is_misspelt_is_noticed(device: torch.device) -> None:
+    run = Run(device, offload=False)
+    with pytest.warns(UserWarning, match="sheduler= is a counter.*did you mean scheduler="):
+        TrainState(run.model, run.optimizer, sheduler=3)
+    TrainState(run.model, run.optimizer, optimizer_steps=3, epoch=1, mode="slow")
+
+
 def test_parts_that_do_not_belong_together_are_refused(device: torch.device) -> None:
     run, stranger = Run(device, offload=True), Run(device, offload=False)
     with pytest.raises(RefusedError, match=r"3 parameters of the optimizer.* not in the model"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import reprlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from residency._park import Parking, is_parked, tensors_of
 from residency._units import parse_bytes
 
 
-@contextmanager
 def hand_off(
     need: int | str,
     *,
@@ -38,7 +37,7 @@ def hand_off(
     group: object = None,
     peer: str | os.PathLike[str] | None = None,
     expandable_segments: bool | None = None,
-) -> Iterator[Reclaimed]:
+) -> AbstractContextManager[Reclaimed]:
     """Frees a number of bytes on the device for as long as the body runs, and proves it.
 
     Tries what `residency.reclaim` does, and stops where that suffices; then parks the listed owners
@@ -55,8 +54,8 @@ def hand_off(
         peer: A path, at which another process calls `residency.take_over` and states its bytes.
         expandable_segments: Whether the allocator's segments grow inside; None leaves that.
 
-    Yields:
-        The bytes that went back, by what freed them.
+    Returns:
+        A context manager; it gives the bytes that went back, by what freed them.
 
     Raises:
         HandOffError: The bytes cannot be reached, and everything is back. Or, on exit, they are
@@ -68,16 +67,29 @@ def hand_off(
     Memory:
         No device memory. Pinned host memory for what is parked, kept for the next time.
     """
-    target = _target(device)
-    job = HandOff(
-        target,
+    return _handed_off(
         parse_bytes(need, name="need"),
-        _parkings_of(park, target),
+        park,
+        device=device,
         timeout=check_timeout(timeout),
         collect=collect,
         group=check_group(group),
         path=None if peer is None else check_path(peer),
+        expandable_segments=expandable_segments,
     )
+
+
+@contextmanager
+def _handed_off(
+    need: int,
+    park: Iterable[Any],
+    *,
+    device: torch.device | int | str | None,
+    expandable_segments: bool | None,
+    **settings: Any,
+) -> Iterator[Reclaimed]:
+    target = _target(device)
+    job = HandOff(target, need, _parkings_of(park, target), **settings)
     require_settable(target, expandable_segments)
     with sole_hand_off(target):
         try:

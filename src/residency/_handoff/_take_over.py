@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import torch
 
@@ -18,14 +19,13 @@ from residency._units import format_bytes, parse_bytes
 _log = logging.getLogger("residency")
 
 
-@contextmanager
 def take_over(
     need: int | str,
     *,
     peer: str | os.PathLike[str],
     device: torch.device | int | str | None = None,
     timeout: float = 60.0,
-) -> Iterator[int]:
+) -> AbstractContextManager[int]:
     """Asks a process that calls `residency.hand_off` for bytes, and has them while the body runs.
 
     What the body allocates it also frees; on exit the allocator's cache goes back to the device,
@@ -37,8 +37,8 @@ def take_over(
         device: The accelerator, by default the current one.
         timeout: Seconds to wait for the other process, which may not have come that far.
 
-    Yields:
-        The bytes that are free on the device, by its own figure.
+    Returns:
+        A context manager; it gives the bytes that are free on the device, by its own figure.
 
     Raises:
         HandOffError: Nobody hands the device over in time, the other process ended or could not
@@ -46,13 +46,19 @@ def take_over(
         InvalidArgumentError: The size or the path means nothing, or there is no such accelerator.
     """
     num_bytes = parse_bytes(need, name="need")
-    path = check_path(peer)
+    return _taken_over(num_bytes, check_path(peer), device, check_timeout(timeout))
+
+
+@contextmanager
+def _taken_over(
+    num_bytes: int, path: Path, device: torch.device | int | str | None, timeout: float
+) -> Iterator[int]:
     target = _device.resolve(device)
     if target is None:
         raise InvalidArgumentError(
             "There is no accelerator on this machine to take over; leave the call out here."
         )
-    deadline = Deadline(check_timeout(timeout))
+    deadline = Deadline(timeout)
     _device.device_room(target)  # has this process's context made before the other side measures
     link: Link | None = None
     is_taken = False

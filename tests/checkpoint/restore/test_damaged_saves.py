@@ -105,6 +105,22 @@ def test_the_warning_of_an_older_save_that_is_tried_names_the_damaged_one(root):
     assert said.startswith(f"{newer}/{DATA} does not have the checksum")
 
 
+def test_the_error_of_the_last_damaged_save_says_how_many_are(root):
+    with residency.Checkpointer(root) as checkpointer:
+        checkpointer.save(8, {"model": nn.Linear(30, 30), "n": 1}).wait()
+    folders = list(root.glob("step-*"))
+    for folder in folders:
+        flip(folder / DATA, 5000)
+    with (
+        pytest.warns(UserWarning, match="An older save is tried"),
+        pytest.raises(CorruptSaveError) as caught,
+    ):
+        restore(root, None)
+    message = f"None of the {len(folders)} saves in {str(root)!r} can be restored"
+    assert str(caught.value).count(message) == 1
+    assert f"residency checkpoint verify {root}" in str(caught.value)
+
+
 @pytest.mark.parametrize("form", ["torch.save", "safetensors", "dcp", "dcp metadata"])
 def test_an_error_of_a_damaged_foreign_file_names_it_and_says_what_to_do(tmp_path, form):
     model = nn.Linear(30, 30)

@@ -63,6 +63,7 @@ class Attempts:
                 is_tried_on = is_gone and len(tried) < _MOST_ATTEMPTS
                 if not has_more or not (is_tried_on or isinstance(error, CorruptSaveError)):
                     _add_what_was_changed(error, candidate[0], touched)
+                    _add_how_many(error, len(tried), self.directory)
                     raise
                 if not is_gone:  # else another save has taken its place meanwhile
                     warn(f"{error} An older save is tried.")
@@ -141,3 +142,14 @@ def _add_what_was_changed(error: Exception, step: int, touched: Sequence[int]) -
     )
     message = str(error).replace("othing was changed", "othing was changed by this attempt")
     error.args = (f"{said} Then: {message}", *error.args[1:])
+
+
+def _add_how_many(error: Exception, count: int, directory: CheckpointDirectory) -> None:
+    """Makes the last error of a restore say that no save is left, and what names all damage."""
+    if isinstance(error, CorruptSaveError) and count > 1:
+        path = str(directory.path)
+        error.args = (
+            f"{error} None of the {count} saves in {path!r} can be restored: "
+            f"`residency checkpoint verify {path}` names the damage of each.",
+            *error.args[1:],
+        )

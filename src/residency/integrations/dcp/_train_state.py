@@ -14,6 +14,7 @@ as ``about this state.the optimizer is AdamW ...``, which no other kind of state
 from __future__ import annotations
 
 import copy
+import difflib
 import json
 import secrets
 import zlib
@@ -31,7 +32,7 @@ from torch.optim import Optimizer
 from residency._checkpoint._capture import parameter_names, plain_module, plain_optimizer
 from residency._checkpoint._restore import PlainReception, receive_plain
 from residency._dtensor import is_sharded, local_of, wrapped_like
-from residency._errors import InvalidArgumentError, RefusedError
+from residency._errors import InvalidArgumentError, RefusedError, warn
 from residency._optim import OffloadedOptimizer, record_of
 from residency._optim._trial import Schema, Schemas
 from residency._transfer import Incoming, before_write, lending, owner_of
@@ -91,6 +92,8 @@ class TrainState(Stateful):
             raise InvalidArgumentError(
                 f"{', '.join(sorted(taken))} is the name of a part; give the counter another name."
             )
+        for name in counters:
+            _note_misspelt(name)
         self.model = model
         self.optimizer = None if optimizer is None else plain_optimizer(optimizer)
         self.scheduler = scheduler
@@ -270,6 +273,13 @@ class TrainStatePlanner(DefaultLoadPlanner):
         elif saved != here:
             told = [{name.partition(mark[1:])[2] for name in each} for each in (saved, here)]
             raise RefusedError(_difference(*told))
+
+
+def _note_misspelt(counter: str) -> None:
+    """Warns of a counter that is nearly called as a part: saved as one, it would miss there."""
+    for part in difflib.get_close_matches(counter, ("optimizer", "scheduler"), 1, 0.8):
+        if not counter.startswith(part):  # `optimizer_steps`, `scheduler2`
+            warn(f"{counter}= is a counter of this TrainState; did you mean {part}=?")
 
 
 def _difference(saved: set[str], here: set[str]) -> str:

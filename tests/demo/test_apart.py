@@ -1,5 +1,8 @@
 """A case in a process of its own: its report, its progress, and what goes wrong in it."""
 
+import subprocess
+import sys
+
 import pytest
 
 from residency import RefusedError, ResidencyError, _demo
@@ -49,3 +52,8 @@ def test_a_refusal_is_raised_here(child: Child) -> None:
 def test_the_last_words_of_a_process_that_ends_are_shown(child: Child) -> None:
     with pytest.raises(ResidencyError, match="ended with status 1: these are its last words"):
         child.receive()
+
+
+def test_the_process_that_shows_the_progress_imports_no_torch() -> None:
+    imports = "import sys; from residency import _demo; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", imports]).returncode == 0

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from residency import _demo
+from residency import _demo, sim
 from residency._demo._settings import ModelShape
 from residency._errors import InvalidArgumentError
 from residency._units import MIB
@@ -36,6 +36,7 @@ def shown() -> list[tuple[str, str, int, int]]:
 
 @pytest.fixture(scope="module")
 def report(shown: list[tuple[str, str, int, int]]) -> _demo.Report:
+    sim.build()  # or its progress would be shown, too
     return _demo.run_case("optimizer-step", SMALL, lambda *state: shown.append(state))
 
 

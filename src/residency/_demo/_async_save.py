@@ -23,6 +23,7 @@ from residency import _device
 from residency._demo._bench import Bench
 from residency._demo._corpus import read_corpus, training_batch
 from residency._demo._identity import different_values
+from residency._demo._names import ASYNC_SAVE as NAME
 from residency._demo._progress import Show
 from residency._demo._report import LimitedRun, Promise, Report
 from residency._demo._settings import ModelShape, Settings
@@ -30,7 +31,6 @@ from residency._demo._training import asked_bytes, make_model
 from residency._errors import RefusedError
 from residency._units import format_bytes
 
-NAME = "async-save"
 SNIPPET = """\
 from residency.integrations.lightning import ResidencyCheckpointIO
 trainer = Trainer(plugins=[ResidencyCheckpointIO()])    # instead of AsyncCheckpointIO()"""

@@ -24,6 +24,7 @@ from residency import _device
 from residency._demo._bench import Bench
 from residency._demo._corpus import read_corpus, training_batch
 from residency._demo._identity import different_values
+from residency._demo._names import BEST_ADAPTER as NAME
 from residency._demo._progress import Show
 from residency._demo._report import LimitedRun, Promise, Report
 from residency._demo._settings import Settings
@@ -31,7 +32,6 @@ from residency._demo._training import asked_bytes
 from residency._errors import RefusedError
 from residency._units import format_bytes
 
-NAME = "best-adapter"
 SNIPPET = """\
 from residency.integrations.transformers import ResidencyCallback
 trainer = Trainer(..., callbacks=[ResidencyCallback()])"""

@@ -20,6 +20,7 @@ from residency import _device
 from residency._demo._bench import Bench
 from residency._demo._corpus import heldout_batch, read_corpus
 from residency._demo._identity import different_values
+from residency._demo._names import EVALUATION as NAME
 from residency._demo._progress import Show
 from residency._demo._report import CaseRow, LimitedRun, Promise, Report
 from residency._demo._settings import Settings
@@ -27,7 +28,6 @@ from residency._demo._training import asked_bytes
 from residency._errors import RefusedError
 from residency._units import format_bytes
 
-NAME = "evaluation"
 SNIPPET = """\
 from residency.integrations.transformers import ResidencyCallback
 trainer = Trainer(..., callbacks=[ResidencyCallback()])

@@ -21,6 +21,7 @@ from typing import Any
 
 from residency import _device
 from residency._demo._bench import Bench
+from residency._demo._names import HAND_OFF as NAME
 from residency._demo._progress import Show
 from residency._demo._report import CaseRow, Promise, Report
 from residency._demo._settings import ModelShape, Settings
@@ -28,7 +29,6 @@ from residency._demo._two_processes import Process
 from residency._report import find_growth
 from residency._units import format_bytes, parse_bytes
 
-NAME = "hand-off"
 SNIPPET = """\
 with residency.hand_off(0, peer="/run/gpu0.sock"):       # the trainer, after each step
     rollouts = engine.generate()

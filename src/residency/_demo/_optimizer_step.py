@@ -14,6 +14,7 @@ import torch
 from residency._demo._bench import Bench
 from residency._demo._corpus import Corpus, read_corpus
 from residency._demo._identity import count_values, differences
+from residency._demo._names import OPTIMIZER_STEP as NAME
 from residency._demo._progress import Show
 from residency._demo._report import CaseRow, Promise, Report
 from residency._demo._settings import ModelShape, Settings
@@ -22,7 +23,6 @@ from residency._errors import RefusedError
 from residency._optim import offload_optimizer
 from residency._units import MIB, format_bytes
 
-NAME = "optimizer-step"
 SNIPPET = """\
 optimizer = torch.optim.AdamW(model.parameters())
 residency.offload_optimizer(optimizer, bucket="{bucket}", slots={slots})"""

@@ -26,6 +26,7 @@ from residency import _device
 from residency._demo._bench import Bench
 from residency._demo._corpus import Corpus, read_corpus, training_batch
 from residency._demo._identity import different_values
+from residency._demo._names import RESUME as NAME
 from residency._demo._progress import Show
 from residency._demo._report import LimitedRun, Promise, Report
 from residency._demo._settings import ModelShape, Settings
@@ -34,7 +35,6 @@ from residency._memory import memory_state
 from residency._optim import OffloadedOptimizer, offload_optimizer
 from residency._units import MIB, format_bytes
 
-NAME = "resume"
 SNIPPET = """\
 from residency.integrations.dcp import TrainState
 state = TrainState(model, residency.offload_optimizer(optimizer), scheduler=scheduler)

@@ -83,6 +83,7 @@ optimizer.step()
 """
 
 
+@pytest.mark.whole
 def test_parameters_of_copies_are_parameters_and_a_late_hash_does_no_harm(dry_run) -> None:
     outcome = dry_run(COPIED)
     assert outcome.status == 0, outcome.errors
@@ -105,6 +106,7 @@ while True:
 """
 
 
+@pytest.mark.whole
 def test_a_script_that_makes_room_for_itself_fits_and_its_errors_are_told(dry_run) -> None:
     outcome = dry_run(CATCHING, options=("--capacity", "2GiB"))
     assert outcome.status == 0, outcome.errors
@@ -128,6 +130,7 @@ def test_loaders_end_and_what_comes_after_the_loop_is_seen(dry_run, tmp_path) ->
     assert saved.stat().st_blocks * 512 < 1 << 20
 
 
+@pytest.mark.whole
 def test_a_saved_counter_of_steps_comes_back(dry_run, tmp_path) -> None:
     outcome = dry_run(SCRIPTS / "epochs.py", "1", options=("--capacity", "8GiB", "--steps", "0"))
     assert outcome.status == 0, outcome.errors
@@ -148,6 +151,7 @@ with open("loaded.json", "w") as file:
 """
 
 
+@pytest.mark.whole
 def test_safetensors_come_back_on_the_device_and_in_files_of_their_size(dry_run, tmp_path) -> None:
     seen = []
     for real in ((), ("--real",)):
@@ -158,6 +162,7 @@ def test_safetensors_come_back_on_the_device_and_in_files_of_their_size(dry_run,
     assert seen[0] == seen[1]
 
 
+@pytest.mark.whole
 def test_a_run_that_is_killed_leaves_what_was_known_and_no_process(tmp_path) -> None:
     script = tmp_path / "killed.py"
     script.write_text(

@@ -12,7 +12,14 @@ from residency._dryrun import write_page
 from residency._dryrun._answer import Answer
 
 MIB = 1 << 20
-KINDS = ["parameters", "gradients", "optimizer state", "activations", "other"]
+KINDS = [
+    "parameters",
+    "gathered parameters",
+    "gradients",
+    "optimizer state",
+    "activations",
+    "other",
+]
 
 
 @pytest.mark.parametrize(
@@ -52,14 +59,15 @@ def test_a_page_that_was_there_stays_until_there_is_a_new_one(tmp_path: Path, ca
 
 
 def answer(*, errors: list[dict[str, Any]]) -> Answer:
-    at_peak = dict(zip(KINDS, (100 * MIB, 0, 0, 300 * MIB, 0), strict=True))
+    at_peak = dict(zip(KINDS, (100 * MIB, 0, 0, 0, 300 * MIB, 0), strict=True))
     phase = {"name": "forward", "visits": 2, "at_peak": at_peak}
     phase |= {"peak_allocated": 400 * MIB, "peak_reserved": 500 * MIB}
     found = {"kinds": KINDS, "phases": [phase], "torch": "2.99", "steps": 2, "seconds": 3.0}
     found |= {"ended": "finished", "error": None, "was_interrupted": False, "retries": 0}
     found |= {"host_peak": 0, "pinned_peak": 0, "files": 0, "saved": 0, "out_of_memory": []}
+    found |= {"has_compiled": False, "is_cut": False}
     found |= {
-        "timeline": [[0, 100 * MIB, 0, 0, 0, 0, 500 * MIB], [1, *at_peak.values(), 500 * MIB]]
+        "timeline": [[0, 100 * MIB, 0, 0, 0, 0, 0, 500 * MIB], [1, *at_peak.values(), 500 * MIB]]
     }
     found |= {"marks": [[1, "set up"], [2, "forward"]]}
     return Answer(found, errors, 450 * MIB if errors else 1000 * MIB, 34 * MIB, "a <device>")

@@ -48,6 +48,7 @@ def test_the_largest_batch_is_the_largest_that_fits(dry_run) -> None:
     assert not failing.answer["fits"]
 
 
+@pytest.mark.whole
 def test_one_rank_of_four_has_a_quarter_of_the_states(dry_run) -> None:
     alone = dry_run(SHARDED.replace("* 4", "* 1"), options=("--capacity", "4GiB"))
     assert alone.status == 0, alone.errors
@@ -59,6 +60,7 @@ def test_one_rank_of_four_has_a_quarter_of_the_states(dry_run) -> None:
         assert 4 * part[kind] == whole[kind]
 
 
+@pytest.mark.whole
 def test_torchrun_is_run_as_its_first_rank(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SHARDED)
     command = [sys.executable, "-m", "residency", "dry-run", "--capacity", "4GiB", "--"]
@@ -76,6 +78,7 @@ def test_torchrun_is_run_as_its_first_rank(tmp_path: Path) -> None:
     assert "optimizer step" in done.stdout
 
 
+@pytest.mark.whole
 def test_an_interrupt_prints_what_is_known(tmp_path: Path) -> None:
     script = tmp_path / "endless.py"
     script.write_text(

@@ -244,6 +244,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.whole
 def test_one_rank_of_four_loads_what_it_saved(dry_run, tmp_path: Path) -> None:
     options = ("--capacity", "4GiB", "--ranks", "4", "--steps", "0")
     outcome = dry_run(SHARDED, options=options)
@@ -286,6 +287,7 @@ json.dump(seen, open("seen.json", "w"))
 """
 
 
+@pytest.mark.whole
 def test_staged_and_cloned_saves_take_their_memory_and_no_room_on_the_disk(
     dry_run, tmp_path: Path
 ) -> None:

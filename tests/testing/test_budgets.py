@@ -39,6 +39,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("arguments", [["-p", "no:xdist"], ["-n", "1"]], ids=["alone", "xdist"])
 def test_a_budget_has_its_peak_in_the_summary_and_in_junits_file(
     run_tests, pytester: pytest.Pytester, arguments: list[str]

@@ -37,13 +37,13 @@ def accelerator() -> torch.device | None:
 
 
 def _is_initialized(device: torch.device) -> bool:
-    """Says whether torch has initialised the device; True of a device that cannot say."""
+    """Returns whether torch has initialised the device; True of a device that cannot say."""
     ask = getattr(torch.get_device_module(device), "is_initialized", None)
     return ask is None or bool(ask())
 
 
 def has_context(device: torch.device) -> bool:
-    """Says whether this process has a context on the device: whether it has used it by now.
+    """Returns whether this process has a context on the device: whether it has used it by now.
 
     Without one it has no memory there, and nothing page-locked for it; to ask how much is free, to
     synchronise or to pin would make one, of 0.5 GB on CUDA, in a process that may need none.
@@ -105,7 +105,7 @@ def new_stream(device: torch.device) -> torch.Stream:
 
 
 def is_pinning_available() -> bool:
-    """Says whether host memory can be page-locked for an accelerator here."""
+    """Returns whether host memory can be page-locked for an accelerator here."""
     return accelerator() is not None
 
 
@@ -139,7 +139,7 @@ def unfilled_bytes(num_bytes: int, device: torch.device, *, pin: bool = False) -
 
 
 def is_lost(error: BaseException) -> bool:
-    """Says whether an error is the device's own, and not of memory that could not be had.
+    """Returns whether an error is the device's own, and not of memory that could not be had.
 
     After one, as of an index out of bounds, CUDA answers every call with it until the process ends.
     """
@@ -321,7 +321,7 @@ def device_room(device: torch.device) -> tuple[int, int] | None:
 
 
 def tells_settings() -> bool:
-    """Says whether torch tells its allocator's settings as they are now; 2.11 does not."""
+    """Returns whether torch tells its allocator's settings as they are now; 2.11 does not."""
     return hasattr(torch._C, "_accelerator_getAllocatorSettings")
 
 
@@ -376,7 +376,7 @@ def empty_cache(device: torch.device) -> None:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Says whether the current stream is being captured into a graph."""
+    """Returns whether the current stream is being captured into a graph."""
     return device.type == "cuda" and bool(torch.cuda.is_current_stream_capturing())
 
 

@@ -24,7 +24,7 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 def is_sharded(value: Any) -> bool:
-    """Says whether a value is a ``DTensor``, without importing that part of torch."""
+    """Returns whether a value is a ``DTensor``, without importing that part of torch."""
     if type(value) in _PLAIN:  # nearly always, and asked for every state of every step
         return False
     module: Any = sys.modules.get("torch.distributed.tensor")
@@ -93,7 +93,7 @@ def local_gradient(parameter: Tensor) -> Tensor:
 
 
 def has_partial_gradient(parameter: Tensor) -> bool:
-    """Says whether the gradient of a replicated parameter is still to be summed over ranks.
+    """Returns whether the gradient of a replicated parameter is still to be summed over ranks.
 
     Some steps scale it before the sum, so only a step on ``DTensor`` has torch's bits.
     """

@@ -65,7 +65,7 @@ def _told_pool_bytes(figures: Mapping[str, Any]) -> int:
 
 
 def _tells_pools(device: torch.device) -> bool:
-    """Says whether torch's figures name private pools: CUDA's do from torch 2.13 on."""
+    """Returns whether torch's figures name private pools: CUDA's do from torch 2.13 on."""
     if device.type != "cuda":
         return True
     nested = torch.get_device_module(device).memory_stats_as_nested_dict(device)
@@ -91,7 +91,7 @@ def _private_segments(device: torch.device) -> list[dict[str, Any]] | None:
 
 
 def may_have_graphs() -> bool:
-    """Says whether a captured graph may be alive on any device of the process.
+    """Returns whether a captured graph may be alive on any device of the process.
 
     Torch tells which memory belongs to pools, and a graph may have been captured without one.
     """

@@ -72,7 +72,7 @@ class Save:
         return self
 
     def is_done(self) -> bool:
-        """Says whether the save is published, or has failed, or was skipped."""
+        """Returns whether the save is published, or has failed, or was skipped."""
         return self._done.is_set()
 
     def statistics(self) -> SaveStatistics:

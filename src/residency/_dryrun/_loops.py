@@ -93,7 +93,7 @@ class Loops:
 
 
 def is_called_by_script(frame: FrameType) -> bool:
-    """Says whether a frame is the script's, and in a call such as ``iter``, not in a ``for``."""
+    """Returns whether a frame is the script's, and in a call such as ``iter``, not in a ``for``."""
     code = frame.f_code
     operation = dis.opname[code.co_code[frame.f_lasti]]
     return is_script(code.co_filename) and operation not in ("GET_ITER", "GET_YIELD_FROM_ITER")

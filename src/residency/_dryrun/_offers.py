@@ -59,7 +59,7 @@ class Offer:
     joins_pieces: bool = False
 
     def helps(self, phase: Phase, room: int) -> bool:
-        """Says whether it can help in a phase that does not fit into the room for torch."""
+        """Returns whether it can help in a phase that does not fit into the room for torch."""
         if self.joins_pieces:
             return bool(phase["peak_allocated"] <= room < phase["peak_reserved"])
         return self.gain(phase) >= MIB

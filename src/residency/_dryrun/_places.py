@@ -57,7 +57,7 @@ def place_of_now() -> tuple[str, str]:
 
 
 def is_script(name: str) -> bool:
-    """Says whether a file is the script's own: no library's, and none of ours."""
+    """Returns whether a file is the script's own: no library's, and none of ours."""
     if "site-packages" in name or "dist-packages" in name or name.startswith("<"):
         return False
     return not name.startswith(_LIBRARIES)

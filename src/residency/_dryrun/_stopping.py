@@ -112,7 +112,7 @@ class Stopping:
                 trainer.should_stop = True
 
     def _has_seen_enough(self, count: int) -> bool:
-        """Says whether the steps are made: by each of a GAN's optimizers, too."""
+        """Returns whether the steps are made: by each of a GAN's optimizers, too."""
         if count < self._wanted:
             return False
         is_each_seen = all(optimizer in self._counts for optimizer in list(self._optimizers))
@@ -165,7 +165,7 @@ class Stopping:
         base.__init__, base.__next__, loaders.__iter__ = made, follow, begun
 
     def _is_over(self, loader: Any) -> bool:
-        """Says whether a loader gives nothing more: what it is for has been seen."""
+        """Returns whether a loader gives nothing more: what it is for has been seen."""
         if not self.is_ending or self._is_feeding:
             return False
         return loader in self._training or self._passes.get(loader, 0) > 1

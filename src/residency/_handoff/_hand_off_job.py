@@ -166,7 +166,7 @@ class HandOff:
         return effort
 
     def _can_suffice(self, effort: Effort) -> bool:
-        """Says whether parking everything could make the room, before anything is moved."""
+        """Returns whether parking everything could make the room, before anything is moved."""
         modules = [p.owner for p in self._parkings if isinstance(p.owner, nn.Module)]
         if any(any(fsdp_groups(module)) for module in modules):
             return True  # what they have gathered goes, too

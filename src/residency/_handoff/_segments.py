@@ -32,7 +32,7 @@ _toggle = Turns()  # the setting is the process's, not the device's
 
 
 def is_expandable(device: torch.device) -> bool:
-    """Says whether the allocator's segments grow: by its settings, else by what it has.
+    """Returns whether the allocator's segments grow: by its settings, else by what it has.
 
     Torch tells the settings that it was given last, and keeps this one where they do not name it.
     An older one tells nothing: then what a library may have changed since the process began shows

@@ -18,7 +18,7 @@ LONGEST_LINE = MIB  # what is longer is no line of a recording
 
 
 def is_record(file: Path) -> bool:
-    """Says whether a file begins with a recording's own first line: its mark, whatever its name.
+    """Returns whether a file begins with a recording's own first line: its mark, whatever its name.
 
     Raises:
         OSError: It cannot be read.
@@ -35,7 +35,7 @@ def is_record(file: Path) -> bool:
 
 
 def may_be_replaced(file: Path) -> bool:
-    """Says whether writing a record there loses nothing but an older record.
+    """Returns whether writing a record there loses nothing but an older record.
 
     Raises:
         OSError: It cannot be read.

@@ -24,7 +24,7 @@ def bases(cls: type) -> tuple[type, ...]:
 
 
 def is_a(thing: object, cls: type) -> bool:
-    """Says whether an object is of a class or of one derived from it."""
+    """Returns whether an object is of a class or of one derived from it."""
     return cls in bases(type(thing))
 
 

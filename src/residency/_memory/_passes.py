@@ -88,7 +88,7 @@ class Passes:
 
 
 def _is_part(*, besides: str | None = None) -> bool:
-    """Says whether what goes on now is part of a phase that is shown as a whole."""
+    """Returns whether what goes on now is part of a phase that is shown as a whole."""
     if any(visit.name in _WHOLE and visit.name != besides for visit in open_phases()):
         return True
     # In autograd's threads, which have no phases of their own, checkpointed activations are

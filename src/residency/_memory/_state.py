@@ -211,7 +211,7 @@ def _classify(
 
 
 def _grows_in_pages(figures: Mapping[str, object]) -> bool:
-    """Says whether reserved bytes may lie outside segments: those that grow are not counted."""
+    """Returns whether reserved bytes may lie outside segments: those that grow are not counted."""
     if _has_uncounted(figures):
         return True
     # Plain segments from before the setting may hide those that came after it.
@@ -220,7 +220,7 @@ def _grows_in_pages(figures: Mapping[str, object]) -> bool:
 
 
 def has_growing_segments(device: torch.device) -> bool | None:
-    """Says whether segments of the allocator's are seen to grow; None where it has none yet."""
+    """Returns whether segments of the allocator's are seen to grow; None where it has none yet."""
     figures = _device.allocator_figures(device)
     if not figures.get("reserved_bytes.all.current", 0):
         return None

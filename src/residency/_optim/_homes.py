@@ -209,13 +209,13 @@ class Homes:
                 reserved[key] = self.allocate(like)
 
     def fits(self, home: Home | None, like: Tensor, shape: torch.Size | None = None) -> bool:
-        """Says whether a home is such as ``allocate`` would make, and may be written."""
+        """Returns whether a home is such as ``allocate`` would make, and may be written."""
         if home is None or lending.is_lent(home.tensor):
             return False
         return strided_as(home.tensor) == strided_as(_model_of(local_of(like), shape))
 
     def takes(self, home: Home | None, value: Tensor) -> TypeGuard[Home]:
-        """Says whether a value's bytes may go into a home: it is as large, and no save reads it."""
+        """Returns whether a value may go into a home: it is as large, and no save reads that."""
         return (
             home is not None
             and (home.tensor.shape, home.tensor.dtype) == (value.shape, value.dtype)
@@ -339,7 +339,7 @@ class Homes:
         return self.arena.holds(tensor) or self._is_callers(tensor)
 
     def _is_callers(self, tensor: Tensor) -> bool:
-        """Says whether a host tensor has bytes of a caller's memory that is, or was, a home."""
+        """Returns whether a host tensor has bytes of a caller's memory that is, or was, a home."""
         span = span_of(tensor)
         if span is None:
             return False
@@ -364,7 +364,7 @@ class Homes:
         return []
 
     def has(self, value: Tensor) -> bool:
-        """Says whether a value lies in a home."""
+        """Returns whether a value lies in a home."""
         return self.find(value) is not None or self._is_among_homes(local_of(value))
 
     def follow(self, home: Home) -> Home:
@@ -413,7 +413,7 @@ class Homes:
             self._shown.pop(home, None)
 
     def is_written(self, home: Home) -> bool:
-        """Says whether a caller has written to what he was shown since the last step."""
+        """Returns whether a caller has written to what he was shown since the last step."""
         shown = self._shown.get(home)
         return shown is not None and local_of(shown)._version > 0
 
@@ -432,7 +432,7 @@ class Homes:
         return [home for home in held if home.num_entries]
 
     def is_held(self, home: Home) -> bool:
-        """Says whether a caller can reach a home's bytes without a new look at the state.
+        """Returns whether a caller can reach a home's bytes without a new look at the state.
 
         The tensor that he was shown is let go of, and lives on only where he has it.
         """
@@ -454,7 +454,7 @@ class Homes:
         return bool(home.views)
 
     def has_views(self, home: Home) -> bool:
-        """Says whether a caller has more of a home than the tensor that he was shown."""
+        """Returns whether a caller has more of a home than the tensor that he was shown."""
         is_held, shown = self.is_held(home), self._shown.get(home)
         return is_held and not (shown is not None and is_only_one(local_of(shown)))
 

@@ -20,7 +20,7 @@ MASTER = "master_weight"
 
 
 def needs_master(parameter: Tensor) -> bool:
-    """Says whether a parameter is of those that masters are for."""
+    """Returns whether a parameter is of those that masters are for."""
     return parameter.dtype in (torch.bfloat16, torch.float16)
 
 

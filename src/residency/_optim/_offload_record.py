@@ -224,7 +224,7 @@ class Offload:
         )
 
     def has_master(self, parameter: Tensor) -> bool:
-        """Says whether a float32 master is stepped in a parameter's place."""
+        """Returns whether a float32 master is stepped in a parameter's place."""
         return self.master_weights and needs_master(parameter)
 
     def forget_plan(self) -> None:

@@ -92,7 +92,7 @@ class ParameterState(dict[str, Any]):
         self.made_for = now
 
     def is_template(self) -> bool:
-        """Says whether the values are still the zeros that ``prime`` put here.
+        """Returns whether the values are still the zeros that ``prime`` put here.
 
         A load may write into them in place (``dcp.load`` does), with or without a new version.
         """
@@ -172,12 +172,12 @@ class ParameterState(dict[str, Any]):
                 self._homes.arrivals.note(local_of(value), self.homes_by_key[key])
 
     def is_of(self, homes: Homes) -> bool:
-        """Says whether the values live in these homes."""
+        """Returns whether the values live in these homes."""
         return self._homes is homes
 
     def has_others(self, home: Home, *, also_shown: bool) -> bool:
-        """Says whether a home is also another entry's, or a caller holds it: a view of it, or what
-        he was shown.
+        """Returns whether a home is another entry's too, or a caller holds it: a view, or what he
+        was shown.
         """
         is_held = self._homes.is_held if also_shown else self._homes.has_views
         return home.num_entries > 1 or is_held(home)
@@ -191,7 +191,7 @@ class ParameterState(dict[str, Any]):
         return self._homes.copy_of(home)
 
     def is_at(self, key: str, home: Home) -> bool:
-        """Says whether a home is that of a key."""
+        """Returns whether a home is that of a key."""
         return self.homes_by_key.get(key) is home
 
     def move_to(self, owner: int, reserved: dict[str, Home]) -> None:
@@ -255,7 +255,7 @@ class ParameterState(dict[str, Any]):
             dict.update(self, zip(keys, values, strict=True))
 
     def is_on_device(self, key: str) -> bool:
-        """Says whether steps see this key's value on the device."""
+        """Returns whether steps see this key's value on the device."""
         value = dict.get(self, key)
         return key in self.homes_by_key or (isinstance(value, Tensor) and not value.is_cpu)
 

@@ -288,7 +288,7 @@ class StreamedStep:
         return lay_out(unit.pieces, after).stores if is_moved else unit.stores
 
     def _may_be_lent(self, unit: Unit) -> bool:
-        """Says whether a snapshot or a save may read homes of a unit; asked of all units at every
+        """Returns whether a snapshot or a save may read homes of a unit; asked of all at every
         step while anything is lent.
         """
         inners = self._state.peek_each([piece.parameter for piece in unit.pieces])

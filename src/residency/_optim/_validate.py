@@ -162,7 +162,7 @@ def device_of(name: str, parameters: Sequence[Tensor]) -> torch.device:
 
 
 def has_no_rate(optimizer: Optimizer) -> bool:
-    """Says whether all learning rates are zero: how ``torch.distributed.checkpoint`` makes the
+    """Returns whether all learning rates are zero: how ``torch.distributed.checkpoint`` makes the
     state of a fresh optimizer before a load. Rates on the device are not looked at.
     """
     for group in optimizer.param_groups:

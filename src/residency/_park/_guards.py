@@ -69,20 +69,20 @@ class Notices:
         self._optimizers.clear()
 
     def is_parked(self, tensor: Tensor) -> bool:
-        """Says whether this parking has the tensor's bytes."""
+        """Returns whether this parking has the tensor's bytes."""
         return id(local_of(tensor)) in self._parked
 
     def has_state_of(self, optimizer: Optimizer) -> bool:
-        """Says whether this parking has state of the optimizer."""
+        """Returns whether this parking has state of the optimizer."""
         return optimizer in self._optimizers
 
     def refuses(self, module: nn.Module) -> bool:
-        """Says whether a forward of the module would gather what is parked."""
+        """Returns whether a forward of the module would gather what is parked."""
         return module in self._fsdp_parts
 
 
 def is_parked(tensor: Tensor) -> bool:
-    """Says whether a parking has the tensor's bytes."""
+    """Returns whether a parking has the tensor's bytes."""
     return tensor.is_cpu and any(notices.is_parked(tensor) for notices in _standing)
 
 

@@ -158,7 +158,7 @@ def remember(parking: Parking) -> None:
 
 
 def is_parked(owner: Owner) -> bool:
-    """Says whether ``park`` has moved something of an owner that is not back yet."""
+    """Returns whether ``park`` has moved something of an owner that is not back yet."""
     return any(parking.is_parked for parking in _parkings.get(owner, ()))
 
 

@@ -115,7 +115,7 @@ class Rebound:
         return self._other is not None and self.tensor._cdata != self._device_body
 
     def is_in_use(self) -> bool:
-        """Says whether anybody but this object has the tensor."""
+        """Returns whether anybody but this object has the tensor."""
         tensor = self.tensor  # one reference, beside the attribute and the argument
         return (
             self.is_split or sys.getrefcount(tensor) > 3 or tensor._use_count() > 1  # type: ignore[attr-defined]  # what C++ has
@@ -223,7 +223,7 @@ def _give_hooks(body: Tensor, hooks: _Hooks, known: _Hooks = (None, None)) -> No
 
 
 def has_live_accumulator(tensor: Tensor) -> bool:
-    """Says whether a graph, or a caller, keeps the node that adds to the tensor's gradient."""
+    """Returns whether a graph, or a caller, keeps the node that adds to the tensor's gradient."""
     if not (tensor.requires_grad and tensor.is_leaf) or tensor.is_inference():
         return False
     before = tensor._use_count()  # type: ignore[attr-defined]  # torch.utils.swap_tensors has it

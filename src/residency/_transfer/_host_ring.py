@@ -161,7 +161,7 @@ class HostRing:
 
     @staticmethod
     def takes(value: object) -> bool:
-        """Says whether a value is a tensor with plain bytes, on the host or on an accelerator."""
+        """Returns whether a value is a tensor of plain bytes, on the host or an accelerator."""
         if not isinstance(value, Tensor) or type(value) not in _PLAIN:
             return False
         here = _device.accelerator()

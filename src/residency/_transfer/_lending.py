@@ -85,11 +85,11 @@ class Lending:
             self._ended.popleft()  # last: an interrupt before does it again
 
     def is_lent(self, tensor: Tensor) -> bool:
-        """Says whether a copy reads the tensor's storage."""
+        """Returns whether a copy reads the tensor's storage."""
         return self.is_any_lent([tensor])
 
     def is_any_lent(self, tensors: Iterable[Tensor]) -> bool:
-        """Says whether a copy reads the storage of one of these tensors."""
+        """Returns whether a copy reads the storage of one of these tensors."""
         if not self._loans:
             return False
         with self._lock:
@@ -97,7 +97,7 @@ class Lending:
             return any(map(self._loans.get, map(Tensor.data_ptr, tensors)))
 
     def is_kept(self, tensor: Tensor) -> bool:
-        """Says whether one of the loans of the tensor's storage may last for good."""
+        """Returns whether one of the loans of the tensor's storage may last for good."""
         return self.is_lent(tensor) and tensor.data_ptr() in self._kept
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:

@@ -46,7 +46,7 @@ def moved_at_once(tensors: Sequence[Tensor], device: torch.device, *, copy: bool
 
 
 def _is_carried(local: Tensor, device: torch.device) -> bool:
-    """Says whether a copy is one range of bytes from the host to the device."""
+    """Returns whether a copy is one range of bytes from the host to the device."""
     is_upwards = local.is_cpu and device.type != "cpu"
     return is_upwards and local.numel() > 0 and is_dense(local)
 

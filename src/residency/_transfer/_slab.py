@@ -241,7 +241,7 @@ class SlabArena:
         return Region(slab, offset, wanted)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Says whether a host tensor lies in one of the slabs."""
+        """Returns whether a host tensor lies in one of the slabs."""
         address = tensor.data_ptr()
         starts = ((slab.data.data_ptr(), slab.num_bytes) for slab in self._slabs)
         return any(start <= address < start + size for start, size in starts)
@@ -391,7 +391,7 @@ def another_over(tensor: Tensor, owner: object) -> tuple[Tensor, weakref.ref[Any
 
 
 def is_only_one(tensor: Tensor) -> bool:
-    """Says whether nothing but a tensor has its storage: no view, no array, no other tensor."""
+    """Returns whether nothing but a tensor has its storage: no view, no array, no other tensor."""
     return _num_owners(tensor) == _NUM_OWNERS_OF_ONE
 
 

@@ -125,7 +125,7 @@ def build(show: Callable[[str, int, int], None] | None = None) -> Path:
 
 
 def is_enabled() -> bool:
-    """Says whether ``enable`` has registered the device in this process."""
+    """Returns whether ``enable`` has registered the device in this process."""
     return _backend.is_registered()
 
 

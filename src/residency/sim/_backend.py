@@ -30,7 +30,7 @@ _state: dict[str, Any] = {"loaded": None, "core": None, "settings": {}, "face": 
 
 
 def is_registered() -> bool:
-    """Says whether the device exists in this process."""
+    """Returns whether the device exists in this process."""
     return _state["core"] is not None
 
 
@@ -41,12 +41,12 @@ def face() -> str | None:
 
 
 def is_dry() -> bool:
-    """Says whether the device runs kernels for their shapes only."""
+    """Returns whether the device runs kernels for their shapes only."""
     return bool(_state["settings"].get("dry"))
 
 
 def has_compiled() -> bool:
-    """Says whether ``torch.compile`` was given a function, which then ran eagerly."""
+    """Returns whether ``torch.compile`` was given a function, which then ran eagerly."""
     return bool(_state.get("compiled"))
 
 

@@ -161,7 +161,7 @@ def _at_rest_after() -> Iterator[None]:
 
 
 def _is_failure_kept() -> bool:
-    """Says whether pytest keeps the traceback of the last test, which keeps its tensors alive."""
+    """Returns whether pytest keeps the last test's traceback, which keeps its tensors alive."""
     return getattr(sys, "last_traceback", None) is not None
 
 

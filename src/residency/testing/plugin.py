@@ -127,7 +127,7 @@ def _has_marker(test: pytest.Item) -> bool:
 
 
 def _is_parametrized(test: pytest.Function) -> bool:
-    """Says whether the settings come as an indirect parameter, which then names the schedule."""
+    """Returns whether the settings come as an indirect parameter, which then names the schedule."""
     names: list[str] = []
     for mark in test.iter_markers("parametrize"):
         given = mark.args[0] if mark.args else mark.kwargs.get("argnames", ())

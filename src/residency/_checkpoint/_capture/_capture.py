@@ -147,7 +147,7 @@ class Held:
             )
 
     def is_done(self) -> bool:
-        """Says whether the bytes are final, without a wait."""
+        """Returns whether the bytes are final, without a wait."""
         events = [self.group.event, self.block.lent.written if self.block.lent else None]
         is_done = all(event is None or event.query() for event in events)
         if is_done:

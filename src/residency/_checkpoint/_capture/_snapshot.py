@@ -43,7 +43,7 @@ class Snapshot:
         return self
 
     def is_done(self) -> bool:
-        """Says whether the copies are complete; does not wait."""
+        """Returns whether the copies are complete; does not wait."""
         return self._is_complete or all(held.is_done() for held in self._capture.held)
 
     @property

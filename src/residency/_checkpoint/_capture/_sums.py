@@ -43,7 +43,7 @@ class Sums:
         self._spans, self._before, self._kept = [], [], []
 
     def differs(self, block: Block) -> bool:
-        """Says whether the bytes changed; the copies' event is done."""
+        """Returns whether the bytes changed; the copies' event is done."""
         return bool(self._differs[self._index[id(block)]])
 
 

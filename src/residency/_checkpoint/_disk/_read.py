@@ -416,7 +416,7 @@ class _ChunkReader:
         return self._file
 
     def _is_left_out(self, task: _Task, span: _FileRange) -> bool:
-        """Says whether a dry run leaves the targets of a range as they are."""
+        """Returns whether a dry run leaves the targets of a range as they are."""
         if not is_dry() or any(w.num_bytes <= MOST_KNOWN_BYTES for w in span.wanted):
             return False
         try:

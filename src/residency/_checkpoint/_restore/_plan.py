@@ -203,7 +203,7 @@ def box_of(shard: Stored) -> Box:
 
 
 def is_whole(target: Target, shard: Stored) -> bool:
-    """Says whether what is stored here is just what a target has, as nearly always."""
+    """Returns whether what is stored here is just what a target has, as nearly always."""
     return shard.shape == target.box.shape and shard.offsets == target.box.offsets
 
 

@@ -80,5 +80,5 @@ def _open_directory(path: Path) -> Source:
 
 
 def _is_safetensors(begin: bytes) -> bool:
-    """Says whether a file begins with a header's length, and a brace."""
+    """Returns whether a file begins with a header's length, and a brace."""
     return begin[6:9] == b"\0\0{"

@@ -164,7 +164,7 @@ def check_cover(name: str, shards: Sequence[Stored], file: Path) -> None:
 
 
 def _overlap(shards: Sequence[Stored]) -> bool:
-    """Says whether two shards share an element: a sweep along the dimension that cuts most."""
+    """Returns whether two shards share an element: a sweep along the dimension that cuts most."""
     if len(shards) < 2:
         return False
     dimensions = range(len(shards[0].shape))

@@ -76,11 +76,11 @@ class Walk:
         self._kinds: dict[type, list[int] | None] = {}
 
     def has_seen(self, thing: object) -> bool:
-        """Says whether an object was reached, or is ignored."""
+        """Returns whether an object was reached, or is ignored."""
         return id(thing) in self._seen
 
     def is_telling(self, cls: type) -> bool:
-        """Says whether a class's objects are tensors, or what tensors are named by."""
+        """Returns whether a class's objects are tensors, or what tensors are named by."""
         return self._kind_of(cls) is not None
 
     def add(self, thing: object, origin: Origin) -> None:

@@ -108,7 +108,7 @@ def copied(
 
 
 def is_equal(left: Any, right: Any, _pairs: frozenset[tuple[int, int]] = frozenset()) -> bool:
-    """Says whether two values are the same, as far as copying sees them.
+    """Returns whether two values are the same, as far as copying sees them.
 
     What defines no equality of its own is compared by what it would be rebuilt from.
     """

@@ -81,7 +81,7 @@ def _leave_out_of_global_hooks(shadow: Optimizer) -> None:
 
 
 def is_torchs_own(base: type[Optimizer]) -> bool:
-    """Says whether a class is one of ``torch.optim`` itself, whose steps are known."""
+    """Returns whether a class is one of ``torch.optim`` itself, whose steps are known."""
     return vars(torch.optim).get(base.__name__) is base
 
 

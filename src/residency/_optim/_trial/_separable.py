@@ -263,16 +263,16 @@ class _Trial:
             commit.write()
 
     def shares_states(self) -> bool:
-        """Says whether one buffer is the state of two keys or parameters, or a parameter's own."""
+        """Returns whether a buffer is the state of two keys or parameters, or a parameter's own."""
         states = [v for values in self._state.values() for v in values.values() if _moves(v)]
         return bool(sharing([*states, *self.parameters]))
 
     def has_moved_idle(self) -> bool:
-        """Says whether a parameter without a gradient was changed."""
+        """Returns whether a parameter without a gradient was changed."""
         return any(bool((idle != 1).any()) or self._state.get(idle) for idle in self.idle)
 
     def is_equal(self, other: _Trial) -> bool:
-        """Says whether another trial ended at the same bits, parameters and state."""
+        """Returns whether another trial ended at the same bits, parameters and state."""
         for mine, theirs in zip(self.parameters, other.parameters, strict=True):
             if not _is_same(mine, theirs):
                 return False

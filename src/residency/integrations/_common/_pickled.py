@@ -154,7 +154,7 @@ def address_of(tensor: Tensor) -> int:
 
 
 def _is_of_fsdp1(value: Any) -> bool:
-    """Says whether a value is a ``ShardedTensor``: what FSDP1 copies to the host itself."""
+    """Returns whether a value is a ``ShardedTensor``: what FSDP1 copies to the host itself."""
     module: Any = sys.modules.get("torch.distributed._shard.sharded_tensor")
     return module is not None and isinstance(value, module.ShardedTensor)
 

@@ -67,7 +67,7 @@ class ResidencyStorageReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Says whether this is the path of a directory."""
+        """Returns whether this is the path of a directory."""
         return Path(checkpoint_id).is_dir()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:

@@ -129,7 +129,7 @@ def _is_mapping(node: Node) -> bool:
 
 
 def _is_terminal(node: Node) -> bool:
-    """Says whether a list is one item: it has no tensor, no mapping, and no list that has one.
+    """Returns whether a list is one item: it has no tensor, no mapping, and no list that has one.
 
     Source: `traverse_state_dict` in torch/distributed/checkpoint/_traverse.py.
     """

@@ -92,7 +92,7 @@ class ResidencyStorageWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Says whether this is a path, rather than an address, that could be written to."""
+        """Returns whether this is a path, rather than an address, that could be written to."""
         if "://" in str(checkpoint_id):
             return False
         parents = [p for p in Path(checkpoint_id).absolute().parents if p.exists()]

@@ -198,7 +198,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _goes_below(column: deque[object], leaf: object) -> bool:
-    """Says whether the rows of a leaf go below those of a column, but for padding."""
+    """Returns whether the rows of a leaf go below those of a column, but for padding."""
     shapes, dtypes = [], set()
     for each in (column[0], leaf):
         if not (isinstance(each, Tensor) and each.is_cpu and HostRing.takes(each)):

@@ -234,7 +234,7 @@ class ResidencyTrainerMixin(_Trainer):  # type: ignore[misc]  # is not analysed:
             self.optimizer = optimizer
 
     def _is_in_draft(self, output_dir: str | None) -> bool:
-        """Says whether a directory is that of a draft, which this rank fills."""
+        """Returns whether a directory is that of a draft, which this rank fills."""
         draft = self._residency_draft
         if draft is None or output_dir is None or not self.args.should_save:
             return False
@@ -331,13 +331,13 @@ class _WithoutState:
 
 
 def _is_on_several_machines() -> bool:
-    """Says whether torchrun, or what sets the same variables, started ranks on others too."""
+    """Returns whether torchrun, or what sets the same variables, started ranks on others too."""
     on_this_one = os.environ.get("LOCAL_WORLD_SIZE")
     return on_this_one is not None and on_this_one != os.environ.get("WORLD_SIZE")
 
 
 def _saves_itself(model: object) -> bool:
-    """Says whether a trainer leaves it to the model's ``save_pretrained`` to save it."""
+    """Returns whether a trainer leaves it to the model's ``save_pretrained`` to save it."""
     transformers: Any = load_framework("transformers", extra="transformers")
     # PEFT's class for adapters of several kinds at once has none that works.
     return isinstance(model, (transformers.PreTrainedModel, *peft_models()[:1]))

@@ -36,6 +36,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.timeout(900)  # many runs
 @pytest.mark.whole
 def test_the_largest_batch_is_the_largest_that_fits(dry_run) -> None:
     options = ("--capacity", "900MiB", "--largest", "batch")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +103,15 @@ def test_each_key_of_the_answer_that_is_a_size_says_so() -> None:
     documented = (Path(__file__).parents[2] / "docs/reference/dry-run.md").read_text()
     for key in (*made, *phase):
         assert f"`{key}`" in documented, key
+
+
+def test_the_process_of_the_command_line_does_without_torch(tmp_path: Path) -> None:
+    """Torch takes most of a short dry run's time, and each of several runs of ``--fit`` is one."""
+    script = tmp_path / "script.py"
+    script.write_text("print('ran')")
+    code = (
+        "import sys; from residency._cli import main\n"
+        f"main(['dry-run', '--device', 'l4', '--', sys.executable, {str(script)!r}])\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

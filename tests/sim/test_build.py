@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from residency.sim import BuildError, _build
+from residency.sim import BuildError, _build, _toolchain
 from residency.sim._build import build_extension, load_extension
 
 pytestmark = pytest.mark.sim
@@ -153,6 +155,25 @@ def test_an_interrupted_build_ends_its_compilers_and_leaves_nothing(
         os.kill(compiler, 0)
     (folder,) = cache.iterdir()
     assert _left(folder) == []
+    assert _libraries(cache) == []
+
+
+def test_an_interrupt_while_compilers_are_started_ends_them(
+    cache: Path, source: Path, slow_compiler: SlowCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compilers = []
+
+    class Interrupted(ThreadPoolExecutor):
+        def submit(self, *arguments: Any, **options: Any) -> Any:
+            super().submit(*arguments, **options)
+            compilers.append(slow_compiler.wait_until_it_runs())
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(_toolchain, "ThreadPoolExecutor", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        build_extension(sources=[source], name=NAME)
+    with pytest.raises(ProcessLookupError):
+        os.kill(compilers[0], 0)
     assert _libraries(cache) == []
 
 

@@ -141,8 +141,8 @@ def _run_all(commands: Mapping[str, Sequence[str]], work: Path, advance: _Count)
     """
     runs = _Runs(work)
     with ThreadPoolExecutor(_num_jobs(), "residency-compile") as pool:
-        futures = [pool.submit(runs.run, command) for command in commands.values()]
-        try:
+        try:  # of the starts too: a compiler runs before the last one has returned
+            futures = [pool.submit(runs.run, command) for command in commands.values()]
             for num_done, future in enumerate(as_completed(futures), 1):
                 future.result()
                 advance(num_done)

@@ -7,8 +7,9 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 GPU_PYTHON ?= python3
 TEST_ARGS ?=
-# Processes that the tests are spread over, a file at a time; 0 runs them in one.
-JOBS ?= 2
+# Processes that the tests are spread over, a file at a time; 0 runs them in one. A test that waits
+# leaves two processors to two others.
+JOBS ?= 3
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 SECONDS ?= 60

@@ -16,8 +16,8 @@ each of its rows and columns. "late" shows a missing wait every time; what "over
 it, work that comes too early on another lane, is what these files are for.
 
 [Note: frameworks] They are imported by fixtures, and the tests that do so, in folders named
-``stacks`` and of the docs, run last: a framework has hundreds of thousands of objects, which every
-later garbage collection would go through, and the device's fixture collects twice a test.
+``stacks`` and of the docs, run last: a framework has hundreds of thousands of objects, which a
+search for holders goes through. Garbage collections do not: they pass by what was imported.
 """
 
 from __future__ import annotations
@@ -181,17 +181,15 @@ def pinned_bytes(device: torch.device) -> Callable[[], int]:
     return _pinned_bytes
 
 
-@pytest.fixture(scope="module")
-def quick_collections() -> Iterator[None]:
-    """Keeps what was imported before a module's tests out of their collections."""
+@pytest.fixture(scope="session", autouse=True)
+def quick_collections() -> None:
+    """Keeps what is imported before the tests out of their collections, of which there are many."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
-@pytest.fixture(scope="module")
-def framework(quick_collections: None) -> Callable[..., Any]:
+@pytest.fixture(scope="session")
+def framework() -> Callable[..., Any]:
     """Imports a package, or skips; the parts that are named are those that it would load later."""
 
     def load(name: str, *parts: str) -> Any:

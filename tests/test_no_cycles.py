@@ -179,7 +179,7 @@ CALLS = {
 
 
 @pytest.fixture
-def collector_is_off(quick_collections: None, device: torch.device) -> Iterator[None]:
+def collector_is_off(device: torch.device) -> Iterator[None]:
     gc.collect()
     gc.disable()
     yield

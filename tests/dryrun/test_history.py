@@ -8,6 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch.cuda import _memory_viz
 
 # As PyTorch's post "Understanding GPU Memory 1" has it, with a smaller model.
@@ -50,6 +51,7 @@ def peak_of(events: list[dict[str, Any]], last: int, begin: str, end: str) -> in
     return max(accumulate(changes, initial=last - sum(changes)))
 
 
+@pytest.mark.whole
 def test_viewers_find_the_peaks_of_the_run_and_its_lines(dry_run, tmp_path: Path) -> None:
     outcome = dry_run(PROFILED, options=("--capacity", "4GiB", "--steps", "0"))
     assert outcome.status == 0, outcome.errors

@@ -82,6 +82,7 @@ for name, options, error, said in (
 """
 
 
+@pytest.mark.whole
 def test_a_name_of_the_hub_is_refused_with_what_to_put_where(dry_run) -> None:
     options = ("--capacity", "8GiB", "--random-weights")
     outcome = dry_run(OFFLINE + CONFIG + NAMED, options=options)

@@ -193,6 +193,7 @@ def test_every_way_to_keep_a_tensor_is_named(make: Make) -> None:
     kept["coroutine"].close()
 
 
+@pytest.mark.whole
 def test_globals_classes_and_context_variables_are_named(make: Make) -> None:
     global kept_globally
     module = __name__
@@ -224,6 +225,7 @@ def test_a_reference_cycle_is_named_by_its_object(make: Make) -> None:
     gc.collect()
 
 
+@pytest.mark.whole
 def test_a_search_keeps_nothing_alive(make: Make) -> None:
     gc.disable()
     try:

@@ -32,7 +32,9 @@ def _most_ranks(phase: str) -> int:
     return max(NUM_RANKS[phase], NUM_RANKS["second"] if phase == "last" else 1)
 
 
-@pytest.mark.parametrize(("phase", "case"), parameters_of(WORKER, NUM_RANKS, whole=["four"]))
+@pytest.mark.parametrize(
+    ("phase", "case"), parameters_of(WORKER, NUM_RANKS, whole=["first", "four"])
+)
 def test_sharded_optimizers(outcomes: Phases, phase: str, case: str) -> None:
     if (reason := missing_devices(_most_ranks(phase))) is not None:
         judge(reason)

@@ -29,7 +29,6 @@ from residency._park._parking import _arenas
 pytestmark = [
     pytest.mark.sim,
     pytest.mark.sim_device(capacity="64MiB", schedule="late", workspaces=False),
-    pytest.mark.usefixtures("quick_collections"),
 ]
 ERRORS = [KeyboardInterrupt, torch.OutOfMemoryError]
 MOST = 40

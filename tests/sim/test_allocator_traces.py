@@ -22,6 +22,7 @@ def test_every_recorded_allocation_gets_its_recorded_address(trace_files: list[P
         assert replay(path).num_allocations > 1000, path.name
 
 
+@pytest.mark.whole
 def test_what_the_recorder_writes_can_be_replayed(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     command = [sys.executable, "-m", "benchmarks.record_allocations", tmp_path, "--small"]

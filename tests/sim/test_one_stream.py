@@ -12,14 +12,8 @@ import pytest
 pytestmark = pytest.mark.sim
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "test_copies.py",
-        pytest.param("test_operations.py", marks=pytest.mark.whole),
-        pytest.param("test_training.py", marks=pytest.mark.whole),
-    ],
-)
+@pytest.mark.whole
+@pytest.mark.parametrize("name", ["test_copies.py", "test_operations.py", "test_training.py"])
 def test_every_operation_test_holds_with_one_stream_too(name: str) -> None:
     operations = str(Path(__file__).with_name(name))
     done = subprocess.run(

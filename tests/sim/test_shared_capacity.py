@@ -290,6 +290,7 @@ def test_a_process_that_ends_gives_its_bytes_back_and_the_last_one_removes_the_f
     assert not _file(name).exists()
 
 
+@pytest.mark.whole
 def test_what_killed_processes_leave_is_void_and_the_next_user_removes_it(
     pair: tuple[Process, Process], start: Start, name: str
 ) -> None:
@@ -456,6 +457,7 @@ def _used_bytes(name: str) -> int:
     return sum(num_bytes for pid, num_bytes in SLOT.iter_unpack(table[HEADER.size :]) if pid)
 
 
+@pytest.mark.whole
 def test_processes_at_once_never_hold_more_than_the_capacity(
     pair: tuple[Process, Process], name: str
 ) -> None:

@@ -113,6 +113,7 @@ def test_a_kernel_in_python_runs_while_another_thread_uses_the_device(
     assert result.stdout == "through\n", result.stderr
 
 
+@pytest.mark.whole
 def test_memory_that_queued_work_uses_comes_back_when_there_is_no_other() -> None:
     result = _run(
         """

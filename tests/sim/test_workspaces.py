@@ -20,7 +20,7 @@ import torch
 from residency import sim
 from residency.sim import _backend
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("quick_collections")]
+pytestmark = pytest.mark.sim
 
 KIB = 1 << 10
 MIB = 1 << 20

@@ -128,6 +128,7 @@ def test_missing_waits_and_too_little_memory_fail_the_test_that_has_them(run_tes
     )
 
 
+@pytest.mark.whole
 @sim_only
 def test_queued_work_that_fails_is_reported_on_the_test_that_queued_it(run_tests) -> None:
     result = run_tests(
@@ -223,6 +224,7 @@ def test_a_device_that_a_test_loses_is_there_again_for_the_next(run_tests, monke
     )
 
 
+@pytest.mark.whole
 @sim_only
 def test_one_failed_test_does_not_make_the_next_ones_fail(run_tests) -> None:
     # The failed tests' tensors live on in tracebacks, in the way of the settings to come.
@@ -298,6 +300,7 @@ def test_tensors_that_a_passed_test_leaves_where_they_cannot_stay_are_its_error(
     )
 
 
+@pytest.mark.whole
 @sim_only
 def test_a_marker_that_means_nothing_is_named(run_tests) -> None:
     result = run_tests(

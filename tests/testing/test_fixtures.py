@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from residency import sim
+from residency.sim import _enable
 from residency.testing import QueuedWorkError, settle
 from residency.testing._settings import SCHEDULES
 
@@ -99,7 +100,7 @@ def test_one_test_runs_under_every_schedule(seen: list[str]) -> None:
 
 
 def test_the_plugin_knows_every_schedule_of_the_simulator() -> None:
-    assert set(SCHEDULES) == set(sim._SCHEDULES)
+    assert set(SCHEDULES) == set(_enable._SCHEDULES)
 
 
 @pytest.fixture

@@ -38,6 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server.close()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_face_keeps_the_rules_of_cuda(
     torture: Callable[[Judge], None], server: Server, kind: str

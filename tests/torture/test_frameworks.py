@@ -32,14 +32,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     found.close()
 
 
-@pytest.mark.parametrize(
-    "framework",
-    [
-        pytest.param("lightning", marks=pytest.mark.whole),
-        pytest.param("trainer", marks=pytest.mark.whole),
-        "accelerate",
-    ],
-)
+@pytest.mark.whole
+@pytest.mark.parametrize("framework", ["lightning", "trainer", "accelerate"])
 def test_a_framework_does_the_same_with_this_library_and_without(
     framework: str, torture: Callable[[Judge], None], server: Server, tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server.close()
 
 
+@pytest.mark.whole
 def test_hostile_files_do_no_harm(
     torture: Callable[[Judge], None], server: Server, tmp_path: Path
 ) -> None:

@@ -54,6 +54,7 @@ print("done")
 """
 
 
+@pytest.mark.whole
 def test_compiled_functions_run_eagerly_and_one_warning_says_so() -> None:
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -120,6 +120,7 @@ def _run(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.whole
 def test_a_forked_child_is_refused_the_device_and_harms_nothing() -> None:
     assert _run("-W", "ignore::DeprecationWarning", "-c", FORKS) == "done\n"
 
@@ -148,6 +149,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.whole
 def test_a_spawned_child_enables_a_device_of_its_own(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SPAWN)

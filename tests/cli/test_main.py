@@ -19,23 +19,26 @@ ROW = CaseRow("a-case", "run", 8, 1, "finished", None, None, None, 1.0, 0.5, 0.7
 REPORT = Report("a-case", "a device", {}, (ROW,), (Promise("holds", True, "it does"),), "code()")
 BROKEN = dataclasses.replace(REPORT, promises=(Promise("holds", False, "it does not"),))
 
-Fake = Callable[..., Report]
+Fake = Callable[[str], Report]
 
 
 def answering(report: Report) -> Fake:
-    return lambda name, settings, show: report
+    return lambda name: report
 
 
 def raising(error: BaseException) -> Fake:
-    def run_case(name: str, settings: object, show: object) -> Report:
+    def run(name: str) -> Report:
         raise error
 
-    return run_case
+    return run
 
 
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fake], None]:
-    return lambda fake: monkeypatch.setattr(_demo, "run_apart", fake)
+    def use(fake: Fake) -> None:
+        monkeypatch.setattr(_demo.Apart, "run", lambda apart, name, show, *, then: fake(name))
+
+    return use
 
 
 def test_the_status_is_zero_when_every_promise_held(
@@ -118,16 +121,22 @@ def test_an_option_that_means_nothing_is_refused(
     assert words in capsys.readouterr().err
 
 
-def test_options_reach_the_case(use: Callable[[Fake], None]) -> None:
+def test_options_reach_the_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
 
-    def run_case(name: str, settings: _demo.Settings, show: object) -> Report:
-        seen.extend([name, settings])
-        return REPORT
+    class Fake(_demo.Apart):
+        def __init__(self, settings: _demo.Settings) -> None:
+            super().__init__(settings)
+            seen.append(settings)
 
-    use(run_case)
-    main(["demo", "--case", "a-case", "--steps", "7", "--seed", "3"])
-    assert seen == ["a-case", _demo.Settings(num_steps=7, seed=3)]
+        def run(self, name: str, show: object, *, then: str | None = None) -> Report:
+            seen.append((name, then))
+            return REPORT
+
+    monkeypatch.setattr(_demo, "Apart", Fake)
+    main(["demo", "--case", "resume", "--case", "hand-off", "--steps", "7", "--seed", "3"])
+    settings = _demo.Settings(num_steps=7, seed=3)
+    assert seen == [settings, ("resume", "hand-off"), ("hand-off", None)]
 
 
 def test_without_a_verb_the_usage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,8 +11,9 @@ from residency._errors import InvalidArgumentError
 
 
 def test_an_unknown_case_is_refused_before_a_process_starts() -> None:
-    with pytest.raises(InvalidArgumentError, match="optimizer-step"):
-        _demo.run_apart("nothing", _demo.Settings(), lambda *_: None)
+    apart = _demo.Apart(_demo.Settings())
+    with apart, pytest.raises(InvalidArgumentError, match="optimizer-step"):
+        apart.run("nothing", lambda *_: None)
 
 
 @pytest.fixture

@@ -28,7 +28,8 @@ def run() -> Run:
     def run(name: str) -> _demo.Report:
         pytest.importorskip("transformers", reason="the demo trains a model from transformers")
         if name not in found:
-            found[name] = _demo.run_apart(name, _demo.Settings(), lambda *_: None)
+            with _demo.Apart(_demo.Settings()) as apart:
+                found[name] = apart.run(name, lambda *_: None)
         return found[name]
 
     return run

@@ -40,11 +40,12 @@ def run(arguments: argparse.Namespace) -> int:
     settings = _demo.Settings(**_given(arguments))
     names = arguments.case or list(_demo.CASES)
     reports = []
-    for name in names:
-        with _demo.show_progress() as show:
-            reports.append(_demo.run_apart(name, settings, show))
-        if not arguments.json:
-            _demo.print_report(reports[-1], _demo.CASES[name].summary)
+    with _demo.Apart(settings) as apart:
+        for name, then in zip(names, [*names[1:], None], strict=True):
+            with _demo.show_progress() as show:
+                reports.append(apart.run(name, show, then=then))
+            if not arguments.json:
+                _demo.print_report(reports[-1], _demo.CASES[name].summary)
     if arguments.json:
         print(_demo.reports_to_json(reports))
     else:

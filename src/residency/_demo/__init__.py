@@ -5,7 +5,7 @@ Owns the list of cases and how one is run; a case only yields rows and promises,
 knows about tables and colours. A case is never skipped silently: what cannot run raises.
 """
 
-from residency._demo._apart import run_apart
+from residency._demo._apart import Apart
 from residency._demo._cases import CASES, run_case
 from residency._demo._progress import show_progress
 from residency._demo._render import print_report, print_summary, render_report
@@ -14,6 +14,7 @@ from residency._demo._settings import Settings
 
 __all__ = [
     "CASES",
+    "Apart",
     "Promise",
     "Report",
     "CaseRow",
@@ -22,7 +23,6 @@ __all__ = [
     "print_summary",
     "render_report",
     "reports_to_json",
-    "run_apart",
     "run_case",
     "show_progress",
 ]

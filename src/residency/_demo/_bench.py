@@ -32,6 +32,11 @@ def _enable(capacity_bytes: int, face: Face) -> torch.device:
     return sim.enable(capacity_bytes, workspaces=False, context="0B", device=face)
 
 
+def real_device() -> torch.device | None:
+    """Returns the accelerator of this machine; None where there is none but the simulated one."""
+    return None if sim.is_enabled() else _device.accelerator()
+
+
 class Bench:
     """The device that the runs of a case share, one after another.
 
@@ -48,9 +53,9 @@ class Bench:
             show: Is called while the simulated one is compiled, at its first use on this machine.
         """
         self._face: Face = face
-        found = _device.accelerator()
-        self.is_simulated = found is None or sim.is_enabled()
-        if found is None or self.is_simulated:
+        found = real_device()
+        self.is_simulated = found is None
+        if found is None:
             sim.build(lambda what, done, num_steps: show(_SIMULATOR, what, done + 1, num_steps))
             found = _enable(_SIMULATED_CAPACITY_BYTES, face)
         self.device: torch.device = found

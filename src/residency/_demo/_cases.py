@@ -7,6 +7,7 @@ progress needs neither, and begins at once.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -85,8 +86,17 @@ CASES: dict[str, Case] = {
 }
 
 
-def run_case(name: str, settings: Settings, show: Show) -> Report:
+def run_case(
+    name: str, settings: Settings, show: Show, wait: Callable[[], None] = lambda: None
+) -> Report:
     """Runs one case on the best device of this machine.
+
+    Args:
+        name: The case.
+        settings: Its options.
+        show: Is called with its progress.
+        wait: Is called once, when all is there that the case needs. Before the device is touched,
+            if that is a real one, whose memory another case may just then measure.
 
     Raises:
         InvalidArgumentError: There is no such case.
@@ -94,8 +104,15 @@ def run_case(name: str, settings: Settings, show: Show) -> Report:
     """
     if name not in CASES:
         raise unknown(name)
-    with _imported("_bench.open_bench")(CASES[name].face, show) as bench:
-        report: Report = _imported(CASES[name].run)(bench, settings, show)
+    open_bench, find_device = _imported("_bench.open_bench"), _imported("_bench.real_device")
+    is_real = find_device() is not None
+    if is_real:
+        wait()
+    with open_bench(CASES[name].face, show) as bench:
+        run = _imported(CASES[name].run)
+        if not is_real:
+            wait()
+        report: Report = run(bench, settings, show)
     return report
 
 

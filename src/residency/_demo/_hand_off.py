@@ -14,7 +14,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,16 +71,17 @@ def run_hand_off(bench: Bench, settings: Settings, show: Show) -> Report:
     settings = dataclasses.replace(
         settings, num_steps=max(settings.num_steps, _NUM_STEPS), num_columns=256, model=_SHAPE
     )
-    alone = _run(_LABELS[0], settings, show, _UNLIMITED_BYTES)
-    early = alone.boundaries[_FIRST_STEPS - 1]
-    if bench.is_simulated:
-        capacity_bytes = alone.peak_bytes
-        free_bytes = capacity_bytes - early["reserved"]
-    else:  # whose capacity cannot be set for two processes, and need not be: the block is larger
-        capacity_bytes, free_bytes = _device.memory_info()[1], early["free"]
-    block_bytes = free_bytes - alone.peak_bytes // _MARGIN_SHARE
-    stock = _run(_LABELS[1], settings, show, capacity_bytes, block_bytes=block_bytes)
-    guarded = _run(_LABELS[2], settings, show, capacity_bytes, block_bytes=block_bytes, guard=True)
+    with _Pairs(settings, len(_LABELS)) as pairs:
+        alone = _run(_LABELS[0], pairs, show, _UNLIMITED_BYTES)
+        early = alone.boundaries[_FIRST_STEPS - 1]
+        if bench.is_simulated:
+            capacity_bytes = alone.peak_bytes
+            free_bytes = capacity_bytes - early["reserved"]
+        else:  # no capacity can be set for two processes, and need not be: the block is larger
+            capacity_bytes, free_bytes = _device.memory_info()[1], early["free"]
+        block_bytes = free_bytes - alone.peak_bytes // _MARGIN_SHARE
+        stock = _run(_LABELS[1], pairs, show, capacity_bytes, block_bytes=block_bytes)
+        guarded = _run(_LABELS[2], pairs, show, capacity_bytes, block_bytes=block_bytes, guard=True)
     is_same = guarded.outcome == alone.outcome
     return Report(
         case=NAME,
@@ -115,7 +116,7 @@ def run_hand_off(bench: Bench, settings: Settings, show: Show) -> Report:
 
 def _run(
     label: str,
-    settings: Settings,
+    pairs: _Pairs,
     show: Show,
     capacity_bytes: int,
     *,
@@ -123,10 +124,11 @@ def _run(
     guard: bool = False,
 ) -> _TwoProcessRun:
     run = _TwoProcessRun()
-    started = time.perf_counter()
-    with _processes(settings, capacity_bytes) as (trainer, engine, peer):
-        for number in range(1, settings.num_steps + 1):
-            show(label, "step", number, settings.num_steps)
+    num_steps = pairs.settings.num_steps
+    with pairs.next(capacity_bytes) as (trainer, engine, peer):
+        started = time.perf_counter()
+        for number in range(1, num_steps + 1):
+            show(label, "step", number, num_steps)
             run.boundaries.append(trainer.ask("step", number=number))
             if block_bytes is None:
                 continue
@@ -139,28 +141,53 @@ def _run(
             if answer["is_out_of_memory"]:
                 run.failed_step, run.message = number, answer["message"]
                 break
-        show(label, "eval", settings.num_steps, settings.num_steps)
+        show(label, "eval", num_steps, num_steps)
         run.outcome = trainer.ask("outcome")
-    run.seconds = time.perf_counter() - started
+        run.seconds = time.perf_counter() - started
     return run
 
 
-@contextmanager
-def _processes(settings: Settings, capacity_bytes: int) -> Iterator[tuple[Process, Process, str]]:
-    options = {
-        "share": f"demo-{os.getpid()}-{time.monotonic_ns()}",
-        "capacity_bytes": capacity_bytes,
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = Process("trainer", settings=dataclasses.asdict(settings), **options)
-        try:
-            engine = Process("engine", **options)
-            try:
-                yield trainer, engine, str(Path(folder, "device.sock"))
-            finally:
-                engine.end()
-        finally:
-            trainer.end()
+class _Pairs:
+    """A trainer and an engine for each run; those of the next run make their imports during one.
+
+    Attributes:
+        settings: Those of every run.
+    """
+
+    def __init__(self, settings: Settings, num_runs: int) -> None:
+        self.settings = settings
+        self._num_left = num_runs
+        self._ends = ExitStack()
+        self._begun: list[Process] = []
+
+    def __enter__(self) -> _Pairs:
+        self._start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ends.close()
+
+    def _start(self) -> None:
+        if self._num_left:
+            self._num_left -= 1
+            for role in ("trainer", "engine"):
+                self._begun.append(Process(role))
+                self._ends.callback(self._begun[-1].end)
+
+    @contextmanager
+    def next(self, capacity_bytes: int) -> Iterator[tuple[Process, Process, str]]:
+        """Gives a run its two processes, and the path of the socket that they meet at."""
+        trainer, engine = self._begun
+        self._begun, ends, self._ends = [], self._ends, ExitStack()
+        with ends, tempfile.TemporaryDirectory() as folder:
+            options = {
+                "share": f"demo-{os.getpid()}-{time.monotonic_ns()}",
+                "capacity_bytes": capacity_bytes,
+            }
+            trainer.begin(settings=dataclasses.asdict(self.settings), **options)
+            engine.begin(**options)
+            self._start()
+            yield trainer, engine, str(Path(folder, "device.sock"))
 
 
 def _facts(settings: Settings, alone: _TwoProcessRun, block_bytes: int) -> dict[str, str]:

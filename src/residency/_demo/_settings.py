@@ -37,7 +37,7 @@ class Settings:
         model: The shape of the model.
     """
 
-    num_steps: int = 40
+    num_steps: int = 20
     seed: int = 0
     num_rows: int = 4
     num_columns: int = 128

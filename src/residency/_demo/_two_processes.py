@@ -6,6 +6,7 @@ simulated one by its name. `obey` is such a process, `Process` is how the case t
 
 from __future__ import annotations
 
+import importlib
 import os
 import zlib
 from typing import Any
@@ -19,15 +20,23 @@ _NUM_SHORT_STEPS = 4
 class Process:
     """One of the two, from the side that gives the orders."""
 
-    def __init__(self, role: str, **options: Any) -> None:
-        """Starts it, and waits until it has its device.
+    def __init__(self, role: str) -> None:
+        """Starts it; it makes its imports until it is to begin.
 
         Args:
             role: ``"trainer"`` or ``"engine"``.
-            options: What its class takes.
         """
         self._child = Child(__name__, "obey")
-        self.ask("begin", role=role, **options)
+        self.send("prepare", role=role)
+
+    def begin(self, **options: Any) -> None:
+        """Waits until it has its device.
+
+        Args:
+            options: What the class of its role takes.
+        """
+        self.receive()  # it is prepared
+        self.ask("begin", **options)
 
     def ask(self, order: str, **arguments: object) -> dict[str, Any]:
         """Gives an order and waits for its answer."""
@@ -49,6 +58,12 @@ class Process:
 
 class Trainer:
     """A trainer whose batches change their length from step to step."""
+
+    @staticmethod
+    def prepare() -> None:
+        """Imports what takes its time, and touches no device."""
+        importlib.import_module("residency._demo._training")
+        importlib.import_module("transformers.models.qwen3.modeling_qwen3")
 
     def __init__(self, *, share: str, capacity_bytes: int, settings: dict[str, Any]) -> None:
         import torch
@@ -140,6 +155,11 @@ class Trainer:
 class Engine:
     """A process that needs one block of the device for a moment, as an engine its cache."""
 
+    @staticmethod
+    def prepare() -> None:
+        """Imports what takes its time, and touches no device."""
+        importlib.import_module("torch")
+
     def __init__(self, *, share: str, capacity_bytes: int) -> None:
         import torch
 
@@ -181,13 +201,16 @@ def take_device(share: str, capacity_bytes: int) -> Any:
 
 def obey() -> None:
     """Carries out what comes until it ends."""
+    kind: Any = None
     made: object = None
     for order in messages():
-        name = order.pop("order")
+        name, found = order.pop("order"), {}
         try:
-            if name == "begin":
-                kind = {"trainer": Trainer, "engine": Engine}[order.pop("role")]
-                made, found = kind(**order), {}
+            if name == "prepare":
+                kind = {"trainer": Trainer, "engine": Engine}[order["role"]]
+                kind.prepare()
+            elif name == "begin":
+                made = kind(**order)
             else:
                 found = getattr(made, name)(**order)
         except Exception as error:

@@ -9,6 +9,7 @@ reserved when the engine asks for its block, and the line is what that block lea
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from residency._demo import CASES, Settings, _hand_off, run_case
 from residency._demo._two_processes import Process
 from residency._units import MIB
 
+_COLUMNS = 3
 _MOST_POINTS = 300  # of a curve: the picture is kept in the repository
 _SECONDS_BETWEEN = 0.001
 _STOCK, _OURS = "#c0392b", "#2471a3"
@@ -129,9 +131,10 @@ def draw(path: Path, samples: dict[str, dict[str, Any]]) -> None:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    figure = Figure(figsize=(3 * len(samples), 3.6), layout="constrained")
+    num_rows = -(-len(samples) // _COLUMNS)
+    figure = Figure(figsize=(4 * _COLUMNS, 2.8 * num_rows + 0.6), layout="constrained")
     for index, (name, case) in enumerate(samples.items()):
-        axes = figure.add_subplot(1, len(samples), index + 1)
+        axes = figure.add_subplot(num_rows, _COLUMNS, index + 1)
         is_of_steps = name == _hand_off.NAME
         axes.axhline(case["limit"] / MIB, color="black", linewidth=1, linestyle="--")
         for run, color in zip(case["runs"], (_STOCK, _OURS), strict=True):
@@ -169,6 +172,7 @@ def main() -> int:
     if arguments.case:
         arguments.path.write_text(json.dumps(sample(arguments.case)))
         return 0
+    importlib.import_module("matplotlib")  # missing, it is named before the minutes of the cases
     samples = {}
     for name in CASES:
         with tempfile.TemporaryDirectory() as folder:

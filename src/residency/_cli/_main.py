@@ -19,7 +19,7 @@ from residency._errors import ResidencyError
 
 _VERBS = (_dry_run_verb, _demo_verb, _checkpoint_verb, _record_verb, _report_verb)
 # What the extra `demo` brings, and `rich`, which an incomplete installation may lack.
-_OPTIONAL_PACKAGES = frozenset({"ninja", "rich", "setuptools", "transformers"})
+_OPTIONAL_PACKAGES = frozenset({"rich", "transformers"})
 _EXIT_ERROR = 2
 _EXIT_INTERRUPTED = 130
 

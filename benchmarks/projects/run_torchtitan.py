@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import shutil
 import socket
 import sys
@@ -45,20 +44,15 @@ from benchmarks.projects.rows import (
 from benchmarks.projects.stand_ins import StandIns
 
 STAND_INS = StandIns("wandb")
-ROOT = Path(__file__).resolve().parents[2]
 NUM_TOKENS = 256
-# Where a class of containers stands that the docs ask users to write.
-PAGE, BLOCK = ROOT / "docs" / "how-to" / "use-with-dcp.md", "# offloaded.py: needs torchtitan\n"
-
-
-def offloaded_optimizers() -> Any:
-    """Returns the container that the how-to has, as it is written there."""
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    (source,) = (block for block in blocks if block.startswith(BLOCK))
-    names: dict[str, Any] = {"__name__": "offloaded"}
-    sys.modules["offloaded"] = type(sys)("offloaded")  # where dataclasses look for it
-    exec(compile(source, str(PAGE), "exec"), names)
-    return names["OffloadedOptimizers"]
+# What `--override.imports` names, by the kind of run.
+DOOR = "residency.integrations.torchtitan"
+OVERRIDES = {
+    "plain": [],
+    "ours": [f"{DOOR}.offload_optimizers"],
+    "saves": [f"{DOOR}.save_with_residency"],
+    "both": [f"{DOOR}.offload_optimizers", f"{DOOR}.save_with_residency"],
+}
 
 
 def configured(kind: str, source: Path, folder: Path) -> Any:
@@ -80,13 +74,10 @@ def configured(kind: str, source: Path, folder: Path) -> Any:
     config.checkpoint.enable = True
     config.checkpoint.interval = NUM_STEPS
     config.checkpoint.keep_latest_k = 0
-    config.checkpoint.async_mode = "disabled"
+    saves_ours = f"{DOOR}.save_with_residency" in OVERRIDES[kind]
+    config.checkpoint.async_mode = "async_with_pinned_mem" if saves_ours else "disabled"
     config.validator.enable = False
-    if kind == "ours":
-        stock = config.optimizer
-        config.optimizer = offloaded_optimizers().Config(
-            param_groups=stock.param_groups, implementation=stock.implementation
-        )
+    config.override.imports = list(OVERRIDES[kind])
     return config
 
 
@@ -166,7 +157,8 @@ def main() -> None:
         changed.append("torch.distributed.set_timeout, of a torch after this one")
     name = "-".join([kind, *more])
     if more:
-        shutil.rmtree(folder / kind / "checkpoint" / f"step-{2 * NUM_STEPS}")
+        for save in (folder / kind / "checkpoint").glob(f"step-*{2 * NUM_STEPS}"):
+            shutil.rmtree(save)
     run = Watched(configured(kind, source, folder))
     run.trainer.train()
     found = run.picture()

@@ -204,7 +204,7 @@ class TrainState(Stateful):
                     values = saved["state"][key]
                     state[name] = {k: _free_to_fill(v) for k, v in values.items()}
                 elif parameter in unborn:
-                    state[name] = _template(optimizer, mine, parameter, name, schemas)
+                    state[name] = host_template(optimizer, mine, parameter, name, schemas)
         groups = [
             {**copy.deepcopy({k: v for k, v in packed.items() if k != "params"}), "params": called}
             for packed, called in zip(saved["param_groups"], names, strict=True)
@@ -239,7 +239,7 @@ class TrainState(Stateful):
                 if name in state and name not in without_state:
                     filled[parameter] = state[name]
             mine.update({key: value for key, value in group.items() if key != "params"})
-        _put(self.optimizer, filled)
+        put_state(self.optimizer, filled)
 
 
 class TrainStatePlanner(DefaultLoadPlanner):
@@ -327,7 +327,7 @@ def _is_unborn(optimizer: Optimizer, parameter: Tensor) -> bool:
     return not values or (isinstance(optimizer, OffloadedOptimizer) and values.is_template())
 
 
-def _template(
+def host_template(
     optimizer: Optimizer,
     group: Mapping[str, Any],
     parameter: Tensor,
@@ -358,7 +358,7 @@ def _schema(
     return schemas.of(optimizer, base, group, parameter, is_local=is_sharded(parameter))
 
 
-def _put(optimizer: Optimizer, filled: Mapping[Tensor, Mapping[str, Any]]) -> None:
+def put_state(optimizer: Optimizer, filled: Mapping[Tensor, Mapping[str, Any]]) -> None:
     """Makes what was filled the optimizer's state, where each value belongs."""
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     schemas = Schemas()

@@ -1,9 +1,10 @@
-"""Torchtitan's own ``Trainer`` with its Llama 3 debug model: ``KIND`` is plain or ours.
+"""Torchtitan's own ``Trainer`` with its Llama 3 debug model, as its overrides configure it.
 
-Real are its train loop, ``OptimizersContainer``, ``LRSchedulersContainer`` and
+``KIND`` is plain, or which of our overrides are named: ours (the optimizers), saves, or both. Real
+are its train loop, overrides, ``OptimizersContainer``, ``LRSchedulersContainer`` and
 ``CheckpointManager``; the data are random words, as its own file of them is large. The process
 trains six steps and saves after three; with a third argument, ``resume``, it takes away the last
-save and goes on from the one before.
+save and goes on from the one before. A number as the last argument makes it that rank of two.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import json
 import os
 import random
 import shutil
-import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.projects.lab import (
     NUM_STEPS,
@@ -55,7 +56,7 @@ OVERRIDES = {
 }
 
 
-def configured(kind: str, source: Path, folder: Path) -> Any:
+def configured(kind: str, source: Path, folder: Path, dump: Path) -> Any:
     from torchtitan.hf_datasets.text_datasets import DATASETS
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
@@ -65,12 +66,13 @@ def configured(kind: str, source: Path, folder: Path) -> Any:
     DATASETS["c4_test"].source.load_dataset_kwargs = {"data_files": str(words)}
     config = llama3_debugmodel()
     config.hf_assets_path = str(source / "tests" / "assets" / "tokenizer")
-    config.dump_folder = str(folder / kind)
+    config.dump_folder = str(dump)
     config.training.steps = 2 * NUM_STEPS
     config.training.num_tokens_per_microbatch_per_dp_rank = NUM_TOKENS
     config.training.max_context_length = NUM_TOKENS
     config.training.disable_cuda_graphs = True  # else forward and backward are captured
     config.lr_scheduler.total_steps = 2 * NUM_STEPS + 2
+    config.debug.seed = 0  # of several ranks the first else draws one
     config.checkpoint.enable = True
     config.checkpoint.interval = NUM_STEPS
     config.checkpoint.keep_latest_k = 0
@@ -78,6 +80,8 @@ def configured(kind: str, source: Path, folder: Path) -> Any:
     config.checkpoint.async_mode = "async_with_pinned_mem" if saves_ours else "disabled"
     config.validator.enable = False
     config.override.imports = list(OVERRIDES[kind])
+    if os.environ["WORLD_SIZE"] != "1":  # the default asks a later torch than 2.13 for its meshes
+        config.parallelism.spmd_backend = "partial_dtensor"
     return config
 
 
@@ -92,6 +96,11 @@ class Watched:
 
     def __init__(self, config: Any) -> None:
         self.trainer: Any = config.build()
+        for module in [each for part in self.trainer.model_parts for each in part.modules()]:
+            if isinstance(module, FSDPModule):
+                # Else gradients are summed by an operation that gloo, under the simulated NCCL,
+                # does not have.
+                module.set_force_sum_reduction_for_comms(True)
         self.peaks = Peaks()
         self.losses: list[float] = []
         self._steps = STEPS
@@ -144,33 +153,35 @@ class Watched:
 def main() -> None:
     kind, given, *more = sys.argv[1:]
     folder, source = Path(given), Path(os.environ["PROJECT"])
+    rank = int(more.pop()) if more and more[-1].isdigit() else None
     enable("6GiB")
     STAND_INS.install()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-    os.environ["MASTER_PORT"] = str(port)
+    os.environ.update(RANK=str(rank or 0), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
+    os.environ["WORLD_SIZE"] = "1" if rank is None else "2"
     changed = []
     if not hasattr(torch.distributed, "set_timeout"):
         torch.distributed.set_timeout = lambda *args, **kwargs: None  # type: ignore[attr-defined]
         changed.append("torch.distributed.set_timeout, of a torch after this one")
-    name = "-".join([kind, *more])
-    if more:
-        for save in (folder / kind / "checkpoint").glob(f"step-*{2 * NUM_STEPS}"):
+    of_rank = "" if rank is None else f"-rank{rank}"
+    dump = folder / (kind if rank is None else f"{kind}-ranks")
+    if more and not rank:
+        for save in (dump / "checkpoint").glob(f"step-*{2 * NUM_STEPS}"):
             shutil.rmtree(save)
-    run = Watched(configured(kind, source, folder))
+    run = Watched(configured(kind, source, folder, dump))
     run.trainer.train()
     found = run.picture()
+    name = "-".join([f"{kind}{of_rank}", *more])
     torch.save(found, folder / f"{name}.pt")
-    differ, losses = {}, LOSSES
+    differ, row = {}, "" if rank is None else f"rank {rank} of two: "
     if more:
-        differ[RESUMED] = differing(found, torch.load(folder / f"{kind}.pt"))
-        losses = LOSSES_AFTER
+        differ[row + RESUMED] = differing(found, torch.load(folder / f"{kind}{of_rank}.pt"))
     elif kind != "plain":
-        differ[AGAINST_PLAIN] = differing(found, torch.load(folder / "plain.pt"))
-    result = {"figures": run.peaks.figures, losses: run.losses, "differ": differ}
-    write(folder, name, {**result, "changed": changed}, STAND_INS.used)
+        differ[row + AGAINST_PLAIN] = differing(found, torch.load(folder / f"plain{of_rank}.pt"))
+    result: dict[str, Any] = {"differ": differ, "changed": changed}
+    if rank is None:  # of ranks the figures are those of shards
+        result["figures"] = run.peaks.figures
+        result[LOSSES_AFTER if more else LOSSES] = run.losses
+    write(folder, name, result, STAND_INS.used)
     run.trainer.close()
 
 

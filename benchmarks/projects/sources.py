@@ -69,7 +69,11 @@ PROJECTS = {
             "saves": "`ResidencyCheckpointManager`",
             "both": "both",
         },
-        (("resume", ("plain", "ours", "saves", "both")),),
+        (
+            ("resume", ("plain", "ours", "saves", "both")),
+            ("ranks", ("plain", "both")),
+            ("ranks-resume", ("plain", "both")),
+        ),
     ),
 }
 

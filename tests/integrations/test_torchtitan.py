@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,6 +138,10 @@ def test_moments_in_bfloat16_are_those_that_torchtitans_hook_makes(
     assert allocated_peak(resumed.manager.load) == 0
     resumed.train(2)
     assert_same(resumed.picture(), plain.picture())
+    # A plain optimizer's hook may make what its class does not: it gets torchtitan's own load,
+    # in which torch makes float32 of the moments.
+    hooked = Training(device, tmp_path, managed=True, **how)
+    assert allocated_peak(lambda: hooked.manager.load(2)) > 0
     homes = sum(each.statistics().home_bytes for each in resumed.optimizers)
     values = sum(p.numel() for p in resumed.model.parameters())
     scalars = 4 * len(list(resumed.model.parameters()))
@@ -331,6 +336,13 @@ def test_the_overrides_are_found_by_their_names_and_keep_every_field(tmp_path: P
     assert type(root.checkpoint) is ours("ResidencyCheckpointManager").Config
     assert (root.checkpoint.interval, root.checkpoint.async_mode) == (7, "async")
     assert (root.checkpoint.folder, root.checkpoint.spare) == ("here", "all")
+
+
+def test_every_public_name_stands_in_the_reference() -> None:
+    page = Path(__file__).parents[2] / "docs" / "reference" / "api" / "integrations.md"
+    section = page.read_text().partition(f"## `{DOOR}`\n")[2].partition("\n## ")[0]
+    for name in importlib.import_module(DOOR).__all__:
+        assert re.search(rf"^- `{name}[(`]", section, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -335,7 +335,7 @@ def host_template(
     schemas: Schemas,
 ) -> dict[str, Any]:
     """Returns zeros on the host for what a first step of a plain optimizer makes."""
-    schema = _schema(optimizer, group, parameter, schemas)
+    schema = schema_of(optimizer, group, parameter, schemas)
     if schema is None:
         raise RefusedError(
             f"what {type(optimizer).__name__} makes for {name} in its first step cannot be "
@@ -350,9 +350,10 @@ def host_template(
     }
 
 
-def _schema(
+def schema_of(
     optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, schemas: Schemas
 ) -> Schema | None:
+    """Returns what a first step makes for a parameter, or None where that cannot be foreseen."""
     offload = record_of(optimizer)
     base = type(optimizer) if offload is None else offload.base
     return schemas.of(optimizer, base, group, parameter, is_local=is_sharded(parameter))
@@ -399,6 +400,6 @@ def _incoming(
     is_host = value.is_cpu
     if value.dim() == 0 and key != "step" and not dict.get(optimizer.state, parameter):
         # A template's scalars are all on the host, wherever steps keep them.
-        schema = _schema(optimizer, group, parameter, schemas)
+        schema = schema_of(optimizer, group, parameter, schemas)
         is_host = schema is None or key not in schema.device
     return Incoming(value.dtype, tuple(value.shape), is_host)

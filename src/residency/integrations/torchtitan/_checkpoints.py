@@ -63,8 +63,8 @@ class ResidencyCheckpointManager(_Manager):  # type: ignore[misc]  # known when 
     torchtitan's, whose fields it has: ``interval``, ``keep_latest_k``, ``load_step`` and all
     others mean what they do there. With ``async_mode`` "async" and "async_with_pinned_mem" alike, a
     save returns when its copies are queued, and a thread writes it; the step after it waits for
-    them on the device alone, and nothing blocks the host until the next save or ``close``. A save
-    that failed raises there.
+    them on the device, and blocks the host only where an offloaded optimizer has used up ``spare``.
+    The next save, and ``close``, wait until it is written, and raise what failed.
 
     Loads take these saves, and the checkpoints that torchtitan wrote itself, of which a folder may
     have both; the greater step counts. A newest save that is damaged is passed over with a warning,

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from residency._optim import OffloadedOptimizer
 from residency._optim._trial import Schemas
-from residency.integrations.dcp._train_state import host_template, put_state
+from residency.integrations.dcp._train_state import host_template, put_state, schema_of
 
 _NO_VALUES = ("params", "param_names")  # the keys of a group that torchtitan does not save
 
@@ -35,7 +35,8 @@ class PlainOptimizers(Stateful):
 
         A hook may make state in another way than the class does; torchtitan has one.
         """
-        return all(_is_foreseen(optimizer) for optimizer in container)
+        schemas = Schemas()
+        return all(_is_foreseen(optimizer, schemas) for optimizer in container)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns host tensors for what first steps would make, under torchtitan's names."""
@@ -69,12 +70,12 @@ def _named(group: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     yield from zip(group["param_names"], group["params"], strict=True)
 
 
-def _is_foreseen(optimizer: Optimizer) -> bool:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+def _is_foreseen(optimizer: Optimizer, schemas: Schemas) -> bool:
     hooks: Any = optimizer._optimizer_step_pre_hooks
-    return (
-        not isinstance(optimizer, OffloadedOptimizer)
-        and not optimizer.state
-        and not hooks
-        and all(parameter.requires_grad for parameter in parameters)
+    if isinstance(optimizer, OffloadedOptimizer) or optimizer.state or hooks:
+        return False
+    return all(
+        parameter.requires_grad and schema_of(optimizer, group, parameter, schemas) is not None
+        for group in optimizer.param_groups
+        for parameter in group["params"]
     )

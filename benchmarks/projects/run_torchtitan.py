@@ -4,7 +4,8 @@
 are its train loop, overrides, ``OptimizersContainer``, ``LRSchedulersContainer`` and
 ``CheckpointManager``; the data are random words, as its own file of them is large. The process
 trains six steps and saves after three; with a third argument, ``resume``, it takes away the last
-save and goes on from the one before. A number as the last argument makes it that rank of two.
+save and goes on from the one before; with ``experts``, or ``experts-resume``, the model is the
+DeepSeek V3 debug model. A number as the last argument makes it that rank of two.
 """
 
 from __future__ import annotations
@@ -56,15 +57,18 @@ OVERRIDES = {
 }
 
 
-def configured(kind: str, source: Path, folder: Path, dump: Path) -> Any:
+def configured(
+    kind: str, source: Path, folder: Path, dump: Path, *, has_experts: bool = False
+) -> Any:
     from torchtitan.hf_datasets.text_datasets import DATASETS
+    from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
     words = folder / "words.json"
     if not words.exists():
         words.write_text("".join(json.dumps({"text": text}) + "\n" for text in _texts()))
     DATASETS["c4_test"].source.load_dataset_kwargs = {"data_files": str(words)}
-    config = llama3_debugmodel()
+    config = deepseek_v3_debugmodel() if has_experts else llama3_debugmodel()
     config.hf_assets_path = str(source / "tests" / "assets" / "tokenizer")
     config.dump_folder = str(dump)
     config.training.steps = 2 * NUM_STEPS
@@ -141,7 +145,8 @@ class Watched:
     def picture(self) -> Picture:
         found = {}
         for part in self.trainer.model_parts:
-            found |= {name: local_copy(p) for name, p in part.named_parameters()}
+            named = [*part.named_parameters(), *part.named_buffers()]
+            found |= {name: local_copy(value) for name, value in named}
         for place, optimizer in enumerate(self.trainer.optimizers):
             for group in optimizer.param_groups:
                 found[f"{place}.lr"] = torch.tensor(float(group["lr"]), dtype=torch.float64)
@@ -154,6 +159,8 @@ def main() -> None:
     kind, given, *more = sys.argv[1:]
     folder, source = Path(given), Path(os.environ["PROJECT"])
     rank = int(more.pop()) if more and more[-1].isdigit() else None
+    words = "-".join(more).split("-")
+    has_experts, is_resumed = "experts" in words, "resume" in words
     enable("6GiB")
     STAND_INS.install()
     os.environ.update(RANK=str(rank or 0), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
@@ -162,25 +169,29 @@ def main() -> None:
     if not hasattr(torch.distributed, "set_timeout"):
         torch.distributed.set_timeout = lambda *args, **kwargs: None  # type: ignore[attr-defined]
         changed.append("torch.distributed.set_timeout, of a torch after this one")
-    of_rank = "" if rank is None else f"-rank{rank}"
-    dump = folder / (kind if rank is None else f"{kind}-ranks")
-    if more and not rank:
+    row, variant = "", ""
+    if has_experts:
+        row, variant = "with experts: ", "-experts"
+    elif rank is not None:
+        row, variant = f"rank {rank} of two: ", f"-rank{rank}"
+    dump = folder / (kind + ("-ranks" if rank is not None else variant))
+    if is_resumed and not rank:
         for save in (dump / "checkpoint").glob(f"step-*{2 * NUM_STEPS}"):
             shutil.rmtree(save)
-    run = Watched(configured(kind, source, folder, dump))
+    run = Watched(configured(kind, source, folder, dump, has_experts=has_experts))
     run.trainer.train()
     found = run.picture()
-    name = "-".join([f"{kind}{of_rank}", *more])
+    name = f"{kind}{variant}{'-resume' if is_resumed else ''}"
     torch.save(found, folder / f"{name}.pt")
-    differ, row = {}, "" if rank is None else f"rank {rank} of two: "
-    if more:
-        differ[row + RESUMED] = differing(found, torch.load(folder / f"{kind}{of_rank}.pt"))
+    differ = {}
+    if is_resumed:
+        differ[row + RESUMED] = differing(found, torch.load(folder / f"{kind}{variant}.pt"))
     elif kind != "plain":
-        differ[row + AGAINST_PLAIN] = differing(found, torch.load(folder / f"plain{of_rank}.pt"))
+        differ[row + AGAINST_PLAIN] = differing(found, torch.load(folder / f"plain{variant}.pt"))
     result: dict[str, Any] = {"differ": differ, "changed": changed}
-    if rank is None:  # of ranks the figures are those of shards
+    if not variant:  # the table has the figures of one model, on one rank
         result["figures"] = run.peaks.figures
-        result[LOSSES_AFTER if more else LOSSES] = run.losses
+        result[LOSSES_AFTER if is_resumed else LOSSES] = run.losses
     write(folder, name, result, STAND_INS.used)
     run.trainer.close()
 

@@ -71,6 +71,8 @@ PROJECTS = {
         },
         (
             ("resume", ("plain", "ours", "saves", "both")),
+            ("experts", ("plain", "both")),
+            ("experts-resume", ("plain", "both")),
             ("ranks", ("plain", "both")),
             ("ranks-resume", ("plain", "both")),
         ),

@@ -264,22 +264,26 @@ def damage(folder: Path, step: int) -> None:
     file.write_bytes(data)
 
 
-def test_a_save_that_failed_raises_once_and_the_next_one_works(
-    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("keep", [0, 2])
+def test_a_save_that_failed_raises_once_removes_nothing_and_the_next_one_works(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int
 ) -> None:
-    training = Training(device, tmp_path, **OURS, async_mode="async")
+    training = Training(device, tmp_path, **OURS, async_mode="async", keep_latest_k=keep)
+    training.train(2, saves=[1, 2])
+    training.manager.maybe_wait_for_saving()
 
     def fail(*args: object) -> None:
         raise OSError("no space left, let us say")
 
     with monkeypatch.context() as broken:
         broken.setattr("residency.integrations.dcp.ResidencyStorageWriter.write_data", fail)
-        training.train(1, saves=[1])
+        training.train(1, saves=[3])
         with pytest.raises(CheckpointException, match="no space left"):
             training.manager.maybe_wait_for_saving()
-    training.train(1, saves=[2])
+    assert steps_in(tmp_path) == [1, 2]
+    training.train(1, saves=[4])
     training.manager.close()
-    assert steps_in(tmp_path) == [2]
+    assert steps_in(tmp_path) == ([1, 2, 4] if keep == 0 else [2, 4])
 
 
 def test_the_last_save_changes_its_dtype_on_the_host(device: torch.device, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def _named(group: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_foreseen(optimizer: Optimizer, schemas: Schemas) -> bool:
-    hooks: Any = optimizer._optimizer_step_pre_hooks
+    hooks: Any = optimizer._optimizer_step_pre_hooks  # torch has no public way to ask
     if isinstance(optimizer, OffloadedOptimizer) or optimizer.state or hooks:
         return False
     return all(

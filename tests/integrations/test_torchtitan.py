@@ -159,6 +159,23 @@ def test_master_weights_and_other_settings_reach_the_optimizers(
     assert any(name.endswith(".master_weight") for name in training.optimizers.state_dict())
 
 
+def test_parameters_on_the_host_are_stepped_saved_and_loaded_as_ever(
+    device: torch.device, tmp_path: Path
+) -> None:
+    """What torchtitan's ``enable_cpu_offload`` has: nothing is there to be offloaded."""
+    host = torch.device("cpu")
+    plain = Training(host, tmp_path / "plain")
+    plain.train(4)
+    training = Training(host, tmp_path, **OURS, async_mode="async")
+    training.train(4, saves=[2])
+    training.manager.close()
+    assert_same(training.picture(), plain.picture())
+    resumed = Training(host, tmp_path, **OURS)
+    assert resumed.manager.load()
+    resumed.train(2)
+    assert_same(resumed.picture(), plain.picture())
+
+
 # Saves and loads --------------------------------------------------------------------------------
 
 

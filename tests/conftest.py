@@ -46,7 +46,7 @@ pytest_plugins = ["residency.testing.plugin", "pytester"]  # the first also wher
 AUTOGRADS_LAST_WAIT = "TORCH_AUTOGRAD_SHUTDOWN_WAIT_LIMIT"
 _FACE = simulated_device_type()
 _REAL = _FACE is None
-# Of XTuner and prime-rl, which are on no package index, the tests have stand-ins.
+# The tests have stand-ins of XTuner and prime-rl, which are on no package index, and of torchtitan.
 _FRAMEWORKS = (
     "torch",
     "lightning",

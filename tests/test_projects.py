@@ -156,19 +156,27 @@ def test_the_table_shows_what_differs_and_what_failed() -> None:
         assert expected in lines, expected
 
 
-def test_the_docs_have_the_tables_of_the_newest_report_and_the_commits_that_were_read() -> None:
-    report = max((ROOT / "benchmarks" / "reports").glob("*_simulated_projects.md")).read_text()
-    page = PAGE.read_text()
-    tables = re.findall(r"(?:^\|.*\n)+", report, re.MULTILINE)
-    assert len(tables) == len(part("sources").PROJECTS)
-    for table in tables:
+def newest_sections() -> dict[str, str]:
+    """Returns each project's section of the newest report that has one."""
+    found = {}
+    for report in sorted((ROOT / "benchmarks" / "reports").glob("*_simulated_projects*.md")):
+        for section in re.split("^## ", report.read_text(), flags=re.MULTILINE)[1:]:
+            found[section.partition("\n")[0]] = section
+    return found
+
+
+def test_the_docs_have_the_tables_of_the_newest_reports_and_the_commits_that_were_read() -> None:
+    page, projects = PAGE.read_text(), part("sources").PROJECTS
+    sections = newest_sections()
+    assert set(sections) == set(projects)
+    for name, project in projects.items():
+        (table,) = re.findall(r"(?:^\|.*\n)+", sections[name], re.MULTILINE)
         assert table in page
-    for project in part("sources").PROJECTS.values():
         assert project.commit in page
-        assert f"{project.repository} {project.commit[:12]}\n" in report
+        assert f"{project.repository} {project.commit[:12]}\n" in sections[name]
 
 
-def test_the_readme_has_rows_of_that_report() -> None:
+def test_the_readme_has_rows_of_the_newest_report_of_all() -> None:
     rows = part("rows")
     report = max((ROOT / "benchmarks" / "reports").glob("*_simulated_projects.md")).read_text()
     readme = (ROOT / "README.md").read_text()
@@ -180,6 +188,31 @@ def test_the_readme_has_rows_of_that_report() -> None:
             assert f"| {title} | {' | '.join(figures)} |" in readme
 
 
-def test_the_container_of_the_docs_is_found_where_the_run_of_torchtitan_looks_for_it() -> None:
-    driver = part("run_torchtitan")
-    assert driver.BLOCK in driver.PAGE.read_text()
+def test_the_overrides_that_the_run_of_torchtitan_names_stand_in_the_how_to() -> None:
+    page = (ROOT / "docs" / "how-to" / "use-with-torchtitan.md").read_text()
+    overrides = part("run_torchtitan").OVERRIDES
+    assert set(overrides) == set(part("sources").PROJECTS["torchtitan"].titles)
+    for name in {each for named in overrides.values() for each in named}:
+        assert name in page
+
+
+def test_ranks_of_one_run_get_their_number_and_one_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = part("__main__")
+    started: list[tuple[list[str], int]] = []
+
+    def start(project: object, source: object, arguments: list[str], log: Path, port: int) -> None:
+        started.append((arguments, port))
+        log.with_suffix(".json").write_text("{}")
+
+    monkeypatch.setattr(main, "_start", start)
+    monkeypatch.setattr(main, "_end_of", lambda *_: 0)
+    project = part("sources").PROJECTS["torchtitan"]
+    given = str(tmp_path)
+    assert main._run(project, tmp_path, "both", tmp_path, ("ranks-resume",)) == [{}, {}]
+    arguments, ports = zip(*started, strict=True)
+    assert arguments == (["both", given, "resume", "0"], ["both", given, "resume", "1"])
+    assert len(set(ports)) == 1
+    assert main._run(project, tmp_path, "both", tmp_path, ("ranks",)) == [{}, {}]
+    assert started[-1][0] == ["both", given, "1"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -87,13 +88,14 @@ def _run(
     project: Project, source: Path, kind: str, folder: Path, more: tuple[str, ...]
 ) -> list[dict[str, Any] | None]:
     """Runs one kind, and returns what its processes wrote; None for one that failed."""
-    if more == ("ranks",):
-        named = {f"{kind}-rank{rank}": [str(rank)] for rank in range(2)}
+    if more and more[0].startswith("ranks"):
+        what = more[0].split("-")[1:]  # as of "ranks-resume"
+        named = {"-".join([f"{kind}-rank{rank}", *what]): [*what, str(rank)] for rank in range(2)}
     else:
         named = {"-".join([kind, *more]): list(more)}
-    begun = time.monotonic()
+    begun, port = time.monotonic(), _free_port()
     started = {
-        name: _start(project, source, [kind, str(folder), *arguments], folder / f"{name}.log")
+        name: _start(project, source, [kind, str(folder), *arguments], folder / f"{name}.log", port)
         for name, arguments in named.items()
     }
     results: list[dict[str, Any] | None] = []
@@ -111,8 +113,16 @@ def _run(
     return results
 
 
+def _free_port() -> int:
+    """Returns a port at which the ranks of one run may meet."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        found: int = free.getsockname()[1]
+        return found
+
+
 def _start(
-    project: Project, source: Path, arguments: Sequence[str], log: Path
+    project: Project, source: Path, arguments: Sequence[str], log: Path, port: int
 ) -> subprocess.Popen[bytes]:
     roots = [ROOT, ROOT / "src", *(source / root for root in project.roots)]
     path = os.pathsep.join([*map(str, roots), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -122,6 +132,7 @@ def _start(
         "PYTHONPATH": path,
         "PYTHONDONTWRITEBYTECODE": "1",  # the folder is another's
         "PROJECT": str(source),
+        "MASTER_PORT": str(port),
         "WANDB_MODE": "disabled",
         "HF_HUB_OFFLINE": "1",
     }

@@ -1,9 +1,11 @@
-"""Torchtitan's own ``Trainer`` with its Llama 3 debug model: ``KIND`` is plain or ours.
+"""Torchtitan's own ``Trainer`` with its Llama 3 debug model, as its overrides configure it.
 
-Real are its train loop, ``OptimizersContainer``, ``LRSchedulersContainer`` and
+``KIND`` is plain, or which of our overrides are named: ours (the optimizers), saves, or both. Real
+are its train loop, overrides, ``OptimizersContainer``, ``LRSchedulersContainer`` and
 ``CheckpointManager``; the data are random words, as its own file of them is large. The process
 trains six steps and saves after three; with a third argument, ``resume``, it takes away the last
-save and goes on from the one before.
+save and goes on from the one before; with ``experts``, or ``experts-resume``, the model is the
+DeepSeek V3 debug model. A number as the last argument makes it that rank of two.
 """
 
 from __future__ import annotations
@@ -11,14 +13,13 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import shutil
-import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.projects.lab import (
     NUM_STEPS,
@@ -45,48 +46,46 @@ from benchmarks.projects.rows import (
 from benchmarks.projects.stand_ins import StandIns
 
 STAND_INS = StandIns("wandb")
-ROOT = Path(__file__).resolve().parents[2]
 NUM_TOKENS = 256
-# Where a class of containers stands that the docs ask users to write.
-PAGE, BLOCK = ROOT / "docs" / "how-to" / "use-with-dcp.md", "# offloaded.py: needs torchtitan\n"
+# What `--override.imports` names, by the kind of run.
+DOOR = "residency.integrations.torchtitan"
+OVERRIDES = {
+    "plain": [],
+    "ours": [f"{DOOR}.offload_optimizers"],
+    "saves": [f"{DOOR}.save_with_residency"],
+    "both": [f"{DOOR}.offload_optimizers", f"{DOOR}.save_with_residency"],
+}
 
 
-def offloaded_optimizers() -> Any:
-    """Returns the container that the how-to has, as it is written there."""
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    (source,) = (block for block in blocks if block.startswith(BLOCK))
-    names: dict[str, Any] = {"__name__": "offloaded"}
-    sys.modules["offloaded"] = type(sys)("offloaded")  # where dataclasses look for it
-    exec(compile(source, str(PAGE), "exec"), names)
-    return names["OffloadedOptimizers"]
-
-
-def configured(kind: str, source: Path, folder: Path) -> Any:
+def configured(
+    kind: str, source: Path, folder: Path, dump: Path, *, has_experts: bool = False
+) -> Any:
     from torchtitan.hf_datasets.text_datasets import DATASETS
+    from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
     words = folder / "words.json"
     if not words.exists():
         words.write_text("".join(json.dumps({"text": text}) + "\n" for text in _texts()))
     DATASETS["c4_test"].source.load_dataset_kwargs = {"data_files": str(words)}
-    config = llama3_debugmodel()
+    config = deepseek_v3_debugmodel() if has_experts else llama3_debugmodel()
     config.hf_assets_path = str(source / "tests" / "assets" / "tokenizer")
-    config.dump_folder = str(folder / kind)
+    config.dump_folder = str(dump)
     config.training.steps = 2 * NUM_STEPS
     config.training.num_tokens_per_microbatch_per_dp_rank = NUM_TOKENS
     config.training.max_context_length = NUM_TOKENS
     config.training.disable_cuda_graphs = True  # else forward and backward are captured
     config.lr_scheduler.total_steps = 2 * NUM_STEPS + 2
+    config.debug.seed = 0  # of several ranks the first else draws one
     config.checkpoint.enable = True
     config.checkpoint.interval = NUM_STEPS
     config.checkpoint.keep_latest_k = 0
-    config.checkpoint.async_mode = "disabled"
+    saves_ours = f"{DOOR}.save_with_residency" in OVERRIDES[kind]
+    config.checkpoint.async_mode = "async_with_pinned_mem" if saves_ours else "disabled"
     config.validator.enable = False
-    if kind == "ours":
-        stock = config.optimizer
-        config.optimizer = offloaded_optimizers().Config(
-            param_groups=stock.param_groups, implementation=stock.implementation
-        )
+    config.override.imports = list(OVERRIDES[kind])
+    if os.environ["WORLD_SIZE"] != "1":  # the default asks a later torch than 2.13 for its meshes
+        config.parallelism.spmd_backend = "partial_dtensor"
     return config
 
 
@@ -101,6 +100,11 @@ class Watched:
 
     def __init__(self, config: Any) -> None:
         self.trainer: Any = config.build()
+        for module in [each for part in self.trainer.model_parts for each in part.modules()]:
+            if isinstance(module, FSDPModule):
+                # Else gradients are summed by an operation that gloo, under the simulated NCCL,
+                # does not have.
+                module.set_force_sum_reduction_for_comms(True)
         self.peaks = Peaks()
         self.losses: list[float] = []
         self._steps = STEPS
@@ -141,7 +145,8 @@ class Watched:
     def picture(self) -> Picture:
         found = {}
         for part in self.trainer.model_parts:
-            found |= {name: local_copy(p) for name, p in part.named_parameters()}
+            named = [*part.named_parameters(), *part.named_buffers()]
+            found |= {name: local_copy(value) for name, value in named}
         for place, optimizer in enumerate(self.trainer.optimizers):
             for group in optimizer.param_groups:
                 found[f"{place}.lr"] = torch.tensor(float(group["lr"]), dtype=torch.float64)
@@ -153,32 +158,41 @@ class Watched:
 def main() -> None:
     kind, given, *more = sys.argv[1:]
     folder, source = Path(given), Path(os.environ["PROJECT"])
+    rank = int(more.pop()) if more and more[-1].isdigit() else None
+    words = "-".join(more).split("-")
+    has_experts, is_resumed = "experts" in words, "resume" in words
     enable("6GiB")
     STAND_INS.install()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-    os.environ["MASTER_PORT"] = str(port)
+    os.environ.update(RANK=str(rank or 0), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
+    os.environ["WORLD_SIZE"] = "1" if rank is None else "2"
     changed = []
     if not hasattr(torch.distributed, "set_timeout"):
         torch.distributed.set_timeout = lambda *args, **kwargs: None  # type: ignore[attr-defined]
         changed.append("torch.distributed.set_timeout, of a torch after this one")
-    name = "-".join([kind, *more])
-    if more:
-        shutil.rmtree(folder / kind / "checkpoint" / f"step-{2 * NUM_STEPS}")
-    run = Watched(configured(kind, source, folder))
+    row, variant = "", ""
+    if has_experts:
+        row, variant = "with experts: ", "-experts"
+    elif rank is not None:
+        row, variant = f"rank {rank} of two: ", f"-rank{rank}"
+    dump = folder / (kind + ("-ranks" if rank is not None else variant))
+    if is_resumed and not rank:
+        for save in (dump / "checkpoint").glob(f"step-*{2 * NUM_STEPS}"):
+            shutil.rmtree(save)
+    run = Watched(configured(kind, source, folder, dump, has_experts=has_experts))
     run.trainer.train()
     found = run.picture()
+    name = f"{kind}{variant}{'-resume' if is_resumed else ''}"
     torch.save(found, folder / f"{name}.pt")
-    differ, losses = {}, LOSSES
-    if more:
-        differ[RESUMED] = differing(found, torch.load(folder / f"{kind}.pt"))
-        losses = LOSSES_AFTER
+    differ = {}
+    if is_resumed:
+        differ[row + RESUMED] = differing(found, torch.load(folder / f"{kind}{variant}.pt"))
     elif kind != "plain":
-        differ[AGAINST_PLAIN] = differing(found, torch.load(folder / "plain.pt"))
-    result = {"figures": run.peaks.figures, losses: run.losses, "differ": differ}
-    write(folder, name, {**result, "changed": changed}, STAND_INS.used)
+        differ[row + AGAINST_PLAIN] = differing(found, torch.load(folder / f"plain{variant}.pt"))
+    result: dict[str, Any] = {"differ": differ, "changed": changed}
+    if not variant:  # the table has the figures of one model, on one rank
+        result["figures"] = run.peaks.figures
+        result[LOSSES_AFTER if is_resumed else LOSSES] = run.losses
+    write(folder, name, result, STAND_INS.used)
     run.trainer.close()
 
 

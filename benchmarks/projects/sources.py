@@ -63,8 +63,19 @@ PROJECTS = {
         "b5bcd76c66d0acb1a08b176d9639425bc55e0b2a",
         "pytorch/torchtitan",
         "run_torchtitan",
-        {"plain": "`OptimizersContainer`", "ours": "`OffloadedOptimizers`"},
-        (("resume", ("plain", "ours")),),
+        {
+            "plain": "`OptimizersContainer`",
+            "ours": "`OffloadedOptimizers`",
+            "saves": "`ResidencyCheckpointManager`",
+            "both": "both",
+        },
+        (
+            ("resume", ("plain", "ours", "saves", "both")),
+            ("experts", ("plain", "both")),
+            ("experts-resume", ("plain", "both")),
+            ("ranks", ("plain", "both")),
+            ("ranks-resume", ("plain", "both")),
+        ),
     ),
 }
 

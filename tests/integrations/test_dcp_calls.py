@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 sys.path.insert(0, str(Path(__file__).parent))
 from dcp_states import is_same, load, save
 
-from residency import RefusedError
+from residency import InvalidArgumentError, RefusedError
 from residency._checkpoint._disk._publish import CheckpointDirectory
 from residency._checkpoint._sources import open_source
 from residency.integrations.dcp import ResidencyStorageReader, ResidencyStorageWriter
@@ -60,6 +60,29 @@ def test_a_save_never_replaces_another(tmp_path: Path) -> None:
     assert isinstance(cause, RefusedError)
     assert "never replaces another" in str(cause)
     assert load({"n": None}, path) == {"n": 1}
+
+
+def test_a_save_replaces_another_of_its_step_where_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "step-00000010"
+    save({"n": 1}, path)
+    writer = ResidencyStorageWriter(path, overwrite=True)
+
+    def fail(*args: object) -> None:
+        raise OSError("no space left, let us say")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("residency.integrations.dcp._writer.write_files", fail)
+        with pytest.raises(CheckpointException):
+            dcp.save({"n": 2}, storage_writer=writer)
+    assert load({"n": None}, path) == {"n": 1}
+    dcp.save({"n": 2}, storage_writer=writer)
+    assert load({"n": None}, path) == {"n": 2}
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["latest", path.name]
+    assert CheckpointDirectory(tmp_path).steps() == [10]
+    with pytest.raises(InvalidArgumentError, match=r"step-00000010, and .*'s'"):
+        ResidencyStorageWriter(tmp_path / "s", overwrite=True)
 
 
 def test_what_may_be_a_path_is_told_from_an_address(tmp_path: Path) -> None:

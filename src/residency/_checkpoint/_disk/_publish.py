@@ -345,13 +345,28 @@ class CheckpointDirectory:
         write_file(self._system, path / MANIFEST, dump_manifest(manifest))
         attempt.folder.strip()
         sync_folder(self._system, path)
-        replaced = self._layout.publish(path, request.step)
+        self.publish(path, request.step)
+        if request.world_size > 1:
+            try:
+                attempt.tidy_up()
+            except OSError as error:  # the save is published
+                _logger.warning("%s was not tidied up after a save: %s", self.path, str(error))
+
+    def publish(self, folder: Path, step: int) -> None:
+        """Makes a whole save in this directory the one of its step, and removes the one before.
+
+        Args:
+            folder: Holds the files and the manifest, all on the disk.
+            step: Its step.
+
+        Raises:
+            OSError: It could not be renamed; what was published before is as it was.
+        """
+        replaced = self._layout.publish(folder, step)
         try:
             if replaced is not None:
                 self._layout.remove(replaced)
             self._layout.point_latest()
-            if request.world_size > 1:
-                attempt.tidy_up()
         except OSError as error:  # the save is published: an error here would say that it is not
             _logger.warning("%s was not tidied up after a save: %s", self.path, str(error))
 

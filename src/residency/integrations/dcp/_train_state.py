@@ -204,7 +204,7 @@ class TrainState(Stateful):
                     values = saved["state"][key]
                     state[name] = {k: _free_to_fill(v) for k, v in values.items()}
                 elif parameter in unborn:
-                    state[name] = _template(optimizer, mine, parameter, name, schemas)
+                    state[name] = host_template(optimizer, mine, parameter, name, schemas)
         groups = [
             {**copy.deepcopy({k: v for k, v in packed.items() if k != "params"}), "params": called}
             for packed, called in zip(saved["param_groups"], names, strict=True)
@@ -239,7 +239,7 @@ class TrainState(Stateful):
                 if name in state and name not in without_state:
                     filled[parameter] = state[name]
             mine.update({key: value for key, value in group.items() if key != "params"})
-        _put(self.optimizer, filled)
+        put_state(self.optimizer, filled)
 
 
 class TrainStatePlanner(DefaultLoadPlanner):
@@ -327,7 +327,7 @@ def _is_unborn(optimizer: Optimizer, parameter: Tensor) -> bool:
     return not values or (isinstance(optimizer, OffloadedOptimizer) and values.is_template())
 
 
-def _template(
+def host_template(
     optimizer: Optimizer,
     group: Mapping[str, Any],
     parameter: Tensor,
@@ -335,7 +335,7 @@ def _template(
     schemas: Schemas,
 ) -> dict[str, Any]:
     """Returns zeros on the host for what a first step of a plain optimizer makes."""
-    schema = _schema(optimizer, group, parameter, schemas)
+    schema = schema_of(optimizer, group, parameter, schemas)
     if schema is None:
         raise RefusedError(
             f"what {type(optimizer).__name__} makes for {name} in its first step cannot be "
@@ -350,15 +350,16 @@ def _template(
     }
 
 
-def _schema(
+def schema_of(
     optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, schemas: Schemas
 ) -> Schema | None:
+    """Returns what a first step makes for a parameter, or None where that cannot be foreseen."""
     offload = record_of(optimizer)
     base = type(optimizer) if offload is None else offload.base
     return schemas.of(optimizer, base, group, parameter, is_local=is_sharded(parameter))
 
 
-def _put(optimizer: Optimizer, filled: Mapping[Tensor, Mapping[str, Any]]) -> None:
+def put_state(optimizer: Optimizer, filled: Mapping[Tensor, Mapping[str, Any]]) -> None:
     """Makes what was filled the optimizer's state, where each value belongs."""
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     schemas = Schemas()
@@ -399,6 +400,6 @@ def _incoming(
     is_host = value.is_cpu
     if value.dim() == 0 and key != "step" and not dict.get(optimizer.state, parameter):
         # A template's scalars are all on the host, wherever steps keep them.
-        schema = _schema(optimizer, group, parameter, schemas)
+        schema = schema_of(optimizer, group, parameter, schemas)
         is_host = schema is None or key not in schema.device
     return Incoming(value.dtype, tuple(value.shape), is_host)

@@ -50,7 +50,7 @@ from residency._checkpoint._disk import (
     write_file,
     write_files,
 )
-from residency._errors import CheckpointError, RefusedError
+from residency._errors import CheckpointError, InvalidArgumentError, RefusedError
 from residency.integrations.dcp._rank_plan import (
     RankAssignment,
     RankPlan,
@@ -70,18 +70,24 @@ class ResidencyStorageWriter(StorageWriter):
     of ``dcp.async_save``; nothing is published then, and the next save works.
 
     Args:
-        path: The directory that becomes the save. It must not exist, or be empty; a save never
-            replaces another. Named ``step-`` and eight digits, it is one of the saves of a
-            `Checkpointer` on the directory above.
+        path: The directory that becomes the save. It must not exist, or be empty. Named ``step-``
+            and eight digits, it is one of the saves of a `Checkpointer` on the directory above.
+        overwrite: Whether a save that is at the path already goes when the new one is whole; only
+            for such a name.
+
+    Raises:
+        InvalidArgumentError: ``overwrite`` is asked for at a path of another name.
 
     Memory:
         On the host, for the tensors of which bytes are being written (two or three at a time), a
         copy each unless they lie there contiguously, and 8 MiB.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Reads nothing and writes nothing yet."""
         self._path = Path(path).absolute()  # once: a later os.chdir changes nothing
+        self._overwrite = overwrite
+        self._check_name()
         self._folder: SaveFolder | None = None
         self._world_size = 1
 
@@ -107,6 +113,7 @@ class ResidencyStorageWriter(StorageWriter):
         self._abandon()
         if checkpoint_id is not None:
             self._path = Path(checkpoint_id).absolute()
+            self._check_name()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
         """Takes the settings of ``dcp.save``.
@@ -127,12 +134,12 @@ class ResidencyStorageWriter(StorageWriter):
         Raises:
             RefusedError: There is something at the path already.
         """
-        if self._path.is_dir() and not any(self._path.iterdir()):
+        if self._overwrite or (self._path.is_dir() and not any(self._path.iterdir())):
             return plan
         if self._path.exists():
             raise RefusedError(
-                f"{self._path} exists, and a save never replaces another. Nothing was saved; give"
-                " another path, or remove it."
+                f"{self._path} exists, and a save never replaces another without overwrite=True."
+                " Nothing was saved; give another path, or remove it."
             )
         return plan
 
@@ -206,7 +213,10 @@ class ResidencyStorageWriter(StorageWriter):
             write_file(SYSTEM, folder.path / MANIFEST, dump_manifest(manifest))
             folder.strip()
             sync_folder(SYSTEM, folder.path)
-            SYSTEM.rename(folder.path, self._path)
+            if self._overwrite:
+                CheckpointDirectory(self._path.parent).publish(folder.path, manifest.step)
+            else:
+                SYSTEM.rename(folder.path, self._path)
         except OSError as error:
             raise CheckpointError(f"{self._path} could not be published: {error}") from error
         finally:
@@ -215,6 +225,13 @@ class ResidencyStorageWriter(StorageWriter):
             sync_folder(SYSTEM, self._path.parent)
         except OSError as error:  # it is published: an error here would say that it is not
             _logger.warning("the name of %s may not be on the disk yet: %s", self._path, str(error))
+
+    def _check_name(self) -> None:
+        if self._overwrite and step_of(self._path.name) is None:
+            raise InvalidArgumentError(
+                f"overwrite=True replaces a save named step-00000010, and this one is called "
+                f"{self._path.name!r}; name it so, or remove the save that is there."
+            )
 
     def _save_folder(self) -> SaveFolder:
         """Returns the directory of a save under way.

@@ -31,8 +31,8 @@ FOLDER = Path(sys.argv[4])
 DEVICE = tested_device_type()
 BACKEND = "nccl" if DEVICE == "cuda" else "simccl"
 BUCKET = 2048  # (33, 40) is cut, on two ranks too
-cases = {name: Cases() for name in ("first", "second", "last", "four")}
-first, second, last, four = cases.values()
+cases = {name: Cases() for name in ("first", "pair", "second", "last", "four")}
+first, pair, second, last, four = cases.values()
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {}),
     "fused": (torch.optim.AdamW, {"fused": True}),

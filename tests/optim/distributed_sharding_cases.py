@@ -13,7 +13,7 @@ from distributed_lab import (
     first,
     four,
     matrices,
-    second,
+    pair,
     sharded,
     tensor_parallel,
     two_dimensional,
@@ -28,13 +28,13 @@ import residency
 
 
 @first
-@second
+@pair
 def every_kind_of_optimizer_on_uneven_and_empty_shards() -> None:
     for name in ELEMENT_WISE:
         both_train_alike(sharded, name)
 
 
-@second
+@pair
 def settings_of_the_offload() -> None:
     for settings in (
         {"slots": 1},
@@ -47,14 +47,14 @@ def settings_of_the_offload() -> None:
 
 
 @first
-@second
+@pair
 def clipped_and_missing_gradients() -> None:
     both_train_alike(sharded, "AdamW", train={"clip": True})
     both_train_alike(sharded, "AdamW", train={"missing": True})
     both_train_alike(sharded, "SGD", train={"clip": True, "missing": True}, resident=2048)
 
 
-@second
+@pair
 def computing_in_bfloat16() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -66,13 +66,13 @@ def computing_in_bfloat16() -> None:
 
 
 @first
-@second
+@pair
 def muon_steps_whole_shards() -> None:
     both_train_alike(sharded, "Muon", chosen=matrices)
     both_train_alike(sharded, "Muon", chosen=matrices, slots=1, bucket=1 << 20)
 
 
-@second
+@pair
 def adafactor_is_refused_before_anything_moves() -> None:
     optimizer = torch.optim.Adafactor(sharded().parameters())
     with pytest.raises(residency.RefusedError, match="Adafactor has DTensor parameters"):
@@ -81,7 +81,7 @@ def adafactor_is_refused_before_anything_moves() -> None:
 
 
 @first
-@second
+@pair
 def parameters_that_fsdp_keeps_on_the_host_stream_nothing() -> None:
     def make_model() -> nn.Module:
         return sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))
@@ -93,7 +93,7 @@ def parameters_that_fsdp_keeps_on_the_host_stream_nothing() -> None:
     assert ours.optimizer.statistics().copied_to_device_bytes == 0
 
 
-@second
+@pair
 def states_of_shards_leave_the_device() -> None:
     ours = Run(sharded, offload=True)
     ours.train(range(1))
@@ -109,13 +109,13 @@ def states_of_shards_leave_the_device() -> None:
 # ---------------------------------------------------------------------- HSDP and tensor parallelism
 
 
-@second
+@pair
 def replicas_of_shards() -> None:
     for shape in ((2, 1), (1, 2)):
         both_train_alike(lambda shape=shape: sharded(shape), "AdamW", train={"clip": True})
 
 
-@second
+@pair
 def tensor_parallel_with_partial_gradients() -> None:
     model = tensor_parallel()
     model(torch.randn(4, 33).to(DEVICE)).sum().backward()

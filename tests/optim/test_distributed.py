@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "sim"))
 from worker_cases import Phases, judge, missing_devices, parameters_of, take_device
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
-NUM_RANKS = {"first": 1, "second": 2, "last": 1, "four": 4}
+NUM_RANKS = {"first": 1, "pair": 2, "second": 2, "last": 1, "four": 4}
 NEEDS = {"second": ("first",), "last": ("second",)}
 
 
@@ -32,9 +32,7 @@ def _most_ranks(phase: str) -> int:
     return max(NUM_RANKS[phase], NUM_RANKS["second"] if phase == "last" else 1)
 
 
-@pytest.mark.parametrize(
-    ("phase", "case"), parameters_of(WORKER, NUM_RANKS, whole=["first", "four"])
-)
+@pytest.mark.parametrize(("phase", "case"), parameters_of(WORKER, NUM_RANKS, whole=["four"]))
 def test_sharded_optimizers(outcomes: Phases, phase: str, case: str) -> None:
     if (reason := missing_devices(_most_ranks(phase))) is not None:
         judge(reason)

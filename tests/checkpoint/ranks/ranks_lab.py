@@ -30,8 +30,8 @@ from residency._checkpoint._disk._publish import CheckpointDirectory
 from residency._transfer import lending
 
 PHASE, FOLDER = sys.argv[3], Path(sys.argv[4])
-cases = {name: Cases() for name in ("one", "two", "four", "dying", "after")}
-one, two, four, dying, after = cases.values()
+cases = {name: Cases() for name in ("one", "two", "waiting", "four", "dying", "after")}
+one, two, waiting, four, dying, after = cases.values()
 ACROSS = ((True, False), (False, True))  # from an offloaded run to a plain one, and back
 BOTH_WAYS = ((False, False), (True, True), *ACROSS)
 

@@ -16,7 +16,18 @@ from distributed_lab import (
     Run,
     sharded,
 )
-from ranks_lab import FOLDER, after, assert_equal, dying, picture, scrambled, state_of, threads, two
+from ranks_lab import (
+    FOLDER,
+    after,
+    assert_equal,
+    dying,
+    picture,
+    scrambled,
+    state_of,
+    threads,
+    two,
+    waiting,
+)
 
 import residency
 from residency._checkpoint._disk._publish import CheckpointDirectory
@@ -26,7 +37,7 @@ from residency._transfer import lending
 # --------------------------------------------------------------------------------------- failures
 
 
-@two
+@waiting
 def a_rank_that_cannot_begin_fails_the_save_for_all_and_the_next_one_works() -> None:
     for rank in range(NUM_RANKS):
         folder = FOLDER / f"cannot-begin-{rank}"
@@ -48,7 +59,7 @@ def a_rank_that_cannot_begin_fails_the_save_for_all_and_the_next_one_works() -> 
             dist.barrier()
 
 
-@two
+@waiting
 def a_rank_that_left_a_save_out_agrees_when_the_step_is_saved_again() -> None:
     x = {"x": torch.ones(3, device=DEVICE)}
     for absent in range(NUM_RANKS):
@@ -68,7 +79,7 @@ def a_rank_that_left_a_save_out_agrees_when_the_step_is_saved_again() -> None:
         assert not list(folder.glob(".saving-*"))
 
 
-@two
+@waiting
 def a_step_that_one_rank_refused_is_saved_again_at_once_by_all() -> None:
     x = torch.ones(3, device=DEVICE)
     for refusing in range(NUM_RANKS):
@@ -89,7 +100,7 @@ def a_step_that_one_rank_refused_is_saved_again_at_once_by_all() -> None:
             dist.barrier()
 
 
-@two
+@waiting
 def a_failure_that_ranks_are_told_of_at_different_calls_leaves_them_in_step() -> None:
     save = CheckpointDirectory.save
 

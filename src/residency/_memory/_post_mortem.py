@@ -24,7 +24,8 @@ from residency._memory import _state
 from residency._memory._holders._holders import Holder, find_holders
 from residency._memory._messages import asked_bytes, held_bytes, room_below_limit
 from residency._memory._state import MemoryState
-from residency._units import MIB, format_bytes, parse_bytes
+from residency._transfer import fitting_bucket
+from residency._units import MIB, format_bytes, spell_bytes
 
 _HEADING = "residency: the device's memory when this failed"
 _RETURNABLE = "cached here and free: torch.accelerator.empty_cache() returns it"
@@ -43,9 +44,7 @@ _KINDS = {
     "tensor": "other tensors",
     "c++": "held by C++",
 }
-_KIB = parse_bytes("1KiB")
 _SLOTS = 3  # both copies of an offloaded step and its arithmetic overlap
-_LARGEST_BUCKET_BYTES = 128 * MIB
 _log = logging.getLogger("residency")
 
 
@@ -136,15 +135,13 @@ def _offload(state_bytes: int) -> Remedy:
 
     The bucket that it names is the largest of which three take a quarter of the state at most.
     """
-    bucket_bytes = 1 << max(0, (state_bytes // (4 * _SLOTS)).bit_length() - 1)
-    bucket_bytes = min(bucket_bytes, _LARGEST_BUCKET_BYTES)
-    if bucket_bytes < _KIB:
+    bucket_bytes = fitting_bucket(state_bytes, _SLOTS)
+    if not bucket_bytes:
         return Remedy(0, "")
-    unit, name = (MIB, "MiB") if bucket_bytes >= MIB else (_KIB, "KiB")
     return Remedy(
         state_bytes - _SLOTS * bucket_bytes,
         "of optimizer state: residency.offload_optimizer(optimizer, "
-        f'bucket="{bucket_bytes // unit}{name}", slots={_SLOTS}) keeps it on the host',
+        f'bucket="{spell_bytes(bucket_bytes)}", slots={_SLOTS}) keeps it on the host',
     )
 
 

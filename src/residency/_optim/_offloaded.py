@@ -25,6 +25,7 @@ from residency._modes import inference_mode_off
 from residency._optim._loading import prepare_load
 from residency._optim._offload_record import Loading, Offload, record_of
 from residency._optim._placement import follow_parameters, members_of, prime_state
+from residency._optim._savings import tell_savings
 from residency._optim._state import ParameterState
 from residency._optim._statistics import OffloadStatistics, Timeline, bytes_per_second
 from residency._optim._stream import StreamedStep
@@ -297,7 +298,9 @@ def _step(optimizer: OffloadedOptimizer, closure: Callable[[], object] | None = 
     follow_parameters(optimizer, offload)
     if offload.host is None:
         offload.num_steps += 1
-        return raw_step(offload.base)(optimizer, *([] if closure is None else [closure]))
+        loss = raw_step(offload.base)(optimizer, *([] if closure is None else [closure]))
+        tell_savings(optimizer, offload)
+        return loss
     loss = None
     if closure is not None:
         with torch.enable_grad():
@@ -305,6 +308,7 @@ def _step(optimizer: OffloadedOptimizer, closure: Callable[[], object] | None = 
     adopt_foreign_state(optimizer, offload)
     check_flags(offload.base.__name__, optimizer.param_groups)
     StreamedStep(optimizer, offload, offload.on_host.homes, offload.on_host.state).run()
+    tell_savings(optimizer, offload)
     return loss
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
@@ -193,6 +194,12 @@ def memory_allocated(device: torch.device | None = None) -> int:
 def max_memory_allocated(device: torch.device | None = None) -> int:
     """Returns the most bytes that live tensors have held since the last reset."""
     return torch.accelerator.max_memory_allocated(device) if accelerator() is not None else 0
+
+
+def is_simulated() -> bool:
+    """Returns whether the accelerator is the simulated one, whose clock is one, too."""
+    module: Any = sys.modules.get("residency.sim")
+    return module is not None and bool(module.is_enabled())
 
 
 def reset_peak(device: torch.device | None = None) -> None:

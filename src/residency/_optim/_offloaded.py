@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from residency import _device
 from residency._dtensor import local_of, moved
 from residency._errors import RefusedError
 from residency._modes import inference_mode_off
@@ -135,6 +136,7 @@ class OffloadedOptimizer(Optimizer):
             to_device_bytes_per_second=bytes_per_second(times.loads),
             to_host_bytes_per_second=bytes_per_second(times.stores),
             exposed_seconds=times.exposed_seconds() if offload.timeline else None,
+            is_simulated=offload.host is not None and _device.is_simulated(),
         )
 
     def __repr__(self) -> str:

@@ -39,6 +39,8 @@ REGISTRIES = {
     "_park/_guards.py:_watch_steps": "one entry",
     "_park/_parking.py:_arenas": "weak keys",
     "_handoff/_peer.py:_links": "weak",
+    "_handoff/_peer.py:_releasers": "one socket a path; no tensors",
+    "_handoff/_peer.py:_takers": "one socket a path; no tensors",
     "_handoff/_segments.py:_toggle": "weak",
     "_memory/_phase.py:_open": "the phases that are open",
     "_memory/_phase.py:boundaries": "the ledgers that are open",

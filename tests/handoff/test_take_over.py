@@ -164,8 +164,8 @@ def test_a_releaser_that_dies_after_its_proof_does_not_disturb_the_taker(
     device: torch.device, path: Path, start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     releaser = start("release", "after it proved the bytes")
-    with take_over("1MiB", peer=path) as free:
-        assert free == measure(device).free
+    with take_over("1MiB", peer=path) as taken:
+        assert taken.free == measure(device).free
         assert releaser.wait(30) == -9
     assert "has ended" in caplog.text
 

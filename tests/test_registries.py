@@ -42,6 +42,7 @@ REGISTRIES = {
     "_handoff/_peer.py:_releasers": "one socket a path; no tensors",
     "_handoff/_peer.py:_takers": "one socket a path; no tensors",
     "_handoff/_segments.py:_toggle": "weak",
+    "_memory/_history.py:held_history": "a few numbers for each of 256 phases at most",
     "_memory/_phase.py:_open": "the phases that are open",
     "_memory/_phase.py:boundaries": "the ledgers that are open",
     "_optim/_offload.py:_classes": "weak keys; classes, no tensors",

@@ -1,6 +1,6 @@
 """The only code that copies bytes between host and device: slabs, lanes and the gate."""
 
-from residency._transfer._buckets import fitting_bucket
+from residency._transfer._buckets import ELEMENT_WISE, fitting_bucket
 from residency._transfer._events import wait_asleep
 from residency._transfer._gate import Gate, Read, copy_to_host, gate_of
 from residency._transfer._host_memory import available_host_bytes
@@ -42,6 +42,7 @@ from residency._transfer._writers import (
 __all__ = [
     "ALIGNMENT",
     "Carried",
+    "ELEMENT_WISE",
     "Gate",
     "HostRing",
     "Incoming",

@@ -1,9 +1,16 @@
-"""The bucket that an offload is offered with, wherever one is offered."""
+"""The bucket that an offload is offered with, and the classes whose states are cut to fit one."""
 
 from __future__ import annotations
 
+import torch
+
 from residency._units import MIB, parse_bytes
 
+_optim = torch.optim
+ELEMENT_WISE = frozenset({
+    _optim.SGD, _optim.Adam, _optim.AdamW, _optim.Adamax, _optim.NAdam, _optim.RAdam,
+    _optim.Adadelta, _optim.Adagrad, _optim.RMSprop, _optim.Rprop, _optim.ASGD,
+})  # fmt: skip
 _LARGEST_BYTES = 128 * MIB
 _LEAST_BYTES = parse_bytes("1KiB")
 _PART = 4

@@ -5,11 +5,9 @@ Patience is an hour where an error is to come at once: the test's own limit woul
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,35 +23,7 @@ pytestmark = pytest.mark.sim_device(capacity="256MiB")
 
 MIB = 1 << 20
 AN_HOUR = 3600.0
-Start = Callable[[str], "subprocess.Popen[bytes]"]
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / "device.sock"
-    _peer._takers.drop(tmp_path / "device.sock")
-    _peer._releasers.drop(tmp_path / "device.sock")
-
-
-@pytest.fixture
-def start(path: Path) -> Iterator[Start]:
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start(stage: str) -> subprocess.Popen[bytes]:
-        program = Path(__file__).with_name("peers.py")
-        process = subprocess.Popen(
-            [sys.executable, str(program), "take", str(path), stage, str(MIB)],
-            stdin=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": str(Path(residency.__file__).parents[1])},
-        )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+Start = Callable[..., "subprocess.Popen[bytes]"]
 
 
 def refusal(path: Path, timeout: float) -> str:
@@ -67,7 +37,7 @@ def refusal(path: Path, timeout: float) -> str:
 def test_an_engine_that_died_is_an_error_at_once_and_the_next_one_is_waited_for(
     device: torch.device, path: Path, start: Start, stage: str
 ) -> None:
-    engine = start(stage)
+    engine = start("take", stage, MIB)
     with hand_off(0, peer=path):
         pass
     if stage == "stays":
@@ -78,7 +48,7 @@ def test_an_engine_that_died_is_an_error_at_once_and_the_next_one_is_waited_for(
         "asks for it. Start it again: the next hand_off waits for it."
     )
     assert "No process asked for the device" in refusal(path, 0.01)
-    start("stays")
+    start("take", "stays", MIB)
     with hand_off(0, peer=path) as freed:
         assert freed.free >= MIB
 
@@ -86,7 +56,7 @@ def test_an_engine_that_died_is_an_error_at_once_and_the_next_one_is_waited_for(
 def test_an_engine_that_dies_while_it_is_waited_for_ends_the_wait(
     device: torch.device, path: Path, start: Start
 ) -> None:
-    engine = start("stays")
+    engine = start("take", "stays", MIB)
     with hand_off(0, peer=path):
         pass
     said: list[str] = []
@@ -102,7 +72,7 @@ def test_an_engine_that_dies_while_it_is_waited_for_ends_the_wait(
 def test_an_engine_that_is_alive_is_waited_for_and_named(
     device: torch.device, path: Path, start: Start
 ) -> None:
-    engine = start("stays")
+    engine = start("take", "stays", MIB)
     with hand_off(0, peer=path):
         pass
     for _ in range(2):
@@ -114,7 +84,7 @@ def test_an_engine_that_is_alive_is_waited_for_and_named(
 def test_an_engine_that_came_to_its_end_may_be_followed_by_another(
     device: torch.device, path: Path, start: Start
 ) -> None:
-    engine = start("stays")
+    engine = start("take", "stays", MIB)
     with hand_off(0, peer=path):
         pass
     engine.communicate()  # its input ends, and so does it
@@ -126,7 +96,7 @@ def test_a_successor_that_asks_already_takes_a_dead_engines_place(
     device: torch.device, path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_peer, "_SUCCESSOR_SECONDS", AN_HOUR)
-    engine = start("stays")
+    engine = start("take", "stays", MIB)
     with hand_off(0, peer=path):
         pass
     engine.kill()

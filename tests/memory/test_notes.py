@@ -113,6 +113,7 @@ def test_an_offload_is_offered_with_what_the_class_allows(
 @pytest.mark.sim
 @pytest.mark.sim_device(schedule="late", workspaces=True)
 def test_what_cpp_holds_is_told_apart(device: torch.device) -> None:
+    kept = torch.empty(8320 * 1024, dtype=torch.uint8, device=device)  # as large, and known
     torch.ones(8, 8, device=device) @ torch.ones(8, 8, device=device)
     note = note_of(lambda: megabytes(64, device))
     assert (
@@ -120,6 +121,7 @@ def test_what_cpp_holds_is_told_apart(device: torch.device) -> None:
         "                1 block of 8.12 MiB, as large as cuBLAS's workspace of a stream: "
         "residency.reclaim() frees those\n"
     ) in note
+    del kept
     before = residency.memory_state(device).held
     residency.reclaim(device=device)
     assert before - residency.memory_state(device).held == 8320 * 1024

@@ -77,6 +77,16 @@ def test_a_state_that_the_slots_hold_is_a_warning_with_a_bucket_that_saves_what_
     assert saved_by(told(caplog)[1]) == (offered, None, None)
 
 
+def test_slots_that_take_more_than_the_state_are_told_as_they_are(lab, caplog):
+    offloaded = peak_of_a_step(lab, bucket="14MiB")  # two slots, and a quarter of one in the second
+    level, text = told(caplog)
+    assert level == "WARNING"
+    assert (
+        f"saves 0 B of device memory in a step, whose slots have {format_bytes(offloaded)}" in text
+    )
+    assert offloaded > peak_of_a_step(lab)
+
+
 def test_a_model_on_the_host_is_a_warning(caplog):
     parameter = torch.nn.Parameter(torch.ones(64))
     optimizer = residency.offload_optimizer(torch.optim.AdamW([parameter]))

@@ -57,8 +57,8 @@ def _savings(optimizer: Optimizer, offload: Offload, host: HostState) -> tuple[i
     state_bytes = sum(align_up(home.num_bytes) for home in homes)
     if not homes:
         return 0, _ALL_RESIDENT if any(inners) else _NO_STATE
-    streamed = min(state_bytes, _slot_bytes(optimizer, offload, offload.bucket_bytes))
-    saved = state_bytes - streamed
+    in_slots = _slot_bytes(optimizer, offload, offload.bucket_bytes)
+    saved = max(0, state_bytes - in_slots)  # slots of one size may take more than the state
     bucket_bytes = fitting_bucket(state_bytes, offload.num_slots)
     advice = ""
     if _LEAST_BUCKET_BYTES <= bucket_bytes < offload.bucket_bytes:
@@ -68,7 +68,7 @@ def _savings(optimizer: Optimizer, offload: Offload, host: HostState) -> tuple[i
     _, capacity = _device.device_room(host.homes.device) or (0, 0)
     return saved, (
         f"{format_bytes(saved)} of device memory in a step, whose slots have "
-        f"{format_bytes(streamed)} of state, and {format_bytes(state_bytes)} between steps."
+        f"{format_bytes(in_slots)}, and {format_bytes(state_bytes)} between steps."
         f"{advice}{'' if saved or state_bytes > _LITTLE * capacity else _NOT_WORTH}"
     )
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from residency._errors import InvalidArgumentError, ResidencyError
-from residency._units import MIB, format_bytes, parse_bytes
+from residency._units import MIB, format_bytes, format_figure, parse_bytes, spell_bytes
 
 
 @pytest.mark.parametrize(
@@ -95,3 +95,24 @@ def test_what_is_written_can_be_read_again_within_its_precision(num_bytes: int) 
     number, unit = format_bytes(num_bytes).split()
     assert unit == "MiB"
     assert abs(float(number) * MIB - num_bytes) <= MIB / 100
+
+
+@given(st.integers(min_value=0, max_value=2**60))
+def test_a_size_that_is_spelled_is_read_again_as_it_was(num_bytes: int) -> None:
+    assert parse_bytes(spell_bytes(num_bytes)) == num_bytes
+    assert spell_bytes(3 * 2**19) == "1536KiB"
+
+
+@pytest.mark.parametrize(
+    ("name", "figure", "text"),
+    [
+        ("home_bytes", 3 * 2**19, "1.50 MiB"),
+        ("to_host_bytes_per_second", 2.0**31, "2.00 GiB/s"),
+        ("exposed_seconds", 0.0005, "0.500 ms"),
+        ("write_seconds", 12.345, "12.35 s"),
+        ("num_steps", 7, "7"),
+        ("exposed_seconds", None, "-"),
+    ],
+)
+def test_a_figure_has_the_unit_of_its_name(name: str, figure: float | None, text: str) -> None:
+    assert format_figure(name, figure) == text

@@ -74,20 +74,10 @@ def _tells_pools(device: torch.device) -> bool:
 
 def _private_segments(device: torch.device) -> list[dict[str, Any]] | None:
     """Returns a device's segments that belong to private pools; None where they are not shown."""
-    snapshot: Any = getattr(torch.get_device_module(device), "memory_snapshot", None)
-    if snapshot is None:
+    segments = _device.memory_segments(device)
+    if segments is None:
         return None
-    try:
-        segments = snapshot(include_traces=False)
-    except torch.AcceleratorError:
-        raise
-    except (NotImplementedError, RuntimeError):
-        return None
-    return [
-        segment
-        for segment in segments
-        if segment["device"] == device.index and tuple(segment["segment_pool_id"]) != (0, 0)
-    ]
+    return [segment for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0)]
 
 
 def may_have_graphs() -> bool:

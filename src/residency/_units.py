@@ -8,6 +8,12 @@ two readings of "1 GB" differ by the 70 MiB that often decide whether a run fits
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 from residency._errors import InvalidArgumentError
 
@@ -62,3 +68,33 @@ def format_bytes(num_bytes: int) -> str:
     if unit == "B":
         return f"{num_bytes} B"
     return f"{num_bytes / _FACTORS[unit]:.2f} {unit}"
+
+
+def spell_bytes(num_bytes: int) -> str:
+    """Returns a size as `parse_bytes` takes it, without rounding: ``"1536KiB"``."""
+    unit = next(unit for unit, factor in reversed(_FACTORS.items()) if num_bytes % factor == 0)
+    return f"{num_bytes // _FACTORS[unit]}{unit}"
+
+
+def format_figure(name: str, figure: float | None) -> str:
+    """Returns a figure as people read it, in the unit that its name ends with; "-" for None."""
+    if figure is None:
+        return "-"
+    if name.endswith("bytes_per_second"):
+        return f"{format_bytes(round(figure))}/s"
+    if name.endswith("bytes"):
+        return format_bytes(round(figure))
+    if name.endswith("seconds"):
+        return f"{figure:.2f} s" if figure >= 1 else f"{1000 * figure:.3f} ms"
+    return str(figure)
+
+
+def format_figures(title: str, figures: DataclassInstance, meanings: Mapping[str, str]) -> str:
+    """Returns a line for each figure that has a meaning: its name, the figure, the meaning."""
+    values = asdict(figures)
+    width = max(map(len, meanings))
+    lines = [
+        f"  {name:<{width}}{format_figure(name, values[name]):>14}  {meaning}".rstrip()
+        for name, meaning in meanings.items()
+    ]
+    return "\n".join([title, *lines])

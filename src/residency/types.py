@@ -1,7 +1,7 @@
 """The classes of what the functions return, for annotations: nobody needs to make one."""
 
 from residency._checkpoint import Save, Snapshot
-from residency._handoff import Reclaimed
+from residency._handoff import Reclaimed, TakenOver
 from residency._memory import Holder, MemoryState
 
-__all__ = ["Holder", "MemoryState", "Reclaimed", "Save", "Snapshot"]
+__all__ = ["Holder", "MemoryState", "Reclaimed", "Save", "Snapshot", "TakenOver"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 import os
 import threading
@@ -15,6 +16,7 @@ from torch import nn
 import residency
 from residency import InvalidArgumentError, RefusedError, _device
 from residency._transfer import lending
+from residency._units import format_bytes
 
 BUCKET = 2048
 BOTH = pytest.mark.parametrize("offload", [False, True], ids=["plain", "offloaded"])
@@ -83,6 +85,17 @@ def test_a_save_takes_no_device_memory_and_the_host_waits_for_nothing(
     figures = save.statistics()
     assert figures.write_seconds is not None
     assert figures.written_bytes >= figures.copied_from_device_bytes + figures.lent_bytes
+
+
+def test_figures_of_a_save_print_in_units_of_people(tmp_path):
+    with residency.Checkpointer(tmp_path) as checkpointer:
+        figures = checkpointer.save(1, {"x": torch.ones(1 << 20)}).wait().statistics()
+    printed = {line.split()[0]: line.split()[1:] for line in str(figures).splitlines()[1:]}
+    assert list(printed) == [field.name for field in dataclasses.fields(figures)]
+    size = format_bytes(figures.copied_from_host_bytes)
+    assert size.endswith("MiB")
+    assert printed["copied_from_host_bytes"][:2] == size.split()
+    assert printed["write_seconds"][1] in ("s", "ms")
 
 
 @BOTH

@@ -60,6 +60,32 @@ def test_list_says_which_save_cannot_be_opened(
     assert rows[3]["metrics"] == {"loss": "nan"}
 
 
+def test_list_shows_what_the_manifest_knows_of_a_damaged_save(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["checkpoint", "list", "--json", str(path)]) == 0
+    before = {row["step"]: row for row in json.loads(capsys.readouterr().out)["saves"]}
+    (path / "step-00000001" / "model.safetensors").write_bytes(b"")
+    (path / "step-00000002" / "manifest.json").write_text("{")
+    assert main(["checkpoint", "list", "--json", str(path)]) == 0
+    rows = {row["step"]: row for row in json.loads(capsys.readouterr().out)["saves"]}
+    assert "model.safetensors is truncated" in rows[1].pop("damage")
+    assert rows[1] == {name: value for name, value in before[1].items() if name != "damage"}
+    assert rows[1]["num_bytes"] == 12096
+    assert "manifest.json" in rows[2]["damage"]
+    assert rows[2]["num_bytes"] is None
+    assert rows[2]["saved_at"] is not None
+
+
+def test_the_bar_of_verify_counts_to_the_size_of_damaged_saves_too(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in LOSSES:
+        (path / f"step-{step:08d}" / "model.safetensors").write_bytes(b"")
+    assert main(["checkpoint", "verify", str(path)]) == 1
+    assert "/47.2 KiB" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_verify_returns_zero_for_whole_saves_and_one_for_a_damaged_one(
     path: Path, capsys: pytest.CaptureFixture[str], options: list[str]

@@ -5,7 +5,7 @@ import signal
 import sys
 from pathlib import Path
 
-from residency._handoff._peer import Deadline, ask_for_device, await_taker
+from residency._handoff._peer import Deadline, ask_for_device, await_taker, return_and_stay
 
 
 def die() -> None:
@@ -38,6 +38,12 @@ def take(path: Path, stage: str) -> None:
         Deadline(30).pause(30)
     if stage == "never returns":
         sys.stdin.read()
+    if stage.startswith("stays"):
+        return_and_stay(path, link)
+        sys.stdin.read()
+        if stage == "stays, and fails":
+            raise RuntimeError("of the engine's own")
+        return
     link.send(returned=True)
 
 

@@ -10,17 +10,15 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import residency
 from residency import HandOffError, hand_off, take_over
 from residency._handoff._peer import Deadline, ask_for_device, await_taker
 from residency._memory._state import measure
@@ -30,32 +28,6 @@ pytestmark = pytest.mark.sim_device(capacity="256MiB")
 MIB = 1 << 20
 SOON = 15.0  # far below the patience of 30 s with which the processes wait for each other
 Start = Callable[..., "subprocess.Popen[bytes]"]
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "device.sock"
-
-
-@pytest.fixture
-def start(path: Path) -> Iterator[Start]:
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start(side: str, stage: str, need: int = 0) -> subprocess.Popen[bytes]:
-        source = str(Path(residency.__file__).parents[1])
-        program = Path(__file__).with_name("peers.py")
-        process = subprocess.Popen(
-            [sys.executable, str(program), side, str(path), stage, str(need)],
-            stdin=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": source},
-        )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
 
 
 def make_model(device: torch.device) -> nn.Module:
@@ -164,8 +136,8 @@ def test_a_releaser_that_dies_after_its_proof_does_not_disturb_the_taker(
     device: torch.device, path: Path, start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     releaser = start("release", "after it proved the bytes")
-    with take_over("1MiB", peer=path) as free:
-        assert free == measure(device).free
+    with take_over("1MiB", peer=path) as taken:
+        assert taken.free == measure(device).free
         assert releaser.wait(30) == -9
     assert "has ended" in caplog.text
 

@@ -7,6 +7,7 @@ import io
 import json
 import sys
 import tempfile
+import unittest
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,17 @@ def a_run_and_its_resumption_end_at_the_bits_of_a_stock_run() -> None:
                     states = inner.state.values()
                     assert all(state["exp_avg"].is_pinned() for state in states)
                     assert_same(inner.state_dict(), plain.optimizer.state_dict())
+
+
+@case
+def a_callback_whose_offload_saves_nothing_warns_once_with_the_bytes() -> None:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        unittest.TestCase().assertLogs("residency", "WARNING") as log,
+    ):
+        trained(tiny_model(), inside(folder), ResidencyCallback())
+    (text,) = (record.getMessage() for record in log.records)
+    assert "offloading this AdamW saves 0 B of device memory in a step" in text
 
 
 @case

@@ -1,11 +1,15 @@
 """What an offloaded optimizer says of itself: bytes, rates, exposed time, and its repr."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 
 import residency
 from residency import sim
+from residency._optim._statistics import OffloadStatistics
+from residency._units import format_bytes
 
 
 def two_steps(lab, **settings):
@@ -40,6 +44,23 @@ def test_rates_and_exposed_time_are_those_of_the_simulated_clock(lab):
     # The link to the device is busy throughout, and next to nothing hides it.
     whole = figures.step_to_device_bytes / 1e9
     assert 0.5 * whole <= figures.exposed_seconds <= 2 * whole
+
+
+def test_figures_print_in_units_of_people_with_simulated_rates_marked(lab):
+    optimizer, parameters = two_steps(lab)
+    lines = str(optimizer.statistics()).splitlines()
+    printed = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines[1:]}
+    assert list(printed) == [f.name for f in fields(OffloadStatistics) if f.name != "is_simulated"]
+    state_bytes = sum(2 * p.numel() * 4 + 4 for p in parameters)
+    assert printed["home_bytes"] == f"{format_bytes(state_bytes)}  of state that lives on the host"
+    assert printed["num_steps"] == "2  steps since the offload"
+    is_marked = [name for name, text in printed.items() if "on the simulated accelerator" in text]
+    timed = ["to_device_bytes_per_second", "to_host_bytes_per_second", "exposed_seconds"]
+    assert is_marked == (timed if sim.is_enabled() else [])
+    assert all(
+        printed[name].split()[1].startswith(("B/s", "KiB/s", "MiB/s", "GiB/s"))
+        for name in timed[:2]
+    )
 
 
 def test_nothing_is_timed_before_the_first_step(lab):

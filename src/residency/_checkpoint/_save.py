@@ -12,6 +12,18 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from residency._units import format_figures
+
+_MEANINGS = {
+    "call_seconds": "for which the call kept its caller",
+    "copied_from_device_bytes": "copied from the device beside training",
+    "copied_from_host_bytes": "of host tensors, copied in the call",
+    "lent_bytes": "lent by an offloaded optimizer, not copied",
+    "pinned_bytes": "page-locked, for this and later saves",
+    "written_bytes": "written so far",
+    "write_seconds": "from the end of the call to publication",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class SaveStatistics:
@@ -34,6 +46,9 @@ class SaveStatistics:
     pinned_bytes: int
     written_bytes: int
     write_seconds: float | None
+
+    def __str__(self) -> str:
+        return format_figures("a save", self, _MEANINGS)
 
 
 class Save:

@@ -17,6 +17,7 @@ from typing import Any
 from residency._checkpoint._disk import (
     ADVICE,
     CheckpointDirectory,
+    Manifest,
     Retention,
     Verification,
     verify_save,
@@ -102,21 +103,34 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _row(directory: CheckpointDirectory, step: int) -> _SaveRow:
+    damage = None
     try:
-        found = directory.open(step)
+        directory.open(step)
     except CheckpointError as error:
-        return _SaveRow(step, None, None, None, {}, None, str(error))
-    seconds = found.folder.stat().st_mtime
+        damage = str(error)
+    try:
+        manifest = directory.manifest(step)
+    except CheckpointError:  # then it is what the damage is
+        return _SaveRow(step, None, None, None, {}, _saved_at(directory, step), damage)
     return _SaveRow(
         step,
-        sum(record.num_bytes for record in found.files.values()),
-        len(found.files),
-        len(found.documents),
+        _size_of(manifest),
+        sum(len(rank.files) for rank in manifest.ranks),
+        len(manifest.ranks),
         # JSON has no word for what is not finite.
-        {k: v if math.isfinite(v) else str(v) for k, v in found.metrics.items()},
-        datetime.fromtimestamp(seconds, tz=UTC).isoformat(" ", "seconds"),
-        None,
+        {k: v if math.isfinite(v) else str(v) for k, v in manifest.metrics.items()},
+        _saved_at(directory, step),
+        damage,
     )
+
+
+def _size_of(manifest: Manifest) -> int:
+    return sum(file.num_bytes for rank in manifest.ranks for file in rank.files.values())
+
+
+def _saved_at(directory: CheckpointDirectory, step: int) -> str:
+    seconds = directory.folder(step).stat().st_mtime
+    return datetime.fromtimestamp(seconds, tz=UTC).isoformat(" ", "seconds")
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -216,9 +230,9 @@ def _show_progress(directory: CheckpointDirectory, steps: list[int]) -> Iterator
     total = 0
     for step in steps:
         try:
-            total += sum(record.num_bytes for record in directory.open(step).files.values())
+            total += _size_of(directory.manifest(step))
         except CheckpointError:
-            continue  # what is damaged is told by verifying it; its size is not known
+            continue  # of one without a manifest nothing else is read
     columns = (
         TextColumn("verifying"),
         BarColumn(),

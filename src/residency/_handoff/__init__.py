@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from residency._handoff._agreement import FAILED, agree
     from residency._handoff._hand_off import hand_off
     from residency._handoff._reclaim import Reclaimed, reclaim
-    from residency._handoff._take_over import take_over
+    from residency._handoff._take_over import TakenOver, take_over
 
-__all__ = ["FAILED", "Reclaimed", "agree", "hand_off", "reclaim", "take_over"]
+__all__ = ["FAILED", "Reclaimed", "TakenOver", "agree", "hand_off", "reclaim", "take_over"]
 
 __getattr__ = door(
     __name__,
@@ -20,6 +20,6 @@ __getattr__ = door(
         "_agreement": ["FAILED", "agree"],
         "_hand_off": ["hand_off"],
         "_reclaim": ["Reclaimed", "reclaim"],
-        "_take_over": ["take_over"],
+        "_take_over": ["TakenOver", "take_over"],
     },
 )

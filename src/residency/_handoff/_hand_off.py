@@ -58,7 +58,8 @@ def hand_off(
         A context manager; it gives the bytes that went back, by what freed them.
 
     Raises:
-        HandOffError: The bytes cannot be reached, and everything is back. Or, on exit, they are
+        HandOffError: The bytes cannot be reached, or the process that had the device before at
+            this path is dead and none asks in its place: everything is back. Or, on exit, they are
             not free in time: everything is whole on the host, and ``retry()`` tries again.
         InvalidArgumentError: A size, a device, a path or an owner means nothing.
         RefusedError: A hand-off of the device is under way, a graph is being captured, or the

@@ -21,7 +21,7 @@ from torch import nn
 
 from residency._errors import HandOffError, RefusedError
 from residency._handoff._agreement import FAILED, agree
-from residency._handoff._peer import Deadline, Link, await_taker
+from residency._handoff._peer import Deadline, Link, await_taker, keep_taker
 from residency._handoff._reclaim import Effort, Reclaimed
 from residency._handoff._residue import residue_lines
 from residency._memory import describe_device, measure
@@ -123,12 +123,19 @@ class HandOff:
         """Waits until the other process says that it is done, or has ended."""
         if self._link is None:
             return
+        assert self._path is not None
+        is_kept = False
         try:
-            self._link.receive(Deadline(self._timeout), expected="returned")
+            answer = self._link.receive(Deadline(self._timeout), expected="returned")
+            is_kept = answer.get("stays") is True
         except HandOffError as problem:  # what a process had that has ended comes back by itself
             _log.warning("residency: %s The device is taken back.", str(problem))
+            is_kept = self._link.is_cut  # the next hand-off has to know
         finally:
-            self._link.close()
+            if is_kept:
+                keep_taker(self._path, self._link)
+            else:
+                self._link.close()
 
     def _make_room_together(self) -> Effort:
         """Makes room, on all ranks of a group or on none."""

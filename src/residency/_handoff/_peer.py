@@ -8,16 +8,26 @@ side learns at once that the other is gone, and every wait has a deadline beside
     taking -> releasing   {"need": N, "pid": P}    before anything is freed
     releasing -> taking   {"ready": F}             N bytes are proven free; F are
     releasing -> taking   {"refused": "why"}       instead; everything is as it was
-    taking -> releasing   {"returned": true}       what was taken is free again
+    taking -> releasing   {"returned": true, "stays": true}    what was taken is free again
+    taking -> releasing   {"leaves": true}         later: the process ends in good order
+
+[Note: a dead taker] A side that stays keeps its connection until its next hand-off at the path, or
+its end. So the next wait of the releasing side learns that the process was killed, or ended with an
+error, when that happens: the connection is cut and nothing was said before. It raises once; the
+wait after that is for a process that was started in its place.
 """
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import json
+import math
 import os
+import select
 import socket
 import stat
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -32,6 +42,8 @@ _LONGEST_PATH = 107  # bytes in sockaddr_un, less the closing zero
 _PAUSE_SECONDS = 0.01
 _MOST_BYTES = 2**63
 _MOST_SECONDS = 1e8  # three years, which every wait of the system still takes
+_MOST_MILLISECONDS = 2**31 - 1  # of one poll
+_SUCCESSOR_SECONDS = 1.0  # one that asks tries again every `_PAUSE_SECONDS`
 
 
 class Deadline:
@@ -99,15 +111,24 @@ def _forget_links() -> None:
     """Lets go, in a forked child, of what would hide its parent's death from the other side."""
     for link in _links:
         link.forget()
+    _takers.clear()
+    _releasers.clear()
 
 
 os.register_at_fork(after_in_child=_forget_links)
 
 
 class Link:
-    """The connection to the other process, from either side."""
+    """The connection to the other process, from either side.
+
+    Attributes:
+        is_cut: Whether the other process was found to be gone.
+        pid: Its number, as it says itself; None where it did not.
+    """
 
     def __init__(self, connection: socket.socket, path: Path) -> None:
+        self.is_cut = False
+        self.pid: int | None = None
         self._connection = connection
         self._path = path
         self._received = b""
@@ -123,7 +144,7 @@ class Link:
             self._connection.settimeout(None)  # a line fits the socket's buffer
             self._connection.sendall(json.dumps(message).encode() + b"\n")
         except OSError as error:
-            raise HandOffError(self._gone()) from error
+            raise self._gone() from error
 
     def receive(self, deadline: Deadline, *, expected: str) -> dict[str, Any]:
         """Returns the next message.
@@ -153,10 +174,29 @@ class Link:
         Raises:
             HandOffError: It has ended, or left.
         """
-        flags = socket.MSG_PEEK | socket.MSG_DONTWAIT
-        with suppress(BlockingIOError):  # it is there, and has nothing to say
-            if not self._connection.recv(1, flags):
-                raise HandOffError(self._gone())
+        try:
+            if self.has_word() and not self._connection.recv(1, socket.MSG_PEEK):
+                raise self._gone()
+        except OSError as error:
+            raise self._gone() from error
+
+    def fileno(self) -> int:
+        """Returns the number of the connection's file, by which it can be polled."""
+        return self._connection.fileno()
+
+    def has_word(self) -> bool:
+        """Returns whether the other process has said something, or has ended."""
+        poll = select.poll()  # a socket with a timeout waits, whatever flags `recv` is given
+        poll.register(self, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def left_well(self) -> bool:
+        """Returns whether the other process said that it leaves, before it ended."""
+        try:
+            self.receive(Deadline(_SUCCESSOR_SECONDS), expected="leaves")
+        except HandOffError:
+            return False
+        return True
 
     def close(self) -> None:
         """Ends the connection, which the other side sees."""
@@ -181,15 +221,77 @@ class Link:
                     f"{deadline.seconds:g} s; raise timeout= where it is slow."
                 ) from None
             except OSError as error:
-                raise HandOffError(self._gone()) from error
+                raise self._gone() from error
             if not piece:
-                raise HandOffError(self._gone())
+                raise self._gone()
             self._received += piece
         line, _, self._received = self._received.partition(b"\n")
         return line
 
-    def _gone(self) -> str:
-        return f"The process at the other end of {self._path} has ended, or left the hand-off."
+    def _gone(self) -> HandOffError:
+        self.is_cut = True
+        return HandOffError(
+            f"The process at the other end of {self._path} has ended, or left the hand-off."
+        )
+
+
+class _KeptLinks:
+    """The links that stay open after a hand-off, the newest at each path. [Note: a dead taker]"""
+
+    def __init__(self) -> None:
+        self._links: dict[Path, Link] = {}
+
+    def get(self, path: Path) -> Link | None:
+        return self._links.get(path.absolute())
+
+    def keep(self, path: Path, link: Link) -> None:
+        self.drop(path)
+        self._links[path.absolute()] = link
+
+    def drop(self, path: Path) -> None:
+        before = self._links.pop(path.absolute(), None)
+        if before is not None:
+            before.close()
+
+    def clear(self) -> None:
+        self._links.clear()
+
+    def __iter__(self) -> Iterator[Link]:
+        return iter(list(self._links.values()))
+
+
+_takers = _KeptLinks()
+_releasers = _KeptLinks()
+
+
+def keep_taker(path: Path, link: Link) -> None:
+    """Keeps the link to a process that had the device, which the next wait at the path looks at."""
+    _takers.keep(path, link)
+
+
+def return_and_stay(path: Path, link: Link) -> None:
+    """Says that what was taken is free again, and keeps the link; the taking side's end.
+
+    Raises:
+        HandOffError: The other process is gone.
+    """
+    link.send(returned=True, stays=True)
+    _releasers.keep(path, link)
+
+
+def _take_leave() -> None:
+    """Tells those who may wait for this process that it has come to a good end."""
+    # Python has an error that ended the process by then; without a word the other side raises.
+    is_good = getattr(sys, "last_value", None) is None
+    for link in _releasers:
+        if is_good:
+            with suppress(HandOffError):
+                link.send(leaves=True)
+    for link in (*_releasers, *_takers):
+        link.close()
+
+
+atexit.register(_take_leave)
 
 
 def await_taker(path: Path, deadline: Deadline) -> tuple[Link, int]:
@@ -206,11 +308,14 @@ def await_taker(path: Path, deadline: Deadline) -> tuple[Link, int]:
     try:
         connection = _accepted(path, deadline)
         link = Link(connection, path)
-        need = link.receive(deadline, expected="need").get("need")
+        message = link.receive(deadline, expected="need")
+        need, pid = message.get("need"), message.get("pid")
         if isinstance(need, bool) or not isinstance(need, int) or not 0 <= need < _MOST_BYTES:
             raise HandOffError(
                 f"The process at the other end of {path} needs {str(need)[:40]} bytes."
             )
+        link.pid = pid if isinstance(pid, int) else None
+        _takers.drop(path)  # whoever had the device before: this one has it now
         return link, need
     except BaseException:
         if connection is not None:
@@ -227,16 +332,49 @@ def _accepted(path: Path, deadline: Deadline) -> socket.socket:
         try:
             path.chmod(0o600)  # nobody can connect before listen()
             listener.listen(1)
-            listener.settimeout(max(deadline.left, 1e-3))
+            _await_connection(listener, path, deadline)
             return listener.accept()[0]
-        except TimeoutError:
-            raise HandOffError(
-                f"No process asked for the device at {path} within {deadline.seconds:g} s. Start "
-                "the other process, or raise timeout= where it is slow."
-            ) from None
         finally:
             with suppress(FileNotFoundError):
                 path.unlink()
+
+
+def _await_connection(listener: socket.socket, path: Path, deadline: Deadline) -> None:
+    """Waits until a process asks for the device.
+
+    Raises:
+        HandOffError: None came in time, or the one that had it before is dead.
+    """
+    former = _takers.get(path)
+    poll = select.poll()
+    poll.register(listener, select.POLLIN)
+    if former is not None:
+        poll.register(former, select.POLLIN)
+    while not _is_ready(poll, listener, deadline.left):
+        if former is None or not former.has_word():
+            if deadline.left:  # a poll of the longest time was over
+                continue
+            there = f" Process {former.pid}, which had it before, is there." if former else ""
+            raise HandOffError(
+                f"No process asked for the device at {path} within {deadline.seconds:g} s.{there} "
+                "Start the other process, or raise timeout= where it is slow."
+            )
+        poll.unregister(former)
+        left_well = former.left_well()
+        pid, former = former.pid, None
+        _takers.drop(path)  # what is said now is said once
+        patience = min(_SUCCESSOR_SECONDS, deadline.left)
+        if not left_well and not _is_ready(poll, listener, patience):
+            raise HandOffError(
+                f"Process {pid}, which had the device at {path} before, has ended, and no other "
+                "asks for it. Start it again: the next hand_off waits for it."
+            )
+
+
+def _is_ready(poll: select.poll, listener: socket.socket, seconds: float) -> bool:
+    """Waits for one of those that are polled; returns whether somebody connects."""
+    found = poll.poll(min(math.ceil(1000 * seconds), _MOST_MILLISECONDS))
+    return listener.fileno() in [file for file, _ in found]
 
 
 def ask_for_device(path: Path, need: int, deadline: Deadline) -> Link:
@@ -262,6 +400,7 @@ def ask_for_device(path: Path, need: int, deadline: Deadline) -> Link:
                     ) from error
         link = Link(connection, path)
         link.send(need=need, pid=os.getpid())
+        _releasers.drop(path)
         return link
     except BaseException:
         if connection is not None:

@@ -4,19 +4,57 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from residency import _device
 from residency._errors import HandOffError, InvalidArgumentError, ResidencyError
-from residency._handoff._peer import Deadline, Link, ask_for_device, check_path, check_timeout
+from residency._handoff._peer import (
+    Deadline,
+    Link,
+    ask_for_device,
+    check_path,
+    check_timeout,
+    return_and_stay,
+)
 from residency._handoff._reclaim import reclaim
 from residency._units import format_bytes, parse_bytes
 
 _log = logging.getLogger("residency")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenOver:
+    """The room on a device that another process handed over to this one.
+
+    Attributes:
+        need: The bytes that it asked for.
+        free: The bytes that are free on the device now, by its own figure.
+        free_before: Those that were free when it asked.
+        capacity: All bytes of the device.
+        device: The device.
+        seconds: How long it waited, for the other process to come and to make the room.
+    """
+
+    need: int
+    free: int
+    free_before: int
+    capacity: int
+    device: str
+    seconds: float
+
+    def __str__(self) -> str:
+        free, before = format_bytes(self.free), format_bytes(self.free_before)
+        return (
+            f"{free} of {format_bytes(self.capacity)} are free on {self.device}; "
+            f"{format_bytes(self.need)} were asked for, when {before} were free, "
+            f"{self.seconds:.2f} s ago"
+        )
 
 
 def take_over(
@@ -25,11 +63,12 @@ def take_over(
     peer: str | os.PathLike[str],
     device: torch.device | int | str | None = None,
     timeout: float = 60.0,
-) -> AbstractContextManager[int]:
+) -> AbstractContextManager[TakenOver]:
     """Asks a process that calls `residency.hand_off` for bytes, and has them while the body runs.
 
     What the body allocates it also frees; on exit the allocator's cache goes back to the device,
-    and the other process hears that it may take it back.
+    and the other process hears that it may take it back. It also hears at once when this process
+    is killed, or ends with an error, before it asks again.
 
     Args:
         need: Bytes, or a size such as ``"20GiB"``, that the body will take.
@@ -38,7 +77,8 @@ def take_over(
         timeout: Seconds to wait for the other process, which may not have come that far.
 
     Returns:
-        A context manager; it gives the bytes that are free on the device, by its own figure.
+        A context manager; it gives the bytes that are free on the device, by its own figure, and
+        how long it waited for them.
 
     Raises:
         HandOffError: Nobody hands the device over in time, the other process ended or could not
@@ -52,14 +92,15 @@ def take_over(
 @contextmanager
 def _taken_over(
     num_bytes: int, path: Path, device: torch.device | int | str | None, timeout: float
-) -> Iterator[int]:
+) -> Iterator[TakenOver]:
     target = _device.resolve(device)
     if target is None:
         raise InvalidArgumentError(
             "There is no accelerator on this machine to take over; leave the call out here."
         )
-    deadline = Deadline(timeout)
-    _device.device_room(target)  # has this process's context made before the other side measures
+    deadline, started = Deadline(timeout), time.monotonic()
+    # Has this process's context made before the other side measures.
+    free_before, capacity = _device.device_room(target) or (0, 0)
     link: Link | None = None
     is_taken = False
     try:
@@ -69,10 +110,17 @@ def _taken_over(
             raise HandOffError(f"The other process refused: {answer['refused']}")
         free = _require_free(target, num_bytes)
         is_taken = True
-        yield free
+        yield TakenOver(
+            need=num_bytes,
+            free=free,
+            free_before=free_before,
+            capacity=capacity,
+            device=str(target),
+            seconds=time.monotonic() - started,
+        )
     finally:
         if is_taken and link is not None:
-            _return(link, target)
+            _return(link, path, target)
         elif link is not None:
             link.close()
 
@@ -89,14 +137,17 @@ def _require_free(device: torch.device, need: int) -> int:
     return room[0]
 
 
-def _return(link: Link, device: torch.device) -> None:
+def _return(link: Link, path: Path, device: torch.device) -> None:
+    is_kept = False
     try:
         try:
             reclaim(device=device, collect=False)
         except (RuntimeError, ResidencyError):  # the body's own error is what the caller has to see
             _log.exception("residency: the cache of %s was not given back", device)
-        link.send(returned=True)
+        return_and_stay(path, link)
+        is_kept = True
     except HandOffError:
         _log.warning("residency: the process that handed %s over has ended", device)
     finally:
-        link.close()
+        if not is_kept:
+            link.close()

@@ -27,6 +27,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 from residency import _device
 from residency._errors import InvalidArgumentError
 from residency._memory import _state
+from residency._memory._history import held_history
 from residency._memory._ledger import Ledger, figures
 from residency._memory._post_mortem import explain
 from residency._memory._state import MemoryState
@@ -149,6 +150,7 @@ class Boundaries:
     def _end(self, visit: Visit) -> None:
         visit.seconds = time.perf_counter() - visit._started
         visit.after = self._read(self.ledger)
+        held_history.note(visit.path, visit.after.held)
         _device.untag_memory_history(visit._tag)
         with self._lock:
             if visit in self._visits:

@@ -11,6 +11,7 @@ error that a caller gets is the one that was raised.
 from __future__ import annotations
 
 import collections
+import gc
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -18,20 +19,23 @@ from dataclasses import dataclass
 from types import TracebackType
 
 import torch
+from torch.optim import Optimizer
 
 from residency import _device
-from residency._memory import _state
+from residency._memory import _objects, _state
+from residency._memory._framework_calls import integration_lines
+from residency._memory._groups import grouped, holder_lines
 from residency._memory._holders._holders import Holder, find_holders
 from residency._memory._messages import asked_bytes, held_bytes, room_below_limit
 from residency._memory._state import MemoryState
-from residency._units import MIB, format_bytes, parse_bytes
+from residency._transfer import ELEMENT_WISE, fitting_bucket, owned_optimizers
+from residency._units import MIB, format_bytes, spell_bytes
 
 _HEADING = "residency: the device's memory when this failed"
 _RETURNABLE = "cached here and free: torch.accelerator.empty_cache() returns it"
 _OUTSIDE = "used outside of this process's torch: other processes, contexts"
 _BEYOND_LIMIT = "free on the device, but not allowed: raise torch's set_per_process_memory_fraction"
 _LEAST_TOLD = MIB  # messages round sizes
-_MOST_HOLDERS = 8
 _SEARCH_SECONDS = 3.0
 _SHARE_OF_A_HOLDER = 2000  # smaller ones than this part of what is held are not looked for
 _KINDS = {
@@ -43,9 +47,8 @@ _KINDS = {
     "tensor": "other tensors",
     "c++": "held by C++",
 }
-_KIB = parse_bytes("1KiB")
+_REFUSED = (torch.optim.LBFGS, torch.optim.SparseAdam)
 _SLOTS = 3  # both copies of an offloaded step and its arithmetic overlap
-_LARGEST_BUCKET_BYTES = 128 * MIB
 _log = logging.getLogger("residency")
 
 
@@ -99,7 +102,7 @@ def describe_device(device: torch.device | None) -> str:
     """
     state = _state.measure(device)
     found = find_holders(device, _least_bytes(state), seconds=_SEARCH_SECONDS)
-    return "\n".join([str(state), *_owner_lines(found), *_holder_lines(found)])
+    return "\n".join([str(state), *_owner_lines(found), *holder_lines(found)])
 
 
 def remedies(state: MemoryState, holders: list[Holder]) -> list[Remedy]:
@@ -119,7 +122,7 @@ def remedies(state: MemoryState, holders: list[Holder]) -> list[Remedy]:
             "PYTORCH_ALLOC_CONF=expandable_segments:True lets it be used",
         ),
         Remedy(copies, f"in copies of parameters or states, a clone for a save perhaps: {where}"),
-        _offload(sums["optimizer state"]),
+        _offload([holder for holder in holders if holder.kind == "optimizer state"]),
         Remedy(sums["gradient"], "of gradients: optimizer.zero_grad() before this phase"),
         Remedy(
             sums["autograd"],
@@ -131,28 +134,46 @@ def remedies(state: MemoryState, holders: list[Holder]) -> list[Remedy]:
     return [remedy for remedy in found if remedy.num_bytes > 0]
 
 
-def _offload(state_bytes: int) -> Remedy:
+def _offload(states: list[Holder]) -> Remedy:
     """Returns what an offload of the optimizer gives: its state less the buckets of a step.
 
     The bucket that it names is the largest of which three take a quarter of the state at most.
+    Where a class moves whole parameters, a slot has the largest of their states, if that is more.
     """
-    bucket_bytes = 1 << max(0, (state_bytes // (4 * _SLOTS)).bit_length() - 1)
-    bucket_bytes = min(bucket_bytes, _LARGEST_BUCKET_BYTES)
-    if bucket_bytes < _KIB:
+    state_bytes = sum(holder.num_bytes for holder in states)
+    slot_bytes = bucket_bytes = fitting_bucket(state_bytes, _SLOTS)
+    classes = _stepping_classes() if bucket_bytes else set()
+    if not bucket_bytes or any(issubclass(cls, _REFUSED) for cls in classes):
         return Remedy(0, "")
-    unit, name = (MIB, "MiB") if bucket_bytes >= MIB else (_KIB, "KiB")
+    if not classes <= ELEMENT_WISE:
+        sizes: collections.Counter[str] = collections.Counter()
+        for holder in states:
+            sizes[holder.path.rpartition("[")[0]] += holder.num_bytes
+        slot_bytes = max(bucket_bytes, *sizes.values())
     return Remedy(
-        state_bytes - _SLOTS * bucket_bytes,
+        state_bytes - _SLOTS * slot_bytes,
         "of optimizer state: residency.offload_optimizer(optimizer, "
-        f'bucket="{bucket_bytes // unit}{name}", slots={_SLOTS}) keeps it on the host',
+        f'bucket="{spell_bytes(bucket_bytes)}", slots={_SLOTS}) keeps it on the host',
     )
 
 
+def _stepping_classes() -> set[type]:
+    """Returns the classes of all optimizers with a state, but of those that are offloaded."""
+    offloaded = set(map(id, owned_optimizers()))
+    found = [thing for thing in gc.get_objects() if _objects.is_a(thing, Optimizer)]
+    return {
+        type(thing)
+        for thing in found
+        if id(thing) not in offloaded
+        and _objects.items((_objects.attributes(thing) or {}).get("state"))
+    }
+
+
 def _largest_unowned(holders: list[Holder]) -> Remedy:
-    unowned = [holder for holder in holders if holder.kind == "tensor"]
+    unowned = grouped(holder for holder in holders if holder.kind == "tensor")
     if not unowned:
         return Remedy(0, "")
-    return Remedy(unowned[0].num_bytes, f"to be let go, if it may: {unowned[0].path}")
+    return Remedy(unowned[0].num_bytes, f"to be let go, if it may: {unowned[0]}")
 
 
 def _is_explained(error: BaseException) -> bool:
@@ -166,8 +187,9 @@ def _lines(error: BaseException, phase: str | None) -> Iterator[str]:
     yield str(state)
     found = find_holders(device, _least_bytes(state), seconds=_SEARCH_SECONDS, error=error)
     yield from _owner_lines(found)
-    yield from _holder_lines(found)
+    yield from holder_lines(found)
     yield from _remedy_lines(error, state, found)
+    yield from integration_lines(error)
 
 
 def _least_bytes(state: MemoryState) -> int:
@@ -184,19 +206,6 @@ def _owner_lines(holders: list[Holder]) -> Iterator[str]:
     for kind, sizes in sorted(sums.items(), key=lambda entry: -sum(entry[1])):
         count = f" in {len(sizes)}" if kind != "c++" else ""
         yield f"  {format_bytes(sum(sizes)):>12}  {_KINDS[kind]}{count}"
-
-
-def _holder_lines(holders: list[Holder]) -> Iterator[str]:
-    """Yields the largest holders with their paths."""
-    if holders:
-        yield "the largest:"
-    for holder in holders[:_MOST_HOLDERS]:
-        yield f"  {format_bytes(holder.num_bytes):>12}  {holder.path}"
-        for other in holder.others[:1]:
-            yield f"  {'':>12}  and {other}"
-    if len(holders) > _MOST_HOLDERS:
-        rest = sum(holder.num_bytes for holder in holders[_MOST_HOLDERS:])
-        yield f"  {format_bytes(rest):>12}  in {len(holders) - _MOST_HOLDERS} more"
 
 
 def _remedy_lines(error: BaseException, state: MemoryState, holders: list[Holder]) -> Iterator[str]:

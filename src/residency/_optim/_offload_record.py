@@ -10,6 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -17,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from residency._dtensor import layout_of, locals_of, sharded_among
 from residency._optim._homes import Homes
 from residency._optim._masters import needs_master, refuse_shared_masters
-from residency._optim._plan import Member, Members, Plan, make_plan
+from residency._optim._plan import Member, Members, Plan, make_plan, members_with_gradient
 from residency._optim._residents import Residents
 from residency._optim._state import ParameterState, State
 from residency._optim._statistics import Timeline
@@ -61,6 +62,7 @@ class Offload:
         resident: The parameters whose state stays on the device.
         is_entered: Whether a step came in through the offloaded class.
         loading: The call of ``load_state_dict`` that runs. A dead one is over, however it ended.
+        told_on: The device for which the log says what the offload saves; None until it does.
     """
 
     base: type[Optimizer]
@@ -75,6 +77,7 @@ class Offload:
     guard: RemovableHandle | None = None
     is_entered: bool = False
     loading: weakref.ref[Loading] | None = None
+    told_on: torch.device | None = None
     slot_bytes: int = 0
     num_buckets: int = 0
     num_steps: int = 0
@@ -140,20 +143,33 @@ class Offload:
         if plan is None or ties != self._plan_ties:
             self._forget_the_gone(optimizer)
             self._ask_budget(optimizer, members)
-            self._plan = plan = make_plan(
-                members,
-                self.on_host.state,
-                resident=self.resident,
-                bucket_bytes=self.bucket_bytes // (2 if is_template else 1),
-                can_cut=self.is_local,
-                size_of=lambda member: self.size_of(optimizer, member),
-                later_of=lambda member: self._later_of(optimizer, member),
-                has_master=self.has_master,
-                ties=ties,
-            )
+            bucket_bytes = self.bucket_bytes // (2 if is_template else 1)
+            self._plan = plan = self._plan_of(optimizer, members, bucket_bytes, ties)
             self._plan_key, self._plan_ties = key, ties
         plan.seat(members.parameters, inners)
         return plan
+
+    def plan_like_newest(self, optimizer: Optimizer, bucket_bytes: int) -> Plan:
+        """Returns the plan of another step over the parameters of the newest one, with buckets of
+        a size; it is only looked at.
+        """
+        members = members_with_gradient(optimizer)
+        return self._plan_of(optimizer, members, bucket_bytes, self._plan_ties)
+
+    def _plan_of(
+        self, optimizer: Optimizer, members: Members, bucket_bytes: int, ties: Ties
+    ) -> Plan:
+        return make_plan(
+            members,
+            self.on_host.state,
+            resident=self.resident,
+            bucket_bytes=bucket_bytes,
+            can_cut=self.is_local,
+            size_of=lambda member: self.size_of(optimizer, member),
+            later_of=lambda member: self._later_of(optimizer, member),
+            has_master=self.has_master,
+            ties=ties,
+        )
 
     def leave_plan(self) -> None:
         """Lets go of the parameters of the step that the newest plan was used for."""

@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from residency import _device
 from residency._dtensor import local_of, moved
 from residency._errors import RefusedError
 from residency._modes import inference_mode_off
 from residency._optim._loading import prepare_load
 from residency._optim._offload_record import Loading, Offload, record_of
 from residency._optim._placement import follow_parameters, members_of, prime_state
+from residency._optim._savings import tell_savings
 from residency._optim._state import ParameterState
 from residency._optim._statistics import OffloadStatistics, Timeline, bytes_per_second
 from residency._optim._stream import StreamedStep
@@ -134,6 +136,7 @@ class OffloadedOptimizer(Optimizer):
             to_device_bytes_per_second=bytes_per_second(times.loads),
             to_host_bytes_per_second=bytes_per_second(times.stores),
             exposed_seconds=times.exposed_seconds() if offload.timeline else None,
+            is_simulated=offload.host is not None and _device.is_simulated(),
         )
 
     def __repr__(self) -> str:
@@ -297,7 +300,9 @@ def _step(optimizer: OffloadedOptimizer, closure: Callable[[], object] | None = 
     follow_parameters(optimizer, offload)
     if offload.host is None:
         offload.num_steps += 1
-        return raw_step(offload.base)(optimizer, *([] if closure is None else [closure]))
+        loss = raw_step(offload.base)(optimizer, *([] if closure is None else [closure]))
+        tell_savings(optimizer, offload)
+        return loss
     loss = None
     if closure is not None:
         with torch.enable_grad():
@@ -305,6 +310,7 @@ def _step(optimizer: OffloadedOptimizer, closure: Callable[[], object] | None = 
     adopt_foreign_state(optimizer, offload)
     check_flags(offload.base.__name__, optimizer.param_groups)
     StreamedStep(optimizer, offload, offload.on_host.homes, offload.on_host.state).run()
+    tell_savings(optimizer, offload)
     return loss
 
 

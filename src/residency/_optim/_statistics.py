@@ -6,6 +6,27 @@ from dataclasses import dataclass, field
 
 import torch
 
+from residency._units import format_figures
+
+_MEANINGS = {
+    "home_bytes": "of state that lives on the host",
+    "pinned_bytes": "of page-locked host memory for it, present and to come",
+    "resident_bytes": "of state that stays on the device",
+    "slot_bytes": "on the device for each slot of the newest step",
+    "num_slots": "slots at most at once",
+    "num_buckets": "buckets in the newest step, each in a slot for a while",
+    "num_steps": "steps since the offload",
+    "copied_to_device_bytes": "copied to the device by all steps",
+    "copied_to_host_bytes": "copied to the host by all steps",
+    "step_to_device_bytes": "copied to the device by the newest step",
+    "step_to_host_bytes": "copied to the host by the newest step",
+    "to_device_bytes_per_second": "while it copied to the device",
+    "to_host_bytes_per_second": "while it copied to the host",
+    "exposed_seconds": "for which its computation waited for copies",
+}
+_TIMED = ("to_device_bytes_per_second", "to_host_bytes_per_second", "exposed_seconds")
+_SIMULATED = ", on the simulated accelerator"
+
 
 @dataclass(slots=True)
 class Timeline:
@@ -57,6 +78,7 @@ class OffloadStatistics:
         to_host_bytes_per_second: Rate of those copies while they ran, None without any.
         exposed_seconds: Time for which the newest step's computation waited for copies, None
             before the first step.
+        is_simulated: Whether rates and time are the simulated accelerator's, and so not measured.
     """
 
     home_bytes: int
@@ -73,3 +95,10 @@ class OffloadStatistics:
     to_device_bytes_per_second: float | None
     to_host_bytes_per_second: float | None
     exposed_seconds: float | None
+    is_simulated: bool = False
+
+    def __str__(self) -> str:
+        meanings = dict(_MEANINGS)
+        if self.is_simulated:
+            meanings |= {name: meanings[name] + _SIMULATED for name in _TIMED}
+        return format_figures("an offloaded optimizer", self, meanings)

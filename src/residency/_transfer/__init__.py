@@ -1,5 +1,6 @@
 """The only code that copies bytes between host and device: slabs, lanes and the gate."""
 
+from residency._transfer._buckets import ELEMENT_WISE, fitting_bucket
 from residency._transfer._events import wait_asleep
 from residency._transfer._gate import Gate, Read, copy_to_host, gate_of
 from residency._transfer._host_memory import available_host_bytes
@@ -41,6 +42,7 @@ from residency._transfer._writers import (
 __all__ = [
     "ALIGNMENT",
     "Carried",
+    "ELEMENT_WISE",
     "Gate",
     "HostRing",
     "Incoming",
@@ -60,6 +62,7 @@ __all__ = [
     "available_host_bytes",
     "before_write",
     "copy_to_host",
+    "fitting_bucket",
     "gate_of",
     "host_bytes",
     "is_only_one",

@@ -121,6 +121,19 @@ def test_the_error_of_the_last_damaged_save_says_how_many_are(root):
     assert f"residency checkpoint verify {root}" in str(caught.value)
 
 
+def test_the_error_of_the_only_save_says_that_there_is_no_other(root):
+    (folder,) = root.glob("step-*")
+    flip(folder / DATA, 5000)
+    with pytest.raises(CorruptSaveError) as caught:
+        restore(root, None)
+    message = str(caught.value)
+    assert message.startswith(f"{folder}/{DATA} does not have the checksum")
+    assert message.endswith(
+        f"It is the only save in {str(root)!r}: `residency checkpoint verify {root}` names all of "
+        "its damage."
+    )
+
+
 @pytest.mark.parametrize("form", ["torch.save", "safetensors", "dcp", "dcp metadata"])
 def test_an_error_of_a_damaged_foreign_file_names_it_and_says_what_to_do(tmp_path, form):
     model = nn.Linear(30, 30)

@@ -162,6 +162,15 @@ class CheckpointDirectory:
         """
         return open_save(self.folder(step), step, system=self._system)
 
+    def manifest(self, step: int) -> Manifest:
+        """Returns what the manifest of a step's save says, whatever became of its other files.
+
+        Raises:
+            CheckpointError: There is no such save.
+            CorruptSaveError: The manifest is damaged.
+        """
+        return read_manifest(self.folder(step), step, system=self._system)
+
     def lock(self) -> None:
         """Makes this object the directory's one writer, and repairs what a dead one left midway.
 

@@ -146,10 +146,14 @@ def _add_what_was_changed(error: Exception, step: int, touched: Sequence[int]) -
 
 def _add_how_many(error: Exception, count: int, directory: CheckpointDirectory) -> None:
     """Makes the last error of a restore say that no save is left, and what names all damage."""
-    if isinstance(error, CorruptSaveError) and count > 1:
-        path = str(directory.path)
-        error.args = (
-            f"{error} None of the {count} saves in {path!r} can be restored: "
-            f"`residency checkpoint verify {path}` names the damage of each.",
-            *error.args[1:],
-        )
+    if not isinstance(error, CorruptSaveError):
+        return
+    path = str(directory.path)
+    said = f"None of the {count} saves in {path!r} can be restored"
+    each = "the damage of each"
+    if count == 1:
+        said, each = f"It is the only save in {path!r}", "all of its damage"
+    error.args = (
+        f"{error} {said}: `residency checkpoint verify {path}` names {each}.",
+        *error.args[1:],
+    )

@@ -22,6 +22,7 @@ import torch
 from residency import _device
 from residency._memory import _objects
 from residency._memory._holders._autograd import Graphs
+from residency._memory._holders._cpp import describe_blocks
 from residency._memory._holders._paths import Paths
 from residency._memory._holders._roots import frames_read, named_objects, namespaces
 from residency._memory._holders._walk import Origin, Walk
@@ -46,7 +47,7 @@ class Holder:
         path: The Python name that leads to it: ``train() local 'state_dict' ['model']['w']``.
         kind: ``"parameter"``, ``"buffer"``, ``"gradient"``, ``"optimizer state"``, ``"tensor"``,
             ``"autograd"`` (an operation saved it for the backward pass) or ``"c++"``.
-        others: Further paths that keep it, the first few.
+        others: Further paths that keep it, the first few; of C++'s, at most what its blocks are.
         shape: Of one of the tensors that share the storage; None where none is known.
         dtype: That tensor's, as ``"float32"``.
         num_tensors: How many tensors that Python knows share the storage.
@@ -70,6 +71,7 @@ class _SharedStorage:
 
     num_bytes: int
     positions: list[int]
+    address: int
 
 
 def holders(
@@ -137,7 +139,11 @@ def _find(
     rest_bytes = _rest(figures, groups)
     if rest_bytes >= max(1, least_bytes):
         path = _CPP if walk.is_complete else _UNSEEN
-        found.append(Holder(num_bytes=rest_bytes, path=path, kind="c++"))
+        others: tuple[str, ...] = ()
+        if seconds is not None and walk.is_complete:  # whoever explains has the time
+            known = {group.address for group in groups}
+            others = tuple(filter(None, [describe_blocks(device, known, least_bytes)]))
+        found.append(Holder(num_bytes=rest_bytes, path=path, kind="c++", others=others))
     return found
 
 
@@ -219,8 +225,17 @@ def _group(walk: Walk, device: torch.device) -> list[_SharedStorage]:
             num_bytes = _STORAGE.nbytes(storage)
             if num_bytes:
                 key = _objects.slot(storage, "_cdata")
-                groups.setdefault(key, _SharedStorage(num_bytes, [])).positions.append(position)
+                if key not in groups:
+                    groups[key] = _SharedStorage(num_bytes, [], _address_of(storage))
+                groups[key].positions.append(position)
     return list(groups.values())
+
+
+def _address_of(storage: object) -> int:
+    try:
+        return int(_STORAGE.data_ptr(storage))
+    except RuntimeError:  # it has none of its own
+        return 0
 
 
 def storages_of(thing: Any) -> Iterator[Any]:

@@ -31,6 +31,7 @@ from residency._optim._trial._partial_step import (
     stand_in,
 )
 from residency._storages import sharing
+from residency._transfer import ELEMENT_WISE
 
 # Cuts fall on whole vectors: CPU kernels round a bf16 tail differently, measured with SGD, RMSprop
 # and ASGD.
@@ -51,10 +52,6 @@ class Separability(enum.Enum):
 
 
 _optim = torch.optim
-_ELEMENT_WISE = {
-    _optim.SGD, _optim.Adam, _optim.AdamW, _optim.Adamax, _optim.NAdam, _optim.RAdam,
-    _optim.Adadelta, _optim.Adagrad, _optim.RMSprop, _optim.Rprop, _optim.ASGD,
-}  # fmt: skip
 _PER_PARAMETER = {_optim.Adafactor, *([_optim.Muon] if hasattr(_optim, "Muon") else [])}
 _REFUSED = {
     _optim.LBFGS: "it steps all parameters as one vector",
@@ -80,7 +77,7 @@ def separability(
             raise RefusedError(
                 f"{base.__name__} cannot be offloaded: {reason}. Keep its state on the device."
             )
-    if base in _ELEMENT_WISE:
+    if base in ELEMENT_WISE:
         return Separability.ELEMENT_WISE
     if base not in _PER_PARAMETER:
         _try_out(optimizer, base, groups)

@@ -231,9 +231,16 @@ def a_capture_runs_nothing_and_each_replay_all_of_it() -> None:
         assert count.item() == replay
 
 
+class Attention(nn.Module):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        heads = value.view(2, 2, 2, 4)  # [batch, heads, length, width]
+        return nn.functional.scaled_dot_product_attention(heads, heads, heads).reshape(4, 8)
+
+
 def training(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], torch.Tensor]]:
     torch.manual_seed(seed)
     layers = [nn.Linear(8, 8), nn.Dropout(0.5), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 1)]
+    layers[1:1] = [Attention(), nn.RMSNorm(8)]
     model = nn.Sequential(*layers).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, capturable=True)
     value = torch.linspace(-1, 1, 32, device="cuda").view(4, 8)

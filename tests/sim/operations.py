@@ -43,8 +43,8 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 def attention(device: str, **options: Any) -> list[Any]:
     heads = 2 if options.get("enable_gqa") else 4
-    shapes = ((2, 4, 33, 16), (2, heads, 33, 16), (2, heads, 33, 16))
-    inputs = [random(device, *shape, seed=i) for i, shape in enumerate(shapes)]
+    shapes = ((2, 33, 4, 16), (2, 33, heads, 16), (2, 33, heads, 16))  # by position, as models do
+    inputs = [random(device, *shape, seed=i).transpose(1, 2) for i, shape in enumerate(shapes)]
     return with_gradients(
         lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, **options), *inputs
     )

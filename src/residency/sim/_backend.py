@@ -182,6 +182,7 @@ def configure(
             workspaces,
             blas,
             context_bytes,
+            model.capability[0] * 10 + model.capability[1],
             model.num_multiprocessors,
             model.threads_per_multiprocessor,
         )

@@ -160,7 +160,7 @@ class TraceReplay final : MemorySource {
 void configure(size_t capacity_bytes, const std::string& schedule, bool check_races, bool dry,
                std::optional<std::array<double, 5>> rates, const std::string& share_folder,
                const std::string& share_name, bool workspaces, size_t blas_workspace_bytes,
-               size_t context_bytes, int64_t num_multiprocessors,
+               size_t context_bytes, int64_t capability, int64_t num_multiprocessors,
                int64_t threads_per_multiprocessor) {
   Settings settings;
   settings.capacity_bytes = capacity_bytes;
@@ -172,6 +172,7 @@ void configure(size_t capacity_bytes, const std::string& schedule, bool check_ra
   settings.dry = dry;
   settings.workspaces = workspaces;
   settings.blas_workspace_bytes = blas_workspace_bytes;
+  settings.capability = capability;
   settings.num_multiprocessors = num_multiprocessors;
   settings.threads_per_multiprocessor = threads_per_multiprocessor;
   if (rates)

@@ -32,7 +32,8 @@ struct Settings {
   std::optional<Rates> rates;  // simulated time; without them events carry the host's time
   bool workspaces = true;      // charge the scratch memory of CUDA's libraries and kernels
   size_t blas_workspace_bytes = 0;
-  int64_t num_multiprocessors = 0;  // of the device whose kernels' scratch is charged
+  int64_t capability = 0;  // of the device whose kernels' scratch is charged: 89 for 8.9
+  int64_t num_multiprocessors = 0;
   int64_t threads_per_multiprocessor = 0;
   bool dry = false;  // kernels run on meta tensors, and no byte of device memory is ever touched
 };

@@ -1,8 +1,11 @@
 // Scaled dot product attention that never charges an [S, S] matrix to the device where CUDA's fused
 // kernels have none: by torch's CPU flash kernel, and what that cannot do (dropout, values of
-// another width) by the plain formula with its matrices in host memory, as scratch. Grouped keys
-// and values are repeated for the flash kernel, which does not group.
+// another width) by the plain formula; what either needs beside its results is the host's. Grouped
+// keys and values are repeated for the flash kernel, which does not group. What the device is
+// charged are the results as CUDA's kernels leave them, and their scratch
+// (torch_scratch_attention.h).
 #include <ATen/Context.h>
+#include <ATen/OpMathType.h>
 #include <ATen/SDPBackend.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
@@ -22,6 +25,7 @@
 #include "registration.h"
 #include "torch_device.h"
 #include "torch_generator.h"
+#include "torch_scratch_attention.h"
 
 namespace at::native {
 namespace {
@@ -89,8 +93,6 @@ Tensor sum_groups(const Tensor& gradient, const Tensor& grouped) {
   return gradient.unflatten(1, {grouped.size(1), per_group}).sum(2);
 }
 
-// ------------------------------------------------------------------------------ the plain formula
-
 struct Inputs {
   Tensor query, key, value;
   std::optional<Tensor> bias;
@@ -98,6 +100,34 @@ struct Inputs {
   bool is_causal;
   std::optional<double> scale;
 };
+
+AttentionShapes shapes_of(const Inputs& in) {
+  return {in.query, in.key, in.value, in.bias.has_value(), in.dropout > 0.0};
+}
+
+// ------------------------------------------------------------------------------- the flash kernel
+
+void attend_by_flash(const Inputs& in, const Tensor& output, const Tensor& log_sum_exp) {
+  const int64_t num_heads = in.query.size(1);
+  auto [found, sums] = at::_scaled_dot_product_flash_attention_for_cpu(
+      in.query, repeat_groups(in.key, num_heads), repeat_groups(in.value, num_heads), in.dropout,
+      in.is_causal, in.bias, in.scale);
+  output.copy_(found);
+  log_sum_exp.copy_(sums);
+}
+
+void attend_by_flash_backward(const Inputs& in, const Tensor& gradient, const Tensor& output,
+                              const Tensor& log_sum_exp, const std::vector<Tensor>& gradients) {
+  const int64_t num_heads = in.query.size(1);
+  auto [of_query, of_key, of_value] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+      gradient, in.query, repeat_groups(in.key, num_heads), repeat_groups(in.value, num_heads),
+      output, log_sum_exp, in.dropout, in.is_causal, in.bias, in.scale);
+  gradients[0].copy_(of_query);
+  gradients[1].copy_(sum_groups(of_key, in.key));
+  gradients[2].copy_(sum_groups(of_value, in.value));
+}
+
+// ------------------------------------------------------------------------------ the plain formula
 
 // Torch's plain formula computes in fp32, and so does this, operation by operation: the CPU's bits.
 Tensor in_float(const Tensor& tensor) {
@@ -143,19 +173,23 @@ void attend_backward(const Inputs& in, const at::Generator& generator, const Ten
   key_gradient.copy_(sum_groups(transposed.transpose(-2, -1), in.key));
 }
 
-// Runs the formula on the tensors' bytes as one kernel, whose scratch is the host's.
+// Runs a formula on the tensors' bytes as one kernel, whose scratch is the host's. It gets what is
+// read beside the inputs and what is written.
 template <class Formula>
-void launch_formula(const char* name, const Inputs& in, const std::vector<Tensor>& read,
+void launch_formula(const char* name, const Inputs& in, const std::vector<Tensor>& read_beside,
                     const std::vector<Tensor>& written, Formula formula) {
   Machine& machine = Machine::get();
   Launch launch{name, {}};
+  std::vector<Tensor> read{in.query, in.key, in.value};
+  if (in.bias) read.push_back(*in.bias);
+  read.insert(read.end(), read_beside.begin(), read_beside.end());
   for (const bool writes : {false, true}) {
     for (const Tensor& tensor : writes ? written : read) {
       if (machine.checks_races()) add_accesses(launch.accesses, tensor, writes);
       launch.num_bytes += static_cast<double>(tensor.nbytes());
     }
   }
-  const auto num_products = static_cast<double>(written.size() == 1 ? 2 : 5);
+  const double num_products = written.size() < 3 ? 2 : 5;  // forward or backward
   launch.num_operations = num_products * 2.0 * static_cast<double>(in.query.numel()) *
                           static_cast<double>(in.key.size(2));
   if (machine.settings().dry) return machine.observe(std::move(launch));
@@ -163,20 +197,14 @@ void launch_formula(const char* name, const Inputs& in, const std::vector<Tensor
   std::vector<Tensor> targets;
   for (const Tensor& tensor : written) targets.push_back(aliases.of(tensor));
   std::vector<Tensor> sources;
-  for (const Tensor& tensor : read) sources.push_back(aliases.of(tensor));
+  for (const Tensor& tensor : read_beside) sources.push_back(aliases.of(tensor));
   Inputs local = in;
-  local.query = sources[0];
-  local.key = sources[1];
-  local.value = sources[2];
+  local.query = aliases.of(in.query);
+  local.key = aliases.of(in.key);
+  local.value = aliases.of(in.value);
   if (in.bias) local.bias = aliases.of(*in.bias);
   machine.launch(std::move(launch),
                  [=] { as_device_work([&] { formula(local, sources, targets); }); });
-}
-
-std::vector<Tensor> read_by(const Inputs& in) {
-  std::vector<Tensor> read{in.query, in.key, in.value};
-  if (in.bias) read.push_back(*in.bias);
-  return read;
 }
 
 // The host's, as CUDA keeps them.
@@ -194,66 +222,94 @@ Draw as_draw(const Tensor& tensor) {
 
 // ------------------------------------------------------------------------------------ for torch
 
+// Laid out as CUDA's kernels do: flash as the query is, the other one by position.
+Tensor empty_output(const Inputs& in, bool is_flash) {
+  if (is_flash) return at::empty_like(in.query);
+  const int64_t batch = in.query.size(0), num_heads = in.query.size(1), length = in.query.size(2);
+  return at::empty({batch, length, num_heads, in.value.size(3)}, in.query.options())
+      .transpose(1, 2);
+}
+
+Tensor empty_gradient(const Tensor& of, bool is_flash) {
+  if (is_flash) return at::empty_like(of);
+  return at::empty({of.size(0), of.size(2), of.size(1), of.size(3)}, of.options()).transpose(1, 2);
+}
+
+// Of each query; the memory-efficient kernel pads them to whole blocks for its backward pass.
+Tensor empty_sums(const Inputs& in, bool is_flash) {
+  constexpr int64_t kBlock = 32;
+  const int64_t length = in.query.size(2);
+  const int64_t padded = is_flash ? length : (length + kBlock - 1) / kBlock * kBlock;
+  const auto options = in.query.options().dtype(at::toOpMathType(in.query.scalar_type()));
+  return at::empty({in.query.size(0), in.query.size(1), padded}, options).narrow(2, 0, length);
+}
+
+// CUDA's flash kernel keeps the state of its generator on the device, the other one on the host;
+// both do so without dropout, too.
+std::pair<Tensor, Tensor> empty_state(const Inputs& in, bool is_flash) {
+  const auto on_device = in.query.options().dtype(at::kLong);
+  if (is_flash) return {at::empty({2}, on_device), at::empty({}, on_device)};
+  return {at::empty({}, at::kLong), at::empty({}, at::kLong)};
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor>
 attention(const Tensor& query, const Tensor& key, const Tensor& value,
           const std::optional<Tensor>& bias, double dropout, bool is_causal, bool,
           std::optional<double> scale) {
-  Tensor output, log_sum_exp;
-  Tensor seed = at::empty({}, query.options().dtype(at::kLong));
-  const Tensor offset = seed;
+  const Inputs in{query, key, value, bias, dropout, is_causal, scale};
+  const AttentionShapes shapes = shapes_of(in);
+  const bool is_flash = takes_flash_kernel(shapes);
+  const Tensor output = empty_output(in, is_flash);
+  const Tensor sums = empty_sums(in, is_flash);
+  const auto [seed, offset] = empty_state(in, is_flash);
+  Tensor numbers;  // backward draws them again; in a place that is free where nothing is nested
   if (has_flash_kernel(query, key, value, bias, dropout)) {
-    const int64_t num_heads = query.size(1);
-    std::tie(output, log_sum_exp) = at::_scaled_dot_product_flash_attention_for_cpu(
-        query, repeat_groups(key, num_heads), repeat_groups(value, num_heads), dropout, is_causal,
-        bias, scale);
+    launch_formula("scaled_dot_product_attention", in, {}, {output, sums},
+                   [](const Inputs& local, const auto&, const auto& targets) {
+                     attend_by_flash(local, targets[0], targets[1]);
+                   });
   } else {
-    const int64_t batch = query.size(0), num_heads = query.size(1), length = query.size(2);
     const bool drops = dropout > 0.0;
-    const int64_t num_drawn = drops ? batch * num_heads * length * key.size(2) : 0;
+    const int64_t num_drawn = drops ? query.numel() / query.size(3) * key.size(2) : 0;
     const Draw draw = drops ? reserve(default_generator(), num_drawn) : Draw{};
     const at::Generator generator = numbers_at(draw);
-    if (drops) seed = as_tensor(draw);  // backward draws the numbers again
-    output = at::empty({batch, num_heads, length, value.size(3)}, query.options());
-    log_sum_exp = at::empty({batch, num_heads, length}, query.options().dtype(at::kFloat));
-    const Inputs in{query, key, value, bias, dropout, is_causal, scale};
-    launch_formula("scaled_dot_product_attention", in, read_by(in), {output},
-                   [&](const Inputs& local, const auto&, const auto& targets) {
+    if (drops) numbers = as_tensor(draw);
+    launch_formula("scaled_dot_product_attention", in, {}, {output},
+                   [=](const Inputs& local, const auto&, const auto& targets) {
                      attend(local, generator, targets[0]);
                    });
   }
-  return {output,      log_sum_exp, Tensor(), Tensor(), query.size(2),
-          key.size(2), seed,        offset,   Tensor()};
+  charge_attention(shapes);
+  return {output, sums, numbers, Tensor(), query.size(2), key.size(2), seed, offset, Tensor()};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& gradient, const Tensor& query, const Tensor& key, const Tensor& value,
     const Tensor& bias, std::array<bool, 4>, const Tensor& output, const Tensor& log_sum_exp,
-    const Tensor&, const Tensor&, c10::SymInt, c10::SymInt, double dropout, bool is_causal,
-    const Tensor& seed, const Tensor&, std::optional<double> scale) {
+    const Tensor& numbers, const Tensor&, c10::SymInt, c10::SymInt, double dropout, bool is_causal,
+    const Tensor&, const Tensor&, std::optional<double> scale) {
   auto mask = bias.defined() ? std::optional<Tensor>(bias) : std::nullopt;
-  if (has_flash_kernel(query, key, value, mask, dropout)) {
-    const int64_t num_heads = query.size(1);
-    auto [query_gradient, key_gradient, value_gradient] =
-        at::_scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, query, repeat_groups(key, num_heads), repeat_groups(value, num_heads), output,
-            log_sum_exp, dropout, is_causal, mask, scale);
-    return {query_gradient, sum_groups(key_gradient, key), sum_groups(value_gradient, value),
-            Tensor()};
-  }
-  const at::Generator generator = numbers_at(dropout > 0.0 ? as_draw(seed) : Draw{});
-  Tensor query_gradient = at::empty_like(query);
-  Tensor key_gradient = at::empty_like(key);
-  Tensor value_gradient = at::empty_like(value);
   const Inputs in{query, key, value, mask, dropout, is_causal, scale};
-  std::vector<Tensor> read = read_by(in);
-  read.push_back(gradient);
-  launch_formula("scaled_dot_product_attention_backward", in, read,
-                 {query_gradient, key_gradient, value_gradient},
-                 [&](const Inputs& local, const auto& sources, const auto& targets) {
-                   attend_backward(local, generator, sources.back(), targets[0], targets[1],
-                                   targets[2]);
-                 });
-  return {query_gradient, key_gradient, value_gradient, Tensor()};
+  const AttentionShapes shapes = shapes_of(in);
+  const bool is_flash = takes_flash_kernel(shapes);
+  const std::vector<Tensor> gradients{empty_gradient(query, is_flash),
+                                      empty_gradient(key, is_flash),
+                                      empty_gradient(value, is_flash)};
+  if (has_flash_kernel(query, key, value, mask, dropout)) {
+    launch_formula("scaled_dot_product_attention_backward", in, {gradient, output, log_sum_exp},
+                   gradients, [](const Inputs& local, const auto& sources, const auto& targets) {
+                     attend_by_flash_backward(local, sources[0], sources[1], sources[2], targets);
+                   });
+  } else {
+    const at::Generator generator = numbers_at(dropout > 0.0 ? as_draw(numbers) : Draw{});
+    launch_formula("scaled_dot_product_attention_backward", in, {gradient}, gradients,
+                   [=](const Inputs& local, const auto& sources, const auto& targets) {
+                     attend_backward(local, generator, sources[0], targets[0], targets[1],
+                                     targets[2]);
+                   });
+  }
+  charge_attention_backward(shapes, gradient, output);
+  return {gradients[0], gradients[1], gradients[2], Tensor()};
 }
 
 }  // namespace

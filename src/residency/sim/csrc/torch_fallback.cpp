@@ -117,7 +117,7 @@ class Call {
   void run() {
     use_device();
     check_devices();
-    if (plan_.scratch.kind == ScratchRule::Kind::kProduct) {
+    if (plan_.scratch.takes_any()) {
       check_product(op_.schema(), arguments_.data(), arguments_.size());
     }
     if (plan_.determinism) {
@@ -370,7 +370,7 @@ class Call {
 
   void take_scratch() {
     if (!plan_.scratch.takes_any()) return;
-    charge_scratch(plan_.scratch, arguments_.data(), arguments_.size(), stack_->back());
+    charge_scratch(plan_.scratch, {arguments_, c10::ArrayRef<IValue>(*stack_).slice(num_below_)});
   }
 
   // --------------------------------------------------------------------------------- its results
@@ -472,6 +472,9 @@ RESIDENCY_KERNELS(aten, face().key, library) {
         "mish_backward", "native_channel_shuffle", "native_layer_norm", "native_group_norm",
         "_stack", "addr", "addr.out", "any.dims", "any.dims_out", "all.dims", "all.dims_out",
         "linalg__powsum", "mse_loss", "smooth_l1_loss", "mode.values"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
+  for (const char* name : {"_fused_rms_norm", "_fused_rms_norm_backward", "_foreach_norm.Scalar"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
   if (!face().is_cuda) return;

@@ -1,14 +1,14 @@
 // Which operations take scratch memory on CUDA, and how much: charged to the device for as long as
 // CUDA's kernels hold it.
-#include <ATen/ExpandUtils.h>
+#include "torch_scratch.h"
+
 #include <ATen/native/ReduceOpsUtils.h>
-#include <c10/util/accumulate.h>
 #include <c10/util/irange.h>
 
-#include <unordered_set>
-#include <utility>
+#include <algorithm>
+#include <string>
+#include <unordered_map>
 
-#include "torch_scratch.h"
 #include "workspaces.h"
 
 namespace sim {
@@ -19,13 +19,18 @@ using c10::IValue;
 
 std::string without_overload(const std::string& name) { return name.substr(0, name.find('.')); }
 
-bool has_elements(const IValue* values, size_t num_values) {
-  for (const auto i : c10::irange(num_values)) {
-    if (values[i].isTensor() && values[i].toTensor().defined() && !values[i].toTensor().numel()) {
-      return false;
-    }
-  }
-  return true;
+bool has_elements(c10::ArrayRef<IValue> values) {
+  return std::all_of(values.begin(), values.end(), [](const IValue& value) {
+    return !value.isTensor() || !value.toTensor().defined() || value.toTensor().numel() > 0;
+  });
+}
+
+Tensor if_of_device(const IValue& value) {
+  return value.isTensor() && is_sim(value.toTensor()) ? value.toTensor() : Tensor();
+}
+
+void charge_product(const ScratchRule&, const ScratchCall& call) {
+  if (has_elements(call.arguments)) use_blas();
 }
 
 // -------------------------------------------------------------------------------------- reductions
@@ -69,105 +74,63 @@ Reduction describe(const Tensor& input, const Tensor& result, c10::OptionalIntAr
   return reduction;
 }
 
-void take_for_a_moment(size_t first_bytes, size_t second_bytes) {
-  Machine& machine = Machine::get();
-  void* first = machine.allocate(first_bytes);
-  void* second = nullptr;
-  try {
-    second = machine.allocate(second_bytes);
-  } catch (...) {
-    machine.free(first);
-    throw;
-  }
-  machine.free(second);
-  machine.free(first);
+void charge_reduction(const ScratchRule& rule, const ScratchCall& call) {
+  const Tensor input = call.argument(0);
+  const Tensor result = call.result(0);
+  if (!input.defined() || !result.defined() || input.numel() == 0) return;
+  std::vector<int64_t> dims;
+  const IValue none;
+  const IValue& dim = rule.dim < 0 ? none : call.arguments[rule.dim];
+  if (dim.isInt()) dims = {dim.toInt()};
+  if (dim.isIntList()) dims = dim.toIntVector();
+  const bool keeps_dims = rule.keepdim >= 0 && call.arguments[rule.keepdim].toBool();
+  const Settings& settings = Machine::get().settings();
+  const ReductionScratch scratch =
+      scratch_of(describe(input, result, dims, keeps_dims), settings.num_multiprocessors,
+                 settings.threads_per_multiprocessor);
+  const Held buffer(static_cast<int64_t>(scratch.buffer_bytes));
+  const Held semaphores(static_cast<int64_t>(scratch.semaphore_bytes));
 }
 
-// -------------------------------------------------------------------------- accumulating index_put
+ChargesByName own_charges() {
+  ChargesByName charges;
+  // Those that get a cuBLAS handle on CUDA. An addmm may take cublasLt, which shares the workspace.
+  for (const char* name :
+       {"aten::mm", "aten::addmm", "aten::_addmm_activation", "aten::bmm", "aten::baddbmm",
+        "aten::addmv", "aten::dot", "aten::vdot", "aten::_int_mm", "aten::_scaled_mm",
+        "aten::triangular_solve", "aten::linalg_solve_triangular"}) {
+    charges.emplace_back(name, charge_product);
+  }
+  for (const char* name :
+       {"aten::sum", "aten::nansum", "aten::mean", "aten::prod", "aten::linalg_vector_norm"}) {
+    charges.emplace_back(name, charge_reduction);
+  }
+  return charges;
+}
 
-// Device memory of a kernel, for as long as this lives.
-class Held {
- public:
-  explicit Held(size_t num_bytes) : block_(Machine::get().allocate(num_bytes)) {}
-  Held(Held&& other) noexcept : block_(std::exchange(other.block_, nullptr)) {}
-  Held& operator=(Held&& other) noexcept {
-    std::swap(block_, other.block_);
-    return *this;
+std::unordered_map<std::string, ChargeScratch> all_charges() {
+  std::unordered_map<std::string, ChargeScratch> all;
+  for (const ChargesByName& some :
+       {own_charges(), scratch_of_indexing(), scratch_of_norms(), scratch_of_sorts()}) {
+    all.insert(some.begin(), some.end());
   }
-  ~Held() {
-    if (block_) Machine::get().free(block_);
-  }
-
- private:
-  void* block_;
-};
-
-// Source: index_put_with_sort_kernel and makeLinearIndex in ATen/native/cuda/Indexing.cu. Positions
-// of all indices in one, which are sorted with a range; those that come from masks are not known.
-void charge_index_put(const IValue* arguments) {
-  const Tensor& self = arguments[0].toTensor();
-  if (!is_sim(self) || !arguments[3].toBool()) return;
-  std::vector<int64_t> shape;
-  int64_t num_rows = 1;
-  int64_t num_indices = 0;
-  int64_t dim = 0;
-  for (const IValue& each : arguments[1].toListRef()) {
-    if (each.isTensor() && each.toTensor().defined()) {
-      const Tensor& index = each.toTensor();
-      if (index.scalar_type() == c10::kBool || index.scalar_type() == c10::kByte) return;
-      shape = at::infer_size(shape, index.sizes());
-      num_rows *= self.size(dim);
-      num_indices++;
-    }
-    dim++;
-  }
-  if (num_indices == 0) return;
-  const int64_t num_positions = c10::multiply_integers(shape);
-  const size_t num_bytes = static_cast<size_t>(num_positions) * sizeof(int64_t);
-  const auto scaled = [&] {
-    const Held wrapped(num_bytes);
-    return Held(num_bytes);
-  };
-  Held positions = scaled();
-  for (int64_t i = 1; i < num_indices; i++) {
-    const Held more = scaled();
-    Held sum(num_bytes);
-    positions = std::move(sum);
-  }
-  const Held sorted(num_bytes);
-  const Held original(num_bytes);
-  const Held range(num_bytes);
-  int64_t num_bits = 1;
-  for (int64_t largest = num_rows - 1; largest > 1; largest >>= 1) num_bits++;
-  const Held sort(sort_scratch_bytes(num_positions, num_bits));
+  return all;
 }
 
 }  // namespace
 
+Tensor ScratchCall::argument(size_t index) const { return if_of_device(arguments[index]); }
+Tensor ScratchCall::result(size_t index) const { return if_of_device(results[index]); }
+
+int64_t bytes_to_be_contiguous(const Tensor& tensor) {
+  return tensor.is_contiguous() ? 0 : static_cast<int64_t>(tensor.nbytes());
+}
+
 ScratchRule scratch_rule(const c10::FunctionSchema& schema) {
-  // Those that get a cuBLAS handle on CUDA. An addmm may take cublasLt, which shares the workspace.
-  static const std::unordered_set<std::string> products{
-      "aten::mm",
-      "aten::addmm",
-      "aten::_addmm_activation",
-      "aten::bmm",
-      "aten::baddbmm",
-      "aten::addmv",
-      "aten::dot",
-      "aten::vdot",
-      "aten::_int_mm",
-      "aten::_scaled_mm",
-      "aten::triangular_solve",
-      "aten::linalg_solve_triangular",
-  };
-  static const std::unordered_set<std::string> reductions{
-      "aten::sum", "aten::nansum", "aten::mean", "aten::prod", "aten::linalg_vector_norm",
-  };
+  static const auto charges = all_charges();
   ScratchRule rule;
-  const std::string name = without_overload(schema.name());
-  if (products.count(name)) rule.kind = ScratchRule::Kind::kProduct;
-  if (reductions.count(name)) rule.kind = ScratchRule::Kind::kReduction;
-  if (name == "aten::_index_put_impl_") rule.kind = ScratchRule::Kind::kIndexPut;
+  const auto found = charges.find(without_overload(schema.name()));
+  if (found != charges.end()) rule.charge = found->second;
   for (const auto i : c10::irange(schema.arguments().size())) {
     if (schema.arguments()[i].name() == "dim") rule.dim = static_cast<int>(i);
     if (schema.arguments()[i].name() == "keepdim") rule.keepdim = static_cast<int>(i);
@@ -175,25 +138,12 @@ ScratchRule scratch_rule(const c10::FunctionSchema& schema) {
   return rule;
 }
 
-void charge_scratch(const ScratchRule& rule, const IValue* arguments, size_t num_arguments,
-                    const IValue& result) {
+void charge_scratch(const ScratchRule& rule, const ScratchCall& call) {
   if (!Machine::get().settings().workspaces) return;
-  if (!has_elements(arguments, num_arguments) || !has_elements(&result, 1)) return;
-  if (rule.kind == ScratchRule::Kind::kProduct) return use_blas();
-  if (rule.kind == ScratchRule::Kind::kIndexPut) return charge_index_put(arguments);
-  const Tensor& input = arguments[0].toTensor();
-  if (!is_sim(input) || !result.isTensor()) return;
-  std::vector<int64_t> dims;
-  const IValue none;
-  const IValue& dim = rule.dim < 0 ? none : arguments[rule.dim];
-  if (dim.isInt()) dims = {dim.toInt()};
-  if (dim.isIntList()) dims = dim.toIntVector();
-  const bool keeps_dims = rule.keepdim >= 0 && arguments[rule.keepdim].toBool();
-  const Settings& settings = Machine::get().settings();
-  const ReductionScratch scratch =
-      scratch_of(describe(input, result.toTensor(), dims, keeps_dims), settings.num_multiprocessors,
-                 settings.threads_per_multiprocessor);
-  if (scratch.buffer_bytes) take_for_a_moment(scratch.buffer_bytes, scratch.semaphore_bytes);
+  const auto& results = call.results;
+  const bool has_any = std::any_of(results.begin(), results.end(),
+                                   [](const IValue& result) { return has_elements({result}); });
+  if (has_any) rule.charge(rule, call);
 }
 
 }  // namespace sim

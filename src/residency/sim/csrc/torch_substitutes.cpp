@@ -1,5 +1,7 @@
 #include "torch_substitutes.h"
 
+#include <ATen/OpMathType.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/util/irange.h>
@@ -143,6 +145,39 @@ void call_softmax_backward(const c10::OperatorHandle& op, c10::DispatchKey key,
   stack->back() = out;
 }
 
+// Torch has it for CUDA alone, and for the host the plain operations that it stands for, of which
+// these are the derivatives, one after the other: the CPU's bits.
+bool is_rms_norm_backward(const c10::FunctionSchema& schema) {
+  return schema.name() == "aten::_fused_rms_norm_backward" && schema.overload_name().empty();
+}
+
+void call_rms_norm_backward(const IValue* arguments, torch::jit::Stack* stack) {
+  const Tensor given = arguments[1].toTensor();
+  const auto type = at::toOpMathType(given.scalar_type());
+  const Tensor gradient = arguments[0].toTensor().to(type);
+  const Tensor input = given.to(type);
+  const Tensor& deviation = arguments[3].toTensor();
+  const Tensor weight = arguments[4].isNone() ? Tensor() : arguments[4].toTensor();
+  const auto mask = arguments[5].toBoolList();
+  const auto num_dims = static_cast<int64_t>(arguments[2].toIntVector().size());
+  Tensor of_input, of_weight;
+  if (mask.get(1) && weight.defined()) {
+    of_weight = (gradient * (input * deviation)).sum_to_size(weight.sizes());
+    of_weight = of_weight.to(weight.scalar_type());
+  }
+  if (mask.get(0)) {
+    const Tensor above = weight.defined() ? gradient * weight : gradient;
+    const Tensor of_deviation = (above * input).sum_to_size(deviation.sizes());
+    const Tensor of_mean = -0.5 * of_deviation * deviation.pow(3);
+    int64_t width = 1;
+    for (int64_t i = 1; i <= num_dims; i++) width *= input.size(-i);
+    const Tensor of_square = of_mean.expand(input.sizes()) / width;
+    of_input = (above * deviation + of_square * (2 * input)).to(given.scalar_type());
+  }
+  stack->emplace_back(std::move(of_input));
+  stack->emplace_back(std::move(of_weight));
+}
+
 }  // namespace
 
 void check_product(const c10::FunctionSchema& schema, const IValue* arguments,
@@ -162,7 +197,7 @@ void check_product(const c10::FunctionSchema& schema, const IValue* arguments,
 
 bool has_substitute(const c10::FunctionSchema& schema) {
   return names_result_dtype(schema) || is_half_sgd(schema) || is_dropout(schema) ||
-         is_softmax(schema) || is_softmax_backward(schema);
+         is_softmax(schema) || is_softmax_backward(schema) || is_rms_norm_backward(schema);
 }
 
 void call_substitute(const c10::OperatorHandle& op, c10::DispatchKey key, const IValue* arguments,
@@ -173,6 +208,7 @@ void call_substitute(const c10::OperatorHandle& op, c10::DispatchKey key, const 
   if (is_softmax_backward(op.schema())) {
     return call_softmax_backward(op, key, arguments, num_arguments, stack);
   }
+  if (is_rms_norm_backward(op.schema())) return call_rms_norm_backward(arguments, stack);
   call_in_result_dtype(op.schema(), arguments, num_arguments, stack);
 }
 

@@ -48,6 +48,14 @@ struct ThreadHandle {
 
 }  // namespace
 
+Held::Held(int64_t num_bytes) {
+  if (num_bytes > 0) block_ = Machine::get().allocate(static_cast<size_t>(num_bytes));
+}
+
+Held::~Held() {
+  if (block_) Machine::get().free(block_);
+}
+
 // Source: parseChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp.
 size_t blas_workspace_bytes(const char* config, int capability_major, bool& is_understood) {
   static const std::array<int, 3> with_large_ones{9, 10, 12};
@@ -95,8 +103,6 @@ void clear_blas_workspaces() {
 // ------------------------------------------------------------------------------------- reductions
 
 namespace {
-
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t last_power_of_2(int64_t n) {
   return n <= 1 ? 1 : int64_t(1) << (63 - __builtin_clzll(static_cast<uint64_t>(n)));
@@ -160,24 +166,32 @@ ReductionScratch scratch_of(const Reduction& r, int64_t num_multiprocessors,
 // ------------------------------------------------------------------------------------------ sorts
 
 // Source: DispatchRadixSort in cub/device/dispatch/dispatch_radix_sort.cuh, with 64-bit offsets as
-// torch calls it: a single tile of 256 threads with nine pairs each, or one sweep for each eight
-// bits, with tiles of 384 threads with ten pairs each (compute capability 8; others differ by some
-// KiB). AliasTemporaries in cub/util_device.cuh rounds and adds them.
-size_t sort_scratch_bytes(int64_t num_pairs, int64_t num_bits) {
-  constexpr int64_t kSingleTile = 256 * 9, kTile = 384 * 10, kDigits = 256, kAlignment = 256;
-  if (num_pairs <= kSingleTile) return 1;
+// torch calls it: a single tile of 256 threads with 19 four-byte items each, or one sweep for each
+// eight bits, with tiles of 384 threads with 21 or 17 (compute capability 8; others differ by some
+// KiB). Longer items are fewer: RegBoundScaling in cub/util_arch.cuh. AliasTemporaries in
+// cub/util_device.cuh rounds the parts and adds them.
+int64_t sort_scratch_bytes(int64_t num_keys, int64_t num_bits, int64_t key_bytes,
+                           int64_t value_bytes) {
+  constexpr int64_t kDigits = 256, kAlignment = 256, kLeastOneSweepKey = 4;
+  const int64_t item_bytes = std::max(key_bytes, value_bytes);
+  const auto scaled = [&](int64_t num_items) {
+    return std::max<int64_t>(1, num_items * 4 / std::max<int64_t>(4, item_bytes));
+  };
+  if (num_keys <= 256 * scaled(19)) return 1;
   const int64_t num_passes = divide_up(num_bits, 8);
-  const int64_t pairs_bytes = num_passes > 1 ? num_pairs * int64_t(sizeof(int64_t)) : 0;
+  const bool is_swept = key_bytes >= kLeastOneSweepKey;
+  const int64_t num_swept = 384 * scaled(key_bytes == 4 && value_bytes > 0 ? 17 : 21);
+  const int64_t num_copied = num_passes > 1 ? num_keys : 0;
   const int64_t parts[] = {
-      num_passes * kDigits * int64_t(sizeof(int64_t)),               // counts
-      divide_up(num_pairs, kTile) * kDigits * int64_t(sizeof(int)),  // of the tiles before
-      pairs_bytes,                                                   // keys, and then values
-      pairs_bytes,
-      num_passes * int64_t(sizeof(int)),
+      is_swept ? num_passes * kDigits * int64_t(sizeof(int64_t)) : 0,                  // counts
+      is_swept ? divide_up(num_keys, num_swept) * kDigits * int64_t(sizeof(int)) : 0,  // of tiles
+      num_copied * key_bytes,
+      num_copied * value_bytes,
+      is_swept ? num_passes * int64_t(sizeof(int)) : 0,
   };
   int64_t total = kAlignment - 1;
   for (const int64_t part : parts) total += divide_up(part, kAlignment) * kAlignment;
-  return static_cast<size_t>(total);
+  return total;
 }
 
 }  // namespace sim

@@ -6,8 +6,30 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 
 namespace sim {
+
+constexpr int64_t kInt64Bytes = sizeof(int64_t);
+constexpr int64_t kFloatBytes = sizeof(float);
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t to_multiple(int64_t a, int64_t b) { return divide_up(a, b) * b; }
+
+// Device memory of a kernel, for as long as this lives; none where it has no bytes.
+class Held {
+ public:
+  explicit Held(int64_t num_bytes);
+  Held(Held&& other) noexcept : block_(std::exchange(other.block_, nullptr)) {}
+  Held& operator=(Held&& other) noexcept {
+    std::swap(block_, other.block_);
+    return *this;
+  }
+  ~Held();
+
+ private:
+  void* block_ = nullptr;
+};
 
 // Bytes of one cuBLAS workspace by the rule of torch: `config` is CUBLAS_WORKSPACE_CONFIG, with any
 // number of `:KiB:count` in it, or nullptr. Sets `is_understood` to false, and takes the default,
@@ -43,8 +65,10 @@ struct ReductionScratch {
 ReductionScratch scratch_of(const Reduction& reduction, int64_t num_multiprocessors,
                             int64_t threads_per_multiprocessor);
 
-// Bytes that cub's radix sort takes to sort so many pairs of eight-byte integers by `num_bits`
-// bits.
-size_t sort_scratch_bytes(int64_t num_pairs, int64_t num_bits);
+// Bytes that cub's radix sort takes to sort so many keys by `num_bits` bits, each with a value (of
+// no bytes: keys alone). Keys of one or two bytes take some more, which follows from how many
+// blocks the device can hold.
+int64_t sort_scratch_bytes(int64_t num_keys, int64_t num_bits, int64_t key_bytes,
+                           int64_t value_bytes);
 
 }  // namespace sim

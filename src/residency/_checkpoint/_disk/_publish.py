@@ -12,18 +12,16 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from residency._checkpoint._disk._check import read_back
 from residency._checkpoint._disk._dry import is_dry
 from residency._checkpoint._disk._layout import (
     LOCK,
     PublishedSaves,
-    check_token,
     new_token,
     saving_name,
     step_name,
@@ -33,13 +31,13 @@ from residency._checkpoint._disk._manifest import (
     MANIFEST,
     Manifest,
     RankReport,
-    check_file_name,
     dump_manifest,
 )
-from residency._checkpoint._disk._marks import DATA_SUFFIX, WRITERS
+from residency._checkpoint._disk._marks import WRITERS
 from residency._checkpoint._disk._open_save import StoredSave, open_save, read_manifest
-from residency._checkpoint._disk._parts import FilePlan, Lease, leased
+from residency._checkpoint._disk._parts import Lease, leased
 from residency._checkpoint._disk._ranks import Attempt
+from residency._checkpoint._disk._request import SaveRequest
 from residency._checkpoint._disk._retention import Retention
 from residency._checkpoint._disk._system import (
     SYSTEM,
@@ -59,31 +57,6 @@ __all__ = ["CheckpointDirectory", "Retention", "SaveFigures", "SaveRequest", "St
 _ROOM_BESIDE_TENSORS_BYTES = MIB
 
 _logger = logging.getLogger("residency")
-
-
-@dataclass(frozen=True, slots=True)
-class SaveRequest:
-    """The files that one rank is to write.
-
-    Attributes:
-        step: The training step.
-        files: The rank's files; no two ranks have a name in common.
-        document: The rest of the rank's state, as JSON.
-        metrics: Figures of the step; those of rank 0 are kept.
-        rank: This rank, from 0.
-        world_size: The number of ranks.
-        token: Is the same on all ranks of this run, and in no other run.
-        is_repeated: Says whether this rank was asked for a save of the step again since.
-    """
-
-    step: int
-    files: Sequence[FilePlan]
-    document: dict[str, Any]
-    metrics: Mapping[str, float]
-    rank: int
-    world_size: int
-    token: str
-    is_repeated: Callable[[], bool] = bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +226,7 @@ class CheckpointDirectory:
                 not happened or wholly.
         """
         with leased(request.files) as files:
-            _check_request(request)
+            request.check()
             attempt = self._attempt_at(request, timeout_seconds)
             try:
                 with self._explaining(f"take the save of step {request.step}"):
@@ -281,7 +254,7 @@ class CheckpointDirectory:
         if request.world_size == 1:
             return
         with suppress(CheckpointError, OSError, InvalidArgumentError):
-            _check_request(request)
+            request.check()
             self._make_folder(self.path)
             attempt = self._attempt_at(request)
             attempt.fail(error)
@@ -486,20 +459,3 @@ class CheckpointDirectory:
         self._make_folder(path.parent)
         with suppress(FileExistsError):
             self._system.mkdir(path)
-
-
-def _check_request(request: SaveRequest) -> None:
-    """Raises InvalidArgumentError for what cannot be a save."""
-    check_token(request.token)
-    if request.step < 0:
-        raise InvalidArgumentError(f"step is {request.step}; a step cannot be negative.")
-    if not 0 <= request.rank < request.world_size:
-        raise InvalidArgumentError(f"rank {request.rank} is none of {request.world_size} ranks.")
-    names: set[str] = set()
-    for plan in request.files:
-        check_file_name(plan.name)
-        if not plan.name.endswith(DATA_SUFFIX):  # no name of a report, a mark or the manifest
-            raise InvalidArgumentError(f"{plan.name!r} does not end in {DATA_SUFFIX!r}.")
-        if plan.name in names:
-            raise InvalidArgumentError(f"two files of a save are named {plan.name!r}.")
-        names.add(plan.name)

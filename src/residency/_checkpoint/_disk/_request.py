@@ -1,0 +1,58 @@
+"""What a rank asks for, when it asks for a save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from residency._checkpoint._disk._layout import check_token
+from residency._checkpoint._disk._manifest import check_file_name
+from residency._checkpoint._disk._marks import DATA_SUFFIX
+from residency._checkpoint._disk._parts import FilePlan
+from residency._errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """The files that one rank is to write.
+
+    Attributes:
+        step: The training step.
+        files: The rank's files; no two ranks have a name in common.
+        document: The rest of the rank's state, as JSON.
+        metrics: Figures of the step; those of rank 0 are kept.
+        rank: This rank, from 0.
+        world_size: The number of ranks.
+        token: Is the same on all ranks of this run, and in no other run.
+        is_repeated: Says whether this rank was asked for a save of the step again since.
+    """
+
+    step: int
+    files: Sequence[FilePlan]
+    document: dict[str, Any]
+    metrics: Mapping[str, float]
+    rank: int
+    world_size: int
+    token: str
+    is_repeated: Callable[[], bool] = bool
+
+    def check(self) -> None:
+        """Checks that it can be a save.
+
+        Raises:
+            InvalidArgumentError: It cannot.
+        """
+        check_token(self.token)
+        if self.step < 0:
+            raise InvalidArgumentError(f"step is {self.step}; a step cannot be negative.")
+        if not 0 <= self.rank < self.world_size:
+            raise InvalidArgumentError(f"rank {self.rank} is none of {self.world_size} ranks.")
+        names: set[str] = set()
+        for plan in self.files:
+            check_file_name(plan.name)
+            if not plan.name.endswith(DATA_SUFFIX):  # no name of a report, a mark or the manifest
+                raise InvalidArgumentError(f"{plan.name!r} does not end in {DATA_SUFFIX!r}.")
+            if plan.name in names:
+                raise InvalidArgumentError(f"two files of a save are named {plan.name!r}.")
+            names.add(plan.name)

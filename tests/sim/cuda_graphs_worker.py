@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from worker_cases import Cases, on_thread
+from worker_cases import Cases, OwnAttention, on_thread
 
 import residency
 from residency import _device, _private_pools, sim
@@ -231,16 +231,10 @@ def a_capture_runs_nothing_and_each_replay_all_of_it() -> None:
         assert count.item() == replay
 
 
-class Attention(nn.Module):
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        heads = value.view(2, 2, 2, 4)  # [batch, heads, length, width]
-        return nn.functional.scaled_dot_product_attention(heads, heads, heads).reshape(4, 8)
-
-
 def training(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], torch.Tensor]]:
     torch.manual_seed(seed)
     layers = [nn.Linear(8, 8), nn.Dropout(0.5), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 1)]
-    layers[1:1] = [Attention(), nn.RMSNorm(8)]
+    layers[1:1] = [nn.Unflatten(1, (4, 2)), OwnAttention(), nn.Flatten(), nn.RMSNorm(8)]
     model = nn.Sequential(*layers).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, capturable=True)
     value = torch.linspace(-1, 1, 32, device="cuda").view(4, 8)

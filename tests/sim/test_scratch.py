@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from residency import sim
 
@@ -337,6 +338,20 @@ def test_a_card_without_flash_attention_takes_the_memory_efficient_one() -> None
     before = _requested("current")
     output = functional.scaled_dot_product_attention(query, query, query)
     assert _requested("current") - before == output.nbytes + 2 * 4 * 128 * FLOAT
+
+
+@pytest.mark.parametrize("dry", [False, True])
+def test_a_backward_pass_is_that_of_the_kernel_that_ran_forward(dry: bool) -> None:
+    sim.enable("2GiB", dry=dry)
+    heads, length, width = 4, 100, 64
+    inputs = [_heads(heads, length, width, torch.bfloat16) for _ in range(3)]
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):  # which is over where the backward pass runs
+        output = functional.scaled_dot_product_attention(*inputs)
+    gradient = torch.ones_like(output)
+    tiles = 2 * heads * _ceil(length, 64)
+    expected = 2 * heads * length * FLOAT + tiles * (16 + 64 * 64 * FLOAT)
+    backward = lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True)  # noqa: E731
+    assert _scratch_of(backward) == expected
 
 
 @pytest.mark.parametrize("dry", [False, True])

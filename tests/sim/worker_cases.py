@@ -37,6 +37,14 @@ def on_thread(call: Callable[[], object]) -> None:
         pool.submit(call).result()
 
 
+class OwnAttention(torch.nn.Module):
+    """One head's attention of each position to all of its sample."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        head = value[:, None]  # [batch, 1, length, width]
+        return torch.nn.functional.scaled_dot_product_attention(head, head, head)[:, 0]
+
+
 class Cases:
     """Collects functions as a decorator, and runs them in their order."""
 

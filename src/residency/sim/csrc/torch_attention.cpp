@@ -279,7 +279,7 @@ attention(const Tensor& query, const Tensor& key, const Tensor& value,
                      attend(local, generator, targets[0]);
                    });
   }
-  charge_attention(shapes);
+  charge_attention(shapes, is_flash);
   return {output, sums, numbers, Tensor(), query.size(2), key.size(2), seed, offset, Tensor()};
 }
 
@@ -287,11 +287,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& gradient, const Tensor& query, const Tensor& key, const Tensor& value,
     const Tensor& bias, std::array<bool, 4>, const Tensor& output, const Tensor& log_sum_exp,
     const Tensor& numbers, const Tensor&, c10::SymInt, c10::SymInt, double dropout, bool is_causal,
-    const Tensor&, const Tensor&, std::optional<double> scale) {
+    const Tensor& seed, const Tensor&, std::optional<double> scale) {
   auto mask = bias.defined() ? std::optional<Tensor>(bias) : std::nullopt;
   const Inputs in{query, key, value, mask, dropout, is_causal, scale};
   const AttentionShapes shapes = shapes_of(in);
-  const bool is_flash = takes_flash_kernel(shapes);
+  const bool is_flash = is_sim(seed);  // what sdpa_kernel allowed in the forward pass may be over
   const std::vector<Tensor> gradients{empty_gradient(query, is_flash),
                                       empty_gradient(key, is_flash),
                                       empty_gradient(value, is_flash)};
@@ -308,7 +308,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
                                      targets[2]);
                    });
   }
-  charge_attention_backward(shapes, gradient, output);
+  charge_attention_backward(shapes, is_flash, gradient, output);
   return {gradients[0], gradients[1], gradients[2], Tensor()};
 }
 

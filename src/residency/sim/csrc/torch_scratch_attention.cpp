@@ -171,16 +171,16 @@ bool takes_flash_kernel(const AttentionShapes& of) {
          of.key.size(3) == width && of.value.size(3) == width;
 }
 
-void charge_attention(const AttentionShapes& of) {
+void charge_attention(const AttentionShapes& of, bool is_flash) {
   if (!Machine::get().settings().workspaces) return;
-  takes_flash_kernel(of) ? charge_flash(of) : charge_efficient(of);
+  is_flash ? charge_flash(of) : charge_efficient(of);
 }
 
-void charge_attention_backward(const AttentionShapes& of, const Tensor& gradient,
+void charge_attention_backward(const AttentionShapes& of, bool is_flash, const Tensor& gradient,
                                const Tensor& output) {
   if (!Machine::get().settings().workspaces) return;
-  takes_flash_kernel(of) ? charge_flash_backward(of, gradient, output)
-                         : charge_efficient_backward(of, gradient, output);
+  is_flash ? charge_flash_backward(of, gradient, output)
+           : charge_efficient_backward(of, gradient, output);
 }
 
 }  // namespace sim

@@ -17,8 +17,8 @@ struct AttentionShapes {
 bool takes_flash_kernel(const AttentionShapes& of);
 
 // Charge what the kernels hold while they run.
-void charge_attention(const AttentionShapes& of);
-void charge_attention_backward(const AttentionShapes& of, const at::Tensor& gradient,
+void charge_attention(const AttentionShapes& of, bool is_flash);
+void charge_attention_backward(const AttentionShapes& of, bool is_flash, const at::Tensor& gradient,
                                const at::Tensor& output);
 
 }  // namespace sim

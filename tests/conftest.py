@@ -46,7 +46,8 @@ pytest_plugins = ["residency.testing.plugin", "pytester"]  # the first also wher
 AUTOGRADS_LAST_WAIT = "TORCH_AUTOGRAD_SHUTDOWN_WAIT_LIMIT"
 _FACE = simulated_device_type()
 _REAL = _FACE is None
-# Of XTuner and prime-rl, which are on no package index, the tests have stand-ins.
+# Of XTuner and prime-rl, which are on no package index, and where it is not installed of Axolotl,
+# the tests have stand-ins.
 _FRAMEWORKS = (
     "torch",
     "lightning",
@@ -55,6 +56,7 @@ _FRAMEWORKS = (
     "accelerate",
     "peft",
     "trl",
+    "axolotl",
     "verl",
     "trinity-rft",
     "torchtitan",

@@ -18,7 +18,14 @@ from pasted_pages import blocks_of, paste
 from residency import _errors
 
 ROOT = Path(__file__).resolve().parents[1]
-INTEGRATIONS = ("lightning", "transformers", "dcp", "prime_rl", "verl")  # others' import them
+INTEGRATIONS = (
+    "lightning",
+    "transformers",
+    "dcp",
+    "prime_rl",
+    "trl",
+    "verl",
+)  # others' import them
 
 
 ALL_PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])

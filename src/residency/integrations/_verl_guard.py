@@ -35,6 +35,7 @@ from residency._errors import HandOffError
 from residency._memory import ImportWatch
 from residency._units import parse_bytes
 from residency.integrations._common._framework import missing_in
+from residency.integrations._common._ranks import all_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -140,7 +141,7 @@ class _Guard:
         if name == _LEAVES_GRADIENTS:
             drop_gradients(worker)
         drop_gathered(worker)
-        group = _ranks()
+        group = all_ranks()
         freed: list[Reclaimed] = []
         try:
             freed = self._free(device, name)
@@ -217,15 +218,6 @@ def _reached(worker: object, paths: tuple[str, ...]) -> Iterator[object]:
             found = getattr(found, name, None)
         if found is not None:
             yield found
-
-
-def _ranks() -> object:
-    """Returns the group of all ranks, or None where there is one rank."""
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    return dist.group.WORLD
 
 
 def _tell_ranks(group: object, *, is_free: bool) -> None:

@@ -46,8 +46,8 @@ pytest_plugins = ["residency.testing.plugin", "pytester"]  # the first also wher
 AUTOGRADS_LAST_WAIT = "TORCH_AUTOGRAD_SHUTDOWN_WAIT_LIMIT"
 _FACE = simulated_device_type()
 _REAL = _FACE is None
-# Of XTuner and prime-rl, which are on no package index, and where it is not installed of Axolotl,
-# the tests have stand-ins.
+# Of XTuner and prime-rl, which are on no package index, and of Axolotl and LLaMA-Factory where
+# they are not installed, the tests have stand-ins.
 _FRAMEWORKS = (
     "torch",
     "lightning",
@@ -57,6 +57,7 @@ _FRAMEWORKS = (
     "peft",
     "trl",
     "axolotl",
+    "llamafactory",
     "verl",
     "trinity-rft",
     "torchtitan",

@@ -57,6 +57,7 @@ REGISTRIES = {
     "_transfer/_owner.py:_owners": "one entry a class of ours",
     "_transfer/_writers.py:_stepped": "weak",
     "_transfer/_writers.py:watch_optimizers": "one entry",
+    "integrations/_verl_guard.py:_inside": "a thread's own, while a guarded method runs",
     "integrations/axolotl.py:_mixed_over": "one entry a trainer's class; no tensors",
     "integrations/axolotl.py:_module": "a module of Axolotl's",
     "integrations/dcp/_stager.py:_of_thread": "a thread's own, while it stages",

@@ -46,7 +46,8 @@ pytest_plugins = ["residency.testing.plugin", "pytester"]  # the first also wher
 AUTOGRADS_LAST_WAIT = "TORCH_AUTOGRAD_SHUTDOWN_WAIT_LIMIT"
 _FACE = simulated_device_type()
 _REAL = _FACE is None
-# The tests have stand-ins of XTuner and prime-rl, which are on no package index, and of torchtitan.
+# The tests have stand-ins of XTuner and prime-rl, which are on no package index, and of torchtitan,
+# Axolotl and LLaMA-Factory where they are not installed.
 _FRAMEWORKS = (
     "torch",
     "lightning",
@@ -55,6 +56,8 @@ _FRAMEWORKS = (
     "accelerate",
     "peft",
     "trl",
+    "axolotl",
+    "llamafactory",
     "verl",
     "trinity-rft",
     "torchtitan",

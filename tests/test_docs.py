@@ -18,7 +18,8 @@ from pasted_pages import blocks_of, paste
 from residency import _errors
 
 ROOT = Path(__file__).resolve().parents[1]
-INTEGRATIONS = ("lightning", "transformers", "dcp", "prime_rl", "verl")  # xtuner's imports XTuner
+# The others import their frameworks.
+INTEGRATIONS = ("lightning", "transformers", "dcp", "prime_rl", "trl", "llamafactory", "verl")
 
 
 ALL_PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])

@@ -113,3 +113,25 @@ def test_a_version_with_another_worker_is_an_error_that_names_it_and_nothing_is_
     (record,) = caplog.records
     assert "residency leaves verl.workers.engine_workers as it is" in record.getMessage()
     assert "verl (of unknown version) has no" in str(record.exc_info[1])
+
+
+def test_a_version_without_a_critics_update_has_the_other_guards_and_a_warning_that_names_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class ActorRolloutRefWorker:
+        def update_actor(self, data: object) -> object:
+            return self.compute_ref_log_prob(data)
+
+        def compute_ref_log_prob(self, data: object) -> object:
+            return data
+
+    module = type(sys)("verl.workers.fsdp_workers")
+    module.ActorRolloutRefWorker = ActorRolloutRefWorker
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    door.install_guard()
+    (record,) = caplog.records
+    assert "fsdp_workers.CriticWorker.update_critic: no memory is given back" in record.getMessage()
+    assert record.getMessage().startswith("verl (of unknown version) has no")
+    assert ActorRolloutRefWorker().update_actor("batch") == "batch"
+    # The outermost alone, and only where there is a device.
+    assert door.guard_statistics().num_transitions == int(torch.accelerator.is_available())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
@@ -261,6 +262,30 @@ def a_trainer_without_the_callback_is_left_alone_while_another_has_it() -> None:
         other.on_init_end(None, None, transformers.TrainerControl(), model=None)
         other.remove()
         assert transformers.trainer.EvalLoopContainer is STOCK
+
+
+@case
+def a_loop_of_another_module_keeps_its_outputs_on_the_host_too() -> None:
+    """Axolotl compiles the loop's source again, among the names of a module of its own."""
+    loop = transformers.Trainer.evaluation_loop
+    names = dict(vars(transformers.trainer)) | {"EvalLoopContainer": STOCK}
+    other = types.FunctionType(loop.__code__, names, loop.__name__, loop.__defaults__)
+    other.__kwdefaults__ = loop.__kwdefaults__
+    callback = ours()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(transformers.Trainer, "evaluation_loop", other),
+    ):
+        stock = peak_of(folder)
+        assert stock - peak_of(folder, callback) >= 4 * (4 * 16 * 256 * 4)  # of six batches
+        assert names["EvalLoopContainer"] is _evaluation.HostContainer
+        assert_stock_s(data=Ragged())
+        callback.remove()
+        gc.collect()  # the callbacks of the trainers before
+        other_one = ours()
+        other_one.on_init_end(None, None, transformers.TrainerControl(), model=None)
+        other_one.remove()
+        assert names["EvalLoopContainer"] is STOCK
 
 
 @case

@@ -63,6 +63,19 @@ def tiny_model(**settings: Any) -> Any:
     return transformers.Qwen3ForCausalLM(config)
 
 
+def tokenizer(words: Iterable[str] = ()) -> Any:
+    """One token per word."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    special = ["<pad>", "<eos>", "<unk>"]
+    tokens = {word: index for index, word in enumerate([*special, *words])}
+    made = Tokenizer(models.WordLevel(tokens, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
 def adapted(model: Any = None, **settings: Any) -> Any:
     config = peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], **settings})
     torch.manual_seed(1)

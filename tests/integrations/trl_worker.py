@@ -18,8 +18,15 @@ import torch
 import transformers
 import trl
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers_lab import adapter_of, assert_same, device_peak, ours, tiny_model, watched
+from transformers_lab import (
+    adapter_of,
+    assert_same,
+    device_peak,
+    ours,
+    tiny_model,
+    tokenizer,
+    watched,
+)
 from worker_cases import Cases, take_device
 
 import residency
@@ -51,17 +58,6 @@ class MixedGRPO(ResidencyTrainerMixin, trl.GRPOTrainer):
     """Is what a user writes."""
 
 
-def tokenizer() -> Any:
-    """One token per word of a few."""
-    special = ["<pad>", "<eos>", "<unk>"]
-    words = {word: index for index, word in enumerate([*special, *WORDS])}
-    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
-
-
 def lora() -> Any:
     return peft.LoraConfig(
         r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"
@@ -85,7 +81,7 @@ def run_of(kind: Any, settings: Any, callbacks: Any, resume: str | None, **other
     trainer = kind(
         tiny_model(vocab_size=32),
         args=settings,
-        processing_class=tokenizer(),
+        processing_class=tokenizer(WORDS),
         peft_config=lora(),
         callbacks=list(callbacks),
         **others,

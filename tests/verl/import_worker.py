@@ -22,12 +22,13 @@ import verl  # noqa: E402
 loaded = sorted(name for name in sys.modules if name.startswith("residency."))
 are_workers_there = "verl.workers.engine_workers" in sys.modules
 
-from verl.workers.engine_workers import ActorRolloutRefWorker  # noqa: E402
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker  # noqa: E402
 
 methods = [
     value
-    for name, value in vars(ActorRolloutRefWorker).items()
-    if name in ("update_actor", "compute_ref_log_prob")
+    for owner in (ActorRolloutRefWorker, TrainingWorker)
+    for name, value in vars(owner).items()
+    if name in ("update_actor", "compute_ref_log_prob", "compute_log_prob", "train_mini_batch")
 ]
 print()
 print(

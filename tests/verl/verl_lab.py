@@ -4,12 +4,14 @@ real worker with an actor and a reference, and batches as its trainer makes them
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -61,10 +63,6 @@ def save_model(folder: Path) -> None:
 
 def config_of(model: Path, *overrides: str, strategy: str = "fsdp2") -> Any:
     """Returns the part of verl's own configuration that its worker gets."""
-    from hydra import compose, initialize_config_dir
-
-    import verl
-
     part = "actor_rollout_ref"
     settings = [
         f"{part}.model.path={model}",
@@ -82,9 +80,17 @@ def config_of(model: Path, *overrides: str, strategy: str = "fsdp2") -> Any:
         f"{part}.actor.optim.lr=1e-2",
         *(f"{part}.{override}" for override in overrides),
     ]
+    return _composed(settings)[part]
+
+
+def _composed(settings: list[str]) -> Any:
+    from hydra import compose, initialize_config_dir
+
+    import verl
+
     folder = str(Path(verl.__file__).parent / "trainer" / "config")
     with initialize_config_dir(folder, version_base=None):
-        return compose("ppo_trainer", overrides=settings)[part]
+        return compose("ppo_trainer", overrides=settings)
 
 
 OFFLOADED = (
@@ -109,6 +115,58 @@ def make_worker(config: Any, kind: type | None = None) -> Any:
     worker.init_model()
     worker.role = role
     return worker
+
+
+def make_critic(model: Path, *overrides: str, kind: type | None = None) -> Any:
+    """Makes the worker of a critic, from verl's own configuration, as its trainer does.
+
+    verl asks for flash-attn by name, which needs a GPU; the model gets eager attention instead.
+
+    Args:
+        model: The folder of `save_model`.
+        overrides: Of the critic's part of the configuration.
+        kind: A subclass of verl's ``TrainingWorker``; by default that itself.
+    """
+    import transformers
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
+    from verl.workers.utils.losses import value_loss
+
+    settings = [
+        "critic.strategy=fsdp2",
+        "critic.fsdp.strategy=fsdp2",
+        "critic.fsdp.use_torch_compile=False",
+        f"critic.model.path={model}",
+        "critic.model.use_remove_padding=False",
+        "+critic.model.override_config.attn_implementation=eager",
+        "critic.ppo_mini_batch_size=4",
+        "critic.ppo_micro_batch_size_per_gpu=2",
+        "critic.optim.lr=1e-2",
+        *(f"critic.{override}" for override in overrides),
+    ]
+    config = omega_conf_to_dataclass(_composed(settings).critic)
+    config.engine.max_token_len_per_gpu = config.ppo_max_token_len_per_gpu
+    config.engine.infer_max_token_len_per_gpu = config.ppo_infer_max_token_len_per_gpu
+    torch.manual_seed(0)  # of the head, which is new
+    worker = (kind or TrainingWorker)(
+        TrainingWorkerConfig(
+            model_type="value_model",
+            model_config=config.model,
+            engine_config=config.engine,
+            optimizer_config=config.optim,
+            checkpoint_config=config.checkpoint,
+        )
+    )
+    found = transformers.AutoModelForTokenClassification
+    load = functools.partial(_with_eager_attention, found.from_pretrained)
+    with mock.patch.object(found, "from_pretrained", load):
+        worker.reset()
+    worker.set_loss_fn(functools.partial(value_loss, config=config))
+    return worker
+
+
+def _with_eager_attention(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return load(*args, **{**kwargs, "attn_implementation": "eager"})
 
 
 def _text(length: int) -> torch.Tensor:
@@ -140,21 +198,35 @@ def batch(length: int) -> Any:
             "old_log_probs": torch.full_like(advantages, -8.0),
             "ref_log_prob": torch.full_like(advantages, -8.0),
             "advantages": advantages,
+            "values": advantages,
+            "returns": advantages + 1,
         }
     )
     return left_right_2_no_padding(data)
 
 
-def compute_reference(worker: Any, length: int) -> torch.Tensor:
+def _of_a_forward(length: int, **more: bool) -> Any:
     from verl.utils import tensordict_utils as tu
 
     data = batch(length)
-    tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=1.0)
-    output = worker.compute_ref_log_prob(data)
-    return tu.get(output, "log_probs").values()
+    tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=1.0, **more)
+    return data
 
 
-def update(worker: Any, length: int) -> None:
+def compute_reference(worker: Any, length: int) -> torch.Tensor:
+    from verl.utils import tensordict_utils as tu
+
+    return tu.get(worker.compute_ref_log_prob(_of_a_forward(length)), "log_probs").values()
+
+
+def compute_own(worker: Any, length: int, **more: bool) -> torch.Tensor:
+    """Returns the policy's own, or without the adapter, where it is said so, the reference's."""
+    from verl.utils import tensordict_utils as tu
+
+    return tu.get(worker.compute_log_prob(_of_a_forward(length, **more)), "log_probs").values()
+
+
+def _of_an_update(length: int) -> Any:
     from verl.utils import tensordict_utils as tu
 
     data = batch(length)
@@ -171,7 +243,15 @@ def update(worker: Any, length: int) -> None:
         compute_loss=True,
         temperature=1.0,
     )
-    worker.update_actor(data)
+    return data
+
+
+def update(worker: Any, length: int) -> None:
+    worker.update_actor(_of_an_update(length))
+
+
+def update_critic(worker: Any, length: int) -> None:
+    worker.train_mini_batch(_of_an_update(length))
 
 
 def own_part(value: Any) -> torch.Tensor:
@@ -184,7 +264,7 @@ def own_part(value: Any) -> torch.Tensor:
 
 def sums_of(worker: Any) -> dict[str, int]:
     """Returns a sum over the bits of each parameter and each state of the optimizer."""
-    engine = worker.actor.engine
+    engine = worker.engine if hasattr(worker, "engine") else worker.actor.engine
     tensors = dict(engine.module.named_parameters())
     for number, state in engine.optimizer.state_dict()["state"].items():
         tensors |= {f"{number}.{key}": value for key, value in state.items()}

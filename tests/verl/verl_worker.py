@@ -271,6 +271,57 @@ def what_fsdp2_keeps_gathered_after_a_forward_is_dropped() -> None:
 
 
 @case
+def the_guard_runs_after_an_update_of_the_critic_which_is_the_last_one_below_critic_warmup() -> (
+    None
+):
+    def trained() -> tuple[dict[str, int], int]:
+        critic = lab.make_critic(model())
+        for length in LENGTHS:
+            torch.empty(32 * MIB, dtype=torch.uint8, device="cuda")  # a batch's, in the cache now
+            lab.update_critic(critic, length)
+        return lab.sums_of(critic), torch.cuda.memory_reserved()
+
+    door.remove_guard()  # the plugin's
+    expected, stock = trained()
+    assert stock >= 32 * MIB
+    gc.collect()
+    with lab.guard():
+        sums, guarded = trained()
+        assert door.guard_statistics().num_transitions == len(LENGTHS)
+    assert sums == expected
+    assert guarded <= stock - 32 * MIB
+    free, total = torch.cuda.mem_get_info()
+    assert free == total - guarded
+
+
+@case
+def the_optimizer_of_the_critic_is_offloaded_by_the_same_lines() -> None:
+    lines = (line.removeprefix("actor.") for line in lab.OFFLOADED)
+    critic = lab.make_critic(model(), *lines)
+    plain = lab.make_critic(model(), *(line.removeprefix("actor.") for line in lab.PLAIN))
+    for each in (critic, plain):
+        lab.update_critic(each, LENGTHS[0])
+    assert isinstance(critic.engine.optimizer, residency.OffloadedOptimizer)
+    assert lab.sums_of(critic) == lab.sums_of(plain)
+
+
+@case
+def the_reference_of_a_model_with_an_adapter_is_told_from_the_policys_own_probabilities() -> None:
+    adapted = lab.make_worker(
+        lab.config_of(model(), *lab.PLAIN, "model.lora_rank=4", "model.lora_alpha=8")
+    )
+    expected = lab.compute_own(adapted, 64, no_lora_adapter=True)
+    with lab.guard():
+        lab.compute_own(adapted, LENGTHS[-1])
+        assert door.guard_statistics().num_transitions == 0
+        assert torch.equal(lab.compute_own(adapted, 64, no_lora_adapter=True), expected)
+        assert door.guard_statistics().num_transitions == 1
+        free, total = torch.cuda.mem_get_info()
+        assert free == total - torch.cuda.memory_reserved()
+        assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < 20 * MIB
+
+
+@case
 def the_guard_keeps_what_verl_wrote_on_the_methods_and_goes_without_a_trace() -> None:
     from verl.single_controller.base.decorator import MAGIC_ATTR
     from verl.single_controller.ray.base import _bind_workers_method_to_parent
@@ -282,7 +333,7 @@ def the_guard_keeps_what_verl_wrote_on_the_methods_and_goes_without_a_trace() ->
         names = [name for name in vars(parent) if name.startswith("actor_")]
         return {name: getattr(vars(parent)[name], MAGIC_ATTR) for name in names}
 
-    names = ("update_actor", "compute_ref_log_prob")
+    names = ("update_actor", "compute_ref_log_prob", "compute_log_prob")
     stock, calls = [vars(ActorRolloutRefWorker)[name] for name in names], bound()
     with lab.guard():
         for name, found in zip(names, stock, strict=True):
@@ -371,6 +422,17 @@ def the_guard_reaches_trinitys_worker_which_inherits_the_methods() -> None:
         assert door.guard_statistics().num_transitions == 2 * len(LENGTHS)
     assert len(set(reserved)) == 1, reserved
     assert lab.sums_of(trinity) == stock_sums()
+
+
+@case
+def the_guard_reaches_trinitys_critic_which_inherits_the_update() -> None:
+    from trinity.trainer.verl.workers import TrinityCriticWorker
+
+    critic = lab.make_critic(model(), kind=TrinityCriticWorker)
+    with lab.guard():
+        lab.update_critic(critic, LENGTHS[-1])
+        assert door.guard_statistics().num_transitions == 1
+        assert door.guard_statistics().freed_bytes > 0
 
 
 def main(folder: Path) -> None:

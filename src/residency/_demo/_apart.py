@@ -21,7 +21,7 @@ _START = "start of a process"
 
 
 class Apart:
-    """Cases in processes of their own; as a context manager, it ends what is left of them."""
+    """A place for cases in processes of their own; at the end of its ``with`` it ends those left."""
 
     def __init__(self, settings: Settings) -> None:
         """Starts no process yet.

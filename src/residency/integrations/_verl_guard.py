@@ -1,14 +1,20 @@
 """Gives device memory back where verl's training ends and the engine's turn begins.
 
-The guard is a function around methods of verl's worker class, which subclasses inherit. Nothing of
-it is imported before verl's workers are, nothing heavy before the first transition. Invariant: what
-a method computes and returns, and what verl's ``register`` wrote on it, is as without the guard.
+The guard is a function around methods of verl's worker classes, which subclasses inherit. Nothing
+of it is imported before verl's workers are, nothing heavy before the first transition. Invariant:
+what a method computes and returns, and what verl's ``register`` wrote on it, is as without it.
 
 [Note: the order of a transition] Spent gradients are dropped, then what FSDP2 gathered and kept
 (after a forward without a backward the root stays gathered). Both happen on every rank alike,
 whatever its figures: a rank that alone keeps its parameters gathered would leave the others waiting
 in the next gather. Then `residency.reclaim`'s means, cheapest first, and the proof. Ranks hear of
 each other last, so that none returns, and lets an engine wake, before all have given back.
+
+[Note: which calls] The actor's update runs the training worker's ``train_mini_batch``, which is the
+critic's own update where it is called by itself: below ``critic_warmup`` the last one before a
+rollout. So only the outermost method of a thread makes the transition. A model with an adapter is
+its own reference, without the adapter: that call of ``compute_log_prob`` is told by its batch, and
+the one that recomputes the policy's own, right before its update, is left alone.
 
 [Note: when garbage is looked for] In a process of verl's the search for cycles takes a second, as
 the collection would. Garbage on the device shows as more held bytes than after the same method the
@@ -34,7 +40,8 @@ from typing import TYPE_CHECKING
 from residency._errors import HandOffError
 from residency._memory import ImportWatch
 from residency._units import parse_bytes
-from residency.integrations._common._framework import missing_in
+from residency.integrations._common._framework import missing_in, named_with_version
+from residency.integrations._common._ranks import all_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -44,15 +51,53 @@ if TYPE_CHECKING:
 _log = logging.getLogger("residency")
 
 NEED_VARIABLE = "RESIDENCY_VERL_NEED"
-# The workers of verl 0.7 to 0.9, and those for FSDP alone that went with 0.8.
-_MODULES = ("verl.workers.engine_workers", "verl.workers.fsdp_workers")
 _CLASS = "ActorRolloutRefWorker"
-_METHODS = ("update_actor", "compute_ref_log_prob")
-_LEAVES_GRADIENTS = "update_actor"
-# Where a worker has what it trains: the first of both under the names of 0.7's FSDP workers.
-_OPTIMIZERS = ("actor_optimizer", "actor.engine.optimizer")
-_MODELS = ("actor_module_fsdp", "ref_module_fsdp", "actor.engine.module", "ref.engine.module")
+# Where a worker has what it trains: also under the names of 0.7's FSDP workers, and of a critic.
+_OPTIMIZERS = ("actor_optimizer", "critic_optimizer", "actor.engine.optimizer", "engine.optimizer")
+_MODELS = (
+    *("actor_module_fsdp", "ref_module_fsdp", "critic_module"),
+    *("actor.engine.module", "ref.engine.module", "engine.module"),
+)
+_NO_ADAPTER = "no_lora_adapter"  # what the batch of a reference without its adapter has
 _PATIENCE_SECONDS = 600.0  # as long as verl's own collectives wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """A method of a worker that the guard runs after. [Note: which calls]
+
+    Attributes:
+        owner: The worker's class.
+        method: Its name there.
+        is_update: Whether it leaves gradients that were stepped with.
+        is_needed: Whether a verl without it is left as it is; else it is passed over.
+        is_reference_alone: Whether only calls without the adapter count.
+    """
+
+    owner: str
+    method: str
+    is_update: bool = False
+    is_needed: bool = True
+    is_reference_alone: bool = False
+
+
+_UPDATE = _Call(owner=_CLASS, method="update_actor", is_update=True)
+_REFERENCE = _Call(owner=_CLASS, method="compute_ref_log_prob")
+# The workers of verl 0.7 to 0.9, and those for FSDP alone that went with 0.8.
+_PLACES = {
+    "verl.workers.engine_workers": (
+        _UPDATE,
+        _REFERENCE,
+        _Call(owner=_CLASS, method="compute_log_prob", is_needed=False, is_reference_alone=True),
+        _Call(owner="TrainingWorker", method="train_mini_batch", is_update=True, is_needed=False),
+    ),
+    "verl.workers.fsdp_workers": (
+        _UPDATE,
+        _REFERENCE,  # calls the other one itself, where the model has an adapter
+        _Call(owner="CriticWorker", method="update_critic", is_update=True, is_needed=False),
+    ),
+}
+_inside = threading.local()  # whether a guarded method is under way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +125,7 @@ class _Guard:
         self._is_on = True
         self._held: dict[str, int] = {}  # after each method, when it last ran
         self._undo: list[Callable[[], None]] = []
-        self._watch = ImportWatch(dict.fromkeys(_MODULES, self._wrap))
+        self._watch = ImportWatch(dict.fromkeys(_PLACES, self._wrap))
         self.statistics = GuardStatistics()
 
     def start(self) -> None:
@@ -102,48 +147,63 @@ class _Guard:
         stated = os.environ.get(NEED_VARIABLE)
         if self._from_environment and stated:
             self._need = parse_bytes(stated, name=NEED_VARIABLE)
-        owner = getattr(module, _CLASS, None)
-        for name in _METHODS:
-            found = vars(owner).get(name) if isinstance(owner, type) else None
-            if not inspect.isfunction(found) or inspect.iscoroutinefunction(found):
+        found = [(place, _method(module, place)) for place in _PLACES[module.__name__]]
+        for place, method in found:
+            if method is None and place.is_needed:
                 raise missing_in(
                     "verl",
-                    f"{module.__name__}.{_CLASS}.{name} that is a plain method",
+                    f"{module.__name__}.{place.owner}.{place.method} that is a plain method",
                     "set VERL_USE_EXTERNAL_PLUGINS=none, or install verl 0.7.1 to 0.9.1",
                 )
-        for name in _METHODS:
-            self._put(owner, name, vars(owner)[name])
+        for place, method in found:
+            if method is None:
+                _log.warning(
+                    "%s has no %s.%s.%s: no memory is given back after it",
+                    named_with_version("verl"),
+                    module.__name__,
+                    place.owner,
+                    place.method,
+                )
+                continue
+            self._put(vars(module)[place.owner], place, method)
 
-    def _put(self, owner: object, name: str, found: Callable[..., object]) -> None:
+    def _put(self, owner: object, place: _Call, found: Callable[..., object]) -> None:
         @functools.wraps(found)  # with the attribute by which Ray's worker group finds the method
         def guarded(worker: object, *args: object, **kwargs: object) -> object:
-            result = found(worker, *args, **kwargs)
+            if not self._is_on or vars(_inside):
+                return found(worker, *args, **kwargs)
+            counts = not place.is_reference_alone or _is_without_adapter(*args, *kwargs.values())
+            vars(_inside)["of"] = self
+            try:
+                result = found(worker, *args, **kwargs)
+            finally:
+                vars(_inside).clear()
             del args, kwargs  # the batch
-            if self._is_on:
-                self._after(worker, name)
+            if counts:
+                self._after(worker, place)
             return result
 
         def take_back() -> None:
-            if vars(owner).get(name) is guarded:
-                setattr(owner, name, found)
+            if vars(owner).get(place.method) is guarded:
+                setattr(owner, place.method, found)
 
-        setattr(owner, name, guarded)
+        setattr(owner, place.method, guarded)
         self._undo.append(take_back)
 
-    def _after(self, worker: object, name: str) -> None:
+    def _after(self, worker: object, place: _Call) -> None:
         """Makes the transition. [Note: the order of a transition]"""
         from residency import _device
 
         device = _device.accelerator()
         if device is None:
             return
-        if name == _LEAVES_GRADIENTS:
+        if place.is_update:
             drop_gradients(worker)
         drop_gathered(worker)
-        group = _ranks()
+        group = all_ranks()
         freed: list[Reclaimed] = []
         try:
-            freed = self._free(device, name)
+            freed = self._free(device, place.method)
         finally:  # also where it failed: the others are not to wait for this rank
             if group is not None:
                 _tell_ranks(group, is_free=bool(freed))
@@ -168,6 +228,20 @@ class _Guard:
         for each in freed:
             _log.info("after %s: %s", name, each)
         return freed
+
+
+def _method(module: ModuleType, place: _Call) -> Callable[..., object] | None:
+    """Returns a plain method of a worker's own class; None where this verl has another."""
+    owner = getattr(module, place.owner, None)
+    found = vars(owner).get(place.method) if isinstance(owner, type) else None
+    return found if inspect.isfunction(found) and not inspect.iscoroutinefunction(found) else None
+
+
+def _is_without_adapter(data: object = None, *others: object) -> bool:
+    """Returns whether a batch asks for the model without its adapter."""
+    from verl.utils import tensordict_utils  # type: ignore[import-not-found]  # is verl's worker
+
+    return bool(tensordict_utils.get(data, _NO_ADAPTER, default=False))
 
 
 def _prove(need: int, device: torch.device) -> None:
@@ -219,15 +293,6 @@ def _reached(worker: object, paths: tuple[str, ...]) -> Iterator[object]:
             yield found
 
 
-def _ranks() -> object:
-    """Returns the group of all ranks, or None where there is one rank."""
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    return dist.group.WORLD
-
-
 def _tell_ranks(group: object, *, is_free: bool) -> None:
     import torch
 
@@ -245,7 +310,7 @@ _installed: _Guard | None = None
 
 
 def install_guard(need: int | str | None = None, *, collect: bool = True) -> None:
-    """Gives device memory back after verl's ``update_actor`` and ``compute_ref_log_prob``.
+    """Gives device memory back after verl's updates of actor and critic, and after the reference.
 
     Takes the place of a guard that is there, so calling it again is harmless. May come before or
     after verl's workers are imported, but before Ray makes an actor of them, which keeps the

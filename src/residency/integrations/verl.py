@@ -7,7 +7,6 @@ framework is imported here.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 from residency import offload_optimizer
 from residency._errors import InvalidArgumentError
 from residency.integrations._common._framework import named_with_version
+from residency.integrations._common._options import OURS, options_of, unknown_options
 from residency.integrations._verl_guard import (
     GuardStatistics,
     guard_statistics,
@@ -28,7 +28,6 @@ from residency.integrations._verl_guard import (
 __all__ = ["GuardStatistics", "guard_statistics", "install_guard", "remove_guard"]
 
 _PREFIX = "Offloaded"
-_OURS = frozenset(inspect.signature(offload_optimizer).parameters) - {"optimizer"}
 
 
 @cache
@@ -45,7 +44,7 @@ def _makers() -> Mapping[str, Callable[..., Optimizer]]:
 def _maker(base: type[Optimizer]) -> Callable[..., Optimizer]:
     def make(params: Iterable[Any], **options: Any) -> Optimizer:
         _check_options(base, options)
-        own = {name: options.pop(name) for name in _OURS & options.keys()}
+        own = {name: options.pop(name) for name in OURS & options.keys()}
         return offload_optimizer(base(params, **options), **own)
 
     make.__name__ = make.__qualname__ = _PREFIX + base.__name__
@@ -60,15 +59,14 @@ def _maker(base: type[Optimizer]) -> Callable[..., Optimizer]:
 
 
 def _check_options(base: type[Optimizer], options: Mapping[str, object]) -> None:
-    theirs = inspect.signature(base).parameters.keys() - {"params"}
-    unknown = sorted(options.keys() - theirs - _OURS)
+    unknown = unknown_options(base, options)
     if unknown:
         raise InvalidArgumentError(
             f"{_PREFIX}{base.__name__} has no option {', '.join(map(repr, unknown))}. "
             f"{named_with_version('verl')} passes lr, weight_decay, betas (where the name has "
             "'adam' in it) and what override_optimizer_config holds: "
-            f"{', '.join(sorted(_OURS))}, or those of torch.optim.{base.__name__}, which are "
-            f"{', '.join(sorted(theirs))}."
+            f"{', '.join(sorted(OURS))}, or those of torch.optim.{base.__name__}, which are "
+            f"{', '.join(sorted(options_of(base)))}."
         )
 
 

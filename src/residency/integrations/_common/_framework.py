@@ -12,12 +12,13 @@ from typing import Any
 from residency._errors import RefusedError
 
 
-def load_framework(*modules: str, extra: str) -> ModuleType:
+def load_framework(*modules: str, extra: str = "", install: str = "") -> ModuleType:
     """Imports the first of some modules that is installed.
 
     Args:
         modules: Names of modules that do the same job, the preferred one first.
         extra: The extra of this package that brings the framework.
+        install: What installs it, where no extra does.
 
     Raises:
         ImportError: None of them is installed; the message gives the line that installs one.
@@ -28,9 +29,8 @@ def load_framework(*modules: str, extra: str) -> ModuleType:
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise  # it is there, and something that it needs is not
-    raise ImportError(
-        f"{' or '.join(modules)} is not installed; run: pip install 'residency[{extra}]'"
-    )
+    command = install or f"pip install 'residency[{extra}]'"
+    raise ImportError(f"{' or '.join(modules)} is not installed; run: {command}")
 
 
 def named_with_version(distribution: str) -> str:

@@ -8,11 +8,13 @@ for bit, and it holds one batch on the device at most.
 [Note: whose containers] A callback does not see the containers, and is told of an evaluation when
 its first batch is in them. So the name in ``transformers.trainer`` has a class that does what the
 stock one does until `claim`: a callback that is told of a prediction step claims those that its
-thread has made since, which are the loop's that tells it.
+thread has made since, which are the loop's that tells it. Where another module's function stands
+as ``Trainer.evaluation_loop``, as Axolotl's does, it reads the name in that module.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections import deque
@@ -132,24 +134,25 @@ def put_on(user: object) -> None:
     Raises:
         RefusedError: This Transformers has no such containers. Nothing was changed.
     """
-    module = _module()
-    if _NAME not in module:
+    places = _places()
+    if _NAME not in places[0]:
         raise missing_in(
             "transformers",
             f"transformers.trainer.{_NAME}",
             "pass ResidencyCallback(outputs_on_host=False)",
         )
-    if module[_NAME] is EvalLoopContainer:
-        module[_NAME] = HostContainer
+    for place in places:
+        if place.get(_NAME) is EvalLoopContainer:
+            place[_NAME] = HostContainer
     _users.add(user)
 
 
 def take_off(user: object) -> None:
     """Gives Transformers its own class back with the last callback."""
     _users.discard(user)
-    module = _module()
-    if not _users and module.get(_NAME) is HostContainer:
-        module[_NAME] = EvalLoopContainer
+    for place in _places() if not _users else ():
+        if place.get(_NAME) is HostContainer:
+            place[_NAME] = EvalLoopContainer
 
 
 def claim() -> None:
@@ -162,8 +165,11 @@ def claim() -> None:
             container.hand_to(ring)
 
 
-def _module() -> dict[str, object]:
-    return vars(load_framework("transformers.trainer", extra="transformers"))
+def _places() -> list[dict[str, object]]:
+    """Returns the names of ``transformers.trainer``, and those that the loop in use reads."""
+    module = load_framework("transformers.trainer", extra="transformers")
+    loop = inspect.unwrap(module.Trainer.evaluation_loop)
+    return [vars(module), *([loop.__globals__] if inspect.isfunction(loop) else [])]
 
 
 def _unclaimed() -> list[weakref.ref[HostContainer]]:

@@ -1,0 +1,35 @@
+"""The optimizer plugin for LLaMA-Factory's v1: with that itself where it is installed, which pins
+older frameworks, and with a stand-in for its published interface where it is not.
+
+With llamafactory 0.9.5, and with its source at ff6d4d12, on transformers 5.16.1 and accelerate
+1.13.0 all cases passed (2026-11-24); ``llamafactory_worker.py`` says which environment that takes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "sim"))
+
+from worker_cases import cases_of, judge, run_phase
+
+pytestmark = pytest.mark.whole  # a process that imports Transformers
+SHARED = str(Path(__file__).parents[1] / "sim")  # has worker_cases
+WORKER = Path(__file__).with_name("llamafactory_worker.py")
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    pytest.importorskip("transformers")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", SHARED, prepend=os.pathsep)
+        return run_phase(WORKER, tmp_path_factory.mktemp("llamafactory"), "case", 1)[0]
+
+
+@pytest.mark.parametrize("case", [name for _, name in cases_of(WORKER, {"case"})])
+def test_with_llamafactory(outcomes: dict[str, str], case: str) -> None:
+    judge(outcomes.get(case))

@@ -21,7 +21,7 @@ _START = "start of a process"
 
 
 class Apart:
-    """A place for cases in processes of their own; at the end of its ``with`` it ends those left."""
+    """A place for cases in processes of their own; its ``with`` ends those that are left."""
 
     def __init__(self, settings: Settings) -> None:
         """Starts no process yet.

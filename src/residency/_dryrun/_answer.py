@@ -197,6 +197,7 @@ def notes(answer: Answer) -> Iterator[str]:
         f"host memory: about {format_bytes(found['host_peak'])}, page-locked "
         f"{format_bytes(found['pinned_peak'])}"
         + (f"; {found['files']} files saved, {format_bytes(found['saved'])}" * bool(found["files"]))
+        + (", and removed" * (bool(found["files"]) and not found["is_real"]))
     )
     yield (
         f"{found['steps']} optimizer steps in {found['seconds']:.0f} s without a GPU; the figures "

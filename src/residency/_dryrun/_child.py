@@ -204,6 +204,7 @@ class Run:
             "context": sim.settings()["context"],
             "pinned_peak": sim.pinned_memory_stats()["pinned_bytes.peak"],
             "host_peak": max(0, self._most_host),
+            "is_real": self._settings.is_real,
             "saved": self._saves.num_bytes,
             "files": self._saves.files,
             "is_cut": self._stopping.is_ending,

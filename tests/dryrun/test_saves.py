@@ -259,6 +259,44 @@ def test_one_rank_of_four_loads_what_it_saved(dry_run, tmp_path: Path) -> None:
     assert 9 * weights < outcome.answer["saved"] < 9 * weights + MIB
 
 
+BACKGROUND = """
+import json, threading, torch
+from concurrent.futures import ThreadPoolExecutor
+weights = torch.ones(8, 1 << 20).cuda()
+seen = []
+def see(held):
+    seen.append([round(f() / weights.nbytes, 1) for f in (
+        torch.cuda.memory_allocated, torch.cuda.max_memory_allocated)] + held)
+    torch.cuda.reset_peak_memory_stats()
+pool = ThreadPoolExecutor(1)
+written = []
+for number in range(3):
+    written.append(pool.submit(torch.save, weights.clone(), f"{number}.pt"))
+    while not written[-1].done():
+        pass
+see([2, 3])  # the last one is under way, as was the one before it when its copy was made
+pool.shutdown()
+see([1, 2])
+for number in range(2):
+    thread = threading.Thread(target=torch.save, args=(weights.clone(), f"{number}.pt"))
+    thread.start()
+    thread.join()
+see([1, 2])
+assert pool.__class__(1).submit(torch.save, weights.clone(), "4.pt").result() is None
+see([1, 2])
+json.dump(seen, open("seen.json", "w"))
+"""
+
+
+def test_a_write_in_the_background_goes_on_until_the_next_save_or_until_it_is_waited_for(
+    dry_run, tmp_path: Path
+) -> None:
+    outcome = dry_run(BACKGROUND, options=("--capacity", "4GiB"))
+    assert outcome.status == 0, outcome.errors
+    for *found, allocated, peak in json.loads((tmp_path / "seen.json").read_text()):
+        assert found == [allocated, peak]
+
+
 STREAMS = """
 import io, json, torch, torch.distributed.checkpoint as dcp
 from lightning.fabric.utilities.cloud_io import _atomic_save

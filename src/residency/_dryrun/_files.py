@@ -83,6 +83,8 @@ class MadePaths:
             Whether the run has made what was moved.
         """
         is_made = source in self
+        if is_folder:
+            self.forget(target)  # what was below is gone
         for paths in (self.saves, self._made, self._older):
             if is_folder:
                 paths |= {_moved(each, source, target) for each in paths} - {""}
@@ -110,8 +112,8 @@ class FilesWatch:
         self._path = os.path.join(self._folder, JOURNAL)
         self._journal = os.open(self._path, flags, 0o600)
         self._made = MadePaths()
-        self._copied: set[str] = set()
-        self._linked: dict[str, tuple[int, int]] = {}  # as files on their devices
+        self._copied: set[tuple[int, int]] = set()  # files on their devices
+        self._linked: dict[str, tuple[int, int]] = {}
         self._left: set[str] = set()  # what the run is made for, and stays
         self._kept: set[str] = set()  # folders
         self._local = threading.local()
@@ -200,8 +202,8 @@ class FilesWatch:
         elif flags & os.O_TRUNC:
             self._set_aside(place, os.rename)
             self._make(place)
-        elif place not in self._copied and found.st_size <= _MOST_COPIED:
-            self._copied.add(place)
+        elif _id(found) not in self._copied and found.st_size <= _MOST_COPIED:
+            self._copied.add(_id(found))
             kept = os.path.join(self._folder, os.urandom(8).hex())
             shutil.copy2(place, kept)
             self._note("copied", place, kept)
@@ -221,13 +223,13 @@ class FilesWatch:
         elif stat.S_ISDIR(found.st_mode):
             self._note("folder", place, stat.S_IMODE(found.st_mode))
         elif stat.S_ISREG(found.st_mode):
-            self._linked[place] = found.st_dev, found.st_ino
+            self._linked[place] = _id(found)
             self._set_aside(place, os.link)
 
     def _is_free(self, place: str, found: os.stat_result) -> bool:
         """Returns whether the script may do as it likes with a thing, as the run has made it."""
         # What was linked, and was not replaced after all, has its bytes in both places.
-        is_same = self._linked.get(place) == (found.st_dev, found.st_ino)
+        is_same = self._linked.get(place) == _id(found)
         return (place in self._made and not is_same) or place in self._left
 
     def _before_rename(self, source: object, target: object, first: int, second: int) -> None:
@@ -364,6 +366,10 @@ def _found(place: str, *, follows: bool = True) -> os.stat_result | None:
         return os.stat(place, follow_symlinks=follows)
     except (OSError, ValueError):
         return None
+
+
+def _id(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
 
 
 def _can_move(source: str, target: str, found: os.stat_result) -> bool:

@@ -29,6 +29,7 @@ from residency._checkpoint import (
     make_header,
     watch_files,
 )
+from residency._dryrun._background import BackgroundWrites
 from residency._dryrun._files import files_of_run
 from residency._memory import ImportWatch
 from residency._units import MIB
@@ -57,6 +58,7 @@ class Saves:
         self.files = 0
         self._is_real = is_real
         self._lock = threading.Lock()  # saves are written by threads, too
+        self._writes = BackgroundWrites()
 
     def start(self) -> None:
         """Puts the functions in place, also in modules that are imported later."""
@@ -71,6 +73,7 @@ class Saves:
             "torch.distributed.checkpoint.filesystem": self._watch_distributed,
         }
         if not self._is_real:
+            self._writes.start()
             torch_module.load = _loading(torch.load)
             inner: Any = serialization
             inner._save = _with_holes(inner._save)
@@ -95,8 +98,11 @@ class Saves:
             _state.leaves_holes = is_file
             target = f if is_file or self._is_real else _StreamWithHoles(f)
             _note_save(f if is_file else getattr(f, "name", None), is_new=is_file)
+            self._writes.begin()
             save(obj, target, *args, **options)
             self._count(f)
+            if not self._is_real:
+                self._writes.end(obj)
 
         return saved
 
@@ -115,7 +121,9 @@ class Saves:
             if self._is_real or not kinds <= STORED_DTYPES.keys():
                 save(tensors, filename, metadata, **options)
             else:
+                self._writes.begin()
                 _write_holes(tensors, filename, metadata)
+                self._writes.end(tensors)
             self._count(filename)
 
         module.__dict__["save_file"] = save_file

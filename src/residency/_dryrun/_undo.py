@@ -102,7 +102,6 @@ class _Undoing:
             os.unlink(kept)
             return
         self._steps.append((self._put_back, (place, kept)))
-        self._made.add(place)
 
     def undo(self) -> None:
         """Undoes all, the last first."""
@@ -143,10 +142,9 @@ class _Undoing:
 
     def _empty(self, folder: str) -> None:
         for outer, folders, files in os.walk(folder, topdown=False):
-            for name in files + folders:
+            links = [name for name in folders if os.path.islink(os.path.join(outer, name))]
+            for name in files + links:
                 place = os.path.join(outer, name)
-                if os.path.isdir(place) and not os.path.islink(place):
-                    continue
                 if place in self._made and place not in self._results:
                     self._remove(place)
             with suppress(OSError):  # it has a result

@@ -86,6 +86,9 @@ CHANGES = {
     "moved into a folder that goes": (
         "os.mkdir('d'); shutil.move('a/1', 'd/1'); shutil.move('a/b', 'd/b'); shutil.rmtree('d')"
     ),
+    "moved with a new folder": (
+        "os.mkdir('d'); os.rename('a/1', 'd/1'); os.remove('1'); os.rename('d', '1')"
+    ),
     "replaced by a file that was written beside it": (
         "open('t', 'w').write('x'); os.replace('t', 'a/1')"
     ),

@@ -223,6 +223,7 @@ def start_child() -> None:
             gpu=settings.gpu,
             dry=not settings.is_real,
             schedule="eager",
+            devices=_ranks.devices_of(settings.ranks),
         )
         if settings.others:
             sim.enable(**{**sim.settings(), "context": sim.settings()["context"] + settings.others})

@@ -72,6 +72,10 @@ class MadePaths:
         for paths in (self.saves, self._made, self._older):
             paths -= {each for each in paths if _moved(each, path, path)}
 
+    def has_older_in(self, path: str) -> bool:
+        """Returns whether the run has moved something older below a path."""
+        return any(_moved(each, path, path) for each in self._older)
+
     def all(self) -> list[str]:
         """Returns the paths by whose own names something was made."""
         return sorted(self._made - self._older)

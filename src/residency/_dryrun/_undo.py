@@ -81,7 +81,8 @@ class _Undoing:
         elif kind == "result":
             self._results.add(place)
         elif kind == "moved":
-            if not self._made.move(place, rest[0], is_folder=rest[1]):
+            is_made = self._made.move(place, rest[0], is_folder=rest[1])
+            if not is_made or self._made.has_older_in(rest[0]):
                 self._steps.append((self._move_back, (place, *rest)))
         elif kind == "kept":
             self._read_kept(place, *rest)

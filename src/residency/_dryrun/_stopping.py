@@ -174,7 +174,7 @@ class Stopping:
 
     def _watch_transformers(self, module: ModuleType) -> None:
         """Lets the Trainer evaluate and save, where it does so at all, and stop."""
-        flow: Any = vars(module)["DefaultFlowControlCallback"]
+        flow: Any = vars(module)["DefaultFlowCallback"]
         before: Callable[..., Any] = flow.on_step_end
 
         @functools.wraps(before)

@@ -209,7 +209,7 @@ def test_what_is_kept_elsewhere_cannot_be_removed_with_its_folder(tmp_path: Path
 
 
 REPLACING = """
-import os, pathlib, shutil, signal, torch
+import io, os, pathlib, shutil, signal, torch
 kept = torch.load("checkpoint.pt", map_location="cuda")
 assert kept["weight"].shape == (1024, 1024)
 model = torch.nn.Linear(1024, 1024, bias=False, device="cuda")
@@ -219,6 +219,9 @@ optimizer.step()
 torch.save(model.state_dict(), "checkpoint.pt")
 torch.save({"epoch": 3, "optimizer": optimizer.state_dict()}, open("other.pt", "wb"))
 shutil.copyfile("other.pt", "best.pt")
+buffer = io.BytesIO()
+torch.save(model.state_dict(), buffer)
+pathlib.Path("of_buffer.pt").write_bytes(buffer.getvalue())
 assert torch.load("best.pt")["epoch"] == 3
 model.load_state_dict(torch.load("checkpoint.pt"))
 assert pathlib.Path("checkpoint.pt").stat().st_size > 4 << 20
@@ -250,7 +253,7 @@ def test_a_checkpoint_that_the_script_overwrites_is_the_same_afterwards(
     found = tree(tmp_path)
     assert "seen" in found
     assert {name: found.get(name) for name in before} == before
-    assert not {"best.pt", "other.pt"} & found.keys()
+    assert not {"best.pt", "of_buffer.pt", "other.pt"} & found.keys()
 
 
 def dry_run_to_its_end(folder: Path) -> str:
@@ -313,5 +316,7 @@ def test_checkpoints_that_a_trainer_rotates_away_are_back_afterwards(
     outcome = dry_run(ROTATING, options=("--capacity", "4GiB"))
     assert outcome.status == 0, outcome.errors
     assert outcome.answer["steps"] > 1
+    # It saved at the end of these steps, too, as the Trainer was told to.
+    assert outcome.answer["steps"] == 2
     assert outcome.answer["files"] > 4
     assert tree(tmp_path / "out") == before

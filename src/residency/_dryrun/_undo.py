@@ -20,6 +20,7 @@ from typing import Any
 from residency._dryrun._files import JOURNAL, MadePaths
 
 _DONE = b"."
+_BEGIN = 256  # bytes of a file, which show what it is
 
 
 @contextmanager
@@ -119,7 +120,8 @@ class _Undoing:
     def remove_saves(self) -> None:
         """Removes the saves, and folders that were made for them with all that is in them."""
         folders = set()
-        for place in sorted(self._made.saves - self._results):
+        saves = self._made.saves.union(filter(_is_save, self._made.all()))
+        for place in sorted(saves - self._results):
             # Not by way of a link to a folder that others have.
             if place in self._made and os.path.isfile(place) and os.path.realpath(place) == place:
                 self._remove(place)
@@ -186,6 +188,15 @@ class _Undoing:
         self._made.forget(source)
         self._made.move(target, source, is_folder=is_folder)
         self._made.forget(target)
+
+
+def _is_save(place: str) -> bool:
+    """Returns whether a file is one of torch.save, which may have come by way of a buffer."""
+    begin = b""
+    if os.path.isfile(place) and not os.path.islink(place):
+        with suppress(OSError), open(place, "rb") as file:  # another's, perhaps
+            begin = file.read(_BEGIN)
+    return begin.startswith(b"PK\x03\x04") and b"/data.pkl" in begin
 
 
 def _clear(place: str) -> None:

@@ -217,6 +217,7 @@ def test_a_run_that_is_killed_leaves_what_was_known_and_no_process(tmp_path) -> 
     [
         ("import torch\nx = torch.ones(3).cuda()\nraise ValueError('of its own')", 3, "of its own"),
         ("import torch\nx = torch.ones(3).cuda()", 0, "made no optimizer step"),
+        ("import torch\nx = torch.ones(3)", 0, "nothing was put on the device"),
         (
             "import os, torch\nx = torch.ones(1 << 20).cuda()\nos._exit(5)",
             3,
@@ -262,3 +263,25 @@ def test_every_gpu_has_a_source_and_room_for_its_context() -> None:
     assert sim.gpu_named("NVIDIA L4") == sim.gpu_named("l4")
     assert sim.gpu_named("H100")[0] == "h100-80g"
     assert sim.gpu_named("A100 80GB")[0] == "a100-80g"
+
+
+BY_HAND = """
+import torch
+weights = torch.ones(4, 4, device="cuda", requires_grad=True)
+def train():
+    for _ in range(1000):
+        weights.square().sum().backward()
+        weights.data.add_(weights.grad, alpha=-0.1)
+        weights.grad = None
+train()
+"""
+
+
+def test_a_script_without_an_optimizer_ends_after_some_backward_passes(dry_run) -> None:
+    outcome = dry_run(BY_HAND)
+    assert outcome.status == 0, outcome.errors
+    assert outcome.answer["steps"] == 2
+    assert outcome.answer["has_no_optimizer"]
+    assert outcome.answer["ended"] == "left"
+    assert outcome.phase("backward")["visits"] == 23  # twenty, two steps, and that of the way out
+    assert "each backward pass was taken" in outcome.errors

@@ -164,3 +164,33 @@ def test_what_a_module_has_gathered_for_the_moment_stays_gathered() -> None:
         device.journal.append((0, 512, 512, 10_000, 0))
     books.close("forward", lambda: {0: "parameters"})
     assert books.phases["forward"].at_peak[GATHERED] == 512
+
+
+def test_what_a_load_brings_is_what_it_becomes() -> None:
+    device = Device(random.Random(0))
+    books = Books(device.take)
+    sizes = {0: 512, 512: 1024, 2048: 2048, 4096: 512}
+    device.journal = [(address, size, size, 4096, 0) for address, size in sizes.items()]
+    device.journal.append((4096, -512, 512, 4096, 0))  # staged in the load, and let go
+    books.close("load", dict)
+    assert books.phases["load"].at_peak[OTHER] == 4096
+    device.journal = [(8192, 512, 512, 8192, 0)]
+    books.close("between phases", lambda: {0: "parameters", 512: "optimizer state"})
+    found = books.phases["load"]
+    assert found.peak_allocated == sum(found.at_peak.values()) == 4096
+    assert found.at_peak["parameters"] == 512
+    assert found.at_peak["optimizer state"] == 1024
+    assert found.at_peak[OTHER] == 2048 + 512
+    assert books.phases["between phases"].at_peak["optimizer state"] == 1024
+
+
+def test_a_load_with_a_higher_peak_says_what_that_one_has() -> None:
+    device = Device(random.Random(0))
+    books = Books(device.take)
+    for number, size in enumerate((512, 1024)):
+        device.journal.append((4096 * number, size, size, 4096, 0))
+        books.close("load", dict)
+        device.journal.append((4096 * number + 2048, 512, 512, 8192, 0))
+    books.close("forward", lambda: {0: "parameters", 4096: "optimizer state"})
+    found = books.phases["load"].at_peak
+    assert [found[name] for name in ("parameters", "optimizer state", OTHER)] == [512, 1024, 512]

@@ -67,7 +67,7 @@ def answer(*, errors: list[dict[str, Any]]) -> Answer:
     found = {"kinds": KINDS, "phases": [phase], "torch": "2.99", "steps": 2, "seconds": 3.0}
     found |= {"ended": "finished", "error": None, "was_interrupted": False, "retries": 0}
     found |= {"host_peak": 0, "pinned_peak": 0, "files": 0, "saved": 0, "out_of_memory": []}
-    found |= {"has_compiled": False, "is_cut": False}
+    found |= {"has_compiled": False, "has_no_optimizer": False, "is_cut": False, "is_real": False}
     found |= {
         "timeline": [[0, 100 * MIB, 0, 0, 0, 0, 0, 500 * MIB], [1, *at_peak.values(), 500 * MIB]]
     }

@@ -28,6 +28,12 @@ def raised(source: str, name: str = "script") -> BaseException:
             "CUDA's own libraries",
         ),
         ("raise ModuleNotFoundError('No module named x', name='boto3')", ""),
+        (
+            "import torch.storage\nclass Storage(torch.UntypedStorage):\n"
+            "    def _share_cuda_(self): raise RuntimeError('CUDA is not available')\n"
+            "Storage()._share_cuda_()",
+            "to another one",
+        ),
         ("raise ValueError('of its own')", ""),
     ],
 )

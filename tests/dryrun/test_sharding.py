@@ -1,6 +1,7 @@
 """One rank of four: what FSDP2, HSDP and DDP keep, gather and reduce, beside its formulas."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,3 +106,39 @@ def test_ddp_gathers_nothing(of_ranks: dict[str, Any]) -> None:
 @pytest.mark.parametrize("group", ["cpu", "device"])
 def test_objects_are_those_of_this_rank(of_ranks: dict[str, Any], group: str) -> None:
     assert of_ranks["objects"][group] == [True, ["of a peer"], [0]]
+
+
+SPAWNING = """
+import json, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+def main(rank, size):
+    dist.init_process_group("nccl", rank=rank, world_size=size)
+    torch.cuda.set_device(rank)
+    model = torch.nn.Linear(8, 8).to(rank)
+    model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[rank])
+    optimizer = torch.optim.SGD(model.parameters())
+    model(torch.ones(8, 8, device=rank)).sum().backward()
+    optimizer.step()
+    json.dump([rank, dist.get_world_size(), torch.accelerator.device_count(),
+               len(torch.cuda.get_rng_state_all())], open("ranks.json", "a"))
+    dist.destroy_process_group()
+if __name__ == "__main__":
+    size = torch.cuda.device_count()
+    if "--spawn" in sys.argv:
+        mp.spawn(main, args=(size,), nprocs=size)
+    else:
+        main(0, size)
+"""
+
+
+@pytest.mark.parametrize("spawns", [True, False])
+def test_a_script_finds_the_devices_of_all_ranks_and_runs_the_first(
+    dry_run, tmp_path: Path, spawns: bool
+) -> None:
+    options = ("--capacity", "4GiB", *(("--ranks", "4") if spawns else ()))
+    words = ["script.py", "--spawn"] if spawns else []
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "script.py"]
+    (tmp_path / "script.py").write_text(SPAWNING)
+    outcome = dry_run(Path((words or launcher)[0]), *(words or launcher)[1:], options=options)
+    assert outcome.status == 0, outcome.errors
+    assert outcome.answer["steps"] == 1
+    assert json.loads((tmp_path / "ranks.json").read_text()) == [0, 4, 4, 4]

@@ -33,7 +33,11 @@ SEEN = {
     "a_resume_in_the_loop": ["epoch", "epoch", "epoch", "epoch", "save"],
     "resumes_without_end": [],
     "a_loop_that_comes_last": [],
+    "steps_by_hand": ["save"],
+    "gradients_before_the_optimizer": ["save"],
+    "a_long_evaluation": ["evaluate 32", "keep 1000", "save"],
 }
+BY_HAND = 20  # passes until they are taken for steps
 RESUMES = 3  # at most: a script that loads in its loop is brought to its end, too
 
 
@@ -62,7 +66,8 @@ def test_what_comes_after_the_steps_is_seen(found: dict[str, Any], name: str) ->
 def test_few_steps_are_made(found: dict[str, Any], name: str) -> None:
     rounds = 1 + RESUMES if "resume" in name else 1
     # One more where a loop looks ahead, and one where its next step alone can end it.
-    assert STEPS <= found[name]["steps"] <= rounds * STEPS + 2, found[name]
+    by_hand = BY_HAND if name == "steps_by_hand" else 0
+    assert STEPS <= found[name]["steps"] - by_hand <= rounds * STEPS + 2, found[name]
 
 
 def test_steps_go_on_until_every_optimizer_has_made_one(found: dict[str, Any]) -> None:

@@ -47,6 +47,34 @@ def test_a_module_that_is_there_already_is_told_of_at_once() -> None:
     assert [module.__name__ for module in told] == ["json"]
 
 
+@pytest.mark.parametrize("end", ["value = 1", "raise ValueError('broken')"])
+def test_a_module_that_is_being_executed_is_told_of_when_that_is_done(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    told: list[object] = []
+    watches = [ImportWatch({"watched_module": lambda m: told.append(m.value)}) for _ in range(2)]
+
+    def start() -> None:
+        for watch in watches:
+            watch.start()
+        assert told == []
+
+    monkeypatch.setattr(sys, "start_of_test", start, raising=False)
+    (folder / "watched_module.py").write_text(f"import sys\nsys.start_of_test()\n{end}\n")
+    try:
+        if "raise" in end:
+            with pytest.raises(ValueError, match="broken"):
+                importlib.import_module("watched_module")
+            assert told == []
+        else:
+            module = importlib.import_module("watched_module")
+            assert told == [1, 1]
+            assert type(module.__spec__).__name__ == "ModuleSpec"
+    finally:
+        for watch in watches:
+            watch.stop()
+
+
 def test_an_error_in_the_module_is_the_importers_and_one_in_the_call_is_not(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

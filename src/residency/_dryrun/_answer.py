@@ -197,11 +197,14 @@ def notes(answer: Answer) -> Iterator[str]:
         f"host memory: about {format_bytes(found['host_peak'])}, page-locked "
         f"{format_bytes(found['pinned_peak'])}"
         + (f"; {found['files']} files saved, {format_bytes(found['saved'])}" * bool(found["files"]))
+        + (", and removed" * (bool(found["files"]) and not found["is_real"]))
     )
     yield (
         f"{found['steps']} optimizer steps in {found['seconds']:.0f} s without a GPU; the figures "
         f"hold for torch {found['torch']}, eager"
     )
+    if found["has_no_optimizer"]:
+        yield "no optimizer was made: each backward pass was taken for one of its steps"
     if found["has_compiled"]:
         yield "torch.compile compiled nothing: the functions ran eagerly, with the memory of that"
     if found["was_interrupted"]:
@@ -217,7 +220,12 @@ def notes(answer: Answer) -> Iterator[str]:
         yield f"the script failed for a reason of its own: {found['error']}"
     elif found["ended"] == "running" and not answer.errors:
         yield "the process was killed: the figures are what was known by then"
-    if found["steps"] == 0 and found["ended"] != "running":
+    if answer.peak_reserved == 0 and found["ended"] != "running":
+        yield (
+            "nothing was put on the device: what the script did, it did on the CPU. Give it the "
+            "arguments with which it uses CUDA, such as --cuda or --device cuda"
+        )
+    elif found["steps"] == 0 and found["ended"] != "running":
         yield (
             "the script made no optimizer step: there is no peak of training in these figures. "
             "Give it the arguments with which it trains"

@@ -73,6 +73,8 @@ class Books:
         self._take_journal = take_journal
         self._live: dict[int, _BlockOfDevice] = {}
         self._events: list[_Event] = []  # of the phase that is open
+        # Of what was held at the peak of a load: what it is for shows when it is put into place.
+        self._loaded: dict[_BlockOfDevice, Phase] = {}
         self._held = 0  # when it began
         self._reserved = 0
         self._position = 0
@@ -124,7 +126,28 @@ class Books:
         if peak > phase.peak_allocated or not phase.at_peak:
             phase.peak_allocated = peak
             phase.at_peak = dict(zip(KINDS, at_peak, strict=True))
+            if name.endswith("load"):
+                self._note_loaded(phase, events[held.index(peak) :])
         self.marks.append((self._position, name))
+
+    def _note_loaded(self, phase: Phase, after_peak: list[_Event]) -> None:
+        """Remembers what was held at the peak of a load, and has no owner yet."""
+        loaded = set(self._live.values())
+        for block, num_bytes, _ in reversed(after_peak):
+            if num_bytes > 0:
+                loaded.discard(block)
+            else:
+                loaded.add(block)
+        self._loaded = {each: of for each, of in self._loaded.items() if of is not phase}
+        self._loaded |= {each: phase for each in loaded if each.kind == _OTHER}
+
+    def _own(self, block: _BlockOfDevice, owner: str) -> None:
+        """Gives a block the kind of its owner, in the load that brought it, too."""
+        phase = self._loaded.pop(block, None)
+        if phase is not None:
+            phase.at_peak[OTHER] -= block.num_bytes
+            phase.at_peak[owner] += block.num_bytes
+        block.kind = _INDEX[owner]
 
     def _read(self) -> None:
         live, events = self._live, self._events
@@ -147,7 +170,7 @@ class Books:
             owner = kinds.get(address)
             if owner is not None:
                 if kind != _GATHERED:  # a module has them as its own, for the moment
-                    block.kind = _INDEX[owner]
+                    self._own(block, owner)
             elif kind < 0:
                 block.kind = unknown
             elif is_after_step and kind == _ACTIVATIONS:

@@ -20,11 +20,12 @@ from typing import Any, NoReturn
 import torch
 
 from residency import sim
+from residency._device import memory_allocated
 from residency._dryrun import _frameworks, _host, _ranks, _sharding
 from residency._dryrun._books import KINDS, Books
 from residency._dryrun._levers import Levers
 from residency._dryrun._owners import OwnersOfBlocks
-from residency._dryrun._phases import Phases
+from residency._dryrun._phases import BACKWARD, Phases
 from residency._dryrun._places import place_of, place_of_now
 from residency._dryrun._refusals import advice, refuse_sources
 from residency._dryrun._saves import Saves
@@ -50,7 +51,7 @@ class Run:
         self._books = Books(self._core.take_journal)
         self._phases = Phases(self._end_phase)
         self._saves = Saves(is_real=settings.is_real)
-        self._stopping = Stopping(settings.steps, self._owners.optimizers)
+        self._stopping = Stopping(settings.steps, self._owners.optimizers, _held)
         self._levers = Levers(settings)
         self._num_written = (0, 0)  # of the timeline's points and marks
         self._lock = threading.RLock()  # of the books
@@ -129,6 +130,8 @@ class Run:
         with self._lock:
             self._books.close(name, self._owners.kinds)
         self._look_at_host()
+        if name.endswith(BACKWARD):
+            self._stopping.note_backward()
 
     @contextmanager
     def _making(self, kind: str, blocks: Iterable[int]) -> Iterator[None]:
@@ -204,10 +207,12 @@ class Run:
             "context": sim.settings()["context"],
             "pinned_peak": sim.pinned_memory_stats()["pinned_bytes.peak"],
             "host_peak": max(0, self._most_host),
+            "is_real": self._settings.is_real,
             "saved": self._saves.num_bytes,
             "files": self._saves.files,
             "is_cut": self._stopping.is_ending,
             "has_compiled": sim.has_compiled(),
+            "has_no_optimizer": self._stopping.is_by_hand,
             **self._levers.found(),
         }
 
@@ -222,6 +227,7 @@ def start_child() -> None:
             gpu=settings.gpu,
             dry=not settings.is_real,
             schedule="eager",
+            devices=_ranks.devices_of(settings.ranks),
         )
         if settings.others:
             sim.enable(**{**sim.settings(), "context": sim.settings()["context"] + settings.others})
@@ -233,6 +239,10 @@ def start_child() -> None:
     if torch.distributed.is_available() and not settings.is_real:
         _ranks.be_one_rank(settings.ranks)
     Run(settings).start()
+
+
+def _held() -> int:
+    return memory_allocated(torch.device("cuda", 0)) if sim.core.has_context(0) else 0
 
 
 def _host_bytes() -> int:

@@ -21,6 +21,7 @@ from residency._commands import start_command
 from residency._dryrun._places import is_script
 from residency._dryrun._refusals import OF_CRASH
 from residency._dryrun._settings import RunSettings
+from residency._dryrun._undo import files_put_back
 from residency._errors import ResidencyError
 from residency._units import format_bytes
 
@@ -58,10 +59,11 @@ def dry_run(command: Command) -> dict[str, Any]:
         InvalidArgumentError: The command cannot be started.
         NoAnswerError: No process of it has used torch, or none could start a dry run.
     """
-    with tempfile.TemporaryDirectory(prefix="residency-dry-run-") as folder:
-        settings = replace(command.settings, folder=folder)
-        started = time.monotonic()
-        status, was_interrupted = _run(command, settings)
+    folder = tempfile.mkdtemp(prefix="residency-dry-run-")
+    settings = replace(command.settings, folder=folder)
+    started = time.monotonic()
+    with files_put_back(folder, has_saves=settings.is_real) as until_ended:
+        status, was_interrupted = _run(command, settings, until_ended)
         found = [
             each | _timeline(folder, each) | _crash(folder, each, command.is_quiet)
             for each in _read(folder)
@@ -84,11 +86,16 @@ def _training(found: list[dict[str, Any]]) -> dict[str, Any]:
     return max(found, key=lambda each: (each["steps"], each["peak_reserved"]))
 
 
-def _run(command: Command, settings: RunSettings) -> tuple[int, bool]:
+def _run(command: Command, settings: RunSettings, until_ended: int) -> tuple[int, bool]:
     output = subprocess.DEVNULL if command.is_quiet else None
     variables = settings.variables() | {"CUDA_VISIBLE_DEVICES": ""}
     process = start_command(
-        command.words, site=command.site, variables=variables, stdout=output, stderr=output
+        command.words,
+        site=command.site,
+        variables=variables,
+        stdout=output,
+        stderr=output,
+        pass_fds=(until_ended,),
     )
     line = _ProgressLine(command.progress, settings.folder)
     was_interrupted = False

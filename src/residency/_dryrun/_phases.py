@@ -90,5 +90,5 @@ class Phases:
             parts.remove(_STEP)
         name = "/".join(parts).replace(_STEP, STEP) or "between phases"
         if name != self.name:
-            self._on_end(self.name)
-            self.name = name
+            ended, self.name = self.name, name  # first, as the script may be left there
+            self._on_end(ended)

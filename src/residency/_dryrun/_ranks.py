@@ -20,9 +20,16 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 from torch.distributed import distributed_c10d
 
+from residency import sim
 from residency._memory import ImportWatch
 
 _PORT = "29500"  # nobody listens there
+_MOST_DEVICES = 8  # of one machine
+
+
+def devices_of(num_ranks: int) -> int:
+    """Returns how many devices a machine with so many ranks shows; only the first has tensors."""
+    return min(num_ranks, _MOST_DEVICES)
 
 
 def be_one_rank(num_ranks: int) -> None:
@@ -50,6 +57,7 @@ def be_one_rank(num_ranks: int) -> None:
     watched: dict[str, Callable[[ModuleType], None]] = {"torch.distributed.launcher.api": here}
     if num_ranks > 1:
         watched["torch.distributed.checkpoint.default_planner"] = _accept_plans
+        watched["torch.multiprocessing.spawn"] = functools.partial(_spawn_first, num_ranks)
     ImportWatch(watched).start()
 
 
@@ -116,6 +124,20 @@ def _accept_plans(module: ModuleType) -> None:
     module.__dict__["_validate_global_plan"] = lambda plan, metadata: []
 
 
+def _spawn_first(num_ranks: int, module: ModuleType) -> None:
+    """Lets a script that starts a process for each rank start the first one alone."""
+    start = vars(module)["start_processes"]
+
+    @functools.wraps(start)
+    def start_processes(
+        fn: object, args: object = (), nprocs: int = 1, *others: object, **options: object
+    ) -> object:
+        is_each_rank = nprocs in (num_ranks, devices_of(num_ranks))
+        return start(fn, args, 1 if is_each_rank else nprocs, *others, **options)
+
+    module.__dict__["start_processes"] = start_processes
+
+
 def _launch_here(num_ranks: int, module: ModuleType) -> None:
     """Lets ``torchrun`` and what calls it run the script in this process, as the first rank."""
 
@@ -125,6 +147,9 @@ def _launch_here(num_ranks: int, module: ModuleType) -> None:
         size = max(num_ranks, config.nproc_per_node * config.max_nodes)
         os.environ.update(RANK="0", LOCAL_RANK="0", GROUP_RANK="0", WORLD_SIZE=str(size))
         os.environ["LOCAL_WORLD_SIZE"] = str(config.nproc_per_node)
+        # Nothing is on a device yet: the script has yet to begin.
+        core: Any = sim.core
+        core.set_num_devices(devices_of(max(num_ranks, config.nproc_per_node)))
         if callable(entrypoint):
             return {0: entrypoint(*args)}
         words = [word for word in args if word != "-u"]

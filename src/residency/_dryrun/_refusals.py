@@ -53,6 +53,11 @@ def advice(error: BaseException, trace: TracebackType | None) -> str:
     for root in reversed(roots):
         if root in _PACKAGES:
             return f"{root} runs CUDA code of its own, which a dry run cannot. {_PACKAGES[root]}"
+    if "_share_cuda_" in _functions(trace):
+        return (
+            "A process cannot hand tensors of the device to another one in a dry run. Run one "
+            "process, or one rank of a script that starts a process for each: --ranks 2."
+        )
     text = str(error)
     if _SECOND_DEVICE.search(text):
         return (
@@ -94,6 +99,13 @@ def _refusing(build: Callable[..., object]) -> Callable[..., object]:
         return build(*args, **options)
 
     return built
+
+
+def _functions(trace: TracebackType | None) -> Iterator[str]:
+    """Yields the name of each function that was called."""
+    while trace is not None:
+        yield trace.tb_frame.f_code.co_name
+        trace = trace.tb_next
 
 
 def _roots(trace: TracebackType | None) -> Iterator[str]:

@@ -29,6 +29,8 @@ from residency._checkpoint import (
     make_header,
     watch_files,
 )
+from residency._dryrun._background import BackgroundWrites
+from residency._dryrun._files import files_of_run
 from residency._memory import ImportWatch
 from residency._units import MIB
 
@@ -56,17 +58,22 @@ class Saves:
         self.files = 0
         self._is_real = is_real
         self._lock = threading.Lock()  # saves are written by threads, too
+        self._writes = BackgroundWrites()
 
     def start(self) -> None:
         """Puts the functions in place, also in modules that are imported later."""
         torch_module: Any = torch
         torch_module.save = self._saving(torch.save)
-        watch_files(self._add)
+        _keep_snapshots(torch_module.get_device_module().memory)
+        torch_module.jit.save = _noting(torch.jit.save)
+        watch_files(self._count)
         watched = {
             "safetensors.torch": self._watch_files,
+            "transformers.tokenization_utils_base": _watch_tokenizers,
             "torch.distributed.checkpoint.filesystem": self._watch_distributed,
         }
         if not self._is_real:
+            self._writes.start()
             torch_module.load = _loading(torch.load)
             inner: Any = serialization
             inner._save = _with_holes(inner._save)
@@ -77,14 +84,12 @@ class Saves:
                 watched[f"{lightning}.utilities.cloud_io"] = _save_at_once
         ImportWatch(watched).start()
 
-    def _add(self, num_bytes: int) -> None:
-        with self._lock:
-            self.num_bytes += num_bytes
-            self.files += 1
-
     def _count(self, file: object) -> None:
         if isinstance(file, str | os.PathLike) and os.path.exists(file):
-            self._add(os.path.getsize(file))
+            _note_save(file, is_new=False)
+            with self._lock:
+                self.num_bytes += os.path.getsize(file)
+                self.files += 1
 
     def _saving(self, save: Any) -> Any:
         @functools.wraps(save)
@@ -92,8 +97,12 @@ class Saves:
             is_file = isinstance(f, str | os.PathLike)
             _state.leaves_holes = is_file
             target = f if is_file or self._is_real else _StreamWithHoles(f)
+            _note_save(f if is_file else getattr(f, "name", None), is_new=is_file)
+            self._writes.begin()
             save(obj, target, *args, **options)
             self._count(f)
+            if not self._is_real:
+                self._writes.end(obj)
 
         return saved
 
@@ -108,10 +117,13 @@ class Saves:
             **options: object,
         ) -> None:
             kinds = {tensor.dtype for tensor in tensors.values()}
+            _note_save(filename, is_new=True)
             if self._is_real or not kinds <= STORED_DTYPES.keys():
                 save(tensors, filename, metadata, **options)
             else:
+                self._writes.begin()
                 _write_holes(tensors, filename, metadata)
+                self._writes.end(tensors)
             self._count(filename)
 
         module.__dict__["save_file"] = save_file
@@ -135,6 +147,53 @@ class Saves:
         files.create_stream = create_stream
         if not self._is_real:
             reader.read_data = read_data
+
+
+def _note_save(file: object, *, is_new: bool) -> None:
+    """Lets a file that is saved go at the end of the run, and come back what it replaces."""
+    files = files_of_run()
+    if files is not None and isinstance(file, str | os.PathLike):
+        files.note_save(os.fspath(file), is_new=is_new)
+
+
+def _noting(save: Any) -> Any:
+    @functools.wraps(save)
+    def saved(module: object, f: object, *args: object, **options: object) -> None:
+        _note_save(f, is_new=True)
+        save(module, f, *args, **options)
+
+    return saved
+
+
+def _keep_snapshots(module: ModuleType) -> None:
+    """Lets what a script records of its memory stay: it is what the run is made for."""
+    dump = vars(module)["_dump_snapshot"]
+
+    @functools.wraps(dump)
+    def dumped(filename: str = "dump_snapshot.pickle", *args: object, **options: object) -> None:
+        files = files_of_run()
+        if files is not None:
+            files.note_result(filename)
+        dump(filename, *args, **options)
+
+    module.__dict__["_dump_snapshot"] = dumped
+
+
+def _watch_tokenizers(module: ModuleType) -> None:
+    """Notes the files that tokenizers write, which is done in Rust."""
+    tokenizers = vars(module)["PreTrainedTokenizerBase"]
+    save = tokenizers.save_pretrained
+
+    @functools.wraps(save)
+    def saved(tokenizer: object, save_directory: Any, *args: object, **options: object) -> object:
+        files = files_of_run()
+        if files is not None and os.path.isdir(save_directory):
+            for file in os.scandir(save_directory):
+                if file.name.startswith("tokenizer"):
+                    files.note_change(file.path)
+        return save(tokenizer, save_directory, *args, **options)
+
+    tokenizers.save_pretrained = saved
 
 
 def _save_at_once(module: ModuleType) -> None:

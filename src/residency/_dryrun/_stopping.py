@@ -24,11 +24,18 @@ from torch.utils.data import dataloader
 
 from residency._dryrun._loops import Loops, is_called_by_script
 from residency._memory import ImportWatch
+from residency._units import MIB
 
 _MOST_RESUMES = 3
 _PATIENCE = 10  # times the steps that were asked for, until an optimizer makes its first one
 _FEW_EMPTY_PASSES = 2  # over loaders that are over, as of epochs that are still to come
+_EVEN_BATCHES = 32  # of an evaluation, after which it ends where they have left nothing behind
+_EVEN_BYTES = MIB  # a loss of each batch is nothing; logits are more
 _MOST_EMPTY_PASSES = 1000  # in a loop that waits for a batch, and cannot be ended
+
+
+class _StepByHand:
+    """A stand-in for the optimizer, of a script that changes its parameters itself."""
 
 
 class EnoughSeen(SystemExit):
@@ -44,8 +51,19 @@ class Stopping:
         was_left: Whether the script was left in the middle of its loop.
     """
 
-    def __init__(self, num_steps: int, optimizers: Iterable[Optimizer] = ()) -> None:
-        """Takes the number of steps, 0 for never, and the optimizers that there are."""
+    def __init__(
+        self,
+        num_steps: int,
+        optimizers: Iterable[Optimizer] = (),
+        held: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Begins at 0 steps.
+
+        Args:
+            num_steps: After how many the training ends; 0 for never.
+            optimizers: Those that there are.
+            held: Returns the bytes that tensors hold on the device.
+        """
         self.num_steps = 0
         self.is_ending = False
         self.was_left = False
@@ -61,6 +79,15 @@ class Stopping:
         self._training: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders that steps were made of
         self._passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._trainers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._held = held
+        self._even: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._by_hand: Any = _StepByHand()
+        self._num_by_hand = 0
+
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether backward passes are counted, as there is no optimizer."""
+        return self._by_hand in self._counts
 
     def start(self) -> None:
         """Counts from now on."""
@@ -81,15 +108,32 @@ class Stopping:
         """Lets the script train on: it has loaded a checkpoint."""
         if self.is_ending and self._num_resumes < _MOST_RESUMES:
             self._num_resumes += 1
-            self.is_ending = False
-            self._counts.clear()
-            self._ahead.clear()
-            self._is_feeding = False
-            self._loops.forget()
-            self._training.clear()
-            self._passes.clear()
+            self._begin_anew()
+
+    def note_backward(self) -> None:
+        """Takes a backward pass for a step where a script has made many, and no optimizer.
+
+        Some make passes before their optimizer, to draw a start from gradients: what was ended
+        begins anew with the first step of one.
+        """
+        if len(list(self._optimizers)):
+            return
+        self._num_by_hand += 1
+        if self._num_by_hand > _PATIENCE * max(1, self._wanted):
+            self._before_step(self._by_hand, None, None)
+            self._after_step(self._by_hand, None, None)
+
+    def _begin_anew(self) -> None:
+        self.is_ending = False
+        self._counts.clear()
+        self._ahead.clear()
+        self._is_feeding = False
+        self._loops.forget()
+        self._training.clear()
+        self._passes.clear()
 
     def _before_step(self, optimizer: Optimizer, args: object, options: object) -> None:
+        self._see_optimizers()
         if not self.is_ending or self._counts.get(optimizer, 0) < self._wanted:
             return
         # A loader that is over may have given out one more batch, to a loop that looks ahead.
@@ -110,6 +154,12 @@ class Stopping:
                 self._loops.end()
             for trainer in list(self._trainers):
                 trainer.should_stop = True
+
+    def _see_optimizers(self) -> None:
+        """Lets training begin where an optimizer was made after passes that were counted."""
+        if self.is_by_hand and len(list(self._optimizers)):
+            self.num_steps = 0
+            self._begin_anew()
 
     def _has_seen_enough(self, count: int) -> bool:
         """Returns whether the steps are made: by each of a GAN's optimizers, too."""
@@ -139,7 +189,7 @@ class Stopping:
         def follow(iterator: Any) -> Any:
             reference = getattr(iterator, "_residency_loader", None)
             loader = None if reference is None else reference()
-            if loader is not None and self._is_over(loader):
+            if loader is not None and (self._is_over(loader) or self._is_even(iterator)):
                 raise StopIteration
             self._last = None  # after a last batch, of an evaluation, too
             batch = following(iterator)
@@ -166,15 +216,29 @@ class Stopping:
 
     def _is_over(self, loader: Any) -> bool:
         """Returns whether a loader gives nothing more: what it is for has been seen."""
+        self._see_optimizers()
         if not self.is_ending or self._is_feeding:
             return False
         return loader in self._training or self._passes.get(loader, 0) > 1
+
+    def _is_even(self, iterator: Any) -> bool:
+        """Returns whether batch after batch of an evaluation leaves nothing on the device."""
+        if not self.is_ending or self._is_feeding:
+            return False
+        number, held = self._even.get(iterator, (0, 0))
+        if number % _EVEN_BATCHES == 0:
+            now = self._held()
+            if number and now - held < _EVEN_BYTES:
+                return True
+            held = now
+        self._even[iterator] = number + 1, held
+        return False
 
     # -------------------------------------------------------------------------------- frameworks
 
     def _watch_transformers(self, module: ModuleType) -> None:
         """Lets the Trainer evaluate and save, where it does so at all, and stop."""
-        flow: Any = vars(module)["DefaultFlowControlCallback"]
+        flow: Any = vars(module)["DefaultFlowCallback"]
         before: Callable[..., Any] = flow.on_step_end
 
         @functools.wraps(before)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 _log = logging.getLogger("residency")
 
@@ -23,10 +24,17 @@ class ImportWatch(MetaPathFinder):
         self._calls = dict(calls)
 
     def start(self) -> None:
-        """Calls for the modules that are there, and watches for the others."""
-        for name in [name for name in self._calls if name in sys.modules]:
-            self._tell(sys.modules[name])
+        """Calls for the modules that are there, and watches for the others.
+
+        One that is being executed, as it has imported what starts this, is told when that is done.
+        """
         sys.meta_path.insert(0, self)
+        for name in [name for name in self._calls if name in sys.modules]:
+            module = sys.modules[name]
+            if getattr(module.__spec__, "_initializing", False):
+                _tell_when_done(module, self._tell)
+            else:
+                self._tell(module)
 
     def stop(self) -> None:
         """Watches no longer."""
@@ -49,12 +57,36 @@ class ImportWatch(MetaPathFinder):
 
     def _tell(self, module: ModuleType) -> None:
         call = self._calls.pop(module.__name__, None)
-        if call is None:
+        if call is None or self not in sys.meta_path:
             return
         try:
             call(module)
         except Exception:
             _log.exception("residency leaves %s as it is", module.__name__)
+
+
+class _TellingSpec(ModuleSpec):
+    """The spec of a module that is being executed, for as long as that takes."""
+
+    _tells: list[Callable[[], None]]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "_initializing" and not value:
+            tells = self.__dict__.pop("_tells")
+            spec: Any = self
+            spec.__class__ = ModuleSpec
+            for tell in tells if self.name in sys.modules else ():
+                tell()
+
+
+def _tell_when_done(module: ModuleType, tell: Callable[[ModuleType], None]) -> None:
+    spec: Any = module.__spec__
+    if not isinstance(spec, _TellingSpec):
+        spec._tells = []
+        # Python sets a flag of the spec when a module is done, or has failed: nothing else says so.
+        spec.__class__ = _TellingSpec
+    spec._tells.append(lambda: tell(module))
 
 
 class _TellingLoader(Loader):
@@ -75,4 +107,7 @@ class _TellingLoader(Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
+        spec: Any = module.__spec__
+        if spec is not None:
+            spec._initializing = False  # as Python will: those who are called take it for done
         self._tell(module)

@@ -21,6 +21,8 @@ LOADER = DataLoader(TensorDataset(torch.ones(40, 4)), batch_size=2)
 HELD_OUT = DataLoader(TensorDataset(torch.ones(6, 4)), batch_size=2)
 STEPS = 1000
 seen: list[str] = []
+optimizers: list[torch.optim.Optimizer] = []
+kept: list[int] = []  # bytes on the device
 stopping: Stopping
 
 
@@ -222,11 +224,44 @@ def a_loop_that_comes_last():
         step()
 
 
+def steps_by_hand():
+    for _ in range(STEPS):
+        MODEL(torch.ones(2, 4)).sum().backward()
+        stopping.note_backward()
+        seen.append("step")
+    seen.append("save")
+
+
+def gradients_before_the_optimizer():
+    for _ in range(STEPS):
+        MODEL(torch.ones(2, 4)).sum().backward()
+        stopping.note_backward()
+    optimizers.append(FIRST)
+    for batch in LOADER:
+        step(batch=batch)
+    seen.append("save")
+
+
+def a_long_evaluation():
+    for batch in LOADER:
+        step(batch=batch)
+    kept.append(0)
+    many, more = (DataLoader(TensorDataset(torch.ones(STEPS, 4))) for _ in range(2))
+    seen.append(f"evaluate {sum(1 for _ in many)}")
+    seen.append(f"keep {sum(1 for _ in map(keep, more))}")
+    seen.append("save")
+
+
+def keep(batch):
+    kept[0] += 1 << 20
+
+
 IDIOMS = [
     over_a_loader, epochs, steps_until_the_last, next_of_an_iterator, a_generator_that_cycles,
     a_generator_as_a_loader, no_loader, a_counter, forever, in_a_context, epochs_without_a_loader,
     a_function_of_its_own, accumulation, two_optimizers, a_progress_bar, a_stream, early_return,
     resumed, a_resume_in_the_loop, resumes_without_end, a_loop_that_comes_last,
+    steps_by_hand, gradients_before_the_optimizer, a_long_evaluation,
 ]  # fmt: skip
 
 
@@ -236,7 +271,9 @@ def main():
         if os.fork():
             os.wait()
             continue
-        stopping = Stopping(2, [FIRST] if "two" not in idiom.__name__ else [FIRST, SECOND])
+        if idiom.__name__ not in ("steps_by_hand", "gradients_before_the_optimizer"):
+            optimizers[:] = [FIRST, SECOND] if "two" in idiom.__name__ else [FIRST]
+        stopping = Stopping(2, optimizers, lambda: sum(kept))
         stopping.start()
         ended = "finished"
         try:

@@ -10,6 +10,7 @@ import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from pathlib import Path
 
 from residency._checkpoint._disk._crc import crc32
 from residency._checkpoint._disk._descriptor import Descriptor
@@ -21,7 +22,7 @@ MOST_KNOWN_BYTES = 4 * MIB
 _LARGE = MIB  # below it are counters, flags and the like, which may steer a script
 _zeros = memoryview(bytes(4 * MIB))  # of a chunk
 _dry: list[bool] = []
-_observers: list[Callable[[int], None]] = []
+_observers: list[Callable[[Path], None]] = []
 
 
 def be_dry(is_on: bool = True) -> None:
@@ -34,15 +35,15 @@ def is_dry() -> bool:
     return bool(_dry)
 
 
-def watch_files(on_file: Callable[[int], None]) -> None:
-    """Lets a function be called with the size of each file of a save that is on the disk."""
+def watch_files(on_file: Callable[[Path], None]) -> None:
+    """Lets a function be called with each file of a save that is on the disk."""
     _observers.append(on_file)
 
 
-def note_file(num_bytes: int) -> None:
+def note_file(path: Path) -> None:
     """Tells the observers of a file that is on the disk."""
     for observer in _observers:
-        observer(num_bytes)
+        observer(path)
 
 
 def is_left_out(num_bytes: int) -> bool:

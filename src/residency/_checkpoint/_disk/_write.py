@@ -202,7 +202,7 @@ class _File:
             self._system.fsync(fd)
         for direct in list(self._fds):
             self._system.close(self._fds.pop(direct))
-        note_file(self.num_bytes)
+        note_file(self.path)
 
     def abandon(self) -> None:
         """Closes what is open, after a failure."""

@@ -1,13 +1,15 @@
 """Python imports this at its start where ``residency record`` or ``residency dry-run`` has put its
 folder on the path.
 
-It waits for torch to be imported, then starts what was asked for; a process that never imports
-torch is left alone. The environment's own ``sitecustomize``, which this one hides, runs first.
+It waits for torch to be imported, then starts what was asked for; of a process that never imports
+torch a dry run only notes what it does to files. The environment's own ``sitecustomize``, which
+this one hides, runs first.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
@@ -38,6 +40,13 @@ def _find_residency() -> None:
         sys.path.append(str(_HERE.parents[2]))
 
 
+def _watch_files() -> None:
+    name = "residency._dryrun._files"
+    # By its own name: those who import it later get the one that watches.
+    module = sys.modules[name] = _load(_HERE.parents[1] / "_dryrun" / "_files.py", name)
+    module.watch_files_of_run(json.loads(os.environ["RESIDENCY_DRY_RUN"])["folder"])
+
+
 def _start_dry_run(torch: ModuleType) -> None:
     _find_residency()
     from residency._dryrun import start_child
@@ -56,6 +65,8 @@ def _start_recording(torch: ModuleType) -> None:
 
 
 _run_the_hidden_one()
+if os.environ.get("RESIDENCY_DRY_RUN"):
+    _watch_files()
 _asked = {"RESIDENCY_DRY_RUN": _start_dry_run, "RESIDENCY_RECORD": _start_recording}
 for _variable, _start in _asked.items():
     if os.environ.get(_variable):

@@ -1,0 +1,53 @@
+"""Writes of background threads: on a disk they take their time, in a dry run none.
+
+What such a write saves is held until the next one begins, or until somebody waits for the thread
+or for its result: as if a write took as long as there is from one save to the next. So the device
+copies of a save that is under way meet those of the next one, as they do on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from concurrent import futures
+from typing import Any
+
+
+class BackgroundWrites:
+    """The writes that would still be under way."""
+
+    def __init__(self) -> None:
+        """Begins with none."""
+        self._held: list[object] = []
+
+    def start(self) -> None:
+        """Lets go of what is held where a thread or a result is waited for."""
+        thread: Any = threading.Thread
+        future: Any = futures.Future
+        thread.join = self._ending(threading.Thread.join)
+        future.result = self._ending(futures.Future.result)
+
+    def begin(self) -> None:
+        """Notes that a write begins: the one before it has ended, as writers take turns."""
+        if _is_in_background():
+            self._held.clear()
+
+    def end(self, saved: object) -> None:
+        """Notes that all has been written, which on a disk would take longer."""
+        if _is_in_background():
+            self._held.append(saved)
+
+    def _ending(self, wait: Any) -> Any:
+        @functools.wraps(wait)
+        def waited(*args: Any, **options: Any) -> Any:
+            try:
+                return wait(*args, **options)
+            finally:
+                if not _is_in_background():
+                    self._held.clear()
+
+        return waited
+
+
+def _is_in_background() -> bool:
+    return threading.current_thread() is not threading.main_thread()

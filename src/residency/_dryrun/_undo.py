@@ -1,0 +1,253 @@
+"""Puts back what a dry run has changed of files, and removes what it has saved.
+
+It is done by a process of its own, which waits for the end of the command line's: however that and
+the script end, by a signal that nobody can catch, too, the files are put back.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from residency._dryrun._files import JOURNAL, MadePaths
+
+_DONE = b"."
+_BEGIN = 256  # bytes of a file, which show what it is
+
+
+@contextmanager
+def files_put_back(folder: str, *, has_saves: bool) -> Iterator[int]:
+    """Puts files back when the context ends, or the process does.
+
+    Args:
+        folder: Of the run; it is removed where all could be put back.
+        has_saves: Whether what the run has saved stays.
+
+    Yields:
+        A descriptor for the run's process to have: nothing is put back while it is open somewhere,
+        unless the context has ended.
+    """
+    reader, writer = os.pipe()
+    words = [sys.executable, "-m", __name__, folder, *["--saves"] * has_saves]
+    # A session of its own: what ends the others by the terminal, as Ctrl-C, does not end it.
+    keeper = subprocess.Popen(words, stdin=reader, start_new_session=True)
+    os.close(reader)
+    try:
+        yield writer
+    finally:
+        with suppress(BrokenPipeError):
+            os.write(writer, _DONE)
+        os.close(writer)
+        if _wait(keeper) == 0:
+            shutil.rmtree(folder)
+
+
+def _wait(keeper: subprocess.Popen[bytes]) -> int:
+    """Waits until the files are back, whatever the person at the terminal types."""
+    while True:
+        try:
+            return keeper.wait()
+        except KeyboardInterrupt:
+            continue
+
+
+class _Undoing:
+    """The changes that a journal has, and their undoing."""
+
+    def __init__(self) -> None:
+        self.failures: list[str] = []
+        self._made = MadePaths()
+        self._results: set[str] = set()
+        self._names: set[str] = set()  # that the run has given to older files
+        self._steps: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self._kept: set[str] = set()  # folders
+
+    def read(self, kind: str, place: str, *rest: Any) -> None:
+        """Follows one entry."""
+        if kind == "new":
+            self._made.add(place)
+        elif kind == "save":
+            self._made.saves.add(place)
+        elif kind == "name":
+            self._made.put_back(place)
+            self._names.add(place)
+        elif kind == "result":
+            self._results.add(place)
+        elif kind == "moved":
+            is_made = self._made.move(place, rest[0], is_folder=rest[1])
+            if not is_made or self._made.has_older_in(rest[0]):
+                self._steps.append((self._move_back, (place, *rest)))
+        elif kind == "kept":
+            self._read_kept(place, *rest)
+        elif place not in self._made:
+            undo = {
+                "copied": _copy_back,
+                "folder": self._make_folder,
+                "link": self._link,
+                "size": _cut,
+            }[kind]
+            self._steps.append((undo, (place, *rest)))
+
+    def _read_kept(self, place: str, kept: str) -> None:
+        self._kept.add(os.path.dirname(kept))
+        if not os.path.lexists(kept):
+            return  # another place was found, or the process was killed before
+        if place in self._made:  # by another process of the run
+            os.unlink(kept)
+            return
+        self._steps.append((self._put_back, (place, kept)))
+
+    def undo(self) -> None:
+        """Undoes all, the last first."""
+        for undo, arguments in reversed(self._steps):
+            try:
+                undo(*arguments)
+            except OSError as error:
+                kept = f"; it is {arguments[1]} now" if undo == self._put_back else ""
+                self.failures.append(f"{arguments[0]} cannot be put back: {error.strerror}{kept}")
+        for folder in self._kept:
+            with suppress(OSError):
+                os.rmdir(folder)
+
+    def remove_saves(self) -> None:
+        """Removes the saves, and folders that were made for them with all that is in them."""
+        folders = set()
+        saves = self._made.saves.union(filter(_is_save, self._made.all()))
+        for place in sorted(saves - self._results):
+            # Not by way of a link to a folder that others have.
+            if place in self._made and os.path.isfile(place) and os.path.realpath(place) == place:
+                self._remove(place)
+                folders.add(os.path.dirname(place))
+        for folder in sorted(folders, reverse=True):
+            if self._made.is_itself_made(folder):
+                self._empty(folder)
+            while folder in self._made:
+                with suppress(OSError):  # it has other things
+                    os.rmdir(folder)
+                folder = os.path.dirname(folder)
+        for place in self._made.all():
+            if os.path.islink(place) and not os.path.exists(place):
+                self._remove(place)
+
+    def _remove(self, place: str) -> None:
+        try:
+            os.unlink(place)
+        except OSError as error:
+            self.failures.append(f"{place} is a save, and cannot be removed: {error.strerror}")
+
+    def _empty(self, folder: str) -> None:
+        for outer, folders, files in os.walk(folder, topdown=False):
+            links = [name for name in folders if os.path.islink(os.path.join(outer, name))]
+            for name in files + links:
+                place = os.path.join(outer, name)
+                if place in self._made and place not in self._results:
+                    self._remove(place)
+            with suppress(OSError):  # it has a result
+                os.rmdir(outer)
+
+    def _put_back(self, place: str, kept: str) -> None:
+        _clear(place)
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        try:
+            os.replace(kept, place)
+        except OSError:  # from another file system
+            shutil.copy2(kept, f"{place}~")
+            os.replace(f"{place}~", place)
+        with suppress(FileNotFoundError):
+            os.unlink(kept)  # two names of one file
+        self._made.put_back(place)
+
+    def _make_folder(self, place: str, mode: int) -> None:
+        if os.path.islink(place) or not os.path.isdir(place):
+            _clear(place)
+        os.makedirs(place, exist_ok=True)
+        os.chmod(place, mode)
+        self._made.put_back(place)
+
+    def _link(self, place: str, target: str) -> None:
+        _clear(place)
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        os.symlink(target, place)
+        self._made.put_back(place)
+
+    def _move_back(self, source: str, target: str, is_folder: bool) -> None:
+        is_ours = source in self._made or source in self._names
+        if not os.path.lexists(target) or (os.path.lexists(source) and not is_ours):
+            return  # it was not moved
+        _clear(source)
+        os.makedirs(os.path.dirname(source), exist_ok=True)
+        os.rename(target, source)
+        self._made.forget(source)
+        self._made.move(target, source, is_folder=is_folder)
+        self._made.forget(target)
+
+
+def _is_save(place: str) -> bool:
+    """Returns whether a file is one of torch.save, which may have come by way of a buffer."""
+    begin = b""
+    if os.path.isfile(place) and not os.path.islink(place):
+        with suppress(OSError), open(place, "rb") as file:  # another's, perhaps
+            begin = file.read(_BEGIN)
+    return begin.startswith(b"PK\x03\x04") and b"/data.pkl" in begin
+
+
+def _clear(place: str) -> None:
+    """Removes what the run has made in the place of another thing."""
+    if os.path.isdir(place) and not os.path.islink(place):
+        shutil.rmtree(place)
+    elif os.path.lexists(place):
+        os.unlink(place)
+
+
+def _copy_back(place: str, kept: str) -> None:
+    if os.path.exists(place) and filecmp.cmp(kept, place, shallow=False):
+        return
+    shutil.copyfile(kept, place)  # in place: others may have the file open, as a lock
+    shutil.copystat(kept, place)
+
+
+def _cut(place: str, num_bytes: int, changed: int) -> None:
+    if os.path.getsize(place) > num_bytes:
+        os.truncate(place, num_bytes)
+        os.utime(place, ns=(changed, changed))
+
+
+def undo(folder: str, *, has_saves: bool) -> list[str]:
+    """Undoes what the journal of a run says; returns what could not be undone."""
+    journal = Path(folder, JOURNAL)
+    if not journal.exists():
+        return []
+    undoing = _Undoing()
+    # From here on no process that is left changes anything.
+    journal = journal.rename(journal.with_suffix(".undone"))
+    for line in journal.read_bytes().splitlines():
+        undoing.read(*json.loads(line))
+    undoing.undo()
+    if not has_saves:
+        undoing.remove_saves()
+    return undoing.failures
+
+
+def main(folder: str, *options: str) -> int:
+    """Waits for the end of the run, undoes it and returns the exit status."""
+    is_over = os.read(sys.stdin.fileno(), 1) == _DONE
+    failures = undo(folder, has_saves="--saves" in options)
+    for failure in failures:
+        print(f"residency: {failure}", file=sys.stderr)
+    if failures:
+        print(f"residency: what was changed of files is in {folder}", file=sys.stderr)
+    elif not is_over:  # nobody else is left to do it
+        shutil.rmtree(folder)
+    return len(failures) > 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(*sys.argv[1:]))

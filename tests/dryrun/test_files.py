@@ -1,0 +1,322 @@
+"""Files that were there before a dry run are there after it, and what it saved is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import residency
+from residency._dryrun._files import JOURNAL
+from residency._dryrun._undo import undo
+
+SITE = Path(residency.__file__).parent / "_cli" / "_site"
+# What a process of a dry run does without torch, in the folder of the user.
+BEGIN = """
+import os, random, shutil, sys
+from pathlib import Path
+from residency._dryrun._files import files_of_run
+files = files_of_run()
+"""
+
+
+def changed(folder: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script in the folder ``user`` as a process of a dry run."""
+    for name in ("user", "run"):
+        (folder / name).mkdir(exist_ok=True)
+    path = os.pathsep.join([str(SITE), str(SITE.parents[2])])
+    settings = json.dumps({"folder": str(folder / "run")})
+    return subprocess.run(
+        [sys.executable, "-c", BEGIN + textwrap.dedent(script), *arguments],
+        cwd=folder / "user",
+        env={**os.environ, "PYTHONPATH": path, "RESIDENCY_DRY_RUN": settings},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def tree(folder: Path) -> dict[str, object]:
+    """Returns what a folder has: bytes, times and modes of files, and where links lead."""
+    found: dict[str, object] = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_symlink():
+            found[name] = str(path.readlink())
+        elif path.is_dir():
+            found[name] = path.stat().st_mode
+        else:
+            facts = path.stat()
+            found[name] = (path.read_bytes(), facts.st_mtime_ns, facts.st_mode)
+    return found
+
+
+def is_save(path: Path) -> bool:
+    return path.read_bytes() == bytes(9)
+
+
+def make_tree(folder: Path) -> None:
+    for name in ("a", "a/b", "c"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    for name in ("1", "2", "a/1", "a/2", "a/b/1", "c/1"):
+        (folder / name).write_text(f"the user's {name}")
+    (folder / "empty").touch()
+    (folder / "link").symlink_to("a/1")
+
+
+CHANGES = {
+    "overwritten": "open('a/1', 'w').write('x'); open('a/1', 'w').write('y')",
+    "written through a link": "open('link', 'w').write('x')",
+    "appended to": "open('a/1', 'a').write('x'); open('empty', 'a').write('x')",
+    "changed in place": "open('a/1', 'r+').write('x'); os.truncate('a/2', 1)",
+    "removed": "os.remove('a/1'); os.remove('link')",
+    "removed with its folder": "shutil.rmtree('a'); os.makedirs('a'); open('a/1', 'w').write('x')",
+    "renamed": "os.rename('a/1', '3'); open('a/1', 'w').write('x'); open('3', 'w').write('x')",
+    "renamed onto another": "os.replace('a/1', 'a/2'); os.remove('a/2')",
+    "renamed with its folder": (
+        "os.rename('a', 'd'); open('d/1', 'w').write('x'); shutil.rmtree('d/b'); os.makedirs('a/b')"
+    ),
+    "moved into a folder that goes": (
+        "os.mkdir('d'); shutil.move('a/1', 'd/1'); shutil.move('a/b', 'd/b'); shutil.rmtree('d')"
+    ),
+    "moved with a new folder": (
+        "os.mkdir('d'); os.rename('a/1', 'd/1'); os.remove('1'); os.rename('d', '1')"
+    ),
+    "replaced by a file that was written beside it": (
+        "open('t', 'w').write('x'); os.replace('t', 'a/1')"
+    ),
+    "replaced by a save": (
+        "files.note_save('a/1'); os.open('a/1', os.O_WRONLY | os.O_CREAT); "
+        "shutil.copyfile('a/1', 'a/2')"
+    ),
+    "given another name": (
+        "os.link('a/1', 'd'); open('d', 'w').write('x'); "
+        "os.link('a/2', 'e'); open('e', 'a').write('x')"
+    ),
+    "replaced by a folder": "os.remove('a/1'); os.mkdir('a/1'); open('a/1/2', 'w').write('x')",
+    "replaced by a link": "os.remove('a/1'); os.symlink('2', 'a/1')",
+    "changed by a descriptor of its folder": (
+        "a = os.open('a', os.O_RDONLY); os.remove('1', dir_fd=a); "
+        "os.rename('2', '1', src_dir_fd=a, dst_dir_fd=a)"
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_file_is_as_it_was_though_it_was(change: str, tmp_path: Path) -> None:
+    make_tree(tmp_path / "user")
+    before = tree(tmp_path / "user")
+    done = changed(tmp_path, change)
+    assert not done.returncode, done.stderr
+    assert tree(tmp_path / "user") != before
+    assert undo(str(tmp_path / "run"), has_saves=False) == []
+    after = tree(tmp_path / "user")
+    assert {name: after.get(name) for name in before} == before
+
+
+ANY_CHANGES = """
+names = ["1", "2", "a", "a/1", "a/2", "a/b", "a/b/1", "c", "c/1", "d", "d/1", "empty", "link"]
+random.seed(int(sys.argv[1]))
+def save(name):
+    files.note_save(name)
+    with open(name, "wb") as file:
+        file.truncate(9)
+for _ in range(30):
+    one, other = random.choice(names), random.choice(names)
+    change = random.choice([
+        lambda: open(one, random.choice(["w", "a", "r+", "x"])).write("run"),
+        lambda: os.remove(one), lambda: shutil.rmtree(one), lambda: os.rename(one, other),
+        lambda: shutil.move(one, other), lambda: os.mkdir(one), lambda: os.symlink(other, one),
+        lambda: os.link(one, other), lambda: shutil.copyfile(one, other), lambda: save(one),
+        lambda: shutil.copytree(one, other), lambda: os.truncate(one, 3),
+    ])
+    try:
+        change()
+    except (OSError, shutil.Error, RecursionError):  # a folder into itself
+        pass
+"""
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_nothing_that_a_script_does_loses_a_file(seed: int, tmp_path: Path) -> None:
+    for number in range(3):
+        folder = tmp_path / str(number)
+        make_tree(folder / "user")
+        before = tree(folder / "user")
+        done = changed(folder, ANY_CHANGES, str(3 * seed + number))
+        assert not done.returncode, done.stderr
+        assert undo(str(folder / "run"), has_saves=False) == []
+        after = tree(folder / "user")
+        assert {name: after.get(name) for name in before} == before
+        saves = [each for each in (folder / "user").rglob("*") if each.is_file() and is_save(each)]
+        assert saves == []
+
+
+def test_saves_go_with_the_folders_that_were_made_for_them_and_results_stay(tmp_path: Path) -> None:
+    (tmp_path / "user" / "old").mkdir(parents=True)
+    done = changed(
+        tmp_path,
+        """
+        def save(name):
+            files.note_save(name)
+            open(name, "wb").truncate(9)
+        save("here.pt"), save("old/there.pt")
+        os.makedirs("new/checkpoint-1~"), os.makedirs("new/logs")
+        for name in ("new/checkpoint-1~/state.json", "new/logs/1", "old/1", "1"):
+            open(name, "w").write("x")
+        save("new/checkpoint-1~/model.pt")
+        os.rename("new/checkpoint-1~", "new/checkpoint-1")
+        shutil.copytree("new/checkpoint-1", "best/deep")
+        os.symlink("checkpoint-1", "new/last")
+        os.mkdir("out"), save("out/model.pt")
+        files.note_result("out/memory.pickle"), open("out/memory.pickle", "w").write("x")
+        """,
+    )
+    assert not done.returncode, done.stderr
+    assert undo(str(tmp_path / "run"), has_saves=False) == []
+    files = {name for name, what in tree(tmp_path / "user").items() if isinstance(what, tuple)}
+    assert files == {"1", "old/1", "new/logs/1", "out/memory.pickle"}
+    assert {path.name for path in (tmp_path / "user").iterdir()} == {"1", "new", "old", "out"}
+    assert [path.name for path in (tmp_path / "user" / "new").iterdir()] == ["logs"]
+
+
+def test_what_is_kept_elsewhere_cannot_be_removed_with_its_folder(tmp_path: Path) -> None:
+    make_tree(tmp_path / "user")
+    before = tree(tmp_path / "user")
+    done = changed(
+        tmp_path,
+        """
+        # As if the run's folder were on another disk, and all above this one another's.
+        files._folders = lambda place: iter([str(Path("a/kept").resolve())])
+        os.remove("a/1")
+        for change in (lambda: os.rename("a", "d"), lambda: shutil.rmtree("a")):
+            try:
+                change()
+            except PermissionError as error:
+                print(error)
+        """,
+    )
+    assert "what the dry run keeps" in done.stdout.splitlines()[-1], done.stderr
+    assert undo(str(tmp_path / "run"), has_saves=False) == []
+    assert tree(tmp_path / "user") == before
+
+
+REPLACING = """
+import io, os, pathlib, shutil, signal, torch
+kept = torch.load("checkpoint.pt", map_location="cuda")
+assert kept["weight"].shape == (1024, 1024)
+model = torch.nn.Linear(1024, 1024, bias=False, device="cuda")
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.ones(8, 1024, device="cuda")).sum().backward()
+optimizer.step()
+torch.save(model.state_dict(), "checkpoint.pt")
+torch.save({"epoch": 3, "optimizer": optimizer.state_dict()}, open("other.pt", "wb"))
+shutil.copyfile("other.pt", "best.pt")
+buffer = io.BytesIO()
+torch.save(model.state_dict(), buffer)
+pathlib.Path("of_buffer.pt").write_bytes(buffer.getvalue())
+assert torch.load("best.pt")["epoch"] == 3
+model.load_state_dict(torch.load("checkpoint.pt"))
+assert pathlib.Path("checkpoint.pt").stat().st_size > 4 << 20
+shutil.rmtree("old")
+pathlib.Path("seen").touch()
+for process in {"child": [os.getpid()], "parent": [os.getppid()]}.get(os.environ.get("KILLED"), []):
+    os.kill(process, signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(
+    "killed", ["", *(pytest.param(each, marks=pytest.mark.whole) for each in ("child", "parent"))]
+)
+def test_a_checkpoint_that_the_script_overwrites_is_the_same_afterwards(
+    killed: str, dry_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = {"weight": torch.rand(1024, 1024)}
+    torch.save(weights, tmp_path / "checkpoint.pt")
+    (tmp_path / "old").mkdir()
+    torch.save(weights, tmp_path / "old" / "1.pt")
+    monkeypatch.setenv("KILLED", killed)
+    before = tree(tmp_path)
+    if killed == "parent":
+        # Its output ends with the process that puts the files back.
+        assert "Traceback" not in dry_run_to_its_end(tmp_path)
+    else:
+        outcome = dry_run(REPLACING, options=("--capacity", "4GiB"))
+        assert outcome.status == (3 if killed else 0), outcome.errors
+    found = tree(tmp_path)
+    assert "seen" in found
+    assert {name: found.get(name) for name in before} == before
+    assert not {"best.pt", "of_buffer.pt", "other.pt"} & found.keys()
+
+
+def dry_run_to_its_end(folder: Path) -> str:
+    (folder / "script.py").write_text(REPLACING)
+    command = [sys.executable, "-m", "residency", "dry-run", "--capacity", "4GiB", "--"]
+    with subprocess.Popen(
+        [*command, sys.executable, "script.py"],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        told, _ = process.communicate(timeout=600)
+    assert process.returncode == -signal.SIGKILL
+    return told
+
+
+def test_a_process_that_is_left_behind_changes_nothing(tmp_path: Path) -> None:
+    make_tree(tmp_path / "user")
+    before = tree(tmp_path / "user")
+    script = f"""
+    os.rename({str(tmp_path / "run" / JOURNAL)!r}, {str(tmp_path / "run" / "ended")!r})
+    os.remove("a/1")
+    """
+    done = changed(tmp_path, script)
+    assert "the dry run has ended" in done.stderr
+    assert tree(tmp_path / "user") == before
+
+
+ROTATING = """
+import torch
+from transformers import Trainer, TrainingArguments
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1024, 1024)
+    def forward(self, x, labels=None):
+        return {"loss": self.layer(x).square().mean()}
+trainer = Trainer(
+    Model(),
+    TrainingArguments("out", max_steps=5, save_steps=1, save_total_limit=1, report_to=[],
+                      disable_tqdm=True, per_device_train_batch_size=1),
+    train_dataset=[{"x": torch.ones(1024), "labels": torch.tensor(0)}] * 8,
+)
+trainer.train(resume_from_checkpoint=True)
+trainer.save_model("out")
+"""
+
+
+@pytest.mark.whole
+def test_checkpoints_that_a_trainer_rotates_away_are_back_afterwards(
+    dry_run, tmp_path: Path
+) -> None:
+    options = ("--capacity", "4GiB", "--real")
+    script = ROTATING.replace("max_steps=5", "max_steps=2")
+    outcome = dry_run(script.replace("resume_from_checkpoint=True", ""), options=options)
+    assert outcome.status == 0, outcome.errors
+    before = tree(tmp_path / "out")
+    assert {"checkpoint-2", "model.safetensors"} <= before.keys()
+    outcome = dry_run(ROTATING, options=("--capacity", "4GiB"))
+    assert outcome.status == 0, outcome.errors
+    assert outcome.answer["steps"] > 1
+    # It saved at the end of these steps, too, as the Trainer was told to.
+    assert outcome.answer["steps"] == 2
+    assert outcome.answer["files"] > 4
+    assert tree(tmp_path / "out") == before

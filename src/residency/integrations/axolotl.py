@@ -102,7 +102,7 @@ class ResidencyArgs(BaseModel):
                 f"the configuration has {', '.join(map(repr, unknown))}, which {_who()} would drop "
                 f"without a word; expected one of {', '.join(known)}."
             )
-        named = list(data.get("plugins") or ())
+        named = [str(each) for each in data.get("plugins") or ()]
         twice = sorted({name for name in named if named.count(name) > 1 and _is_ours(name)})
         if twice:
             raise _named_twice(twice)

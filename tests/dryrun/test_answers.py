@@ -125,9 +125,8 @@ def test_loaders_end_and_what_comes_after_the_loop_is_seen(dry_run, tmp_path) ->
     )
     assert outcome.answer["ended"] == "finished"
     assert outcome.answer["steps"] == 2
-    saved = tmp_path / "last.pt"
-    assert saved.stat().st_size > 6 * 512 * 512 * 4
-    assert saved.stat().st_blocks * 512 < 1 << 20
+    assert outcome.answer["saved"] > 6 * 512 * 512 * 4
+    assert not (tmp_path / "last.pt").exists()
 
 
 @pytest.mark.whole
@@ -138,7 +137,7 @@ def test_a_saved_counter_of_steps_comes_back(dry_run, tmp_path) -> None:
 
 
 SAFETENSORS = """
-import json, sys, torch
+import json, os, sys, torch
 from safetensors.torch import load_file, save_file
 rows = torch.zeros(512, 5120)
 save_file({"b": rows.half(), "a": rows, "c": torch.arange(4.0)}, "saved.safetensors")
@@ -146,8 +145,9 @@ before = torch.cuda.memory_allocated()
 loaded = load_file("saved.safetensors", device="cuda")
 assert {str(each.device) for each in loaded.values()} == {"cuda:0"}, loaded
 assert loaded["c"].tolist() == [0, 1, 2, 3]
-with open("loaded.json", "w") as file:
-    json.dump([torch.cuda.memory_allocated() - before, list(loaded)], file)
+with open(sys.argv[1], "w") as file:
+    size = os.path.getsize("saved.safetensors")
+    json.dump([torch.cuda.memory_allocated() - before, list(loaded), size], file)
 """
 
 
@@ -155,10 +155,10 @@ with open("loaded.json", "w") as file:
 def test_safetensors_come_back_on_the_device_and_in_files_of_their_size(dry_run, tmp_path) -> None:
     seen = []
     for real in ((), ("--real",)):
-        outcome = dry_run(SAFETENSORS, options=("--capacity", "4GiB", *real))
+        file = f"loaded{len(real)}.json"
+        outcome = dry_run(SAFETENSORS, file, options=("--capacity", "4GiB", *real))
         assert outcome.status == 0, outcome.errors
-        size = (tmp_path / "saved.safetensors").stat().st_size
-        seen.append([json.loads((tmp_path / "loaded.json").read_text()), size])
+        seen.append(json.loads((tmp_path / file).read_text()))
     assert seen[0] == seen[1]
 
 

@@ -1,4 +1,4 @@
-"""What a dry run answers: whether the script fits, the peak of each phase, and who held it."""
+"""The answer of a dry run: whether the script fits, the peak of each phase, and who held it."""
 
 from __future__ import annotations
 

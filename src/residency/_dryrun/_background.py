@@ -21,7 +21,7 @@ class BackgroundWrites:
         self._held: list[object] = []
 
     def start(self) -> None:
-        """Lets go of what is held where a thread or a result is waited for."""
+        """Drops what is held where a thread or a result is waited for."""
         thread: Any = threading.Thread
         future: Any = futures.Future
         thread.join = self._ending(threading.Thread.join)

@@ -1,4 +1,4 @@
-"""What the processes of a dry run do to files, noted before they do it, so that it can be undone.
+"""The watch over what processes of a dry run do to files: it is noted first, and can be undone.
 
 Python says of every file that it is about to be opened, renamed or removed: its audit events. What
 was there before the run is set aside then, on its own file system, and the journal says where; so

@@ -32,7 +32,7 @@ def _check_is_folder(name: object) -> None:
 
 
 def _refuse_hub(module: ModuleType) -> None:
-    """Lets no model class of transformers ask the hub what a name means."""
+    """Keeps model classes of transformers from asking the hub what a name means."""
 
     def asked_of_a_folder(ask: Any) -> Any:
         @functools.wraps(ask)

@@ -1,4 +1,4 @@
-"""What a dry run leaves out on the host: the random numbers of weights that are large, and the
+"""The work that a dry run leaves out on the host: random numbers for large weights, and the
 conversion of such weights, whose values mean nothing. Their memory is asked for and never touched.
 """
 

@@ -1,4 +1,4 @@
-"""What a dry run changes in a script to see whether it then fits.
+"""The changes that a dry run makes in a script to see whether it then fits.
 
 What residency offers, and what the script does itself.
 
@@ -92,7 +92,7 @@ class Levers:
         parsers.parse_known_args = parsed
 
     def _recompute(self) -> None:
-        """Lets the outermost module of each forward pass recompute what its blocks keep."""
+        """Makes the outermost module of each forward pass recompute what its blocks keep."""
         seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
         def before_forward(module: nn.Module, arguments: object) -> None:
@@ -256,7 +256,7 @@ def _park_state() -> None:
 
 
 def _enable_of_library(module: nn.Module) -> str:
-    """Lets the first model of transformers in a module recompute; "" without one."""
+    """Makes the first model of transformers in a module recompute; "" without one."""
     for model in module.modules():
         found: Any = model
         if getattr(model, "supports_gradient_checkpointing", False):
@@ -268,7 +268,7 @@ def _enable_of_library(module: nn.Module) -> str:
 
 
 def _wrap_blocks(module: nn.Module) -> str:
-    """Lets repeated blocks of a module recompute; returns the lists' names."""
+    """Makes repeated blocks of a module recompute; returns the lists' names."""
     names = []
     for name, blocks in _repeated(module, ""):
         names.append(name or "its blocks")

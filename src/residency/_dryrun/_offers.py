@@ -1,4 +1,4 @@
-"""What can make a script fit, in order of cost: what residency offers, and what the script does.
+"""The changes that can make a script fit, in order of cost: those of residency, and of the script.
 
 An offer says how many bytes of a phase's peak it can take away at most, so that only those are
 tried which can help where the memory runs out.

@@ -120,12 +120,12 @@ def _objects() -> dict[str, Callable[..., Any]]:
 
 
 def _accept_plans(module: ModuleType) -> None:
-    """Lets a distributed checkpoint be planned, though all plans but this rank's are copies."""
+    """Accepts the plans of a distributed checkpoint, of which all but this rank's are copies."""
     module.__dict__["_validate_global_plan"] = lambda plan, metadata: []
 
 
 def _spawn_first(num_ranks: int, module: ModuleType) -> None:
-    """Lets a script that starts a process for each rank start the first one alone."""
+    """Starts the first process alone of a script that starts one for each rank."""
     start = vars(module)["start_processes"]
 
     @functools.wraps(start)
@@ -139,7 +139,7 @@ def _spawn_first(num_ranks: int, module: ModuleType) -> None:
 
 
 def _launch_here(num_ranks: int, module: ModuleType) -> None:
-    """Lets ``torchrun`` and what calls it run the script in this process, as the first rank."""
+    """Makes ``torchrun`` and what calls it run the script in this process, as the first rank."""
 
     def launch_agent(
         config: Any, entrypoint: Any, args: list[Any], **options: object

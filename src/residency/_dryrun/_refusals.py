@@ -1,4 +1,4 @@
-"""What a dry run cannot run, and what to do then: CUDA code that a script brings itself, and a
+"""Advice on what a dry run cannot run: CUDA code that a script brings itself, and a
 second device. The script's own error is shown as it is; this is the line below it.
 """
 
@@ -74,7 +74,7 @@ def advice(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def refuse_sources() -> None:
-    """Lets no CUDA code be compiled while a script runs: it could not run, and takes minutes."""
+    """Refuses to compile CUDA code while a script runs: it could not run, and takes minutes."""
     ImportWatch({"torch.utils.cpp_extension": _watch_builds}).start()
 
 

@@ -150,7 +150,7 @@ class Saves:
 
 
 def _note_save(file: object, *, is_new: bool) -> None:
-    """Lets a file that is saved go at the end of the run, and come back what it replaces."""
+    """Notes a file that is saved: it goes when the run ends, and what it replaces comes back."""
     files = files_of_run()
     if files is not None and isinstance(file, str | os.PathLike):
         files.note_save(os.fspath(file), is_new=is_new)
@@ -166,7 +166,7 @@ def _noting(save: Any) -> Any:
 
 
 def _keep_snapshots(module: ModuleType) -> None:
-    """Lets what a script records of its memory stay: it is what the run is made for."""
+    """Keeps the files in which a script records its memory: the run is made for them."""
     dump = vars(module)["_dump_snapshot"]
 
     @functools.wraps(dump)
@@ -197,7 +197,7 @@ def _watch_tokenizers(module: ModuleType) -> None:
 
 
 def _save_at_once(module: ModuleType) -> None:
-    """Lets Lightning save to a file, and not by way of the file's bytes in memory."""
+    """Makes Lightning save to a file, and not by way of the file's bytes in memory."""
     save = vars(module)["_atomic_save"]
 
     @functools.wraps(save)
@@ -223,7 +223,7 @@ def _without_holes(storage: Any, plan: Any, planner: Any) -> Any:
 
 
 def _watch_ranks(module: ModuleType) -> None:
-    """Lets a save have what this rank gives, once: the other ranks, its copies, save nothing."""
+    """Gives a save what this rank has, once: the other ranks, its copies, save nothing."""
     ranks = vars(module)["_DistWrapper"]
     gather = ranks.gather_object
 
@@ -329,7 +329,7 @@ def _write_holes(
 
 
 def _watch_reading(module: ModuleType) -> None:
-    """Lets large tensors of files be made, not read."""
+    """Replaces the reading of large tensors by their making."""
     opened = vars(module)["safe_open"]
 
     class FileOfHoles:

@@ -1,4 +1,4 @@
-"""What the parent of a dry run tells its child, through the environment."""
+"""The settings that the parent of a dry run hands its child, through the environment."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Stopping:
         ImportWatch(flow).start()
 
     def resume(self) -> None:
-        """Lets the script train on: it has loaded a checkpoint."""
+        """Begins to count anew: the script has loaded a checkpoint, and trains on."""
         if self.is_ending and self._num_resumes < _MOST_RESUMES:
             self._num_resumes += 1
             self._begin_anew()
@@ -237,7 +237,7 @@ class Stopping:
     # -------------------------------------------------------------------------------- frameworks
 
     def _watch_transformers(self, module: ModuleType) -> None:
-        """Lets the Trainer evaluate and save, where it does so at all, and stop."""
+        """Makes the Trainer evaluate and save, where it does so at all, and stop."""
         flow: Any = vars(module)["DefaultFlowCallback"]
         before: Callable[..., Any] = flow.on_step_end
 
@@ -267,7 +267,7 @@ class Stopping:
 
 
 def _generate_all(module: ModuleType) -> None:
-    """Lets generation end where the longest sequence does: no token says that one has ended."""
+    """Ends generation where the longest sequence does: no token says that one has ended."""
     criteria: Any = vars(module)["StoppingCriteriaList"]
 
     def ask(self: Any, input_ids: torch.Tensor, scores: Any, **options: object) -> torch.Tensor:

@@ -88,13 +88,13 @@ class _Undoing:
         elif kind == "kept":
             self._read_kept(place, *rest)
         elif place not in self._made:
-            undo = {
+            ways: dict[str, Callable[..., None]] = {
                 "copied": _copy_back,
                 "folder": self._make_folder,
                 "link": self._link,
                 "size": _cut,
-            }[kind]
-            self._steps.append((undo, (place, *rest)))
+            }
+            self._steps.append((ways[kind], (place, *rest)))
 
     def _read_kept(self, place: str, kept: str) -> None:
         self._kept.add(os.path.dirname(kept))

@@ -1,4 +1,4 @@
-"""Lets dry mode use torch's compiled meta kernels where there are any.
+"""The compiled meta kernels of torch, which dry mode uses where there are any.
 
 Torch registers shape functions written in Python over hundreds of its compiled ones, for symbolic
 shapes, which dry mode has none of. They take fifty times as long: 98 microseconds for a product

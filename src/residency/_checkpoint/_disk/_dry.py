@@ -1,4 +1,4 @@
-"""What a dry run changes of saves: the bytes of large tensors mean nothing there, so that they are
+"""The saves of a dry run: the bytes of large tensors mean nothing there, so that they are
 holes of the files, which read as zeros and take no room; and of many ranks there is only the first.
 
 Such a save is whole for every reader: its checksums are those of the bytes that the files have.
@@ -36,7 +36,7 @@ def is_dry() -> bool:
 
 
 def watch_files(on_file: Callable[[Path], None]) -> None:
-    """Lets a function be called with each file of a save that is on the disk."""
+    """Registers a function that is called with each file of a save that is on the disk."""
     _observers.append(on_file)
 
 

@@ -29,6 +29,7 @@ REGISTRIES = {
     "_checkpoint/_disk/_system.py:_libc": "one entry",
     "_checkpoint/_save.py:unreported": "failed saves that nobody was told of; no tensors",
     "_cli/_site/sitecustomize.py:_asked": "two entries",
+    "_dryrun/_files.py:_watch": "one entry, of the process's own",
     "_dryrun/_loops.py:_tree": "the syntax trees of 64 files",
     "_dryrun/_saves.py:_state": "a flag for each thread",
     "_handoff/_agreement.py:_given_up": "process groups that failed; no tensors",

@@ -207,6 +207,33 @@ def notes(answer: Answer) -> Iterator[str]:
         yield "no optimizer was made: each backward pass was taken for one of its steps"
     if found["has_compiled"]:
         yield "torch.compile compiled nothing: the functions ran eagerly, with the memory of that"
+    yield from _notes_of_end(answer)
+    if found["is_cut"] and not any(each["name"].endswith("save") for each in found["phases"]):
+        size = format_bytes(
+            max(
+                each["at_peak"].get("parameters", 0) + each["at_peak"].get("optimizer state", 0)
+                for each in found["phases"]
+            )
+        )
+        yield (
+            "no save was seen in these steps. One of parameters and optimizer state that comes "
+            f"later writes {size}: torch.save takes nothing more on the device, a copy there {size}"
+        )
+    if found["retries"]:
+        yield (
+            f"the allocator gave its cache back {found['retries']} times to find room, which is "
+            "slow on a GPU"
+        )
+    if answer.fits and 0 <= answer.headroom < answer.capacity // 50:
+        yield (
+            "less than 2 % is to spare: another version of torch or of cuDNN may take as much, and "
+            "a display takes some hundred MiB"
+        )
+
+
+def _notes_of_end(answer: Answer) -> Iterator[str]:
+    """Yields how the run ended, and what it was too short or too little for."""
+    found = answer.found
     if found["was_interrupted"]:
         yield "you interrupted the run: the figures are what was known by then"
     elif found["ended"] == "left":
@@ -229,25 +256,4 @@ def notes(answer: Answer) -> Iterator[str]:
         yield (
             "the script made no optimizer step: there is no peak of training in these figures. "
             "Give it the arguments with which it trains"
-        )
-    if found["is_cut"] and not any(each["name"].endswith("save") for each in found["phases"]):
-        size = format_bytes(
-            max(
-                each["at_peak"].get("parameters", 0) + each["at_peak"].get("optimizer state", 0)
-                for each in found["phases"]
-            )
-        )
-        yield (
-            "no save was seen in these steps. One of parameters and optimizer state that comes "
-            f"later writes {size}: torch.save takes nothing more on the device, a copy there {size}"
-        )
-    if found["retries"]:
-        yield (
-            f"the allocator gave its cache back {found['retries']} times to find room, which is "
-            "slow on a GPU"
-        )
-    if answer.fits and 0 <= answer.headroom < answer.capacity // 50:
-        yield (
-            "less than 2 % is to spare: another version of torch or of cuDNN may take as much, and "
-            "a display takes some hundred MiB"
         )

@@ -16,6 +16,7 @@ import torch
 from training_programs import some
 
 LINE = 512  # bytes that torch's allocator rounds to
+SPLIT = 1 << 20  # what is larger may get a block with so much more, which is not split
 
 MODELS = {
     "mlp": """
@@ -101,6 +102,11 @@ OPTIMIZERS: dict[str, list[tuple[dict[str, Any], int]]] = {
 }
 
 
+def slack(tensors: list[torch.Tensor]) -> int:
+    """Returns the most by which the blocks of tensors are larger than the tensors."""
+    return sum(SPLIT for each in tensors if each.nbytes > SPLIT)
+
+
 def rounded(num_bytes: int) -> int:
     return -(-num_bytes // LINE) * LINE
 
@@ -112,19 +118,14 @@ class Bytes:
     parameters: int
     trained: int
     counts: int
-    raw: int
+    slack: int
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> Bytes:
-        own = list(model.parameters())
-        held = [rounded(each.nbytes) for each in (*own, *model.buffers())]
+        own = [*model.parameters(), *model.buffers()]
         trained = [each for each in own if each.requires_grad]
-        return cls(
-            sum(held),
-            sum(rounded(each.nbytes) for each in trained),
-            len(trained),
-            sum(each.nbytes for each in trained),
-        )
+        held, gradients = (sum(rounded(each.nbytes) for each in of) for of in (own, trained))
+        return cls(held, gradients, len(trained), slack(own))
 
 
 class Script:

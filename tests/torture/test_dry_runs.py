@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.torture.dry_run_scripts import LINE, Script, rounded
+from tests.torture.dry_run_scripts import LINE, SPLIT, Script, rounded
 from tests.torture.dry_run_searches import Plain, Ranked
 
 Judge = Callable[[random.Random], None]
@@ -113,18 +113,23 @@ def check_owners(answer: dict[str, Any], script: Script) -> None:
     counted = script.bytes()
     parameters = counted.parameters * (2 if script.ema else 1)
     phases = {each["name"]: each for each in answer["phases"]}
-    step = phases["optimizer step"]["at_peak_bytes"]
-    assert step["parameters"] == parameters, (step, counted)
-    assert step["gradients"] == counted.trained, (step, counted)
     state = script.state_bytes(counted)
-    assert step["optimizer state"] <= state, (step, state)
+    blocks = counted.slack * max(script.states, 2)
+
+    def is_about(held: int, bytes_of_shapes: int) -> bool:
+        return bytes_of_shapes <= held <= bytes_of_shapes + blocks
+
+    step = phases["optimizer step"]["at_peak_bytes"]
+    assert is_about(step["parameters"], parameters), (step, counted)
+    assert is_about(step["gradients"], counted.trained), (step, counted)
+    assert step["optimizer state"] <= state + blocks, (step, state)
     for name in ("forward", "backward"):
         held = phases[name]["at_peak_bytes"]
         if script.resume != "fresh":
-            assert held["parameters"] == parameters, (name, held, counted)
+            assert is_about(held["parameters"], parameters), (name, held, counted)
         if script.steps > 1:
-            assert held["optimizer state"] == state, (name, held, state)
-        assert held["gradients"] <= counted.trained, (name, held, counted)
+            assert is_about(held["optimizer state"], state), (name, held, state)
+        assert held["gradients"] <= counted.trained + blocks, (name, held, counted)
         assert held["gathered parameters"] == 0
     # Until the first step a workspace counts among the activations of the pass that made it.
     if script.steps > 1 and script.accumulation == 1:
@@ -267,7 +272,7 @@ def judge_ranks(chance: random.Random, path: Path) -> None:
         assert forward["gathered parameters"] >= layer, (script, forward)
     else:  # and DDP's buckets, which together are as large
         buckets = gradients - script.parameters
-        assert script.raw <= buckets <= script.raw + LINE * 2 * script.depth, (script, held)
+        assert script.raw <= buckets <= script.raw + 2 * SPLIT + LINE * script.depth, (script, held)
         assert forward["gathered parameters"] == 0
 
 

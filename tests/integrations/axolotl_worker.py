@@ -16,7 +16,6 @@ import logging
 import os
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,8 +25,16 @@ from unittest import mock
 import datasets
 import pytest
 import torch
-import transformers
-from transformers_lab import BUCKET, assert_same, case, files_of, text, tiny_model, tokenizer
+from transformers_lab import (
+    BUCKET,
+    assert_same,
+    case,
+    files_of,
+    set_up_process,
+    text,
+    tiny_model,
+    tokenizer,
+)
 from transformers_lab import weights as weights_of
 from worker_cases import take_device
 
@@ -276,11 +283,7 @@ def logged() -> Iterator[list[str]]:
 
 def main(folder: Path) -> None:
     sys.modules["axolotl_worker"] = sys.modules[__name__]
-    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # the frameworks' advice to their users
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
+    set_up_process()
     take_device("1GiB", face="cuda", check_races=True)
     print("with", WHO)
     case.run(folder / "case0.json")

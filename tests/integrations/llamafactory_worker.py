@@ -10,10 +10,8 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import os
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +20,7 @@ from unittest import mock
 
 import pytest
 import torch
-import transformers
-from transformers_lab import BUCKET, assert_same, case, text, tiny_model, tokenizer
+from transformers_lab import BUCKET, assert_same, case, set_up_process, text, tiny_model, tokenizer
 from transformers_lab import weights as weights_of
 from worker_cases import allocated_peak, take_device
 
@@ -202,11 +199,7 @@ def without_llamafactory_the_error_gives_the_line_that_installs_it() -> None:
 
 
 def main(folder: Path) -> None:
-    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # the frameworks' advice to their users
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
+    set_up_process()
     take_device("1GiB", face="cuda", check_races=True)
     print("with", WHO)
     case.run(folder / "case0.json")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +27,15 @@ BUCKET = "16KiB"  # a few of them hold the states of a tiny model
 
 class Mixed(ResidencyTrainerMixin, transformers.Trainer):
     """Is what a user writes."""
+
+
+def set_up_process() -> None:
+    """Sets one thread, cuBLAS's usual workspaces, and no advice or bars of the frameworks."""
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)  # capacities here have no room for larger ones
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # the frameworks' advice to their users
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
 
 
 def text() -> Tensor:

@@ -8,12 +8,10 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
@@ -28,6 +26,7 @@ from transformers_lab import (
     make,
     ours,
     prepared,
+    set_up_process,
     text,
     tiny_model,
     trained,
@@ -128,11 +127,8 @@ def accelerate_loads_an_offloaded_optimizer_from_the_host_when_it_is_told_to() -
 
 
 def main() -> None:
-    torch.set_num_threads(1)
+    set_up_process()
     take_device("1GiB", face="cuda", check_races=True)
-    warnings.simplefilter("ignore")
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
     # Each process has a device of its own, the first: as on two machines that share a directory.
     os.environ.update(RANK=str(RANK), WORLD_SIZE="2", LOCAL_RANK="0")
     store = dist.FileStore(str(FOLDER / "store"), 2)

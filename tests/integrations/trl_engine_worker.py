@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,12 +20,11 @@ from unittest import mock
 import datasets
 import pytest
 import torch
-import transformers
 import trl
 import vllm_stand_in
 from accelerate.state import AcceleratorState
 from torch import Tensor
-from transformers_lab import assert_same, tiny_model, tokenizer, weights
+from transformers_lab import assert_same, set_up_process, tiny_model, tokenizer, weights
 from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 from worker_cases import Cases
@@ -267,13 +265,9 @@ def engines_that_cannot_be_handed_anything_are_refused_with_the_setting() -> Non
 
 
 def main(folder: Path) -> None:
-    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-    torch.set_num_threads(1)
+    set_up_process()
     sim.enable(CAPACITY, share=SHARE, device="cuda", context=0, workspaces=False, check_races=True)
-    warnings.simplefilter("ignore")  # the frameworks' advice to their users
     logging.getLogger("residency").setLevel(logging.ERROR)
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
     datasets.disable_progress_bars()
     case.run(folder / "case0.json")
 

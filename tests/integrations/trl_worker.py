@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from transformers_lab import (
     assert_same,
     device_peak,
     ours,
+    set_up_process,
     tiny_model,
     tokenizer,
     watched,
@@ -191,11 +191,8 @@ def a_model_in_four_bits_trains_on_the_host_and_its_adapter_comes_back() -> None
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
+    set_up_process()
     take_device("1GiB", face="cuda", check_races=True)
-    warnings.simplefilter("ignore")  # the frameworks' advice to their users
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
     datasets.disable_progress_bars()
     case.run(folder / "outcomes.json")
 

@@ -17,12 +17,19 @@ sys.path.insert(0, str(Path(__file__).parent))
 from holding import NUM_ELEMENTS, Make
 
 import residency
+from residency._memory import _post_mortem
 
 
 @pytest.fixture
 def make(device: torch.device) -> Make:
     """Makes a tensor of 1 MiB on the device."""
     return functools.partial(torch.ones, NUM_ELEMENTS, device=device)
+
+
+@pytest.fixture
+def search_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the search for holders end on a busy machine, too."""
+    monkeypatch.setattr(_post_mortem, "_SEARCH_SECONDS", 100.0)
 
 
 @pytest.fixture

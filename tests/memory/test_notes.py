@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from notes import MIB, megabytes, note_of
 
 import residency
-from residency._memory import _framework_calls, _post_mortem
+from residency._memory import _framework_calls
 from residency._memory._framework_calls import integration_lines
 from residency._memory._history import held_history
 
@@ -23,27 +24,14 @@ pytestmark = [
     pytest.mark.device_memory(limit="64MiB"),
     pytest.mark.sim_device(schedule="late", workspaces=False),
 ]
-MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Lets the search for holders end on a busy machine, too; forgets the phases of other tests."""
-    monkeypatch.setattr(_post_mortem, "_SEARCH_SECONDS", 100.0)
+def alone(search_to_its_end: None) -> Iterator[None]:
+    """Forgets the phases of other tests."""
     held_history.clear()
     yield
     held_history.clear()
-
-
-def megabytes(number: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(number * MIB, dtype=torch.uint8, device=device)
-
-
-def note_of(fill: Callable[[], Any], name: str = "fill") -> str:
-    with pytest.raises(torch.OutOfMemoryError) as caught, residency.phase(name):
-        fill()
-    (note,) = caught.value.__notes__
-    return str(note)
 
 
 def note_of_steps(device: torch.device, num_steps: int, *sizes: int) -> str:
@@ -104,7 +92,7 @@ def test_an_offload_is_offered_with_what_the_class_allows(
         return torch.zeros(())
 
     optimizer.step(loss)
-    note = note_of(lambda: megabytes(64, device))
+    note = note_of(lambda: megabytes(64, device), "fill")
     assert ("offload_optimizer" in note) == is_offered
     del optimizer
     gc.collect()
@@ -115,7 +103,7 @@ def test_an_offload_is_offered_with_what_the_class_allows(
 def test_what_cpp_holds_is_told_apart(device: torch.device) -> None:
     kept = torch.empty(8320 * 1024, dtype=torch.uint8, device=device)  # as large, and known
     torch.ones(8, 8, device=device) @ torch.ones(8, 8, device=device)
-    note = note_of(lambda: megabytes(64, device))
+    note = note_of(lambda: megabytes(64, device), "fill")
     assert (
         "      8.12 MiB  held by C++ or autograd, not reachable from Python\n"
         "                1 block of 8.12 MiB, as large as cuBLAS's workspace of a stream: "
@@ -157,7 +145,7 @@ def test_a_place_that_an_integration_is_for_is_named(monkeypatch: pytest.MonkeyP
 
 def test_the_line_stands_in_the_note(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "residency.integrations.transformers", raising=False)
-    note = note_of(lambda: (_ for _ in ()).throw(fail_in(*PEFT, run_out)))
+    note = note_of(lambda: (_ for _ in ()).throw(fail_in(*PEFT, run_out)), "fill")
     assert note.splitlines()[-1] == REMEDY
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from notes import megabytes, note_of
 
 import residency
 from residency._memory import _post_mortem
@@ -17,28 +18,11 @@ from residency._memory._post_mortem import explain
 pytestmark = [
     pytest.mark.device_memory(limit="64MiB"),
     pytest.mark.sim_device(schedule="late", workspaces=False),
+    pytest.mark.usefixtures("search_to_its_end"),
 ]
 # What would have fitted follows from what the device has free; on a real one the limit of a test
 # is torch's alone, and the device has far more.
 of_a_full_device = pytest.mark.sim
-MIB = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def search_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the search for holders end on a busy machine, too."""
-    monkeypatch.setattr(_post_mortem, "_SEARCH_SECONDS", 100.0)
-
-
-def megabytes(number: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(number * MIB, dtype=torch.uint8, device=device)
-
-
-def note_of(fill: Callable[[], Any], name: str = "update_actor") -> str:
-    with pytest.raises(torch.OutOfMemoryError) as caught, residency.phase(name):
-        fill()
-    (note,) = caught.value.__notes__
-    return str(note)
 
 
 @of_a_full_device
@@ -73,7 +57,7 @@ def test_optimizer_states_that_would_have_fitted_on_the_host_are_offered(
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)
     model.weight.grad = torch.zeros_like(model.weight)
     optimizer.step()
-    note = note_of(lambda: megabytes(36, device))
+    note = note_of(lambda: megabytes(36, device), "update_actor")
     assert "the cheapest that would have fitted:" in note
     assert (
         "     13.00 MiB  of optimizer state: residency.offload_optimizer(optimizer, "
@@ -98,7 +82,7 @@ def test_an_offload_that_is_offered_fits_when_it_is_taken_by_the_letter(
             optimizer.step()
             optimizer.zero_grad()
 
-    note = note_of(train)
+    note = note_of(train, "update_actor")
     gc.collect()  # the model's frame went with the error
     (offer,) = (line for line in note.splitlines() if "offload_optimizer" in line)
     options = re.search(r'bucket="(\w+)", slots=(\d)', offer)
@@ -113,7 +97,7 @@ def test_a_clone_for_a_save_is_offered_before_the_optimizers_states(device: torc
     model.weight.grad = torch.zeros_like(model.weight)
     optimizer.step()
     saved = {key: value.clone() for key, value in model.state_dict().items()}
-    note = note_of(lambda: megabytes(30, device))
+    note = note_of(lambda: megabytes(30, device), "update_actor")
     assert "      8.00 MiB  in copies of parameters or states, a clone for a save perhaps: " in note
     assert "local 'saved' ['weight']" in note
     assert saved
@@ -129,7 +113,7 @@ def test_cycles_and_pieces_between_live_tensors_are_offered(device: torch.device
         node: Any = Node()
         node.itself, node.tensor = node, megabytes(40, device)
         del node
-        note = note_of(lambda: megabytes(60, device))
+        note = note_of(lambda: megabytes(60, device), "update_actor")
     finally:
         gc.enable()
         gc.collect()
@@ -149,7 +133,7 @@ def test_an_explanation_that_fails_leaves_the_error_as_it_is(
         raise RuntimeError("broken")
 
     monkeypatch.setattr(_post_mortem, "find_holders", fail)
-    note = note_of(lambda: megabytes(100, device))
+    note = note_of(lambda: megabytes(100, device), "update_actor")
     assert note.endswith("could not be told: RuntimeError: broken")
     assert "could not explain" in caplog.text
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import ExitStack
-from types import TracebackType
 
 from residency._demo._cases import CASES, run_case, unknown
 from residency._demo._child import Child, answer, messages
@@ -36,12 +35,7 @@ class Apart:
         """Returns itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Ends the processes that have begun and were not needed."""
         with ExitStack() as ends:
             while self._begun:

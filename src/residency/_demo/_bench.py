@@ -34,7 +34,7 @@ def _enable(capacity_bytes: int, face: Face) -> torch.device:
 
 def real_device() -> torch.device | None:
     """Returns the accelerator of this machine; None where there is none but the simulated one."""
-    return None if sim.is_enabled() else _device.accelerator()
+    return None if _device.is_simulated() else _device.accelerator()
 
 
 class Bench:

@@ -1,8 +1,8 @@
 """Writes of background threads: on a disk they take their time, in a dry run none.
 
-What such a write saves is held until the next one begins, or until somebody waits for the thread
-or for its result: as if a write took as long as there is from one save to the next. So the device
-copies of a save that is under way meet those of the next one, as they do on a GPU.
+This module keeps what a write saves until the next write begins, or until the main thread waits for
+the writing thread or its result: as if a write took as long as there is from one save to the next.
+So the device copies of a save that is under way meet those of the next one, as they do on a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class BackgroundWrites:
         self._held: list[object] = []
 
     def start(self) -> None:
-        """Drops what is held where a thread or a result is waited for."""
+        """Replaces Python's waits for threads and results by ones that drop what is kept."""
         thread: Any = threading.Thread
         future: Any = futures.Future
         thread.join = self._ending(threading.Thread.join)

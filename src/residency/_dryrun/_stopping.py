@@ -156,7 +156,7 @@ class Stopping:
                 trainer.should_stop = True
 
     def _see_optimizers(self) -> None:
-        """Lets training begin where an optimizer was made after passes that were counted."""
+        """Begins training anew where an optimizer was made after passes that were counted."""
         if self.is_by_hand and len(list(self._optimizers)):
             self.num_steps = 0
             self._begin_anew()

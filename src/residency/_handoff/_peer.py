@@ -270,7 +270,7 @@ def keep_taker(path: Path, link: Link) -> None:
 
 
 def return_and_stay(path: Path, link: Link) -> None:
-    """Says that what was taken is free again, and keeps the link; the taking side's end.
+    """Tells the releasing process that the bytes are free again, and keeps the link.
 
     Raises:
         HandOffError: The other process is gone.
@@ -315,7 +315,7 @@ def await_taker(path: Path, deadline: Deadline) -> tuple[Link, int]:
                 f"The process at the other end of {path} needs {str(need)[:40]} bytes."
             )
         link.pid = pid if isinstance(pid, int) else None
-        _takers.drop(path)  # whoever had the device before: this one has it now
+        _takers.drop(path)  # of the process that had the device before this one
         return link, need
     except BaseException:
         if connection is not None:

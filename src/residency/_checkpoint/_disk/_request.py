@@ -1,4 +1,4 @@
-"""What a rank asks for, when it asks for a save."""
+"""The request of one rank for a save, checked before anything is written."""
 
 from __future__ import annotations
 

@@ -275,7 +275,7 @@ def _followed(saving: Future[Any], action: Callable[[], None]) -> Future[Any]:
         try:
             if error is None:
                 action()
-        except Exception as failure:
+        except Exception as failure:  # raised where the future is asked for its result
             error = failure
         if error is None:
             followed.set_result(saved.result())

@@ -155,3 +155,25 @@ def test_an_error_of_a_damaged_foreign_file_names_it_and_says_what_to_do(tmp_pat
     assert str(file) in str(caught.value)
     assert caught.value.file == file.name
     assert str(caught.value).count("estore from another save") == 1
+
+
+def test_states_that_the_optimizers_class_cannot_use_are_damage(tmp_path: Path) -> None:
+    """A document that is written as it should be, with a number that is none."""
+    model = nn.Linear(30, 30)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(30)).sum().backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer}
+    with residency.Checkpointer(tmp_path) as checkpointer:
+        older, newer = (checkpointer.save(step, state).wait().path for step in (1, 2))
+        node = read_manifest(newer).ranks[0].document["tree"]["optimizer"]
+        for values in node["state"].values():
+            values["step"] = {}
+        rewrite(newer, optimizer=node)
+        with pytest.raises(CorruptSaveError, match=r"Adam cannot use.*not 'dict'") as caught:
+            checkpointer.restore(state, step=2)
+        assert caught.value.file == MANIFEST
+        assert str(newer) in str(caught.value)
+        with pytest.warns(UserWarning, match="An older save is tried"):
+            assert checkpointer.restore(state) == 1
+    assert older.exists()

@@ -21,6 +21,7 @@ from residency._checkpoint._document._decode import decode, tensor_names, tensor
 from residency._checkpoint._document._nodes import kind_of
 from residency._checkpoint._restore._plain_optimizers import PlainReception, receive_plain, replaced
 from residency._checkpoint._restore._plan import RestorePlan
+from residency._checkpoint._restore._unusable import unusable_is_damage
 from residency._dtensor import moved
 from residency._errors import warn
 from residency._transfer import Incoming, Reception, owner_of
@@ -139,7 +140,8 @@ class _ComingOptimizer:
         if owner_of(optimizer) is None:
             # The class' own repairs, such as settings that its older versions did not save.
             groups = optimizer.param_groups
-            optimizer.__setstate__({"state": optimizer.state, "param_groups": groups})
+            with unusable_is_damage(f"{type(optimizer).__name__} cannot use the states"):
+                optimizer.__setstate__({"state": optimizer.state, "param_groups": groups})
         _run_hooks(self.path, optimizer)
 
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 import torch
 
 from residency._checkpoint import _rng
-from residency._checkpoint._disk._manifest import MANIFEST
 from residency._checkpoint._document._encode import check_is_finite
 from residency._checkpoint._restore._document import DocumentPlan
 from residency._checkpoint._restore._fill import fill, staging_bytes_of
 from residency._checkpoint._restore._overlaps import settle_overlaps
 from residency._checkpoint._restore._plan import Differences, RestorePlan
+from residency._checkpoint._restore._unusable import unusable_is_damage
 from residency._checkpoint._sources._own import PublishedSave, Saved, saved_for_rank
-from residency._errors import CorruptSaveError, RefusedError, warn
+from residency._errors import RefusedError, warn
 
 RNG = "rng"  # the top-level name that is not the caller's
 
@@ -162,13 +162,7 @@ def _plan_generators(plan: RestorePlan, document: DocumentPlan, saved: Saved) ->
 
     def restore_generators() -> None:
         values = thunk()
-        try:
+        with unusable_is_damage(f"the random states in {saved.folder.name} are none"):
             _rng.restore(values)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # what each generator raises for a state that is none
-            raise CorruptSaveError(
-                f"the random states in {saved.folder.name} are none: {error!r}.", file=MANIFEST
-            ) from error
 
     plan.after.append(restore_generators)

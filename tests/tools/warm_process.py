@@ -94,7 +94,8 @@ class Running:
         signal.pidfd_send_signal(self._end, number)
 
     def said(self) -> str:
-        return self.output.read_text() + self.errors.read_text()
+        files = [file for file in (self.output, self.errors) if file.exists()]
+        return "".join(file.read_text() for file in files)
 
     def end(self, seconds: float = HANG_SECONDS) -> int:
         """Waits until it ended; returns its status, which is negative for a signal's number."""

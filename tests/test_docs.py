@@ -101,8 +101,17 @@ def _sum_of_stock_torch() -> float:
 
 def test_links_between_pages_lead_somewhere() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
+            linked = page.parent / target if target else page
+            assert linked.exists(), f"{page.name} links to {target}"
+            assert not anchor or anchor in _anchors(linked), f"{page.name}: {target}#{anchor}"
+
+
+def _anchors(page: Path) -> set[str]:
+    """Returns the anchors of a page's headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
+    return {heading.replace(" ", "-") for heading in plain}
 
 
 def test_the_costs_are_those_of_the_reports() -> None:
@@ -176,3 +185,20 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     )
     assert built.returncode == 0, built.stderr
     assert (tmp_path / "site" / "index.html").is_file()
+    words = set(re.findall('id="(word-[^"]*)"', _page(tmp_path, "explanation/vocabulary")))
+    linked = {
+        page: _linked_words(_page(tmp_path, page)) for page in ("how-to/save-and-resume", "index")
+    }
+    assert "word-shard" in linked["how-to/save-and-resume"]
+    assert "word-transition" in linked["index"]
+    for of_page in linked.values():
+        assert len(of_page) == len(set(of_page)), "a word is linked at its first use only"
+        assert set(of_page) <= words
+
+
+def _page(folder: Path, name: str) -> str:
+    return (folder / "site" / f"{name}.html").read_text()
+
+
+def _linked_words(html: str) -> list[str]:
+    return re.findall(r'href="[^"]*vocabulary\.html#(word-[^"]*)"', html)

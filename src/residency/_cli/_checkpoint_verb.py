@@ -61,7 +61,9 @@ def add_parser(
     prune = add_task("prune", _prune, "Remove saves; the newest one always stays.")
     prune.add_argument("--keep", type=int, metavar="N", help="keep the newest N")
     prune.add_argument("--best", type=int, default=0, metavar="K", help="keep the K best, too")
-    prune.add_argument("--metric", metavar="NAME", help="metric to rank saves by: the lowest is the best")
+    prune.add_argument(
+        "--metric", metavar="NAME", help="metric to rank saves by: the lowest is the best"
+    )
     prune.add_argument("--greatest", action="store_true", help="the highest is the best")
     prune.add_argument("--dry-run", action="store_true", help="remove nothing, say what would be")
 

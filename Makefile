@@ -127,7 +127,7 @@ release-check:
 	cmp dist/*.whl $(RELEASE_VENV)/sdist/dist/*.whl
 	$(PYTHON) -m venv $(RELEASE_VENV)/empty
 	$(RELEASE_VENV)/empty/bin/python -m pip install --quiet '$(TORCH)'
-	$(RELEASE_VENV)/empty/bin/python -m pip install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[sim]"
+	$(RELEASE_VENV)/empty/bin/python -m pip install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[demo]"
 	cd $(RELEASE_VENV) && PATH="$$PWD/empty/bin:$$PATH" residency --version
 	cd $(RELEASE_VENV) && PATH="$$PWD/empty/bin:$$PATH" residency demo --case resume
 

@@ -203,7 +203,7 @@ def judge_peaks(chance: random.Random, path: Path) -> None:
         assert lasting(real) == lasting(dry)
     assert check_files(folder, real, script) == size
 
-    exact = folder.dry_run("--capacity", str(dry["needed_bytes"]), *steps, status=0)
+    exact = folder.dry_run("--capacity", f"{dry['needed_bytes']}B", *steps, status=0)
     check_schema(exact)
     folder.records()
     assert exact["headroom_bytes"] == 0

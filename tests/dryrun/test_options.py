@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from residency._cli import main
-from residency._dryrun import write_page
+from residency._dryrun import print_answer, write_page
 from residency._dryrun._answer import Answer
 
 MIB = 1 << 20
+GIB = 1 << 30
 KINDS = [
     "parameters",
     "gathered parameters",
@@ -90,6 +93,20 @@ def test_the_page_has_the_verdict_the_command_versions_and_names(tmp_path: Path)
         assert ("out of memory in forward, step 1 at train.py:7 (aten::mm)" in page) == bool(errors)
         assert "<script" not in page
         assert "http" not in page
+
+
+def test_the_table_is_whole_where_the_output_is_no_terminal() -> None:
+    given = answer(errors=[])
+    sizes = (123 * GIB, 45 * GIB, 123 * GIB, 246 * GIB, 987 * GIB, 6 * GIB)
+    phase = given.found["phases"][0]
+    phase |= {"name": "update_actor/load_from_the_last_checkpoint/forward", "visits": 1024}
+    phase |= {"at_peak": dict(zip(KINDS, sizes, strict=True))}
+    phase |= {"peak_allocated": sum(sizes), "peak_reserved": sum(sizes)}
+    output = io.StringIO()
+    print_answer(given, Console(file=output, width=80))
+    (row,) = [line for line in output.getvalue().splitlines() if phase["name"] in line]
+    for size in (*sizes, sum(sizes)):
+        assert f" {size >> 30:,}.00" in row, row
 
 
 def test_each_key_of_the_answer_that_is_a_size_says_so() -> None:

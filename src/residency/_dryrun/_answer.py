@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from residency._dryrun._settings import RunSettings
 from residency._units import format_bytes, parse_bytes
 
 _ENDED = ("finished", "left")  # as the script has it, or in its loop
-_WIDTH = 110  # columns of the table, in a file or a narrow terminal, too
+_WIDEST = 1000  # columns, of which the table takes what it needs
 _OF_ERRORS = 3  # out-of-memory errors that are shown
 _SCHEMA = 1  # of the JSON: it grows with a key that is renamed, removed or means something else
 # Of what a child found, which keys are bytes, and which are for this package alone.
@@ -124,8 +125,11 @@ def print_answer(answer: Answer, console: Console) -> None:
     """Prints the answer for a reader."""
     for text in _headline(answer):
         console.print(text, highlight=False, soft_wrap=True)
-    console.width = max(console.width, _WIDTH)
-    console.print(_table(answer))
+    table = _table(answer)
+    wide = console.options.update(width=_WIDEST)
+    # In a file or a narrow terminal, too: no figure of it may be cut.
+    console.width = max(console.width, Measurement.get(console, wide, table).maximum)
+    console.print(table)
     for text in notes(answer):
         console.print(text, highlight=False, soft_wrap=True)
 

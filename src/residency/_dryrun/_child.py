@@ -22,7 +22,8 @@ import torch
 from residency import sim
 from residency._device import memory_allocated
 from residency._dryrun import _frameworks, _host, _ranks, _sharding
-from residency._dryrun._books import KINDS, Books
+from residency._dryrun._books import KINDS, OTHER, Books
+from residency._dryrun._compiling import Compiling
 from residency._dryrun._levers import Levers
 from residency._dryrun._owners import OwnersOfBlocks
 from residency._dryrun._phases import BACKWARD, Phases
@@ -53,6 +54,7 @@ class Run:
         self._saves = Saves(is_real=settings.is_real)
         self._stopping = Stopping(settings.steps, self._owners.optimizers, _held)
         self._levers = Levers(settings)
+        self._compiling = Compiling()
         self._num_written = (0, 0)  # of the timeline's points and marks
         self._lock = threading.RLock()  # of the books
         self._ended = "running"
@@ -78,6 +80,7 @@ class Run:
             refuse_sources()
         _frameworks.change(self._settings)
         self._levers.start()
+        self._compiling.start()
         before = sys.excepthook
 
         def hook(
@@ -128,10 +131,13 @@ class Run:
         if name.endswith("load"):
             self._stopping.resume()
         with self._lock:
-            self._books.close(name, self._owners.kinds)
+            self._books.close(name, self._kinds)
         self._look_at_host()
         if name.endswith(BACKWARD):
             self._stopping.note_backward()
+
+    def _kinds(self) -> dict[int, str]:
+        return self._owners.kinds() | dict.fromkeys(self._core.blas_workspaces(), OTHER)
 
     @contextmanager
     def _making(self, kind: str, blocks: Iterable[int]) -> Iterator[None]:
@@ -182,7 +188,7 @@ class Run:
         books = self._books
         return {
             "pid": self._pid,
-            "argv": sys.argv,
+            "argv": [*sys.argv, *self._levers.words()],
             "torch": torch.__version__,
             "ended": self._ended,
             "error": self._error,
@@ -210,8 +216,8 @@ class Run:
             "is_real": self._settings.is_real,
             "saved": self._saves.num_bytes,
             "files": self._saves.files,
-            "is_cut": self._stopping.is_ending,
-            "has_compiled": sim.has_compiled(),
+            "is_cut": self._stopping.was_cut,
+            "has_compiled": sim.has_compiled() or self._compiling.is_used,
             "has_no_optimizer": self._stopping.is_by_hand,
             **self._levers.found(),
         }
@@ -234,8 +240,9 @@ def start_child() -> None:
     except ResidencyError as error:
         print(f"residency: the dry run cannot start: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    # The answer has a line for it.
-    warnings.filterwarnings("ignore", message="torch.compile compiles nothing")
+    # The answer has a line for the one, and the other is about hooks of this package.
+    for message in ("torch.compile compiles nothing", "Using `torch.compile.module.` when there"):
+        warnings.filterwarnings("ignore", message=message)
     if torch.distributed.is_available() and not settings.is_real:
         _ranks.be_one_rank(settings.ranks)
     Run(settings).start()

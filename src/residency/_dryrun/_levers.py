@@ -71,6 +71,15 @@ class Levers:
             "libraries": [name for name in _LIBRARIES if name in sys.modules],
         }
 
+    def words(self) -> list[str]:
+        """Returns what the script's command would say for the arguments that it was given."""
+        words = []
+        for name, value in self._settings.arguments.items():
+            if name in self._arguments:
+                flag = str(self._arguments[name]["flag"])
+                words += [flag] if isinstance(value, bool) else [flag, str(value)]
+        return words
+
     def _watch_arguments(self) -> None:
         """Notes the numbers and switches that a parser returns, and gives it others."""
         parsers: Any = argparse.ArgumentParser

@@ -1,8 +1,12 @@
 """What ``--fit`` changes in a script, each on a device on which it fits with that change alone."""
 
+import argparse
 from pathlib import Path
 
 import pytest
+
+from residency._dryrun import RunSettings
+from residency._dryrun._levers import Levers
 
 SCRIPT = Path(__file__).parent / "scripts" / "levers.py"
 # What the script does, MiB beside the context, the change that makes it fit, and a line to add.
@@ -61,3 +65,17 @@ def test_where_nothing_helps_it_is_said_how_much_is_missing(dry_run) -> None:
     assert outcome.answer["fit"] == []
     assert "nothing that is known here" in outcome.errors
     assert "missing still" in outcome.errors
+
+
+def test_the_command_has_the_arguments_that_a_search_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsers = argparse.ArgumentParser
+    monkeypatch.setattr(parsers, "parse_known_args", parsers.parse_known_args)
+    given: dict[str, int | bool] = {"batch_size": 37, "recompute": True, "of_another_script": 1}
+    levers = Levers(RunSettings(folder="", capacity=0, arguments=given))
+    levers.start()
+    parser = parsers()
+    parser.add_argument("-b", "--batch-size", type=int, default=8)
+    parser.add_argument("--recompute", action="store_true")
+    assert parser.parse_args([]).batch_size == 37
+    assert levers.words() == ["--batch-size", "37", "--recompute"]
+    assert vars(parser.parse_args(levers.words())) == {"batch_size": 37, "recompute": True}

@@ -14,6 +14,7 @@ from rich.console import Console
 from residency._cli import main
 from residency._dryrun import print_answer, write_page
 from residency._dryrun._answer import Answer
+from residency._dryrun._launch import _ProgressLine
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -107,6 +108,23 @@ def test_the_table_is_whole_where_the_output_is_no_terminal() -> None:
     (row,) = [line for line in output.getvalue().splitlines() if phase["name"] in line]
     for size in (*sizes, sum(sizes)):
         assert f" {size >> 30:,}.00" in row, row
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_line_of_a_run_names_what_is_tried_and_has_room(tmp_path: Path, monkeypatch) -> None:
+    for columns in (200, 60):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        terminal = Terminal()
+        _ProgressLine(terminal, str(tmp_path), "gradient checkpointing").show()
+        (shown,) = terminal.getvalue().removeprefix("\r\x1b[K").splitlines()
+        whole = "residency: dry run, 0 s: gradient checkpointing: starting"
+        assert shown == whole[: columns - 1]
 
 
 def test_each_key_of_the_answer_that_is_a_size_says_so() -> None:

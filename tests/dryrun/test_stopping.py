@@ -40,6 +40,10 @@ SEEN = {
     "a_long_evaluation": ["evaluate 32", "keep 1000", "save"],
     "evaluations_with_workers": ["evaluate 32", "evaluate 1", "save"],
 }
+EXACT = [
+    *("over_a_loader", "epochs", "accumulation", "accumulation_over_epochs", "no_loader"),
+    *("pairs_of_loaders_over_epochs", "a_progress_bar", "a_stream", "a_generator_as_a_loader"),
+]
 BY_HAND = 20  # passes until they are taken for steps
 RESUMES = 3  # at most: a script that loads in its loop is brought to its end, too
 
@@ -73,11 +77,7 @@ def test_few_steps_are_made(found: dict[str, Any], name: str) -> None:
     assert STEPS <= found[name]["steps"] - by_hand <= rounds * STEPS + 2, found[name]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["over_a_loader", "epochs", "accumulation", "accumulation_over_epochs", "no_loader"]
-    + ["pairs_of_loaders_over_epochs", "a_progress_bar", "a_stream", "a_generator_as_a_loader"],
-)
+@pytest.mark.parametrize("name", EXACT)
 def test_no_step_more_is_made_where_a_loop_can_end(found: dict[str, Any], name: str) -> None:
     assert found[name]["steps"] == STEPS, found[name]
 

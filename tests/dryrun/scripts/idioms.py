@@ -171,7 +171,7 @@ def accumulation_over_epochs():
 
 def pairs_of_loaders_over_epochs():
     for _ in range(STEPS):
-        pairs = zip(HELD_OUT, LOADER)
+        pairs = zip(HELD_OUT, LOADER, strict=False)
         for _, batch in pairs:
             step(batch=batch)
     seen.append("save")

@@ -72,6 +72,7 @@ def answer(*, errors: list[dict[str, Any]]) -> Answer:
     found |= {"ended": "finished", "error": None, "was_interrupted": False, "retries": 0}
     found |= {"host_peak": 0, "pinned_peak": 0, "files": 0, "saved": 0, "out_of_memory": []}
     found |= {"has_compiled": False, "has_no_optimizer": False, "is_cut": False, "is_real": False}
+    found |= {"warnings": []}
     found |= {
         "timeline": [[0, 100 * MIB, 0, 0, 0, 0, 0, 500 * MIB], [1, *at_peak.values(), 500 * MIB]]
     }
@@ -110,6 +111,17 @@ def test_the_table_is_whole_where_the_output_is_no_terminal() -> None:
         assert f" {size >> 30:,}.00" in row, row
 
 
+def test_brackets_of_the_script_are_printed_as_they_are() -> None:
+    error = {"phase": "forward", "step": 1, "line": "train.py:7", "operation": "x[/red]"}
+    error |= {"asked": 200 * MIB, "free": 10 * MIB}
+    given = answer(errors=[error])
+    given.found["warnings"] = ["residency leaves [bold]x[/] as it is"]
+    output = io.StringIO()
+    print_answer(given, Console(file=output))
+    assert "train.py:7 (x[/red])" in output.getvalue()
+    assert "residency leaves [bold]x[/] as it is" in output.getvalue()
+
+
 class Terminal(io.StringIO):
     """A stream that says it is a terminal."""
 
@@ -118,13 +130,14 @@ class Terminal(io.StringIO):
 
 
 def test_the_line_of_a_run_names_what_is_tried_and_has_room(tmp_path: Path, monkeypatch) -> None:
-    for columns in (200, 60):
+    shown = []
+    for columns in (200, 40):
         monkeypatch.setenv("COLUMNS", str(columns))
         terminal = Terminal()
         _ProgressLine(terminal, str(tmp_path), "gradient checkpointing").show()
-        (shown,) = terminal.getvalue().removeprefix("\r\x1b[K").splitlines()
-        whole = "residency: dry run, 0 s: gradient checkpointing: starting"
-        assert shown == whole[: columns - 1]
+        shown.append(terminal.getvalue().removeprefix("\r\x1b[K"))
+    assert shown[0].endswith(" s: gradient checkpointing: starting")
+    assert len(shown[1]) == 39
 
 
 def test_each_key_of_the_answer_that_is_a_size_says_so() -> None:

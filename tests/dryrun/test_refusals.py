@@ -59,6 +59,7 @@ def test_a_traceback_s_place_is_the_innermost_line_of_the_script() -> None:
 
 FAILING = """
 import torch
+import transformers.tokenization_utils_base
 from torch.utils.checkpoint import checkpoint
 from torch.utils.cpp_extension import load_inline
 class Net(torch.nn.Module):
@@ -77,14 +78,22 @@ load_inline("mine", cpp_sources="", cuda_sources="__global__ void f() {}")
 """
 
 
-def test_the_answer_has_one_line_for_each_and_the_traceback_comes_first(dry_run) -> None:
+def test_the_answer_has_one_line_for_each_and_the_traceback_comes_first(dry_run, tmp_path) -> None:
+    (tmp_path / "transformers").mkdir()  # one that a dry run does not know
+    for name in ("__init__.py", "tokenization_utils_base.py"):
+        (tmp_path / "transformers" / name).touch()
     outcome = dry_run(FAILING, options=("--capacity", "2GiB", "--steps", "0"))
     assert outcome.status == 3
     assert outcome.answer["has_compiled"]
     assert outcome.errors.count("torch.compile compiled nothing") == 1
     assert "compiles nothing" not in outcome.errors
+    (warning,) = outcome.answer["warnings"]
+    assert warning.startswith(
+        "residency leaves transformers.tokenization_utils_base as it is: KeyError"
+    )
+    assert outcome.errors.count(warning) == 1
     assert "'mine' is CUDA code" in outcome.answer["error"]
-    assert "script.py:17" in outcome.answer["error"]
+    assert "script.py:18" in outcome.answer["error"]
     assert "by the script's flags" in outcome.answer["error"]
     # The workspaces of cuBLAS are not what a pass made, before the first step as after it.
     assert outcome.answer["steps"] == 1

@@ -6,6 +6,7 @@ import atexit
 import faulthandler
 import itertools
 import json
+import logging
 import os
 import sys
 import threading
@@ -41,6 +42,21 @@ _LOOKS_BETWEEN_FILES = 10  # of what is known so far
 _MOST_ERRORS = 5
 
 
+class _Warnings(logging.Handler):
+    """The keeper of what residency itself warns of: what it could not change, for one."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.exc_info and record.exc_info[1] is not None:
+            text += f": {record.exc_info[1]!r}"
+        if text not in self.texts:
+            self.texts.append(text)
+
+
 class Run:
     """The watch over one process and its script."""
 
@@ -55,6 +71,7 @@ class Run:
         self._stopping = Stopping(settings.steps, self._owners.optimizers, _held)
         self._levers = Levers(settings)
         self._compiling = Compiling()
+        self._warnings = _Warnings()
         self._num_written = (0, 0)  # of the timeline's points and marks
         self._lock = threading.RLock()  # of the books
         self._ended = "running"
@@ -68,6 +85,7 @@ class Run:
 
     def start(self) -> None:
         """Watches the process from now on, to its end."""
+        logging.getLogger("residency").addHandler(self._warnings)
         self._core.keep_journal(True)
         self._core.attach_observer(self._note_out_of_memory)
         self._owners.start()
@@ -219,6 +237,7 @@ class Run:
             "is_cut": self._stopping.was_cut,
             "has_compiled": sim.has_compiled() or self._compiling.is_used,
             "has_no_optimizer": self._stopping.is_by_hand,
+            "warnings": self._warnings.texts,
             **self._levers.found(),
         }
 

@@ -44,7 +44,7 @@ class EnoughSeen(SystemExit):
 
 
 class _AfterTheEnd:
-    """What a loader gives after the training: to whom is asked for with the first batch."""
+    """The batches of a loader after the training: who asks for the first decides what they are."""
 
     def __init__(self, choose: Callable[[FrameType], Iterator[Any]]) -> None:
         self._choose = choose

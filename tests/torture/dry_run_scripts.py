@@ -325,6 +325,7 @@ class Script:
             state = "{'model': model.state_dict(), 'optimizer': optimizer.state_dict()}"
             yield f"state = {'copy.deepcopy(' + state + ')' if self.clones else state}"
             yield "torch.save(state, 'last.pt')"
+            yield "RECORD['size'] = os.path.getsize('last.pt')"
             yield "del state"
         if self.resume:
             where = "'cpu'" if self.resume == "host" else "device"
@@ -350,7 +351,7 @@ class Script:
 
 
 RECORD = """
-RECORD = {"phases": {}, "peak": 0, "reserved": 0, "line": None}
+RECORD = {"phases": {}, "peak": 0, "reserved": 0, "line": None, "size": 0}
 
 
 def mark(name=None):

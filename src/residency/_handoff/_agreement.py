@@ -68,7 +68,10 @@ def agree(group: Any, device: torch.device, missing: int, *, seconds: float) -> 
             f"rank {rank} {'failed' if n == FAILED else 'lacks ' + format_bytes(n)}"
             for rank, n in short.items()
         )
-        raise HandOffError(f"Other ranks of the group could not do their part: {ranks}.")
+        raise HandOffError(
+            f"Other ranks of the group could not do their part: {ranks}. Mend what their own "
+            "errors name, then call hand_off again on all ranks."
+        )
     if not any(figures):
         _gather(group, device, 0, seconds)  # [Note: a late rank]
 
@@ -97,5 +100,7 @@ def _gather(group: Any, device: torch.device, figure: int, seconds: float) -> li
             raise
         _given_up.append(group)
         first_line = str(error).partition("\n")[0]
-        raise HandOffError(f"A rank of the group is gone: {first_line}") from error
+        raise HandOffError(
+            f"A rank of the group is gone: {first_line}. End all ranks and start again."
+        ) from error
     return [int(tensor.item()) for tensor in all_of_them]

@@ -211,7 +211,10 @@ class Link:
     def _read_line(self, deadline: Deadline) -> bytes:
         while b"\n" not in self._received:
             if len(self._received) > _LONGEST_LINE:
-                raise HandOffError(f"The process at the other end of {self._path} sends no lines.")
+                raise HandOffError(
+                    f"The process at the other end of {self._path} sends no lines, so that it is "
+                    "not one of residency. Give both sides a path of their own."
+                )
             self._connection.settimeout(max(deadline.left, 1e-3))
             try:
                 piece = self._connection.recv(4096)
@@ -312,7 +315,8 @@ def await_taker(path: Path, deadline: Deadline) -> tuple[Link, int]:
         need, pid = message.get("need"), message.get("pid")
         if isinstance(need, bool) or not isinstance(need, int) or not 0 <= need < _MOST_BYTES:
             raise HandOffError(
-                f"The process at the other end of {path} needs {str(need)[:40]} bytes."
+                f"The process at the other end of {path} needs {str(need)[:40]} bytes, which is no "
+                "number of bytes. Use the same version of residency on both sides."
             )
         link.pid = pid if isinstance(pid, int) else None
         _takers.drop(path)  # of the process that had the device before this one
@@ -328,7 +332,10 @@ def _accepted(path: Path, deadline: Deadline) -> socket.socket:
         try:
             listener.bind(os.fspath(path))
         except OSError as error:
-            raise HandOffError(f"{path} cannot be listened at: {error}.") from error
+            raise HandOffError(
+                f"{path} cannot be listened at: {error}. Use a short path in a directory that you "
+                "may write."
+            ) from error
         try:
             path.chmod(0o600)  # nobody can connect before listen()
             listener.listen(1)
@@ -417,7 +424,9 @@ def _sole_listener(path: Path) -> Iterator[None]:
         # Of an object that closes it, whatever comes before the next line.
         file = os.fdopen(os.open(place, flags, 0o600), "rb", buffering=0)
     except OSError as error:
-        raise HandOffError(f"{place} cannot be locked: {error}.") from error
+        raise HandOffError(
+            f"{place} cannot be locked: {error}. Use a path in a directory that you may write."
+        ) from error
     with file:
         lock = file.fileno()
         try:

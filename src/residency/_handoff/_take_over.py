@@ -128,11 +128,15 @@ def _taken_over(
 def _require_free(device: torch.device, need: int) -> int:
     room = _device.device_room(device)
     if room is None:
-        raise HandOffError(f"{device} does not tell its free bytes: nothing can be proven.")
+        raise HandOffError(
+            f"{device} does not report its free bytes, so that nothing can be proven. Use a device "
+            "whose driver reports free memory."
+        )
     if room[0] < need:
         raise HandOffError(
             f"The other process freed {format_bytes(need)} on {device}, and "
-            f"{format_bytes(room[0])} are free: a third one takes them, or it means another device."
+            f"{format_bytes(room[0])} are free: a third process takes them, or the other one means "
+            "another device. End the third process, or give both sides the same device."
         )
     return room[0]
 

@@ -46,7 +46,7 @@ class Settings:
     model: ModelShape = field(default_factory=ModelShape)
 
     def __post_init__(self) -> None:
-        """Refuses counts that mean nothing."""
+        """Refuses counts that are too small."""
         least = {"num_steps": 2, "num_rows": 1, "num_columns": 1, "bucket_bytes": 1, "num_slots": 1}
         for name, smallest in least.items():
             value = getattr(self, name)

@@ -27,7 +27,7 @@ def check_group(group: object) -> Any:
     """Returns a process group that this process is a rank of, or None.
 
     Raises:
-        InvalidArgumentError: It is none.
+        InvalidArgumentError: The group is not one, or this process is none of its ranks.
     """
     if group is None:
         return None

@@ -68,7 +68,7 @@ def check_timeout(timeout: float) -> float:
     """Returns a timeout in seconds.
 
     Raises:
-        InvalidArgumentError: It is none.
+        InvalidArgumentError: The timeout is not a number of seconds in range.
     """
     if (
         isinstance(timeout, bool)
@@ -85,7 +85,7 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     """Returns the path of a socket.
 
     Raises:
-        InvalidArgumentError: It cannot be one.
+        InvalidArgumentError: The path cannot be that of a socket.
     """
     place = Path(path)
     if len(os.fsencode(place)) > _LONGEST_PATH:
@@ -304,8 +304,8 @@ def await_taker(path: Path, deadline: Deadline) -> tuple[Link, int]:
         The connection, and the bytes that the other side needs.
 
     Raises:
-        HandOffError: Nobody came in time, another process listens there, or what came means
-            nothing.
+        HandOffError: Nobody came in time, another process listens there, or the message is
+            invalid.
     """
     connection: socket.socket | None = None
     try:
@@ -418,7 +418,7 @@ def ask_for_device(path: Path, need: int, deadline: Deadline) -> Link:
 @contextmanager
 def _sole_listener(path: Path) -> Iterator[None]:
     """Makes this process the one that listens at a path, and removes what a killed one left."""
-    place = path.with_name(f"{path.name}.lock")  # stays, and means nothing
+    place = path.with_name(f"{path.name}.lock")  # stays; only its lock counts
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         # Of an object that closes it, whatever comes before the next line.

@@ -83,7 +83,7 @@ def take_over(
     Raises:
         HandOffError: Nobody hands the device over in time, the other process ended or could not
             make the room, or a third one took it meanwhile.
-        InvalidArgumentError: The size or the path means nothing, or there is no such accelerator.
+        InvalidArgumentError: The size or the path is invalid, or there is no such accelerator.
     """
     num_bytes = parse_bytes(need, name="need")
     return _taken_over(num_bytes, check_path(peer), device, check_timeout(timeout))

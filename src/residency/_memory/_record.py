@@ -53,7 +53,7 @@ def record(
 
     Raises:
         InvalidArgumentError: The path cannot be written, a file is there that is no record, or
-            ``peaks`` means nothing.
+            ``peaks`` is invalid.
         RefusedError: Another block records this process already.
 
     Memory:

@@ -62,7 +62,7 @@ def park(
         reads follow when it has seen its copies done.
 
     Raises:
-        InvalidArgumentError: An argument means nothing.
+        InvalidArgumentError: An argument is invalid.
         RefusedError: It is on the host, or was parked with another owner, is on several devices,
             has a tensor that cannot be moved, or the host has no room. Nothing moved.
 

@@ -1,4 +1,4 @@
-"""What a case may be told; the defaults fit three minutes on two cores."""
+"""The settings of a case; the defaults fit three minutes on two cores."""
 
 from __future__ import annotations
 

@@ -4,14 +4,14 @@ Invariant: bytes go into a home only through ``Homes.fill``, a copy home of the 
 and never while a save reads them.
 
 [Note: what callers hold] A caller who reads a state gets a tensor over its home's bytes with a
-storage of its own, the shown one. It is the live state, as without an offload: he may keep it and
-views of it, read and write them. So a step that finds one alive, at its begin or its end, waits for
-its copies home before it returns; one that nobody looks at does not wait. Assignments follow the
-tensors, too: a shown one that is assigned to another key takes its home along, and a home that is
-held, or has two entries, is never filled with another's bytes. Where a caller gives a shown tensor
-other memory (``.data =``, ``set_``, ``share_memory_``), that is the home from then on. Such memory
-is known for as long as anybody has it, also while no entry does, as within an exchange of two
-entries.
+storage of its own, the shown one. It is the live state, as without an offload: the caller may keep
+it and views of it, read and write them. So a step that finds one alive, at its begin or its end,
+waits for its copies home before it returns; one that nobody looks at does not wait. Assignments
+follow the tensors, too: a shown one that is assigned to another key takes its home along, and a
+home that is held, or has two entries, is never filled with another's bytes. Where a caller gives a
+shown tensor other memory (``.data =``, ``set_``, ``share_memory_``), that is the home from then on.
+Such memory is known for as long as anybody has it, also while no entry does, as within an exchange
+of two entries.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Home:
         num_entries: How many keys of the state have it.
         is_callers: Whether the memory is a caller's, who may read and write it at any time.
         moved_to: The home in its place, where a caller has replaced the memory.
-        views: References that live as long as a caller holds what he was shown, or a view of it.
+        views: References that live as long as a caller holds the shown tensor, or a view of it.
         num_writes: How often callers wrote to tensors that they were shown and let go of.
         is_watched: Whether a save that keeps the bytes for good finds out when callers write.
     """
@@ -265,7 +265,7 @@ class Homes:
         return made
 
     def over(self, value: Tensor) -> Home:
-        """Makes a home of a caller's own host memory, which he goes on to see and to write."""
+        """Makes a home of a caller's own host memory, which the caller still reads and writes."""
         self.version += 1
         self.has_aliases = True
         tensor = local_of(value).detach()
@@ -297,7 +297,7 @@ class Homes:
             home.move_to(self.over(shown))
 
     def show(self, home: Home) -> Tensor:
-        """Returns what a caller sees of a home: the same tensor for as long as he keeps it."""
+        """Returns what a caller sees of a home: the same tensor while the caller keeps it."""
         shown = self._shown.get(home)
         if shown is None and home.tensor.numel() and not home.is_callers:
             with callers_modes_off():
@@ -390,7 +390,7 @@ class Homes:
 
     @property
     def is_shown(self) -> bool:
-        """Whether a caller has looked at the state since a step found him gone."""
+        """Whether a caller has looked at the state since a step found that tensor gone."""
         return bool(self._shown)
 
     def fence(self) -> None:
@@ -413,7 +413,7 @@ class Homes:
             self._shown.pop(home, None)
 
     def is_written(self, home: Home) -> bool:
-        """Returns whether a caller has written to what he was shown since the last step."""
+        """Returns whether a caller has written to the shown tensor since the last step."""
         shown = self._shown.get(home)
         return shown is not None and local_of(shown)._version > 0
 
@@ -434,7 +434,7 @@ class Homes:
     def is_held(self, home: Home) -> bool:
         """Returns whether a caller can reach a home's bytes without a new look at the state.
 
-        The tensor that he was shown is let go of, and lives on only where he has it.
+        The shown tensor is let go of, and lives on only where the caller has it.
         """
         if home.is_callers:
             return True

@@ -33,6 +33,7 @@ KINDS = [
     [
         (("--capacity", "24GB"), "'24GiB'"),
         (("--capacity", "24g"), "'24GiB'"),
+        (("--capacity", "24"), "'24GiB' or '24B'"),
         (("--device", "voodoo2"), "rtx4090"),
         (("--capacity", "1GiB", "--fit", "--largest", "batch"), "not allowed with"),
         (("--capacity", "1GiB", "--html", "{folder}"), "Is a directory"),

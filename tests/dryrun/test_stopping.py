@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from limits import WORKER_SECONDS
 
 IDIOMS = Path(__file__).parent / "scripts" / "idioms.py"
 STEPS = 2
@@ -51,7 +52,9 @@ RESUMES = 3  # at most: a script that loads in its loop is brought to its end, t
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     command = [sys.executable, str(IDIOMS)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=WORKER_SECONDS, check=False
+    )
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     return {each["name"]: each for each in lines}

@@ -189,6 +189,21 @@ def all_gather() -> None:
 
 
 @case
+def values_are_moved_between_tensors_of_other_shapes_as_by_nccl() -> None:
+    source = values().to(DEVICE).view(2, -1)
+    flat, square = (torch.empty(shape, device=DEVICE) for shape in ((2 * SIZE,), (4, SIZE // 2)))
+    for whole in (flat, square):
+        dist.all_gather_into_tensor(whole, source)
+    listed = [torch.empty(SIZE) for _ in range(2)]
+    dist.all_gather(listed, values())
+    assert torch.equal(flat.cpu(), torch.cat(listed))
+    assert torch.equal(square.cpu().flatten(), flat.cpu())
+    part = torch.empty(SIZE // 2, device=DEVICE)
+    dist.reduce_scatter_tensor(part, source)
+    assert torch.equal(part.cpu(), sum(listed).chunk(2)[rank()])
+
+
+@case
 def gather_and_scatter() -> None:
     def run(device: str) -> list[torch.Tensor]:
         source = values().to(device)

@@ -194,7 +194,7 @@ def judge_peaks(chance: random.Random, path: Path) -> None:
     assert lasting(real) == lasting(dry | {"is_real": True})
     check_files(folder, real, record, script)
 
-    exact = folder.dry_run("--capacity", str(dry["needed_bytes"]), *steps, status=0)
+    exact = folder.dry_run("--capacity", f"{dry['needed_bytes']}B", *steps, status=0)
     check_schema(exact)
     folder.records()
     assert exact["headroom_bytes"] == 0

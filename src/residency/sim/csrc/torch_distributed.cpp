@@ -86,6 +86,11 @@ class Scaling {
   double factor_ = 1.0;
 };
 
+// NCCL moves values, in whatever shapes they stand on the two sides; Gloo compares these.
+Tensor in_one_row(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor.view({-1}) : tensor;
+}
+
 struct Collective {
   OpType type;
   const char* name;
@@ -294,7 +299,9 @@ class Simccl final : public c10d::Backend {
                    [gloo = gloo_, to = hosts.of(outputs), from = hosts.of(inputs), options,
                     scaling]() mutable {
                      for (size_t i = 0; i < to.size(); i++) {
-                       gloo->_reduce_scatter_base(to[i], from[i], options)->wait();
+                       Tensor output = in_one_row(to[i]);
+                       Tensor input = in_one_row(from[i]);
+                       gloo->_reduce_scatter_base(output, input, options)->wait();
                        scaling.apply(to[i]);
                      }
                    });
@@ -307,7 +314,9 @@ class Simccl final : public c10d::Backend {
         {type, "all_gather", options.asyncOp, inputs, outputs},
         [gloo = gloo_, to = hosts.of(outputs), from = hosts.of(inputs), options]() mutable {
           for (size_t i = 0; i < to.size(); i++) {
-            gloo->_allgather_base(to[i], from[i], options)->wait();
+            Tensor output = in_one_row(to[i]);
+            Tensor input = in_one_row(from[i]);
+            gloo->_allgather_base(output, input, options)->wait();
           }
         });
   }

@@ -100,6 +100,16 @@ def all_reduce_average() -> None:
 
 
 @case
+def sums_of_multiples() -> None:
+    summed = values()
+    dist.all_reduce(summed)
+    for factor in (0.5, 1.0, torch.full((1,), 2.0, device=DEVICE)):
+        scaled = values().to(DEVICE)
+        dist.all_reduce(scaled, op=dist._make_nccl_premul_sum(factor))
+        assert torch.equal(scaled.cpu(), summed * float(factor))
+
+
+@case
 def all_reduce_coalesced() -> None:
     tensors = [values(seed=seed).to(DEVICE) for seed in range(3)]
     expected = [values(seed=seed) for seed in range(3)]
@@ -186,6 +196,19 @@ def all_gather() -> None:
         return [*listed, whole, in_place]
 
     same_on_both(run)
+
+
+@case
+def only_the_count_of_what_is_gathered_or_scattered_matters() -> None:
+    numbers = torch.empty(2, device=DEVICE)
+    dist.all_gather_into_tensor(numbers, torch.tensor(rank() + 1.0, device=DEVICE))
+    assert numbers.tolist() == [1.0, 2.0]
+    stacked = torch.empty(2, 3, 4, device=DEVICE)
+    dist.all_gather_into_tensor(stacked, torch.full((12,), rank() + 1.0, device=DEVICE))
+    assert stacked.sum((1, 2)).tolist() == [12.0, 24.0]
+    number = torch.empty((), device=DEVICE)
+    dist.reduce_scatter_tensor(number, numbers)
+    assert number.item() == 2 * (rank() + 1.0)
 
 
 @case

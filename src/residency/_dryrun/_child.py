@@ -53,7 +53,7 @@ class Run:
         self._saves = Saves(is_real=settings.is_real)
         self._stopping = Stopping(settings.steps, self._owners.optimizers, _held)
         self._levers = Levers(settings)
-        self._num_written = (0, 0)  # of the timeline's points and marks
+        self._num_written = (0, 0, 0)  # of the timeline's points, marks and owners
         self._lock = threading.RLock()  # of the books
         self._ended = "running"
         self._error: str | None = None
@@ -168,10 +168,10 @@ class Run:
         timeline has got since to the end of its own.
         """
         with self._lock:
-            points, marks = self._num_written
-            timeline, ends = self._books.timeline, self._books.marks
-            news = (timeline[points:], ends[marks:])
-            self._num_written = (len(timeline), len(ends))
+            books = self._books
+            known = (books.timeline, books.marks, books.owned)
+            news = [each[num:] for each, num in zip(known, self._num_written, strict=True)]
+            self._num_written = (len(books.timeline), len(books.marks), len(books.owned))
             with self._file.with_suffix(".timeline").open("a") as file:
                 file.write(json.dumps(news) + "\n")
             partial = self._file.with_suffix(".partial")

@@ -43,6 +43,12 @@ class Hosts {
     for (const Tensor& tensor : tensors) hosts.push_back(of(tensor));
     return hosts;
   }
+  // NCCL counts numbers, whatever shapes a gathered tensor and its parts have; gloo compares these.
+  Tensors flat(const Tensors& tensors) {
+    Tensors hosts;
+    for (const Tensor& tensor : tensors) hosts.push_back(of(tensor).view({-1}));
+    return hosts;
+  }
   Lists of(const Lists& lists) {
     Lists hosts;
     for (const Tensors& list : lists) hosts.push_back(of(list));
@@ -59,13 +65,15 @@ class Scaling {
   template <class Options>
   Scaling(Options& options, int num_ranks) {
     c10d::ReduceOp& op = options.reduceOp;
-    if (op == c10d::ReduceOp::AVG) divisor_ = num_ranks;
-    if (op == c10d::ReduceOp::PREMUL_SUM) {
+    const bool averages = op == c10d::ReduceOp::AVG;
+    const bool multiplies = op == c10d::ReduceOp::PREMUL_SUM;
+    if (averages) divisor_ = num_ranks;
+    if (multiplies) {
       const auto* premul = static_cast<c10d::RESIDENCY_PREMUL_SUM*>(op.supplement_.get());
       factor_ = premul->tensor_factor.defined() ? premul->tensor_factor.item<double>()
                                                 : premul->double_factor;
     }
-    if (divisor_ != 1 || factor_ != 1.0) op = c10d::ReduceOp::SUM;
+    if (averages || multiplies) op = c10d::ReduceOp::SUM;  // by 1, too
   }
   void apply(const Tensor& sum) const {
     if (divisor_ == 1 && factor_ == 1.0) return;
@@ -291,7 +299,7 @@ class Simccl final : public c10d::Backend {
     const Scaling scaling(options, getSize());
     Hosts hosts;
     return collect({type, "reduce_scatter", options.asyncOp, inputs, outputs},
-                   [gloo = gloo_, to = hosts.of(outputs), from = hosts.of(inputs), options,
+                   [gloo = gloo_, to = hosts.flat(outputs), from = hosts.flat(inputs), options,
                     scaling]() mutable {
                      for (size_t i = 0; i < to.size(); i++) {
                        gloo->_reduce_scatter_base(to[i], from[i], options)->wait();
@@ -305,7 +313,7 @@ class Simccl final : public c10d::Backend {
     Hosts hosts;
     return collect(
         {type, "all_gather", options.asyncOp, inputs, outputs},
-        [gloo = gloo_, to = hosts.of(outputs), from = hosts.of(inputs), options]() mutable {
+        [gloo = gloo_, to = hosts.flat(outputs), from = hosts.flat(inputs), options]() mutable {
           for (size_t i = 0; i < to.size(); i++) {
             gloo->_allgather_base(to[i], from[i], options)->wait();
           }

@@ -61,9 +61,8 @@ torture: $(STAMP)
 		python -m pytest -m "" -n $(JOBS) --dist loadfile tests/torture $(TEST_ARGS)
 
 # The second tier, and no test of the first: frameworks, the demo's cases, work in another order, and
-# every operator, module and optimizer of torch over the simulated accelerator. Long runs are judged by
-# `make torture` alone: they bound the memory of their process, which other tests would have filled. So
-# are dry runs of random scripts: minutes for each seed.
+# every operator, module and optimizer of torch over the simulated accelerator. Long runs and dry runs
+# of random scripts take minutes for each seed: `make torture` alone judges them.
 test-all: $(STAMP)
 	$(RUN) TORTURE_FROM=$(TORTURE_FROM) python -m pytest --timeout=300 -m whole -n $(JOBS) \
 		--dist loadfile --ignore tests/torture/test_long_runs.py --ignore tests/torture/test_dry_runs.py $(TEST_ARGS)

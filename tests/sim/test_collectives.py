@@ -7,15 +7,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from limits import WORKER_SECONDS
-
-from residency import sim
+from ranks import run_ranks
 
 pytestmark = [pytest.mark.sim, pytest.mark.whole]
 
@@ -32,35 +27,9 @@ def _cases(decorator: str) -> list[str]:
 Outcomes = list[dict[str, str]]
 
 
-def _run_ranks(folder: Path, *arguments: str, num_ranks: int = RANKS) -> list[str]:
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
-    source = str(Path(sim.__file__).parents[2])
-    environment["PYTHONPATH"] = os.pathsep.join([source, environment.get("PYTHONPATH", "")])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *arguments[:1], str(rank), *arguments[1:], str(folder)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
-    outputs = []
-    try:
-        for process in ranks:
-            outputs.append(process.communicate(timeout=WORKER_SECONDS)[0])
-            assert process.returncode == 0, outputs[-1]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    return outputs
-
-
 def _outcomes(folder: Path, settings: str, num_ranks: int) -> Outcomes:
-    arguments = [str(WORKER), *settings.split(), str(num_ranks)]
-    _run_ranks(folder, *arguments, num_ranks=num_ranks)
+    more = [*settings.split(), num_ranks, folder]
+    run_ranks([[WORKER, rank, *more] for rank in range(num_ranks)], folder)
     files = [folder / f"outcomes{rank}.json" for rank in range(num_ranks)]
     return [json.loads(file.read_text()) for file in files]
 
@@ -120,4 +89,4 @@ dist.all_reduce(tensor, async_op=True)
 {end}
 """
     )
-    _run_ranks(tmp_path, str(script))
+    run_ranks([[script, rank, tmp_path] for rank in range(RANKS)], tmp_path)

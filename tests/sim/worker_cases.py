@@ -6,9 +6,6 @@ import ast
 import gc
 import importlib
 import json
-import os
-import subprocess
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Container
@@ -20,7 +17,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-import residency
 from residency import sim
 from residency.testing import simulated_device_type, tested_device_type
 
@@ -242,27 +238,9 @@ def run_phase(
     Returns:
         What became of every case, for each rank but those that are killed.
     """
-    from limits import WORKER_SECONDS  # tests find it, and the workers that import this file do not
+    from ranks import run_ranks  # tests find it, and the workers that import this file do not
 
-    source = str(Path(residency.__file__).parents[1])
-    path = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(worker), str(rank), str(num_ranks), phase, str(folder)],
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
-    try:
-        for rank, process in enumerate(processes):
-            output = process.communicate(timeout=WORKER_SECONDS)[0]
-            assert process.returncode == (-9 if rank in killed else 0), output
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    scripts = [[worker, rank, num_ranks, phase, folder] for rank in range(num_ranks)]
+    run_ranks(scripts, folder, killed=killed)
     files = [folder / f"{phase}{rank}.json" for rank in range(num_ranks) if rank not in killed]
     return [json.loads(file.read_text()) for file in files]

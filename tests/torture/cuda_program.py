@@ -14,9 +14,9 @@ from typing import Any
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU of this machine is not to be seen
 
-import kill_program
 import torch
 from cuda_bench import MIB, Actions, fails, in_a_fork, on_thread
+from warm_process import Log, serve
 
 from residency import sim
 
@@ -98,7 +98,7 @@ USING: dict[str, Callable[[], Any]] = {
 }
 
 
-def contexts(request: dict[str, Any], log: kill_program.Log) -> None:
+def contexts(request: dict[str, Any], log: Log) -> None:
     """Takes what makes a context and what makes none, in any order.
 
     It forks, or a neighbour sees what it has taken: processes that share do not fork.
@@ -325,7 +325,7 @@ class Devices(Actions):
         self.check()
 
 
-def devices(request: dict[str, Any], log: kill_program.Log) -> None:
+def devices(request: dict[str, Any], log: Log) -> None:
     program = Devices(request["seed"])
     with program.told():
         for _ in range(12):
@@ -338,7 +338,7 @@ if __name__ == "__main__":
     from cuda_random_program import generators
     from cuda_stream_program import inputs, lost_devices, streams
 
-    kill_program.serve(
+    serve(
         {
             "captures": captures,
             "contexts": contexts,

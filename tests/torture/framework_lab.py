@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy
 import torch
-from kill_program import Log
 from random_states import bits, differing, digest
+from warm_process import Log
 
 Round = Callable[[random.Random, Path, Log], None]
 

@@ -1,7 +1,7 @@
 """A warm process that has imported real frameworks and used no device, and forks for each round.
 
-``kill_program.py`` says how it is asked. In a fork the simulator stands in CUDA's place, its work
-late or overtaking, and in half of the rounds its races are checked.
+In a fork the simulator stands in CUDA's place, its work late or overtaking, and in half of the
+rounds its races are checked.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import kill_program
 import torch
 from framework_lab import Round
-from kill_program import Log
 from lightning_rounds import lightning_round
 from trainer_rounds import accelerate_round, trainer_round
+from warm_process import Log, serve
 
 from residency import sim
 
@@ -42,4 +41,4 @@ def task(play: Round) -> Callable[[dict[str, Any], Log], None]:
 if __name__ == "__main__":
     rounds = {"lightning": lightning_round, "trainer": trainer_round}
     rounds["accelerate"] = accelerate_round
-    kill_program.serve({name: task(play) for name, play in rounds.items()})
+    serve({name: task(play) for name, play in rounds.items()})

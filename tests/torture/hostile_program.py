@@ -1,6 +1,6 @@
 """Lets every public reader read hostile files, and measures what that does.
 
-Runs in a fork of a warm process, as ``kill_program.py`` says, which can be ended where it hangs.
+Runs in a fork of a warm process, which can be ended where it hangs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ import kill_program
 import torch
 import torch.distributed.checkpoint as dcp
 from hostile_files import change, small_net, write_foreign
-from kill_program import Log, digest
+from kill_program import digest
 from torch.distributed.checkpoint.api import CheckpointException
+from warm_process import Log, serve
 
 import residency
 from residency.integrations.dcp import ResidencyStorageReader
@@ -305,4 +306,4 @@ def read_hostile(request: dict[str, Any], log: Log) -> None:
 
 
 if __name__ == "__main__":
-    kill_program.serve({"read": read_hostile})
+    serve({"read": read_hostile})

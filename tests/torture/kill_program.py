@@ -1,17 +1,10 @@
-"""A warm process that forks programs to be killed, and what those programs do.
-
-It has imported torch and used no device, so that each fork may enable one of its own in
-milliseconds. A request is a line of JSON on its standard input, the answer a number in a line:
-the process that was forked, or the exit status of one that ended. A program tells what it did in
-a log, line by line; what it has written is there after a kill, since the kernel has it.
-"""
+"""Programs that are killed, as tasks of a warm process: each logs a digest before every save."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import hashlib
-import json
 import os
 import random
 import runpy
@@ -19,16 +12,14 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo  # torch imports these two at a first step
 import torch.distributed.checkpoint
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from random_states import bits, digest
+from torch import nn
+from warm_process import Log, Task, serve
 
 import residency
 from residency import sim
@@ -48,16 +39,6 @@ SCHEDULERS: list[Callable[[torch.optim.Optimizer], Any]] = [
     lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
     lambda o: torch.optim.lr_scheduler.LinearLR(o, total_iters=7),
 ]
-
-
-class Log:
-    """Appends events to a file, a line each, in one system call."""
-
-    def __init__(self, path: str) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-
-    def __call__(self, event: str, **more: Any) -> None:
-        os.write(self._file, json.dumps({"event": event, **more}).encode() + b"\n")
 
 
 class Training:
@@ -289,7 +270,6 @@ def command(request: dict[str, Any], log: Log) -> None:
     runpy.run_module("residency", run_name="__main__", alter_sys=True)
 
 
-Task = Callable[[dict[str, Any], Log], None]
 TASKS: dict[str, Task] = {
     "reference": reference,
     "train": train,
@@ -298,36 +278,6 @@ TASKS: dict[str, Task] = {
     "engine": engine,
     "command": command,
 }
-
-
-def become(request: dict[str, Any]) -> None:
-    """Ends the inheritance of a fork: its own output, and no input."""
-    output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(output, 1)
-    errors = os.open(request["errors"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(errors, 2)
-
-
-def serve(tasks: dict[str, Task]) -> None:
-    """Answers requests until there are no more; a fork returns when its task is over."""
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    gc.collect()
-    gc.freeze()
-    print(os.getpid(), flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "reap" in request:
-            answer = os.waitpid(request["reap"], 0)[1]
-        else:
-            answer = os.fork()
-            if not answer:
-                become(request)
-                tasks[request["task"]](request, Log(request["log"]))
-                return
-        print(answer, flush=True)
 
 
 if __name__ == "__main__":

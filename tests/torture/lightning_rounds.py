@@ -20,12 +20,12 @@ from framework_lab import (
     optimizer_picture,
     random_states,
 )
-from kill_program import Log
 from lightning.pytorch import callbacks as stock_callbacks
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from random_states import digest
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from warm_process import Log
 
 import residency
 from residency import sim

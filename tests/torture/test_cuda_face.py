@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.torture.test_kills import Server
+from warm_process import Server
 
 Judge = Callable[[random.Random], None]
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.torture.test_kills import Server
+from warm_process import Server
 
 pytestmark = pytest.mark.sim
 

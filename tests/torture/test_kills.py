@@ -10,11 +10,8 @@ from __future__ import annotations
 import json
 import os
 import random
-import select
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,97 +19,14 @@ from typing import Any
 
 import pytest
 from random_states import check_format
+from warm_process import Running, Server
 
 Judge = Callable[[random.Random], None]
 Torture = Callable[[Judge], None]
 
 PROGRAM = Path(__file__).parent / "kill_program.py"
 SAVE_SECONDS = 0.06  # about what a save of this program takes; kills are uniform over it
-HANG_SECONDS = 600.0  # a machine may be busy with much else
 SOON_SECONDS = 300.0  # half of what the sides of a hand-off wait for each other
-
-
-class Running:
-    """A forked program: its log, and its end."""
-
-    def __init__(self, server: Server, pid: int, base: Path) -> None:
-        self.pid, self._server = pid, server
-        self.log, self.output, self.errors = (
-            base.with_suffix(kind) for kind in (".log", ".output", ".errors")
-        )
-        self._end = os.pidfd_open(pid)
-        self.status: int | None = None
-
-    def events(self) -> list[dict[str, Any]]:
-        if not self.log.exists():
-            return []
-        lines = self.log.read_bytes().split(b"\n")[:-1]
-        return [json.loads(line) for line in lines]
-
-    def is_over(self, seconds: float = 0.0) -> bool:
-        return bool(select.select([self._end], [], [], seconds)[0])
-
-    def send(self, number: int) -> None:
-        signal.pidfd_send_signal(self._end, number)
-
-    def said(self) -> str:
-        return self.output.read_text() + self.errors.read_text()
-
-    def end(self, seconds: float = HANG_SECONDS) -> int:
-        """Waits until it ended; returns its status, which is negative for a signal's number."""
-        if self.status is None:
-            is_over = self.is_over(seconds)
-            if not is_over:
-                self.send(signal.SIGABRT)
-                self.is_over(10.0)
-                self.send(signal.SIGKILL)
-            self.status = os.waitstatus_to_exitcode(self._server.ask({"reap": self.pid}))
-            os.close(self._end)
-            assert is_over, f"no end after {seconds} s: {self.said()} {self.events()[-5:]}"
-        return self.status
-
-
-class Server:
-    """The warm process, and requests to it."""
-
-    def __init__(self, folder: Path, program: Path) -> None:
-        self._folder = folder
-        self._count = 0
-        self._process = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", str(program)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._answer()
-
-    def _answer(self) -> int:
-        assert self._process.stdout is not None
-        return int(self._process.stdout.readline())
-
-    def ask(self, request: dict[str, Any]) -> int:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def start(self, task: str, **request: Any) -> Running:
-        self._count += 1
-        base = self._folder / str(self._count)
-        named = {kind: f"{base}.{kind}" for kind in ("log", "output", "errors")}
-        return Running(self, self.ask(request | named | {"task": task}), base)
-
-    def run(self, task: str, **request: Any) -> Running:
-        running = self.start(task, **request)
-        running.end()
-        return running
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(HANG_SECONDS)
-        self._process.stdout.close()
 
 
 @pytest.fixture(scope="module")

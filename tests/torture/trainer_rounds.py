@@ -24,10 +24,10 @@ from framework_lab import (
     optimizer_picture,
     random_states,
 )
-from kill_program import Log
 from random_states import digest
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
+from warm_process import Log
 
 import residency
 from residency import sim

@@ -35,7 +35,9 @@ def add_parser(
 ) -> None:
     """Adds the verb to the command line, with the options that all verbs have in common."""
     parser = verbs.add_parser(
-        "checkpoint", help="list, verify or prune the saves of a checkpoint directory"
+        "checkpoint",
+        help="list, verify or prune the saves of a checkpoint directory",
+        description="Lists, verifies or prunes the saves that a residency.Checkpointer wrote.",
     )
     tasks = parser.add_subparsers(title="tasks", metavar="TASK", required=True)
 
@@ -59,8 +61,8 @@ def add_parser(
     prune = add_task("prune", _prune, "Remove saves; the newest one always stays.")
     prune.add_argument("--keep", type=int, metavar="N", help="keep the newest N")
     prune.add_argument("--best", type=int, default=0, metavar="K", help="keep the K best, too")
-    prune.add_argument("--metric", metavar="NAME", help="what makes a save good; less is better")
-    prune.add_argument("--greatest", action="store_true", help="more of the metric is better")
+    prune.add_argument("--metric", metavar="NAME", help="metric to rank saves by: the lowest is the best")
+    prune.add_argument("--greatest", action="store_true", help="the highest is the best")
     prune.add_argument("--dry-run", action="store_true", help="remove nothing, say what would be")
 
 

@@ -57,7 +57,7 @@ def add_parser(
     )  # fmt: skip
     device.add_argument(
         "--ranks", metavar="N", type=int, default=1,
-        help="run the first rank of N, each with such a device (1, or what torchrun is told)",
+        help="run the first rank of N, each with such a device (1, or torchrun's --nproc-per-node)",
     )  # fmt: skip
     script = parser.add_argument_group("the script")
     script.add_argument(

@@ -1,4 +1,4 @@
-"""What a case may be told; the defaults fit three minutes on two cores."""
+"""The options of a case; with the defaults all cases take some three minutes on two cores."""
 
 from __future__ import annotations
 

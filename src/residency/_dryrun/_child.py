@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -169,7 +169,7 @@ class Run:
         """
         with self._lock:
             books = self._books
-            known = (books.timeline, books.marks, books.owned)
+            known: tuple[Sequence[object], ...] = (books.timeline, books.marks, books.owned)
             news = [each[num:] for each, num in zip(known, self._num_written, strict=True)]
             self._num_written = (len(books.timeline), len(books.marks), len(books.owned))
             with self._file.with_suffix(".timeline").open("a") as file:

@@ -180,6 +180,18 @@ def test_every_message_that_troubleshooting_quotes_is_one_that_the_sources_conta
         assert any(re.search(pattern, text, flags=re.DOTALL) for text in texts), message
 
 
+@pytest.mark.parametrize("name", ["axolotl", "torchtitan", "xtuner"])
+def test_the_names_of_what_imports_its_framework_stand_in_the_reference(name: str) -> None:
+    text = (ROOT / "docs" / "reference" / "api" / "integrations.md").read_text()
+    section = text.partition(f"## `residency.integrations.{name}`")[2].partition("\n## ")[0]
+    folder = ROOT / "src" / "residency" / "integrations"
+    file = folder / f"{name}.py"
+    source = (file if file.exists() else folder / name / "__init__.py").read_text()
+    (public,) = re.findall(r"^__all__ = (\[.*?\])$", source, flags=re.M | re.S)
+    for each in ast.literal_eval(public):
+        assert f"`{each}" in section
+
+
 @pytest.mark.parametrize(
     ("module", "page"),
     [

@@ -199,16 +199,21 @@ def all_gather() -> None:
 
 
 @case
-def only_the_count_of_what_is_gathered_or_scattered_matters() -> None:
+def values_are_moved_between_tensors_of_other_shapes_as_by_nccl() -> None:
+    source = values().to(DEVICE).view(2, -1)
+    flat, square = (torch.empty(shape, device=DEVICE) for shape in ((2 * SIZE,), (4, SIZE // 2)))
+    for whole in (flat, square):
+        dist.all_gather_into_tensor(whole, source)
+    listed = [torch.empty(SIZE) for _ in range(2)]
+    dist.all_gather(listed, values())
+    assert torch.equal(flat.cpu(), torch.cat(listed))
+    assert torch.equal(square.cpu().flatten(), flat.cpu())
+    part = torch.empty(SIZE // 2, device=DEVICE)
+    dist.reduce_scatter_tensor(part, source)
+    assert torch.equal(part.cpu(), sum(listed).chunk(2)[rank()])
     numbers = torch.empty(2, device=DEVICE)
     dist.all_gather_into_tensor(numbers, torch.tensor(rank() + 1.0, device=DEVICE))
     assert numbers.tolist() == [1.0, 2.0]
-    stacked = torch.empty(2, 3, 4, device=DEVICE)
-    dist.all_gather_into_tensor(stacked, torch.full((12,), rank() + 1.0, device=DEVICE))
-    assert stacked.sum((1, 2)).tolist() == [12.0, 24.0]
-    number = torch.empty((), device=DEVICE)
-    dist.reduce_scatter_tensor(number, numbers)
-    assert number.item() == 2 * (rank() + 1.0)
 
 
 @case

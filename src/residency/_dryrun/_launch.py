@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -43,6 +44,7 @@ class Command:
         is_quiet: Whether the script's own output is thrown away.
         site: The folder whose ``sitecustomize`` starts the child.
         progress: Where a line says how far the run is; None for nowhere.
+        tries: What the run tries, for that line.
     """
 
     words: Sequence[str]
@@ -50,6 +52,7 @@ class Command:
     site: Path
     is_quiet: bool = False
     progress: TextIO | None = None
+    tries: str = ""
 
 
 def dry_run(command: Command) -> dict[str, Any]:
@@ -97,7 +100,7 @@ def _run(command: Command, settings: RunSettings, until_ended: int) -> tuple[int
         stderr=output,
         pass_fds=(until_ended,),
     )
-    line = _ProgressLine(command.progress, settings.folder)
+    line = _ProgressLine(command.progress, settings.folder, command.tries)
     was_interrupted = False
     with process, _killed_with_us(process):
         while True:
@@ -194,11 +197,12 @@ def _crash(folder: str, found: dict[str, Any], is_quiet: bool) -> dict[str, obje
 
 
 class _ProgressLine:
-    """A line on a terminal that says which phase the child is in."""
+    """A line on a terminal that says what is tried, and which phase the child is in."""
 
-    def __init__(self, stream: TextIO | None, folder: str) -> None:
+    def __init__(self, stream: TextIO | None, folder: str, tries: str) -> None:
         self._stream = stream if stream is not None and stream.isatty() else None
         self._folder = folder
+        self._tries = tries and f"{tries}: "
         self._started = time.monotonic()
         self._is_shown = False
 
@@ -212,7 +216,9 @@ class _ProgressLine:
             text = f"{training['steps']} optimizer steps, after {training['phase']}, "
             text += f"peak {format_bytes(training['peak_reserved'])}"
         seconds = time.monotonic() - self._started
-        self._stream.write(f"\r\x1b[Kresidency: dry run, {seconds:.0f} s: {text}")
+        line = f"residency: dry run, {seconds:.0f} s: {self._tries}{text}"
+        # The last column stays free: a line that is full may have gone on to the next one.
+        self._stream.write("\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1])
         self._stream.flush()
         self._is_shown = True
 

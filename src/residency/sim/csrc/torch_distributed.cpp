@@ -43,12 +43,6 @@ class Hosts {
     for (const Tensor& tensor : tensors) hosts.push_back(of(tensor));
     return hosts;
   }
-  // NCCL counts numbers, whatever shapes a gathered tensor and its parts have; gloo compares these.
-  Tensors flat(const Tensors& tensors) {
-    Tensors hosts;
-    for (const Tensor& tensor : tensors) hosts.push_back(of(tensor).view({-1}));
-    return hosts;
-  }
   Lists of(const Lists& lists) {
     Lists hosts;
     for (const Tensors& list : lists) hosts.push_back(of(list));
@@ -93,6 +87,11 @@ class Scaling {
   int divisor_ = 1;
   double factor_ = 1.0;
 };
+
+// NCCL moves values, in whatever shapes they stand on the two sides; Gloo compares these.
+Tensor in_one_row(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor.view({-1}) : tensor;
+}
 
 struct Collective {
   OpType type;
@@ -299,10 +298,12 @@ class Simccl final : public c10d::Backend {
     const Scaling scaling(options, getSize());
     Hosts hosts;
     return collect({type, "reduce_scatter", options.asyncOp, inputs, outputs},
-                   [gloo = gloo_, to = hosts.flat(outputs), from = hosts.flat(inputs), options,
+                   [gloo = gloo_, to = hosts.of(outputs), from = hosts.of(inputs), options,
                     scaling]() mutable {
                      for (size_t i = 0; i < to.size(); i++) {
-                       gloo->_reduce_scatter_base(to[i], from[i], options)->wait();
+                       Tensor output = in_one_row(to[i]);
+                       Tensor input = in_one_row(from[i]);
+                       gloo->_reduce_scatter_base(output, input, options)->wait();
                        scaling.apply(to[i]);
                      }
                    });
@@ -313,9 +314,11 @@ class Simccl final : public c10d::Backend {
     Hosts hosts;
     return collect(
         {type, "all_gather", options.asyncOp, inputs, outputs},
-        [gloo = gloo_, to = hosts.flat(outputs), from = hosts.flat(inputs), options]() mutable {
+        [gloo = gloo_, to = hosts.of(outputs), from = hosts.of(inputs), options]() mutable {
           for (size_t i = 0; i < to.size(); i++) {
-            gloo->_allgather_base(to[i], from[i], options)->wait();
+            Tensor output = in_one_row(to[i]);
+            Tensor input = in_one_row(from[i]);
+            gloo->_allgather_base(output, input, options)->wait();
           }
         });
   }

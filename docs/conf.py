@@ -1,11 +1,16 @@
 """Settings of the site that ``make docs`` builds."""
 
+import sys
+from pathlib import Path
+
 import residency
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 project = "residency"
 author = "the residency authors"
 release = residency.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "glossary_links"]
 source_suffix = {".md": "markdown"}
 html_theme = "furo"
 html_title = f"residency {release}"

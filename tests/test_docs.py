@@ -6,6 +6,7 @@ import ast
 import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from pasted_pages import blocks_of, paste
 
 from residency import _errors
+from residency._cli import _main
 
 ROOT = Path(__file__).resolve().parents[1]
 # The others import their frameworks.
@@ -101,8 +103,42 @@ def _sum_of_stock_torch() -> float:
 
 def test_links_between_pages_lead_somewhere() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
+            linked = page.parent / target if target else page
+            assert linked.exists(), f"{page.name} links to {target}"
+            assert not anchor or anchor in _anchors(linked), f"{page.name}: {target}#{anchor}"
+
+
+def _anchors(page: Path) -> set[str]:
+    """Returns the anchors of a page's headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+def test_a_table_has_no_row_that_is_longer_than_a_few_lines() -> None:
+    for page in ALL_PAGES:
+        for number, line in enumerate(page.read_text().splitlines(), start=1):
+            is_list_of_names = line.count("`") > 100  # which classes of a package were tried
+            is_row = line.startswith("|")
+            assert len(line) <= 620 or not is_row or is_list_of_names, f"{page.name}:{number}"
+
+
+def test_commands_of_the_pages_are_those_of_the_command_line_and_of_make() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    num_commands = 0
+    for page in ALL_PAGES:
+        for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(), flags=re.M | re.S):
+            for line in block.splitlines():
+                if not line.startswith(("residency ", "make ")):
+                    continue
+                words = shlex.split(line, comments=True)
+                if words[0] == "residency":
+                    _main._make_parser().parse_args(words[1:])  # raises SystemExit where it cannot
+                    num_commands += 1
+                else:
+                    assert words[1] in targets, f"{page.name}: {line}"
+    assert num_commands > 5
 
 
 def test_the_costs_are_those_of_the_reports() -> None:
@@ -144,6 +180,18 @@ def test_every_message_that_troubleshooting_quotes_is_one_that_the_sources_conta
         assert any(re.search(pattern, text, flags=re.DOTALL) for text in texts), message
 
 
+@pytest.mark.parametrize("name", ["axolotl", "torchtitan", "xtuner"])
+def test_the_names_of_what_imports_its_framework_stand_in_the_reference(name: str) -> None:
+    text = (ROOT / "docs" / "reference" / "api" / "integrations.md").read_text()
+    section = text.partition(f"## `residency.integrations.{name}`")[2].partition("\n## ")[0]
+    folder = ROOT / "src" / "residency" / "integrations"
+    file = folder / f"{name}.py"
+    source = (file if file.exists() else folder / name / "__init__.py").read_text()
+    (public,) = re.findall(r"^__all__ = (\[.*?\])$", source, flags=re.M | re.S)
+    for each in ast.literal_eval(public):
+        assert f"`{each}" in section
+
+
 @pytest.mark.parametrize(
     ("module", "page"),
     [
@@ -176,3 +224,20 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     )
     assert built.returncode == 0, built.stderr
     assert (tmp_path / "site" / "index.html").is_file()
+    words = set(re.findall('id="(word-[^"]*)"', _page(tmp_path, "explanation/vocabulary")))
+    linked = {
+        page: _linked_words(_page(tmp_path, page)) for page in ("how-to/save-and-resume", "index")
+    }
+    assert "word-shard" in linked["how-to/save-and-resume"]
+    assert "word-transition" in linked["index"]
+    for of_page in linked.values():
+        assert len(of_page) == len(set(of_page)), "a word is linked at its first use only"
+        assert set(of_page) <= words
+
+
+def _page(folder: Path, name: str) -> str:
+    return (folder / "site" / f"{name}.html").read_text()
+
+
+def _linked_words(html: str) -> list[str]:
+    return re.findall(r'href="[^"]*vocabulary\.html#(word-[^"]*)"', html)

@@ -139,6 +139,18 @@ def test_options_reach_the_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [settings, ("resume", "hand-off"), ("hand-off", None)]
 
 
+def test_the_help_of_the_demo_names_its_cases_and_their_defaults(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["demo", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"Cases: {', '.join(_demo.CASES)}" in said
+    settings = _demo.Settings()
+    assert f"each run ({settings.num_steps})" in said
+    assert f"batches ({settings.seed})" in said
+
+
 def test_without_a_verb_the_usage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main([])

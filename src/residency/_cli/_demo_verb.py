@@ -17,7 +17,7 @@ def add_parser(
     parser = verbs.add_parser(
         "demo",
         parents=[common],
-        help="train a small model on this machine: stock, out of memory, and kept inside",
+        help="run six out-of-memory failures: stock code, and the same runs with residency",
         description=(
             "Trains a small model on the accelerator of this machine, or on the simulated one: "
             "stock, stock under a capacity that it exceeds, and kept inside that capacity. "
@@ -25,10 +25,14 @@ def add_parser(
         ),
     )
     parser.add_argument(
-        "--case", metavar="NAME", action="append", help="run this case only; repeatable"
+        "--case",
+        metavar="NAME",
+        action="append",
+        help="run this case only; repeatable. Cases: resume, async-save, optimizer-step, "
+        "best-adapter, evaluation, hand-off",
     )
-    parser.add_argument("--steps", type=int, metavar="N", help="training steps of each run")
-    parser.add_argument("--seed", type=int, metavar="N", help="seed of weights and batches")
+    parser.add_argument("--steps", type=int, metavar="N", help="training steps of each run (20)")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of weights and batches (0)")
     parser.add_argument("--json", action="store_true", help="print the data as JSON on stdout")
     parser.set_defaults(run=run)
 

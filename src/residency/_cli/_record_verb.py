@@ -53,7 +53,8 @@ def add_parser(
         "--peaks",
         choices=PEAKS,
         default=PEAKS[0],
-        help="exact: reset torch's peak register at every phase (default: leave it alone)",
+        help="exact: reset torch's peak register at every phase; bounds: leave it alone, so that a "
+        "peak may be an upper bound (default)",
     )
     parser.add_argument(
         "command",

@@ -1,4 +1,4 @@
-"""The settings of a case; the defaults fit three minutes on two cores."""
+"""The options of a case; with the defaults all cases take some three minutes on two cores."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Settings:
     model: ModelShape = field(default_factory=ModelShape)
 
     def __post_init__(self) -> None:
-        """Refuses counts that are too small."""
+        """Refuses counts that mean nothing."""
         least = {"num_steps": 2, "num_rows": 1, "num_columns": 1, "bucket_bytes": 1, "num_slots": 1}
         for name, smallest in least.items():
             value = getattr(self, name)

@@ -37,7 +37,7 @@ def enable(
 ) -> torch.device:
     """Turns the simulated accelerator on, or changes its settings, and returns its device.
 
-    The first call on a machine compiles it (most of a minute). Each lets queued work finish.
+    The first call on a machine compiles it (about a minute). Each lets queued work finish.
 
     Args:
         capacity: Bytes of device memory, as ``"24GiB"``; by default those of ``gpu``, else 8 GiB.

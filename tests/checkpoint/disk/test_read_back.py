@@ -134,5 +134,5 @@ def test_a_chunk_that_lost_its_bytes_to_the_padding_defect_is_known(
     file.write_bytes(content)
     [damage] = verify_save(where, 1).damages
     assert damage.offset == start
-    assert ("versions of residency before 0.1.0" in damage.reason) == (found != "something else")
+    assert ("residency before 2026-11-22" in damage.reason) == (found != "something else")
     assert ("restore from another save" in damage.reason) == (found != "something else")

@@ -100,8 +100,7 @@ def all_reduce_average() -> None:
 
 @case
 def sums_of_multiples() -> None:
-    summed = values()
-    dist.all_reduce(summed)
+    dist.all_reduce(summed := values())
     for factor in (0.5, 1.0, torch.full((1,), 2.0, device=DEVICE)):
         scaled = values().to(DEVICE)
         dist.all_reduce(scaled, op=dist._make_nccl_premul_sum(factor))

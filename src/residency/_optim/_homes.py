@@ -38,6 +38,7 @@ from residency._transfer import (
     SlabArena,
     align_up,
     another_over,
+    copy_across,
     gate_of,
     is_only_one,
     keep_alive_instead,
@@ -254,7 +255,7 @@ class Homes:
         """Copies a value into the home that ``place_for`` gave for it."""
         local = local_of(value).detach()
         if _memory(home.tensor) != _memory(local):
-            home.tensor.copy_(local)
+            copy_across(home.tensor, local)
         if is_sharded(value):
             home.value = wrapped_like(home.tensor, value)
 

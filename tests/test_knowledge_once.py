@@ -93,3 +93,20 @@ def _moves_to(node: ast.AST) -> bool:
         return False
     assert isinstance(node, ast.Call)
     return any("device" in ast.unparse(each) or "cpu" in ast.unparse(each) for each in node.args)
+
+
+# The ranks ------------------------------------------------------------------------------------
+
+
+def test_one_module_knows_whether_this_process_has_others_and_which_of_them_failed(
+    package: Tree,
+) -> None:
+    asked = calls("get_world_size", "is_initialized", "all_gather_object", "all_gather")
+    users = sites(package, lambda node: asked(node) and "dist" in ast.unparse(node))
+    assert {user for user in users if not user.startswith("_ranks.py ")} == {
+        "_handoff/_agreement.py _gather",  # within a time, which a rank that is gone cannot exceed
+    }
+    assert sites(package, calls("failures_of_ranks")) == {
+        "_checkpoint/_job.py together",
+        "integrations/lightning/_sharded.py _agree",
+    }

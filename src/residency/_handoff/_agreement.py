@@ -3,6 +3,9 @@
 What each did is gathered by all, so that every rank knows who failed; nobody goes on before all
 have come this far. A rank that does not come is noticed by the timeout.
 
+``failures_of_ranks`` does not do here: a rank of a hand-off may be gone, so there is a timeout, and
+an agreement that was given up must not be completed later.
+
 [Note: a late rank] A collective that a rank gave up is still there, and a rank that comes late
 would complete it, alone. Each agreement therefore has a second round, which a rank that gave up
 does not join, and its group is not used again.

@@ -23,6 +23,7 @@ from residency._checkpoint._sources import open_source
 from residency._checkpoint._sources._own import PublishedSave, Saved, find_save, saved_for_rank
 from residency._errors import RefusedError
 from residency._modes import inference_mode_off
+from residency._ranks import rank_and_world_size
 
 
 @inference_mode_off()
@@ -69,7 +70,7 @@ def load_save(
     module: nn.Module, save: PublishedSave, *, strict: bool, staging_bytes: int
 ) -> Differences:
     """Fills a module from a save of ours; see ``load_into``."""
-    rank, world_size = _rank_and_world_size()
+    rank, world_size = rank_and_world_size()
     saved = saved_for_rank(save, rank=rank, world_size=world_size)
     plan = RestorePlan(saved.tensors, saved.checksums)
     if not any(kind_of(node) == MODULE for node in saved.tree.values()):
@@ -167,11 +168,3 @@ def _drop(thunk: Any) -> Any:
         thunk()
 
     return finish
-
-
-def _rank_and_world_size() -> tuple[int, int]:
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1

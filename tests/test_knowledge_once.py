@@ -1,6 +1,7 @@
 """What several callers need to know stands in one place, and they ask that place."""
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -109,4 +110,60 @@ def test_one_module_knows_whether_this_process_has_others_and_which_of_them_fail
     assert sites(package, calls("failures_of_ranks")) == {
         "_checkpoint/_job.py together",
         "integrations/lightning/_sharded.py _agree",
+    }
+
+
+# The home of a state --------------------------------------------------------------------------
+
+
+def test_the_home_for_a_state_is_chosen_by_the_homes_and_found_by_their_record(
+    package: Tree,
+) -> None:
+    looked_up = sites(package, calls("reserved_for"))
+    assert looked_up == {
+        "_optim/_homes.py reserve",
+        "_optim/_offload_record.py home_for",
+        "_optim/_placement.py prime_state",  # makes a template in what is reserved
+        "_optim/_state.py of",
+        "_optim/_state.py _bind",  # to a parameter
+        "_optim/_unit_step.py _give_home",  # not one that is another entry's, too
+    }
+    assert sites(package, calls("home_for")) == {
+        "_optim/_loading.py _place_tensors",
+        "_optim/_receive.py _place",
+    }
+    allocated = sites(package, lambda node: calls("takes", "is_held")(node) and _is_of_homes(node))
+    assert {site.split()[0] for site in allocated} <= {"_optim/_homes.py", "_optim/_state.py"}
+
+
+def _is_of_homes(node: ast.AST) -> bool:
+    return "home" in ast.unparse(node).lower()
+
+
+# What comments cite ---------------------------------------------------------------------------
+
+
+def test_each_file_of_tests_that_a_source_cites_is_there() -> None:
+    missing = [
+        f"{path.relative_to(ROOT)} cites {cited}"
+        for suffix in ("*.py", "*.h", "*.cpp")
+        for path in sorted(ROOT.rglob(suffix))
+        for cited in re.findall(r"\btests/[\w/]+\.py\b", path.read_text(encoding="utf-8"))
+        if not (ROOT.parents[1] / cited).is_file()
+    ]
+    assert missing == []
+
+
+# Background writers ---------------------------------------------------------------------------
+
+
+def test_one_class_runs_writes_in_the_background(package: Tree) -> None:
+    assert sites(package, calls("Thread", "ThreadPoolExecutor")) == {
+        "_checkpoint/_background.py start",
+        "_checkpoint/_disk/_read.py __init__",  # several at once, which share the pieces of a file
+        "_checkpoint/_disk/_write.py run",
+    }
+    assert sites(package, calls("Background")) == {
+        "_checkpoint/_checkpointer.py __init__",
+        "integrations/_common/_ordered_writes.py __init__",
     }

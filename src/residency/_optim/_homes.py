@@ -251,6 +251,17 @@ class Homes:
             self.fence()
         return home
 
+    def home_to_fill(self, home: Home | None, like: Tensor) -> Home:
+        """Returns a home that a restore may fill: the given one, where it fits in strides, too.
+
+        One that a save reads is left to it, or the host waits. ``place_for`` leaves a home that a
+        caller holds; a restore fills it, as he is to see what was saved.
+        """
+        is_alone = home is not None and home.num_entries < 2 and not self.beside(home)
+        if home is not None and is_alone and strided_as(home.tensor) == strided_as(local_of(like)):
+            return self.writable(home)
+        return self.allocate(like)
+
     def write(self, home: Home, value: Tensor) -> None:
         """Copies a value into the home that ``place_for`` gave for it."""
         local = local_of(value).detach()

@@ -165,5 +165,5 @@ def test_one_class_runs_writes_in_the_background(package: Tree) -> None:
     }
     assert sites(package, calls("Background")) == {
         "_checkpoint/_checkpointer.py __init__",
-        "integrations/_common/_ordered_writes.py __init__",
+        "integrations/_common/_ordered_writes.py _hand",
     }

@@ -80,6 +80,7 @@ def _gather(group: Any, device: torch.device, figure: int, seconds: float) -> li
     import torch.distributed as dist
 
     host = torch.device("cpu")
+    # A group says in no other way whether it has a backend for the host.
     place = host if host in group._device_types else device
     mine = torch.tensor([figure], dtype=torch.int64, device=place)
     all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]

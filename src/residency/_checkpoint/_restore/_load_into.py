@@ -78,7 +78,7 @@ def load_save(
         return _load_by_names(module, plan, str(saved.folder), strict, staging_bytes)
     name = _module_in(saved, module)
     document = DocumentPlan(plan, saved, {}, eager=False, staging_bytes=staging_bytes)
-    plan.after.append(_drop(document.visit(name, saved.tree[name], module)))
+    plan.after.append(document.visit(name, saved.tree[name], module))
     plan.differing += settle_overlaps(plan, staging_bytes=staging_bytes)
     found = plan.check(f"{saved.folder.name}, {name}", strict=strict)
     carry_out(plan, staging_bytes=staging_bytes)
@@ -161,10 +161,3 @@ def _plan_fresh(plan: RestorePlan, name: str) -> None:
     first = plan.tensors[name][0]
     plan.fresh[name] = torch.empty(tuple(first.whole_shape), dtype=first.dtype, device="cpu")
     plan.fill(name, plan.fresh[name])
-
-
-def _drop(thunk: Any) -> Any:
-    def finish() -> None:
-        thunk()
-
-    return finish

@@ -33,6 +33,11 @@ VERL_VENV := .venv-verl
 VERL_BIN := $(CURDIR)/$(VERL_VENV)/bin
 VERL_STAMP := $(VERL_VENV)/.installed-$(shell (cat pyproject.toml constraints-verl.txt; echo '$(TORCH)') | cksum | tr ' ' '-')
 
+FRAMEWORKS_VENV := .venv-frameworks
+FRAMEWORKS_BIN := $(CURDIR)/$(FRAMEWORKS_VENV)/bin
+FRAMEWORKS_PINS := constraints-frameworks.txt
+FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed-$(shell (cat pyproject.toml $(FRAMEWORKS_PINS); echo '$(TORCH)') | cksum | tr ' ' '-')
+
 # Folders with the sources of other projects, for `make test-projects`; an interpreter that has what
 # they import, where none is to be made.
 PROJECTS ?=
@@ -45,7 +50,7 @@ PROJECTS_STAMP := $(PROJECTS_VENV)/.installed-$(shell (cat pyproject.toml $(PROJ
 RELEASE_VENV := .venv-release
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-all torture test-verl test-projects check docs bench bench-checkpoint gpu release-check
+.PHONY: demo test test-all torture test-verl test-frameworks test-projects check docs bench bench-checkpoint gpu release-check
 
 demo: $(DEMO_STAMP)
 	$(RUN) residency demo $(DEMO_ARGS)
@@ -69,7 +74,13 @@ test-all: $(STAMP)
 
 # verl pins an older transformers than the other tests take, so it has an environment of its own.
 test-verl: $(VERL_STAMP)
-	PATH="$(VERL_BIN):$$PATH" python -m pytest --timeout=300 tests/verl $(TEST_ARGS)
+	PATH="$(VERL_BIN):$$PATH" python -m pytest --timeout=1200 tests/verl $(TEST_ARGS)
+
+# Axolotl, LLaMA-Factory and torchtitan themselves: they pin other versions than the other tests take.
+# Without this environment their tests run against stand-ins.
+test-frameworks: $(FRAMEWORKS_STAMP)
+	PATH="$(FRAMEWORKS_BIN):$$PATH" python -m pytest --timeout=1200 -m "" tests/integrations/test_axolotl.py \
+		tests/integrations/test_llamafactory.py tests/integrations/test_torchtitan.py $(TEST_ARGS)
 
 # The code of XTuner, prime-rl and torchtitan themselves, stock beside ours, on the simulated accelerator:
 #   make test-projects PROJECTS="/path/to/xtuner /path/to/prime-rl /path/to/torchtitan"
@@ -116,7 +127,7 @@ release-check:
 	cmp dist/*.whl $(RELEASE_VENV)/sdist/dist/*.whl
 	$(PYTHON) -m venv $(RELEASE_VENV)/empty
 	$(RELEASE_VENV)/empty/bin/python -m pip install --quiet '$(TORCH)'
-	$(RELEASE_VENV)/empty/bin/python -m pip install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[sim]"
+	$(RELEASE_VENV)/empty/bin/python -m pip install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[demo]"
 	cd $(RELEASE_VENV) && PATH="$$PWD/empty/bin:$$PATH" residency --version
 	cd $(RELEASE_VENV) && PATH="$$PWD/empty/bin:$$PATH" residency demo --case resume
 
@@ -150,6 +161,19 @@ $(VERL_STAMP): pyproject.toml constraints-verl.txt
 		--editable '.[testing,verl]' fastapi pytest-timeout uvicorn
 	$(VERL_BIN)/python -m pip install --quiet --constraint constraints-verl.txt --no-deps trinity-rft
 	rm -f $(VERL_VENV)/.installed-*
+	touch $@
+
+# Axolotl and LLaMA-Factory without what they ask for, which contradicts each other; of it the tests
+# need this. triton asks for no torch.
+FRAMEWORKS_NEED := accelerate addict art colorama datasets einops evaluate numba omegaconf peft pillow posthog \
+	pytest-timeout python-dotenv torchdata torchtitan transformers triton trl wandb
+
+$(FRAMEWORKS_STAMP): pyproject.toml $(FRAMEWORKS_PINS)
+	test -x $(FRAMEWORKS_BIN)/python || $(PYTHON) -m venv $(FRAMEWORKS_VENV)
+	$(FRAMEWORKS_BIN)/python -m pip install --quiet '$(TORCH)'
+	$(FRAMEWORKS_BIN)/python -m pip install --quiet --constraint $(FRAMEWORKS_PINS) --editable '.[testing]' $(FRAMEWORKS_NEED)
+	$(FRAMEWORKS_BIN)/python -m pip install --quiet --constraint $(FRAMEWORKS_PINS) --no-deps axolotl llamafactory
+	rm -f $(FRAMEWORKS_VENV)/.installed-*
 	touch $@
 
 # What the sources import and the runs need; for the rest there are stand-ins, which the report names.

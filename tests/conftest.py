@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import limits
 import pytest
 import torch
 
@@ -72,9 +73,10 @@ _ABOUT_ORDER = {  # [Note: tiers]
 }
 
 
-def pytest_configure() -> None:
-    """Sets what processes have from their beginning. [Note: threads]"""
-    torch.set_num_threads(1)
+def pytest_configure(config: pytest.Config) -> None:
+    """Sets what processes have from their beginning, and how long tests wait for them."""
+    limits.follow(config.getoption("timeout", None))  # None where pytest-timeout is not installed
+    torch.set_num_threads(1)  # [Note: threads]
     os.environ.setdefault(AUTOGRADS_LAST_WAIT, "0.1")  # seconds [Note: ends of processes]
 
 

@@ -303,11 +303,11 @@ FORMAT_FACTS = {
 
 
 @pytest.mark.parametrize("fact", FORMAT_FACTS)
-def test_a_fact_of_the_format_stands_in_one_file(fact):
+def test_a_fact_of_the_format_stands_in_one_file(package, fact):
     text, home = FORMAT_FACTS[fact]
     users = {
         file
-        for file, tree in parse(ROOT).items()
+        for file, tree in package.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         if re.search(text, node.value)
@@ -315,11 +315,11 @@ def test_a_fact_of_the_format_stands_in_one_file(fact):
     assert users - {"_checkpoint/_disk/_header.py"} == {home}  # it has the sizes by these names
 
 
-def test_the_record_of_an_offloaded_optimizer_is_read_in_one_file():
+def test_the_record_of_an_offloaded_optimizer_is_read_in_one_file(package):
     """What reads it elsewhere, from a dict of any values, no type checker sees."""
     users = {
         file
-        for file, tree in parse(ROOT).items()
+        for file, tree in package.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Subscript | ast.Call)
         if "__dict__" in ast.unparse(node) and re.search(r"[\[(]PRIVATE\b", ast.unparse(node))

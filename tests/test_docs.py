@@ -6,6 +6,7 @@ import ast
 import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from pasted_pages import blocks_of, paste
 
 from residency import _errors
+from residency._cli import _main
 
 ROOT = Path(__file__).resolve().parents[1]
 # The others import their frameworks.
@@ -114,6 +116,31 @@ def _anchors(page: Path) -> set[str]:
     return {heading.replace(" ", "-") for heading in plain}
 
 
+def test_a_table_has_no_row_that_is_longer_than_a_few_lines() -> None:
+    for page in ALL_PAGES:
+        for number, line in enumerate(page.read_text().splitlines(), start=1):
+            is_list_of_names = line.count("`") > 100  # which classes of a package were tried
+            is_row = line.startswith("|")
+            assert len(line) <= 620 or not is_row or is_list_of_names, f"{page.name}:{number}"
+
+
+def test_commands_of_the_pages_are_those_of_the_command_line_and_of_make() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    num_commands = 0
+    for page in ALL_PAGES:
+        for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(), flags=re.M | re.S):
+            for line in block.splitlines():
+                if not line.startswith(("residency ", "make ")):
+                    continue
+                words = shlex.split(line, comments=True)
+                if words[0] == "residency":
+                    _main._make_parser().parse_args(words[1:])  # raises SystemExit where it cannot
+                    num_commands += 1
+                else:
+                    assert words[1] in targets, f"{page.name}: {line}"
+    assert num_commands > 5
+
+
 def test_the_costs_are_those_of_the_reports() -> None:
     page = (ROOT / "docs" / "explanation" / "costs.md").read_text()
     rows = re.findall(r"^\|.*?\|(.*?)\|(.*?)\| `(\d[\w-]+\.md)` \|$", page, flags=re.MULTILINE)
@@ -151,6 +178,18 @@ def test_every_message_that_troubleshooting_quotes_is_one_that_the_sources_conta
         # The fragments of one row stand in one message, in this order.
         pattern = ".*".join(map(re.escape, fragments))
         assert any(re.search(pattern, text, flags=re.DOTALL) for text in texts), message
+
+
+@pytest.mark.parametrize("name", ["axolotl", "torchtitan", "xtuner"])
+def test_the_names_of_what_imports_its_framework_stand_in_the_reference(name: str) -> None:
+    text = (ROOT / "docs" / "reference" / "api" / "integrations.md").read_text()
+    section = text.partition(f"## `residency.integrations.{name}`")[2].partition("\n## ")[0]
+    folder = ROOT / "src" / "residency" / "integrations"
+    file = folder / f"{name}.py"
+    source = (file if file.exists() else folder / name / "__init__.py").read_text()
+    (public,) = re.findall(r"^__all__ = (\[.*?\])$", source, flags=re.M | re.S)
+    for each in ast.literal_eval(public):
+        assert f"`{each}" in section
 
 
 @pytest.mark.parametrize(

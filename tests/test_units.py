@@ -13,7 +13,9 @@ from residency._units import MIB, format_bytes, format_figure, parse_bytes, spel
     [
         (0, 0),
         (4096, 4096),
-        ("4096", 4096),
+        ("4096B", 4096),
+        ("0", 0),
+        ("0.0", 0),
         ("512 B", 512),
         ("1KiB", 2**10),
         ("512MiB", 512 * 2**20),
@@ -32,6 +34,9 @@ def test_a_size_is_read(size: int | str, num_bytes: int) -> None:
         "",
         "MiB",
         "1 GB",
+        "24",
+        "0.5",
+        "4096",
         "1g",
         "1mib",
         "-1MiB",
@@ -47,6 +52,22 @@ def test_a_size_is_read(size: int | str, num_bytes: int) -> None:
 def test_a_size_that_could_be_misread_is_refused(size: str) -> None:
     with pytest.raises(InvalidArgumentError, match="bucket is"):
         parse_bytes(size, name="bucket")
+
+
+@pytest.mark.parametrize(
+    ("size", "hint"),
+    [
+        ("24GB", " Did you mean '24GiB'?"),
+        ("24g", " Did you mean '24GiB'?"),
+        ("24", " Did you mean '24GiB' or '24B'?"),
+        ("8589934592", " Did you mean '8589934592B'?"),
+        ("24 parsecs", ""),
+    ],
+)
+def test_what_may_have_been_meant_is_named(size: str, hint: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        parse_bytes(size)
+    assert str(caught.value).partition("such as '512MiB'.")[2] == hint
 
 
 @pytest.mark.parametrize("size", [None, 1.5, True, b"1MiB", [1]])
@@ -67,7 +88,7 @@ def test_a_refusal_is_a_value_error_and_one_of_ours() -> None:
 
 @given(st.integers(min_value=0, max_value=2**60))
 def test_whole_numbers_of_bytes_survive_both_ways_of_writing(num_bytes: int) -> None:
-    assert parse_bytes(num_bytes) == parse_bytes(str(num_bytes)) == num_bytes
+    assert parse_bytes(num_bytes) == parse_bytes(f"{num_bytes}B") == num_bytes
 
 
 @given(st.integers(min_value=0, max_value=2**30), st.sampled_from(["KiB", "MiB", "GiB"]))

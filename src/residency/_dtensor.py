@@ -1,9 +1,9 @@
 """``DTensor``: a wrapper of a local tensor, which holds this rank's bytes of a larger tensor.
 
-The wrapper records which shard of the whole tensor they are. Copies know local tensors only; whatever a caller or an optimizer's own step can see is wrapped
-again, with the mesh and the placements that it had. Invariant: a state of a sharded parameter is
-never seen without its wrapper, because a checkpoint would take it for a replica and keep one rank's
-bytes.
+The wrapper records which shard of the whole tensor they are. Copies know local tensors only;
+whatever a caller or an optimizer's own step can see is wrapped again, with the mesh and the
+placements that it had. Invariant: a state of a sharded parameter is never seen without its wrapper,
+because a checkpoint would take it for a replica and keep one rank's bytes.
 """
 
 from __future__ import annotations

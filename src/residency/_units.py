@@ -2,7 +2,8 @@
 
 The only file in which 1024 appears: everywhere else a size is an ``int`` of bytes. Units are binary
 (``KiB``, ``MiB``, ``GiB``, ``TiB``); a decimal unit is refused rather than guessed at, because the
-two readings of "1 GB" differ by the 70 MiB that often decide whether a run fits.
+two readings of "1 GB" differ by the 70 MiB that often decide whether a run fits. A number in a
+string without a unit is refused as well.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from residency._errors import InvalidArgumentError
 
 _FACTORS = {"B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_MOST_GIB = 1024  # that somebody means who leaves the unit out
 
 MIB = _FACTORS["MiB"]
 
@@ -27,12 +29,12 @@ def parse_bytes(size: int | str, *, name: str = "size") -> int:
     """Returns a size as a whole number of bytes.
 
     Args:
-        size: An ``int`` of bytes, or a string such as ``"512MiB"``, ``"1.5 GiB"`` or ``"4096"``.
+        size: An ``int`` of bytes, or a string such as ``"512MiB"``, ``"1.5 GiB"`` or ``"4096B"``.
         name: What the caller calls this size; the error names it.
 
     Raises:
-        InvalidArgumentError: The size is negative, has a unit that is not binary, is not a whole
-            number of bytes, or is no size at all.
+        InvalidArgumentError: The size is negative, is a string without a unit or with one that is
+            not binary, is not a whole number of bytes, or is no size at all.
     """
     expected = (
         f"expected an int of bytes, or a number with one of {', '.join(_FACTORS)}, such as '512MiB'"
@@ -46,17 +48,29 @@ def parse_bytes(size: int | str, *, name: str = "size") -> int:
             )
         return size
     match = _SIZE.fullmatch(size)
-    factor = _FACTORS.get(match[2] or "B") if match else None
+    unit = match[2] if match else ""
+    if match and not unit and not float(match[1]):
+        unit = "B"  # 0 is the same in every unit; by "24" one means GiB, and another one bytes
+    factor = _FACTORS.get(unit)
     if match is None or factor is None:
-        meant = f"{match[2][0].upper()}iB" if match and match[2] else ""
-        hint = f" Did you mean '{match[1]}{meant}'?" if match and meant in _FACTORS else ""
-        raise InvalidArgumentError(f"{name} is {size!r}; {expected}.{hint}")
+        raise InvalidArgumentError(f"{name} is {size!r}; {expected}.{_hint(match)}")
     num_bytes = float(match[1]) * factor if "." in match[1] else int(match[1]) * factor
     if num_bytes != int(num_bytes):
         raise InvalidArgumentError(
             f"{name} is {size!r}, which is not a whole number of bytes; round it."
         )
     return int(num_bytes)
+
+
+def _hint(match: re.Match[str] | None) -> str:
+    """Returns what may have been meant by a number whose unit is none, or is missing."""
+    if match is None:
+        return ""
+    meant = [f"{match[2][:1].upper()}iB"] if match[2] else ["GiB", "B"]
+    if not match[2] and float(match[1]) >= _MOST_GIB:
+        meant = ["B"]
+    meant = [f"'{match[1]}{unit}'" for unit in meant if unit in _FACTORS]
+    return f" Did you mean {' or '.join(meant)}?" if meant else ""
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -39,6 +39,7 @@ def test_an_example_runs_to_its_end_on_a_simulated_gpu(dry_run, name: str) -> No
     answer = outcome.answer
     assert answer["ended"] == "finished", outcome.errors
     assert answer["steps"] >= 1
+    assert answer["warnings"] == []  # such as that residency leaves a module as it is
     assert COMMON | besides <= {phase["name"] for phase in answer["phases"]}
     for phase in answer["phases"]:
         assert sum(phase["at_peak"].values()) == phase["peak_allocated"]

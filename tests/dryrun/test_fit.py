@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 
 from residency._dryrun import RunSettings, largest_that_fits, settings_that_fit
 from residency._dryrun._answer import Answer
+from residency._dryrun._offers import offers
 from residency._errors import InvalidArgumentError
 
 MIB = 1 << 20
@@ -49,10 +52,12 @@ class Script:
         self.phases = phases
         self.capacity = capacity
         self.runs: list[RunSettings] = []
+        self.names: list[str] = []
         self.found: dict[str, Any] = {}
 
-    def run(self, settings: RunSettings) -> Answer:
+    def run(self, settings: RunSettings, name: str) -> Answer:
         self.runs.append(settings)
+        self.names.append(name)
         return answered(self.phases(settings), self.capacity, **self.found)
 
     def fit(self) -> list[Any]:
@@ -136,9 +141,9 @@ def test_a_change_with_which_the_script_fails_is_not_taken_for_one_that_fits() -
     script = Script(training, 3500)
     run = script.run
 
-    def failing(settings: RunSettings) -> Answer:
+    def failing(settings: RunSettings, name: str) -> Answer:
         if settings.offload is None:
-            return run(settings)
+            return run(settings, name)
         return answered([phase("set up", 1000, 0, 0, 0, 0)], 3500, error="RefusedError: no")
 
     first = answered(training(NOTHING), 3500)
@@ -169,6 +174,112 @@ def test_a_switch_that_is_on_is_not_offered() -> None:
     script = Script(lambda settings: [phase("forward", 1000, 0, 0, 1000, 0)], 1400)
     script.found = {"arguments": {"gradient_checkpointing": {"flag": "--gc", "value": True}}}
     assert script.fit() == []
+
+
+class Invented(Script):
+    """A script of random phases, in which each change does a random part of what it can."""
+
+    NAMES = ("set up", "load", "forward", "optimizer step", "evaluate", "save")
+    CHANGES = ("load", "defer", "save", "park", "offload", "checkpointing", "batch", "segments")
+
+    def __init__(self, chance: random.Random) -> None:
+        sizes = [0, 0, 200, 900, 2000]
+        self.held = {name: [chance.choice(sizes) for _ in KINDS] for name in self.NAMES}
+        self.does = {name: chance.choice([0.0, 0.3, 0.8, 1.0]) for name in self.CHANGES}
+        super().__init__(self.changed, round(chance.uniform(0.4, 1.0) * self.need(NOTHING)))
+        numbers = {"batch_size": 16, "accumulation": 1}
+        self.found = {
+            "arguments": {name: {"flag": f"--{name}", "value": numbers[name]} for name in numbers}
+        }
+
+    def need(self, settings: RunSettings) -> int:
+        return max(each["peak_reserved"] for each in self.changed(settings)) // MIB
+
+    def changed(self, settings: RunSettings) -> list[dict[str, Any]]:
+        return [self.phase_with(settings, name) for name in self.NAMES]
+
+    def phase_with(self, settings: RunSettings, name: str) -> dict[str, Any]:
+        weights, gradients, state, activations, other = self.held[name]
+        divisor = 16 // settings.arguments.get("batch_size", 16)
+
+        def left(change: str, *, is_made: bool = True) -> float:
+            return 1 - self.does[change] * is_made
+
+        copies = min(self.held["save"][-1], other)
+        now = other - copies * (1 - left("save", is_made=settings.saves_on_host))
+        now *= left("load", is_made=settings.loads_on_host)
+        if name != "optimizer step":
+            state *= left("defer", is_made=settings.defers_state)
+        if name == "evaluate":
+            state *= left("park", is_made=settings.parks_state)
+        if settings.offload is not None:
+            state = max(state * left("offload"), min(state, settings.offload // MIB))
+        activations *= left("checkpointing", is_made=settings.checkpointing)
+        smaller = 1 - self.does["batch"] * (divisor - 1) / divisor
+        held = [weights, gradients, state, activations * smaller, now * smaller]
+        in_pieces = 300 * self.does["segments"] * (not settings.environment)
+        rounded = [-(-int(each * 16) // 16) for each in held]
+        return phase(name, *rounded, reserved=sum(rounded) + int(in_pieces))
+
+    def cheapest(self) -> str:
+        """Tries every set; returns the name of the first that fits, "" where none does."""
+        known = offers(self.answer(NOTHING).found)
+        for number in range(1, 1 << len(known)):
+            chosen = [offer for index, offer in enumerate(known) if number >> index & 1]
+            if len({offer.group for offer in chosen}) == len(chosen):
+                settings = functools.reduce(
+                    lambda so_far, each: each.change(so_far), chosen, NOTHING
+                )
+                if self.need(settings) <= self.capacity:
+                    return " and ".join(offer.name for offer in chosen)
+        return ""
+
+    def answer(self, settings: RunSettings) -> Answer:
+        return answered(self.changed(settings), self.capacity, **self.found)
+
+
+@pytest.mark.parametrize("first", range(0, 60, 10))
+def test_the_cheapest_of_all_sets_is_found_by_few_runs(first: int) -> None:
+    for seed in range(first, first + 10):
+        script = Invented(random.Random(seed))
+        if script.need(NOTHING) <= script.capacity:
+            continue
+        expected = script.cheapest()
+        tried = script.fit()
+        fitting = [each.name for each in tried if each.answer.is_good]
+        assert fitting == ([expected] if expected else []), seed
+        if expected:
+            assert tried[-1].answer.is_good
+        sets = [
+            name for name, run in zip(script.names, script.runs, strict=True) if not run.offload
+        ]
+        assert len(set(sets)) == len(sets), "a set was run twice"
+        # The cheapest, all that can help, and one for each change.
+        assert len(sets) <= 2 + len(offers(script.answer(NOTHING).found)), (seed, sets)
+
+
+def helped_by_nothing() -> Invented:
+    script = Invented(random.Random(0))
+    script.does = dict.fromkeys(script.CHANGES, 0.0)
+    script.held = {name: [100, 100, 500, 900, 800] for name in script.NAMES}
+    script.capacity = 2000
+    return script
+
+
+def test_two_runs_show_that_nothing_helps_where_no_change_does_what_it_could() -> None:
+    script = helped_by_nothing()
+    tried = script.fit()
+    assert [each.answer.is_good for each in tried] == [False, False]
+    assert script.names == [each.name for each in tried]
+    assert len(script.runs[1].arguments) == 2
+    assert script.runs[1].checkpointing
+    assert script.runs[1].offload == 0
+
+
+def test_a_search_that_is_interrupted_ends() -> None:
+    script = helped_by_nothing()
+    script.found["was_interrupted"] = True
+    assert len(script.fit()) == len(script.runs) == 1
 
 
 class Sizes:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from residency._cli import main
-from residency._dryrun import write_page
+from residency._dryrun import print_answer, write_page
 from residency._dryrun._answer import Answer
+from residency._dryrun._launch import _ProgressLine
 
 MIB = 1 << 20
+GIB = 1 << 30
 KINDS = [
     "parameters",
     "gathered parameters",
@@ -29,6 +33,7 @@ KINDS = [
     [
         (("--capacity", "24GB"), "'24GiB'"),
         (("--capacity", "24g"), "'24GiB'"),
+        (("--capacity", "24"), "'24GiB' or '24B'"),
         (("--device", "voodoo2"), "rtx4090"),
         (("--capacity", "1GiB", "--fit", "--largest", "batch"), "not allowed with"),
         (("--capacity", "1GiB", "--html", "{folder}"), "Is a directory"),
@@ -68,6 +73,7 @@ def answer(*, errors: list[dict[str, Any]]) -> Answer:
     found |= {"ended": "finished", "error": None, "was_interrupted": False, "retries": 0}
     found |= {"host_peak": 0, "pinned_peak": 0, "files": 0, "saved": 0, "out_of_memory": []}
     found |= {"has_compiled": False, "has_no_optimizer": False, "is_cut": False, "is_real": False}
+    found |= {"warnings": []}
     found |= {
         "timeline": [[0, 100 * MIB, 0, 0, 0, 0, 0, 500 * MIB], [1, *at_peak.values(), 500 * MIB]]
     }
@@ -90,6 +96,49 @@ def test_the_page_has_the_verdict_the_command_versions_and_names(tmp_path: Path)
         assert ("out of memory in forward, step 1 at train.py:7 (aten::mm)" in page) == bool(errors)
         assert "<script" not in page
         assert "http" not in page
+
+
+def test_the_table_is_whole_where_the_output_is_no_terminal() -> None:
+    given = answer(errors=[])
+    sizes = (123 * GIB, 45 * GIB, 123 * GIB, 246 * GIB, 987 * GIB, 6 * GIB)
+    phase = given.found["phases"][0]
+    phase |= {"name": "update_actor/load_from_the_last_checkpoint/forward", "visits": 1024}
+    phase |= {"at_peak": dict(zip(KINDS, sizes, strict=True))}
+    phase |= {"peak_allocated": sum(sizes), "peak_reserved": sum(sizes)}
+    output = io.StringIO()
+    print_answer(given, Console(file=output, width=80))
+    (row,) = [line for line in output.getvalue().splitlines() if phase["name"] in line]
+    for size in (*sizes, sum(sizes)):
+        assert f" {size >> 30:,}.00" in row, row
+
+
+def test_brackets_of_the_script_are_printed_as_they_are() -> None:
+    error = {"phase": "forward", "step": 1, "line": "train.py:7", "operation": "x[/red]"}
+    error |= {"asked": 200 * MIB, "free": 10 * MIB}
+    given = answer(errors=[error])
+    given.found["warnings"] = ["residency leaves [bold]x[/] as it is"]
+    output = io.StringIO()
+    print_answer(given, Console(file=output))
+    assert "train.py:7 (x[/red])" in output.getvalue()
+    assert "residency leaves [bold]x[/] as it is" in output.getvalue()
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_line_of_a_run_names_what_is_tried_and_has_room(tmp_path: Path, monkeypatch) -> None:
+    shown = []
+    for columns in (200, 40):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        terminal = Terminal()
+        _ProgressLine(terminal, str(tmp_path), "gradient checkpointing").show()
+        shown.append(terminal.getvalue().removeprefix("\r\x1b[K"))
+    assert shown[0].endswith(" s: gradient checkpointing: starting")
+    assert len(shown[1]) == 39
 
 
 def test_each_key_of_the_answer_that_is_a_size_says_so() -> None:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from limits import WORKER_SECONDS
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -71,7 +72,7 @@ def test_torchrun_is_run_as_its_first_rank(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=WORKER_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -5,6 +5,8 @@ import pytest
 from residency._dryrun._places import place_of
 from residency._dryrun._refusals import advice
 
+WORKSPACE = 8_519_680  # of cuBLAS, for each thread and stream
+
 
 def raised(source: str, name: str = "script") -> BaseException:
     """Runs a text as a module of a name, and returns its error."""
@@ -57,26 +59,47 @@ def test_a_traceback_s_place_is_the_innermost_line_of_the_script() -> None:
 
 FAILING = """
 import torch
+import transformers.tokenization_utils_base
+from torch.utils.checkpoint import checkpoint
 from torch.utils.cpp_extension import load_inline
-layer = torch.nn.Linear(64, 64).cuda()
-optimizer = torch.optim.SGD(layer.parameters())
-fast = torch.compile(layer)
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64)
+    def forward(self, x):
+        return checkpoint(self.norm, self.layer(x), use_reentrant=False)
+net = Net().cuda()
+optimizer = torch.optim.SGD(net.parameters())
+fast = torch.compile(net)
 for _ in range(2):
-    fast(torch.ones(4, 64, device="cuda")).sum().backward()
-    optimizer.step()
+    fast(torch.ones(4, 64, device="cuda")).square().sum().backward()
+optimizer.step()
 load_inline("mine", cpp_sources="", cuda_sources="__global__ void f() {}")
 """
 
 
-def test_the_answer_has_one_line_for_each_and_the_traceback_comes_first(dry_run) -> None:
+def test_the_answer_has_one_line_for_each_and_the_traceback_comes_first(dry_run, tmp_path) -> None:
+    (tmp_path / "transformers").mkdir()  # one that a dry run does not know
+    for name in ("__init__.py", "tokenization_utils_base.py"):
+        (tmp_path / "transformers" / name).touch()
     outcome = dry_run(FAILING, options=("--capacity", "2GiB", "--steps", "0"))
     assert outcome.status == 3
     assert outcome.answer["has_compiled"]
     assert outcome.errors.count("torch.compile compiled nothing") == 1
     assert "compiles nothing" not in outcome.errors
+    (warning,) = outcome.answer["warnings"]
+    assert warning.startswith(
+        "residency leaves transformers.tokenization_utils_base as it is: KeyError"
+    )
+    assert outcome.errors.count(warning) == 1
     assert "'mine' is CUDA code" in outcome.answer["error"]
-    assert "script.py:10" in outcome.answer["error"]
+    assert "script.py:18" in outcome.answer["error"]
     assert "by the script's flags" in outcome.answer["error"]
+    # The workspaces of cuBLAS are not what a pass made, before the first step as after it.
+    assert outcome.answer["steps"] == 1
+    held = outcome.phase("backward")["at_peak"]
+    assert held["other"] >= 2 * WORKSPACE
+    assert held["activations"] < 1 << 20
 
 
 def test_a_crash_of_foreign_code_is_named_with_its_line(dry_run) -> None:

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from limits import WORKER_SECONDS
 
 IDIOMS = Path(__file__).parent / "scripts" / "idioms.py"
 STEPS = 2
 # What was seen of each loop, steps apart; a loop that is the last of its script has nothing after.
 SEEN = {
     "over_a_loader": ["save"],
-    "epochs": ["evaluate 3", "evaluate 0", "evaluate 0", "save"],
+    "epochs": ["evaluate 3", "evaluate 1", "evaluate 1", "save"],
     "steps_until_the_last": ["save"],
     "next_of_an_iterator": ["save"],
     "a_generator_that_cycles": ["save"],
@@ -23,8 +24,10 @@ SEEN = {
     "forever": ["evaluate 3", "save"],
     "in_a_context": ["save False"],
     "epochs_without_a_loader": ["evaluate 3", "save"],
-    "a_function_of_its_own": ["evaluate 3", "evaluate 0", "save"],
+    "a_function_of_its_own": ["evaluate 3", "evaluate 1", "save"],
     "accumulation": ["save"],
+    "accumulation_over_epochs": ["save"],
+    "pairs_of_loaders_over_epochs": ["save"],
     "two_optimizers": ["generator", "save"],
     "a_progress_bar": ["save"],
     "a_stream": ["save"],
@@ -36,7 +39,12 @@ SEEN = {
     "steps_by_hand": ["save"],
     "gradients_before_the_optimizer": ["save"],
     "a_long_evaluation": ["evaluate 32", "keep 1000", "save"],
+    "evaluations_with_workers": ["evaluate 32", "evaluate 1", "save"],
 }
+EXACT = [
+    *("over_a_loader", "epochs", "accumulation", "accumulation_over_epochs", "no_loader"),
+    *("pairs_of_loaders_over_epochs", "a_progress_bar", "a_stream", "a_generator_as_a_loader"),
+]
 BY_HAND = 20  # passes until they are taken for steps
 RESUMES = 3  # at most: a script that loads in its loop is brought to its end, too
 
@@ -44,7 +52,9 @@ RESUMES = 3  # at most: a script that loads in its loop is brought to its end, t
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     command = [sys.executable, str(IDIOMS)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=WORKER_SECONDS, check=False
+    )
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     return {each["name"]: each for each in lines}
@@ -68,6 +78,20 @@ def test_few_steps_are_made(found: dict[str, Any], name: str) -> None:
     # One more where a loop looks ahead, and one where its next step alone can end it.
     by_hand = BY_HAND if name == "steps_by_hand" else 0
     assert STEPS <= found[name]["steps"] - by_hand <= rounds * STEPS + 2, found[name]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_no_step_more_is_made_where_a_loop_can_end(found: dict[str, Any], name: str) -> None:
+    assert found[name]["steps"] == STEPS, found[name]
+
+
+@pytest.mark.parametrize("name", [name for name in SEEN if name != "two_optimizers"])
+def test_the_steps_of_all_trainings_are_counted(found: dict[str, Any], name: str) -> None:
+    loop = found[name]
+    # None was counted of the passes before; one more backward pass may be the way out of a loop.
+    by_hand = BY_HAND if name == "steps_by_hand" else 0
+    assert loop["counted"] == loop["steps"] - by_hand, loop
+    assert loop["was_cut"], loop
 
 
 def test_steps_go_on_until_every_optimizer_has_made_one(found: dict[str, Any]) -> None:

@@ -5,7 +5,13 @@ import signal
 import sys
 from pathlib import Path
 
-from residency._handoff._peer import Deadline, ask_for_device, await_taker, return_and_stay
+from residency._handoff._peer import (
+    Deadline,
+    ask_for_device,
+    await_taker,
+    keep_taker,
+    return_and_stay,
+)
 
 
 def die() -> None:
@@ -58,10 +64,19 @@ def release(path: Path, stage: str) -> None:
     if stage == "refuses":
         link.send(refused="1.00 GiB too few")
         return
-    link.send(ready=1)
+    link.send(ready=1, pid=os.getpid())
     if stage == "after it proved the bytes":
         die()
+    if stage == "does not wait":
+        link.leave()
+        sys.stdin.read()
+        return
     link.receive(Deadline(30), expected="returned")
+    if stage.startswith("stays"):
+        keep_taker(path, link)
+        sys.stdin.read()
+        if stage == "stays, and fails":
+            raise RuntimeError("of the trainer's own")
 
 
 if __name__ == "__main__":

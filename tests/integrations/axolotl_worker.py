@@ -1,10 +1,8 @@
 """The plugin for Axolotl in one process in which the simulator is CUDA: with Axolotl's own
 configuration, builder and trainer where it is installed, else with `axolotl_published.py`.
 
-test_axolotl.py reads what became of each case. Axolotl asks for sixty packages; these cases need
-torch, then ``transformers==5.16.1 peft==0.20.0 accelerate==1.13.0 trl==1.9.0 datasets addict numba
-pillow posthog triton evaluate wandb python-dotenv art colorama einops``, and ``axolotl==0.19.0``
-with ``--no-deps``.
+test_axolotl.py reads what became of each case. Axolotl asks for sixty packages; ``make
+test-frameworks`` installs those that these cases need.
 """
 
 from __future__ import annotations

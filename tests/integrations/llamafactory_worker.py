@@ -1,8 +1,8 @@
 """The optimizer plugin for LLaMA-Factory's v1 in one process in which the simulator is CUDA: with
 its own ``BaseTrainer`` where it is installed, else with `llamafactory_published.py`.
 
-test_llamafactory.py reads what became of each case. Beside torch and ``transformers accelerate peft
-datasets``, LLaMA-Factory needs ``omegaconf torchdata`` here, and itself with ``--no-deps``.
+test_llamafactory.py reads what became of each case. ``make test-frameworks`` installs it,
+and those of its packages that these cases need.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 its frameworks, and with a stand-in for its published interface where it is not.
 
 With axolotl 0.19.0, transformers 5.16.1, peft 0.20.0, accelerate 1.13.0 and trl 1.9.0 all cases
-passed (2026-11-24); ``axolotl_worker.py`` says which environment that takes.
+passed (2026-11-24, ``make test-frameworks``).
 """
 
 from __future__ import annotations

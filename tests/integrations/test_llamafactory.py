@@ -2,7 +2,7 @@
 older frameworks, and with a stand-in for its published interface where it is not.
 
 With llamafactory 0.9.5, and with its source at ff6d4d12, on transformers 5.16.1 and accelerate
-1.13.0 all cases passed (2026-11-24); ``llamafactory_worker.py`` says which environment that takes.
+1.13.0 all cases passed (2026-11-24); ``make test-frameworks`` has the first of them.
 """
 
 from __future__ import annotations

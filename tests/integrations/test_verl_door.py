@@ -82,6 +82,17 @@ def test_a_guard_waits_for_verl_without_importing_it_and_can_be_taken_back() -> 
     assert door.guard_statistics() == door.GuardStatistics()
 
 
+def test_figures_of_the_guard_are_printed_in_units_with_what_they_mean() -> None:
+    figures = door.GuardStatistics(num_transitions=3, freed_bytes=3 << 29, seconds=0.0125)
+    assert [line.split(maxsplit=1)[0] for line in str(figures).splitlines()[1:]] == [
+        "num_transitions",
+        "freed_bytes",
+        "seconds",
+    ]
+    for figure in ("3  methods", "1.50 GiB  that went back", "12.500 ms  for it"):
+        assert figure in str(figures)
+
+
 def test_the_plugin_leaves_a_guard_that_is_there() -> None:
     from residency.integrations import _verl_guard
 

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
+from transformers_evaluation_cases import Evaluated, Ragged, assert_alike, peak_of
 from transformers_lab import (
+    Lines,
     Mixed,
     accelerated,
     adapted,
@@ -32,7 +35,7 @@ from transformers_lab import (
     trained,
     weights,
 )
-from worker_cases import Cases, take_device
+from worker_cases import Cases, pinned_bytes, take_device
 
 RANK, FOLDER = int(sys.argv[1]), Path(sys.argv[4])
 two = Cases()
@@ -124,6 +127,40 @@ def accelerate_loads_an_offloaded_optimizer_from_the_host_when_it_is_told_to() -
     assert stock >= STATE_BYTES
     assert host_first == 0
     assert_same(accelerated(second, batches[1:]), expected)
+
+
+@two
+def evaluations_of_two_ranks_have_the_bits_of_stock_code() -> None:
+    """Batches are padded to the longest of both ranks, and the last one has a row twice."""
+    alone = len(Ragged())
+    for settings in (
+        {},
+        {"include_for_metrics": ["inputs", "loss"]},
+        {"eval_do_concat_batches": False, "eval_accumulation_steps": 1},
+    ):
+        folder = str(FOLDER / f"of rank {RANK}")
+        Path(folder).mkdir(exist_ok=True)
+        expected = Evaluated(folder, data=Ragged(), **settings).values()
+        if not settings:
+            assert len(expected[1]) == alone
+        for kind in (transformers.Trainer, Mixed):
+            found = Evaluated(folder, ours(), kind=kind, data=Ragged(), **settings).values()
+            assert_alike(found, expected)
+    assert not pinned_bytes()
+
+
+@two
+def the_device_has_the_gathered_outputs_of_two_batches_in_an_evaluation_of_two_ranks() -> None:
+    """Those of the batch before are on their way while the newest are gathered."""
+    num_batches, tokens = 6, 2 * 4 * 16  # of both ranks
+    logits, labels, losses = tokens * 256 * 4, tokens * 8, 512  # a block of the device
+    batch = logits + 2 * labels + losses  # labels twice: the loop has them, too
+    data: Any = torch.utils.data.ConcatDataset([Lines(), Lines()])
+    folder = str(FOLDER)
+    least = peak_of(folder, prediction_loss_only=True, data=data)
+    assert peak_of(folder, data=data) >= least + (num_batches - 1) * logits
+    for kind in (transformers.Trainer, Mixed):
+        assert peak_of(folder, ours(), kind=kind, data=data) <= least + 2 * batch
 
 
 def main() -> None:

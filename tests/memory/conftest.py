@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import limits
 import pytest
 import torch
-from limits import WORKER_SECONDS
 
 sys.path.insert(0, str(Path(__file__).parent))
 from holding import NUM_ELEMENTS, Make
@@ -43,7 +43,7 @@ def run_python(tmp_path: Path) -> Callable[..., str]:
             text=True,
             check=False,
             cwd=tmp_path,
-            timeout=WORKER_SECONDS,
+            timeout=limits.WORKER_SECONDS,
             env={
                 **os.environ,
                 "PYTHONPATH": str(Path(residency.__file__).parents[1]),

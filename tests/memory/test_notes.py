@@ -58,7 +58,9 @@ def test_a_list_that_grows_is_one_line_with_its_bytes_its_length_and_its_growth(
     assert "local 'lists' ['a'][" not in note
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize(
+    "sizes", [(2, 1), *(pytest.param((1, b), marks=pytest.mark.whole) for b in (1, 2))]
+)
 def test_where_two_lists_grow_nothing_wrong_is_said(
     device: torch.device, sizes: tuple[int, int]
 ) -> None:

@@ -67,7 +67,7 @@ def test_optimizer_states_that_would_have_fitted_on_the_host_are_offered(
 
 
 @of_a_full_device
-@pytest.mark.parametrize("width", [1040, 1080])
+@pytest.mark.parametrize("width", [1080, pytest.param(1040, marks=pytest.mark.whole)])
 def test_an_offload_that_is_offered_fits_when_it_is_taken_by_the_letter(
     device: torch.device, width: int
 ) -> None:

@@ -331,6 +331,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 def test_every_rank_of_torchrun_has_a_file(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(RANKED)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

@@ -350,6 +350,18 @@ def test_without_an_accelerator_every_figure_is_zero(run_python: Callable[..., s
     assert "there is no accelerator" in text
 
 
+def test_a_search_without_an_accelerator_says_once_why_it_lists_nothing(
+    run_python: Callable[..., str],
+) -> None:
+    text = run_python(
+        "import logging, sys, residency\n"
+        "logging.basicConfig(stream=sys.stdout)\n"
+        "assert residency.holders() == residency.holders() == []\n",
+        CUDA_VISIBLE_DEVICES="",
+    )
+    assert text.count("there is no accelerator, so holders() lists nothing") == 1
+
+
 @pytest.mark.sim
 @with_room
 def test_the_table_of_a_state_is_aligned(device: torch.device) -> None:

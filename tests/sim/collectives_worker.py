@@ -100,6 +100,16 @@ def all_reduce_average() -> None:
 
 
 @case
+def sums_of_multiples() -> None:
+    summed = values()
+    dist.all_reduce(summed)
+    for factor in (0.5, 1.0, torch.full((1,), 2.0, device=DEVICE)):
+        scaled = values().to(DEVICE)
+        dist.all_reduce(scaled, op=dist._make_nccl_premul_sum(factor))
+        assert torch.equal(scaled.cpu(), summed * float(factor))
+
+
+@case
 def all_reduce_coalesced() -> None:
     tensors = [values(seed=seed).to(DEVICE) for seed in range(3)]
     expected = [values(seed=seed) for seed in range(3)]
@@ -186,6 +196,24 @@ def all_gather() -> None:
         return [*listed, whole, in_place]
 
     same_on_both(run)
+
+
+@case
+def values_are_moved_between_tensors_of_other_shapes_as_by_nccl() -> None:
+    source = values().to(DEVICE).view(2, -1)
+    flat, square = (torch.empty(shape, device=DEVICE) for shape in ((2 * SIZE,), (4, SIZE // 2)))
+    for whole in (flat, square):
+        dist.all_gather_into_tensor(whole, source)
+    listed = [torch.empty(SIZE) for _ in range(2)]
+    dist.all_gather(listed, values())
+    assert torch.equal(flat.cpu(), torch.cat(listed))
+    assert torch.equal(square.cpu().flatten(), flat.cpu())
+    part = torch.empty(SIZE // 2, device=DEVICE)
+    dist.reduce_scatter_tensor(part, source)
+    assert torch.equal(part.cpu(), sum(listed).chunk(2)[rank()])
+    numbers = torch.empty(2, device=DEVICE)
+    dist.all_gather_into_tensor(numbers, torch.tensor(rank() + 1.0, device=DEVICE))
+    assert numbers.tolist() == [1.0, 2.0]
 
 
 @case

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import limits
 import pytest
 import torch
 
@@ -31,7 +32,7 @@ def built() -> None:
         env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
         check=True,
         capture_output=True,
-        timeout=290,
+        timeout=limits.WORKER_SECONDS,
     )
 
 

@@ -324,6 +324,10 @@ BYTES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "cumprod": lambda a, _: a.cumprod(-1),
     "layer_norm": lambda a, _: functional.layer_norm(a.bfloat16(), (64,)),
     "batch_norm": lambda a, _: functional.batch_norm(a.bfloat16(), None, None, training=True),
+    "batch_norm_in_evaluation": lambda a, b: functional.batch_norm(a, b[0].detach(), b[1].detach()),
+    "batch_norm_in_evaluation_of_half": lambda a, b: functional.batch_norm(
+        a.bfloat16(), b[0].detach(), b[1].detach()
+    ),
 }
 
 

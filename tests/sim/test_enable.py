@@ -56,7 +56,7 @@ def test_an_unknown_schedule_is_refused_with_the_known_ones(schedule: object) ->
 def test_a_refused_call_leaves_the_settings_as_they_were() -> None:
     sim.enable("32MiB")
     soon = {"capacity": "1GiB", "schedule": "soon"}
-    for options in ({"capacity": 0}, soon, {"capacity": "1GiB", "clock": 5}):
+    for options in ({"capacity": 0}, {"capacity": "24"}, soon, {"capacity": "1GiB", "clock": 5}):
         with pytest.raises(residency.InvalidArgumentError):
             sim.enable(**options)  # type: ignore[arg-type]
     assert accelerator.get_memory_info()[1] == 32 * MIB

@@ -154,9 +154,7 @@ class Script:
         self.evaluates = some(chance, 0.5)
         self.collects = some(chance, 0.3)
         self.to_none = some(chance, 0.7)
-        # What Dynamo makes of a checkpointed batch norm fails where nothing is compiled.
-        counts = self.is_checkpointed and self.kind == "convolutions"
-        self.compiles = some(chance, 0.1) and not counts
+        self.compiles = some(chance, 0.2)
         self.loop = chance.choice(["range", "loader", "epochs", "while"])
         self.saves = some(chance, 0.6)
         self.clones = self.saves and some(chance, 0.3)
@@ -327,6 +325,7 @@ class Script:
             state = "{'model': model.state_dict(), 'optimizer': optimizer.state_dict()}"
             yield f"state = {'copy.deepcopy(' + state + ')' if self.clones else state}"
             yield "torch.save(state, 'last.pt')"
+            yield "RECORD['size'] = os.path.getsize('last.pt')"
             yield "del state"
         if self.resume:
             where = "'cpu'" if self.resume == "host" else "device"
@@ -352,7 +351,7 @@ class Script:
 
 
 RECORD = """
-RECORD = {"phases": {}, "peak": 0, "reserved": 0, "line": None}
+RECORD = {"phases": {}, "peak": 0, "reserved": 0, "line": None, "size": 0}
 
 
 def mark(name=None):

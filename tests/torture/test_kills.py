@@ -21,6 +21,8 @@ import pytest
 from random_states import check_format
 from warm_process import Running, Server
 
+pytestmark = pytest.mark.whole
+
 Judge = Callable[[random.Random], None]
 Torture = Callable[[Judge], None]
 
@@ -306,7 +308,6 @@ def test_a_run_goes_on_through_interrupts(torture: Torture, server: Server, tmp_
     in_a_folder(torture, tmp_path, lambda chance, folder: judge_interrupts(chance, server, folder))
 
 
-@pytest.mark.whole
 def test_a_killed_side_of_a_hand_off_does_not_hold_the_other(
     torture: Torture, server: Server, tmp_path: Path
 ) -> None:

@@ -47,6 +47,11 @@ def test_page_cache_that_can_go_is_not_in_use(tmp_path: Path) -> None:
     assert available(tmp_path, "0::/") == 7100
 
 
+def test_a_group_of_nothing_but_page_cache_that_can_go_has_all_of_its_limit(tmp_path: Path) -> None:
+    write_group(tmp_path / "cgroup", V2, 8000, 7000, 7000)
+    assert available(tmp_path, "0::/") == 8000
+
+
 @pytest.mark.parametrize("line", ["0::/docker/abc", "0::/../..", None])
 def test_a_path_from_outside_the_container_leads_to_the_mount(
     tmp_path: Path, line: str | None

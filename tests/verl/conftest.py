@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import limits
 import pytest
 
 import residency
@@ -30,6 +31,7 @@ def variables() -> dict[str, str]:
 def built(variables: dict[str, str]) -> None:
     """The simulator is compiled: what limits the time of a test's process is not the compiler."""
     script = "from residency import sim; sim.enable(device='cuda')"
+    command = [sys.executable, "-c", script]
     subprocess.run(
-        [sys.executable, "-c", script], env=variables, check=True, capture_output=True, timeout=290
+        command, env=variables, check=True, capture_output=True, timeout=limits.WORKER_SECONDS
     )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from limits import WORKER_SECONDS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "sim"))
 
@@ -38,7 +39,7 @@ def started(
             env=variables | others,
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=WORKER_SECONDS,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

@@ -201,13 +201,13 @@ def bytes_that_are_needed_are_free_afterwards_and_not_more_is_given_back() -> No
     plain = worker(*lab.PLAIN)
     lab.train(plain, LONGER)
     free, total = torch.cuda.mem_get_info()
-    with lab.guard(str(free)):  # what is free already
+    with lab.guard(f"{free}B"):  # what is free already
         lab.update(plain, LENGTHS[0])
         assert door.guard_statistics().freed_bytes == 0
         assert torch.cuda.mem_get_info() == (free, total)
     need = total - torch.cuda.memory_allocated() - 16 * MIB
     assert free < need
-    with mock.patch.dict(os.environ, RESIDENCY_VERL_NEED=str(need)), lab.guard():
+    with mock.patch.dict(os.environ, RESIDENCY_VERL_NEED=f"{need}B"), lab.guard():
         lab.update(plain, LENGTHS[-1])
         assert door.guard_statistics().freed_bytes > 0
     assert torch.cuda.mem_get_info()[0] >= need

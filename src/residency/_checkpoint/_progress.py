@@ -1,11 +1,17 @@
-"""The progress bar of a save or a restore that the caller waits for."""
+"""The progress bar of a save, a restore or a check that the caller waits for. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from residency._checkpoint._save import Save
+from residency._units import format_figure
+
+if TYPE_CHECKING:
+    from rich.progress import Task
+
+    from residency._checkpoint._save import Save
 
 _REFRESH_SECONDS = 0.1
 
@@ -17,17 +23,28 @@ def progress_bar(what: str, num_bytes: int, *, is_shown: bool) -> Iterator[Calla
         yield lambda _: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TextColumn
+    from rich.text import Text
+
+    class RateColumn(ProgressColumn):
+        """The rate in binary units; rich's own column has decimal ones."""
+
+        def render(self, task: Task) -> Text:
+            return Text(_rate_of(task), style="progress.data.speed")
 
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
+        RateColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(what, total=num_bytes)
         yield lambda advance: bar.update(task, advance=advance)
+
+
+def _rate_of(task: Task) -> str:
+    return format_figure("bytes_per_second", task.finished_speed or task.speed)
 
 
 def follow(save: Save, advance: Callable[[int], None]) -> None:

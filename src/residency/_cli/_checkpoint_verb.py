@@ -7,13 +7,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from residency._checkpoint import progress_bar
 from residency._checkpoint._disk import (
     ADVICE,
     CheckpointDirectory,
@@ -61,7 +61,9 @@ def add_parser(
     prune = add_task("prune", _prune, "Remove saves; the newest one always stays.")
     prune.add_argument("--keep", type=int, metavar="N", help="keep the newest N")
     prune.add_argument("--best", type=int, default=0, metavar="K", help="keep the K best, too")
-    prune.add_argument("--metric", metavar="NAME", help="metric to rank saves by: the lowest is the best")
+    prune.add_argument(
+        "--metric", metavar="NAME", help="metric to rank saves by: the lowest is the best"
+    )
     prune.add_argument("--greatest", action="store_true", help="the highest is the best")
     prune.add_argument("--dry-run", action="store_true", help="remove nothing, say what would be")
 
@@ -145,7 +147,8 @@ def _verify(arguments: argparse.Namespace) -> int:
         )
     for step in steps:
         directory.folder(step)  # a step that is not there is an error before anything is read
-    with _show_progress(directory, steps) as advance:
+    total = _bytes_to_verify(directory, steps)
+    with progress_bar("verifying", total, is_shown=True) as advance:
         results = [verify_save(directory, step, on_bytes=advance) for step in steps]
     damaged = [result for result in results if result.damages]
     if arguments.json:
@@ -223,27 +226,14 @@ def _open_directory(path: Path) -> CheckpointDirectory:
     )
 
 
-@contextmanager
-def _show_progress(directory: CheckpointDirectory, steps: list[int]) -> Iterator[Any]:
-    """Shows a bar on stderr, so that stdout holds nothing but the result."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
+def _bytes_to_verify(directory: CheckpointDirectory, steps: list[int]) -> int:
     total = 0
     for step in steps:
         try:
             total += _size_of(directory.manifest(step))
         except CheckpointError:
             continue  # of one without a manifest nothing else is read
-    columns = (
-        TextColumn("verifying"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("verifying", total=total)
-        yield lambda num_bytes: progress.advance(task, num_bytes)
+    return total
 
 
 def _print_table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

@@ -156,7 +156,9 @@ def _fit(
     nearest = answer
     _say(console, "\n[bold]what makes it fit[/], the cheapest first:")
     for tried in _dryrun.settings_that_fit(
-        settings, answer, lambda changed: runner.answer(words, changed, is_quiet=True)
+        settings,
+        answer,
+        lambda changed, tries: runner.answer(words, changed, is_quiet=True, tries=tries),
     ):
         outcome = tried.answer
         _say(console, f"  {tried.name}: {_verdict(outcome)}")
@@ -261,18 +263,17 @@ class _Runner:
         *,
         is_quiet: bool = False,
         has_second: bool = True,
+        tries: str = "",
     ) -> Answer:
         """Makes a run; a second one, on a device that holds everything, where it does not fit."""
         quiet = is_quiet or self._arguments.quiet or self._arguments.json
-        command = self._dryrun.Command(words, settings, _SITE, quiet, sys.stderr)
+        command = self._dryrun.Command(words, settings, _SITE, quiet, sys.stderr, tries)
         found = self._dryrun.dry_run(command)
         roomy = None
         is_over = found["was_interrupted"] or found["ended"] in ("finished", "left")
         if found["out_of_memory"] and has_second and not is_over:
             ample = replace(settings, capacity=_ROOM)
-            roomy = self._dryrun.dry_run(
-                self._dryrun.Command(words, ample, _SITE, True, sys.stderr)
-            )
+            roomy = self._dryrun.dry_run(replace(command, settings=ample, is_quiet=True))
         answer: Answer = self._dryrun.answer_of(found, settings, self._title, roomy)
         return answer
 

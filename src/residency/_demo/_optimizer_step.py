@@ -21,7 +21,7 @@ from residency._demo._settings import ModelShape, Settings
 from residency._demo._training import OptimizerMaker, TrainingOutcome, make_model, train
 from residency._errors import RefusedError
 from residency._optim import offload_optimizer
-from residency._units import MIB, format_bytes
+from residency._units import format_bytes, spell_bytes
 
 SNIPPET = """\
 optimizer = torch.optim.AdamW(model.parameters())
@@ -92,10 +92,7 @@ def make_adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def _snippet(settings: Settings) -> str:
-    bucket = f"{settings.bucket_bytes // MIB}MiB"
-    if settings.bucket_bytes % MIB:
-        bucket = str(settings.bucket_bytes)
-    return SNIPPET.format(bucket=bucket, slots=settings.num_slots)
+    return SNIPPET.format(bucket=spell_bytes(settings.bucket_bytes), slots=settings.num_slots)
 
 
 def _count_parameters(settings: Settings) -> int:

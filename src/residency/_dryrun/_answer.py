@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from residency._dryrun._settings import RunSettings
 from residency._units import format_bytes, parse_bytes
 
 _ENDED = ("finished", "left")  # as the script has it, or in its loop
-_WIDTH = 110  # columns of the table, in a file or a narrow terminal, too
+_WIDEST = 1000  # columns, of which the table takes what it needs
 _OF_ERRORS = 3  # out-of-memory errors that are shown
 _SCHEMA = 1  # of the JSON: it grows with a key that is renamed, removed or means something else
 # Of what a child found, which keys are bytes, and which are for this package alone.
@@ -122,15 +123,24 @@ def _with_units(value: Any) -> Any:
 
 def print_answer(answer: Answer, console: Console) -> None:
     """Prints the answer for a reader."""
-    for text in _headline(answer):
-        console.print(text, highlight=False, soft_wrap=True)
-    console.width = max(console.width, _WIDTH)
-    console.print(_table(answer))
-    for text in notes(answer):
-        console.print(text, highlight=False, soft_wrap=True)
+    console.print(_headline(answer), highlight=False, soft_wrap=True)
+    if not answer.fits:
+        _say_plainly(console, errors_of(answer))
+    table = _table(answer)
+    wide = console.options.update(width=_WIDEST)
+    # In a file or a narrow terminal, too: no figure of it may be cut.
+    console.width = max(console.width, Measurement.get(console, wide, table).maximum)
+    console.print(table)
+    _say_plainly(console, notes(answer))
 
 
-def _headline(answer: Answer) -> Iterator[str]:
+def _say_plainly(console: Console, texts: Iterable[str]) -> None:
+    """Prints texts in which brackets are the script's own, or an error's."""
+    for text in texts:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _headline(answer: Answer) -> str:
     device = f"{answer.title}, {format_bytes(answer.capacity)}"
     needed, spare = format_bytes(answer.needed), answer.headroom
     what = f"peak {needed} with a context of {format_bytes(answer.context)}"
@@ -140,14 +150,11 @@ def _headline(answer: Answer) -> Iterator[str]:
         number = len(answer.errors)
         what += f"; the script caught {number} out-of-memory error{'s' * (number > 1)} and went on"
     if answer.fits:
-        yield f"[bold green]fits[/]: {what}, {format_bytes(spare)} to spare ({device})"
-        return
+        return f"[bold green]fits[/]: {what}, {format_bytes(spare)} to spare ({device})"
     if spare < 0:
         much = f"{format_bytes(-spare)} more than there is"
-        yield f"[bold red]does not fit[/]: {what}, {much} ({device})"
-    else:
-        yield f"[bold red]does not fit[/]: the free bytes lie in pieces; {what} ({device})"
-    yield from errors_of(answer)
+        return f"[bold red]does not fit[/]: {what}, {much} ({device})"
+    return f"[bold red]does not fit[/]: the free bytes lie in pieces; {what} ({device})"
 
 
 def errors_of(answer: Answer) -> Iterator[str]:
@@ -207,6 +214,7 @@ def notes(answer: Answer) -> Iterator[str]:
         yield "no optimizer was made: each backward pass was taken for one of its steps"
     if found["has_compiled"]:
         yield "torch.compile compiled nothing: the functions ran eagerly, with the memory of that"
+    yield from (f"residency warned: {text}" for text in found["warnings"])
     yield from _notes_of_end(answer)
     if found["is_cut"] and not any(each["name"].endswith("save") for each in found["phases"]):
         size = format_bytes(

@@ -6,12 +6,13 @@ import atexit
 import faulthandler
 import itertools
 import json
+import logging
 import os
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +23,8 @@ import torch
 from residency import sim
 from residency._device import memory_allocated
 from residency._dryrun import _frameworks, _host, _ranks, _sharding
-from residency._dryrun._books import KINDS, Books
+from residency._dryrun._books import KINDS, OTHER, Books
+from residency._dryrun._compiling import Compiling
 from residency._dryrun._levers import Levers
 from residency._dryrun._owners import OwnersOfBlocks
 from residency._dryrun._phases import BACKWARD, Phases
@@ -40,6 +42,21 @@ _LOOKS_BETWEEN_FILES = 10  # of what is known so far
 _MOST_ERRORS = 5
 
 
+class _Warnings(logging.Handler):
+    """The keeper of what residency itself warns of: what it could not change, for one."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.exc_info and record.exc_info[1] is not None:
+            text += f": {record.exc_info[1]!r}"
+        if text not in self.texts:
+            self.texts.append(text)
+
+
 class Run:
     """The watch over one process and its script."""
 
@@ -53,7 +70,9 @@ class Run:
         self._saves = Saves(is_real=settings.is_real)
         self._stopping = Stopping(settings.steps, self._owners.optimizers, _held)
         self._levers = Levers(settings)
-        self._num_written = (0, 0)  # of the timeline's points and marks
+        self._compiling = Compiling()
+        self._warnings = _Warnings()
+        self._num_written = (0, 0, 0)  # of the timeline's points, marks and owners
         self._lock = threading.RLock()  # of the books
         self._ended = "running"
         self._error: str | None = None
@@ -66,6 +85,7 @@ class Run:
 
     def start(self) -> None:
         """Watches the process from now on, to its end."""
+        logging.getLogger("residency").addHandler(self._warnings)
         self._core.keep_journal(True)
         self._core.attach_observer(self._note_out_of_memory)
         self._owners.start()
@@ -78,6 +98,7 @@ class Run:
             refuse_sources()
         _frameworks.change(self._settings)
         self._levers.start()
+        self._compiling.start()
         before = sys.excepthook
 
         def hook(
@@ -128,10 +149,13 @@ class Run:
         if name.endswith("load"):
             self._stopping.resume()
         with self._lock:
-            self._books.close(name, self._owners.kinds)
+            self._books.close(name, self._kinds)
         self._look_at_host()
         if name.endswith(BACKWARD):
             self._stopping.note_backward()
+
+    def _kinds(self) -> dict[int, str]:
+        return self._owners.kinds() | dict.fromkeys(self._core.blas_workspaces(), OTHER)
 
     @contextmanager
     def _making(self, kind: str, blocks: Iterable[int]) -> Iterator[None]:
@@ -168,10 +192,10 @@ class Run:
         timeline has got since to the end of its own.
         """
         with self._lock:
-            points, marks = self._num_written
-            timeline, ends = self._books.timeline, self._books.marks
-            news = (timeline[points:], ends[marks:])
-            self._num_written = (len(timeline), len(ends))
+            books = self._books
+            known: tuple[Sequence[object], ...] = (books.timeline, books.marks, books.owned)
+            news = [each[num:] for each, num in zip(known, self._num_written, strict=True)]
+            self._num_written = (len(books.timeline), len(books.marks), len(books.owned))
             with self._file.with_suffix(".timeline").open("a") as file:
                 file.write(json.dumps(news) + "\n")
             partial = self._file.with_suffix(".partial")
@@ -182,7 +206,7 @@ class Run:
         books = self._books
         return {
             "pid": self._pid,
-            "argv": sys.argv,
+            "argv": [*sys.argv, *self._levers.words()],
             "torch": torch.__version__,
             "ended": self._ended,
             "error": self._error,
@@ -210,9 +234,10 @@ class Run:
             "is_real": self._settings.is_real,
             "saved": self._saves.num_bytes,
             "files": self._saves.files,
-            "is_cut": self._stopping.is_ending,
-            "has_compiled": sim.has_compiled(),
+            "is_cut": self._stopping.was_cut,
+            "has_compiled": sim.has_compiled() or self._compiling.is_used,
             "has_no_optimizer": self._stopping.is_by_hand,
+            "warnings": self._warnings.texts,
             **self._levers.found(),
         }
 
@@ -234,8 +259,9 @@ def start_child() -> None:
     except ResidencyError as error:
         print(f"residency: the dry run cannot start: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    # The answer has a line for it.
-    warnings.filterwarnings("ignore", message="torch.compile compiles nothing")
+    # The answer has a line for the one, and the other is about hooks of this package.
+    for message in ("torch.compile compiles nothing", "Using `torch.compile.module.` when there"):
+        warnings.filterwarnings("ignore", message=message)
     if torch.distributed.is_available() and not settings.is_real:
         _ranks.be_one_rank(settings.ranks)
     Run(settings).start()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
+import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,7 +12,7 @@ from residency._dryrun._offers import Found, Offer, Phase, offers, state_bytes
 from residency._dryrun._settings import RunSettings
 from residency._units import MIB
 
-Run = Callable[[RunSettings], Answer]
+Run = Callable[[RunSettings, str], Answer]
 _MOST_RUNS = 4  # to find how much of an optimizer's state may stay on the device
 _SHARE = 64  # of that state: a part that is not looked for
 
@@ -34,52 +35,172 @@ class TriedChange:
 
 
 def settings_that_fit(settings: RunSettings, answer: Answer, run: Run) -> Iterator[TriedChange]:
-    """Tries what makes room, the cheapest set first, until one fits.
+    """Tries what makes room, until the cheapest set that fits is known.
 
-    A change is worth more than all that are cheaper together. Only those are tried that can help
-    in a phase that has too little room, and only sets that can be enough by the books of a run.
+    A change is worth more than all that are cheaper together. Each set is run once, and only where
+    the runs so far leave open whether it fits; `_Search` says how few these are.
 
     Args:
         settings: Those of the run that did not fit.
         answer: Its answer.
-        run: Makes a run.
+        run: Makes a run, given what it tries.
 
     Yields:
-        Each set with its answer; the last one fits, or none does.
+        Each set that does not fit, with its answer, and the cheapest one that does at the end, if
+        there is one.
     """
-    known = offers(answer.found)
-    room = answer.capacity - answer.context
-    # A set is a number with a bit for each offer, the cheapest one the lowest; beside it are the
-    # part of it that a run was made with last, and what that run found.
-    queue: list[tuple[int, int, Found]] = [(0, 0, answer.found)]
-    queued = {0}
-    failing: list[int] = []
-    while queue:
-        number, part, found = heapq.heappop(queue)
-        if any(number & each == each for each in failing):
-            continue
-        chosen, added = _members(known, number), _members(known, number & ~part)
-        if chosen and _may_suffice(added, found["phases"], room):
-            tried = _try(chosen, settings, run)
-            if tried.answer.is_good:
-                yield _with_resident(chosen, settings, tried, answer.found, run)
-                return
+    search = _Search(offers(answer.found), answer)
+    best: tuple[list[Offer], TriedChange] | None = None
+    while number := search.next():
+        chosen = search.members(number)
+        tried = _try(chosen, settings, run)
+        search.note(number, tried.answer)
+        if tried.answer.is_good:
+            best = chosen, tried
+        else:
             yield tried
-            if tried.answer.fits:  # the script fails with it, for a reason of its own
-                failing.append(number)
-                continue
-            part, found = number, tried.answer.found
-        tight = _tight(found["phases"], room)
+        if _was_interrupted(tried):
+            yield from [] if best is None else [best[1]]
+            return
+    if best is not None:
+        yield _with_resident(best[0], settings, best[1], answer.found, run)
+
+
+class _Search:
+    """The sets of changes, what runs have shown of them, and which is to be run next.
+
+    A set is a number with a bit for each offer, the cheapest one the lowest, so that the cheaper of
+    two sets is the lower number. A change is taken never to make a script need more, and of a group
+    a later one to do more than those before it. What needs too much then does so with less, too:
+    after the cheapest set that may fit comes the one with all that can help. If even that does not
+    fit, none does; if it does, one run decides of each of its changes, the dearest first, whether
+    it must stay beside all that are cheaper.
+    """
+
+    def __init__(self, known: Sequence[Offer], answer: Answer) -> None:
+        """Knows of the run without changes alone.
+
+        Args:
+            known: The offers, the cheapest first.
+            answer: The answer of that run.
+        """
+        self._fitting = 0  # what fits, with all that is cheaper than its dearest offers
+        self._pool = 0  # the offers that it can be made of
+        self._is_over = False
+        self._known = known
+        self._room = answer.capacity - answer.context
+        self._too_large: dict[int, Found] = {0: answer.found}  # by the set, what the run found
+        self._refused = 0  # the offers with which the script fails for a reason of its own
+        self._working = 0  # those with which it does not
+        self._takes_cheapest = False
+        sets = [0]
         for index, offer in enumerate(known):
-            further = number | 1 << index
-            is_new = further not in queued and all(offer.group != each.group for each in chosen)
-            if is_new and any(offer.helps(phase, room) for phase in tight):
-                queued.add(further)
-                heapq.heappush(queue, (further, part, found))
+            sets += [
+                number | 1 << index
+                for number in sets
+                if all(offer.group != each.group for each in self.members(number))
+            ]
+        self._sets = sorted(sets)[1:]
+        self._joining = sum(1 << index for index, each in enumerate(known) if each.joins_pieces)
+
+    def members(self, number: int) -> list[Offer]:
+        """Returns the offers of a set."""
+        return [offer for index, offer in enumerate(self._known) if number >> index & 1]
+
+    def next(self) -> int:
+        """Returns the set to run next; 0 when all is known."""
+        if self._fitting:
+            return next(filter(self._is_open, self._cheaper(self._fitting)), 0)
+        left = [each for each in self._sets if self._is_open(each) and self._helps(each)]
+        # Whether free bytes lie in pieces shows only where there is room for the tensors.
+        self._pool = functools.reduce(operator.or_, left, self._joining if left else 0)
+        everything = self._strongest(self._pool)
+        if self._is_over or not self._is_open(everything):
+            return 0
+        self._takes_cheapest = not self._takes_cheapest
+        return left[0] if self._takes_cheapest else everything
+
+    def note(self, number: int, answer: Answer) -> None:
+        """Notes what a run with a set has shown."""
+        if answer.fits and not answer.is_good:
+            suspects = number & ~self._working or number
+            self._refused |= 1 << suspects.bit_length() - 1
+            return
+        self._working |= number
+        if not answer.is_good:
+            self._too_large[number] = answer.found
+        elif self._takes_cheapest:
+            self._is_over = True
+        else:
+            self._fitting = number
+
+    def _cheaper(self, number: int) -> Iterator[int]:
+        """Yields a set without each of its offers, or with a lesser one, and all cheaper offers.
+
+        The dearest offer comes first. Of lesser ones in its place the cheapest does.
+        """
+        for index in reversed(range(number.bit_length())):
+            if not number >> index & 1:
+                continue
+            above = number >> index + 1 << index + 1
+            first = index
+            while first and self._known[first - 1].group == self._known[index].group:
+                first -= 1
+            below = self._pool & (1 << first) - 1
+            for instead in (0, *(1 << lesser for lesser in range(first, index))):
+                yield self._strongest(above | instead & self._pool | below)
+
+    def _strongest(self, number: int) -> int:
+        """Returns the offers of which each does most in its group."""
+        strongest = {
+            offer.group: 1 << index
+            for index, offer in enumerate(self._known)
+            if number >> index & 1
+        }
+        return sum(strongest.values())
+
+    def _covers(self, number: int, other: int) -> bool:
+        """Returns whether a set does all that another one does."""
+        does = {
+            offer.group: index for index, offer in enumerate(self._known) if number >> index & 1
+        }
+        return all(
+            does.get(offer.group, -1) >= index
+            for index, offer in enumerate(self._known)
+            if other >> index & 1
+        )
+
+    def _is_open(self, number: int) -> bool:
+        """Returns whether a set may fit, as far as the runs so far can say."""
+        if not number or number & self._refused:
+            return False
+        for other, found in self._too_large.items():
+            if self._covers(other, number):
+                return False
+            added = self.members(number & ~other)
+            if self._covers(number, other) and not _may_suffice(added, found["phases"], self._room):
+                return False
+        return True
+
+    def _helps(self, number: int) -> bool:
+        """Returns whether each offer can do something where a run without it had too little."""
+
+        def helps(index: int, offer: Offer) -> bool:
+            rest = number & ~(1 << index)
+            return any(
+                offer.helps(phase, self._room)
+                for other, found in self._too_large.items()
+                if self._covers(rest, other)
+                for phase in _tight(found["phases"], self._room)
+            )
+
+        return all(
+            helps(index, offer) for index, offer in enumerate(self._known) if number >> index & 1
+        )
 
 
-def _members(known: Sequence[Offer], number: int) -> list[Offer]:
-    return [offer for index, offer in enumerate(known) if number >> index & 1]
+def _was_interrupted(tried: TriedChange) -> bool:
+    return bool(tried.answer.found.get("was_interrupted"))
 
 
 def _tight(phases: Sequence[Phase], room: int) -> list[Phase]:
@@ -102,9 +223,10 @@ def _try(
         settings = offer.change(settings)
     if resident is not None:
         settings = replace(settings, offload=resident)
-    answer = run(settings)
+    name = " and ".join(offer.name for offer in chosen)
+    answer = run(settings, name)
     return TriedChange(
-        " and ".join(offer.name for offer in chosen),
+        name,
         tuple(line for offer in chosen for line in offer.lines(settings, answer.found)),
         ", ".join(offer.cost(settings, answer.found) for offer in chosen),
         answer,
@@ -137,6 +259,8 @@ def _with_resident(
         if resident - low < max(MIB, state_bytes(found) // _SHARE):
             break
         tried = _try(chosen, settings, run, resident=resident)
+        if _was_interrupted(tried):
+            break
         if tried.answer.is_good:
             low, best = resident, tried
         else:

@@ -74,6 +74,8 @@ def largest_that_fits(
             step *= 2 if answer.fits else 1
         if number == first and answer.fits and not answer.is_good:
             return  # the script fails as it stands
+        if answer.found.get("was_interrupted"):
+            return
         is_long = what == "sequence" and fitting >= _LONG
         number = _next(fitting, failing, max(step, _LONG) if is_long else step)
 

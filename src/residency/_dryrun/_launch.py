@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,6 +44,7 @@ class Command:
         is_quiet: Whether the script's own output is thrown away.
         site: The folder whose ``sitecustomize`` starts the child.
         progress: Where a line says how far the run is; None for nowhere.
+        tries: What the run tries, for that line.
     """
 
     words: Sequence[str]
@@ -50,6 +52,7 @@ class Command:
     site: Path
     is_quiet: bool = False
     progress: TextIO | None = None
+    tries: str = ""
 
 
 def dry_run(command: Command) -> dict[str, Any]:
@@ -97,7 +100,7 @@ def _run(command: Command, settings: RunSettings, until_ended: int) -> tuple[int
         stderr=output,
         pass_fds=(until_ended,),
     )
-    line = _ProgressLine(command.progress, settings.folder)
+    line = _ProgressLine(command.progress, settings.folder, command.tries)
     was_interrupted = False
     with process, _killed_with_us(process):
         while True:
@@ -148,17 +151,35 @@ def _read(folder: str) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in sorted(Path(folder).glob("*.json"))]
 
 
+def with_owners(timeline: list[list[int]], owned: Iterable[Sequence[int]]) -> list[list[int]]:
+    """Returns a timeline in which what loads brought has its owner from the beginning.
+
+    Args:
+        timeline: As the books have it.
+        owned: The same.
+    """
+    points = [list(point) for point in timeline]
+    for made, known, before, kind, num_bytes in owned:
+        for point in points:
+            if made <= point[0] < known:
+                point[1 + before] -= num_bytes
+                point[1 + kind] += num_bytes
+    return points
+
+
 def _timeline(folder: str, found: dict[str, Any]) -> dict[str, object]:
     """Returns what a process has appended so far; the last line may be a part of one."""
-    timeline: list[object] = []
+    timeline: list[list[int]] = []
     marks: list[object] = []
+    owned: list[list[int]] = []
     with Path(folder, f"{found['pid']}.timeline").open() as file:
         for line in file:
             if line.endswith("\n"):
-                points, ends = json.loads(line)
+                points, ends, owners = json.loads(line)
                 timeline += points
                 marks += ends
-    return {"timeline": timeline, "marks": marks}
+                owned += owners
+    return {"timeline": with_owners(timeline, owned), "marks": marks}
 
 
 def _crash(folder: str, found: dict[str, Any], is_quiet: bool) -> dict[str, object]:
@@ -176,11 +197,12 @@ def _crash(folder: str, found: dict[str, Any], is_quiet: bool) -> dict[str, obje
 
 
 class _ProgressLine:
-    """A line on a terminal that says which phase the child is in."""
+    """A line on a terminal that says what is tried, and which phase the child is in."""
 
-    def __init__(self, stream: TextIO | None, folder: str) -> None:
+    def __init__(self, stream: TextIO | None, folder: str, tries: str) -> None:
         self._stream = stream if stream is not None and stream.isatty() else None
         self._folder = folder
+        self._tries = tries and f"{tries}: "
         self._started = time.monotonic()
         self._is_shown = False
 
@@ -194,7 +216,9 @@ class _ProgressLine:
             text = f"{training['steps']} optimizer steps, after {training['phase']}, "
             text += f"peak {format_bytes(training['peak_reserved'])}"
         seconds = time.monotonic() - self._started
-        self._stream.write(f"\r\x1b[Kresidency: dry run, {seconds:.0f} s: {text}")
+        line = f"residency: dry run, {seconds:.0f} s: {self._tries}{text}"
+        # The last column stays free: a line that is full may have gone on to the next one.
+        self._stream.write("\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1])
         self._stream.flush()
         self._is_shown = True
 

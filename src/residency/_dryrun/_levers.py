@@ -30,6 +30,7 @@ from residency._optim import record_of
 from residency._units import MIB
 
 _LARGE = MIB  # a smaller copy is let be
+_RECOMPUTES = "_residency_recomputes"  # of a module, and of a class's function
 # Which of these a script uses decides what it is advised to write.
 _LIBRARIES = ("lightning", "peft", "pytorch_lightning", "transformers.trainer")
 
@@ -70,6 +71,15 @@ class Levers:
             "recomputed": self._recomputed,
             "libraries": [name for name in _LIBRARIES if name in sys.modules],
         }
+
+    def words(self) -> list[str]:
+        """Returns what the script's command would say for the arguments that it was given."""
+        words = []
+        for name, value in self._settings.arguments.items():
+            if name in self._arguments:
+                flag = str(self._arguments[name]["flag"])
+                words += [flag] if isinstance(value, bool) else [flag, str(value)]
+        return words
 
     def _watch_arguments(self) -> None:
         """Notes the numbers and switches that a parser returns, and gives it others."""
@@ -272,10 +282,31 @@ def _wrap_blocks(module: nn.Module) -> str:
     names = []
     for name, blocks in _repeated(module, ""):
         names.append(name or "its blocks")
+        _let_recompute(type(blocks[0]))
         for block in blocks:
-            inner: Any = block
-            inner.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+            block.__dict__[_RECOMPUTES] = True
     return ", ".join(names)
+
+
+def _let_recompute(kind: Any) -> None:
+    """Makes modules of a class recompute that say so: a copy does, too, and none holds itself.
+
+    A function of the module's own would be a cycle, which keeps a deleted model until the garbage
+    collector finds it.
+    """
+    forward = kind.forward
+    if getattr(forward, _RECOMPUTES, False):
+        return
+
+    @functools.wraps(forward)
+    def called(module: nn.Module, *args: Any, **options: Any) -> Any:
+        if not vars(module).get(_RECOMPUTES):
+            return forward(module, *args, **options)
+        inner = functools.partial(forward, module)
+        return checkpoint(inner, *args, use_reentrant=False, **options)
+
+    setattr(called, _RECOMPUTES, True)
+    kind.forward = called
 
 
 def _repeated(module: nn.Module, name: str) -> Iterator[tuple[str, list[nn.Module]]]:

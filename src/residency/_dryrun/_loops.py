@@ -92,11 +92,13 @@ class Loops:
         return None
 
 
-def is_called_by_script(frame: FrameType) -> bool:
-    """Returns whether a frame is the script's, and in a call such as ``iter``, not in a ``for``."""
+def is_asked_by_script(frame: FrameType) -> bool:
+    """Returns whether a frame is the script's, and in a call such as ``next``: no loop, which would
+    end where there is nothing more.
+    """
     code = frame.f_code
     operation = dis.opname[code.co_code[frame.f_lasti]]
-    return is_script(code.co_filename) and operation not in ("GET_ITER", "GET_YIELD_FROM_ITER")
+    return is_script(code.co_filename) and operation not in ("FOR_ITER", "SEND")
 
 
 def _ignore(frame: FrameType, event: str, argument: object) -> None:

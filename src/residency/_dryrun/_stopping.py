@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable
-from types import ModuleType
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -22,13 +22,14 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import dataloader
 
-from residency._dryrun._loops import Loops, is_called_by_script
+from residency._dryrun._loops import Loops, is_asked_by_script
 from residency._memory import ImportWatch
 from residency._units import MIB
 
 _MOST_RESUMES = 3
 _PATIENCE = 10  # times the steps that were asked for, until an optimizer makes its first one
 _FEW_EMPTY_PASSES = 2  # over loaders that are over, as of epochs that are still to come
+_FEW_SHORT_PASSES = 2  # of an evaluation, the first among them
 _EVEN_BATCHES = 32  # of an evaluation, after which it ends where they have left nothing behind
 _EVEN_BYTES = MIB  # a loss of each batch is nothing; logits are more
 _MOST_EMPTY_PASSES = 1000  # in a loop that waits for a batch, and cannot be ended
@@ -42,12 +43,30 @@ class EnoughSeen(SystemExit):
     """The way out of a script whose loop goes on: no error, and not caught as one."""
 
 
+class _AfterTheEnd:
+    """The batches of a loader after the training: who asks for the first decides what they are."""
+
+    def __init__(self, choose: Callable[[FrameType], Iterator[Any]]) -> None:
+        self._choose = choose
+        self._batches: Iterator[Any] | None = None
+
+    def __iter__(self) -> _AfterTheEnd:
+        return self
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            self._batches = self._choose(sys._getframe(1))
+        return next(self._batches)
+
+
 class Stopping:
     """The count of the optimizer's steps, which ends the training after so many.
 
     Attributes:
-        num_steps: Steps of the optimizer that has made the most.
+        num_steps: Steps from one load of a checkpoint to the next, of the optimizer that has made
+            the most there, added up.
         is_ending: Whether enough has been seen.
+        was_cut: Whether a training was ended; it may go on after a load.
         was_left: Whether the script was left in the middle of its loop.
     """
 
@@ -66,10 +85,13 @@ class Stopping:
         """
         self.num_steps = 0
         self.is_ending = False
+        self.was_cut = False
         self.was_left = False
         self._wanted = num_steps
         self._optimizers = optimizers
         self._counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._since_load: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._num_before_load = 0
         self._ahead: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # with a step after the end
         self._loops = Loops()
         self._num_resumes = 0
@@ -80,7 +102,8 @@ class Stopping:
         self._passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._trainers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._held = held
-        self._even: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+        # Batches of an evaluation, and what was held on the device when it was looked at.
+        self._given: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._by_hand: Any = _StepByHand()
         self._num_by_hand = 0
 
@@ -105,7 +128,9 @@ class Stopping:
         ImportWatch(flow).start()
 
     def resume(self) -> None:
-        """Begins to count anew: the script has loaded a checkpoint, and trains on."""
+        """Begins to count anew: the script has loaded a checkpoint, and may train on."""
+        self._since_load.clear()
+        self._num_before_load = self.num_steps
         if self.is_ending and self._num_resumes < _MOST_RESUMES:
             self._num_resumes += 1
             self._begin_anew()
@@ -144,12 +169,13 @@ class Stopping:
 
     def _after_step(self, optimizer: Optimizer, args: object, options: object) -> None:
         count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
-        self.num_steps = max(self.num_steps, count)
+        since = self._since_load[optimizer] = self._since_load.get(optimizer, 0) + 1
+        self.num_steps = max(self.num_steps, self._num_before_load + since)
         self._num_empty_passes = 0
         if self._last is not None:
             self._training.add(self._last)
         if self._wanted and not self.is_ending and self._has_seen_enough(count):
-            self.is_ending = True
+            self.is_ending = self.was_cut = True
             if not len(self._training):
                 self._loops.end()
             for trainer in list(self._trainers):
@@ -158,7 +184,8 @@ class Stopping:
     def _see_optimizers(self) -> None:
         """Begins training anew where an optimizer was made after passes that were counted."""
         if self.is_by_hand and len(list(self._optimizers)):
-            self.num_steps = 0
+            self.num_steps = self._num_before_load = 0
+            self.was_cut = False
             self._begin_anew()
 
     def _has_seen_enough(self, count: int) -> bool:
@@ -182,14 +209,12 @@ class Stopping:
         def made(iterator: Any, loader: Any, *args: object, **options: object) -> None:
             make(iterator, loader, *args, **options)
             iterator._residency_loader = weakref.ref(loader)
-            if self.is_ending:
-                self._passes[loader] = self._passes.get(loader, 0) + 1
 
         @functools.wraps(following)
         def follow(iterator: Any) -> Any:
             reference = getattr(iterator, "_residency_loader", None)
             loader = None if reference is None else reference()
-            if loader is not None and (self._is_over(loader) or self._is_even(iterator)):
+            if loader is not None and (self._is_over(loader) or self._has_enough(iterator, loader)):
                 raise StopIteration
             self._last = None  # after a last batch, of an evaluation, too
             batch = following(iterator)
@@ -201,37 +226,65 @@ class Stopping:
 
         @functools.wraps(begin)
         def begun(loader: Any) -> Any:
-            if not self._is_over(loader):
-                return begin(loader)
-            self._num_empty_passes += 1  # `while step < last: for batch in loader` has no end
-            if self._num_empty_passes > _MOST_EMPTY_PASSES:
-                self._leave()
-            is_many = self._num_empty_passes > _FEW_EMPTY_PASSES
-            ends = is_many and (self._loops.is_ending or self._loops.end())
-            # Whoever asks for the next batch of one that is over gets it, for a last step.
-            self._is_feeding = is_called_by_script(sys._getframe(1)) or (is_many and not ends)
-            return begin(loader) if self._is_feeding else iter(())
+            if self._is_over(loader):
+                return _AfterTheEnd(lambda frame: self._batches(loader, frame, begin))
+            iterator = begin(loader)
+            if self.is_ending and not self._is_feeding:
+                self._passes[loader] = self._passes.get(loader, 0) + 1
+                self._given.pop(iterator, None)  # persistent workers have one for all passes
+                if self._passes[loader] > _FEW_SHORT_PASSES:
+                    self._end_loop()
+            return iterator
 
         base.__init__, base.__next__, loaders.__iter__ = made, follow, begun
 
-    def _is_over(self, loader: Any) -> bool:
-        """Returns whether a loader gives nothing more: what it is for has been seen."""
-        self._see_optimizers()
-        if not self.is_ending or self._is_feeding:
-            return False
-        return loader in self._training or self._passes.get(loader, 0) > 1
+    def _batches(
+        self, loader: Any, frame: FrameType, begin: Callable[[Any], Iterator[Any]]
+    ) -> Iterator[Any]:
+        """Returns what a loader that is over gives to a frame: nothing to a loop.
 
-    def _is_even(self, iterator: Any) -> bool:
-        """Returns whether batch after batch of an evaluation leaves nothing on the device."""
+        Who asks for the next batch by a call has no use for an end, and gets it, for a last step.
+        """
+        if not self._is_over(loader):  # the script has loaded a checkpoint since it began
+            return begin(loader)
+        ends = self._end_loop()
+        self._is_feeding = is_asked_by_script(frame) or not ends
+        return begin(loader) if self._is_feeding else iter(())
+
+    def _end_loop(self) -> bool:
+        """Ends the loop around passes that give nothing more, after some of them.
+
+        Returns:
+            Whether it ends, as far as is known.
+        """
+        self._num_empty_passes += 1  # `while step < last: for batch in loader` has no end
+        if self._num_empty_passes > _MOST_EMPTY_PASSES:
+            self._leave()
+        is_many = self._num_empty_passes > _FEW_EMPTY_PASSES
+        return not is_many or self._loops.is_ending or self._loops.end()
+
+    def _is_over(self, loader: Any) -> bool:
+        """Returns whether a loader gives nothing more: the training that it is for was seen."""
+        self._see_optimizers()
+        return self.is_ending and not self._is_feeding and loader in self._training
+
+    def _has_enough(self, iterator: Any, loader: Any) -> bool:
+        """Returns whether an evaluation has batches enough.
+
+        That is one after the first pass, for those who divide by how many there were, and of the
+        first pass as many as show that they leave nothing on the device.
+        """
         if not self.is_ending or self._is_feeding:
             return False
-        number, held = self._even.get(iterator, (0, 0))
+        number, held = self._given.get(iterator, (0, 0))
+        if number and self._passes.get(loader, 0) > 1:
+            return True
         if number % _EVEN_BATCHES == 0:
             now = self._held()
             if number and now - held < _EVEN_BYTES:
                 return True
             held = now
-        self._even[iterator] = number + 1, held
+        self._given[iterator] = number + 1, held
         return False
 
     # -------------------------------------------------------------------------------- frameworks

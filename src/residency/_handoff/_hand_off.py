@@ -45,7 +45,8 @@ def hand_off(
 
     Args:
         need: Bytes, or a size such as ``"20GiB"``, that are to be free by the device's own figure.
-        park: Modules and optimizers that may be moved to the host, the first ones first.
+        park: Modules and optimizers that may be moved to the host, the first ones first. An
+            optimizer may be listed without its model, which then stays.
         device: The accelerator, by default the current one.
         timeout: Seconds to wait for the other side, and on exit for the bytes; twice for ranks.
         collect: Whether garbage may be collected, where a search found that it pays.
@@ -107,8 +108,7 @@ def _parkings_of(owners: Iterable[Any], device: torch.device) -> list[Parking]:
     """Returns a parking for each listed owner, none of which has moved anything.
 
     Raises:
-        InvalidArgumentError: An owner is listed twice, has nothing on the device, or is the
-            optimizer of a module that is not listed while others are.
+        InvalidArgumentError: An owner is listed twice, or has nothing on the device.
     """
     if isinstance(owners, nn.Module | Optimizer):
         owners = [owners]
@@ -118,19 +118,10 @@ def _parkings_of(owners: Iterable[Any], device: torch.device) -> list[Parking]:
         raise InvalidArgumentError(
             f"park is {reprlib.repr(owners)}; expected a list of modules and optimizers."
         ) from None
-    modules = [owner for owner in owners if isinstance(owner, nn.Module)]
-    known = {id(parameter) for module in modules for parameter in module.parameters()}
     for number, owner in enumerate(owners):
         name = f"park[{number}] ({type(owner).__name__})"
         if any(owner is other for other in owners[:number]):
             raise InvalidArgumentError(f"{name} is listed before. Nothing was moved; list it once.")
-        if isinstance(owner, Optimizer):
-            own = [id(p) for group in owner.param_groups for p in group["params"]]
-            if modules and known.isdisjoint(own):
-                raise InvalidArgumentError(
-                    f"{name} optimizes no parameter of the listed modules. Nothing was moved; "
-                    "list its own model, or no module."
-                )
         _require_on(owner, device, name=name)
     return [Parking(owner, beside=owners) for owner in owners]
 

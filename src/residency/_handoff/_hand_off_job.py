@@ -11,6 +11,7 @@ for, and exactly that comes back. Whatever fails on the way in, all of it comes 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -93,7 +94,7 @@ class HandOff:
         if effort.missing:
             raise HandOffError(self._explain(effort))
         if self._link is not None:
-            self._link.send(ready=effort.state.free)
+            self._link.send(ready=effort.state.free, pid=os.getpid())
         self._is_entered = True
         return effort.result()
 
@@ -135,7 +136,7 @@ class HandOff:
             if is_kept:
                 keep_taker(self._path, self._link)
             else:
-                self._link.close()
+                self._link.leave()  # this process lives: the other one may ask again
 
     def _make_room_together(self) -> Effort:
         """Makes room, on all ranks of a group or on none."""

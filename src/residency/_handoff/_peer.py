@@ -6,13 +6,14 @@ side learns at once that the other is gone, and every wait has a deadline beside
 
 [Note: the exchange]
     taking -> releasing   {"need": N, "pid": P}    before anything is freed
-    releasing -> taking   {"ready": F}             N bytes are proven free; F are
+    releasing -> taking   {"ready": F, "pid": P}   N bytes are proven free; F are
     releasing -> taking   {"refused": "why"}       instead; everything is as it was
     taking -> releasing   {"returned": true, "stays": true}    what was taken is free again
-    taking -> releasing   {"leaves": true}         later: the process ends in good order
+    either way            {"leaves": true}         later: the process ends in good order,
+                                                   or has to do with another one from now on
 
-[Note: a dead taker] A side that stays keeps its connection until its next hand-off at the path, or
-its end. So the next wait of the releasing side learns that the process was killed, or ended with an
+[Note: a dead peer] Both sides keep their connection until their next hand-off at the path, or their
+end. So the next wait of either one learns that the other process was killed, or ended with an
 error, when that happens: the connection is cut and nothing was said before. It raises once; the
 wait after that is for a process that was started in its place.
 """
@@ -204,6 +205,12 @@ class Link:
             self._connection.shutdown(socket.SHUT_RDWR)  # also for a fork that still has it
         self._connection.close()
 
+    def leave(self) -> None:
+        """Ends the connection in good order: the other side may wait for this process again."""
+        with suppress(HandOffError):
+            self.send(leaves=True)
+        self.close()
+
     def forget(self) -> None:
         """Closes this process's copy alone; the connection is another process's."""
         self._connection.close()
@@ -236,7 +243,7 @@ class Link:
 
 
 class _KeptLinks:
-    """The links that stay open after a hand-off, the newest at each path. [Note: a dead taker]"""
+    """The links that stay open after a hand-off, the newest at each path. [Note: a dead peer]"""
 
     def __init__(self) -> None:
         self._links: dict[Path, Link] = {}
@@ -251,7 +258,14 @@ class _KeptLinks:
     def drop(self, path: Path) -> None:
         before = self._links.pop(path.absolute(), None)
         if before is not None:
-            before.close()
+            before.leave()
+
+    def drop_ended(self, path: Path) -> bool:
+        """Forgets a process that has ended or left; returns whether it did so without a word."""
+        link = self.get(path)
+        is_dead = link is not None and not link.left_well()
+        self.drop(path)
+        return is_dead
 
     def clear(self) -> None:
         self._links.clear()
@@ -273,9 +287,13 @@ def return_and_stay(path: Path, link: Link) -> None:
     """Tells the releasing process that the bytes are free again, and keeps the link.
 
     Raises:
-        HandOffError: The other process is gone.
+        HandOffError: The other process is gone. The next wait at the path knows of it.
     """
-    link.send(returned=True, stays=True)
+    try:
+        link.send(returned=True, stays=True)
+    except HandOffError:
+        _releasers.keep(path, link)
+        raise
     _releasers.keep(path, link)
 
 
@@ -283,12 +301,11 @@ def _take_leave() -> None:
     """Tells those who may wait for this process that it has come to a good end."""
     # Python has an error that ended the process by then; without a word the other side raises.
     is_good = getattr(sys, "last_value", None) is None
-    for link in _releasers:
-        if is_good:
-            with suppress(HandOffError):
-                link.send(leaves=True)
     for link in (*_releasers, *_takers):
-        link.close()
+        if is_good:
+            link.leave()
+        else:
+            link.close()
 
 
 atexit.register(_take_leave)
@@ -360,11 +377,10 @@ def _await_connection(listener: socket.socket, path: Path, deadline: Deadline) -
                 "Start the other process, or raise timeout= where it is slow."
             )
         poll.unregister(former)
-        left_well = former.left_well()
         pid, former = former.pid, None
-        _takers.drop(path)  # what is said now is said once
+        is_dead = _takers.drop_ended(path)  # what is said now is said once
         patience = min(_SUCCESSOR_SECONDS, deadline.left)
-        if not left_well and not _is_ready(poll, listener, patience):
+        if is_dead and not _is_ready(poll, listener, patience):
             raise HandOffError(
                 f"Process {pid}, which had the device at {path} before, has ended, and no other "
                 "asks for it. Start it again: the next hand_off waits for it."
@@ -381,23 +397,27 @@ def ask_for_device(path: Path, need: int, deadline: Deadline) -> Link:
     """Connects to the releasing process and states the bytes; the taking side's beginning.
 
     Raises:
-        HandOffError: Nobody listens there in time, or the other process ended.
+        HandOffError: Nobody listens there in time, the other process ended, or the one that handed
+            the device over before is dead.
     """
     connection: socket.socket | None = None
+    patience, dead = deadline, None
     try:
         while True:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
-                connection.settimeout(max(deadline.left, 1e-3))
+                connection.settimeout(max(patience.left, 1e-3))
                 connection.connect(os.fspath(path))
                 break
             except OSError as error:  # it does not listen yet: its hand-off is not that far
                 connection.close()
-                if not deadline.pause():
-                    raise HandOffError(
-                        f"No process hands a device over at {path}; waited {deadline.seconds:g} s "
-                        f"({error}). Call hand_off there, or raise timeout= here."
-                    ) from error
+                former = _releasers.get(path)
+                # One that gave no number is of a version that ends a connection while it lives.
+                if former and former.has_word() and _releasers.drop_ended(path) and former.pid:
+                    dead = former.pid
+                    patience = Deadline(min(_SUCCESSOR_SECONDS, deadline.left))
+                if not patience.pause():
+                    raise _nobody_hands_over(path, deadline, dead, error) from error
         link = Link(connection, path)
         link.send(need=need, pid=os.getpid())
         _releasers.drop(path)
@@ -406,6 +426,23 @@ def ask_for_device(path: Path, need: int, deadline: Deadline) -> Link:
         if connection is not None:
             connection.close()
         raise
+
+
+def _nobody_hands_over(
+    path: Path, deadline: Deadline, dead: int | None, error: OSError
+) -> HandOffError:
+    if dead is not None:
+        return HandOffError(
+            f"Process {dead}, which handed the device over at {path} before, has ended, and no "
+            "other hands it over. Start it again: the next take_over waits for it."
+        )
+    former = _releasers.get(path)
+    is_there = former is not None and former.pid is not None
+    there = f" Process {former.pid}, which did before, is there." if former and is_there else ""
+    return HandOffError(
+        f"No process hands a device over at {path}; waited {deadline.seconds:g} s "
+        f"({error}).{there} Call hand_off there, or raise timeout= here."
+    )
 
 
 @contextmanager

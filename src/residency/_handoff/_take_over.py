@@ -67,8 +67,8 @@ def take_over(
     """Asks a process that calls `residency.hand_off` for bytes, and has them while the body runs.
 
     What the body allocates it also frees; on exit the allocator's cache goes back to the device,
-    and the other process hears that it may take it back. It also hears at once when this process
-    is killed, or ends with an error, before it asks again.
+    and the other process hears that it may take it back. Each also hears at once when the other one
+    is killed, or ends with an error, before they meet again.
 
     Args:
         need: Bytes, or a size such as ``"20GiB"``, that the body will take.
@@ -82,7 +82,8 @@ def take_over(
 
     Raises:
         HandOffError: Nobody hands the device over in time, the other process ended or could not
-            make the room, or a third one took it meanwhile.
+            make the room, or a third one took it meanwhile. Or the process that handed it over
+            before at this path is dead, and none does in its place.
         InvalidArgumentError: The size or the path means nothing, or there is no such accelerator.
     """
     num_bytes = parse_bytes(need, name="need")
@@ -106,6 +107,8 @@ def _taken_over(
     try:
         link = ask_for_device(path, num_bytes, deadline)
         answer = link.receive(deadline, expected="ready")
+        pid = answer.get("pid")
+        link.pid = pid if isinstance(pid, int) else None
         if "refused" in answer:
             raise HandOffError(f"The other process refused: {answer['refused']}")
         free = _require_free(target, num_bytes)
@@ -147,6 +150,7 @@ def _return(link: Link, path: Path, device: torch.device) -> None:
         return_and_stay(path, link)
         is_kept = True
     except HandOffError:
+        is_kept = link.is_cut
         _log.warning("residency: the process that handed %s over has ended", device)
     finally:
         if not is_kept:

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING
 from residency._errors import HandOffError
 from residency._memory import ImportWatch
 from residency._ranks import all_ranks
-from residency._units import parse_bytes
+from residency._units import format_figures, parse_bytes
 from residency.integrations._common._framework import missing_in, named_with_version
 
 if TYPE_CHECKING:
@@ -100,6 +100,13 @@ _PLACES = {
 _inside = threading.local()  # whether a guarded method is under way
 
 
+_MEANINGS = {
+    "num_transitions": "methods that it has run after",
+    "freed_bytes": "that went back to the device in all of them",
+    "seconds": "for it, without the wait for other ranks",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardStatistics:
     """The figures of what the guard has done in this process.
@@ -113,6 +120,9 @@ class GuardStatistics:
     num_transitions: int = 0
     freed_bytes: int = 0
     seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return format_figures("the guard of verl's workers", self, _MEANINGS)
 
 
 class _Guard:

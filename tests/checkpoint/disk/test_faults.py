@@ -17,17 +17,16 @@ from limits import WORKER_SECONDS
 from residency._errors import CheckpointError, RefusedError
 
 SCENARIOS = ["first", "next", "again", "another-again"]
+NUMBERS = {"no room": errno.ENOSPC, "bad disk": errno.EIO}
+IN_FIRST_TIER = [  # the ordinary one, and the one with a replacement beside another save
+    pytest.param(each, marks=[pytest.mark.whole] * (each in ("first", "again")))
+    for each in SCENARIOS
+]
 # Enough for any kill, and few enough to see that saves were killed where they write.
 MIN_CALLS = 50
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    [  # the ordinary one, and the one with a replacement beside another save
-        pytest.param(each, marks=[pytest.mark.whole] * (each in ("first", "again")))
-        for each in SCENARIOS
-    ],
-)
+@pytest.mark.parametrize("scenario", IN_FIRST_TIER)
 def test_a_save_killed_at_any_system_call_leaves_old_or_new(
     tmp_path: Path, start: Callable[..., subprocess.Popen[str]], scenario: str
 ) -> None:
@@ -40,8 +39,19 @@ def test_a_save_killed_at_any_system_call_leaves_old_or_new(
     assert outcomes["killed"] >= 2 * MIN_CALLS
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["no room", "bad disk"])
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize(
+    ("scenario", "number"),
+    [  # in the first tier a pair for each
+        pytest.param(
+            scenario,
+            number,
+            id=f"{scenario}-{name}",
+            marks=[pytest.mark.whole] * ((row + column) % 2),
+        )
+        for row, scenario in enumerate(SCENARIOS)
+        for column, (name, number) in enumerate(NUMBERS.items())
+    ],
+)
 def test_a_call_that_fails_is_reported_and_leaves_old_or_new(
     saves: ModuleType, tmp_path: Path, scenario: str, number: int
 ) -> None:
@@ -96,7 +106,7 @@ def published(saves: ModuleType, scenario: str) -> dict[int, set[int]]:
     return {**allowed, step: {seed}}
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", IN_FIRST_TIER)
 def test_a_call_that_a_signal_interrupts_is_made_again(
     saves: ModuleType, tmp_path: Path, scenario: str
 ) -> None:

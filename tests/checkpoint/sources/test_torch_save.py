@@ -239,6 +239,25 @@ def test_a_layout_that_does_not_fit_its_storage_is_found_out(
         open_source(path)
 
 
+@pytest.mark.parametrize(
+    "storage",
+    [
+        ("module", torch.FloatStorage, "0", "cpu", 4),
+        ("storage", torch.FloatStorage, "0", "cpu", 4.0),
+        ("storage", torch.FloatStorage, "0", "cpu", 1 << 999),
+        ("storage", torch.FloatStorage, ("0",), "cpu", 4),
+    ],
+    ids=str,
+)
+def test_what_is_no_plain_name_and_size_of_a_storage_is_refused(
+    tmp_path: Path, storage: tuple[Any, ...]
+) -> None:
+    path = saved(tmp_path / "state.pt", {"w": torch.ones(4)})
+    _replace_pickle(path, _tensor_pickle(storage, 0, (4,), (1,)))
+    with pytest.raises(CorruptSaveError, match="no plain name or no size"):
+        open_source(path)
+
+
 def test_a_storage_that_is_missing_or_compressed_is_named(tmp_path: Path) -> None:
     path = saved(tmp_path / "state.pt", {"w": torch.ones(4)})
     storage = ("storage", torch.FloatStorage, "9", "cpu", 4)

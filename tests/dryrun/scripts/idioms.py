@@ -160,6 +160,23 @@ def accumulation():
     seen.append("save")
 
 
+def accumulation_over_epochs():
+    for _ in range(STEPS):
+        for number, batch in enumerate(LOADER):
+            MODEL(batch[0]).sum().backward()
+            if number % 3 == 2:
+                step()
+    seen.append("save")
+
+
+def pairs_of_loaders_over_epochs():
+    for _ in range(STEPS):
+        pairs = zip(HELD_OUT, LOADER, strict=False)
+        for _, batch in pairs:
+            step(batch=batch)
+    seen.append("save")
+
+
 def two_optimizers():
     for number in itertools.count():
         step(SECOND)
@@ -252,6 +269,18 @@ def a_long_evaluation():
     seen.append("save")
 
 
+def evaluations_with_workers():
+    for batch in LOADER:
+        step(batch=batch)
+    data = TensorDataset(torch.ones(STEPS))
+    many = DataLoader(data, num_workers=1, persistent_workers=True)
+    for _ in range(2):
+        for batch in LOADER:
+            step(batch=batch)
+        seen.append(f"evaluate {sum(1 for _ in many)}")
+    seen.append("save")
+
+
 def keep(batch):
     kept[0] += 1 << 20
 
@@ -261,7 +290,8 @@ IDIOMS = [
     a_generator_as_a_loader, no_loader, a_counter, forever, in_a_context, epochs_without_a_loader,
     a_function_of_its_own, accumulation, two_optimizers, a_progress_bar, a_stream, early_return,
     resumed, a_resume_in_the_loop, resumes_without_end, a_loop_that_comes_last,
-    steps_by_hand, gradients_before_the_optimizer, a_long_evaluation,
+    steps_by_hand, gradients_before_the_optimizer, a_long_evaluation, accumulation_over_epochs,
+    pairs_of_loaders_over_epochs, evaluations_with_workers,
 ]  # fmt: skip
 
 
@@ -283,6 +313,7 @@ def main():
         except Exception as error:
             ended = repr(error)
         found = {"name": idiom.__name__, "ended": ended, "steps": seen.count("step"), "seen": seen}
+        found |= {"counted": stopping.num_steps, "was_cut": stopping.was_cut}
         print(json.dumps(found), flush=True)
         os._exit(0)
 

@@ -190,11 +190,11 @@ class FileCheck:
         return Damage(self._name, tensors, start, text)
 
     def _padding_defect(self, start: int, stop: int) -> str:
-        """Returns what to say where a chunk looks as builds before 2026-11-22 left it on some disks.
+        """Returns what to say where a chunk looks as builds before 2026-11-22 wrote it.
 
-        They padded a file's last chunk to whole pages in a buffer into which it had not been
-        gathered, if it was of whole blocks of 512 bytes: what reached the disk was zeros, or the
-        beginning of a chunk that had been gathered there before.
+        On some disks they padded a file's last chunk to whole pages in a buffer into which it had
+        not been gathered, if it was of whole blocks of 512 bytes: what reached the disk was zeros,
+        or the beginning of a chunk that had been gathered there before.
         """
         num_bytes = stop - start
         if stop != self._record.num_bytes or num_bytes % ALIGNMENT == 0 or num_bytes % 512:

@@ -10,7 +10,9 @@ are read below ``__torch_function__``. Nothing is allocated on the device, and n
 
 from __future__ import annotations
 
+import functools
 import gc
+import logging
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +30,8 @@ from residency._memory._holders._roots import frames_read, named_objects, namesp
 from residency._memory._holders._walk import Origin, Walk
 from residency._memory._owners import Owners, gradient_of
 from residency._units import format_bytes, parse_bytes
+
+_log = logging.getLogger("residency")
 
 _STORAGE: Any = torch._C.StorageBase
 _BLOCK_BYTES = 512  # what the allocator rounds up to
@@ -88,13 +92,25 @@ def holders(
 
     Returns:
         A holder for each storage, and one for what no Python object leads to, if it is that large:
-        the allocator's bytes less those of all storages found. Nothing where there is no device.
+        the allocator's bytes less those of all storages found. Nothing where there is no device,
+        which is logged once.
 
     Raises:
         InvalidArgumentError: The size does not parse, or there is no such accelerator.
     """
     least_bytes = parse_bytes(min_bytes, name="min_bytes")
-    return find_holders(_device.resolve(device), least_bytes)
+    named = _device.resolve(device)
+    if named is None:
+        _say_that_there_is_none()
+    return find_holders(named, least_bytes)
+
+
+@functools.cache
+def _say_that_there_is_none() -> None:
+    _log.warning(
+        "residency: there is no accelerator, so holders() lists nothing; "
+        "residency.sim.enable() makes a simulated one."
+    )
 
 
 def find_holders(

@@ -133,6 +133,11 @@ void register_memory(py::module& module) {
         blas_workspace_bytes(config ? config->c_str() : nullptr, capability_major, is_understood);
     return std::make_pair(num_bytes, is_understood);
   });
+  module.def("blas_workspaces", [] {
+    std::vector<uintptr_t> addresses;
+    for (void* each : blas_workspaces()) addresses.push_back(reinterpret_cast<uintptr_t>(each));
+    return addresses;
+  });
   module.def("clear_workspaces", &clear_blas_workspaces, no_gil());
 }
 

@@ -59,13 +59,15 @@ class Scaling {
   template <class Options>
   Scaling(Options& options, int num_ranks) {
     c10d::ReduceOp& op = options.reduceOp;
-    if (op == c10d::ReduceOp::AVG) divisor_ = num_ranks;
-    if (op == c10d::ReduceOp::PREMUL_SUM) {
+    const bool averages = op == c10d::ReduceOp::AVG;
+    const bool multiplies = op == c10d::ReduceOp::PREMUL_SUM;
+    if (averages) divisor_ = num_ranks;
+    if (multiplies) {
       const auto* premul = static_cast<c10d::RESIDENCY_PREMUL_SUM*>(op.supplement_.get());
       factor_ = premul->tensor_factor.defined() ? premul->tensor_factor.item<double>()
                                                 : premul->double_factor;
     }
-    if (divisor_ != 1 || factor_ != 1.0) op = c10d::ReduceOp::SUM;
+    if (averages || multiplies) op = c10d::ReduceOp::SUM;  // by 1, too
   }
   void apply(const Tensor& sum) const {
     if (divisor_ == 1 && factor_ == 1.0) return;
@@ -85,6 +87,11 @@ class Scaling {
   int divisor_ = 1;
   double factor_ = 1.0;
 };
+
+// NCCL moves values, in whatever shapes they stand on the two sides; Gloo compares these.
+Tensor in_one_row(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor.view({-1}) : tensor;
+}
 
 struct Collective {
   OpType type;
@@ -294,7 +301,9 @@ class Simccl final : public c10d::Backend {
                    [gloo = gloo_, to = hosts.of(outputs), from = hosts.of(inputs), options,
                     scaling]() mutable {
                      for (size_t i = 0; i < to.size(); i++) {
-                       gloo->_reduce_scatter_base(to[i], from[i], options)->wait();
+                       Tensor output = in_one_row(to[i]);
+                       Tensor input = in_one_row(from[i]);
+                       gloo->_reduce_scatter_base(output, input, options)->wait();
                        scaling.apply(to[i]);
                      }
                    });
@@ -307,7 +316,9 @@ class Simccl final : public c10d::Backend {
         {type, "all_gather", options.asyncOp, inputs, outputs},
         [gloo = gloo_, to = hosts.of(outputs), from = hosts.of(inputs), options]() mutable {
           for (size_t i = 0; i < to.size(); i++) {
-            gloo->_allgather_base(to[i], from[i], options)->wait();
+            Tensor output = in_one_row(to[i]);
+            Tensor input = in_one_row(from[i]);
+            gloo->_allgather_base(output, input, options)->wait();
           }
         });
   }

@@ -31,44 +31,12 @@ using torch::jit::Stack;
 
 constexpr size_t kMostCheckedShapes = 10000;
 
-void widen_statistics(Stack* stack) {
-  for (IValue* result = &stack->back(); result != &stack->back() - 2; result--) {
-    const Tensor& statistics = result->toTensor();
-    if (c10::isReducedFloatingType(statistics.scalar_type())) *result = statistics.to(c10::kFloat);
-  }
-}
-
-// The CPU's kernel takes float32 statistics beside float32 parameters alone.
-void narrow_statistics(Stack* stack, const c10::FunctionSchema& schema) {
-  IValue* arguments = &*(stack->end() - static_cast<std::ptrdiff_t>(schema.arguments().size()));
-  auto at = [&](const char* name) -> IValue* {
-    const auto index = schema.argumentIndexWithName(name);
-    return index && !arguments[*index].isNone() ? &arguments[*index] : nullptr;
-  };
-  const auto type = at("input")->toTensor().scalar_type();
-  if (!c10::isReducedFloatingType(type)) return;
-  for (const char* name : {"weight", "bias", "running_mean", "running_var"}) {
-    const IValue* parameter = at(name);
-    if (parameter && parameter->toTensor().scalar_type() == c10::kFloat) return;
-  }
-  for (const char* name : {"mean", "rstd", "save_mean", "save_invstd"}) {
-    IValue* statistics = at(name);
-    if (statistics) *statistics = statistics->toTensor().to(type);
-  }
-}
-
 void call_kernel(const c10::OperatorHandle& op, Plan::Kernel kernel, c10::DispatchKey key,
                  const Arguments& arguments, Stack* stack) {
   as_device_work([&] {
-    const bool is_norm = kernel == Plan::Kernel::kNorm || kernel == Plan::Kernel::kNormBackward;
-    if (kernel == Plan::Kernel::kOwn || is_norm) {
+    if (kernel == Plan::Kernel::kOwn) {
       stack->insert(stack->end(), arguments.begin(), arguments.end());
-      const bool is_host = key == c10::DispatchKey::CPU;
-      if (is_host && kernel == Plan::Kernel::kNormBackward) {
-        narrow_statistics(stack, op.schema());
-      }
       op.redispatchBoxed(c10::DispatchKeySet(key), stack);
-      if (is_host && kernel == Plan::Kernel::kNorm) widen_statistics(stack);
     } else if (kernel == Plan::Kernel::kConvolution) {
       static const auto convolution =
           c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", "");

@@ -35,16 +35,6 @@ int argument_returned(const c10::FunctionSchema& schema, const c10::Argument& re
   return -1;
 }
 
-// CUDA keeps the mean and the deviation of bfloat16 and half inputs in float32, the CPU in the type
-// of the parameters. The device holds CUDA's, of the CPU's values: widened they lose nothing.
-bool keeps_statistics(const std::string& name) {
-  return name == "aten::native_layer_norm" || name == "aten::native_batch_norm";
-}
-
-bool takes_statistics(const std::string& name) {
-  return name == "aten::native_layer_norm_backward" || name == "aten::native_batch_norm_backward";
-}
-
 Plan make_plan(const c10::FunctionSchema& schema) {
   Plan plan;
   plan.name = schema.name();
@@ -59,8 +49,6 @@ Plan make_plan(const c10::FunctionSchema& schema) {
   if (plan.name == "aten::convolution_backward_overrideable") {
     plan.kernel = Plan::Kernel::kConvolutionBackward;
   }
-  if (keeps_statistics(plan.name)) plan.kernel = Plan::Kernel::kNorm;
-  if (takes_statistics(plan.name)) plan.kernel = Plan::Kernel::kNormBackward;
   if (has_substitute(schema)) plan.kernel = Plan::Kernel::kSubstitute;
   bool writes_any = false;
   bool is_random = false;

@@ -28,14 +28,11 @@ struct Plan {
   ScratchRule scratch;
   const DeterminismRule* determinism = nullptr;
   // The *_overrideable convolutions have no CPU kernel; the operations they stand for have. For a
-  // few others torch's kernel is not the one to run (torch_substitutes.h). Norms keep statistics of
-  // another type on the device than on the host.
+  // few others torch's kernel is not the one to run, or not alone (torch_substitutes.h).
   enum class Kernel {
     kOwn,
     kConvolution,
     kConvolutionBackward,
-    kNorm,
-    kNormBackward,
     kSubstitute,
   } kernel = Kernel::kOwn;
 };

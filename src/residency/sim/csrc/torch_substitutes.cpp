@@ -4,6 +4,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/irange.h>
 
 #include <unordered_map>
@@ -178,6 +179,69 @@ void call_rms_norm_backward(const IValue* arguments, torch::jit::Stack* stack) {
   stack->emplace_back(std::move(of_weight));
 }
 
+// CUDA keeps the mean and the deviation of bfloat16 and half inputs in float32, the CPU in the type
+// of the parameters. The device holds CUDA's, of the CPU's values: widened they lose nothing. Of a
+// batch norm in evaluation CUDA keeps both, though nobody has written them; the CPU keeps neither.
+// Source: batch_norm_cuda in aten/src/ATen/native/cuda/Normalization.cu.
+bool is_batch_norm(const c10::FunctionSchema& schema) {
+  return schema.name() == "aten::native_batch_norm" && schema.overload_name().empty();
+}
+
+bool is_norm(const c10::FunctionSchema& schema) {
+  return is_batch_norm(schema) ||
+         (schema.name() == "aten::native_layer_norm" && schema.overload_name().empty());
+}
+
+void call_norm(const c10::OperatorHandle& op, c10::DispatchKey key, const IValue* arguments,
+               size_t num_arguments, torch::jit::Stack* stack) {
+  stack->insert(stack->end(), arguments, arguments + num_arguments);
+  op.redispatchBoxed(c10::DispatchKeySet(key), stack);
+  if (key != c10::DispatchKey::CPU) return;
+  const Tensor output = (stack->end() - 3)->toTensor();
+  for (auto result = stack->end() - 2; result != stack->end(); ++result) {
+    const Tensor& statistics = result->toTensor();
+    if (is_batch_norm(op.schema()) && statistics.numel() == 0) {
+      const auto type = at::toOpMathType(output.scalar_type());
+      *result = at::zeros({output.size(1)}, output.options().dtype(type));
+    } else if (c10::isReducedFloatingType(statistics.scalar_type())) {
+      *result = statistics.to(c10::kFloat);
+    }
+  }
+}
+
+bool is_norm_backward(const c10::FunctionSchema& schema) {
+  return (schema.name() == "aten::native_layer_norm_backward" ||
+          schema.name() == "aten::native_batch_norm_backward") &&
+         schema.overload_name().empty();
+}
+
+// The CPU's kernel takes float32 statistics beside float32 parameters alone.
+void narrow_statistics(const c10::FunctionSchema& schema, IValue* arguments) {
+  auto at = [&](const char* name) -> IValue* {
+    const auto index = schema.argumentIndexWithName(name);
+    return index && !arguments[*index].isNone() ? &arguments[*index] : nullptr;
+  };
+  const auto type = at("input")->toTensor().scalar_type();
+  if (!c10::isReducedFloatingType(type)) return;
+  for (const char* name : {"weight", "bias", "running_mean", "running_var"}) {
+    const IValue* parameter = at(name);
+    if (parameter && parameter->toTensor().scalar_type() == c10::kFloat) return;
+  }
+  for (const char* name : {"mean", "rstd", "save_mean", "save_invstd"}) {
+    IValue* statistics = at(name);
+    if (statistics) *statistics = statistics->toTensor().to(type);
+  }
+}
+
+void call_norm_backward(const c10::OperatorHandle& op, c10::DispatchKey key,
+                        const IValue* arguments, size_t num_arguments, torch::jit::Stack* stack) {
+  stack->insert(stack->end(), arguments, arguments + num_arguments);
+  if (key == c10::DispatchKey::CPU) {
+    narrow_statistics(op.schema(), &*(stack->end() - static_cast<std::ptrdiff_t>(num_arguments)));
+  }
+  op.redispatchBoxed(c10::DispatchKeySet(key), stack);
+}
+
 }  // namespace
 
 void check_product(const c10::FunctionSchema& schema, const IValue* arguments,
@@ -197,7 +261,8 @@ void check_product(const c10::FunctionSchema& schema, const IValue* arguments,
 
 bool has_substitute(const c10::FunctionSchema& schema) {
   return names_result_dtype(schema) || is_half_sgd(schema) || is_dropout(schema) ||
-         is_softmax(schema) || is_softmax_backward(schema) || is_rms_norm_backward(schema);
+         is_softmax(schema) || is_softmax_backward(schema) || is_rms_norm_backward(schema) ||
+         is_norm(schema) || is_norm_backward(schema);
 }
 
 void call_substitute(const c10::OperatorHandle& op, c10::DispatchKey key, const IValue* arguments,
@@ -209,6 +274,10 @@ void call_substitute(const c10::OperatorHandle& op, c10::DispatchKey key, const 
     return call_softmax_backward(op, key, arguments, num_arguments, stack);
   }
   if (is_rms_norm_backward(op.schema())) return call_rms_norm_backward(arguments, stack);
+  if (is_norm(op.schema())) return call_norm(op, key, arguments, num_arguments, stack);
+  if (is_norm_backward(op.schema())) {
+    return call_norm_backward(op, key, arguments, num_arguments, stack);
+  }
   call_in_result_dtype(op.schema(), arguments, num_arguments, stack);
 }
 

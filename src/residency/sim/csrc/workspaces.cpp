@@ -91,6 +91,13 @@ void use_blas() {
   handles().workspaces.emplace(key, workspace);
 }
 
+std::vector<void*> blas_workspaces() {
+  std::lock_guard<std::mutex> guard(handles().lock);
+  std::vector<void*> addresses;
+  for (const auto& [_, workspace] : handles().workspaces) addresses.push_back(workspace);
+  return addresses;
+}
+
 void clear_blas_workspaces() {
   std::map<std::pair<int, StreamId>, void*> cleared;
   {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace sim {
 
@@ -39,6 +40,7 @@ size_t blas_workspace_bytes(const char* config, int capability_major, bool& is_u
 // From the first call on, the current thread's cuBLAS handle has a workspace for the current
 // stream. It is kept until all are cleared.
 void use_blas();
+std::vector<void*> blas_workspaces();
 void clear_blas_workspaces();
 
 // One reduction by a kernel of torch's Reduce.cuh, its dimensions as torch's TensorIterator orders

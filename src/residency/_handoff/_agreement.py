@@ -3,6 +3,9 @@
 What each did is gathered by all, so that every rank knows who failed; nobody goes on before all
 have come this far. A rank that does not come is noticed by the timeout.
 
+``failures_of_ranks`` does not do here: a rank of a hand-off may be gone, so there is a timeout, and
+an agreement that was given up must not be completed later.
+
 [Note: a late rank] A collective that a rank gave up is still there, and a rank that comes late
 would complete it, alone. Each agreement therefore has a second round, which a rank that gave up
 does not join, and its group is not used again.
@@ -80,6 +83,7 @@ def _gather(group: Any, device: torch.device, figure: int, seconds: float) -> li
     import torch.distributed as dist
 
     host = torch.device("cpu")
+    # A group says in no other way whether it has a backend for the host.
     place = host if host in group._device_types else device
     mine = torch.tensor([figure], dtype=torch.int64, device=place)
     all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]

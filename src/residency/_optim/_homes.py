@@ -38,6 +38,7 @@ from residency._transfer import (
     SlabArena,
     align_up,
     another_over,
+    copy_across,
     gate_of,
     is_only_one,
     keep_alive_instead,
@@ -250,11 +251,22 @@ class Homes:
             self.fence()
         return home
 
+    def home_to_fill(self, home: Home | None, like: Tensor) -> Home:
+        """Returns a home that a restore may fill: the given one, where it fits in strides, too.
+
+        One that a save reads is left to it, or the host waits. ``place_for`` leaves a home that a
+        caller holds; a restore fills it, as he is to see what was saved.
+        """
+        is_alone = home is not None and home.num_entries < 2 and not self.beside(home)
+        if home is not None and is_alone and strided_as(home.tensor) == strided_as(local_of(like)):
+            return self.writable(home)
+        return self.allocate(like)
+
     def write(self, home: Home, value: Tensor) -> None:
         """Copies a value into the home that ``place_for`` gave for it."""
         local = local_of(value).detach()
         if _memory(home.tensor) != _memory(local):
-            home.tensor.copy_(local)
+            copy_across(home.tensor, local)
         if is_sharded(value):
             home.value = wrapped_like(home.tensor, value)
 

@@ -51,6 +51,7 @@ def has_context(device: torch.device) -> bool:
     """
     if not _is_initialized(device):
         return False
+    # No public function of torch asks the driver without making what it asks for.
     ask: Any = getattr(torch._C, "_cuda_hasPrimaryContext", None)
     return device.type != "cuda" or ask is None or bool(ask(device.index))
 
@@ -80,7 +81,7 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
 def wait_event(stream: torch.Stream, event: torch.Event) -> None:
     """Makes a stream wait for an event before it runs any work that is queued from now on."""
     with on(stream.device):
-        stream.wait_event(event)
+        stream.wait_event(event)  # whose bytes they are, the caller says
 
 
 def current_index() -> int | None:
@@ -346,6 +347,7 @@ def device_room(device: torch.device) -> tuple[int, int] | None:
 
 def tells_settings() -> bool:
     """Returns whether torch tells its allocator's settings as they are now; 2.11 does not."""
+    # torch has public names for neither reading nor writing them.
     return hasattr(torch._C, "_accelerator_getAllocatorSettings")
 
 
@@ -353,6 +355,7 @@ def allocator_settings() -> str:
     """Returns the allocator's settings as torch last took them; where it does not tell, those that
     the process began with.
     """
+    # see `tells_settings`
     read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     if read is not None:
         return str(read() or "")
@@ -366,6 +369,7 @@ def set_allocator_settings(settings: str) -> None:
     Raises:
         RefusedError: This torch, or the allocator, does not take them.
     """
+    # see `tells_settings`
     write = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if write is None:
         raise RefusedError("This build of torch cannot change the settings of its allocator.")
@@ -475,6 +479,7 @@ def tag_memory_history(device: torch.device, text: str) -> Any:
     Returns:
         What was attached before, for `untag_memory_history`; None where there is no such thing.
     """
+    # torch shows what is attached to recorded blocks in no other way.
     read = getattr(torch._C, "_cuda_getMemoryMetadata", None)
     if device.type != "cuda" or read is None or not _is_initialized(device):
         return None  # the texts are the allocator's, which torch makes when it initialises CUDA
@@ -486,6 +491,7 @@ def tag_memory_history(device: torch.device, text: str) -> Any:
 
 def untag_memory_history(before: object) -> None:
     """Puts back what `tag_memory_history` found; None for nothing."""
+    # see `tag_memory_history`
     write = getattr(torch._C, "_cuda_setMemoryMetadata", None)
     if before is not None and write is not None:
         write(before)

@@ -4,7 +4,7 @@ ResidencyError
 ├── CheckpointError (RuntimeError)      a save or a restore could not be carried out
 │   └── CorruptSaveError                bytes on disk are not those that were written
 ├── HandOffError (RuntimeError)         a device could not be handed over, or taken back
-├── InvalidArgumentError (ValueError)   a size, a count or a name that means nothing
+├── InvalidArgumentError (ValueError)   a size, a count or a name that is invalid
 ├── QueuedWorkError (RuntimeError)      work failed that nobody had waited for
 ├── RefusedError (RuntimeError)         it cannot be done exactly, so nothing was done
 └── SimulatorError (RuntimeError)       the simulated accelerator
@@ -49,7 +49,7 @@ class ResidencyError(Exception):
 
 
 class InvalidArgumentError(ResidencyError, ValueError):
-    """An argument that means nothing: a size that does not parse, an unknown name."""
+    """An invalid argument: a size that does not parse, an unknown name."""
 
 
 class HandOffError(ResidencyError, RuntimeError):

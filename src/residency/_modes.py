@@ -1,4 +1,4 @@
-"""What a caller has switched on for tensors of his own, shut out where the library makes its own.
+"""Modes that a caller has switched on for other tensors, shut out where the library makes its own.
 
 A default device, a dispatch mode, inference mode or an autocast region decides where and how a
 tensor is made. Invariant: memory of the library's own is made inside ``callers_modes_off``, so

@@ -28,7 +28,7 @@ def free_bytes(
     Returns:
         Both figures, or None where there may be private pools whose segments were not seen.
     """
-    if not _told_pool_bytes(figures) and _tells_pools(device):
+    if not _reported_pool_bytes(figures) and _tells_pools(device):
         return 0, 0
     segments = _private_segments(device) if walk else None
     if segments is None:
@@ -50,13 +50,13 @@ def reserved_bytes(device: torch.device, figures: Mapping[str, Any]) -> int:
         device: The accelerator.
         figures: Its `allocator_figures`.
     """
-    told = _told_pool_bytes(figures)
-    if told or _tells_pools(device):
-        return told
+    reported = _reported_pool_bytes(figures)
+    if reported or _tells_pools(device):
+        return reported
     return sum(segment["total_size"] for segment in _private_segments(device) or ())
 
 
-def _told_pool_bytes(figures: Mapping[str, Any]) -> int:
+def _reported_pool_bytes(figures: Mapping[str, Any]) -> int:
     return sum(
         int(value)
         for name, value in figures.items()

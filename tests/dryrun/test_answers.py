@@ -124,7 +124,8 @@ def test_loaders_end_and_what_comes_after_the_loop_is_seen(dry_run, tmp_path) ->
         names
     )
     assert outcome.answer["ended"] == "finished"
-    assert outcome.answer["steps"] == 2
+    assert outcome.answer["steps"] == 2 + 2  # and of the training that is resumed
+    assert outcome.answer["is_cut"]
     assert outcome.answer["saved"] > 6 * 512 * 512 * 4
     assert not (tmp_path / "last.pt").exists()
 

@@ -5,7 +5,8 @@ import struct
 
 import pytest
 
-from residency._dryrun._books import ACTIVATIONS, GATHERED, OTHER, Books
+from residency._dryrun._books import ACTIVATIONS, GATHERED, KINDS, OTHER, Books
+from residency._dryrun._launch import with_owners
 
 OWNED = ("parameters", "gradients", "optimizer state")
 NAMES = ("set up", "forward", "backward", "optimizer step", "save")
@@ -182,6 +183,15 @@ def test_what_a_load_brings_is_what_it_becomes() -> None:
     assert found.at_peak["optimizer state"] == 1024
     assert found.at_peak[OTHER] == 2048 + 512
     assert books.phases["between phases"].at_peak["optimizer state"] == 1024
+    kinds = ("parameters", "optimizer state", OTHER)
+    shown = [
+        [point[0], *(point[1 + KINDS.index(kind)] for kind in kinds)]
+        for point in with_owners(books.timeline, books.owned)
+    ]
+    assert shown == [
+        [0, 512, 0, 0], [1, 512, 1024, 0], [2, 512, 1024, 2048], [3, 512, 1024, 2560],
+        [4, 512, 1024, 2048], [5, 512, 1024, 2560],
+    ]  # fmt: skip
 
 
 def test_a_load_with_a_higher_peak_says_what_that_one_has() -> None:

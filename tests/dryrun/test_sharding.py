@@ -9,12 +9,14 @@ import pytest
 WIDTH, NUM_LAYERS, RANKS, BATCH = 512, 6, 4, 8
 LAYER = WIDTH * WIDTH * 4  # bytes of a layer in float32
 MODEL = NUM_LAYERS * LAYER
+WRITTEN = ("objects", "attended")  # by the script
 
 SHARDED = f"""
 import gc, json, torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 import residency
 dist.init_process_group("cpu:gloo,cuda:nccl")
@@ -47,6 +49,17 @@ pairs = init_device_mesh("cuda", (2, {RANKS} // 2), mesh_dim_names=("copies", "s
 train("hsdp", sharded(pairs))
 train("ddp", lambda model: DistributedDataParallel(model, broadcast_buffers=False))
 
+heads = [torch.randn(2, 8, 64, 16, device="cuda", dtype=d)
+         for d in (torch.float32, torch.bfloat16)]
+attended = []
+for each in heads:  # in tensor parallel: each rank has some of the heads
+    share = distribute_tensor(each, init_device_mesh("cuda", ({RANKS},)), [Shard(1)])
+    share.requires_grad_()
+    output = nn.functional.scaled_dot_product_attention(share, share, share, is_causal=True)
+    output.sum().backward()
+    attended.append([list(output.to_local().shape), list(share.grad.shape)])
+json.dump(attended, open("attended.json", "w"))
+
 seen = {{}}
 for name, backend in (("cpu", "gloo"), ("device", "nccl")):
     group = dist.new_group(backend=backend)
@@ -70,7 +83,8 @@ def of_ranks(dry_run_once) -> dict[str, Any]:
     outcome, folder = dry_run_once(SHARDED, options=options)
     assert outcome.status == 0, outcome.errors
     phases = {phase["name"]: phase["at_peak"] for phase in outcome.answer["phases"]}
-    return {"phases": phases, "objects": json.loads((folder / "objects.json").read_text())}
+    read = {name: json.loads((folder / f"{name}.json").read_text()) for name in WRITTEN}
+    return {"phases": phases, **read}
 
 
 @pytest.mark.parametrize(("name", "share"), [("fsdp", RANKS), ("hsdp", RANKS // 2), ("ddp", 1)])
@@ -106,6 +120,12 @@ def test_ddp_gathers_nothing(of_ranks: dict[str, Any]) -> None:
 @pytest.mark.parametrize("group", ["cpu", "device"])
 def test_objects_are_those_of_this_rank(of_ranks: dict[str, Any], group: str) -> None:
     assert of_ranks["objects"][group] == [True, ["of a peer"], [0]]
+
+
+def test_each_rank_attends_with_its_share_of_the_heads_by_either_kernel(
+    of_ranks: dict[str, Any],
+) -> None:
+    assert of_ranks["attended"] == [[[2, 8 // RANKS, 64, 16], [2, 8, 64, 16]]] * 2
 
 
 SPAWNING = """

@@ -156,7 +156,7 @@ def test_a_refusal_reaches_the_taker_with_its_reason(
 def test_the_taker_looks_for_itself(device: torch.device, path: Path, start: Start) -> None:
     start("release", "proves what is not so")
     with (
-        pytest.raises(HandOffError, match="a third one takes them"),
+        pytest.raises(HandOffError, match="a third process takes them"),
         take_over(measure(device).capacity + MIB, peer=path),
     ):
         pytest.fail("the body must not run")

@@ -150,7 +150,7 @@ def test_an_error_in_a_writer_thread_is_raised_and_the_next_save_works(
             dcp.save(state, storage_writer=writer, planner=planner)
 
     writer = ResidencyStorageWriter(tmp_path / "s")
-    with pytest.raises(CheckpointException, match="'w' could not be had: the disk went away"):
+    with pytest.raises(CheckpointException, match="the bytes of 'w' failed: the disk went away"):
         attempt(Failing())
     assert not list(tmp_path.iterdir())
     attempt(None)

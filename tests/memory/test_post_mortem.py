@@ -134,7 +134,7 @@ def test_an_explanation_that_fails_leaves_the_error_as_it_is(
 
     monkeypatch.setattr(_post_mortem, "find_holders", fail)
     note = note_of(lambda: megabytes(100, device), "update_actor")
-    assert note.endswith("could not be told: RuntimeError: broken")
+    assert note.endswith("could not be written: RuntimeError: broken")
     assert "could not explain" in caplog.text
 
 

@@ -105,3 +105,12 @@ def test_the_template_step_of_a_distributed_load_takes_one_bucket(lab, fused):
     assert torch.accelerator.max_memory_allocated() - before <= gradients + bucket
     assert all(torch.equal(p.detach().cpu(), v) for p, v in zip(parameters, values, strict=True))
     assert len(optimizer.state) == len(parameters)
+
+
+def test_steps_are_counted_where_the_parameters_are_on_the_host(lab):
+    parameter = torch.nn.Parameter(torch.ones(8))
+    optimizer = residency.offload_optimizer(torch.optim.AdamW([parameter]))
+    for count in (1, 2):
+        parameter.grad = torch.ones(8)
+        optimizer.step()
+        assert optimizer.statistics().num_steps == count

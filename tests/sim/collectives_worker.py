@@ -59,10 +59,9 @@ def dry() -> None:
     sim.enable("64GiB", dry=True)
     output = torch.empty(2 << 30, device=DEVICE)
     dist.all_gather_into_tensor(output, output.chunk(2)[rank()].clone())
-    work = dist.all_reduce(output, async_op=True)
-    work.wait()
+    dist.all_reduce(output, async_op=True).wait()
     assert output.shape == (2 << 30,)
-    del work, output
+    del output
     model = nn.parallel.DistributedDataParallel(nn.Linear(1 << 15, 1 << 15, device=DEVICE))
     for _ in range(2):
         model(torch.zeros(2, 1 << 15, device=DEVICE)).sum().backward()
@@ -97,6 +96,15 @@ def all_reduce_average() -> None:
     whole = values(dtype=torch.int64).to(DEVICE)
     dist.all_reduce(whole, op=dist.ReduceOp.AVG)
     assert torch.equal(whole.cpu(), torch.div(summed, 2, rounding_mode="trunc").long())
+
+
+@case
+def sums_of_multiples() -> None:
+    dist.all_reduce(summed := values())
+    for factor in (0.5, 1.0, torch.full((1,), 2.0, device=DEVICE)):
+        scaled = values().to(DEVICE)
+        dist.all_reduce(scaled, op=dist._make_nccl_premul_sum(factor))
+        assert torch.equal(scaled.cpu(), summed * float(factor))
 
 
 @case
@@ -191,16 +199,16 @@ def all_gather() -> None:
 @case
 def values_are_moved_between_tensors_of_other_shapes_as_by_nccl() -> None:
     source = values().to(DEVICE).view(2, -1)
-    flat, square = (torch.empty(shape, device=DEVICE) for shape in ((2 * SIZE,), (4, SIZE // 2)))
-    for whole in (flat, square):
-        dist.all_gather_into_tensor(whole, source)
     listed = [torch.empty(SIZE) for _ in range(2)]
     dist.all_gather(listed, values())
-    assert torch.equal(flat.cpu(), torch.cat(listed))
-    assert torch.equal(square.cpu().flatten(), flat.cpu())
-    part = torch.empty(SIZE // 2, device=DEVICE)
-    dist.reduce_scatter_tensor(part, source)
+    for shape in ((2 * SIZE,), (4, SIZE // 2)):
+        dist.all_gather_into_tensor(whole := torch.empty(shape, device=DEVICE), source)
+        assert torch.equal(whole.cpu().flatten(), torch.cat(listed))
+    dist.reduce_scatter_tensor(part := torch.empty(SIZE // 2, device=DEVICE), source)
     assert torch.equal(part.cpu(), sum(listed).chunk(2)[rank()])
+    one = torch.tensor(rank() + 1.0, device=DEVICE)
+    dist.all_gather_into_tensor(numbers := torch.empty(2, device=DEVICE), one)
+    assert numbers.tolist() == [1.0, 2.0]
 
 
 @case

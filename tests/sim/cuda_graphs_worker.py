@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from worker_cases import Cases, OwnAttention, on_thread
+from worker_cases import Cases, OwnAttention, draw, on_thread
 
 import residency
 from residency import _device, _private_pools, sim
@@ -416,7 +416,7 @@ def a_graph_is_captured_once_on_a_stream_of_its_own() -> None:
 @case
 def a_replay_takes_random_numbers_as_it_is_issued_and_nothing_asks_in_a_capture() -> None:
     with capturing() as graph:
-        found = nn.functional.dropout(torch.rand(900, device="cuda"), 0.5)
+        found = draw("cuda")
         for call in (torch.cuda.get_rng_state, torch.cuda.seed, torch.cuda.initial_seed):
             with pytest.raises(RuntimeError, match=r"CUDAGeneratorImpl::.*captur"):
                 call()
@@ -424,7 +424,7 @@ def a_replay_takes_random_numbers_as_it_is_issued_and_nothing_asks_in_a_capture(
     graph.replay()
     state = torch.cuda.get_rng_state()
     torch.cuda.manual_seed(5)  # while the replay is queued
-    assert nn.functional.dropout(torch.rand(900, device="cuda"), 0.5).equal(found)
+    assert all(map(torch.equal, draw("cuda"), found))
     assert torch.equal(torch.cuda.get_rng_state(), state)
 
 

@@ -372,3 +372,65 @@ def test_half_that_registers_cannot_hold_is_summed_in_float_for_each_split(dry: 
     expected = 2 * heads * (length * FLOAT + of_keys + tiles * tile)
     backward = lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True)  # noqa: E731
     assert _scratch_of(backward) == expected
+
+
+@pytest.mark.parametrize("dry", [False, True])
+def test_grouped_heads_have_a_fused_kernel_in_half_precision_alone(dry: bool) -> None:
+    """As in torch 2.13: flash knows no float32, and the memory-efficient kernel no groups."""
+    sim.enable("2GiB", dry=dry)
+    heads, length, width = 4, 256, 16
+    square = 2 * heads * length * length
+
+    def kept(dtype: torch.dtype) -> int:
+        inputs = [_heads(n, length, width, dtype) for n in (heads, 2, 2)]
+        before = _requested("current")
+        output = functional.scaled_dot_product_attention(*inputs, enable_gqa=True)
+        return _requested("current") - before - output.nbytes
+
+    assert kept(torch.bfloat16) < square * HALF // 4
+    assert kept(torch.float32) >= square * FLOAT  # the weights, for the backward pass
+
+
+@pytest.mark.parametrize("dry", [False, True])
+def test_a_mask_is_padded_to_whole_lines_and_sums_are_kept_for_a_backward_pass_alone(
+    dry: bool,
+) -> None:
+    sim.enable("2GiB", dry=dry)
+    heads, length = 4, 100
+    inputs = [_heads(heads, length, 40, torch.float32) for _ in range(3)]
+    mask = torch.zeros(length, length, device="sim")
+    padded_mask = length * 8 * _ceil(length, 8) * FLOAT
+    sums = 2 * heads * 128 * FLOAT
+    for with_gradient in (True, False):
+        with torch.set_grad_enabled(with_gradient):
+            before = _requested("current")
+            output = functional.scaled_dot_product_attention(*inputs, attn_mask=mask)
+        kept = _requested("current") - before - output.nbytes
+        assert kept == (padded_mask + sums if with_gradient else 0)
+        del output
+
+
+def test_what_a_kernel_cannot_do_on_cuda_another_one_does() -> None:
+    """The plain one: it keeps a number for each pair of positions."""
+    length, square = 64, 2 * 4 * 64 * 64
+    half, whole = torch.bfloat16, torch.float32
+    cases: list[tuple[str, torch.dtype, int, bool]] = [
+        ("a100-80g", half, 40, False),
+        ("a100-80g", half, 36, False),  # torch pads it to 40
+        ("a100-80g", half, 264, False),  # the memory-efficient one
+        ("a100-80g", whole, 36, False),
+        ("a100-80g", whole, 35, True),  # not a multiple of 4
+        ("a100-80g", torch.float64, 40, True),
+        ("t4", torch.float16, 40, False),
+        ("t4", half, 40, True),  # has no bfloat16
+        ("rtx4090", half, 200, False),  # flash has no backward pass, the other one does
+    ]
+    for gpu, dtype, width, is_plain in cases:
+        gc.collect()
+        sim.enable("2GiB", gpu=gpu)
+        inputs = [_heads(4, length, width, dtype) for _ in range(3)]
+        before = _requested("current")
+        output = functional.scaled_dot_product_attention(*inputs)
+        kept = _requested("current") - before - output.nbytes
+        assert (kept >= square * dtype.itemsize) == is_plain, (gpu, dtype, width)
+        del inputs, output

@@ -41,6 +41,15 @@ class OwnAttention(torch.nn.Module):
         return torch.nn.functional.scaled_dot_product_attention(head, head, head)[:, 0]
 
 
+def draw(device: str) -> list[torch.Tensor]:
+    """Drops numbers and weights of attention, which a backward pass draws again."""
+    functional = torch.nn.functional
+    heads = torch.ones(1, 2, 16, 16, device=device, requires_grad=True)
+    output = functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5)
+    weights = torch.rand(output.shape, device=device)
+    return [functional.dropout(weights, 0.5), *torch.autograd.grad(output, heads, weights)]
+
+
 class Cases:
     """Collects functions as a decorator, and runs them in their order."""
 

@@ -22,6 +22,7 @@ LAYERS = (
     ("_private_pools",),
     ("sim",),
     ("_dtensor",),
+    ("_ranks",),
     ("_transfer",),
     ("_memory",),
     ("_park",),

@@ -74,7 +74,7 @@ class Checkpointer:
             said that it failed, and may try again, is waited for a tenth of that, at most 10 s.
 
     Raises:
-        InvalidArgumentError: An argument means nothing.
+        InvalidArgumentError: An argument is invalid.
 
     Memory:
         Device: none; with ``verify="full"``, 8 bytes per 16 KiB and up to 32 KiB for each tensor,
@@ -198,7 +198,7 @@ class Checkpointer:
             The save on its way.
 
         Raises:
-            InvalidArgumentError: An argument means nothing.
+            InvalidArgumentError: An argument is invalid.
             RefusedError: Something in the state cannot be saved, another process writes into the
                 directory, it cannot be written to, or it or the host has no room.
             CheckpointError, OSError: An earlier save failed. This one was not begun, and the next

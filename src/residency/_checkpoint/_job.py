@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
@@ -19,6 +19,7 @@ from residency._checkpoint._document._notes import TensorNote, read_note
 from residency._checkpoint._files import plan_files
 from residency._checkpoint._save import Save, SaveStatistics, let_locals_go, unreported
 from residency._errors import CheckpointError, CorruptSaveError
+from residency._ranks import failures_of_ranks, rank_and_world_size
 from residency._transfer import SlabArena
 
 T = TypeVar("T")
@@ -186,10 +187,8 @@ class Ranks:
     """This process's place among the ranks, and a token that all of them have, once each."""
 
     def __init__(self) -> None:
-        self.rank, self.world_size = 0, 1
+        self.rank, self.world_size = rank_and_world_size()
         self.token = secrets.token_hex(4)
-        if dist.is_available() and dist.is_initialized():
-            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         if self.world_size > 1:
             tokens = [self.token]
             dist.broadcast_object_list(tokens, src=0)
@@ -235,9 +234,7 @@ class Ranks:
         if failure is not None:
             where = {key: getattr(failure, key, None) for key in ("file", "tensor", "offset")}
             mine = str(failure) or repr(failure), isinstance(failure, CorruptSaveError), where
-        failures: list[Any] = [None] * self.world_size
-        dist.all_gather_object(failures, mine)
-        failed = {rank: each for rank, each in enumerate(failures) if each is not None}
+        failed = failures_of_ranks(mine)
         if not failed:
             return results[0]
         # All ranks decide alike: damage lets them try another save, what else fails does not.

@@ -49,11 +49,11 @@ def _rate_of(task: Task) -> str:
 
 def follow(save: Save, advance: Callable[[int], None]) -> None:
     """Reports the bytes that a save writes, until it is done."""
-    told = 0
+    reported = 0
     while True:
         is_done = save._done.wait(_REFRESH_SECONDS)
         written = save.statistics().written_bytes
-        advance(written - told)
-        told = written
+        advance(written - reported)
+        reported = written
         if is_done:
             return

@@ -128,7 +128,7 @@ def _check_file(file: Path | None) -> None:
     """Finds out that a file can be written before a run is made.
 
     Raises:
-        InvalidArgumentError: It cannot.
+        InvalidArgumentError: The file cannot be written.
     """
     if file is None:
         return

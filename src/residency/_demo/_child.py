@@ -50,7 +50,7 @@ class Child:
 
         Raises:
             RefusedError: The process says that it cannot be done.
-            ResidencyError: The process ended, or what it was told to do failed.
+            ResidencyError: The process ended, or its task failed.
         """
         assert self._process.stdout is not None
         for line in self._process.stdout:

@@ -44,11 +44,12 @@ class Phase:
 
 
 class _BlockOfDevice:
-    __slots__ = ("kind", "num_bytes")
+    __slots__ = ("kind", "loaded_at", "num_bytes")
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.kind = -1  # an index of KINDS, once it is known
+        self.loaded_at = -1  # where in the timeline a load has made it
 
 
 _Event = tuple[_BlockOfDevice, int, int]  # what was made or let go, its bytes, bytes reserved
@@ -63,6 +64,9 @@ class Books:
         phases: The phases by name, in the order of their first visit.
         timeline: ``[number of allocations and frees so far, bytes of each kind..., reserved]``.
         marks: Where in the timeline each visit ends, as ``[number, name]``.
+        owned: What a load brought, and what it became when it was put into place: ``[number when it
+            was made, number when it had an owner, index of the kind before, of that of the owner,
+            bytes]``. In between the timeline has it as the kind before.
     """
 
     def __init__(self, take_journal: Callable[[], bytes]) -> None:
@@ -70,6 +74,7 @@ class Books:
         self.phases: dict[str, Phase] = {}
         self.timeline: list[list[int]] = []
         self.marks: list[tuple[int, str]] = []
+        self.owned: list[tuple[int, int, int, int, int]] = []
         self._take_journal = take_journal
         self._live: dict[int, _BlockOfDevice] = {}
         self._events: list[_Event] = []  # of the phase that is open
@@ -122,11 +127,12 @@ class Books:
         phase.peak_reserved = max(phase.peak_reserved, self._reserved, reserved)
         if events:
             self._reserved = events[-1][2]
-        at_peak = self._draw(events, held.index(peak) - 1, is_pass)
+        is_load = name.endswith("load")
+        at_peak = self._draw(events, held.index(peak) - 1, is_pass=is_pass, is_load=is_load)
         if peak > phase.peak_allocated or not phase.at_peak:
             phase.peak_allocated = peak
             phase.at_peak = dict(zip(KINDS, at_peak, strict=True))
-            if name.endswith("load"):
+            if is_load:
                 self._note_loaded(phase, events[held.index(peak) :])
         self.marks.append((self._position, name))
 
@@ -147,6 +153,10 @@ class Books:
         if phase is not None:
             phase.at_peak[OTHER] -= block.num_bytes
             phase.at_peak[owner] += block.num_bytes
+        if block.kind == _OTHER and block.loaded_at >= 0:
+            self.owned.append(
+                (block.loaded_at, self._position, _OTHER, _INDEX[owner], block.num_bytes)
+            )
         block.kind = _INDEX[owner]
 
     def _read(self) -> None:
@@ -176,7 +186,9 @@ class Books:
             elif is_after_step and kind == _ACTIVATIONS:
                 block.kind = _OTHER
 
-    def _draw(self, events: list[_Event], peak_at: int, is_pass: bool) -> list[int]:
+    def _draw(
+        self, events: list[_Event], peak_at: int, *, is_pass: bool, is_load: bool
+    ) -> list[int]:
         """Adds the visit to the timeline; returns the bytes of each kind at its peak."""
         held = [0] * len(KINDS)
         for block in self._live.values():
@@ -191,6 +203,8 @@ class Books:
         stride = max(1, len(events) // _MOST_POINTS)
         for index, (block, num_bytes, reserved) in enumerate(events):
             held[block.kind] += num_bytes
+            if is_load and num_bytes > 0:
+                block.loaded_at = self._position + index
             if index == peak_at:
                 at_peak = list(held)
             if index % stride == 0 or index in (peak_at, last):

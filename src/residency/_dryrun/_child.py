@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -72,7 +72,7 @@ class Run:
         self._levers = Levers(settings)
         self._compiling = Compiling()
         self._warnings = _Warnings()
-        self._num_written = (0, 0)  # of the timeline's points and marks
+        self._num_written = (0, 0, 0)  # of the timeline's points, marks and owners
         self._lock = threading.RLock()  # of the books
         self._ended = "running"
         self._error: str | None = None
@@ -192,10 +192,10 @@ class Run:
         timeline has got since to the end of its own.
         """
         with self._lock:
-            points, marks = self._num_written
-            timeline, ends = self._books.timeline, self._books.marks
-            news = (timeline[points:], ends[marks:])
-            self._num_written = (len(timeline), len(ends))
+            books = self._books
+            known: tuple[Sequence[object], ...] = (books.timeline, books.marks, books.owned)
+            news = [each[num:] for each, num in zip(known, self._num_written, strict=True)]
+            self._num_written = (len(books.timeline), len(books.marks), len(books.owned))
             with self._file.with_suffix(".timeline").open("a") as file:
                 file.write(json.dumps(news) + "\n")
             partial = self._file.with_suffix(".partial")

@@ -1,9 +1,13 @@
-"""Models that are made from their configuration alone."""
+"""Changes of frameworks: models that are made from their configuration alone, and answers of full
+length where nobody has computed what they say.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -15,12 +19,45 @@ from residency._memory import ImportWatch
 
 def change(settings: RunSettings) -> None:
     """Makes the changes that the settings ask for, also in modules that are imported later."""
+    watched: dict[str, Callable[[ModuleType], None]] = {}
     if settings.random_weights:
-        watched = {
-            "transformers.modeling_utils": _make_weights,
-            "transformers.models.auto.auto_factory": _refuse_hub,
-        }
-        ImportWatch(watched).start()
+        watched["transformers.modeling_utils"] = _make_weights
+        watched["transformers.models.auto.auto_factory"] = _refuse_hub
+    if not settings.is_real:
+        for trainer in ("GRPOTrainer", "RLOOTrainer"):
+            name = trainer.removesuffix("Trainer").lower()
+            watched[f"trl.trainer.{name}_trainer"] = functools.partial(complete_answers, trainer)
+    ImportWatch(watched).start()
+
+
+def complete_answers(trainer: str, module: ModuleType) -> None:
+    """Gives TRL's trainers answers of full length.
+
+    They cut an answer at the token that ends it, which a mask of the device says, and truth values
+    of a dry run are False: nothing would be left. The longest answers take the most memory.
+
+    Args:
+        trainer: The class.
+        module: Where it is.
+    """
+    # It is the one method between the engine that generates and the answers; torch's hooks see
+    # neither, and TRL has none.
+    trainers: Any = vars(module)[trainer]
+    generate = trainers._generate_single_turn
+
+    @functools.wraps(generate)
+    def generated(self: Any, *args: object, **options: object) -> Any:
+        found = generate(self, *args, **options)
+        token = next(number for number in itertools.count() if number not in self.eos_token_ids)
+        whole = [token] * self.max_completion_length
+
+        def completed(answers: Any) -> Any:
+            is_list = isinstance(answers, list) and all(isinstance(each, list) for each in answers)
+            return [each or list(whole) for each in answers] if is_list else answers
+
+        return tuple(map(completed, found)) if isinstance(found, tuple) else completed(found)
+
+    trainers._generate_single_turn = generated
 
 
 def _check_is_folder(name: object) -> None:

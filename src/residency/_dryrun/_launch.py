@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -151,17 +151,35 @@ def _read(folder: str) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in sorted(Path(folder).glob("*.json"))]
 
 
+def with_owners(timeline: list[list[int]], owned: Iterable[Sequence[int]]) -> list[list[int]]:
+    """Returns a timeline in which what loads brought has its owner from the beginning.
+
+    Args:
+        timeline: As the books have it.
+        owned: The same.
+    """
+    points = [list(point) for point in timeline]
+    for made, known, before, kind, num_bytes in owned:
+        for point in points:
+            if made <= point[0] < known:
+                point[1 + before] -= num_bytes
+                point[1 + kind] += num_bytes
+    return points
+
+
 def _timeline(folder: str, found: dict[str, Any]) -> dict[str, object]:
     """Returns what a process has appended so far; the last line may be a part of one."""
-    timeline: list[object] = []
+    timeline: list[list[int]] = []
     marks: list[object] = []
+    owned: list[list[int]] = []
     with Path(folder, f"{found['pid']}.timeline").open() as file:
         for line in file:
             if line.endswith("\n"):
-                points, ends = json.loads(line)
+                points, ends, owners = json.loads(line)
                 timeline += points
                 marks += ends
-    return {"timeline": timeline, "marks": marks}
+                owned += owners
+    return {"timeline": with_owners(timeline, owned), "marks": marks}
 
 
 def _crash(folder: str, found: dict[str, Any], is_quiet: bool) -> dict[str, object]:

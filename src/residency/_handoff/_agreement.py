@@ -3,6 +3,9 @@
 What each did is gathered by all, so that every rank knows who failed; nobody goes on before all
 have come this far. A rank that does not come is noticed by the timeout.
 
+``failures_of_ranks`` does not do here: a rank of a hand-off may be gone, so there is a timeout, and
+an agreement that was given up must not be completed later.
+
 [Note: a late rank] A collective that a rank gave up is still there, and a rank that comes late
 would complete it, alone. Each agreement therefore has a second round, which a rank that gave up
 does not join, and its group is not used again.
@@ -27,7 +30,7 @@ def check_group(group: object) -> Any:
     """Returns a process group that this process is a rank of, or None.
 
     Raises:
-        InvalidArgumentError: It is none.
+        InvalidArgumentError: The group is not one, or this process is none of its ranks.
     """
     if group is None:
         return None
@@ -68,7 +71,10 @@ def agree(group: Any, device: torch.device, missing: int, *, seconds: float) -> 
             f"rank {rank} {'failed' if n == FAILED else 'lacks ' + format_bytes(n)}"
             for rank, n in short.items()
         )
-        raise HandOffError(f"Other ranks of the group could not do their part: {ranks}.")
+        raise HandOffError(
+            f"Other ranks of the group could not do their part: {ranks}. Mend what their own "
+            "errors name, then call hand_off again on all ranks."
+        )
     if not any(figures):
         _gather(group, device, 0, seconds)  # [Note: a late rank]
 
@@ -77,6 +83,7 @@ def _gather(group: Any, device: torch.device, figure: int, seconds: float) -> li
     import torch.distributed as dist
 
     host = torch.device("cpu")
+    # A group says in no other way whether it has a backend for the host.
     place = host if host in group._device_types else device
     mine = torch.tensor([figure], dtype=torch.int64, device=place)
     all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
@@ -97,5 +104,7 @@ def _gather(group: Any, device: torch.device, figure: int, seconds: float) -> li
             raise
         _given_up.append(group)
         first_line = str(error).partition("\n")[0]
-        raise HandOffError(f"A rank of the group is gone: {first_line}") from error
+        raise HandOffError(
+            f"A rank of the group is gone: {first_line}. End all ranks and start again."
+        ) from error
     return [int(tensor.item()) for tensor in all_of_them]

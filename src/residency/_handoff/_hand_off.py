@@ -62,7 +62,7 @@ def hand_off(
         HandOffError: The bytes cannot be reached, or the process that had the device before at
             this path is dead and none asks in its place: everything is back. Or, on exit, they are
             not free in time: everything is whole on the host, and ``retry()`` tries again.
-        InvalidArgumentError: A size, a device, a path or an owner means nothing.
+        InvalidArgumentError: A size, a device, a path or an owner is invalid.
         RefusedError: A hand-off of the device is under way, a graph is being captured, or the
             device does not tell its free bytes. Nothing was moved.
 

@@ -69,7 +69,7 @@ def check_timeout(timeout: float) -> float:
     """Returns a timeout in seconds.
 
     Raises:
-        InvalidArgumentError: It is none.
+        InvalidArgumentError: The timeout is not a number of seconds in range.
     """
     if (
         isinstance(timeout, bool)
@@ -86,7 +86,7 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     """Returns the path of a socket.
 
     Raises:
-        InvalidArgumentError: It cannot be one.
+        InvalidArgumentError: The path cannot be that of a socket.
     """
     place = Path(path)
     if len(os.fsencode(place)) > _LONGEST_PATH:
@@ -218,7 +218,10 @@ class Link:
     def _read_line(self, deadline: Deadline) -> bytes:
         while b"\n" not in self._received:
             if len(self._received) > _LONGEST_LINE:
-                raise HandOffError(f"The process at the other end of {self._path} sends no lines.")
+                raise HandOffError(
+                    f"The process at the other end of {self._path} sends no lines, so that it is "
+                    "not one of residency. Give both sides a path of their own."
+                )
             self._connection.settimeout(max(deadline.left, 1e-3))
             try:
                 piece = self._connection.recv(4096)
@@ -318,8 +321,8 @@ def await_taker(path: Path, deadline: Deadline) -> tuple[Link, int]:
         The connection, and the bytes that the other side needs.
 
     Raises:
-        HandOffError: Nobody came in time, another process listens there, or what came means
-            nothing.
+        HandOffError: Nobody came in time, another process listens there, or the message is
+            invalid.
     """
     connection: socket.socket | None = None
     try:
@@ -329,7 +332,8 @@ def await_taker(path: Path, deadline: Deadline) -> tuple[Link, int]:
         need, pid = message.get("need"), message.get("pid")
         if isinstance(need, bool) or not isinstance(need, int) or not 0 <= need < _MOST_BYTES:
             raise HandOffError(
-                f"The process at the other end of {path} needs {str(need)[:40]} bytes."
+                f"The process at the other end of {path} needs {str(need)[:40]} bytes, which is no "
+                "number of bytes. Use the same version of residency on both sides."
             )
         link.pid = pid if isinstance(pid, int) else None
         _takers.drop(path)  # of the process that had the device before this one
@@ -345,7 +349,10 @@ def _accepted(path: Path, deadline: Deadline) -> socket.socket:
         try:
             listener.bind(os.fspath(path))
         except OSError as error:
-            raise HandOffError(f"{path} cannot be listened at: {error}.") from error
+            raise HandOffError(
+                f"{path} cannot be listened at: {error}. Use a short path in a directory that you "
+                "may write."
+            ) from error
         try:
             path.chmod(0o600)  # nobody can connect before listen()
             listener.listen(1)
@@ -448,13 +455,15 @@ def _nobody_hands_over(
 @contextmanager
 def _sole_listener(path: Path) -> Iterator[None]:
     """Makes this process the one that listens at a path, and removes what a killed one left."""
-    place = path.with_name(f"{path.name}.lock")  # stays, and means nothing
+    place = path.with_name(f"{path.name}.lock")  # stays; only its lock counts
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         # Of an object that closes it, whatever comes before the next line.
         file = os.fdopen(os.open(place, flags, 0o600), "rb", buffering=0)
     except OSError as error:
-        raise HandOffError(f"{place} cannot be locked: {error}.") from error
+        raise HandOffError(
+            f"{place} cannot be locked: {error}. Use a path in a directory that you may write."
+        ) from error
     with file:
         lock = file.fileno()
         try:

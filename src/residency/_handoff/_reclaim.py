@@ -95,7 +95,7 @@ class Effort:
 
         Raises:
             RefusedError: The current stream is being captured, or the device's free bytes are
-                needed and not told.
+                needed and not given.
         """
         if _device.is_capturing(device):
             raise RefusedError(

@@ -84,7 +84,7 @@ def take_over(
         HandOffError: Nobody hands the device over in time, the other process ended or could not
             make the room, or a third one took it meanwhile. Or the process that handed it over
             before at this path is dead, and none does in its place.
-        InvalidArgumentError: The size or the path means nothing, or there is no such accelerator.
+        InvalidArgumentError: The size or the path is invalid, or there is no such accelerator.
     """
     num_bytes = parse_bytes(need, name="need")
     return _taken_over(num_bytes, check_path(peer), device, check_timeout(timeout))
@@ -131,11 +131,15 @@ def _taken_over(
 def _require_free(device: torch.device, need: int) -> int:
     room = _device.device_room(device)
     if room is None:
-        raise HandOffError(f"{device} does not tell its free bytes: nothing can be proven.")
+        raise HandOffError(
+            f"{device} does not report its free bytes, so that nothing can be proven. Use a device "
+            "whose driver reports free memory."
+        )
     if room[0] < need:
         raise HandOffError(
             f"The other process freed {format_bytes(need)} on {device}, and "
-            f"{format_bytes(room[0])} are free: a third one takes them, or it means another device."
+            f"{format_bytes(room[0])} are free: a third process takes them, or the other one means "
+            "another device. End the third process, or give both sides the same device."
         )
     return room[0]
 

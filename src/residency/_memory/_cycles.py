@@ -40,6 +40,7 @@ def bytes_in_cycles(device: torch.device, *, seconds: float | None = None) -> in
     Returns:
         The bytes of their storages; None where the search did not come to its end in time.
     """
+    # A subclass of Tensor would otherwise answer for itself, and may make tensors as it does.
     with frames_read() as touched, torch._C.DisableTorchFunction():
         return _search(device, seconds, touched)
 

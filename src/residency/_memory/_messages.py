@@ -15,12 +15,12 @@ _ALLOWED = re.compile(rf"{_SIZE} allowed;")  # only below torch's limit of this 
 
 
 def asked_bytes(message: str) -> int | None:
-    """Returns how many bytes were asked for when memory ran out; None if it is not told."""
+    """Returns how many bytes were asked for when memory ran out; None if it is not stated."""
     return _size_in(message, _ASKED)
 
 
 def held_bytes(message: str) -> int | None:
-    """Returns how many bytes live tensors held then; None if it is not told."""
+    """Returns how many bytes live tensors held then; None if it is not stated."""
     return _size_in(message, _HELD)
 
 

@@ -75,7 +75,7 @@ def explain(error: BaseException, *, phase: str | None = None) -> None:
         note = "\n".join(_lines(error, phase))
     except Exception as problem:  # a second error would hide the first
         _log.warning("residency could not explain an out-of-memory error", exc_info=True)
-        note = f"{_HEADING} could not be told: {type(problem).__name__}: {problem}"
+        note = f"{_HEADING} could not be written: {type(problem).__name__}: {problem}"
     error.add_note(note)
 
 

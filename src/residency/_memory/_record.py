@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch.distributed
+import torch
 
 from residency import _device
 from residency._errors import InvalidArgumentError, RefusedError
@@ -23,6 +23,7 @@ from residency._memory._ledger import Ledger
 from residency._memory._phase import boundaries, end_recorded, text_of
 from residency._memory._post_mortem import explain, explain_uncaught
 from residency._memory._state import measure
+from residency._ranks import has_ranks, rank_and_world_size
 
 _LONGEST_COMMAND = 2000
 _log = logging.getLogger("residency")
@@ -53,7 +54,7 @@ def record(
 
     Raises:
         InvalidArgumentError: The path cannot be written, a file is there that is no record, or
-            ``peaks`` means nothing.
+            ``peaks`` is invalid.
         RefusedError: Another block records this process already.
 
     Memory:
@@ -152,8 +153,8 @@ def _about() -> dict[str, str]:
 
 def _place() -> tuple[int, int]:
     """Returns the rank of this process and how many there are."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if has_ranks():
+        return rank_and_world_size()
     try:
         rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     except ValueError:

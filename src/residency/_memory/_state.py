@@ -19,7 +19,7 @@ from residency._units import MIB, format_bytes
 _SMALL_SEGMENT_BYTES = 2 * MIB
 _NO_SEGMENTS = (
     "the allocator's memory grows in pages (expandable_segments) or has no segments, and which "
-    "free bytes lie beside live ones is not told: returnable is at most this"
+    "free bytes lie beside live ones is not known: returnable is at most this"
 )
 _UNSEEN_POOLS = (
     "private pools were not walked: what they keep free is counted as returnable, "

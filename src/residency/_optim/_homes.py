@@ -4,14 +4,14 @@ Invariant: bytes go into a home only through ``Homes.fill``, a copy home of the 
 and never while a save reads them.
 
 [Note: what callers hold] A caller who reads a state gets a tensor over its home's bytes with a
-storage of its own, the shown one. It is the live state, as without an offload: he may keep it and
-views of it, read and write them. So a step that finds one alive, at its begin or its end, waits for
-its copies home before it returns; one that nobody looks at does not wait. Assignments follow the
-tensors, too: a shown one that is assigned to another key takes its home along, and a home that is
-held, or has two entries, is never filled with another's bytes. Where a caller gives a shown tensor
-other memory (``.data =``, ``set_``, ``share_memory_``), that is the home from then on. Such memory
-is known for as long as anybody has it, also while no entry does, as within an exchange of two
-entries.
+storage of its own, the shown one. It is the live state, as without an offload: the caller may keep
+it and views of it, read and write them. So a step that finds one alive, at its begin or its end,
+waits for its copies home before it returns; one that nobody looks at does not wait. Assignments
+follow the tensors, too: a shown one that is assigned to another key takes its home along, and a
+home that is held, or has two entries, is never filled with another's bytes. Where a caller gives a
+shown tensor other memory (``.data =``, ``set_``, ``share_memory_``), that is the home from then on.
+Such memory is known for as long as anybody has it, also while no entry does, as within an exchange
+of two entries.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from residency._transfer import (
     SlabArena,
     align_up,
     another_over,
+    copy_across,
     gate_of,
     is_only_one,
     keep_alive_instead,
@@ -57,7 +58,7 @@ class Home:
         num_entries: How many keys of the state have it.
         is_callers: Whether the memory is a caller's, who may read and write it at any time.
         moved_to: The home in its place, where a caller has replaced the memory.
-        views: References that live as long as a caller holds what he was shown, or a view of it.
+        views: References that live as long as a caller holds the shown tensor, or a view of it.
         num_writes: How often callers wrote to tensors that they were shown and let go of.
         is_watched: Whether a save that keeps the bytes for good finds out when callers write.
     """
@@ -250,11 +251,22 @@ class Homes:
             self.fence()
         return home
 
+    def home_to_fill(self, home: Home | None, like: Tensor) -> Home:
+        """Returns a home that a restore may fill: the given one, where it fits in strides, too.
+
+        One that a save reads is left to it, or the host waits. ``place_for`` leaves a home that a
+        caller holds; a restore fills it, as he is to see what was saved.
+        """
+        is_alone = home is not None and home.num_entries < 2 and not self.beside(home)
+        if home is not None and is_alone and strided_as(home.tensor) == strided_as(local_of(like)):
+            return self.writable(home)
+        return self.allocate(like)
+
     def write(self, home: Home, value: Tensor) -> None:
         """Copies a value into the home that ``place_for`` gave for it."""
         local = local_of(value).detach()
         if _memory(home.tensor) != _memory(local):
-            home.tensor.copy_(local)
+            copy_across(home.tensor, local)
         if is_sharded(value):
             home.value = wrapped_like(home.tensor, value)
 
@@ -265,7 +277,7 @@ class Homes:
         return made
 
     def over(self, value: Tensor) -> Home:
-        """Makes a home of a caller's own host memory, which he goes on to see and to write."""
+        """Makes a home of a caller's own host memory, which the caller still reads and writes."""
         self.version += 1
         self.has_aliases = True
         tensor = local_of(value).detach()
@@ -297,7 +309,7 @@ class Homes:
             home.move_to(self.over(shown))
 
     def show(self, home: Home) -> Tensor:
-        """Returns what a caller sees of a home: the same tensor for as long as he keeps it."""
+        """Returns what a caller sees of a home: the same tensor while the caller keeps it."""
         shown = self._shown.get(home)
         if shown is None and home.tensor.numel() and not home.is_callers:
             with callers_modes_off():
@@ -390,7 +402,7 @@ class Homes:
 
     @property
     def is_shown(self) -> bool:
-        """Whether a caller has looked at the state since a step found him gone."""
+        """Whether a caller has looked at the state since a step found that tensor gone."""
         return bool(self._shown)
 
     def fence(self) -> None:
@@ -413,7 +425,7 @@ class Homes:
             self._shown.pop(home, None)
 
     def is_written(self, home: Home) -> bool:
-        """Returns whether a caller has written to what he was shown since the last step."""
+        """Returns whether a caller has written to the shown tensor since the last step."""
         shown = self._shown.get(home)
         return shown is not None and local_of(shown)._version > 0
 
@@ -434,7 +446,7 @@ class Homes:
     def is_held(self, home: Home) -> bool:
         """Returns whether a caller can reach a home's bytes without a new look at the state.
 
-        The tensor that he was shown is let go of, and lives on only where he has it.
+        The shown tensor is let go of, and lives on only where the caller has it.
         """
         if home.is_callers:
             return True

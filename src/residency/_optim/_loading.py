@@ -164,7 +164,8 @@ def _place_tensors(
     going = {each: value for each, value in on_device.items() if each not in here}
     places = fill_together(homes, list(going.values()))
     for index, ((parameter, key), value) in enumerate(going.items()):
-        home = places.get(index) or homes.place_for(_home_of(offload, parameter, key), value)
+        own = offload.on_host.home_for(parameter, key)
+        home = places.get(index) or homes.place_for(own, value)
         prepared.entries[parameter][key] = Entry(value if index not in places else home.value, home)
     for (parameter, key), value in made.items():
         prepared.entries[parameter][key] = Entry(value)
@@ -204,6 +205,8 @@ def device_rule(
     Where a scalar lives decides in which arithmetic it advances. Torch's own loading puts NAdam's
     ``mu_product`` on the device and ASGD's ``step`` on the host, unlike their first steps, and a
     run resumed there ends at other bits than an uninterrupted one.
+    An assignment knows the value alone (``ParameterState``), a plain optimizer's restore no schema:
+    ``tests/optim/test_where_states_live.py`` compares the three.
 
     Source: ``_init_group`` of each class; ``Optimizer._process_value_according_to_param_policy``.
     """
@@ -245,10 +248,3 @@ def _checked(key: str, value: Tensor) -> Tensor:
             "expected dense values. Nothing was loaded."
         )
     return value.detach()
-
-
-def _home_of(offload: Offload, parameter: Tensor, key: str) -> Home | None:
-    """Returns the home that a state has, or that is reserved for it."""
-    inner = offload.on_host.state.peek(parameter)
-    home = inner.homes_by_key.get(key) if inner is not None else None
-    return home or offload.on_host.homes.reserved_for(parameter).get(key)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from residency._dtensor import layout_of, locals_of, sharded_among
-from residency._optim._homes import Homes
+from residency._optim._homes import Home, Homes
 from residency._optim._masters import needs_master, refuse_shared_masters
 from residency._optim._plan import Member, Members, Plan, make_plan, members_with_gradient
 from residency._optim._residents import Residents
@@ -49,6 +49,12 @@ class HostState:
 
     homes: Homes
     state: State
+
+    def home_for(self, parameter: Tensor, key: str) -> Home | None:
+        """Returns the home that a state has, or that is reserved for it."""
+        inner = self.state.peek(parameter)
+        home = inner.homes_by_key.get(key) if inner is not None else None
+        return home or self.homes.reserved_for(parameter).get(key)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from residency._dtensor import layout_of, local_of, moved, wrapped_like
 from residency._errors import RefusedError
-from residency._optim._homes import Home, Homes
+from residency._optim._homes import Home
 from residency._optim._loading import (
     Entry,
     PreparedLoad,
@@ -26,7 +26,6 @@ from residency._optim._loading import (
 from residency._optim._masters import MASTER, as_masters_state
 from residency._optim._offload_record import Offload
 from residency._optim._residents import Residents
-from residency._optim._state import State
 from residency._optim._trial._first_step import Schemas
 from residency._optim._trial._partial_step import is_torchs_own
 from residency._optim._whole import done_whole
@@ -129,26 +128,11 @@ def _place(
             return there
         place = offload.on_host.homes.device if wanted.dtype == like.dtype else torch.device("cpu")
         return _empty(like, place)
-    home = home_to_fill(offload.on_host.homes, offload.on_host.state, parameter, key, wanted)
+    own = offload.on_host.home_for(parameter, key)
+    home = offload.on_host.homes.home_to_fill(own, wanted)
     received.homes[parameter, key] = home
     # What is of another dtype than its master needs is read beside its home, and converted.
     return home.value if wanted.dtype == like.dtype else _empty(like, torch.device("cpu"))
-
-
-def home_to_fill(homes: Homes, state: State, parameter: Tensor, key: str, like: Tensor) -> Home:
-    """Returns a home that may be written: the one that the state has, unless it does not fit.
-
-    One that a save still reads is left to it; where the spare is used up, the host waits for that
-    save.
-    """
-    inner = state.peek(parameter)
-    home = inner.homes_by_key.get(key) if inner is not None else None
-    if home is None:
-        home = homes.reserved_for(parameter).get(key)
-    is_alone = home is not None and home.num_entries < 2 and not homes.beside(home)
-    if home is not None and is_alone and strided_as(home.tensor) == strided_as(local_of(like)):
-        return homes.writable(home)
-    return homes.allocate(like)
 
 
 def _like(parameter: Tensor, incoming: Incoming, known: dict[Hashable, Tensor]) -> Tensor:

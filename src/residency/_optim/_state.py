@@ -176,14 +176,14 @@ class ParameterState(dict[str, Any]):
         return self._homes is homes
 
     def has_others(self, home: Home, *, also_shown: bool) -> bool:
-        """Returns whether a home is another entry's too, or a caller holds it: a view, or what he
-        was shown.
+        """Returns whether a home is another entry's too, or a caller holds it: a view, or its
+        shown tensor.
         """
         is_held = self._homes.is_held if also_shown else self._homes.has_views
         return home.num_entries > 1 or is_held(home)
 
     def num_writes_of(self, home: Home) -> int:
-        """Returns a number that grows when a caller writes to what he was shown of a home."""
+        """Returns a number that grows when a caller writes into a home's shown tensor."""
         return self._homes.num_writes(home)
 
     def copy_of(self, home: Home) -> Home:

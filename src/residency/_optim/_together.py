@@ -19,7 +19,7 @@ from residency._optim._homes import Home, Homes, common_bytes
 from residency._optim._masters import as_masters_state
 from residency._optim._residents import Residents
 from residency._storages import laid_over, overlapping, span_of, strided_as
-from residency._transfer import lending, moved_at_once
+from residency._transfer import copy_across, lending, moved_at_once
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -150,7 +150,7 @@ def _copied_home(homes: Homes, tensors: Sequence[Tensor]) -> list[Tensor]:
     region = homes.arena.allocate(num_bytes)
     homes.fence()
     base = homes.arena.tensor(region, torch.uint8, (num_bytes,), (1,))
-    base[start:].copy_(whole)
+    copy_across(base[start:], whole)
     offset = start - whole.data_ptr()
     return [laid_over(base, offset + tensor.data_ptr(), tensor) for tensor in tensors]
 
@@ -252,7 +252,7 @@ def joined_to_arrived(homes: Homes, value: Tensor) -> Tensor | None:
     region = homes.arena.allocate(num_bytes)
     homes.fence()
     base = homes.arena.tensor(region, torch.uint8, (num_bytes,), (1,))
-    base[span.first - first : span.last - first].copy_(common_bytes([local]))
+    copy_across(base[span.first - first : span.last - first], common_bytes([local]))
     moved: dict[Home, Home] = {}
     for home, start in start_of.items():  # over the tensor's: steps have written to these
         place = laid_over(base, start - first, home.tensor)

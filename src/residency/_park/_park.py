@@ -62,7 +62,7 @@ def park(
         reads follow when it has seen its copies done.
 
     Raises:
-        InvalidArgumentError: An argument means nothing.
+        InvalidArgumentError: An argument is invalid.
         RefusedError: It is on the host, or was parked with another owner, is on several devices,
             has a tensor that cannot be moved, or the host has no room. Nothing moved.
 
@@ -70,7 +70,7 @@ def park(
         Device: none beyond what is there. Host: the bytes of the storages, each rounded up to 512,
         in slabs whose sizes are powers of two. They stay with the module for its next parking.
     """
-    _check(module)
+    _check(module, "park")
     need_bytes = None if need is None else parse_bytes(need, name="need")
     if gradients not in ("move", "drop"):
         raise InvalidArgumentError(f"gradients is {gradients!r}; expected 'move' or 'drop'.")
@@ -109,7 +109,7 @@ def unpark(module: Owner) -> int:
         Device: the bytes that were freed. Host: no more than was in use; the slabs stay with the
         module for its next parking.
     """
-    _check(module)
+    _check(module, "unpark")
     total = 0
     parkings = _parkings.get(module, [])
     while parkings:
@@ -162,8 +162,8 @@ def is_parked(owner: Owner) -> bool:
     return any(parking.is_parked for parking in _parkings.get(owner, ()))
 
 
-def _check(owner: object) -> None:
+def _check(owner: object, function: str) -> None:
     if not isinstance(owner, nn.Module | Optimizer):
         raise InvalidArgumentError(
-            f"a {type(owner).__name__} cannot be parked; expected a module or an optimizer."
+            f"{function} got {type(owner).__name__}; expected a module or an optimizer."
         )

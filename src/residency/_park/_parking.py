@@ -36,7 +36,16 @@ from residency._park._tensors import (
     take_gradients,
     tensors_of,
 )
-from residency._transfer import CopyRun, Region, SlabArena, copy_to_host, gate_of, lanes_of, on_lane
+from residency._transfer import (
+    CopyRun,
+    Region,
+    SlabArena,
+    copy_across,
+    copy_to_host,
+    gate_of,
+    lanes_of,
+    on_lane,
+)
 from residency._units import format_bytes
 
 # A pinned arena for each owner, so that the second parking of a module allocates nothing.
@@ -388,7 +397,7 @@ class Parking:
             lanes.load(target, [CopyRun(region.slab, region.offset, 0, tie.num_bytes)])
             return
         with on_lane(lanes.h2d):
-            target.copy_(tie.as_bytes())
+            copy_across(target, tie.as_bytes())
 
 
 def _with_gradients(chosen: Sequence[Tie], ties: Sequence[Tie]) -> list[Tie]:

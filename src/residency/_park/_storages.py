@@ -211,6 +211,7 @@ _Hooks = tuple[object, object]
 
 
 def _hooks_of(tensor: Tensor) -> _Hooks:
+    # torch shows which hooks a tensor has in no other way.
     return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
 
 

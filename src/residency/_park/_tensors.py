@@ -97,6 +97,7 @@ def _own(module: nn.Module) -> _Named:
     for group in fsdp_groups(module):
         for parameter in group.fsdp_params:
             slot = f"{parameter._param_fqn or id(parameter)}.fsdp"
+            # FSDP2 has no public name for the bytes under a shard, padding included.
             yield from _plain(slot, parameter._sharded_param_data)
             yield from _plain(f"{slot}.sharded", parameter.sharded_param)
 

@@ -77,7 +77,7 @@ def write_text(file: Path, text: str) -> None:
     """Writes a file, or says why it cannot be written.
 
     Raises:
-        InvalidArgumentError: It cannot.
+        InvalidArgumentError: The file cannot be written.
     """
     try:
         file.write_text(text, encoding="utf-8")
@@ -89,7 +89,7 @@ def check_folder(folder: Path) -> None:
     """Makes a folder, or says why it cannot be made.
 
     Raises:
-        InvalidArgumentError: It cannot.
+        InvalidArgumentError: The folder cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,25 @@
-"""The only code that copies bytes between host and device: slabs, lanes and the gate."""
+"""Slabs, lanes and the gate: the only code that copies between the memories of host and device.
+
+What moves as a whole into a new tensor, torch's ``Tensor.to`` moves.
+``tests/test_knowledge_once.py`` lists where.
+"""
 
 from residency._transfer._buckets import ELEMENT_WISE, fitting_bucket
 from residency._transfer._events import wait_asleep
 from residency._transfer._gate import Gate, Read, copy_to_host, gate_of
 from residency._transfer._host_memory import available_host_bytes
 from residency._transfer._host_ring import Carried, HostRing, host_bytes
-from residency._transfer._lanes import CopyRun, Lanes, lanes_of, on_lane, raw_bytes, reset_lanes
+from residency._transfer._lanes import (
+    CopyRun,
+    Lanes,
+    copy_on,
+    lanes_of,
+    on_lane,
+    raw_bytes,
+    reset_lanes,
+)
 from residency._transfer._lending import Lending, lending
-from residency._transfer._moves import moved_at_once
+from residency._transfer._moves import copy_across, moved_at_once
 from residency._transfer._owner import (
     Incoming,
     Lent,
@@ -61,6 +73,8 @@ __all__ = [
     "another_over",
     "available_host_bytes",
     "before_write",
+    "copy_across",
+    "copy_on",
     "copy_to_host",
     "fitting_bucket",
     "gate_of",

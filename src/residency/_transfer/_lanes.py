@@ -30,6 +30,14 @@ class CopyRun(NamedTuple):
     slot_offset: int
     num_bytes: int
 
+    def in_slab(self) -> Tensor:
+        """Returns its bytes in the slab."""
+        return self.slab.data.narrow(0, self.slab_offset, self.num_bytes)
+
+    def in_buffer(self, buffer: Tensor) -> Tensor:
+        """Returns its bytes in the device buffer."""
+        return buffer.narrow(0, self.slot_offset, self.num_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
@@ -68,11 +76,7 @@ class Lanes:
         Returns:
             The event after the copies.
         """
-        with on_lane(self.h2d):
-            for run in runs:
-                target = slot.narrow(0, run.slot_offset, run.num_bytes)
-                source = run.slab.data.narrow(0, run.slab_offset, run.num_bytes)
-                target.copy_(source, non_blocking=True)
+        copy_on(self.h2d, ((run.in_buffer(slot), run.in_slab()) for run in runs))
         return self.mark(self.h2d, timed=timed)
 
     def store(
@@ -89,12 +93,8 @@ class Lanes:
         Returns:
             The event after the copies.
         """
-        with on_lane(self.d2h):
-            for buffer, runs in copies:
-                for run in runs:
-                    target = run.slab.data.narrow(0, run.slab_offset, run.num_bytes)
-                    source = buffer.narrow(0, run.slot_offset, run.num_bytes)
-                    target.copy_(source, non_blocking=True)
+        pairs = ((run.in_slab(), run.in_buffer(buffer)) for buffer, runs in copies for run in runs)
+        copy_on(self.d2h, pairs)
         return self.mark(self.d2h, timed=timed)
 
 
@@ -125,6 +125,17 @@ def on_lane(lane: torch.Stream) -> Iterator[None]:
     )
     with _device.on(lane.device), own:
         yield
+
+
+def copy_on(lane: torch.Stream, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Queues on a lane a copy into each first tensor from its second.
+
+    Both stay until the lane is done: the caller marks it afterwards. The host waits only for
+    copies of memory that is not page-locked.
+    """
+    with on_lane(lane):
+        for target, source in copies:
+            target.copy_(source, non_blocking=True)
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
 """Moves many tensors to a device at once: copies on the h2d lane, and one wait for all of them.
+What no lane carries is copied here, too.
 
 Invariant: whatever ends a move, no copy is under way any more into or out of what its caller drops.
 """
@@ -14,7 +15,7 @@ from residency import _device
 from residency._dtensor import local_of, moved, wrapped_like
 from residency._modes import callers_modes_off
 from residency._storages import is_dense
-from residency._transfer._lanes import lanes_of, on_lane
+from residency._transfer._lanes import copy_on, lanes_of
 
 
 def moved_at_once(tensors: Sequence[Tensor], device: torch.device, *, copy: bool) -> list[Tensor]:
@@ -45,6 +46,14 @@ def moved_at_once(tensors: Sequence[Tensor], device: torch.device, *, copy: bool
     ]
 
 
+def copy_across(target: Tensor, source: Tensor) -> None:
+    """Copies a tensor into another, wherever each of them is, on the current stream.
+
+    Where one of them is on the host, the bytes are there when this returns.
+    """
+    target.copy_(source)
+
+
 def _is_carried(local: Tensor, device: torch.device) -> bool:
     """Returns whether a copy is one range of bytes from the host to the device."""
     is_upwards = local.is_cpu and device.type != "cpu"
@@ -66,9 +75,7 @@ def _carry(copies: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Non
     current = _device.current_stream(device)
     _device.wait_event(lanes.h2d, lanes.mark(current))  # their memory may have readers from before
     try:
-        with on_lane(lanes.h2d):
-            for target, source in copies:
-                target.copy_(source, non_blocking=True)
+        copy_on(lanes.h2d, copies)
     finally:
         landed = lanes.mark(lanes.h2d)
         # The caller's work reads the targets, and the sources' memory goes after this.

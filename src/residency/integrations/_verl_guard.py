@@ -39,9 +39,9 @@ from typing import TYPE_CHECKING
 
 from residency._errors import HandOffError
 from residency._memory import ImportWatch
+from residency._ranks import all_ranks
 from residency._units import format_figures, parse_bytes
 from residency.integrations._common._framework import missing_in, named_with_version
-from residency.integrations._common._ranks import all_ranks
 
 if TYPE_CHECKING:
     import torch

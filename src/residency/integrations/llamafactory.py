@@ -70,7 +70,7 @@ def _build(model: nn.Module, optim_config: Mapping[str, Any]) -> OffloadedOptimi
     """Builds the optimizer of a configuration; v1 calls it.
 
     Raises:
-        InvalidArgumentError: A key or a size of the configuration means nothing.
+        InvalidArgumentError: A key or a size of the configuration is invalid.
         RefusedError: The optimizer cannot be stepped in parts with the same bits.
     """
     options = {key: value for key, value in optim_config.items() if key not in ("name", _BUILT)}

@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from residency import _device
 from residency._errors import HandOffError, InvalidArgumentError, RefusedError
 from residency._handoff import Reclaimed, hand_off, reclaim
+from residency._ranks import all_ranks
 from residency._registries import WeakRegistry
 from residency._units import format_bytes, parse_bytes
 from residency.integrations._common._framework import (
@@ -40,7 +41,6 @@ from residency.integrations._common._framework import (
     missing_in,
     named_with_version,
 )
-from residency.integrations._common._ranks import all_ranks
 from residency.integrations.transformers._callback import optimizer_inside
 
 __all__ = ["EngineHandOff", "EngineStatistics", "hand_off_to_engine"]

@@ -39,7 +39,7 @@ class Lender:
 
         Raises:
             BuildError: It cannot be built here. A compiler is asked only once.
-            InvalidArgumentError: An option means nothing, or tensors from outside the block need
+            InvalidArgumentError: An option is invalid, or tensors from outside the block need
                 more than it gives.
             RefusedError: Tensors that the block left behind need more than the settings from
                 before it give.

@@ -68,7 +68,7 @@ def make_request(
     """Puts options together, later ones over earlier ones.
 
     Raises:
-        InvalidArgumentError: An option does not exist or means nothing, or two contradict.
+        InvalidArgumentError: An option does not exist or is invalid, or two contradict.
     """
     sim = _merged("sim_device", sim_options, _SIM_OPTIONS)
     memory = _merged("device_memory", memory_options, _MEMORY_OPTIONS)
@@ -78,7 +78,7 @@ def make_request(
             f"sim_device(capacity={sim['capacity']!r}) and device_memory(limit={request.limit!r}) "
             "both say how many bytes the device has; keep one of them."
         )
-    _ = request.growth_bytes  # refused now if it means nothing
+    _ = request.growth_bytes  # refused now if it is invalid
     for name in ("capacity", "context"):
         if sim.get(name) is not None:
             parse_bytes(sim[name], name=name)

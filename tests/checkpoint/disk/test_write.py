@@ -134,7 +134,7 @@ def test_a_part_that_cannot_be_had_fails_the_save_once(tmp_path: Path, failing: 
         return memoryview(b"short")
 
     words = {
-        "raises": "the bytes of 'bad' could not be had: the device is gone",
+        "raises": "reading the bytes of 'bad' failed: the device is gone",
         "is too short": "'bad' came with 5 bytes, expected 100000",
         "dies": "a writer thread died",
     }[failing]

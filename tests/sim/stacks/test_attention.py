@@ -94,6 +94,24 @@ def test_grouped_heads_attend_as_repeated_ones(
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_bias_that_learns_has_the_gradient_that_the_cpu_gives(
+    device: torch.device, dropout: float
+) -> None:
+    def learn(on: torch.device | str) -> list[torch.Tensor]:
+        bias = SLOPE.to(on).requires_grad_()
+        torch.manual_seed(3)
+        output = functional.scaled_dot_product_attention(
+            *_inputs(on), attn_mask=bias, dropout_p=dropout
+        )
+        weights = torch.linspace(-1, 1, output.numel()).view_as(output).to(on)
+        (gradient,) = torch.autograd.grad((output * weights).sum(), bias)
+        return [output.detach().cpu(), gradient.cpu()]
+
+    for ours, theirs in zip(learn(device), learn("cpu"), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_dropout_draws_anew_and_again_from_the_same_seed(device: torch.device) -> None:
     inputs = _inputs(device)
 
@@ -124,14 +142,14 @@ def test_no_square_of_the_length_is_charged_where_cuda_has_none(
 ) -> None:
     heads, length = 4, 1024
     groups = 2 if options.get("enable_gqa") else heads
-    inputs = _inputs(device, heads=heads, groups=groups, length=length)
+    inputs = _inputs(device, heads=heads, groups=groups, length=length, dtype=torch.bfloat16)
     torch.accelerator.synchronize()
     torch.accelerator.reset_peak_memory_stats()
     begin = torch.accelerator.memory_allocated()
     functional.scaled_dot_product_attention(*inputs, **options).sum().backward()
     added_bytes = torch.accelerator.max_memory_allocated() - begin
-    square_bytes = 2 * heads * length * length * 4
-    assert 0 < added_bytes < square_bytes // 4
+    square_bytes = 2 * heads * length * length * 2
+    assert 0 < added_bytes < square_bytes // 3
 
 
 def _added_bytes(inputs: list[torch.Tensor], **options: Any) -> int:
@@ -142,7 +160,7 @@ def _added_bytes(inputs: list[torch.Tensor], **options: Any) -> int:
 
 
 def test_the_program_chooses_the_kernel(device: torch.device) -> None:
-    inputs = _inputs(device, length=512)
+    inputs = _inputs(device, length=512, dtype=torch.bfloat16)
     square_bytes = 2 * 4 * 512 * 512 * 4
     with sdpa_kernel(SDPBackend.MATH):
         assert _added_bytes(inputs) >= square_bytes
@@ -152,7 +170,7 @@ def test_the_program_chooses_the_kernel(device: torch.device) -> None:
             assert _added_bytes(inputs) < square_bytes
             fused = _attend(inputs)
         for ours, theirs in zip(fused, plain, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
     assert all(torch.equal(a, b) for a, b in zip(_attend(inputs), fused, strict=True))
 
 

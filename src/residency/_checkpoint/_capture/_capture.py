@@ -34,6 +34,7 @@ from residency._transfer import (
     Read,
     Region,
     SlabArena,
+    copy_on,
     gate_of,
     lanes_of,
     memory_of,
@@ -428,11 +429,11 @@ def _queue_copies(device: torch.device, groups: Sequence[tuple[CopyGroup, list[H
 def _copy_group(group: CopyGroup, members: Sequence[Held], lanes: Lanes, gate: Gate) -> None:
     for each in members:
         each.group = group
-    with on_lane(lanes.d2h):
-        for each in members:
-            each.host.copy_(each.block.span, non_blocking=True)
-        if group.sums is not None:
-            group.sums.compare()
+    copy_on(lanes.d2h, ((each.host, each.block.span) for each in members))
+    if group.sums is not None:
+        with on_lane(lanes.d2h):
+            answers = group.sums.compare()
+        copy_on(lanes.d2h, [answers])
     group.event = lanes.mark(lanes.d2h)
     group.read = gate.reading(group.sources, group.event, lanes.d2h)
     gone = torch.empty(0, dtype=torch.uint8, device=group.sources[0].device)

@@ -28,15 +28,19 @@ class Sums:
         self._differs = _device.allocate_pinned(len(blocks)).view(torch.bool)
         self._kept: list[Tensor] = []
 
-    def compare(self) -> None:
-        """Computes the sums again, on the current stream, and copies to the host which differ."""
+    def compare(self) -> tuple[Tensor, Tensor]:
+        """Computes the sums again, on the current stream.
+
+        Returns:
+            The host memory of the answers, and the device's, which the caller copies into it.
+        """
         differs = [
             torch.stack([(a != b).any() for a, b in zip(before, _sums_of(span), strict=True)]).any()
             for before, span in zip(self._before, self._spans, strict=True)
         ]
         found = torch.stack(differs)
         self._kept.append(found)  # until the copy has read it
-        self._differs.copy_(found, non_blocking=True)
+        return self._differs, found
 
     def let_go(self) -> None:
         """Drops what is on the device, once the copies are done."""

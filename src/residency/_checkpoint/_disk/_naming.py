@@ -1,14 +1,29 @@
-"""Has an error of damage say of which save it speaks: what finds damage sees one file, or less."""
+"""Errors of files, which name the save and what to do: the code that finds damage sees one file."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from residency._errors import CorruptSaveError
+from residency._errors import CheckpointError, CorruptSaveError
 
 ADVICE = "Restore from another save, or from a whole copy of this one."
+
+
+def unreadable(path: str | os.PathLike[str], error: OSError, *, at: str = "") -> CheckpointError:
+    """Returns the error of a file of a save that the system does not let this process read.
+
+    Args:
+        path: The file or the directory.
+        error: The error of the system.
+        at: Where in the file, in words.
+    """
+    return CheckpointError(
+        f"{os.fspath(path)} could not be read{at}: {error}. Check the path and its permissions, "
+        "or restore another step."
+    )
 
 
 @contextmanager

@@ -17,8 +17,9 @@ from residency._checkpoint._disk._manifest import (
     StoredEntry,
     parse_manifest,
 )
+from residency._checkpoint._disk._naming import unreadable
 from residency._checkpoint._disk._system import SYSTEM, System, close_quietly, read_bytes, read_file
-from residency._errors import CheckpointError, CorruptSaveError
+from residency._errors import CorruptSaveError
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def read_manifest(folder: Path, step: int | None = None, *, system: System = SYS
     except FileNotFoundError:
         _fail(MANIFEST, f"{folder} has no {MANIFEST}")
     except OSError as error:
-        raise CheckpointError(f"{folder / MANIFEST} could not be read: {error}") from error
+        raise unreadable(folder / MANIFEST, error) from error
     manifest = parse_manifest(data)
     if step is not None and manifest.step != step:
         _fail(MANIFEST, f"{folder} holds step {manifest.step}, expected step {step}")
@@ -118,7 +119,7 @@ def read_header(
     except FileNotFoundError:
         _fail(name, f"{name} is missing from {folder}")
     except OSError as error:
-        raise CheckpointError(f"{folder / name} could not be read: {error}") from error
+        raise unreadable(folder / name, error) from error
     if num_bytes != record.num_bytes:
         what = "truncated" if num_bytes < record.num_bytes else "too long"
         _fail(

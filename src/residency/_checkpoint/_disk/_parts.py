@@ -101,7 +101,7 @@ class Lease:
                 view = view.cast("B")
         except Exception as error:
             raise CheckpointError(
-                f"the bytes of {record.name!r} could not be had: {error}"
+                f"reading the bytes of {record.name!r} failed: {error}"
             ) from error
         if view.nbytes != record.num_bytes:
             raise CheckpointError(

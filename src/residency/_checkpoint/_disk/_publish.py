@@ -123,7 +123,10 @@ class CheckpointDirectory:
             published = self._layout.published()
         if step not in published:
             known = ", ".join(map(str, published)) or "none"
-            raise CheckpointError(f"{self.path} has no save of step {step}; it has: {known}.")
+            raise CheckpointError(
+                f"{self.path} has no save of step {step}; it has: {known}. Check the path, or "
+                "restore another step."
+            )
         return self.path / published[step]
 
     def open(self, step: int) -> StoredSave:
@@ -451,7 +454,10 @@ class CheckpointDirectory:
         try:
             yield
         except OSError as error:
-            raise CheckpointError(f"{self.path} could not {what}: {error}") from error
+            raise CheckpointError(
+                f"{self.path} could not {what}: {error}. Check the path, its permissions and the "
+                "free space."
+            ) from error
 
     def _make_folder(self, path: Path) -> None:
         if exists(self._system, path):

@@ -184,7 +184,8 @@ class Attempt:
                 found = self._system.stat(self.folder.path / name).st_size
                 if found != record.num_bytes:
                     raise CheckpointError(
-                        f"{name} has {found} bytes, and its rank reported {record.num_bytes}."
+                        f"{name} has {found} bytes, and its rank reported {record.num_bytes}. "
+                        "Check that all ranks write to the same file system, then save again."
                     )
 
     def tidy_up(self) -> None:

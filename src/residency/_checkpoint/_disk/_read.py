@@ -26,8 +26,9 @@ from residency._checkpoint._disk._dry import (
     is_dry,
     lies_in_hole,
 )
+from residency._checkpoint._disk._naming import unreadable
 from residency._checkpoint._disk._ring import Ring, Slot
-from residency._errors import CheckpointError, CorruptSaveError, InvalidArgumentError
+from residency._errors import CorruptSaveError, InvalidArgumentError
 from residency._registries import WeakRegistry
 from residency._units import parse_bytes
 
@@ -437,9 +438,7 @@ class _ChunkReader:
                 if count:
                     buffers[0] = buffers[0][count:]
         except OSError as error:
-            raise CheckpointError(
-                f"{os.fspath(task.file.path)} could not be read at byte {offset}: {error}."
-            ) from error
+            raise unreadable(task.file.path, error, at=f" at byte {offset}") from error
 
     def _corrupt(self, task: _Task, what: str, offset: int | None = None) -> CorruptSaveError:
         start, stop = task.spans[0].start, task.spans[-1].stop

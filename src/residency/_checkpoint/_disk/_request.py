@@ -38,10 +38,10 @@ class SaveRequest:
     is_repeated: Callable[[], bool] = bool
 
     def check(self) -> None:
-        """Checks that it can be a save.
+        """Checks that the request can become a save.
 
         Raises:
-            InvalidArgumentError: It cannot.
+            InvalidArgumentError: The step, the rank, the token or a file name is invalid.
         """
         check_token(self.token)
         if self.step < 0:

@@ -24,7 +24,7 @@ class Retention:
     greatest: bool = False
 
     def __post_init__(self) -> None:
-        """Raises InvalidArgumentError for counts that mean nothing."""
+        """Raises InvalidArgumentError for counts that are too small."""
         if self.newest is not None and self.newest < 1:
             raise InvalidArgumentError(
                 f"newest is {self.newest}; the newest save always stays, so expected at least 1."

@@ -241,8 +241,8 @@ def write_files(
         chunk_bytes: What is summed and written at once; a multiple of 4096.
 
     Raises:
-        CheckpointError: A part could not be had, or a call failed (the first, as the cause). No
-            thread runs any more, every file is closed, and what is left of them is worth nothing.
+        CheckpointError: The bytes of a part could not be read, or a call failed (the first, as the
+            cause). No thread runs any more and every file is closed; their contents are invalid.
     """
     images = [
         _File(system, folder / name, leases, chunk_bytes=chunk_bytes, direct=direct)
@@ -492,4 +492,7 @@ def _naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{path} could not be written: {error}") from error
+        raise CheckpointError(
+            f"{path} could not be written: {error}. Check its permissions and the free space, then "
+            "save again."
+        ) from error

@@ -2,7 +2,7 @@
 
 One table for both directions. Invariant: a value is of a kind by its very class, never by one that
 it inherits from; what is written of a value of a kind gives, read again, an equal value of the same
-class (``tests/checkpoint/test_kinds.py`` tries to break it).
+class (``tests/checkpoint/restore/test_kinds.py`` tries to break it).
 """
 
 from __future__ import annotations

@@ -36,7 +36,16 @@ from residency._checkpoint._restore._boxes import (
 from residency._checkpoint._restore._plan import Assignment, Target, box_of, is_whole
 from residency._checkpoint._sources._source import Stored
 from residency._errors import InvalidArgumentError, RefusedError
-from residency._transfer import CopyRun, Lanes, Slab, gate_of, lanes_of, memory_of, raw_bytes
+from residency._transfer import (
+    CopyRun,
+    Lanes,
+    Slab,
+    copy_across,
+    gate_of,
+    lanes_of,
+    memory_of,
+    raw_bytes,
+)
 from residency._units import format_bytes, parse_bytes
 
 _NUM_SLOTS = 8
@@ -334,7 +343,7 @@ def _deliver(view: Tensor, staged: Tensor, ring: Staging, slot: Slot) -> None:
     """Copies values that begin a slot to the device, and gives the slot back."""
     lanes: Lanes = lanes_of(view.device)
     if not view.is_contiguous():
-        view.copy_(staged)  # by way of a copy on the device, on the current stream
+        copy_across(view, staged)  # by way of a copy on the device, on the current stream
         ring.give_back_after(slot, lanes.mark(_device.current_stream(view.device)))
         return
     flat = raw_bytes(view)
@@ -388,6 +397,6 @@ def _copy_batch(batch: Sequence[_StagedBox], checksums: Mapping[Path, Checksums]
         wanted.setdefault(each.file, []).append(each.wanted)
     read_files([FileReads(path, each, checksums.get(path)) for path, each in wanted.items()])
     for each in batch:
-        each.view.copy_(each.values)
+        copy_across(each.view, each.values)
     for device in {each.view.device for each in batch if not each.view.is_cpu}:
         lanes_of(device).mark(_device.current_stream(device)).synchronize()  # the slot is next

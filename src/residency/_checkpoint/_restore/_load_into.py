@@ -23,6 +23,7 @@ from residency._checkpoint._sources import open_source
 from residency._checkpoint._sources._own import PublishedSave, Saved, find_save, saved_for_rank
 from residency._errors import RefusedError
 from residency._modes import inference_mode_off
+from residency._ranks import rank_and_world_size
 
 
 @inference_mode_off()
@@ -69,7 +70,7 @@ def load_save(
     module: nn.Module, save: PublishedSave, *, strict: bool, staging_bytes: int
 ) -> Differences:
     """Fills a module from a save of ours; see ``load_into``."""
-    rank, world_size = _rank_and_world_size()
+    rank, world_size = rank_and_world_size()
     saved = saved_for_rank(save, rank=rank, world_size=world_size)
     plan = RestorePlan(saved.tensors, saved.checksums)
     if not any(kind_of(node) == MODULE for node in saved.tree.values()):
@@ -77,7 +78,7 @@ def load_save(
         return _load_by_names(module, plan, str(saved.folder), strict, staging_bytes)
     name = _module_in(saved, module)
     document = DocumentPlan(plan, saved, {}, eager=False, staging_bytes=staging_bytes)
-    plan.after.append(_drop(document.visit(name, saved.tree[name], module)))
+    plan.after.append(document.visit(name, saved.tree[name], module))
     plan.differing += settle_overlaps(plan, staging_bytes=staging_bytes)
     found = plan.check(f"{saved.folder.name}, {name}", strict=strict)
     carry_out(plan, staging_bytes=staging_bytes)
@@ -160,18 +161,3 @@ def _plan_fresh(plan: RestorePlan, name: str) -> None:
     first = plan.tensors[name][0]
     plan.fresh[name] = torch.empty(tuple(first.whole_shape), dtype=first.dtype, device="cpu")
     plan.fill(name, plan.fresh[name])
-
-
-def _drop(thunk: Any) -> Any:
-    def finish() -> None:
-        thunk()
-
-    return finish
-
-
-def _rank_and_world_size() -> tuple[int, int]:
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1

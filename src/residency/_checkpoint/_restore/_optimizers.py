@@ -24,7 +24,7 @@ from residency._checkpoint._restore._plan import RestorePlan
 from residency._checkpoint._restore._unusable import unusable_is_damage
 from residency._dtensor import moved
 from residency._errors import warn
-from residency._transfer import Incoming, Reception, owner_of
+from residency._transfer import Incoming, Reception, copy_across, owner_of
 
 Thunk = Callable[[], Any]
 
@@ -295,7 +295,7 @@ def _set(group: dict[str, Any], key: str, value: Any) -> None:
     if isinstance(before, Tensor) and not isinstance(value, Tensor):
         before.fill_(value)
     elif isinstance(before, Tensor) and before.shape == value.shape:
-        before.copy_(value)
+        copy_across(before, value)
     elif isinstance(before, float) and isinstance(value, Tensor) and value.dim() == 0:
         group[key] = value.item()
     else:

@@ -94,6 +94,10 @@ def _listed(title: str, lines: Sequence[str]) -> list[str]:
 class RestorePlan:
     """The work of a restore, as it is collected.
 
+    The tensors are data, which is checked, sorted and read at once. What comes before and after is
+    not: a document's values, modules and optimizers have nothing in common there but their order,
+    so data would be a class for each of them, with one method that this calls.
+
     Attributes:
         tensors: What is stored, by name.
         checksums: Those of the files, where they are known.
@@ -107,8 +111,8 @@ class RestorePlan:
     checksums: Mapping[Path, Checksums] = field(default_factory=dict)
     assignments: list[Assignment] = field(default_factory=list)
     fresh: dict[str, Tensor] = field(default_factory=dict)
-    before: list[Callable[[], None]] = field(default_factory=list)
-    after: list[Callable[[], None]] = field(default_factory=list)
+    before: list[Callable[[], object]] = field(default_factory=list)
+    after: list[Callable[[], object]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     differing: list[str] = field(default_factory=list)

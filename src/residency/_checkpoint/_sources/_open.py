@@ -37,7 +37,9 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     try:
         return _open(path)
     except (OSError, MemoryError) as error:  # an index may be of any size
-        raise CheckpointError(f"{path} could not be read: {error!r}") from error
+        raise CheckpointError(
+            f"{path} could not be read: {error!r}. Check the path and its permissions."
+        ) from error
 
 
 def _open(path: Path) -> Source:

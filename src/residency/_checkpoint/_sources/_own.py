@@ -17,14 +17,14 @@ import torch
 
 from residency._checkpoint._disk._layout import newest_save
 from residency._checkpoint._disk._manifest import MANIFEST, FileRecord, StoredEntry
-from residency._checkpoint._disk._naming import damage_named
+from residency._checkpoint._disk._naming import damage_named, unreadable
 from residency._checkpoint._disk._open_save import open_save
 from residency._checkpoint._disk._read import Checksums
 from residency._checkpoint._document._nodes import Node, read_document
 from residency._checkpoint._document._notes import PLAIN, TensorNote, read_note, senseless
 from residency._checkpoint._sources._safetensors import stored_at
 from residency._checkpoint._sources._source import Source, Stored, check_cover, without_copies
-from residency._errors import CheckpointError, CorruptSaveError
+from residency._errors import CorruptSaveError
 
 
 class PublishedSave(Protocol):
@@ -94,7 +94,7 @@ def find_save(path: Path) -> Path | None:
             return path.parent
         return path if (path / MANIFEST).is_file() else newest_save(path)
     except OSError as error:
-        raise CheckpointError(f"{path} could not be read: {error}") from error
+        raise unreadable(path, error) from error
 
 
 def open_source(folder: Path) -> Source:

@@ -105,7 +105,7 @@ def read_metadata(data: bytes, path: Path) -> PickledInstance:
     """Reads the `.metadata` of a directory of `torch.distributed.checkpoint`.
 
     Raises:
-        CorruptSaveError: It is none.
+        CorruptSaveError: The bytes are not such a file.
         RefusedError: It asks for a name that such a file does not need.
     """
     try:

@@ -57,10 +57,10 @@ class Share:
 class RankPlan:
     """The files that one rank writes, the nodes of its values and the notes of its tensors."""
 
-    def __init__(self, plan: SavePlan, planner: SavePlanner, told: RankAssignment) -> None:
+    def __init__(self, plan: SavePlan, planner: SavePlanner, assignment: RankAssignment) -> None:
         self.nodes: dict[str, Node] = {}
         self.notes: dict[str, dict[str, object]] = {}
-        self._told = told
+        self._assignment = assignment
         self._paths: Mapping[str, Sequence[object]] = plan.planner_data or {}
         self._parts: dict[str, list[Part]] = {}
         self._taken: set[tuple[str, str]] = set()
@@ -84,12 +84,12 @@ class RankPlan:
         path = self._paths.get(item, (item,))
         top = str(path[0]) if len(path) > 1 and _FILE.fullmatch(str(path[0])) else _TOP_LEVEL
         top, count = top.removesuffix(".safetensors"), 0
-        told = self._told
-        file = file_name(top, rank=told.rank, world_size=told.world_size)
+        assignment = self._assignment
+        file = file_name(top, rank=assignment.rank, world_size=assignment.world_size)
         while (file, name) in self._taken:  # a file has one shard of a tensor
             count += 1
             more = f"{top}.{count}"
-            file = file_name(more, rank=told.rank, world_size=told.world_size)
+            file = file_name(more, rank=assignment.rank, world_size=assignment.world_size)
         if count and "dtype" in note:
             raise RefusedError(
                 f"this rank has several shards of {name!r}, which is {note['dtype']}: safetensors"

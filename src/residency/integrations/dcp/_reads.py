@@ -24,7 +24,7 @@ from residency._checkpoint._document import (
 )
 from residency._checkpoint._sources import Stored
 from residency._errors import CheckpointError
-from residency._transfer import raw_bytes
+from residency._transfer import copy_across, raw_bytes
 from residency._units import parse_bytes
 
 _BATCH_BYTES = parse_bytes("64MiB")
@@ -82,7 +82,7 @@ class ShardRead:
             for dim, size in enumerate(self._item.lengths):
                 begin = 0 if dim == 0 and is_cut else self._item.storage_offsets[dim]
                 found = found.narrow(dim, begin, size)
-            self._target.copy_(found)
+            copy_across(self._target, found)
         self._data = None
         self._planner.commit_tensor(self._item, self._target)
 

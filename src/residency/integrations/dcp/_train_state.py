@@ -35,7 +35,7 @@ from residency._dtensor import is_sharded, local_of, wrapped_like
 from residency._errors import InvalidArgumentError, RefusedError, warn
 from residency._optim import OffloadedOptimizer, record_of
 from residency._optim._trial import Schema, Schemas
-from residency._transfer import Incoming, before_write, lending, owner_of
+from residency._transfer import Incoming, before_write, copy_across, lending, owner_of
 from residency._units import parse_bytes
 
 _ABOUT = "about this state"
@@ -383,7 +383,7 @@ def put_state(optimizer: Optimizer, filled: Mapping[Tensor, Mapping[str, Any]]) 
             elif isinstance(reception, PlainReception) and place in reception.waiting:
                 reception.targets[place] = reception.waiting[place] = value
             elif local_of(reception.targets[place]).data_ptr() != local_of(value).data_ptr():
-                local_of(reception.targets[place]).copy_(local_of(value))
+                copy_across(local_of(reception.targets[place]), local_of(value))
     reception.finish(others, {})
 
 

@@ -153,11 +153,11 @@ class ResidencyStorageWriter(StorageWriter):
         CheckpointDirectory(parent).check_writable(
             sum(planned_bytes(item) for plan in plans for item in plan.items)
         )
-        told = [RankAssignment(rank, len(plans)) for rank in range(len(plans))]
+        assignments = [RankAssignment(rank, len(plans)) for rank in range(len(plans))]
         self._folder = self._save_folder()
         self._clear(self._folder.path)
         self._folder.join()
-        return [replace(p, storage_data=each) for p, each in zip(plans, told, strict=True)]
+        return [replace(p, storage_data=each) for p, each in zip(plans, assignments, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's share, and returns when it is on the disk.
@@ -166,12 +166,12 @@ class ResidencyStorageWriter(StorageWriter):
             CheckpointError: It could not be written.
             RefusedError: A value is of a kind that JSON cannot hold without a pickle.
         """
-        told: RankAssignment = plan.storage_data
+        assignment: RankAssignment = plan.storage_data
         folder = self._save_folder()
         _device.synchronize()  # the threads that copy know nothing of the caller's streams
         names: list[str] = []
         try:
-            share = RankPlan(plan, planner, told)
+            share = RankPlan(plan, planner, assignment)
             plans = share.files()
             names = [each.name for each in plans]
             folder.join()
@@ -179,14 +179,14 @@ class ResidencyStorageWriter(StorageWriter):
                 written = write_files(folder.path, files)
         except BaseException:
             folder.remove_data(names)
-            if told.world_size == 1:
+            if assignment.world_size == 1:
                 self._abandon()
             raise
         finally:
             folder.leave()
-        done = Share(told.rank, written.files, share.nodes, share.notes)
+        done = Share(assignment.rank, written.files, share.nodes, share.notes)
         num_bytes = sum(record.num_bytes for record in written.files.values())
-        result = WriteResult(MetadataIndex(f"rank {told.rank}"), num_bytes, done)
+        result = WriteResult(MetadataIndex(f"rank {assignment.rank}"), num_bytes, done)
         future: Future[list[WriteResult]] = Future()
         future.set_result([result])
         return future

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from residency import _device
 from residency._errors import CheckpointError, InvalidArgumentError, RefusedError
 from residency._memory import open_phases, phase
+from residency._ranks import all_ranks
 from residency._transfer import SlabArena
 from residency.integrations._common._ordered_writes import OrderedWrites
 from residency.integrations.lightning._freeze import Frozen, freeze
@@ -161,7 +162,7 @@ class ResidencyCheckpointIO:
 
 
 def _meet_ranks() -> None:
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if all_ranks() is not None:
         is_nccl = dist.get_backend() == "nccl"  # which would guess the device, with a warning
         dist.barrier(device_ids=[_device.current_index()] if is_nccl else None)
 

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from residency._errors import CheckpointError
 from residency._optim import OffloadedOptimizer
+from residency._ranks import failures_of_ranks, has_ranks
 from residency._transfer import SlabArena
 from residency.integrations._common._framework import missing_in
 from residency.integrations._common._ordered_writes import OrderedWrites
@@ -167,7 +168,7 @@ class ResidencyShardedStrategy:
         """
         self._writes.close()
         self._arena, groups, self._groups = None, self._groups, []
-        for group in groups if dist.is_initialized() else ():
+        for group in groups if has_ranks() else ():
             dist.destroy_process_group(group)
         stock: Any = super()
         stock.teardown()
@@ -233,10 +234,8 @@ def _write(frozen: Frozen, key: str, path: Path, group: Any) -> None:
 
 def _agree(failure: Exception | None, group: Any) -> None:
     """Raises on all ranks when one has failed."""
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, None if failure is None else repr(failure), group=group)
+    found = failures_of_ranks(None if failure is None else repr(failure), group=group)
     if failure is not None:
         raise failure
-    found = {rank: each for rank, each in enumerate(told) if each is not None}
     for rank, each in found.items():
         raise CheckpointError(f"rank {rank} failed: {each}")

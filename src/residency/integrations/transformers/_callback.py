@@ -224,7 +224,7 @@ class _Entered:
 
 
 def _leave_what_failed() -> None:
-    """Ends what a run that an error ended has left open: its callback was not told."""
+    """Ends what a run that an error ended has left open: its callback was not called."""
     for visit in open_phases():
         if isinstance(visit._owner, _Entered):
             end_phase(visit._owner, RuntimeError("the run before this one did not come to its end"))

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from residency._errors import RefusedError
 from residency._memory import phase
+from residency._ranks import has_ranks
 from residency.integrations._common._framework import load_framework, missing_in
 from residency.integrations.transformers._adapter import peft_models
 from residency.integrations.transformers._callback import ResidencyCallback, optimizer_inside
@@ -301,7 +302,7 @@ class ResidencyTrainerMixin(_Trainer):  # type: ignore[misc]  # is not analysed:
         )
 
     def _meet(self) -> None:
-        if self.args.world_size > 1 and dist.is_initialized():
+        if self.args.world_size > 1 and has_ranks():
             dist.barrier()
 
 

@@ -1,16 +1,11 @@
 // Scaled dot product attention that never charges an [S, S] matrix to the device where CUDA's fused
-// kernels have none: by torch's CPU flash kernel, and what that cannot do (dropout, values of
-// another width) by the plain formula; what either needs beside its results is the host's. Grouped
-// keys and values are repeated for the flash kernel, which does not group. What the device is
-// charged are the results as CUDA's kernels leave them, and their scratch
-// (torch_scratch_attention.h).
-#include <ATen/Context.h>
-#include <ATen/OpMathType.h>
-#include <ATen/SDPBackend.h>
+// kernels have none (torch_attention_choice.cpp says where): by torch's CPU flash kernel, and what
+// that cannot do (dropout, values of another width, a gradient of the bias) by the plain formula;
+// what either needs beside its results is the host's. Grouped keys and values are repeated for the
+// flash kernel, which does not group. What the device is charged are the results as CUDA's kernels
+// leave them, and their scratch (torch_scratch_attention.h).
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/native/DispatchStub.h>
-#include <ATen/native/transformers/attention.h>
 #include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <ATen/ops/_scaled_dot_product_attention_math.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
@@ -26,37 +21,7 @@
 #include "torch_device.h"
 #include "torch_generator.h"
 #include "torch_scratch_attention.h"
-
-namespace at::native {
-namespace {
-
-// Whether CUDA has a fused kernel for it that the program allows (torch.nn.attention.sdpa_kernel).
-bool is_fused(const Tensor& query, const Tensor& key, const Tensor& value,
-              const std::optional<Tensor>& mask, bool is_grouped) {
-  const at::Context& context = at::globalContext();
-  const bool is_allowed = context.userEnabledMemEfficientSDP() || context.userEnabledCuDNNSDP() ||
-                          context.userEnabledOverrideableSDP() ||
-                          (context.userEnabledFlashSDP() && !mask);
-  return is_allowed && query.dim() == 4 && query.size(0) == key.size(0) &&
-         (is_grouped || query.size(1) == key.size(1)) && query.size(2) > 0 && key.size(2) > 0 &&
-         value.size(3) > 0 && !(mask && mask->requires_grad());
-}
-
-int64_t choose_attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                         const std::optional<Tensor>& mask, double, bool, std::optional<double>,
-                         bool is_grouped) {
-  if (is_fused(query, key, value, mask, is_grouped)) {
-    return static_cast<int64_t>(at::SDPBackend::overrideable);
-  }
-  const bool has_math = at::globalContext().userEnabledMathSDP();
-  return static_cast<int64_t>(has_math ? at::SDPBackend::math : at::SDPBackend::error);
-}
-
-}  // namespace
-
-REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &choose_attention)
-
-}  // namespace at::native
+#include "workspaces.h"
 
 namespace sim {
 namespace {
@@ -102,18 +67,19 @@ struct Inputs {
 };
 
 AttentionShapes shapes_of(const Inputs& in) {
-  return {in.query, in.key, in.value, in.bias.has_value(), in.dropout > 0.0};
+  return {in.query, in.key, in.value, in.dropout > 0.0};
 }
 
 // ------------------------------------------------------------------------------- the flash kernel
 
-void attend_by_flash(const Inputs& in, const Tensor& output, const Tensor& log_sum_exp) {
+// `found`: the output and, where they are asked for, the sums.
+void attend_by_flash(const Inputs& in, const std::vector<Tensor>& found) {
   const int64_t num_heads = in.query.size(1);
-  auto [found, sums] = at::_scaled_dot_product_flash_attention_for_cpu(
+  auto [output, sums] = at::_scaled_dot_product_flash_attention_for_cpu(
       in.query, repeat_groups(in.key, num_heads), repeat_groups(in.value, num_heads), in.dropout,
       in.is_causal, in.bias, in.scale);
-  output.copy_(found);
-  log_sum_exp.copy_(sums);
+  found[0].copy_(output);
+  if (found.size() > 1) found[1].copy_(sums);
 }
 
 void attend_by_flash_backward(const Inputs& in, const Tensor& gradient, const Tensor& output,
@@ -151,176 +117,285 @@ void attend(const Inputs& in, const at::Generator& generator, const Tensor& outp
   output.copy_(at::matmul(weights, repeat_groups(in_float(in.value), in.query.size(1))));
 }
 
-void attend_backward(const Inputs& in, const at::Generator& generator, const Tensor& gradient,
-                     const Tensor& query_gradient, const Tensor& key_gradient,
-                     const Tensor& value_gradient) {
+// `gradients`: those of query, key and value and, where it is asked for, of the bias.
+void attend_backward(const Inputs& in, const at::Generator& generator, const Tensor& above_output,
+                     const std::vector<Tensor>& gradients) {
   const int64_t num_heads = in.query.size(1);
   const double scale = in.scale.value_or(1.0 / std::sqrt(static_cast<double>(in.query.size(3))));
   const double root = std::sqrt(std::abs(scale));
   const Tensor key = repeat_groups(in_float(in.key), num_heads);
   const Tensor value = repeat_groups(in_float(in.value), num_heads);
-  const Tensor above = in_float(gradient);
+  const Tensor above = in_float(above_output);
   auto [weights, kept] = weights_of(in, generator);
   const Tensor dropped = kept.defined() ? weights * kept : weights;
-  value_gradient.copy_(sum_groups(at::matmul(dropped.transpose(-2, -1), above), in.value));
+  gradients[2].copy_(sum_groups(at::matmul(dropped.transpose(-2, -1), above), in.value));
   Tensor inner = at::matmul(above, value.transpose(-2, -1));
   if (kept.defined()) inner = inner * kept;
   inner = at::_softmax_backward_data(inner, weights, -1, weights.scalar_type());
+  if (gradients.size() > 3) gradients[3].copy_(inner);
   const double query_root = scale < 0 ? -root : root;  // as torch splits the scale between the two
   const Tensor scaled_query = in_float(in.query) * query_root;
-  query_gradient.copy_(at::matmul(inner, key * root) * query_root);
+  gradients[0].copy_(at::matmul(inner, key * root) * query_root);
   const Tensor transposed = at::matmul(scaled_query.transpose(-2, -1), inner) * root;
-  key_gradient.copy_(sum_groups(transposed.transpose(-2, -1), in.key));
+  gradients[1].copy_(sum_groups(transposed.transpose(-2, -1), in.key));
 }
 
-// Runs a formula on the tensors' bytes as one kernel, whose scratch is the host's. It gets what is
-// read beside the inputs and what is written.
-template <class Formula>
-void launch_formula(const char* name, const Inputs& in, const std::vector<Tensor>& read_beside,
-                    const std::vector<Tensor>& written, Formula formula) {
+// -------------------------------------------------------------------------------------- launching
+
+// What a kernel draws with where it drops, for its backward pass. CUDA's flash kernel keeps both
+// numbers in one tensor of the device; the other one has a tensor for each, on the host, or on the
+// device in a capture, where each replay draws anew.
+struct State {
+  Tensor seed, offset;
+
+  bool is_on_device() const { return is_sim(seed); }
+  State in(Aliases& aliases) const {
+    return is_on_device() ? State{aliases.of(seed), aliases.of(offset)} : *this;
+  }
+  void keep(Draw draw) const {
+    static_cast<uint64_t*>(seed.mutable_data_ptr())[0] = draw.seed;
+    *place_of_offset() = draw.offset;
+  }
+  Draw kept() const {
+    return {static_cast<const uint64_t*>(seed.const_data_ptr())[0], *place_of_offset()};
+  }
+
+ private:
+  uint64_t* place_of_offset() const {
+    const Tensor& tensor = seed.numel() > 1 ? seed : offset;
+    return static_cast<uint64_t*>(tensor.mutable_data_ptr()) + tensor.numel() - 1;
+  }
+};
+
+// A formula that runs on the tensors' bytes as one kernel, whose scratch is the host's.
+struct Kernel {
+  const char* name;
+  Inputs in;
+  State state;
+  int64_t num_drawn;         // by a forward pass; a backward pass has the same numbers again
+  std::vector<Tensor> read;  // beside the inputs
+  std::vector<Tensor> written;
+
+  bool is_forward() const { return written.size() < 3; }
+  bool keeps_on_device() const { return in.dropout > 0.0 && state.is_on_device(); }
+};
+
+Launch launch_of(const Kernel& kernel) {
   Machine& machine = Machine::get();
-  Launch launch{name, {}};
+  Launch launch{kernel.name, {}};
+  const Inputs& in = kernel.in;
   std::vector<Tensor> read{in.query, in.key, in.value};
   if (in.bias) read.push_back(*in.bias);
-  read.insert(read.end(), read_beside.begin(), read_beside.end());
+  read.insert(read.end(), kernel.read.begin(), kernel.read.end());
+  std::vector<Tensor> written = kernel.written;
+  if (kernel.keeps_on_device()) (kernel.is_forward() ? written : read).push_back(kernel.state.seed);
   for (const bool writes : {false, true}) {
     for (const Tensor& tensor : writes ? written : read) {
       if (machine.checks_races()) add_accesses(launch.accesses, tensor, writes);
       launch.num_bytes += static_cast<double>(tensor.nbytes());
     }
   }
-  const double num_products = written.size() < 3 ? 2 : 5;  // forward or backward
+  const double num_products = kernel.is_forward() ? 2 : 5;
   launch.num_operations = num_products * 2.0 * static_cast<double>(in.query.numel()) *
                           static_cast<double>(in.key.size(2));
-  if (machine.settings().dry) return machine.observe(std::move(launch));
+  return launch;
+}
+
+// Gives a kernel its bytes and, where it drops, the generator of its numbers.
+template <class Formula>
+void launch(const Kernel& kernel, Formula formula) {
+  Machine& machine = Machine::get();
+  if (machine.settings().dry) return machine.observe(launch_of(kernel));
   Aliases aliases(false);
   std::vector<Tensor> targets;
-  for (const Tensor& tensor : written) targets.push_back(aliases.of(tensor));
+  for (const Tensor& tensor : kernel.written) targets.push_back(aliases.of(tensor));
   std::vector<Tensor> sources;
-  for (const Tensor& tensor : read_beside) sources.push_back(aliases.of(tensor));
-  Inputs local = in;
-  local.query = aliases.of(in.query);
-  local.key = aliases.of(in.key);
-  local.value = aliases.of(in.value);
-  if (in.bias) local.bias = aliases.of(*in.bias);
-  machine.launch(std::move(launch),
-                 [=] { as_device_work([&] { formula(local, sources, targets); }); });
+  for (const Tensor& tensor : kernel.read) sources.push_back(aliases.of(tensor));
+  Inputs local = kernel.in;
+  local.query = aliases.of(local.query);
+  local.key = aliases.of(local.key);
+  local.value = aliases.of(local.value);
+  if (local.bias) local.bias = aliases.of(*local.bias);
+  const State state = kernel.in.dropout > 0.0 ? kernel.state.in(aliases) : State();
+  const bool is_late = kernel.keeps_on_device();  // else the host's tensors say it at the launch
+  const bool keeps = kernel.num_drawn > 0, has_kept = kernel.in.dropout > 0.0 && !keeps;
+  auto issue = [=, num_drawn = kernel.num_drawn] {
+    Draw draw = keeps ? reserve(default_generator(), num_drawn) : Draw{};
+    if (keeps && !is_late) state.keep(draw);
+    if (has_kept && !is_late) draw = state.kept();
+    return [=] {
+      if (keeps && is_late) state.keep(draw);
+      const at::Generator numbers = numbers_at(has_kept && is_late ? state.kept() : draw);
+      as_device_work([&] { formula(local, numbers, sources, targets); });
+    };
+  };
+  if (machine.is_capturing()) return machine.capture_issue(launch_of(kernel), std::move(issue));
+  machine.launch(launch_of(kernel), issue());
 }
 
-// The host's, as CUDA keeps them.
-Tensor as_tensor(Draw draw) {
-  Tensor tensor = at::empty({2}, at::kLong);
-  tensor.mutable_data_ptr<int64_t>()[0] = static_cast<int64_t>(draw.seed);
-  tensor.mutable_data_ptr<int64_t>()[1] = static_cast<int64_t>(draw.offset);
-  return tensor;
+// The CPU's kernel, or the plain formula.
+void launch_forward(const Inputs& in, const State& state, const Tensor& output,
+                    const Tensor& sums) {
+  if (!has_flash_kernel(in.query, in.key, in.value, in.bias, in.dropout)) {
+    const int64_t num_weights = in.query.numel() / in.query.size(3) * in.key.size(2);
+    const int64_t num_drawn = in.dropout > 0.0 ? num_weights : 0;
+    return launch({"scaled_dot_product_attention", in, state, num_drawn, {}, {output}},
+                  [](const Inputs& local, const at::Generator& numbers, const auto&,
+                     const auto& targets) { attend(local, numbers, targets[0]); });
+  }
+  std::vector<Tensor> written{output};
+  if (sums.numel()) written.push_back(sums.narrow(2, 0, in.query.size(2)));
+  launch({"scaled_dot_product_attention", in, state, 0, {}, written},
+         [](const Inputs& local, const at::Generator&, const auto&, const auto& targets) {
+           attend_by_flash(local, targets);
+         });
 }
 
-Draw as_draw(const Tensor& tensor) {
-  const auto* numbers = tensor.const_data_ptr<int64_t>();
-  return {static_cast<uint64_t>(numbers[0]), static_cast<uint64_t>(numbers[1])};
+void launch_backward(const Inputs& in, const State& state, const Tensor& gradient,
+                     const Tensor& output, const Tensor& sums,
+                     const std::vector<Tensor>& gradients) {
+  const char* name = "scaled_dot_product_attention_backward";
+  const bool has_bias_gradient = gradients.size() > 3;
+  if (has_bias_gradient || !sums.numel() ||
+      !has_flash_kernel(in.query, in.key, in.value, in.bias, in.dropout)) {
+    return launch(
+        {name, in, state, 0, {gradient}, gradients},
+        [](const Inputs& local, const at::Generator& numbers, const auto& sources,
+           const auto& targets) { attend_backward(local, numbers, sources[0], targets); });
+  }
+  const Tensor of_queries = sums.narrow(2, 0, in.query.size(2));
+  launch({name, in, state, 0, {gradient, output, of_queries}, gradients},
+         [](const Inputs& local, const at::Generator&, const auto& sources, const auto& targets) {
+           attend_by_flash_backward(local, sources[0], sources[1], sources[2], targets);
+         });
 }
 
-// ------------------------------------------------------------------------------------ for torch
+// ---------------------------------------------------------------------------------- CUDA's flash
 
-// Laid out as CUDA's kernels do: flash as the query is, the other one by position.
-Tensor empty_output(const Inputs& in, bool is_flash) {
-  if (is_flash) return at::empty_like(in.query);
-  const int64_t batch = in.query.size(0), num_heads = in.query.size(1), length = in.query.size(2);
-  return at::empty({batch, length, num_heads, in.value.size(3)}, in.query.options())
-      .transpose(1, 2);
-}
+// Its results are laid out as what they are of. The state of its generator is the device's, without
+// dropout, too.
+using OfFlash =
+    std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor>;
 
-Tensor empty_gradient(const Tensor& of, bool is_flash) {
-  if (is_flash) return at::empty_like(of);
-  return at::empty({of.size(0), of.size(2), of.size(1), of.size(3)}, of.options()).transpose(1, 2);
-}
-
-// Of each query; the memory-efficient kernel pads them to whole blocks for its backward pass.
-Tensor empty_sums(const Inputs& in, bool is_flash) {
-  constexpr int64_t kBlock = 32;
+OfFlash attend_with(const Inputs& in) {
+  const Tensor output = at::empty_like(in.query);
   const int64_t length = in.query.size(2);
-  const int64_t padded = is_flash ? length : (length + kBlock - 1) / kBlock * kBlock;
-  const auto options = in.query.options().dtype(at::toOpMathType(in.query.scalar_type()));
-  return at::empty({in.query.size(0), in.query.size(1), padded}, options).narrow(2, 0, length);
+  const Tensor sums = at::empty({in.query.size(0), in.query.size(1), length},
+                                in.query.options().dtype(c10::kFloat));
+  const auto of_state = in.query.options().dtype(c10::kUInt64);
+  const State state{at::empty({2}, of_state), at::empty({}, of_state)};
+  launch_forward(in, state, output, sums);
+  charge_flash(shapes_of(in));
+  return {output,     sums,         Tensor(),
+          Tensor(),   length,       in.key.size(2),
+          state.seed, state.offset, at::empty({0}, in.query.options())};
 }
 
-// CUDA's flash kernel keeps the state of its generator on the device, the other one on the host;
-// both do so without dropout, too.
-std::pair<Tensor, Tensor> empty_state(const Inputs& in, bool is_flash) {
-  const auto on_device = in.query.options().dtype(at::kLong);
-  if (is_flash) return {at::empty({2}, on_device), at::empty({}, on_device)};
-  return {at::empty({}, at::kLong), at::empty({}, at::kLong)};
+std::vector<Tensor> flash_gradients(const Inputs& in, const State& state, const Tensor& gradient,
+                                    const Tensor& output, const Tensor& sums) {
+  const std::vector<Tensor> gradients{at::empty_like(in.query), at::empty_like(in.key),
+                                      at::empty_like(in.value)};
+  launch_backward(in, state, gradient, output, sums, gradients);
+  charge_flash_backward(shapes_of(in), gradient, output);
+  return gradients;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor>
-attention(const Tensor& query, const Tensor& key, const Tensor& value,
-          const std::optional<Tensor>& bias, double dropout, bool is_causal, bool,
-          std::optional<double> scale) {
-  const Inputs in{query, key, value, bias, dropout, is_causal, scale};
-  const AttentionShapes shapes = shapes_of(in);
-  const bool is_flash = takes_flash_kernel(shapes);
-  const Tensor output = empty_output(in, is_flash);
-  const Tensor sums = empty_sums(in, is_flash);
-  const auto [seed, offset] = empty_state(in, is_flash);
-  Tensor numbers;  // backward draws them again; in a place that is free where nothing is nested
-  if (has_flash_kernel(query, key, value, bias, dropout)) {
-    launch_formula("scaled_dot_product_attention", in, {}, {output, sums},
-                   [](const Inputs& local, const auto&, const auto& targets) {
-                     attend_by_flash(local, targets[0], targets[1]);
-                   });
-  } else {
-    const bool drops = dropout > 0.0;
-    const int64_t num_drawn = drops ? query.numel() / query.size(3) * key.size(2) : 0;
-    const Draw draw = drops ? reserve(default_generator(), num_drawn) : Draw{};
-    const at::Generator generator = numbers_at(draw);
-    if (drops) numbers = as_tensor(draw);
-    launch_formula("scaled_dot_product_attention", in, {}, {output},
-                   [=](const Inputs& local, const auto&, const auto& targets) {
-                     attend(local, generator, targets[0]);
-                   });
-  }
-  charge_attention(shapes, is_flash);
-  return {output, sums, numbers, Tensor(), query.size(2), key.size(2), seed, offset, Tensor()};
+OfFlash flash_attention(const Tensor& query, const Tensor& key, const Tensor& value, double dropout,
+                        bool is_causal, bool, std::optional<double> scale) {
+  return attend_with({query, key, value, std::nullopt, dropout, is_causal, scale});
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
+std::tuple<Tensor, Tensor, Tensor> flash_attention_backward(
     const Tensor& gradient, const Tensor& query, const Tensor& key, const Tensor& value,
-    const Tensor& bias, std::array<bool, 4>, const Tensor& output, const Tensor& log_sum_exp,
-    const Tensor& numbers, const Tensor&, c10::SymInt, c10::SymInt, double dropout, bool is_causal,
-    const Tensor& seed, const Tensor&, std::optional<double> scale) {
-  auto mask = bias.defined() ? std::optional<Tensor>(bias) : std::nullopt;
+    const Tensor& output, const Tensor& sums, const Tensor&, const Tensor&, c10::SymInt,
+    c10::SymInt, double dropout, bool is_causal, const Tensor& seed, const Tensor& offset,
+    std::optional<double> scale) {
+  const auto found = flash_gradients({query, key, value, std::nullopt, dropout, is_causal, scale},
+                                     {seed, offset}, gradient, output, sums);
+  return {found[0], found[1], found[2]};
+}
+
+// What torch asks a device for whose kernels it does not know. No bias comes here: it has the other
+// kernel.
+OfFlash own_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                      const std::optional<Tensor>& bias, double dropout, bool is_causal, bool,
+                      std::optional<double> scale) {
+  return attend_with({query, key, value, bias, dropout, is_causal, scale});
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> own_attention_backward(
+    const Tensor& gradient, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& bias, std::array<bool, 4>, const Tensor& output, const Tensor& sums,
+    const Tensor&, const Tensor&, c10::SymInt, c10::SymInt, double dropout, bool is_causal,
+    const Tensor& seed, const Tensor& offset, std::optional<double> scale) {
+  const auto mask = bias.defined() ? std::optional<Tensor>(bias) : std::nullopt;
+  const auto found = flash_gradients({query, key, value, mask, dropout, is_causal, scale},
+                                     {seed, offset}, gradient, output, sums);
+  return {found[0], found[1], found[2], Tensor()};
+}
+
+// ------------------------------------------------------------------- CUDA's memory-efficient one
+
+// Laid out by position.
+Tensor empty_by_position(const Tensor& of, int64_t width) {
+  return at::empty({of.size(0), of.size(2), of.size(1), width}, of.options()).transpose(1, 2);
+}
+
+// The backward pass wants the sums in whole blocks, and the gradient of a bias in whole lines.
+// Source: _efficient_attention_forward in attention.cu, and _efficient_attention_backward in
+// attention_backward.cu.
+constexpr int64_t kBlock = 32, kLine = 16;
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention(
+    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& bias,
+    bool with_sums, double dropout, bool is_causal, std::optional<double> scale) {
+  const Inputs in{query, key, value, bias, dropout, is_causal, scale};
+  const Tensor output = empty_by_position(query, value.size(3));
+  const int64_t num_sums = with_sums ? to_multiple(query.size(2), kBlock) : 0;
+  const Tensor sums =
+      at::empty({query.size(0), query.size(1), num_sums}, query.options().dtype(c10::kFloat));
+  const bool is_captured = Machine::get().is_capturing();
+  const auto of_state = query.options()
+                            .dtype(c10::kLong)
+                            .device(is_captured ? query.device() : c10::Device(c10::kCPU));
+  const State state{at::empty({}, of_state), at::empty({}, of_state)};
+  launch_forward(in, state, output, sums);
+  charge_efficient(shapes_of(in));
+  return {output, sums, state.seed, state.offset};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention_backward(
+    const Tensor& gradient, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& bias, const Tensor& output, const Tensor& sums, const Tensor& seed,
+    const Tensor& offset, double dropout, std::array<bool, 4> wanted, bool is_causal,
+    std::optional<double> scale) {
+  if (!gradient.defined()) return {};
+  const auto mask = bias.defined() ? std::optional<Tensor>(bias) : std::nullopt;
   const Inputs in{query, key, value, mask, dropout, is_causal, scale};
-  const AttentionShapes shapes = shapes_of(in);
-  const bool is_flash = is_sim(seed);  // what sdpa_kernel allowed in the forward pass may be over
-  const std::vector<Tensor> gradients{empty_gradient(query, is_flash),
-                                      empty_gradient(key, is_flash),
-                                      empty_gradient(value, is_flash)};
-  if (has_flash_kernel(query, key, value, mask, dropout)) {
-    launch_formula("scaled_dot_product_attention_backward", in, {gradient, output, log_sum_exp},
-                   gradients, [](const Inputs& local, const auto& sources, const auto& targets) {
-                     attend_by_flash_backward(local, sources[0], sources[1], sources[2], targets);
-                   });
-  } else {
-    const at::Generator generator = numbers_at(dropout > 0.0 ? as_draw(numbers) : Draw{});
-    launch_formula("scaled_dot_product_attention_backward", in, {gradient}, gradients,
-                   [=](const Inputs& local, const auto& sources, const auto& targets) {
-                     attend_backward(local, generator, sources[0], targets[0], targets[1],
-                                     targets[2]);
-                   });
+  std::vector<Tensor> gradients{empty_by_position(query, query.size(3)),
+                                empty_by_position(key, key.size(3)),
+                                empty_by_position(value, value.size(3))};
+  Tensor of_bias;
+  if (wanted[3] && mask) {
+    std::vector<int64_t> sizes = bias.sizes().vec();
+    sizes.back() = to_multiple(sizes.back(), kLine);
+    of_bias = at::empty(sizes, bias.options()).narrow(-1, 0, bias.size(-1));
+    gradients.push_back(of_bias);
   }
-  charge_attention_backward(shapes, is_flash, gradient, output);
-  return {gradients[0], gradients[1], gradients[2], Tensor()};
+  launch_backward(in, {seed, offset}, gradient, output, sums, gradients);
+  charge_efficient_backward(shapes_of(in), gradient, output);
+  return {gradients[0], gradients[1], gradients[2], of_bias};
 }
 
 }  // namespace
 
 RESIDENCY_KERNELS(aten, face().key, library) {
-  if (face().is_cuda) {
-    at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&at::native::choose_attention);
-    library.impl("_fused_sdp_choice", at::native::choose_attention);
-  }
-  library.impl("_scaled_dot_product_fused_attention_overrideable", attention);
-  library.impl("_scaled_dot_product_fused_attention_overrideable_backward", attention_backward);
+  library.impl("_scaled_dot_product_efficient_attention", efficient_attention);
+  library.impl("_scaled_dot_product_efficient_attention_backward", efficient_attention_backward);
+  library.impl("_scaled_dot_product_flash_attention", flash_attention);
+  library.impl("_scaled_dot_product_flash_attention_backward", flash_attention_backward);
+  library.impl("_scaled_dot_product_fused_attention_overrideable", own_attention);
+  library.impl("_scaled_dot_product_fused_attention_overrideable_backward", own_attention_backward);
 }
 
 }  // namespace sim

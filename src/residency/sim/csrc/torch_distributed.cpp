@@ -59,13 +59,15 @@ class Scaling {
   template <class Options>
   Scaling(Options& options, int num_ranks) {
     c10d::ReduceOp& op = options.reduceOp;
-    if (op == c10d::ReduceOp::AVG) divisor_ = num_ranks;
-    if (op == c10d::ReduceOp::PREMUL_SUM) {
+    const bool averages = op == c10d::ReduceOp::AVG;
+    const bool multiplies = op == c10d::ReduceOp::PREMUL_SUM;
+    if (averages) divisor_ = num_ranks;
+    if (multiplies) {
       const auto* premul = static_cast<c10d::RESIDENCY_PREMUL_SUM*>(op.supplement_.get());
       factor_ = premul->tensor_factor.defined() ? premul->tensor_factor.item<double>()
                                                 : premul->double_factor;
     }
-    if (divisor_ != 1 || factor_ != 1.0) op = c10d::ReduceOp::SUM;
+    if (averages || multiplies) op = c10d::ReduceOp::SUM;  // by 1, too
   }
   void apply(const Tensor& sum) const {
     if (divisor_ == 1 && factor_ == 1.0) return;

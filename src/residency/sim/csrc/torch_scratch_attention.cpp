@@ -18,6 +18,8 @@ using at::Tensor;
 // The flash kernel's own rounding of a head's width.
 int64_t rounded_width(int64_t width) { return to_multiple(width, width <= 128 ? 32 : 64); }
 
+bool is_charged() { return Machine::get().settings().workspaces; }
+
 bool is_deterministic() {
   const at::Context& context = at::globalContext();
   return context.deterministicAlgorithms() && !context.deterministicAlgorithmsWarnOnly();
@@ -50,9 +52,11 @@ int64_t num_splits_of(int64_t num_blocks, int64_t num_at_once, int64_t num_key_b
   return found == efficiency.end() ? 1 : found - efficiency.begin() + 1;
 }
 
+}  // namespace
+
 // Source: set_params_splitkv in the same file.
 void charge_flash(const AttentionShapes& of) {
-  if (of.drops) return;
+  if (of.drops || !is_charged()) return;
   constexpr int64_t kQueriesOfBlock = 64;
   const int64_t width = of.query.size(3);
   const int64_t num_rows = of.query.size(0) * of.query.size(1);
@@ -70,6 +74,7 @@ void charge_flash(const AttentionShapes& of) {
 // Source: mha_bwd in the same file, and _flash_attention_backward in attention_backward.cu.
 void charge_flash_backward(const AttentionShapes& of, const Tensor& gradient,
                            const Tensor& output) {
+  if (!is_charged()) return;
   constexpr int64_t kLengthMultiple = 128;
   const int64_t batch = of.query.size(0), num_heads = of.query.size(1);
   const int64_t num_queries = batch * num_heads * to_multiple(of.query.size(2), kLengthMultiple);
@@ -89,6 +94,8 @@ void charge_flash_backward(const AttentionShapes& of, const Tensor& gradient,
 }
 
 // ----------------------------------------------------------------------- the memory-efficient one
+
+namespace {
 
 // A kernel of CUTLASS for the backward pass: so many queries and keys in a block, and whether it
 // keeps the gradients of keys and values in registers.
@@ -136,8 +143,11 @@ int64_t efficient_workspace_bytes(const AttentionShapes& of) {
   return num_rows * to_multiple(num_floats, 4) * kFloatBytes;
 }
 
+}  // namespace
+
 // Source: kNeedsOutputAccumulatorBuffer in mem_eff_attention/kernel_forward.h.
 void charge_efficient(const AttentionShapes& of) {
+  if (!is_charged()) return;
   constexpr int64_t kWidestInRegisters = 128;
   const int64_t width = std::max(of.query.size(3), of.value.size(3));
   const bool is_half = c10::isReducedFloatingType(of.query.scalar_type());
@@ -148,6 +158,7 @@ void charge_efficient(const AttentionShapes& of) {
 // Source: _efficient_attention_backward in attention_backward.cu.
 void charge_efficient_backward(const AttentionShapes& of, const Tensor& gradient,
                                const Tensor& output) {
+  if (!is_charged()) return;
   const int64_t row_bytes = of.query.numel() / of.query.size(3) * kFloatBytes;
   const Held whole_gradient(bytes_to_be_length_first(gradient));
   const Held row_sums([&] {
@@ -157,30 +168,6 @@ void charge_efficient_backward(const AttentionShapes& of, const Tensor& gradient
     return Held(row_bytes);
   }());
   const Held workspace(efficient_workspace_bytes(of));
-}
-
-}  // namespace
-
-// Source: use_flash_attention in ATen/native/transformers/cuda/sdp_utils.cpp.
-bool takes_flash_kernel(const AttentionShapes& of) {
-  constexpr int64_t kWidest = 256, kLeastCapability = 80;
-  const int64_t width = of.query.size(3);
-  return at::globalContext().userEnabledFlashSDP() && !of.has_bias &&
-         Machine::get().settings().capability >= kLeastCapability &&
-         c10::isReducedFloatingType(of.query.scalar_type()) && width <= kWidest &&
-         of.key.size(3) == width && of.value.size(3) == width;
-}
-
-void charge_attention(const AttentionShapes& of, bool is_flash) {
-  if (!Machine::get().settings().workspaces) return;
-  is_flash ? charge_flash(of) : charge_efficient(of);
-}
-
-void charge_attention_backward(const AttentionShapes& of, bool is_flash, const Tensor& gradient,
-                               const Tensor& output) {
-  if (!Machine::get().settings().workspaces) return;
-  is_flash ? charge_flash_backward(of, gradient, output)
-           : charge_efficient_backward(of, gradient, output);
 }
 
 }  // namespace sim

@@ -9,16 +9,15 @@ namespace sim {
 // query [batch, heads, length, width], key and value [batch, groups, length, width].
 struct AttentionShapes {
   at::Tensor query, key, value;
-  bool has_bias;
   bool drops;
 };
 
-// Whether CUDA takes its flash kernel, and not the memory-efficient one.
-bool takes_flash_kernel(const AttentionShapes& of);
-
-// Charge what the kernels hold while they run.
-void charge_attention(const AttentionShapes& of, bool is_flash);
-void charge_attention_backward(const AttentionShapes& of, bool is_flash, const at::Tensor& gradient,
+// Charge what the kernels hold while they run, where the machine is to charge it.
+void charge_flash(const AttentionShapes& of);
+void charge_flash_backward(const AttentionShapes& of, const at::Tensor& gradient,
+                           const at::Tensor& output);
+void charge_efficient(const AttentionShapes& of);
+void charge_efficient_backward(const AttentionShapes& of, const at::Tensor& gradient,
                                const at::Tensor& output);
 
 }  // namespace sim

@@ -1,0 +1,76 @@
+"""Three rules say where a state lives; each has other knowledge, and for torch's own classes they
+agree with the class' own step.
+
+A restore into a plain optimizer has neither state nor schema, only the saved entry; a load of an
+offloaded one has the schema of a first step; an assignment has the value alone.
+"""
+
+import pytest
+import torch
+
+import residency
+from residency._checkpoint._restore._plain_optimizers import _needs_device
+from residency._optim._loading import device_rule
+from residency._optim._offload_record import record_of
+from residency._optim._trial._first_step import Schemas
+from residency._transfer import Incoming
+
+OPTIONS = {
+    "Adam": {"amsgrad": True},
+    "AdamW": {"amsgrad": True},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "SGD": {"momentum": 0.9},
+}
+# LBFGS has one state for all parameters, SparseAdam takes sparse gradients: neither is offloaded.
+NAMES = sorted(
+    name
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    if name not in {"Optimizer", "LBFGS", "SparseAdam"}
+)
+
+
+def stepped(name, device):
+    """Returns an optimizer that has stepped, and one that is offloaded and has not."""
+    shapes = ((6, 4),) if name == "Muon" else ((6, 4), (5,), ())
+    parameters = [torch.nn.Parameter(torch.ones(shape, device=device)) for shape in shapes]
+    made = [getattr(torch.optim, name)(parameters, **OPTIONS.get(name, {})) for _ in range(2)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    made[0].step()
+    return made[0], residency.offload_optimizer(made[1])
+
+
+def entries(optimizer):
+    for parameter, values in optimizer.state.items():
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                yield parameter, key, value
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_rule_finds_the_place_that_a_classs_own_step_chose(device, name):
+    plain, offloaded = stepped(name, device)
+    record, group, schemas = record_of(offloaded), plain.param_groups[0], Schemas()
+    for parameter, key, value in entries(plain):
+        is_there = not value.is_cpu
+        incoming = Incoming(value.dtype, tuple(value.shape), value.is_cpu)
+        assert _needs_device(plain, group, parameter, key, incoming, None) == is_there, key
+        schema = record.schema_in(offloaded, offloaded.param_groups[0], parameter, schemas)
+        rule = device_rule(record, schema, parameter)
+        assert rule(key, value.cpu()) == rule(key, value) == is_there, key
+        inner = record.on_host.state.of(parameter)
+        assert inner._belongs_on_device(key, value) == is_there, key
+
+
+def test_an_assignment_knows_the_value_alone_and_a_load_the_class(device):
+    """What tells the rules apart: ASGD steps a scalar of the device, and a caller's is the host's
+    until a step has made one.
+    """
+    plain, offloaded = stepped("ASGD", device)
+    parameter = plain.param_groups[0]["params"][0]
+    record = record_of(offloaded)
+    schema = record.schema_in(offloaded, offloaded.param_groups[0], parameter, Schemas())
+    on_host = plain.state[parameter]["step"].cpu()
+    assert device_rule(record, schema, parameter)("step", on_host)
+    assert not record.on_host.state.of(parameter)._belongs_on_device("step", on_host)

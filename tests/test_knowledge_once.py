@@ -1,0 +1,169 @@
+"""What several callers need to know stands in one place, and they ask that place."""
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+
+import pytest
+from source_rules import ROOT, Tree, parse
+
+
+@pytest.fixture(scope="module")
+def package() -> Tree:
+    """The library, without the simulator and what only shows or tries the library."""
+    return {
+        file: tree
+        for file, tree in parse(ROOT).items()
+        if file.split("/")[0] not in {"sim", "testing", "_demo", "_dryrun"}
+    }
+
+
+def sites(files: Tree, is_one: Callable[[ast.AST], bool]) -> set[str]:
+    """Returns the functions, as ``file function``, in which a node is of a kind."""
+    return {
+        f"{file} {function}"
+        for file, tree in files.items()
+        for function, node in _with_functions(tree)
+        if is_one(node)
+    }
+
+
+def _with_functions(node: ast.AST, function: str = "") -> Iterator[tuple[str, ast.AST]]:
+    for child in ast.iter_child_nodes(node):
+        inner = child.name if isinstance(child, ast.FunctionDef) else function
+        yield inner, child
+        yield from _with_functions(child, inner)
+
+
+def calls(*names: str) -> Callable[[ast.AST], bool]:
+    """Tells a call of a function or a method of one of these names."""
+
+    def is_one(node: ast.AST) -> bool:
+        if not isinstance(node, ast.Call):
+            return False
+        return ast.unparse(node.func).rpartition(".")[2] in names
+
+    return is_one
+
+
+# Copies between host and device ---------------------------------------------------------------
+
+# Both sides are in one memory.
+COPIES_WITHIN_ONE_MEMORY = {
+    "_checkpoint/_capture/_capture.py copy",  # what the host has, into its region
+    "_checkpoint/_restore/_fill.py _carry",  # from a file's tensor into host memory, or a slot
+    "_checkpoint/_restore/_overlaps.py _laid",  # host memory that it makes itself
+    "_optim/_homes.py copy_of",  # from home to home
+    "_optim/_stand_ins.py give_gradients_back",  # a flat copy that is where the gradient is
+    "_optim/_stand_ins.py write_back",  # a master on the device into its parameter there
+    "_optim/_stream.py _stop",  # from home to home
+    "_optim/_together.py apart_from_kept",  # from home to home
+    "_optim/_together.py joined_to_arrived",  # from home to home
+    "_optim/_unit_step.py _puts_in_slot",  # on the device, into its slot
+    "_optim/_unit_step.py roll_back",  # on the host
+    "integrations/transformers/_evaluation.py _stacked",  # what a ring has brought to the host
+}
+# torch's own ``Tensor.cpu`` or ``Tensor.to``, blocking, into a new tensor.
+MOVES_OF_ONE_TENSOR = {
+    "_dtensor.py moved",
+    "_optim/_state.py place",  # a scalar
+    "_optim/_trial/_copies.py is_equal",  # a table of a class, for the comparison
+    "_optim/_trial/_copies.py on_host",  # of a small stand-in
+    "_optim/_trial/_separable.py _shrink",  # a sample of a state
+    "integrations/_common/_pickled.py _take",  # a kind without plain bytes
+    "integrations/dcp/_rank_plan.py __init__",  # one at a time, as torch's own writer does
+    "integrations/dcp/_rank_plan.py acquire",
+    "integrations/torchtitan/_checkpoints.py _in_dtype",  # into another dtype
+}
+
+
+def test_only_the_transfer_copies_between_host_and_device(package: Tree) -> None:
+    others = {file: tree for file, tree in package.items() if not file.startswith("_transfer/")}
+    assert sites(others, _is_late) == set()
+    assert sites(others, calls("copy_", "_foreach_copy_")) == COPIES_WITHIN_ONE_MEMORY
+    moves = sites(others, calls("cpu")) | sites(others, _moves_to)
+    assert moves == MOVES_OF_ONE_TENSOR
+
+
+def _is_late(node: ast.AST) -> bool:
+    return isinstance(node, ast.keyword) and node.arg == "non_blocking"
+
+
+def _moves_to(node: ast.AST) -> bool:
+    if not calls("to")(node):
+        return False
+    assert isinstance(node, ast.Call)
+    return any("device" in ast.unparse(each) or "cpu" in ast.unparse(each) for each in node.args)
+
+
+# The ranks ------------------------------------------------------------------------------------
+
+
+def test_one_module_knows_whether_this_process_has_others_and_which_of_them_failed(
+    package: Tree,
+) -> None:
+    asked = calls("get_world_size", "is_initialized", "all_gather_object", "all_gather")
+    users = sites(package, lambda node: asked(node) and "dist" in ast.unparse(node))
+    assert {user for user in users if not user.startswith("_ranks.py ")} == {
+        "_handoff/_agreement.py _gather",  # within a time, which a rank that is gone cannot exceed
+    }
+    assert sites(package, calls("failures_of_ranks")) == {
+        "_checkpoint/_job.py together",
+        "integrations/lightning/_sharded.py _agree",
+    }
+
+
+# The home of a state --------------------------------------------------------------------------
+
+
+def test_the_home_for_a_state_is_chosen_by_the_homes_and_found_by_their_record(
+    package: Tree,
+) -> None:
+    looked_up = sites(package, calls("reserved_for"))
+    assert looked_up == {
+        "_optim/_homes.py reserve",
+        "_optim/_offload_record.py home_for",
+        "_optim/_placement.py prime_state",  # makes a template in what is reserved
+        "_optim/_state.py of",
+        "_optim/_state.py _bind",  # to a parameter
+        "_optim/_unit_step.py _give_home",  # not one that is another entry's, too
+    }
+    assert sites(package, calls("home_for")) == {
+        "_optim/_loading.py _place_tensors",
+        "_optim/_receive.py _place",
+    }
+    allocated = sites(package, lambda node: calls("takes", "is_held")(node) and _is_of_homes(node))
+    assert {site.split()[0] for site in allocated} <= {"_optim/_homes.py", "_optim/_state.py"}
+
+
+def _is_of_homes(node: ast.AST) -> bool:
+    return "home" in ast.unparse(node).lower()
+
+
+# What comments cite ---------------------------------------------------------------------------
+
+
+def test_each_file_of_tests_that_a_source_cites_is_there() -> None:
+    missing = [
+        f"{path.relative_to(ROOT)} cites {cited}"
+        for suffix in ("*.py", "*.h", "*.cpp")
+        for path in sorted(ROOT.rglob(suffix))
+        for cited in re.findall(r"\btests/[\w/]+\.py\b", path.read_text(encoding="utf-8"))
+        if not (ROOT.parents[1] / cited).is_file()
+    ]
+    assert missing == []
+
+
+# Background writers ---------------------------------------------------------------------------
+
+
+def test_one_class_runs_writes_in_the_background(package: Tree) -> None:
+    assert sites(package, calls("Thread", "ThreadPoolExecutor")) == {
+        "_checkpoint/_background.py start",
+        "_checkpoint/_disk/_read.py __init__",  # several at once, which share the pieces of a file
+        "_checkpoint/_disk/_write.py run",
+    }
+    assert sites(package, calls("Background")) == {
+        "_checkpoint/_checkpointer.py __init__",
+        "integrations/_common/_ordered_writes.py _hand",
+    }

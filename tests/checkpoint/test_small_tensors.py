@@ -29,13 +29,13 @@ def parameters_like(device, count, dtype=torch.float32):
     )
 
 
-def training(device, count, *, is_born, kind=torch.optim.AdamW, groups=None):
+def training(device, count, *, has_state, kind=torch.optim.AdamW, groups=None):
     """Many parameters and their offloaded optimizer, which has stepped or not."""
     model = parameters_like(device, count)
     optimizer = kind(model.parameters() if groups is None else groups(model), lr=1e-3)
     residency.offload_optimizer(optimizer)
     state = {"model": model, "optimizer": optimizer}
-    if is_born:
+    if has_state:
         step_all(state)
     return state
 
@@ -62,13 +62,13 @@ def trials(monkeypatch):
 
 
 def test_a_first_step_is_tried_once_for_all_parameters_that_are_alike(device, tmp_path, trials):
-    saved = training(device, 30, is_born=False)
+    saved = training(device, 30, has_state=False)
     assert len(trials) == len(SHAPES)
     step_all(saved)
     assert len(trials) == 2 * len(SHAPES)  # anew by the first step, once
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, saved).wait()
-        fresh = training(device, 30, is_born=False)
+        fresh = training(device, 30, has_state=False)
         trials.clear()
         checkpointer.restore(fresh)
     assert len(trials) == len(SHAPES)
@@ -78,7 +78,7 @@ def test_a_first_step_is_tried_once_for_all_parameters_that_are_alike(device, tm
 
 
 def test_a_forecast_for_a_first_save_tries_each_kind_of_parameter_once(device, tmp_path, trials):
-    state = training(device, 30, is_born=False)
+    state = training(device, 30, has_state=False)
     trials.clear()
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.prepare(state)
@@ -89,7 +89,7 @@ def test_a_rate_for_each_layer_asks_for_no_trial_of_its_own(device, trials):
     def layers(model):
         return [{"params": [p], "lr": 0.1 + i, "initial_lr": 0.1} for i, p in enumerate(model)]
 
-    training(device, 30, is_born=False, groups=layers)
+    training(device, 30, has_state=False, groups=layers)
     assert len(trials) == len(SHAPES)
 
 
@@ -97,7 +97,7 @@ def test_settings_that_may_decide_a_state_ask_for_trials_of_their_own(device, tr
     def halves(model):
         return [{"params": model[:15], "amsgrad": True}, {"params": model[15:]}]
 
-    state = training(device, 30, is_born=False, groups=halves)
+    state = training(device, 30, has_state=False, groups=halves)
     assert len(trials) == 2 * len(SHAPES)
     step_all(state)
     values = state["optimizer"].state.values()
@@ -129,7 +129,7 @@ def test_every_setting_of_a_foreign_class_counts_by_its_value(device, trials):
     state = training(
         device,
         8,
-        is_born=False,
+        has_state=False,
         kind=OfSize,
         groups=lambda model: [
             {**each, "params": model[2 * i : 2 * i + 2]} for i, each in enumerate(groups)
@@ -174,7 +174,7 @@ MOST_CALLS = 8  # of one function for one tensor
 @pytest.mark.sim  # counts lines of Python, which are the same everywhere
 def test_no_function_is_called_more_than_a_few_times_for_each_tensor_of_a_save(device, tmp_path):
     def saving(count):
-        state = training(device, count, is_born=True)
+        state = training(device, count, has_state=True)
 
         def action():
             with Checkpointer(tmp_path / str(count)) as checkpointer:
@@ -190,7 +190,7 @@ def test_no_function_is_called_more_than_a_few_times_for_each_tensor_of_a_save(d
 @pytest.mark.sim
 def test_no_function_is_called_more_than_a_few_times_for_each_tensor_of_a_restore(device, tmp_path):
     def restoring(count):
-        saved, fresh = (training(device, count, is_born=each) for each in (True, False))
+        saved, fresh = (training(device, count, has_state=each) for each in (True, False))
         with Checkpointer(tmp_path / str(count)) as checkpointer:
             checkpointer.save(1, saved).wait()
 
@@ -207,7 +207,7 @@ def test_no_function_is_called_more_than_a_few_times_for_each_tensor_of_a_restor
 
 def test_a_save_leaves_few_objects_for_each_tensor_to_the_collector(device, tmp_path):
     def objects_of(count):
-        state = training(device, count, is_born=True)
+        state = training(device, count, has_state=True)
         with Checkpointer(tmp_path / str(count)) as checkpointer:
             checkpointer.save(1, state).wait()
             gc.collect()

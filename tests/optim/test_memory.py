@@ -40,8 +40,8 @@ def test_a_step_holds_at_most_its_slots_and_the_resident_state(lab, slots, resid
         gradients = torch.accelerator.memory_allocated()
         peak, before = peak_over(optimizer.step)
         # The first step adds what stays resident to what passes through.
-        born = optimizer.statistics().resident_bytes + scalars if step == 0 else 0
-        assert peak <= slots * bucket + born
+        made = optimizer.statistics().resident_bytes + scalars if step == 0 else 0
+        assert peak <= slots * bucket + made
         assert peak < total / 2
         assert before == gradients
     for p in parameters:

@@ -12,7 +12,7 @@ from residency._transfer import Gate, Lanes
 pytestmark = pytest.mark.sim
 
 
-def _without_born(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_stream.StreamedStep, "_allow_h2d", lambda self: None)
 
 
@@ -46,7 +46,7 @@ def _without_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 WAITS = {
-    "a slot's allocation": _without_born,
+    "a slot's allocation": _without_allocated,
     "the copy to the device": _without_ready,
     "the step": _without_done,
     "the copy home from a slot that is used again": _without_slot,

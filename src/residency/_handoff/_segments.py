@@ -2,8 +2,8 @@
 
 An allocator whose segments grow leaves few bytes stuck, and some who share a device cannot live
 with it: memory that other processes map by handle, and libraries that unmap a pool of their own.
-Engines therefore turn it off around the hand-off and on again after it. What is allocated meanwhile
-keeps the kind of segment that it was born in.
+Engines therefore turn it off around the hand-off and on again after it. Memory that is
+allocated meanwhile keeps its kind of segment.
 """
 
 from __future__ import annotations

@@ -150,13 +150,13 @@ class Plan:
     Attributes:
         resident: Pieces whose state stays on the device; stepped first, while the first copies run.
         streamed: Units whose state exists.
-        births: Units with parameters whose state this step makes; stepped last, one buffer each.
+        fresh: Units with parameters whose state this step makes; stepped last, one buffer each.
         seats: Of the members, in their order.
     """
 
     resident: Unit
     streamed: tuple[Unit, ...]
-    births: tuple[Unit, ...]
+    fresh: tuple[Unit, ...]
     seats: tuple[Seat, ...]
 
     @property
@@ -164,7 +164,7 @@ class Plan:
         """Whether all parameters go through one step, whole and in their order, as without an
         offload.
         """
-        units = [unit for unit in (self.resident, *self.streamed, *self.births) if unit.pieces]
+        units = [unit for unit in (self.resident, *self.streamed, *self.fresh) if unit.pieces]
         return len(units) == 1 and len(units[0].pieces) == len(self.seats)
 
     def seat(self, parameters: Sequence[Tensor], inners: Sequence[ParameterState | None]) -> None:
@@ -239,7 +239,7 @@ def make_plan(
         ties: Groups of members, by index, that belong into one unit; none of them is cut.
     """
     stay: list[Piece] = []
-    streamed, births = _Packer(bucket_bytes), _Packer(bucket_bytes)
+    streamed, fresh = _Packer(bucket_bytes), _Packer(bucket_bytes)
     planned = list(members)
     seats = [Seat(member.parameter) for member in planned]
     for tie in _tied(len(planned), ties):
@@ -250,7 +250,7 @@ def make_plan(
             continue
         inners = [state.peek(member.parameter) for member in group]
         sizes: list[StateSize | None] = []
-        is_birth = False
+        is_fresh = False
         for member, inner in zip(group, inners, strict=True):
             missing: list[Tensor] = []
             if inner:
@@ -259,15 +259,15 @@ def make_plan(
                 missing.append(master_like(member.parameter))
             size = known_size(inner, missing) if inner else size_of(member)
             is_made = bool(inner) and not missing
-            is_birth |= not is_made and (size is None or size.num_bytes > 0)
+            is_fresh |= not is_made and (size is None or size.num_bytes > 0)
             sizes.append(size)
         is_cuttable = can_cut and len(group) == 1 and _is_cuttable(group[0].parameter, inners[0])
-        packer = births if is_birth else streamed
+        packer = fresh if is_fresh else streamed
         packer.add(pieces, _sum_of(sizes), is_cuttable=is_cuttable)
     return Plan(
         Unit(stay, [()] * len(stay)),
         tuple(lay_out(pieces, homes_of(pieces, state)) for pieces in streamed.finish()),
-        tuple(lay_out(pieces, homes_of(pieces, state)) for pieces in births.finish()),
+        tuple(lay_out(pieces, homes_of(pieces, state)) for pieces in fresh.finish()),
         tuple(seats),
     )
 

@@ -4,11 +4,11 @@ Three streams (current, h2d, d2h) and events, never a wait on the host. Slots ar
 current stream, because memory that a side stream allocates is a pool of its own; they are dropped
 at the end of the step, behind the last copy that reads them.
 
-[Note: the waits of a step] h2d waits until a slot is allocated (``born``: the memory may have
+[Note: the waits of a step] h2d waits until a slot is allocated (``allocated``: the memory may have
 readers from before) and, when it is used again, until its copy home is done (the gate). The shadow
 step waits for its copies to the device (``ready``). d2h waits for the shadow step (``done``).
 Whatever d2h reads passes the gate before it is dropped. A later step's h2d waits for this step's
-d2h, because ``born`` follows that wait.
+d2h, because ``allocated`` follows that wait.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class StreamedStep:
         self._alive: deque[list[Tensor]] = deque()
         self._num_parts = -1
         self._num_done = 0
-        self._num_births_alive = offload.num_slots
+        self._num_fresh_alive = offload.num_slots
         self._timeline = Timeline()
         self._moved: dict[Home, Home] = {}  # from those that a save reads
         self._left_homes: dict[Tensor, list[tuple[Home, Home]]] = {}
@@ -79,7 +79,7 @@ class StreamedStep:
                 inner.forget_template()
         is_template = not self._state and has_no_rate(self._optimizer)
         if is_template:
-            self._num_births_alive = 1
+            self._num_fresh_alive = 1
         try:
             plan = self._offload.plan_for(self._optimizer, members, inners, is_template=is_template)
             self._progress = Progress(members.parameters)
@@ -105,7 +105,7 @@ class StreamedStep:
         self._shared.commit.write()
         self._offload.num_steps = self._num_steps_before + 1
         self._offload.timeline = self._timeline
-        self._offload.num_buckets = len(plan.streamed) + len(plan.births)
+        self._offload.num_buckets = len(plan.streamed) + len(plan.fresh)
 
     def _stop(self) -> None:
         """Waits for the lanes after a failure, and completes what they were to complete."""
@@ -128,14 +128,14 @@ class StreamedStep:
     def _take(self, plan: Plan) -> None:
         """Steps the units of a plan."""
         self._reserve_homes(plan)
-        num_parts = bool(plan.resident.pieces) + len(plan.streamed) + len(plan.births)
+        num_parts = bool(plan.resident.pieces) + len(plan.streamed) + len(plan.fresh)
         self._num_parts = max(num_parts, 1)
         if self._offload.is_local:
             # In group order on every rank, before plans, which may differ, have a say.
             sharded = sharded_among(self._progress.parameters)
             self._shared.stand_ins.gradients = {p: local_gradient(p) for p in sharded}
         self._step_streamed(plan)
-        self._step_births(plan)
+        self._step_fresh(plan)
         if not num_parts:  # counters in groups advance without gradients too
             self._step_unit(Unit(()), None)
         self._drop_alive(keep=0)
@@ -144,7 +144,7 @@ class StreamedStep:
         """Makes the homes for all state that this step makes, before any parameter is stepped: a
         host without room then leaves everything as it was.
         """
-        for piece in (piece for unit in plan.births for piece in unit.pieces if piece.is_last):
+        for piece in (piece for unit in plan.fresh for piece in unit.pieces if piece.is_last):
             member = Member(piece.group_index, piece.parameter)
             schema = self._offload.schema_of(self._optimizer, member)
             if schema is not None:
@@ -175,26 +175,26 @@ class StreamedStep:
             self._gate.before_free(buffers)
             buffers.clear()
 
-    def _step_births(self, plan: Plan) -> None:
-        if plan.births:
-            # The bound counts buffers of both kinds: the slots go before the first birth.
+    def _step_fresh(self, plan: Plan) -> None:
+        if plan.fresh:
+            # The bound counts buffers of both kinds: slots go before the first fresh one.
             self._drop_alive(keep=0)
-        for unit in plan.births:
+        for unit in plan.fresh:
             # One that has state, and makes more, goes alone: it is rare, and takes the most.
-            self._drop_alive(keep=0 if unit.loads else self._num_births_alive - 1)
+            self._drop_alive(keep=0 if unit.loads else self._num_fresh_alive - 1)
             slot = self._allocate(unit.num_bytes)
             self._allow_h2d()
             self._await(self._load(unit, slot))
             self._alive.append([slot, *self._step_unit(unit, slot)])
-            if self._num_births_alive == 1:
+            if self._num_fresh_alive == 1:
                 self._drop_alive(keep=0)
 
     def _allocate(self, num_bytes: int) -> Tensor:
         return _device.unfilled_bytes(num_bytes, self._homes.device)
 
     def _allow_h2d(self) -> None:
-        born = self._lanes.mark(self._current)
-        _device.wait_event(self._lanes.h2d, born)  # a slot's memory may have earlier readers
+        allocated = self._lanes.mark(self._current)
+        _device.wait_event(self._lanes.h2d, allocated)  # a slot's memory may have earlier readers
 
     def _load(self, unit: Unit, slot: Tensor) -> torch.Event | None:
         if not unit.loads:
@@ -240,7 +240,7 @@ class StreamedStep:
             else:
                 self._progress.begun = part.roll_back()
             raise
-        return [buffer for buffer, _ in part.births]
+        return [buffer for buffer, _ in part.fresh]
 
     def _publish(self, part: UnitStep) -> None:
         """Sends a stepped unit's state home and makes it the optimizer's; may be done twice."""
@@ -248,7 +248,7 @@ class StreamedStep:
             part.stores = self._stores_of(part.unit)
         if not part.is_collected:
             part.collect()
-        copies = [*part.births]
+        copies = [*part.fresh]
         if part.slot is not None and part.stores:
             copies.append((part.slot, part.stores))
         written = self._store(copies) if copies else None

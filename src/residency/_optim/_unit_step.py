@@ -102,7 +102,7 @@ class UnitStep:
         self.number = number
         self.unit = unit
         self.slot = slot
-        self.births: list[Copy] = []
+        self.fresh: list[Copy] = []
         self.stores: Sequence[CopyRun] | None = None
         self.is_collected = False
         self._shared = shared
@@ -185,7 +185,7 @@ class UnitStep:
     def collect(self) -> None:
         """Finds out what the step left: writes masters back, and makes homes for new states."""
         assert self._shadow is not None
-        self.births, self._changes = [], []
+        self.fresh, self._changes = [], []
         if self._is_as_before():  # changed in place, as nearly always
             self._shared.stand_ins.give_gradients_back(self.unit.pieces)
             self.is_collected = True
@@ -345,7 +345,7 @@ class UnitStep:
                     change.values[key] = self._shard(piece, value)
                 continue
             if piece.is_last or value.dim() > 0:
-                self.births.append(self._give_home(piece, key, value, making))
+                self.fresh.append(self._give_home(piece, key, value, making))
         if piece.is_last:
             change.homes = {key: home for key, home in making.items() if key in after}
             self._changes.append(change)

@@ -190,8 +190,8 @@ class TrainState(Stateful):
         assert self.optimizer is not None
         optimizer, names = self.optimizer, self._names()
         everything = [p for group in optimizer.param_groups for p in group["params"]]
-        unborn = {p for p in everything if _is_unborn(optimizer, p)}
-        if unborn and isinstance(optimizer, OffloadedOptimizer):
+        stateless = {p for p in everything if _is_stateless(optimizer, p)}
+        if stateless and isinstance(optimizer, OffloadedOptimizer):
             optimizer.prime()
         saved = optimizer.state_dict()
         state: _State = {}
@@ -203,14 +203,14 @@ class TrainState(Stateful):
                 if saved["state"].get(key):
                     values = saved["state"][key]
                     state[name] = {k: _free_to_fill(v) for k, v in values.items()}
-                elif parameter in unborn:
+                elif parameter in stateless:
                     state[name] = host_template(optimizer, mine, parameter, name, schemas)
         groups = [
             {**copy.deepcopy({k: v for k, v in packed.items() if k != "params"}), "params": called}
             for packed, called in zip(saved["param_groups"], names, strict=True)
         ]
         flat = [name for called in names for name in called]
-        without_state = [n for n, p in zip(flat, everything, strict=True) if p in unborn]
+        without_state = [n for n, p in zip(flat, everything, strict=True) if p in stateless]
         return {"state": state, "param_groups": groups}, without_state
 
     def _groups_in(self, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -320,7 +320,7 @@ def _free_to_fill(value: Any) -> Any:
     return value
 
 
-def _is_unborn(optimizer: Optimizer, parameter: Tensor) -> bool:
+def _is_stateless(optimizer: Optimizer, parameter: Tensor) -> bool:
     if not parameter.requires_grad:
         return False
     values: Any = dict.get(optimizer.state, parameter)

@@ -94,7 +94,7 @@ struct Block {
   Pool* pool;
   size_t requested = 0;
   bool is_allocated = false;
-  bool is_poisoned = false;  // its bytes hold the pattern already (memory.h)
+  bool is_poisoned = false;  // its bytes hold the pattern already (machine.h)
   int num_pending_uses = 0;  // record_stream uses that have not been reached
   Block* before = nullptr;   // neighbours in the same segment
   Block* after = nullptr;

@@ -20,7 +20,7 @@ from residency._errors import InvalidArgumentError
 
 _FACTORS = {"B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-_MOST_GIB = 1024  # that somebody means who leaves the unit out
+_MOST_GIB = 1024  # above this, a number without a unit is one of bytes
 
 MIB = _FACTORS["MiB"]
 

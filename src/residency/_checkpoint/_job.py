@@ -64,7 +64,7 @@ class Job:
         self.claim = threading.Lock()
 
     def describe(self, state: object, *, rank: int | None) -> None:
-        """Finds what is to be saved, and borrows what is lent."""
+        """Finds what is to be saved, and borrows what optimizers lend."""
         self.captured.describe(state, rank=rank)
         blocks = self.captured.blocks.blocks
         self.num_bytes = sum(block.record.num_bytes for block in blocks)

@@ -81,7 +81,7 @@ class Save:
         """
         self._done.wait()
         if self._error is not None:
-            with suppress(ValueError):  # another thread was told, or a save's call
+            with suppress(ValueError):  # another thread has raised it, or a save's call
                 unreported.remove(self)
             raise self._error
         return self

@@ -1,7 +1,7 @@
 """``residency record``: runs a command with every Python process of it recorded.
 
-The processes are told through the environment, by a ``sitecustomize`` that is put on their path, so
-that it does not matter how they are started: ``python train.py``, ``python -m package``,
+The processes learn of it through the environment, by a ``sitecustomize`` that is put on their path,
+so that it does not matter how they are started: ``python train.py``, ``python -m package``,
 ``torchrun``, or a shell script with any of them.
 """
 

@@ -1,4 +1,4 @@
-"""The dry run: somebody's own training script on a simulated GPU, for its memory alone.
+"""The dry run: a user's own training script on a simulated GPU, for its memory alone.
 
 ``residency dry-run`` starts the script in a child process, in which the simulator stands in CUDA's
 place and runs kernels for their shapes only. The child (``_child``) keeps books of who holds how

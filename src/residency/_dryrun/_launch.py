@@ -123,7 +123,7 @@ def _run(command: Command, settings: RunSettings, until_ended: int) -> tuple[int
 
 @contextmanager
 def _killed_with_us(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Kills the child where this process is told to end, by a time limit for one."""
+    """Kills the child where a signal asks this process to end, from a time limit for one."""
 
     def end(number: int, frame: object) -> None:
         process.kill()
@@ -184,15 +184,15 @@ def _timeline(folder: str, found: dict[str, Any]) -> dict[str, object]:
 
 def _crash(folder: str, found: dict[str, Any], is_quiet: bool) -> dict[str, object]:
     """Shows where a process has crashed, and returns it as its error; nothing of others."""
-    told = Path(folder, f"{found['pid']}.crash").read_text()
-    if not told:
+    report = Path(folder, f"{found['pid']}.crash").read_text()
+    if not report:
         return {}
     if not is_quiet:
-        sys.stderr.write(told)
-    current = told.partition("Current thread")[2] or told
+        sys.stderr.write(report)
+    current = report.partition("Current thread")[2] or report
     calls = re.findall(r'File "(.+)", line (\d+)', current)
     lines = [f" ({os.path.relpath(file)}:{line})" for file, line in calls if is_script(file)]
-    error = told.splitlines()[0].removeprefix("Fatal Python error: ") + "".join(lines[:1])
+    error = report.splitlines()[0].removeprefix("Fatal Python error: ") + "".join(lines[:1])
     return {"ended": "error", "error": f"{error}. {OF_CRASH}"}
 
 

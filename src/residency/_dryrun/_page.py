@@ -24,7 +24,7 @@ _COLOURS = (
     "#cc79a7",
     "#56b4e9",
     "#999999",
-)  # told apart by all readers
+)  # all readers can distinguish them
 _PHASE_COLOURS = ("#009e73", "#e69f00", "#0072b2", "#cc79a7", "#d55e00", "#56b4e9", "#999933")
 _WIDTH, _HEIGHT, _LEFT, _BAR = 1080, 380, 70, 18
 _Scale = Callable[[Any], float]  # from what is shown to the picture

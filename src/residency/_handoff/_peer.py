@@ -395,7 +395,7 @@ def _await_connection(listener: socket.socket, path: Path, deadline: Deadline) -
 
 
 def _is_ready(poll: select.poll, listener: socket.socket, seconds: float) -> bool:
-    """Waits for one of those that are polled; returns whether somebody connects."""
+    """Waits for one of those that are polled; returns whether a process connects."""
     found = poll.poll(min(math.ceil(1000 * seconds), _MOST_MILLISECONDS))
     return listener.fileno() in [file for file, _ in found]
 

@@ -42,7 +42,7 @@ def residue_lines(device: torch.device, state: MemoryState) -> Iterator[str]:
         yield _line(
             state.outside,
             f"outside: other processes, and this one's context{groups}; "
-            "install nvidia-ml-py to have them told apart",
+            "install nvidia-ml-py to see each of them",
         )
 
 

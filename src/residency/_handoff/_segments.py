@@ -66,7 +66,7 @@ def expandable_segments(device: torch.device, wanted: bool | None) -> Iterator[N
             "Another hand-off has changed `expandable_segments` until it ends; wait for its end."
         )
     settings = _parse(_device.allocator_settings())
-    # What was not named before keeps what it is told now.
+    # What was not named before keeps what it is given now.
     settings_before = _compose(settings | {_NAME: str(is_expandable(device))})
     # With the turn, should an interrupt come before it is called.
     restore = weakref.finalize(turn, _device.set_allocator_settings, settings_before)

@@ -26,7 +26,7 @@ class ImportWatch(MetaPathFinder):
     def start(self) -> None:
         """Calls for the modules that are there, and watches for the others.
 
-        One that is being executed, as it has imported what starts this, is told when that is done.
+        One that is being executed, as it has imported what starts this, follows when that is done.
         """
         sys.meta_path.insert(0, self)
         for name in [name for name in self._calls if name in sys.modules]:

@@ -65,7 +65,7 @@ class Ledger:
             path: The file of a run with one rank.
             peaks: What the first line says of peaks.
             place: Says which rank this is, and of how many.
-            is_shared: Other processes are told the same path. The file is then made with its first
+            is_shared: Other processes write to the same path. The file is then made with its first
                 boundary, since most processes have none, and is never one that is there.
             about: What else the first line says: the command, versions.
 

@@ -63,9 +63,9 @@ def _events(run: RecordedRun) -> list[dict[str, object]]:
         if visit.end is None:  # open at the end of the file
             events.append({**slice_, "ph": "B"})
             continue
-        told = {"visit": visit.number, "peak": visit.peak, "error": visit.error}
+        arguments = {"visit": visit.number, "peak": visit.peak, "error": visit.error}
         duration = visit.end.seconds * _MICROSECONDS - begin
-        events.append({**slice_, "ph": "X", "dur": duration, "args": told})
+        events.append({**slice_, "ph": "X", "dur": duration, "args": arguments})
     for boundary in run.boundaries():
         sizes = {name: boundary.bytes_of(name) for name in CLASSES}
         at = boundary.seconds * _MICROSECONDS

@@ -102,8 +102,8 @@ def _table(rows: list[Row]) -> str:
     lines = []
     for row in rows:
         sizes = (row.last.figures.get(name) for name in names)
-        told = ["unknown" if size is None else format_bytes(size) for size in sizes]
-        cells = [row.phase, str(row.rank), count_text(row), peak_text(row), *told, growth_text(row)]
+        held = ["unknown" if size is None else format_bytes(size) for size in sizes]
+        cells = [row.phase, str(row.rank), count_text(row), peak_text(row), *held, growth_text(row)]
         lines.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
     return (
         "<h2>Phases, as at the end of the last visit</h2><div class='wide'>"

@@ -13,7 +13,7 @@ from residency._report._about import capacity_of
 from residency._report._read import Boundary, RecordedRun, RecordedVisit
 from residency._units import format_bytes, parse_bytes
 
-COLOURS = {  # from the bottom of the stack to its top; told apart by colour-blind readers, too
+COLOURS = {  # from the bottom to the top; colour-blind readers can distinguish them, too
     "held": "#0072b2",
     "draining": "#cc79a7",
     "stuck": "#d55e00",

@@ -1,7 +1,7 @@
 """Carries device tensors to pageable host memory through a small ring of page-locked memory.
 
 The d2h lane fills the ring's slots while the device computes on; the host copies a full slot to
-where its bytes stay. Nothing waits before somebody asks for a tensor, so who asks a batch later
+where its bytes stay. Nothing waits before a tensor is asked for, so who asks a batch later
 hardly waits. Invariant: the host reads a slot only when the copies into it are over, and the lane
 fills it anew only when the host has read it. ``test_bytes_are_read_when_they_are_there`` and
 ``test_a_slot_is_filled_anew_when_it_was_read`` try to break it.
@@ -278,7 +278,7 @@ class HostRing:
             filling = self._under_way.popleft()
             try:
                 filling.event.synchronize()  # see above
-            except Exception as error:  # whatever asks the device next is told of it
+            except Exception as error:  # the next call that asks the device raises it
                 why = f"{type(error).__name__}: {error}"
                 _logger.warning("copies to the host cannot be waited for: %s", why)
             filling.read.end()

@@ -105,6 +105,6 @@ def _config_class() -> type[Any]:
             offloaded: OffloadedOptimizer = optimizer
             return offloaded
 
-    # Where it can be imported from, so that it can be pickled and is told by its path.
+    # Where it can be imported from, so that it can be pickled and has a path of its own.
     OffloadedAdamWConfig.__qualname__ = OffloadedAdamWConfig.__name__
     return OffloadedAdamWConfig

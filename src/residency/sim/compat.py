@@ -1,4 +1,4 @@
-"""What other packages must be told about the simulated accelerator."""
+"""What other packages must know about the simulated accelerator."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def teach_transformers() -> None:
     """Lets ``transformers`` know that the device has bfloat16 (``TrainingArguments(bf16=True)``).
 
     It asks a list of device names of its own. Does not import transformers: where that has not
-    happened yet, it is told as soon as it is.
+    happened yet, the call is made as soon as it has.
     """
     name = "transformers.utils.import_utils"
     if name in sys.modules:

@@ -219,7 +219,9 @@ def has_ended(group: CopyGroup) -> bool:
     """Waits for the copies of a group; returns False, and logs why, where the device cannot say."""
     try:
         group.finish()
-    except Exception as error:  # a failed kernel is told by whatever asks the device next
+    except (
+        Exception
+    ) as error:  # the next call that asks the device raises the error of a failed kernel
         _logger.warning(
             "copies of a save cannot be waited for: %s: %s", type(error).__name__, str(error)
         )
@@ -262,7 +264,7 @@ class Capture:
         return {"tree": self.description.tree, "tensors": self.blocks.special}
 
     def describe(self, tree: object, *, keep: bool = False, rank: int | None = None) -> None:
-        """Finds what is to be taken, and borrows what is lent; see ``capture``."""
+        """Finds what is to be taken, and borrows what an optimizer lends; see ``capture``."""
         describe(tree, keep=keep, into=self.description)
         self._lay_out(rank)
 
@@ -336,7 +338,7 @@ def capture(tree: object, *, arena: SlabArena, keep: bool = False, verify: bool 
         tree: See ``describe``.
         arena: Where the bytes go, page-locked, if it may be, where some are on a device: copies
             then do not block the host.
-        keep: Whether what is lent may be kept for good.
+        keep: Whether loans may last for good.
         verify: Whether to compare sums over all bytes before and after the copies.
 
     Raises:

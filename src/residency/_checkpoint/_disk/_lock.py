@@ -2,7 +2,7 @@
 ends.
 
 A directory has one writer. A save under way is locked by each of its ranks, so that what a dead
-writer left can be told from what is being written.
+writer left can be distinguished from what is being written.
 """
 
 from __future__ import annotations

@@ -338,7 +338,7 @@ class Attempt:
         return False
 
     def _told(self, other: RankFolder) -> CheckpointError:
-        """Returns the error of a rank that is told of another's failure."""
+        """Returns the error of a rank that learns of another's failure."""
         self._is_told = self._rank != 0  # the others hear it from rank 0
         try:
             reason = str(

@@ -34,9 +34,9 @@ def describe_blocks(device: torch.device, known: Collection[int], least_bytes: i
     )
     workspace = _HOPPERS_WORKSPACE_BYTES if _is_hopper(device) else _WORKSPACE_BYTES
     count = sizes.pop(workspace, 0)
-    told = []
+    parts = []
     if count:
-        told.append(
+        parts.append(
             f"{_blocks(count)} of {format_bytes(workspace)}, as large as cuBLAS's workspace of a "
             "stream: residency.reclaim() frees those"
         )
@@ -44,8 +44,8 @@ def describe_blocks(device: torch.device, known: Collection[int], least_bytes: i
     if others:
         largest = format_bytes(max(others))
         word = "other, " if count else ""
-        told.append(f"{_blocks(sum(others.values()))} {word}of at most {largest}: {_OTHERS}")
-    return "; ".join(told)
+        parts.append(f"{_blocks(sum(others.values()))} {word}of at most {largest}: {_OTHERS}")
+    return "; ".join(parts)
 
 
 def _blocks(count: int) -> str:

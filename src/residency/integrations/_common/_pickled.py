@@ -30,7 +30,7 @@ class Freezer(pickle.Pickler):
 
     Args:
         file: Where the pickle goes.
-        lent: Loans, by the address of what is lent.
+        lent: Loans, by the address of their bytes.
         has_attributes: Whether attributes of plain tensors and parameters are pickled with them,
             as ``torch.save`` does.
 

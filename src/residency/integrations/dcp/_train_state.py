@@ -176,14 +176,14 @@ class TrainState(Stateful):
         model = sorted(
             get_model_state_dict(self.model) if "model" not in values else values["model"]
         )
-        told = [f"the model has {len(model)} tensors ({_sum(model)})", "the optimizer is none"]
+        facts = [f"the model has {len(model)} tensors ({_sum(model)})", "the optimizer is none"]
         if self.optimizer is not None:
             names = self._names()
             sizes = " + ".join(str(len(group)) for group in names)
-            told[1] = f"the optimizer is {_class_name(self.optimizer)} of {sizes} parameters"
-            told[1] += f" ({_sum(names)})"
+            facts[1] = f"the optimizer is {_class_name(self.optimizer)} of {sizes} parameters"
+            facts[1] += f" ({_sum(names)})"
         kind = "none" if self.scheduler is None else type(self.scheduler).__name__
-        return [*told, f"the scheduler is {kind}", f"besides {sorted(self.counters)}"]
+        return [*facts, f"the scheduler is {kind}", f"besides {sorted(self.counters)}"]
 
     def _optimizer_state(self) -> tuple[dict[str, Any], list[str]]:
         """Returns the optimizer's state dict by names, and the names whose state is a template."""
@@ -271,8 +271,8 @@ class TrainStatePlanner(DefaultLoadPlanner):
         if not saved:
             self.state_dict = {k: v for k, v in self.state_dict.items() if k not in here}
         elif saved != here:
-            told = [{name.partition(mark[1:])[2] for name in each} for each in (saved, here)]
-            raise RefusedError(_difference(*told))
+            facts = [{name.partition(mark[1:])[2] for name in each} for each in (saved, here)]
+            raise RefusedError(_difference(*facts))
 
 
 def _note_misspelt(counter: str) -> None:
@@ -311,7 +311,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _free_to_fill(value: Any) -> Any:
-    """Returns a copy of what is lent for good, as to a snapshot that a caller keeps.
+    """Returns a copy of a loan that lasts for good, as to a snapshot that a caller keeps.
 
     Other loans end by themselves, with a write to the disk.
     """

@@ -46,7 +46,7 @@ class Frozen:
         return found
 
     def check(self) -> None:
-        """Asks whether what is lent still has its bytes; to be called after they were read, too.
+        """Asks whether every loan still has its bytes; to be called after they were read, too.
 
         Raises:
             CheckpointError: Other code wrote into it.
@@ -128,6 +128,6 @@ def _culprit(checkpoint: Mapping[str, object]) -> str:
     for key, value in checkpoint.items():
         try:
             Freezer(io.BytesIO(), {}, has_attributes=True).dump(value)
-        except Exception as error:  # the same that is being told
+        except Exception as error:  # the same that is being raised
             return f"{key!r} ({type(error).__name__})"
     return "a part"

@@ -5,9 +5,9 @@ each for losses, predictions, labels and inputs. Here these containers hand what
 of page-locked memory. Invariant: what a container gives in the end is what the stock one gives, bit
 for bit, and it holds one batch on the device at most.
 
-[Note: whose containers] A callback does not see the containers, and is told of an evaluation when
+[Note: whose containers] A callback does not see the containers, and hears of an evaluation when
 its first batch is in them. So the name in ``transformers.trainer`` has a class that does what the
-stock one does until `claim`: a callback that is told of a prediction step claims those that its
+stock one does until `claim`: a callback that hears of a prediction step claims those that its
 thread has made since, which are the loop's that tells it. Where another module's function stands
 as ``Trainer.evaluation_loop``, as Axolotl's does, it reads the name in that module.
 """

@@ -13,7 +13,7 @@ each other last, so that none returns, and lets an engine wake, before all have 
 [Note: which calls] The actor's update runs the training worker's ``train_mini_batch``, which is the
 critic's own update where it is called by itself: below ``critic_warmup`` the last one before a
 rollout. So only the outermost method of a thread makes the transition. A model with an adapter is
-its own reference, without the adapter: its batch says which call of ``compute_log_prob`` that is, and
+its own reference, without the adapter: the batch of that call of ``compute_log_prob`` says so, and
 the one that recomputes the policy's own, right before its update, is left alone.
 
 [Note: when garbage is looked for] In a process of verl's the search for cycles takes a second, as

@@ -210,7 +210,7 @@ def _block_of(cluster: list[_PlacedLeaf], special: dict[str, Any]) -> Block:
         longest = max(cluster, key=lambda each: each.local.untyped_storage().nbytes())
     span = _bytes_of(longest.local, first, last)
     is_early = any(each.leaf.is_early for each in cluster)
-    # Only a block that is lent as a whole is; else the bytes are copied, and the loan ends.
+    # A loan of a part of a block ends, and the whole block is copied.
     loans = (p.leaf.lent for p in cluster if (p.first, p.last) == (first, last))
     lent = next((each for each in loans if each is not None), None)
     layouts = {

@@ -30,8 +30,8 @@ from residency._park import DoesNotFitError, Parking, fsdp_groups, remember
 from residency._registries import Turns
 from residency._units import format_bytes
 
-_POLL_SECONDS = 0.005
-_GRACE_SECONDS = 5.0
+_POLL_SECONDS = 0.005  # a look at the driver's figure takes microseconds
+_GRACE_SECONDS = 5.0  # for what a rank does besides waiting; any few seconds work
 _LONG_POLL_SECONDS = 0.1  # where a try costs something
 _log = logging.getLogger("residency")
 _active = Turns()  # devices that are handed over now

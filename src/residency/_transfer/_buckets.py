@@ -11,9 +11,9 @@ ELEMENT_WISE = frozenset({
     _optim.SGD, _optim.Adam, _optim.AdamW, _optim.Adamax, _optim.NAdam, _optim.RAdam,
     _optim.Adadelta, _optim.Adagrad, _optim.RMSprop, _optim.Rprop, _optim.ASGD,
 })  # fmt: skip
-_LARGEST_BYTES = 128 * MIB
-_LEAST_BYTES = parse_bytes("1KiB")
-_PART = 4
+_LARGEST_BYTES = 128 * MIB  # the default bucket
+_LEAST_BYTES = parse_bytes("1KiB")  # below, the allocator's rounding to 512 is what would count
+_PART = 4  # slots take at most this part of the state, so that an offload saves most of it
 
 
 def fitting_bucket(state_bytes: int, num_slots: int) -> int:

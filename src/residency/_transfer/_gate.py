@@ -31,7 +31,7 @@ from residency._registries import WeakRegistry
 from residency._transfer._lanes import CopyRun, Lanes, raw_bytes
 from residency._transfer._slab import Region
 
-_PRUNE_AT_LEAST = 256
+_PRUNE_AT_LEAST = 256  # reads that are kept before a look at which are over; any value works
 
 
 class Read:

@@ -30,8 +30,9 @@ from residency._units import MIB, format_bytes, parse_bytes
 # The caching allocator's own granularity: an entry lies in a slot as it would lie in an allocation.
 ALIGNMENT = 512
 _PAGE = parse_bytes("4KiB")
+# Up to this, one slab that is too large is cheaper than two.
 _SMALLEST_RESERVED_SLAB = parse_bytes("64KiB")
-_LARGEST_UNANNOUNCED_SLAB = 64 * MIB
+_LARGEST_UNANNOUNCED_SLAB = 64 * MIB  # what may stay unused where nothing said how much comes
 # Large, because the gap at a slab's end may be as large as an entry.
 _LARGEST_SLAB = parse_bytes("8GiB")
 

@@ -55,11 +55,11 @@ from residency._checkpoint._disk._system import (
 )
 from residency._errors import CheckpointError
 
-_FIRST_PAUSE_SECONDS = 0.001
-_LAST_PAUSE_SECONDS = 0.05
+_FIRST_PAUSE_SECONDS = 0.001  # ranks in step find each other within milliseconds
+_LAST_PAUSE_SECONDS = 0.05  # for those that wait long, 20 looks a second at a shared directory
 # [Note: a failure in doubt] A tenth of the time-out, for ranks that are not quite in step.
 _PART_IN_DOUBT = 0.1
-_MAX_SECONDS_IN_DOUBT = 10.0
+_MAX_SECONDS_IN_DOUBT = 10.0  # with the longest time-outs, too
 
 
 class Attempt:

@@ -32,14 +32,14 @@ from residency._errors import CorruptSaveError, InvalidArgumentError
 from residency._registries import WeakRegistry
 from residency._units import parse_bytes
 
-SCRATCH_BYTES = parse_bytes("256KiB")
-_UNCHECKED_CHUNK_BYTES = parse_bytes("8MiB")
+SCRATCH_BYTES = parse_bytes("256KiB")  # for gaps that are read along; holds several of them
+_UNCHECKED_CHUNK_BYTES = parse_bytes("8MiB")  # of a file without chunks: two calls for a task
 _CALL_BYTES = parse_bytes("4MiB")  # at the most what is handed on at once
 # Small enough that the checksum finds the bytes in the cache, large enough for a system call.
 _STEP_BYTES = parse_bytes("256KiB")
 _BRIDGED_BYTES = parse_bytes("64KiB")  # a gap that is cheaper to read than to skip
 _MOST_BUFFERS = 512  # Linux takes 1024 in a call
-_NUM_THREADS = 2
+_NUM_THREADS = 2  # one reads while the other sums
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -48,8 +48,10 @@ from residency._transfer import (
 )
 from residency._units import format_bytes, parse_bytes
 
-_NUM_SLOTS = 8
-_SMALLEST_SLOT = parse_bytes("4KiB")
+_NUM_SLOTS = 8  # two threads read while copies of others are under way; any few work
+_SMALLEST_SLOT = parse_bytes("4KiB")  # a page, which is what the system reads
+# Rows are read one by one into their places where they are few or long; else the read takes all of
+# the shard, as a call for each row would cost more. Any such values work.
 _FEW_STRETCHES = 64
 _LONG_STRETCH = parse_bytes("16KiB")
 _ALIGNMENT = 16  # no dtype has a larger element

@@ -29,8 +29,8 @@ from residency._optim._trial._partial_step import (
 from residency._optim._trial._separable import host_group
 from residency._transfer import align_up
 
-_SMALL = 8
-_NUM_LATER_STEPS = 7
+_SMALL = 8  # a side of the real tensor that is stepped where meta tensors cannot be
+_NUM_LATER_STEPS = 7  # with the first, eight: some classes make a state in their fifth step
 
 
 @dataclass(frozen=True, slots=True)

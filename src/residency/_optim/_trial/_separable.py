@@ -36,7 +36,8 @@ from residency._transfer import ELEMENT_WISE
 # Cuts fall on whole vectors: CPU kernels round a bf16 tail differently, measured with SGD, RMSprop
 # and ASGD.
 CUT = 64
-_NUM_STEPS = 3
+_NUM_STEPS = 3  # the first makes the state, the second reads it, the third reads what it wrote
+# More than the five after which some classes do more. [Note: the second trial]
 _NUM_PRECISE_STEPS = 8
 # The last is above where classes commonly begin to treat a tensor as a large one (4,096 elements,
 # 128 rows and columns).

@@ -35,7 +35,7 @@ from residency._storages import strided_as
 from residency._transfer import SlabArena, lending, memory_of, watch_optimizers, written_by_steps
 from residency.integrations._common._pickled import Freezer, Thawer
 
-_PATIENCE_SECONDS = 60.0
+_PATIENCE_SECONDS = 60.0  # ``async_save`` asks at once, in its own thread
 _of_thread = threading.local()  # [Note: when a save is over]
 
 

@@ -83,7 +83,7 @@ class Parking:
         self._arena = _arenas.setdefault(owner, {}).setdefault(pin, SlabArena(pin=pin, keep=True))
         self.device: torch.device | None = None
         self._rebound: dict[int, Rebound] = {}
-        self._slots: set[str] = set()
+        self._sites: set[str] = set()
         self._regions: dict[int, Region] = {}
         self._addresses: dict[int, int] = {}  # where the bytes of a region were
         self._notices = Notices(self._rebound)
@@ -194,7 +194,7 @@ class Parking:
         ties = ties_of(self._parked_tensors())
         self._move_to_device(ties)
         self._notices.take_down()
-        self._slots.clear()
+        self._sites.clear()
         self._regions.clear()
         self._addresses.clear()
         self._rebound.clear()
@@ -226,7 +226,7 @@ class Parking:
         """Returns what can be moved now, and what other code holds."""
         named = self._named(self._gradients)
         self._find_device(named)
-        ties = ties_of((slot, tensor) for slot, tensor in named if tensor.device == self.device)
+        ties = ties_of((site, tensor) for site, tensor in named if tensor.device == self.device)
         if self.device is None:
             return [], []
         shared = shared_with_others(ties, self.device)
@@ -242,11 +242,11 @@ class Parking:
         for number, ref in enumerate(self._beside):
             other = ref()
             named = [] if other is None else tensors_of(other, gradients=gradients)
-            tied = {slot for slot, t in named if t.untyped_storage()._cdata in storages}
+            tied = {site for site, t in named if t.untyped_storage()._cdata in storages}
             own += [
-                (f"{number}:{slot}", tensor)
-                for slot, tensor in named
-                if slot in tied or slot.removesuffix(".grad") in tied
+                (f"{number}:{site}", tensor)
+                for site, tensor in named
+                if site in tied or site.removesuffix(".grad") in tied
             ]
         return sorted(own, key=lambda pair: not pair[0].endswith(".grad"))
 
@@ -254,7 +254,7 @@ class Parking:
         """Yields the other owners of which something is parked here."""
         for number, ref in enumerate(self._beside):
             other = ref()
-            if other is not None and any(slot.startswith(f"{number}:") for slot in self._slots):
+            if other is not None and any(site.startswith(f"{number}:") for site in self._sites):
                 yield other
 
     def _droppable_bytes(self) -> int:
@@ -273,12 +273,12 @@ class Parking:
     def _parked_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields what is to come back: what was moved, and what took its place meanwhile."""
         seen: set[int] = set()
-        for slot, tensor in self._named():
+        for site, tensor in self._named():
             # A gradient that came meanwhile belongs to where its parameter goes.
-            is_of_slot = slot in self._slots or slot.removesuffix(".grad") in self._slots
-            if tensor.is_cpu and (is_of_slot or id(tensor) in self._rebound):
+            is_of_site = site in self._sites or site.removesuffix(".grad") in self._sites
+            if tensor.is_cpu and (is_of_site or id(tensor) in self._rebound):
                 seen.add(id(tensor))
-                yield slot, tensor
+                yield site, tensor
         # A parameter that nobody has any more stays away, and so does its gradient.
         dead = [r.tensor for r in self._rebound.values() if not r.is_in_use()]
         seen.update(map(id, dead), (id(t.grad) for t in dead if t.is_leaf))
@@ -299,7 +299,7 @@ class Parking:
         ]
         for tie, of_tie in zip(ties, rebound, strict=True):
             for each in of_tie:
-                each.check(min(tie.slots))
+                each.check(min(tie.sites))
         regions = self._take_room([tie.num_bytes for tie in full])
         hosts = {
             tie: self._arena.tensor(region, torch.uint8, [tie.num_bytes], [1]).untyped_storage()
@@ -323,7 +323,7 @@ class Parking:
         for tie, region in zip(full, regions, strict=True):
             self._regions[hosts[tie].data_ptr()] = region
             self._addresses[hosts[tie].data_ptr()] = tie.storage.data_ptr()
-        self._slots.update(slot for tie in ties for slot in tie.slots)
+        self._sites.update(site for tie in ties for site in tie.sites)
         known = self._rebound.copy()
         self._rebound.update((id(move.rebound.tensor), move.rebound) for move in moves)
         try:
@@ -348,7 +348,7 @@ class Parking:
         for tie in ties:
             for tensor in tie.tensors:
                 if id(tensor) in self._rebound:
-                    self._rebound[id(tensor)].check(min(tie.slots))
+                    self._rebound[id(tensor)].check(min(tie.sites))
         wanted = [
             WantedStorage(tie.num_bytes, self._addresses.get(tie.storage.data_ptr()))
             for tie in ties

@@ -28,12 +28,12 @@ class Tie:
     Attributes:
         storage: The bytes.
         tensors: Each of them once; the bases of views among them.
-        slots: The names under which the owner has them.
+        sites: The names under which the owner has them.
     """
 
     storage: torch.UntypedStorage
     tensors: list[Tensor] = field(default_factory=list)
-    slots: set[str] = field(default_factory=set)
+    sites: set[str] = field(default_factory=set)
 
     @property
     def num_bytes(self) -> int:
@@ -53,12 +53,12 @@ class Tie:
 
 
 def ties_of(tensors: Iterable[tuple[str, Tensor]]) -> list[Tie]:
-    """Groups plain tensors, each with its slot, by storage, in the order of their coming."""
+    """Groups plain tensors, each with its site, by storage, in the order of their coming."""
     ties: dict[int, Tie] = {}
-    for slot, tensor in tensors:
+    for site, tensor in tensors:
         storage = tensor.untyped_storage()
         tie = ties.setdefault(storage._cdata, Tie(storage))
-        tie.slots.add(slot)
+        tie.sites.add(site)
         # A view keeps its base, and the base the storage, whoever else has let go of it.
         base = tensor._base if tensor._is_view() else None
         for each in (tensor, base):
@@ -121,14 +121,14 @@ class Rebound:
             self.is_split or sys.getrefcount(tensor) > 3 or tensor._use_count() > 1  # type: ignore[attr-defined]  # what C++ has
         )
 
-    def check(self, slot: str) -> None:
+    def check(self, site: str) -> None:
         """Finds out that the tensor can be bound anew.
 
         Raises:
             RefusedError: It has, or needs, another body, and C++ code keeps weak references.
         """
         if self.is_split or has_live_accumulator(self.tensor):
-            _swap(self.tensor, self.tensor.detach(), slot, times=2)
+            _swap(self.tensor, self.tensor.detach(), site, times=2)
 
     def to_host(self, storage: torch.UntypedStorage) -> None:
         """Binds the tensor to a host storage with the bytes of its own; gradients go first."""
@@ -234,13 +234,13 @@ def has_live_accumulator(tensor: Tensor) -> bool:
     return not is_new
 
 
-def _swap(left: Tensor, right: Tensor, slot: str = "a parameter", *, times: int = 1) -> None:
+def _swap(left: Tensor, right: Tensor, site: str = "a parameter", *, times: int = 1) -> None:
     """Swaps what two Python tensors stand for, autograd state included.
 
     Args:
         left: The one.
         right: The other.
-        slot: What an error calls the first.
+        site: What an error calls the first.
         times: How often; twice finds out whether it could be done, with no line in between where
             an interrupt might come.
 
@@ -252,7 +252,7 @@ def _swap(left: Tensor, right: Tensor, slot: str = "a parameter", *, times: int 
         deque(map(torch._C._swap_tensor_impl, [left] * times, [right] * times), maxlen=0)
     except RuntimeError as error:
         raise RefusedError(
-            f"{slot} cannot be moved: a graph that is kept needs the parameter's place in it, and "
+            f"{site} cannot be moved: a graph that is kept needs the parameter's place in it, and "
             "C++ code has a weak reference to the tensor, as caches of compiled code do "
             f"({str(error).strip()}). Everything is where it was; let go of the graph or of the "
             "reference."

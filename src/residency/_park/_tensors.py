@@ -1,4 +1,4 @@
-"""Which tensors a module or an optimizer has, each with the name of its slot.
+"""Which tensors a module or an optimizer has, each with its site: the name of its place there.
 
 Everything that is moved together is named here: parameters, buffers, gradients, tensors that a
 module has as plain attributes over the same storages, FSDP2's own views of its shards, and the
@@ -32,7 +32,7 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 
 def tensors_of(owner: Owner, *, gradients: Gradients = "move") -> list[tuple[str, Tensor]]:
-    """Returns the plain tensors of an owner, gradients first, with the names of their slots.
+    """Returns the plain tensors of an owner, gradients first, with their sites.
 
     Raises:
         RefusedError: One of them is of a kind whose bytes cannot be moved.
@@ -48,8 +48,8 @@ def tensors_of(owner: Owner, *, gradients: Gradients = "move") -> list[tuple[str
     storages = {tensor.untyped_storage()._cdata for _, tensor in own}
     # Plain attributes are the caller's own affair, but for those that see the same bytes.
     followers = [
-        (slot, tensor)
-        for slot, tensor in _attributes(owner)
+        (site, tensor)
+        for site, tensor in _attributes(owner)
         if tensor.untyped_storage()._cdata in storages
     ]
     moving = [] if gradients == "drop" else list(gradients_of(owner))
@@ -58,12 +58,12 @@ def tensors_of(owner: Owner, *, gradients: Gradients = "move") -> list[tuple[str
 
 def gradients_of(module: nn.Module) -> _Named:
     """Yields the gradients of a module's parameters, those that FSDP2 has not reduced included."""
-    for slot, tensor in _raw(module):
+    for site, tensor in _raw(module):
         if tensor.grad is not None:
-            yield from _plain(f"{slot}.grad", tensor.grad)
+            yield from _plain(f"{site}.grad", tensor.grad)
     for group in fsdp_groups(module):
-        for slot, _, _, tensor in _unreduced(group):
-            yield from _plain(slot, tensor)
+        for site, _, _, tensor in _unreduced(group):
+            yield from _plain(site, tensor)
 
 
 def take_gradients(module: nn.Module, taken: list[Taken]) -> None:
@@ -92,20 +92,20 @@ def _raw(module: nn.Module) -> _Named:
 
 
 def _own(module: nn.Module) -> _Named:
-    for slot, tensor in _raw(module):
-        yield from _plain(slot, tensor)
+    for site, tensor in _raw(module):
+        yield from _plain(site, tensor)
     for group in fsdp_groups(module):
         for parameter in group.fsdp_params:
-            slot = f"{parameter._param_fqn or id(parameter)}.fsdp"
+            site = f"{parameter._param_fqn or id(parameter)}.fsdp"
             # FSDP2 has no public name for the bytes under a shard, padding included.
-            yield from _plain(slot, parameter._sharded_param_data)
-            yield from _plain(f"{slot}.sharded", parameter.sharded_param)
+            yield from _plain(site, parameter._sharded_param_data)
+            yield from _plain(f"{site}.sharded", parameter.sharded_param)
 
 
 def _attributes(module: nn.Module) -> _Named:
     for path, part in module.named_modules():
         for name, value in vars(part).items():
-            slot = f"{path}.{name}".removeprefix(".")
+            site = f"{path}.{name}".removeprefix(".")
             if name in _TABLES:
                 continue
             entries: Iterable[tuple[object, Any]] = [("", value)]
@@ -115,7 +115,7 @@ def _attributes(module: nn.Module) -> _Named:
                 entries = value.items()
             for key, each in entries:
                 if type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided:
-                    yield f"{slot}.{key}", each
+                    yield f"{site}.{key}", each
 
 
 def _state(optimizer: Optimizer) -> _Named:
@@ -125,37 +125,37 @@ def _state(optimizer: Optimizer) -> _Named:
         yield from _values(f"state.{index}", values)
 
 
-def _values(slot: str, value: object) -> _Named:
+def _values(site: str, value: object) -> _Named:
     if isinstance(value, Tensor):
-        yield from _plain(slot, value)
+        yield from _plain(site, value)
     elif isinstance(value, Mapping):
         for key, each in value.items():
-            yield from _values(f"{slot}.{key}", each)
+            yield from _values(f"{site}.{key}", each)
     elif isinstance(value, list | tuple):
         for key, each in enumerate(value):
-            yield from _values(f"{slot}.{key}", each)
+            yield from _values(f"{site}.{key}", each)
 
 
-def _plain(slot: str, tensor: Tensor) -> _Named:
+def _plain(site: str, tensor: Tensor) -> _Named:
     tensor = local_of(tensor)
     if is_lazy(tensor):
-        raise RefusedError(f"{slot} has no shape yet; run the module once first. Nothing moved.")
+        raise RefusedError(f"{site} has no shape yet; run the module once first. Nothing moved.")
     wrapper: Any = tensor
     if is_traceable_wrapper_subclass(wrapper):
         for name in wrapper.__tensor_flatten__()[0]:
-            yield from _plain(f"{slot}.{name}", getattr(wrapper, name))
+            yield from _plain(f"{site}.{name}", getattr(wrapper, name))
         return
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         kind = f"{type(tensor).__name__} of dtype {tensor.dtype} and layout {tensor.layout}"
         raise RefusedError(
-            f"{slot} is a {kind}; only dense tensors can be parked. Nothing moved; park the "
+            f"{site} is a {kind}; only dense tensors can be parked. Nothing moved; park the "
             "modules without it."
         )
     if tensor.is_meta:
         raise RefusedError(
-            f"{slot} is on the meta device and has no bytes. Nothing moved; load it first."
+            f"{site} is on the meta device and has no bytes. Nothing moved; load it first."
         )
-    yield slot, tensor
+    yield site, tensor
 
 
 # ------------------------------------------------------------------------------------------ FSDP2
@@ -196,15 +196,15 @@ def reshard(module: nn.Module) -> None:
 
 
 def _unreduced(group: Any) -> Iterator[tuple[str, Any, str, Tensor]]:
-    """Yields gradients that wait for a reduction: slot, who has it, under which name."""
+    """Yields gradients that wait for a reduction: site, who has it, under which name."""
     for parameter in group.fsdp_params:
-        slot = f"{parameter._param_fqn or id(parameter)}.fsdp"
+        site = f"{parameter._param_fqn or id(parameter)}.fsdp"
         accumulated = parameter.unsharded_accumulated_grad
         if accumulated is not None:
-            yield f"{slot}.accumulated", parameter, "unsharded_accumulated_grad", accumulated
+            yield f"{site}.accumulated", parameter, "unsharded_accumulated_grad", accumulated
         whole = parameter.__dict__.get("_unsharded_param")
         if whole is not None and whole.grad is not None:
-            yield f"{slot}.whole.grad", whole, "grad", whole.grad
+            yield f"{site}.whole.grad", whole, "grad", whole.grad
     partial = getattr(group, "_partial_reduce_output", None)
     if partial is not None:
         yield f"{id(group)}.partial", group, "_partial_reduce_output", partial

@@ -11,7 +11,7 @@ from residency._checkpoint._restore._boxes import Box, row_major, spans, stretch
 from residency._checkpoint._restore._fill import fill
 from residency._checkpoint._restore._plan import Assignment, RestorePlan, Target, box_of
 from residency._checkpoint._sources._own import saved_for_rank
-from residency._checkpoint._sources._source import Stored
+from residency._checkpoint._sources._source import StoredTensor
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool, torch.uint8),
@@ -104,10 +104,10 @@ def test_boxes_are_assembled_from_whatever_shards_overlap_them(
         path = tmp_path / f"{index}.bin"
         data = raw(narrowed(whole, box))
         path.write_bytes(b"x" * 13 + data)
-        stored = Stored("t", whole.dtype, box.shape, shape, box.offsets, path, 13, len(data))
+        stored = StoredTensor("t", whole.dtype, box.shape, shape, box.offsets, path, 13, len(data))
         if index % 3 == 2:
             held = narrowed(whole, box).clone()
-            stored = Stored("t", whole.dtype, box.shape, shape, box.offsets, tensor=held)
+            stored = StoredTensor("t", whole.dtype, box.shape, shape, box.offsets, tensor=held)
         shards.append(stored)
     assignments, expected = [], []
     for box in cut(shape, chance):

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residency._checkpoint._sources import Source, Stored, TensorName
+from residency._checkpoint._sources import Source, StoredTensor, TensorName
 
 
-def contents_of(stored: Stored) -> Tensor:
+def contents_of(stored: StoredTensor) -> Tensor:
     """Returns the elements of what is stored, read from the file as a restore would."""
     if stored.tensor is not None:
         return stored.tensor.clone()
@@ -24,7 +24,7 @@ def contents_of(stored: Stored) -> Tensor:
     return torch.frombuffer(data, dtype=torch.uint8).view(stored.dtype).view(stored.shape)
 
 
-def whole(shards: list[Stored]) -> Tensor:
+def whole(shards: list[StoredTensor]) -> Tensor:
     """Puts the shards of a tensor together."""
     tensor = torch.empty(shards[0].whole_shape, dtype=shards[0].dtype)
     for shard in shards:

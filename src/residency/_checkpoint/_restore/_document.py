@@ -44,7 +44,7 @@ from residency._checkpoint._restore._modules import (
 )
 from residency._checkpoint._restore._optimizers import RestoreSettings, Thunk, plan_optimizer
 from residency._checkpoint._restore._plan import RestorePlan
-from residency._checkpoint._sources._own import Saved
+from residency._checkpoint._sources._own import SavedForRank
 from residency._errors import CorruptSaveError, RefusedError
 
 _OWN_CLASSES: dict[str | None, type] = {COUNTER: Counter, DEFAULTDICT: defaultdict}
@@ -62,7 +62,7 @@ class DocumentPlan:
     """The plan of a state's restore from a save of this library."""
 
     def __init__(
-        self, plan: RestorePlan, saved: Saved, state: Any, *, eager: bool, staging_bytes: int
+        self, plan: RestorePlan, saved: SavedForRank, state: Any, *, eager: bool, staging_bytes: int
     ) -> None:
         self._plan = plan
         self._saved = saved

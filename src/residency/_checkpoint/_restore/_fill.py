@@ -34,7 +34,7 @@ from residency._checkpoint._restore._boxes import (
     stretches,
 )
 from residency._checkpoint._restore._plan import Assignment, Target, box_of, is_whole
-from residency._checkpoint._sources._source import Stored
+from residency._checkpoint._sources._source import StoredTensor
 from residency._errors import InvalidArgumentError, RefusedError
 from residency._transfer import (
     CopyRun,
@@ -202,7 +202,7 @@ class _ShardBox(NamedTuple):
     """The box of a target that one stored shard has, and where in the whole that shard is."""
 
     target: Target
-    shard: Stored
+    shard: StoredTensor
     box: Box
     shard_box: Box
 

@@ -20,7 +20,12 @@ from residency._checkpoint._restore._overlaps import settle_overlaps
 from residency._checkpoint._restore._plan import Differences, RestorePlan
 from residency._checkpoint._restore._restore import carry_out
 from residency._checkpoint._sources import open_source
-from residency._checkpoint._sources._own import PublishedSave, Saved, find_save, saved_for_rank
+from residency._checkpoint._sources._own import (
+    PublishedSave,
+    SavedForRank,
+    find_save,
+    saved_for_rank,
+)
 from residency._errors import RefusedError
 from residency._modes import inference_mode_off
 from residency._ranks import rank_and_world_size
@@ -134,7 +139,7 @@ def _last_dots(name: str, most: int) -> list[int]:
     return found
 
 
-def _module_in(saved: Saved, module: nn.Module) -> str:
+def _module_in(saved: SavedForRank, module: nn.Module) -> str:
     """Returns the name of the module of a save that this one is.
 
     Raises:

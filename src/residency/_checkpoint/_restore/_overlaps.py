@@ -19,7 +19,7 @@ from torch import Tensor
 from residency._checkpoint._restore._boxes import Box, row_major, spans
 from residency._checkpoint._restore._fill import fill
 from residency._checkpoint._restore._plan import Assignment, RestorePlan, Target
-from residency._checkpoint._sources._source import Stored
+from residency._checkpoint._sources._source import StoredTensor
 from residency._modes import callers_modes_off
 from residency._storages import sharing
 
@@ -102,7 +102,7 @@ def _anchor(assignment: Assignment) -> tuple[object, int] | None:
     return source, start - local.data_ptr()
 
 
-def _place(shard: Stored) -> tuple[object, int, tuple[int, ...]]:
+def _place(shard: StoredTensor) -> tuple[object, int, tuple[int, ...]]:
     if shard.tensor is not None:
         return "host", shard.tensor.data_ptr(), shard.tensor.stride()
     stride = row_major(shard.shape) if shard.stride is None else tuple(shard.stride)

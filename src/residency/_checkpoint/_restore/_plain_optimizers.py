@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from residency._checkpoint._restore._fill import Staging, fill
 from residency._checkpoint._restore._plan import Assignment, target_of
-from residency._checkpoint._sources._source import Stored
+from residency._checkpoint._sources._source import StoredTensor
 from residency._dtensor import local_of, wrapped_like
 from residency._errors import RefusedError
 from residency._modes import callers_modes_off
@@ -301,6 +301,6 @@ def _buckets(entries: list[_Entry], most_bytes: int) -> Iterator[list[_Entry]]:
         yield bucket
 
 
-def _stored(name: str, local: Tensor) -> Stored:
+def _stored(name: str, local: Tensor) -> StoredTensor:
     shape = tuple(local.shape)
-    return Stored(name, local.dtype, shape, shape, (0,) * len(shape), tensor=local)
+    return StoredTensor(name, local.dtype, shape, shape, (0,) * len(shape), tensor=local)

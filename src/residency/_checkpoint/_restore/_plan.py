@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from residency._checkpoint._capture._walk import layout_problem
 from residency._checkpoint._disk._read import Checksums
 from residency._checkpoint._restore._boxes import Box
-from residency._checkpoint._sources._source import Stored
+from residency._checkpoint._sources._source import StoredTensor
 from residency._dtensor import is_sharded, local_of
 from residency._errors import RefusedError, in_short, warn
 from residency._storages import overlaps_itself
@@ -49,7 +49,7 @@ class Assignment:
     """A target with what is stored of it, of which each element is in one place."""
 
     target: Target
-    shards: Sequence[Stored]
+    shards: Sequence[StoredTensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class RestorePlan:
         after: What puts values in place once all bytes are there.
     """
 
-    tensors: Mapping[str, Sequence[Stored]]
+    tensors: Mapping[str, Sequence[StoredTensor]]
     checksums: Mapping[Path, Checksums] = field(default_factory=dict)
     assignments: list[Assignment] = field(default_factory=list)
     fresh: dict[str, Tensor] = field(default_factory=dict)
@@ -201,17 +201,17 @@ def target_of(name: str, tensor: Tensor) -> Target:
     return Target(name, tensor, local, Box(tuple(found[1]), tuple(local.shape)), shape)
 
 
-def box_of(shard: Stored) -> Box:
+def box_of(shard: StoredTensor) -> Box:
     """Returns where in the whole tensor a stored shard is."""
     return Box(tuple(shard.offsets), tuple(shard.shape))
 
 
-def is_whole(target: Target, shard: Stored) -> bool:
+def is_whole(target: Target, shard: StoredTensor) -> bool:
     """Returns whether what is stored here is just what a target has, as nearly always."""
     return shard.shape == target.box.shape and shard.offsets == target.box.offsets
 
 
-def difference(target: Target, shards: Sequence[Stored]) -> str | None:
+def difference(target: Target, shards: Sequence[StoredTensor]) -> str | None:
     """Returns what stands against filling a target from what is stored, or None."""
     first = shards[0]
     name, local = target.name, target.local

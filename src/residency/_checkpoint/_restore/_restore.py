@@ -13,7 +13,7 @@ from residency._checkpoint._restore._fill import fill, staging_bytes_of
 from residency._checkpoint._restore._overlaps import settle_overlaps
 from residency._checkpoint._restore._plan import Differences, RestorePlan
 from residency._checkpoint._restore._unusable import unusable_is_damage
-from residency._checkpoint._sources._own import PublishedSave, Saved, saved_for_rank
+from residency._checkpoint._sources._own import PublishedSave, SavedForRank, saved_for_rank
 from residency._errors import RefusedError, warn
 
 RNG = "rng"  # the top-level name that is not the caller's
@@ -143,7 +143,7 @@ def _carry_out(
         raise
 
 
-def _plan_generators(plan: RestorePlan, document: DocumentPlan, saved: Saved) -> None:
+def _plan_generators(plan: RestorePlan, document: DocumentPlan, saved: SavedForRank) -> None:
     if not saved.is_own_rank:
         warn(
             "the save is of another number of ranks, so the random states are left as they "

@@ -16,7 +16,7 @@ from residency._checkpoint._sources._pickles import PickledInstance, read_metada
 from residency._checkpoint._sources._safetensors import member
 from residency._checkpoint._sources._source import (
     Source,
-    Stored,
+    StoredTensor,
     TensorName,
     check_cover,
     without_copies,
@@ -55,7 +55,7 @@ class _ForeignReader:
         self._open: dict[str, Items] = {}
 
     def read(self) -> Source:
-        tensors: dict[str, list[Stored]] = {}
+        tensors: dict[str, list[StoredTensor]] = {}
         values: dict[str, Any] = {}
         with ExitStack() as stack:
             for name, entry in self._entries.items():
@@ -67,7 +67,7 @@ class _ForeignReader:
                     values[name] = TensorName(name)
         return Source(self._path, "dcp", tensors, self._nested(values))
 
-    def _shards(self, stack: ExitStack, name: str, entry: PickledInstance) -> list[Stored]:
+    def _shards(self, stack: ExitStack, name: str, entry: PickledInstance) -> list[StoredTensor]:
         whole = tuple(entry["size"])
         shards = []
         for chunk in entry["chunks"]:
@@ -96,7 +96,7 @@ class _ForeignReader:
 
     def _item(
         self, stack: ExitStack, name: str, offsets: tuple[int, ...] | None
-    ) -> tuple[dict[str, Stored], object]:
+    ) -> tuple[dict[str, StoredTensor], object]:
         place = self._places.get((name, offsets))
         if place is None:
             at = "" if offsets is None else f" at {offsets}"

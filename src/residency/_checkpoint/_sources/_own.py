@@ -23,7 +23,7 @@ from residency._checkpoint._disk._read import Checksums
 from residency._checkpoint._document._nodes import Node, read_document
 from residency._checkpoint._document._notes import PLAIN, TensorNote, read_note, senseless
 from residency._checkpoint._sources._safetensors import stored_at
-from residency._checkpoint._sources._source import Source, Stored, check_cover, without_copies
+from residency._checkpoint._sources._source import Source, StoredTensor, check_cover, without_copies
 from residency._errors import CorruptSaveError
 
 
@@ -62,7 +62,7 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedForRank:
     """A save as one rank restores it.
 
     Attributes:
@@ -76,7 +76,7 @@ class Saved:
 
     folder: Path
     tree: Mapping[str, Node]
-    tensors: Mapping[str, Sequence[Stored]]
+    tensors: Mapping[str, Sequence[StoredTensor]]
     views: Mapping[str, View]
     checksums: Mapping[Path, Checksums]
     is_own_rank: bool
@@ -112,7 +112,7 @@ def open_source(folder: Path) -> Source:
     return Source(folder, "residency", saved.tensors, tree, save.documents, saved.checksums)
 
 
-def saved_for_rank(save: PublishedSave, *, rank: int = 0, world_size: int = 1) -> Saved:
+def saved_for_rank(save: PublishedSave, *, rank: int = 0, world_size: int = 1) -> SavedForRank:
     """Describes a save as one rank restores it.
 
     Args:
@@ -127,9 +127,9 @@ def saved_for_rank(save: PublishedSave, *, rank: int = 0, world_size: int = 1) -
     source_rank = rank if rank < num_saved else 0
     tree = read_document(save.documents[source_rank])
     notes = [_notes(document) for document in save.documents]
-    shards: dict[str, list[Stored]] = {}
-    whole: dict[str, dict[int, Stored]] = {}
-    tensors: dict[str, Sequence[Stored]] = {}
+    shards: dict[str, list[StoredTensor]] = {}
+    whole: dict[str, dict[int, StoredTensor]] = {}
+    tensors: dict[str, Sequence[StoredTensor]] = {}
     for index, name, stored in _located(save, notes):
         note = notes[index].get(name, PLAIN)
         if note.whole_shape is not None:
@@ -154,7 +154,7 @@ def saved_for_rank(save: PublishedSave, *, rank: int = 0, world_size: int = 1) -
         save.folder / name: Checksums(record.num_bytes, record.chunk_bytes, record.crc32)
         for name, record in save.files.items()
     }
-    return Saved(save.folder, tree, tensors, views, checksums, num_saved == world_size)
+    return SavedForRank(save.folder, tree, tensors, views, checksums, num_saved == world_size)
 
 
 def _notes(document: Mapping[str, object]) -> dict[str, TensorNote]:
@@ -166,7 +166,7 @@ def _notes(document: Mapping[str, object]) -> dict[str, TensorNote]:
 
 def _located(
     save: PublishedSave, notes: Sequence[Mapping[str, TensorNote]]
-) -> Iterator[tuple[int, str, Stored]]:
+) -> Iterator[tuple[int, str, StoredTensor]]:
     """Yields where the tensors of each rank are, as its document says that they are to be read."""
     by_rank: list[dict[str, list[StoredEntry]]] = [{} for _ in notes]
     paths = {file: save.folder / file for file in save.rank_of_file}
@@ -188,7 +188,7 @@ def _located(
                 yield rank, name, _stored(paths[entry.file], name, entry, note)
 
 
-def _stored(path: Path, name: str, entry: StoredEntry, note: TensorNote) -> Stored:
+def _stored(path: Path, name: str, entry: StoredEntry, note: TensorNote) -> StoredTensor:
     record = entry.record
     stored = stored_at(path, record, entry.start)
     if stored.name != name:
@@ -206,7 +206,7 @@ def _stored(path: Path, name: str, entry: StoredEntry, note: TensorNote) -> Stor
     return replace(stored, whole_shape=note.whole_shape, offsets=offsets)
 
 
-def _as_noted(stored: Stored, num_bytes: int, note: TensorNote) -> Stored:
+def _as_noted(stored: StoredTensor, num_bytes: int, note: TensorNote) -> StoredTensor:
     """Gives a tensor that is stored as bytes, or as a view of others, its own dtype and shape."""
     assert note.dtype is not None
     zeros = (0,) * len(note.shape)
@@ -215,13 +215,15 @@ def _as_noted(stored: Stored, num_bytes: int, note: TensorNote) -> Stored:
         if whole_bytes != num_bytes:
             raise senseless(stored.name, note)
         place = stored.file, stored.start, num_bytes
-        return Stored(stored.name, note.dtype, note.shape, note.shape, zeros, *place)
+        return StoredTensor(stored.name, note.dtype, note.shape, note.shape, zeros, *place)
     if note.start + note.span_bytes > num_bytes:
         raise senseless(stored.name, note)
     is_in_order = note.span_bytes == whole_bytes and _row_major(note.shape, note.stride)
     place = stored.file, stored.start + note.start, note.span_bytes
     stride = None if is_in_order else note.stride
-    return Stored(stored.name, note.dtype, note.shape, note.shape, zeros, *place, None, stride)
+    return StoredTensor(
+        stored.name, note.dtype, note.shape, note.shape, zeros, *place, None, stride
+    )
 
 
 def _row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:

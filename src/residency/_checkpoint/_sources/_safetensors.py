@@ -16,7 +16,7 @@ from residency._checkpoint._disk._manifest import Record, parse_json
 from residency._checkpoint._document._dtypes import DTYPES, HALF_BYTES
 from residency._checkpoint._sources._source import (
     Source,
-    Stored,
+    StoredTensor,
     TensorName,
     check_cover,
     without_copies,
@@ -30,7 +30,7 @@ SUFFIX = ".safetensors"
 @dataclass(frozen=True, slots=True)
 class _Header:
     file: Path
-    entries: dict[str, Stored]
+    entries: dict[str, StoredTensor]
     has_shards: bool  # its offsets are said, so that other files may have the rest
 
 
@@ -117,7 +117,7 @@ def read_header(path: Path) -> _Header:
     return _Header(path, entries, has_shards)
 
 
-def stored_at(path: Path, record: Record, start: int) -> Stored:
+def stored_at(path: Path, record: Record, start: int) -> StoredTensor:
     """Describes what a record says is in a file, as a whole tensor or a shard of that shape.
 
     Raises:
@@ -134,7 +134,7 @@ def stored_at(path: Path, record: Record, start: int) -> Stored:
             _corrupt(path, f"has {record.name!r} with half a byte in a row: {shape}", record.name)
         shape = (*shape[:-1], shape[-1] // 2)
     offsets = record.offsets or (0,) * len(shape)
-    return Stored(record.name, dtype, shape, shape, offsets, path, start, record.num_bytes)
+    return StoredTensor(record.name, dtype, shape, shape, offsets, path, start, record.num_bytes)
 
 
 def member(folder: Path, name: object, said_by: Path) -> Path:
@@ -154,7 +154,7 @@ def member(folder: Path, name: object, said_by: Path) -> Path:
 
 
 def _source(path: Path, headers: Sequence[_Header]) -> Source:
-    found: dict[str, list[tuple[_Header, Stored]]] = {}
+    found: dict[str, list[tuple[_Header, StoredTensor]]] = {}
     for header in headers:
         for name, stored in header.entries.items():
             found.setdefault(name, []).append((header, stored))
@@ -171,7 +171,7 @@ def _source(path: Path, headers: Sequence[_Header]) -> Source:
     return Source(path, "safetensors", tensors, {name: TensorName(name) for name in tensors})
 
 
-def _together(path: Path, name: str, shards: Sequence[Stored]) -> list[Stored]:
+def _together(path: Path, name: str, shards: Sequence[StoredTensor]) -> list[StoredTensor]:
     """Gives shards the shape of their whole, which is as far as the farthest of them goes."""
     if len({len(shard.shape) for shard in shards}) > 1:
         _corrupt(path, f"has shards of {name!r} with different numbers of dimensions", name)

@@ -32,7 +32,7 @@ class TensorName:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """The place of a tensor's bytes, or of one shard's.
 
     Either `file` is set, or `tensor`. In a file the elements lie in row-major order, without gaps,
@@ -86,7 +86,7 @@ class Source:
 
     path: Path
     kind: str
-    tensors: Mapping[str, Sequence[Stored]]
+    tensors: Mapping[str, Sequence[StoredTensor]]
     values: Any
     documents: Sequence[dict[str, Any]] = field(default=())
     files: Mapping[Path, Checksums] = field(default_factory=dict)
@@ -104,14 +104,14 @@ class Source:
 
 def whole_in_file(
     name: str, dtype: torch.dtype, shape: Sequence[int], file: Path, start: int
-) -> Stored:
+) -> StoredTensor:
     """Describes a whole tensor in row-major order in a file."""
     shape = tuple(shape)
     num_bytes = math.prod(shape) * dtype.itemsize
-    return Stored(name, dtype, shape, shape, (0,) * len(shape), file, start, num_bytes)
+    return StoredTensor(name, dtype, shape, shape, (0,) * len(shape), file, start, num_bytes)
 
 
-def on_host(name: str, tensor: torch.Tensor, file: Path) -> Stored:
+def on_host(name: str, tensor: torch.Tensor, file: Path) -> StoredTensor:
     """Describes a whole tensor that is on the host already.
 
     Raises:
@@ -128,12 +128,12 @@ def on_host(name: str, tensor: torch.Tensor, file: Path) -> Stored:
     if tensor.device.type != "cpu":
         raise RefusedError(f"{name!r} in {file} is on {tensor.device.type!r}: it has no bytes.")
     shape = tuple(tensor.shape)
-    return Stored(
+    return StoredTensor(
         name, tensor.dtype, shape, shape, (0,) * len(shape), num_bytes=tensor.nbytes, tensor=tensor
     )
 
 
-def check_cover(name: str, shards: Sequence[Stored], file: Path) -> None:
+def check_cover(name: str, shards: Sequence[StoredTensor], file: Path) -> None:
     """Checks that shards cover their tensor, each element once.
 
     Raises:
@@ -163,13 +163,13 @@ def check_cover(name: str, shards: Sequence[Stored], file: Path) -> None:
         )
 
 
-def _overlap(shards: Sequence[Stored]) -> bool:
+def _overlap(shards: Sequence[StoredTensor]) -> bool:
     """Returns whether two shards share an element: a sweep along the dimension that cuts most."""
     if len(shards) < 2:
         return False
     dimensions = range(len(shards[0].shape))
     cut = max(dimensions, key=lambda d: len({shard.offsets[d] for shard in shards}), default=0)
-    active: list[Stored] = []
+    active: list[StoredTensor] = []
     for shard in sorted(shards, key=lambda shard: shard.offsets[cut : cut + 1]):
         active = [s for s in active if s.offsets[cut] + s.shape[cut] > shard.offsets[cut]]
         if any(_meet(shard, other) for other in active):
@@ -178,16 +178,16 @@ def _overlap(shards: Sequence[Stored]) -> bool:
     return False
 
 
-def _meet(one: Stored, other: Stored) -> bool:
+def _meet(one: StoredTensor, other: StoredTensor) -> bool:
     return all(
         max(a, b) < min(a + m, b + n)
         for a, m, b, n in zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
     )
 
 
-def without_copies(shards: Iterable[Stored]) -> list[Stored]:
+def without_copies(shards: Iterable[StoredTensor]) -> list[StoredTensor]:
     """Returns the shards, of several at one place with one shape the first only."""
-    first: dict[tuple[tuple[int, ...], tuple[int, ...]], Stored] = {}
+    first: dict[tuple[tuple[int, ...], tuple[int, ...]], StoredTensor] = {}
     for shard in shards:
         first.setdefault((shard.offsets, shard.shape), shard)
     return list(first.values())

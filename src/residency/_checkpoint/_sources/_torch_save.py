@@ -28,7 +28,7 @@ from residency._checkpoint._sources._pickles import (
 )
 from residency._checkpoint._sources._source import (
     Source,
-    Stored,
+    StoredTensor,
     TensorName,
     on_host,
     whole_in_file,
@@ -78,7 +78,7 @@ class Items:
         self._stream = stream
         self._mapped: mmap.mmap | None = None
 
-    def read(self, start: int, num_bytes: int, prefix: str) -> tuple[dict[str, Stored], Any]:
+    def read(self, start: int, num_bytes: int, prefix: str) -> tuple[dict[str, StoredTensor], Any]:
         """Reads one item: its tensors by name, and its values.
 
         Args:
@@ -103,7 +103,9 @@ class Items:
             ) from error
         return named_tensors(found, prefix, lambda n, t: self._place(archive, n, t), self.path)
 
-    def _loaded(self, start: int, num_bytes: int, prefix: str) -> tuple[dict[str, Stored], Any]:
+    def _loaded(
+        self, start: int, num_bytes: int, prefix: str
+    ) -> tuple[dict[str, StoredTensor], Any]:
         """Lets torch decide what is harmless, of an item that has more than plain tensors."""
         is_file = (start, num_bytes) == (0, self.num_bytes)
         item: Path | io.BytesIO = self.path
@@ -112,7 +114,7 @@ class Items:
         found = load_weights_only(item, self.path, mmap=is_file)
         return named_tensors(found, prefix, lambda n, t: on_host(n, t, self.path), self.path)
 
-    def _place(self, archive: _Archive, name: str, placed: Placed) -> Stored:
+    def _place(self, archive: _Archive, name: str, placed: Placed) -> StoredTensor:
         record = archive.records.get(f"{archive.root}data/{placed.storage}")
         if record is None:
             self._corrupt(f"has no bytes for {name!r}", name, archive.start)
@@ -195,8 +197,8 @@ class Items:
 
 
 def named_tensors(
-    found: Any, prefix: str, store: Callable[[str, Any], Stored], path: Path
-) -> tuple[dict[str, Stored], Any]:
+    found: Any, prefix: str, store: Callable[[str, Any], StoredTensor], path: Path
+) -> tuple[dict[str, StoredTensor], Any]:
     """Names the tensors of a structure by their paths in it, joined by dots.
 
     Args:
@@ -211,7 +213,7 @@ def named_tensors(
     Raises:
         RefusedError: Two tensors would have one name, or the structure contains itself.
     """
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     lengths: dict[int, int] = {}
     num_visits = 0
 

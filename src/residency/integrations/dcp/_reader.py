@@ -36,7 +36,7 @@ from residency._checkpoint._disk import (
     read_files,
 )
 from residency._checkpoint._document import TENSOR, Node, decode, kind_of
-from residency._checkpoint._sources import Source, Stored, open_source
+from residency._checkpoint._sources import Source, StoredTensor, open_source
 from residency._errors import CheckpointError, CorruptSaveError, RefusedError
 from residency._transfer import memory_of
 from residency.integrations.dcp._reads import ShardRead, batches, elements, leaves
@@ -58,7 +58,7 @@ class ResidencyStorageReader(StorageReader):
         self._path = Path(path)
         self._source: Source | None = None
         self._nodes: dict[str, Node] = {}
-        self._tensors: dict[str, Sequence[Stored]] = {}
+        self._tensors: dict[str, Sequence[StoredTensor]] = {}
 
     @property
     def checkpoint_id(self) -> Path:
@@ -148,7 +148,7 @@ class ResidencyStorageReader(StorageReader):
             for read in batch:
                 read.finish()
 
-    def _place(self, item: ReadItem) -> Stored:
+    def _place(self, item: ReadItem) -> StoredTensor:
         index = item.storage_index
         shards = self._tensors[index.fqn]
         offsets = tuple(index.offset or ())
@@ -162,7 +162,7 @@ class ResidencyStorageReader(StorageReader):
             )
         return self._source
 
-    def _shards(self, source: Source, name: str) -> Sequence[Stored]:
+    def _shards(self, source: Source, name: str) -> Sequence[StoredTensor]:
         if name not in source.tensors:
             raise CorruptSaveError(f"{self._path} has no bytes for {name!r}.", tensor=name)
         return source.tensors[name]
@@ -177,7 +177,7 @@ class ResidencyStorageReader(StorageReader):
     def _fetch(self, reads: Sequence[ShardRead]) -> None:
         self._fetch_into([(read.stored, read.start, read.data) for read in reads])
 
-    def _fetch_into(self, places: Sequence[tuple[Stored, int, Tensor]]) -> None:
+    def _fetch_into(self, places: Sequence[tuple[StoredTensor, int, Tensor]]) -> None:
         checksums = self._opened().files
         wanted: dict[Path, list[Wanted]] = {}
         for stored, start, data in places:
@@ -188,7 +188,7 @@ class ResidencyStorageReader(StorageReader):
         read_files([FileReads(path, ranges, checksums[path]) for path, ranges in wanted.items()])
 
 
-def _metadata_of(shards: Sequence[Stored]) -> TensorStorageMetadata:
+def _metadata_of(shards: Sequence[StoredTensor]) -> TensorStorageMetadata:
     chunks = [ChunkStorageMetadata(torch.Size(s.offsets), torch.Size(s.shape)) for s in shards]
     properties = TensorProperties(dtype=shards[0].dtype)
     return TensorStorageMetadata(properties, torch.Size(shards[0].whole_shape), chunks)

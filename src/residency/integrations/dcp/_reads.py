@@ -22,7 +22,7 @@ from residency._checkpoint._document import (
     pairs_of,
     tensor_node,
 )
-from residency._checkpoint._sources import Stored
+from residency._checkpoint._sources import StoredTensor
 from residency._errors import CheckpointError
 from residency._transfer import copy_across, raw_bytes
 from residency._units import parse_bytes
@@ -33,7 +33,7 @@ _BATCH_BYTES = parse_bytes("64MiB")
 class ShardRead:
     """One box of a stored shard on its way to where the planner wants it."""
 
-    def __init__(self, item: ReadItem, stored: Stored, planner: LoadPlanner) -> None:
+    def __init__(self, item: ReadItem, stored: StoredTensor, planner: LoadPlanner) -> None:
         self.stored = stored
         self._item, self._planner = item, planner
         self._target = planner.resolve_tensor(item).detach()
@@ -138,7 +138,7 @@ def _is_terminal(node: Node) -> bool:
     return all(_is_terminal(each) for each in node)
 
 
-def elements(data: Tensor, stored: Stored) -> Tensor:
+def elements(data: Tensor, stored: StoredTensor) -> Tensor:
     """Returns the elements that bytes are, in their order."""
     flat = data.view(stored.dtype) if data.numel() else torch.empty(0, dtype=stored.dtype)
     if stored.stride is not None and data.numel():

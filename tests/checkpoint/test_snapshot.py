@@ -89,6 +89,7 @@ def test_a_closure_and_what_stands_behind_it_reach_the_step_of_a_class_that_take
             with torch.no_grad():
                 for parameter in self.param_groups[0]["params"]:
                     parameter.sub_(parameter.grad * scale + bias)
+                    self.state[parameter]["scale"] = scale  # a state that is no tensor
             return loss
 
     weight = torch.nn.Parameter(torch.ones(1 << 16, device=device))
@@ -100,7 +101,9 @@ def test_a_closure_and_what_stands_behind_it_reach_the_step_of_a_class_that_take
 
     snapshot = residency.snapshot({"weight": weight})  # under way, so that the step must wait
     assert optimizer.step(closure, 2.0, bias=1.0) == 5
+    later = residency.snapshot({"weight": weight})
     assert optimizer.step(closure=closure, scale=3.0) == 5
+    assert torch.equal(later.tree["weight"], torch.full((1 << 16,), -2.0))
     assert torch.equal(weight.detach().cpu(), torch.full((1 << 16,), -5.0))
     assert torch.equal(snapshot.tree["weight"], torch.ones(1 << 16))
 

@@ -34,11 +34,27 @@ class Difference(NamedTuple):
 
 _CELLS = "CUDA's fused cell has no kernel on the host: it is made of plain operations"
 _UPPER_BOUND = "rows depend on the data: dry mode takes the upper bound (docs, Dry mode)"
-_STATISTICS = "in eval mode the CPU saves no statistics, CUDA and dry mode save 512 bytes each"
+_ATTENTION = "float32 attention takes the memory-efficient kernel, which rounds in another order"
 _STRIDES = "the strides of CUDA's kernel, which torch's meta kernel gives; the CPU's are others"
 
 DIFFERENCES = [
     Difference("real", "module", r"nn\.(LSTM|GRU|RNN)(Cell)?", "close", _CELLS),
+    Difference(
+        "real",
+        "module",
+        r"nn\.Transformer(Encoder|DecoderLayer)?",
+        "close",
+        _ATTENTION,
+        dtypes="float32",
+    ),
+    Difference(
+        "real",
+        "module",
+        r"nn\.TransformerEncoderLayer",
+        "different",
+        f"{_ATTENTION}; the gradient of a sum behind a norm is nothing but rounding",
+        dtypes="float32",
+    ),
     Difference(
         "real",
         "module",
@@ -124,21 +140,12 @@ DIFFERENCES = [
         "different",
         _UPPER_BOUND,
     ),
-    Difference("bytes", "operator", "nn_functional_batch_norm", "different", _STATISTICS),
     Difference(
         "bytes",
         "operator",
         "nn_functional_embedding_bag",
         "different",
         "CUDA and dry mode keep one block of 512 bytes less",
-    ),
-    Difference(
-        "bytes",
-        "module",
-        r"nn\.(Batch|Instance)Norm[123]d",
-        "different",
-        _STATISTICS,
-        "eval",
     ),
     Difference(
         "bytes",

@@ -1,4 +1,4 @@
-"""What several callers need to know stands in one place, and they ask that place."""
+"""Each fact that several callers need stands in one place, and they ask that place."""
 
 import ast
 import re

@@ -341,7 +341,7 @@ def device_room(device: torch.device) -> tuple[int, int] | None:
         return torch.accelerator.get_memory_info(device)
     except torch.AcceleratorError:
         raise
-    except RuntimeError:  # of an allocator that keeps no list, as CUDA's asynchronous one
+    except RuntimeError:  # of a backend without these figures; NotImplementedError is one, too
         return None
 
 

@@ -1,4 +1,4 @@
-"""What a dry run makes of generated text, of which nobody has computed a token."""
+"""Generated text in a dry run, which computes no token, has the full length."""
 
 from types import ModuleType
 from typing import Any

@@ -64,9 +64,7 @@ def test_each_rule_finds_the_place_that_a_classs_own_step_chose(device, name):
 
 
 def test_an_assignment_knows_the_value_alone_and_a_load_the_class(device):
-    """What tells the rules apart: ASGD steps a scalar of the device, and a caller's is the host's
-    until a step has made one.
-    """
+    """ASGD steps a scalar of the device; one that a caller assigns stays on the host until then."""
     plain, offloaded = stepped("ASGD", device)
     parameter = plain.param_groups[0]["params"][0]
     record = record_of(offloaded)

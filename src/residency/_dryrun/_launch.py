@@ -12,6 +12,8 @@ import sys
 import tempfile
 import threading
 import time
+from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -158,12 +160,19 @@ def with_owners(timeline: list[list[int]], owned: Iterable[Sequence[int]]) -> li
         timeline: As the books have it.
         owned: The same.
     """
-    points = [list(point) for point in timeline]
+    positions = [point[0] for point in timeline]
+    # What changes from a point on, for each figure of it, so that many blocks cost one pass.
+    changes: defaultdict[int, Counter[int]] = defaultdict(Counter)
     for made, known, before, kind, num_bytes in owned:
-        for point in points:
-            if made <= point[0] < known:
-                point[1 + before] -= num_bytes
-                point[1 + kind] += num_bytes
+        for position, sign in ((made, 1), (known, -1)):
+            change = changes[bisect_left(positions, position)]
+            change[1 + before] -= sign * num_bytes
+            change[1 + kind] += sign * num_bytes
+    moved: Counter[int] = Counter()
+    points = []
+    for index, point in enumerate(timeline):
+        moved.update(changes.get(index, {}))
+        points.append([number + moved[figure] for figure, number in enumerate(point)])
     return points
 
 

@@ -1,9 +1,9 @@
 """Brings a script to its end after some optimizer steps: nobody waits for 10,000 of them.
 
 The training loop ends as if its data had: what comes after it (evaluation, the last save, a resume)
-then runs as the script has it. Trainers of frameworks get their own request to
-stop. A loop without data loaders is ended at its head (``_loops``); one where that cannot be is
-left by ``SystemExit``.
+then runs as the script has it. Trainers of frameworks get their own request to stop. A
+loop without data loaders is ended at its head (``_loops``); one where that cannot be is left by
+``SystemExit``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What other packages must know about the simulated accelerator."""
+"""The simulated accelerator for other packages: changes of those that know devices by name."""
 
 from __future__ import annotations
 

@@ -219,9 +219,7 @@ def has_ended(group: CopyGroup) -> bool:
     """Waits for the copies of a group; returns False, and logs why, where the device cannot say."""
     try:
         group.finish()
-    except (
-        Exception
-    ) as error:  # the next call that asks the device raises the error of a failed kernel
+    except Exception as error:  # of a failed kernel; the next call that asks the device raises it
         _logger.warning(
             "copies of a save cannot be waited for: %s: %s", type(error).__name__, str(error)
         )

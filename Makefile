@@ -29,23 +29,24 @@ DEMO_STAMP := $(or $(wildcard $(STAMP)),$(VENV)/.installed-demo-$(SUM))
 # The tools of .venv come first.
 RUN := PATH="$(BIN):$$PATH"
 
+# Environments of other pins than the tests'; each is made anew where its pins change.
+stamp = $(1)/.installed-$(shell (cat pyproject.toml $(2); echo '$(TORCH)') | cksum | tr ' ' '-')
+
 VERL_VENV := .venv-verl
-VERL_BIN := $(CURDIR)/$(VERL_VENV)/bin
-VERL_STAMP := $(VERL_VENV)/.installed-$(shell (cat pyproject.toml constraints-verl.txt; echo '$(TORCH)') | cksum | tr ' ' '-')
+VERL_PINS := constraints-verl.txt
+VERL_STAMP := $(call stamp,$(VERL_VENV),$(VERL_PINS))
 
 FRAMEWORKS_VENV := .venv-frameworks
-FRAMEWORKS_BIN := $(CURDIR)/$(FRAMEWORKS_VENV)/bin
 FRAMEWORKS_PINS := constraints-frameworks.txt
-FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed-$(shell (cat pyproject.toml $(FRAMEWORKS_PINS); echo '$(TORCH)') | cksum | tr ' ' '-')
+FRAMEWORKS_STAMP := $(call stamp,$(FRAMEWORKS_VENV),$(FRAMEWORKS_PINS))
 
 # Folders with the sources of other projects, for `make test-projects`; an interpreter that has what
 # they import, where none is to be made.
 PROJECTS ?=
 PROJECTS_PYTHON ?=
 PROJECTS_VENV := .venv-projects
-PROJECTS_BIN := $(CURDIR)/$(PROJECTS_VENV)/bin
 PROJECTS_PINS := benchmarks/projects/constraints.txt
-PROJECTS_STAMP := $(PROJECTS_VENV)/.installed-$(shell (cat pyproject.toml $(PROJECTS_PINS); echo '$(TORCH)') | cksum | tr ' ' '-')
+PROJECTS_STAMP := $(call stamp,$(PROJECTS_VENV),$(PROJECTS_PINS))
 
 RELEASE_VENV := .venv-release
 
@@ -74,19 +75,19 @@ test-all: $(STAMP)
 
 # verl pins an older transformers than the other tests take, so it has an environment of its own.
 test-verl: $(VERL_STAMP)
-	PATH="$(VERL_BIN):$$PATH" python -m pytest --timeout=1200 tests/verl $(TEST_ARGS)
+	PATH="$(CURDIR)/$(VERL_VENV)/bin:$$PATH" python -m pytest --timeout=1200 tests/verl $(TEST_ARGS)
 
 # Axolotl, LLaMA-Factory and torchtitan themselves: they pin other versions than the other tests take.
 # Without this environment their tests run against stand-ins.
 test-frameworks: $(FRAMEWORKS_STAMP)
-	PATH="$(FRAMEWORKS_BIN):$$PATH" python -m pytest --timeout=1200 -m "" tests/integrations/test_axolotl.py \
+	PATH="$(CURDIR)/$(FRAMEWORKS_VENV)/bin:$$PATH" python -m pytest --timeout=1200 -m "" tests/integrations/test_axolotl.py \
 		tests/integrations/test_llamafactory.py tests/integrations/test_torchtitan.py $(TEST_ARGS)
 
 # The code of XTuner, prime-rl and torchtitan themselves, stock beside ours, on the simulated accelerator:
 #   make test-projects PROJECTS="/path/to/xtuner /path/to/prime-rl /path/to/torchtitan"
 # Nothing is written into the folders, which are recognised by what is in them.
 test-projects: $(if $(PROJECTS_PYTHON),,$(PROJECTS_STAMP))
-	PATH="$(PROJECTS_BIN):$$PATH" $(or $(PROJECTS_PYTHON),python) -m benchmarks.projects $(PROJECTS)
+	PATH="$(CURDIR)/$(PROJECTS_VENV)/bin:$$PATH" $(or $(PROJECTS_PYTHON),python) -m benchmarks.projects $(PROJECTS)
 
 check: $(STAMP)
 	$(RUN) ruff check src tests benchmarks
@@ -152,39 +153,37 @@ $(VENV)/.installed-demo-$(SUM): pyproject.toml constraints.txt
 	$(call install,demo,--no-compile)
 	touch $@
 
+# An environment with this package: $(call environment,venv,pins,what pip installs with what it asks
+# for,what it installs without).
+define environment
+	test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+	$(1)/bin/python -m pip install --quiet '$(TORCH)'
+	$(1)/bin/python -m pip install --quiet --constraint $(2) --editable $(3)
+	$(1)/bin/python -m pip install --quiet --constraint $(2) --no-deps $(4)
+	rm -f $(1)/.installed-*
+	touch $@
+endef
+
 # fastapi and uvicorn are what verl imports and does not ask for. Trinity-RFT is installed without what
 # it asks for, of which its worker needs nothing: it wants another transformers than verl 0.9 does.
-$(VERL_STAMP): pyproject.toml constraints-verl.txt
-	test -x $(VERL_BIN)/python || $(PYTHON) -m venv $(VERL_VENV)
-	$(VERL_BIN)/python -m pip install --quiet '$(TORCH)'
-	$(VERL_BIN)/python -m pip install --quiet --constraint constraints-verl.txt \
-		--editable '.[testing,verl]' fastapi pytest-timeout uvicorn
-	$(VERL_BIN)/python -m pip install --quiet --constraint constraints-verl.txt --no-deps trinity-rft
-	rm -f $(VERL_VENV)/.installed-*
-	touch $@
+VERL_NEED := '.[testing,verl]' fastapi pytest-timeout uvicorn
+
+$(VERL_STAMP): pyproject.toml $(VERL_PINS)
+	$(call environment,$(VERL_VENV),$(VERL_PINS),$(VERL_NEED),trinity-rft)
 
 # Axolotl and LLaMA-Factory without what they ask for, which contradicts each other; of it the tests
 # need this. triton asks for no torch.
-FRAMEWORKS_NEED := accelerate addict art colorama datasets einops evaluate numba omegaconf peft pillow posthog \
-	pytest-timeout python-dotenv torchdata torchtitan transformers triton trl wandb
+FRAMEWORKS_NEED := '.[testing]' accelerate addict art colorama datasets einops evaluate numba omegaconf peft pillow \
+	posthog pytest-timeout python-dotenv torchdata torchtitan transformers triton trl wandb
 
 $(FRAMEWORKS_STAMP): pyproject.toml $(FRAMEWORKS_PINS)
-	test -x $(FRAMEWORKS_BIN)/python || $(PYTHON) -m venv $(FRAMEWORKS_VENV)
-	$(FRAMEWORKS_BIN)/python -m pip install --quiet '$(TORCH)'
-	$(FRAMEWORKS_BIN)/python -m pip install --quiet --constraint $(FRAMEWORKS_PINS) --editable '.[testing]' $(FRAMEWORKS_NEED)
-	$(FRAMEWORKS_BIN)/python -m pip install --quiet --constraint $(FRAMEWORKS_PINS) --no-deps axolotl llamafactory
-	rm -f $(FRAMEWORKS_VENV)/.installed-*
-	touch $@
+	$(call environment,$(FRAMEWORKS_VENV),$(FRAMEWORKS_PINS),$(FRAMEWORKS_NEED),axolotl llamafactory)
 
 # What the sources import and the runs need; for the rest there are stand-ins, which the report names.
 # triton and torch_checkpointing without what they ask for, which is another build of torch.
-PROJECTS_NEED := beartype cyclopts datasets einops grain jaxtyping loguru mmengine more_itertools pillow prime-pydantic-config \
-	pydantic safetensors spmd_types tensorboard tensordict tokenizers tomli tomli-w torchdata transformers tyro xxhash
+PROJECTS_NEED := '.[sim]' beartype cyclopts datasets einops grain jaxtyping loguru mmengine more_itertools pillow \
+	prime-pydantic-config pydantic safetensors spmd_types tensorboard tensordict tokenizers tomli tomli-w torchdata \
+	transformers tyro xxhash
 
 $(PROJECTS_STAMP): pyproject.toml $(PROJECTS_PINS)
-	test -x $(PROJECTS_BIN)/python || $(PYTHON) -m venv $(PROJECTS_VENV)
-	$(PROJECTS_BIN)/python -m pip install --quiet '$(TORCH)'
-	$(PROJECTS_BIN)/python -m pip install --quiet --constraint $(PROJECTS_PINS) --editable '.[sim]' $(PROJECTS_NEED)
-	$(PROJECTS_BIN)/python -m pip install --quiet --constraint $(PROJECTS_PINS) --no-deps torch_checkpointing triton
-	rm -f $(PROJECTS_VENV)/.installed-*
-	touch $@
+	$(call environment,$(PROJECTS_VENV),$(PROJECTS_PINS),$(PROJECTS_NEED),torch_checkpointing triton)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -16,11 +15,11 @@ import textwrap
 import threading
 import weakref
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import workers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "sim"))
 
@@ -32,7 +31,8 @@ from residency.integrations._common._ordered_writes import OrderedWrites
 from residency.integrations.lightning import _trees
 
 # One process runs all cases, before the first of them: minutes, on a busy machine many.
-pytestmark = [pytest.mark.whole, pytest.mark.timeout(1500)]
+SECONDS = 700
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(2 * SECONDS + 100)]
 
 HERE = Path(__file__).parent
 CASES_FOLDER = HERE.parents[0] / "sim"  # has worker_cases
@@ -45,26 +45,7 @@ def cases_in(worker: str) -> list[str]:
 
 
 def start(worker: str, *arguments: object, **variables: str) -> subprocess.Popen[str]:
-    source = str(Path(residency.__file__).parents[1])
-    path = os.pathsep.join([source, str(CASES_FOLDER), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [sys.executable, str(HERE / worker), *map(str, arguments)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(processes: Sequence[subprocess.Popen[str]]) -> None:
-    try:
-        for process in processes:
-            output = process.communicate(timeout=700)[0]  # the first may have to compile
-            assert process.returncode == 0, output[-5000:]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    return workers.start(HERE / worker, *arguments, folder=CASES_FOLDER, variables=variables)
 
 
 Outcomes = dict[str, dict[str, str]]
@@ -77,7 +58,8 @@ def of_trees(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
         for tree in TREES
         if importlib.util.find_spec(tree) is not None
     }
-    finish([start("lightning_worker.py", TREES[t], folder) for t, folder in folders.items()])
+    processes = [start("lightning_worker.py", TREES[tree], at) for tree, at in folders.items()]
+    workers.finish(*processes, seconds=SECONDS)
     return {
         tree: json.loads((folder / "outcomes.json").read_text())
         | {LAST: "passed" if zipfile.is_zipfile(folder / "last.ckpt") else "no file"}
@@ -96,12 +78,11 @@ def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
         port = str(free.getsockname()[1])
     # What a launcher tells its processes; Lightning reads it.
     told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    finish(
-        [
-            start("lightning_sharded_worker.py", rank, folder, NODE_RANK=str(rank), **told)
-            for rank in range(2)
-        ]
-    )
+    ranks = [
+        start("lightning_sharded_worker.py", rank, folder, NODE_RANK=str(rank), **told)
+        for rank in range(2)
+    ]
+    workers.finish(*ranks, seconds=SECONDS)
     return [json.loads((folder / f"sharded{rank}.json").read_text()) for rank in range(2)]
 
 

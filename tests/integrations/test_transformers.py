@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import workers
 from limits import WORKER_SECONDS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "sim"))
 
 from worker_cases import cases_of, judge, missing_devices
 
-import residency
-
 # One process runs all cases, before the first of them: minutes, on a busy machine many.
-pytestmark = [pytest.mark.whole, pytest.mark.timeout(1500)]
+SECONDS = 700
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(2 * SECONDS + 100)]
 
 HERE = Path(__file__).parent
 SHARED = HERE.parent / "sim"  # has worker_cases
@@ -44,26 +43,8 @@ Outcomes = dict[tuple[str, int], dict[str, str]]
 
 
 def start(worker: str, *arguments: object) -> subprocess.Popen[str]:
-    source = str(Path(residency.__file__).parents[1])
-    path = os.pathsep.join([source, str(SHARED), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [sys.executable, str(HERE / f"{worker}.py"), *map(str, arguments)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.DEVNULL,  # a line per step
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(processes: list[subprocess.Popen[str]]) -> None:
-    try:
-        for process in processes:
-            output = process.communicate(timeout=700)[1]  # the first may have to compile
-            assert process.returncode == 0, output[-5000:]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    offline = {"HF_HUB_OFFLINE": "1"}
+    return workers.start(HERE / f"{worker}.py", *arguments, folder=SHARED, variables=offline)
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +54,12 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folders = {worker: tmp_path_factory.mktemp(worker) for worker in WORKERS}
     here = [worker for worker in WORKERS if _obstacle(worker) is None]
     alone = [worker for worker in here if WORKERS[worker] == 1]
-    finish([start(worker, folders[worker]) for worker in alone])
+    workers.finish(*(start(worker, folders[worker]) for worker in alone), seconds=SECONDS)
     files = {(worker, 0): folders[worker] / "outcomes.json" for worker in alone}
     ranks = "transformers_ranks_worker"
     if ranks in here:
-        finish([start(ranks, rank, 2, "two", folders[ranks]) for rank in range(2)])
+        both = [start(ranks, rank, 2, "two", folders[ranks]) for rank in range(2)]
+        workers.finish(*both, seconds=SECONDS)
         files |= {(ranks, rank): folders[ranks] / f"two{rank}.json" for rank in range(2)}
     return {place: json.loads(file.read_text()) for place, file in files.items()}
 

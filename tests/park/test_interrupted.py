@@ -31,7 +31,8 @@ pytestmark = [
     pytest.mark.sim_device(capacity="64MiB", schedule="late", workspaces=False),
 ]
 ERRORS = [KeyboardInterrupt, torch.OutOfMemoryError]
-MOST = 40
+# How many lines a test interrupts: few in the first tier, each at random of an equal part of them.
+LINES = [16, pytest.param(80, marks=pytest.mark.whole)]
 
 
 class Model(nn.Module):
@@ -93,10 +94,11 @@ def model(device: torch.device, pinned_bytes: Callable[[], int]) -> Any:
     assert pinned_bytes() == before  # no range of it was lost
 
 
+@pytest.mark.parametrize("most", LINES)
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("gradients", ["move", "drop"])
 def test_a_parking_that_is_interrupted_anywhere_is_whole(
-    model: Model, error: type[BaseException], gradients: Any
+    model: Model, error: type[BaseException], gradients: Any, most: int
 ) -> None:
     before, bytes_before = facts(model), held()
 
@@ -124,18 +126,19 @@ def test_a_parking_that_is_interrupted_anywhere_is_whole(
     unpark(model)
     for parameter in model.parameters():
         parameter.grad = kept.get(id(parameter), parameter.grad)
-    for line in spread(count, MOST, seed=1):
+    for line in spread(count, most, seed=most):
         check(interrupted_at(line, act, error))
 
 
+@pytest.mark.parametrize("most", LINES)
 @pytest.mark.parametrize("error", ERRORS)
 def test_a_return_that_is_interrupted_anywhere_is_whole(
-    model: Model, error: type[BaseException]
+    model: Model, error: type[BaseException], most: int
 ) -> None:
     before, bytes_before = facts(model), held()
     park(model)
     count = count_lines(lambda: unpark(model))
-    for line in spread(count, MOST, seed=1):
+    for line in spread(count, most, seed=most):
         park(model)
         where = interrupted_at(line, lambda: unpark(model), error)
         require_whole(model)
@@ -152,7 +155,8 @@ def no_search_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_search_for_graphs")
-@pytest.mark.parametrize(("error", "most"), [(ERRORS[0], 3 * MOST), (ERRORS[1], MOST)])
+@pytest.mark.parametrize("most", LINES)
+@pytest.mark.parametrize("error", ERRORS)
 def test_a_hand_off_that_is_interrupted_anywhere_is_whole(
     model: Model, error: type[BaseException], most: int
 ) -> None:
@@ -162,7 +166,7 @@ def test_a_hand_off_that_is_interrupted_anywhere_is_whole(
         with residency.hand_off("64MiB", park=[model], timeout=0.2, collect=False):
             pass
 
-    for line in spread(count_lines(act), most, seed=1):
+    for line in spread(count_lines(act), most, seed=most):
         try:
             where = interrupted_at(line, act, error)
         except residency.HandOffError as problem:  # on the way back

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from limits import WORKER_SECONDS
+from workers import finish, start
 
 import residency
 from residency import sim
@@ -31,18 +28,10 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def outcomes(built: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    path = os.pathsep.join([str(Path(residency.__file__).parents[1]), os.getenv("PYTHONPATH", "")])
     outcomes: dict[str, str] = {}
     for worker in WORKERS:
         folder = tmp_path_factory.mktemp(worker.stem)
-        run = subprocess.run(
-            [sys.executable, "-W", "error", str(worker), str(folder)],
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=WORKER_SECONDS,
-        )
-        assert run.returncode == 0, run.stdout + run.stderr
+        finish(start("-W", "error", worker, folder))
         outcomes |= json.loads((folder / "outcomes.json").read_text())
     return outcomes
 

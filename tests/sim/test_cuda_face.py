@@ -7,16 +7,15 @@ tier.
 
 from __future__ import annotations
 
+import functools
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from limits import WORKER_SECONDS
+from workers import finish, start
 
 import residency
 from residency import sim
@@ -51,61 +50,23 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def start(*arguments: object, variables: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    source = str(Path(sim.__file__).parents[2])
-    path = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | (variables or {})
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", *map(str, arguments)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    with process:
-        try:
-            output = process.communicate(timeout=WORKER_SECONDS)[0]
-        finally:
-            process.kill()
-    assert process.returncode == 0, output
-    return output
-
-
 Outcomes = Callable[[str], dict[str, str]]
 
 
 @pytest.fixture(scope="module")
 def outcomes(built: None, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """Returns what became of a worker's cases; the workers of its tier run at one time."""
-    done: dict[str, dict[str, str]] = {}
-
-    def of(worker: str) -> dict[str, str]:
-        if worker not in done:
-            done.update(run_workers(FIRST if worker in FIRST else SECOND, tmp_path_factory))
-        return done[worker]
-
-    return of
-
-
-def run_workers(
-    workers: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, dict[str, str]]:
-    folders = {worker: tmp_path_factory.mktemp(worker) for worker in workers}
+    """Returns what became of a worker's cases."""
     # Frameworks warn their users of this and that while they are imported.
     flags = {"cuda_frameworks_worker": ["-W", "default"]}
-    processes = [
-        start(*flags.get(worker, []), HERE / f"{worker}.py", folder)
-        for worker, folder in folders.items()
-    ]
-    for process in processes:
-        finish(process)
-    return {
-        worker: json.loads((folder / "outcomes.json").read_text())
-        for worker, folder in folders.items()
-    }
+
+    @functools.cache
+    def of(worker: str) -> dict[str, str]:
+        folder = tmp_path_factory.mktemp(worker)
+        finish(start("-W", "error", *flags.get(worker, []), HERE / f"{worker}.py", folder))
+        outcomes: dict[str, str] = json.loads((folder / "outcomes.json").read_text())
+        return outcomes
+
+    return of
 
 
 @pytest.mark.parametrize(
@@ -135,9 +96,10 @@ def test_a_script_computes_the_same_bits_on_cuda(
     for device in ("cuda", other):
         files.append(tmp_path / f"{device}.pt")
         arguments = [str(HERE / "cuda_script.py"), device, precision, str(files[-1])]
-        processes.append(start("-c", RUN_ON.format(device=device, arguments=arguments)))
-    outputs = [finish(process) for process in processes]
-    assert outputs == ["", ""]
+        processes.append(
+            start("-W", "error", "-c", RUN_ON.format(device=device, arguments=arguments))
+        )
+    assert finish(*processes) == ["", ""]
     ours, others = (torch.load(file) for file in files)
     assert ours.keys() == others.keys()
     for name, value in ours.items():

@@ -26,7 +26,10 @@ IN_FIRST_TIER = [  # the ordinary one, and the one with a replacement beside ano
 MIN_CALLS = 50
 
 
-@pytest.mark.parametrize("scenario", IN_FIRST_TIER)
+@pytest.mark.parametrize(
+    "scenario",
+    [*(pytest.param(each, marks=pytest.mark.whole) for each in SCENARIOS[:-1]), SCENARIOS[-1]],
+)
 def test_a_save_killed_at_any_system_call_leaves_old_or_new(
     tmp_path: Path, start: Callable[..., subprocess.Popen[str]], scenario: str
 ) -> None:

@@ -57,7 +57,7 @@ COPIES_WITHIN_ONE_MEMORY = {
     "_optim/_stand_ins.py give_gradients_back",  # a flat copy that is where the gradient is
     "_optim/_stand_ins.py write_back",  # a master on the device into its parameter there
     "_optim/_stream.py _stop",  # from home to home
-    "_optim/_together.py apart_from_kept",  # from home to home
+    "_optim/_together.py apart_from_snapshots",  # from home to home
     "_optim/_together.py joined_to_arrived",  # from home to home
     "_optim/_unit_step.py _puts_in_slot",  # on the device, into its slot
     "_optim/_unit_step.py roll_back",  # on the host
@@ -130,7 +130,7 @@ def test_the_home_for_a_state_is_chosen_by_the_homes_and_found_by_their_record(
     }
     assert sites(package, calls("home_for")) == {
         "_optim/_loading.py _place_tensors",
-        "_optim/_receive.py _place",
+        "_optim/_receive.py _target_for",
     }
     allocated = sites(package, lambda node: calls("takes", "is_held")(node) and _is_of_homes(node))
     assert {site.split()[0] for site in allocated} <= {"_optim/_homes.py", "_optim/_state.py"}

@@ -125,7 +125,7 @@ def test_a_step_leaves_bytes_that_are_lent_as_part_of_another_state(lab):
     whole.fence()  # the home is now in the memory of the tensor that was shown
     lent, borrower = whole.homes_by_key["momentum_buffer"].tensor, object()
     before = lent.clone()
-    lending.lend(lent, borrower, keep=True)
+    lending.lend(lent, borrower, is_lasting=True)
     parameters[1].grad = None
     optimizer.step()
     assert torch.equal(lent, before)

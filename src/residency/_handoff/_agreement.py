@@ -84,8 +84,8 @@ def _gather(group: Any, device: torch.device, figure: int, seconds: float) -> li
 
     host = torch.device("cpu")
     # A group says in no other way whether it has a backend for the host.
-    place = host if host in group._device_types else device
-    mine = torch.tensor([figure], dtype=torch.int64, device=place)
+    meeting = host if host in group._device_types else device
+    mine = torch.tensor([figure], dtype=torch.int64, device=meeting)
     all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     try:
         work: Any = dist.all_gather(all_of_them, mine, group=group, async_op=True)

@@ -88,21 +88,21 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     Raises:
         InvalidArgumentError: The path cannot be that of a socket.
     """
-    place = Path(path)
-    if len(os.fsencode(place)) > _LONGEST_PATH:
+    socket_path = Path(path)
+    if len(os.fsencode(socket_path)) > _LONGEST_PATH:
         raise InvalidArgumentError(
-            f"peer is {str(place)!r}, {len(os.fsencode(place))} bytes; the path of a Unix-domain "
-            f"socket has at most {_LONGEST_PATH}. Give a shorter one."
+            f"peer is {str(socket_path)!r}, {len(os.fsencode(socket_path))} bytes; the path of a "
+            f"Unix-domain socket has at most {_LONGEST_PATH}. Give a shorter one."
         )
-    if not place.parent.is_dir():
+    if not socket_path.parent.is_dir():
         raise InvalidArgumentError(
-            f"peer is {str(place)!r}; there is no such directory; make it first."
+            f"peer is {str(socket_path)!r}; there is no such directory; make it first."
         )
-    if place.exists() and not stat.S_ISSOCK(place.stat().st_mode):
+    if socket_path.exists() and not stat.S_ISSOCK(socket_path.stat().st_mode):
         raise InvalidArgumentError(
-            f"peer is {str(place)!r}, which is there and is no socket; give another path."
+            f"peer is {str(socket_path)!r}, which is there and is no socket; give another path."
         )
-    return place
+    return socket_path
 
 
 _links: WeakRegistry[Link] = WeakRegistry()
@@ -224,7 +224,7 @@ class Link:
                 )
             self._connection.settimeout(max(deadline.left, 1e-3))
             try:
-                piece = self._connection.recv(4096)
+                data = self._connection.recv(4096)
             except TimeoutError:
                 raise HandOffError(
                     f"The process at the other end of {self._path} did not answer within "
@@ -232,9 +232,9 @@ class Link:
                 ) from None
             except OSError as error:
                 raise self._gone() from error
-            if not piece:
+            if not data:
                 raise self._gone()
-            self._received += piece
+            self._received += data
         line, _, self._received = self._received.partition(b"\n")
         return line
 
@@ -245,7 +245,7 @@ class Link:
         )
 
 
-class _KeptLinks:
+class _OpenLinks:
     """The links that stay open after a hand-off, the newest at each path. [Note: a dead peer]"""
 
     def __init__(self) -> None:
@@ -254,7 +254,7 @@ class _KeptLinks:
     def get(self, path: Path) -> Link | None:
         return self._links.get(path.absolute())
 
-    def keep(self, path: Path, link: Link) -> None:
+    def add(self, path: Path, link: Link) -> None:
         self.drop(path)
         self._links[path.absolute()] = link
 
@@ -277,13 +277,13 @@ class _KeptLinks:
         return iter(list(self._links.values()))
 
 
-_takers = _KeptLinks()
-_releasers = _KeptLinks()
+_takers = _OpenLinks()
+_releasers = _OpenLinks()
 
 
-def keep_taker(path: Path, link: Link) -> None:
+def remember_taker(path: Path, link: Link) -> None:
     """Keeps the link to a process that had the device, which the next wait at the path looks at."""
-    _takers.keep(path, link)
+    _takers.add(path, link)
 
 
 def return_and_stay(path: Path, link: Link) -> None:
@@ -295,9 +295,9 @@ def return_and_stay(path: Path, link: Link) -> None:
     try:
         link.send(returned=True, stays=True)
     except HandOffError:
-        _releasers.keep(path, link)
+        _releasers.add(path, link)
         raise
-    _releasers.keep(path, link)
+    _releasers.add(path, link)
 
 
 def _take_leave() -> None:
@@ -455,14 +455,14 @@ def _nobody_hands_over(
 @contextmanager
 def _sole_listener(path: Path) -> Iterator[None]:
     """Makes this process the one that listens at a path, and removes what a killed one left."""
-    place = path.with_name(f"{path.name}.lock")  # stays; only its lock counts
+    lock_path = path.with_name(f"{path.name}.lock")  # stays; only its lock counts
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         # Of an object that closes it, whatever comes before the next line.
-        file = os.fdopen(os.open(place, flags, 0o600), "rb", buffering=0)
+        file = os.fdopen(os.open(lock_path, flags, 0o600), "rb", buffering=0)
     except OSError as error:
         raise HandOffError(
-            f"{place} cannot be locked: {error}. Use a path in a directory that you may write."
+            f"{lock_path} cannot be locked: {error}. Use a path in a directory that you may write."
         ) from error
     with file:
         lock = file.fileno()

@@ -67,7 +67,7 @@ def record(
         raise RefusedError(
             f"this process is recorded to {str(outer.path)!r} already; end that recording first."
         )
-    ledger = Ledger(Path(path), peaks=peaks, place=_place, is_shared=False, about=_about())
+    ledger = Ledger(Path(path), peaks=peaks, ranks=_ranks, is_shared=False, about=_about())
     # Under `residency record` the block has a file of its own, and known calls are there already.
     with _recording(ledger, calls and outer is None):
         yield ledger
@@ -113,7 +113,7 @@ def _failure(ledger: Ledger, error: BaseException) -> dict[str, str | None] | No
         return None
     end_recorded(ledger, error)
     explain(error)  # where no phase was open
-    return {"error": text_of(error), "phase": boundaries.place_of(error)}
+    return {"error": text_of(error), "phase": boundaries.phase_of(error)}
 
 
 def record_process() -> None:
@@ -124,7 +124,7 @@ def record_process() -> None:
     """
     peaks = os.environ[PEAKS_VARIABLE]
     path = Path(os.environ[PATH_VARIABLE])
-    ledger = Ledger(path, peaks=peaks, place=_place, is_shared=True, about=_about())
+    ledger = Ledger(path, peaks=peaks, ranks=_ranks, is_shared=True, about=_about())
     block = _recording(ledger, calls=True)
     block.__enter__()
     atexit.register(block.__exit__, None, None, None)
@@ -151,7 +151,7 @@ def _about() -> dict[str, str]:
     return {"command": command, "torch": torch.__version__, "residency": ours, "python": python}
 
 
-def _place() -> tuple[int, int]:
+def _ranks() -> tuple[int, int]:
     """Returns the rank of this process and how many there are."""
     if has_ranks():
         return rank_and_world_size()

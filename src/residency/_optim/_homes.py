@@ -41,9 +41,9 @@ from residency._transfer import (
     copy_across,
     gate_of,
     is_only_one,
-    keep_alive_instead,
     lanes_of,
     lending,
+    own_instead,
 )
 
 
@@ -85,7 +85,7 @@ class Home:
         """
         self.moved_to = other
         for view in self.views:
-            keep_alive_instead(view, self.tensor)
+            own_instead(view, self.tensor)
 
 
 class Homes:
@@ -152,7 +152,7 @@ class Homes:
         if wanted > self._num_spare_bytes_made:
             self.arena.reserve([wanted - self._num_spare_bytes_made])
             self._num_spare_bytes_made = wanted
-            self.arena.is_kept = True
+            self.arena.is_reused = True
 
     def make_second_set(self, sizes: Sequence[int]) -> None:
         """Makes room for all states to move, beside the spare: a snapshot may keep the homes there
@@ -164,7 +164,7 @@ class Homes:
         self.arena.make_room(
             [*sizes, *[self._num_spare_bytes_made] * bool(self._num_spare_bytes_made)]
         )
-        self.arena.is_kept = True
+        self.arena.is_reused = True
 
     def writable(self, home: Home) -> Home:
         """Returns a home in place of one that a save reads: another one of the spare, or, where
@@ -174,12 +174,12 @@ class Homes:
         found: list[Home] = []
 
         def is_found() -> bool:
-            is_kept = lending.is_kept(home.tensor)
+            is_lasting = lending.is_lasting(home.tensor)
             if not lending.is_lent(home.tensor):
                 found.append(home)
-            elif is_kept or not self.has_views(home):
+            elif is_lasting or not self.has_views(home):
                 region = self.arena.find_room(home.num_bytes)
-                if region is None and is_kept:
+                if region is None and is_lasting:
                     region = self.arena.allocate(home.num_bytes)
                 if region is not None:
                     found.append(self._home_in(region, home.tensor, home.value))
@@ -225,11 +225,11 @@ class Homes:
 
     def fill(self, home: Home | None, value: Tensor) -> Home:
         """Returns the home of a value, into which the host has copied what was not there."""
-        place = self.place_for(home, value)
-        self.write(place, value)
-        return place
+        chosen = self.chosen_for(home, value)
+        self.write(chosen, value)
+        return chosen
 
-    def place_for(self, home: Home | None, value: Tensor) -> Home:
+    def chosen_for(self, home: Home | None, value: Tensor) -> Home:
         """Returns the home of a value: its own, where it is a shown tensor; else ``home``, where it
         fits and nobody else has it, or a new one.
         """
@@ -241,7 +241,7 @@ class Homes:
             self._shown.setdefault(found, value)
             return found
         if self._is_among_homes(local):
-            if not lending.is_kept(local):
+            if not lending.is_lasting(local):
                 self._make_callers(local)
                 return self.over(value)
             home = None  # never copied onto bytes that it may be a view of
@@ -254,7 +254,7 @@ class Homes:
     def home_to_fill(self, home: Home | None, like: Tensor) -> Home:
         """Returns a home that a restore may fill: the given one, where it fits in strides, too.
 
-        One that a save reads is left to it, or the host waits. ``place_for`` leaves a home that a
+        One that a save reads is left to it, or the host waits. ``chosen_for`` leaves a home that a
         caller holds; a restore fills it, as he is to see what was saved.
         """
         is_alone = home is not None and home.num_entries < 2 and not self.beside(home)
@@ -263,7 +263,7 @@ class Homes:
         return self.allocate(like)
 
     def write(self, home: Home, value: Tensor) -> None:
-        """Copies a value into the home that ``place_for`` gave for it."""
+        """Copies a value into the home that ``chosen_for`` gave for it."""
         local = local_of(value).detach()
         if _memory(home.tensor) != _memory(local):
             copy_across(home.tensor, local)
@@ -393,11 +393,11 @@ class Homes:
         if local.is_cpu and local.layout is torch.strided and local.numel() and is_dense(local):
             home.move_to(self.over(shown))
         else:
-            place = self.fill(None, shown)
-            home.move_to(place)
+            chosen = self.fill(None, shown)
+            home.move_to(chosen)
             with torch.no_grad():
-                local.data = local_of(self.show(place))
-            self._note_shown(place, shown)
+                local.data = local_of(self.show(chosen))
+            self._note_shown(chosen, shown)
         return self.follow(home)
 
     @property

@@ -159,7 +159,7 @@ def _show_templates(state: State, made: Mapping[Tensor, Mapping[str, object]]) -
             if isinstance(value, Home):
                 inner.settle(key, value)
             else:
-                inner.keep(key, value)
+                inner.put_as_is(key, value)
         inner.template = {
             key: local_of(value)._version
             for key, value in dict.items(inner)
@@ -281,8 +281,8 @@ def _moved_state(
     here = {each: value for each, value in tied.items() if each[0] in resident}
     staying = moved_together(here, homes.device, copy=False)
     going = {each: value for each, value in tied.items() if each not in staying}
-    places = fill_together(homes, list(going.values()))
-    home_of = {each: places[index] for index, each in enumerate(going) if index in places}
+    tied_homes = fill_together(homes, list(going.values()))
+    home_of = {each: tied_homes[index] for index, each in enumerate(going) if index in tied_homes}
     for parameter, values in optimizer.state.items():
         if parameter not in members or not isinstance(values, dict):
             state[parameter] = values

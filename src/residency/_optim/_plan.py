@@ -362,7 +362,7 @@ def lay_out(pieces: Sequence[Piece], homes: Sequence[HomesByKey]) -> Unit:
     loads: list[tuple[CopyRun, bool]] = []
     stores: list[tuple[CopyRun, bool]] = []
     covers = covers_of([home for by_key in homes for home in by_key.values()])
-    placed: dict[Home, int] = {}
+    starts: dict[Home, int] = {}
     views: list[SlotViews] = []
     for piece, by_key in zip(pieces, homes, strict=True):
         unit.keys.append(tuple(by_key))
@@ -370,11 +370,11 @@ def lay_out(pieces: Sequence[Piece], homes: Sequence[HomesByKey]) -> Unit:
             is_shared = not piece.is_whole and home.tensor.dim() == 0
             is_cut = not piece.is_whole and not is_shared
             cover = covers.get(home, home)
-            if cover not in placed:
+            if cover not in starts:
                 # What lies in a cover is aligned in the slot as it is at home.
                 offset = 0 if cover is home else cover.tensor.data_ptr() % _WIDEST
-                placed[cover] = unit.num_bytes + offset
-                run = _run_of(piece, cover, placed[cover], is_cut=is_cut)
+                starts[cover] = unit.num_bytes + offset
+                run = _run_of(piece, cover, starts[cover], is_cut=is_cut)
                 unit.num_bytes += align_up(offset + run.num_bytes)
                 is_padded = piece.is_whole or is_shared
                 if run.num_bytes:
@@ -384,7 +384,7 @@ def lay_out(pieces: Sequence[Piece], homes: Sequence[HomesByKey]) -> Unit:
             inside = 0
             if cover is not home:
                 inside = home.tensor.data_ptr() - cover.tensor.data_ptr()
-            views.append(_view_of(piece, home, placed[cover] + inside, is_cut=is_cut))
+            views.append(_view_of(piece, home, starts[cover] + inside, is_cut=is_cut))
     unit.views = _join_views(views)
     if len(set(unit.keys)) == 1 and len(unit.keys[0]) == 1:
         (unit.only_key,) = unit.keys[0]

@@ -51,6 +51,6 @@ class Residents:
         """Makes the state of the parameter with this ``id`` one that streams."""
         self._allowed.pop(owner, None)
 
-    def keep_only(self, owners: Collection[int]) -> None:
+    def forget_others(self, owners: Collection[int]) -> None:
         """Forgets the parameters with other ``id`` than these."""
         self._allowed = {owner: n for owner, n in self._allowed.items() if owner in owners}

@@ -23,7 +23,7 @@ from residency._dtensor import layout_of, local_of, moved
 from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes
 from residency._optim._residents import Residents
-from residency._optim._together import apart_from_kept, at_home, send_home
+from residency._optim._together import apart_from_snapshots, at_home, send_home
 from residency._optim._trial._first_step import planned_bytes
 
 
@@ -107,9 +107,9 @@ class ParameterState(dict[str, Any]):
     def forget_template(self) -> None:
         """Makes a primed state what it was before, unless a load has written into it."""
         if self.is_template():
-            kept = dict(self.homes_by_key)
+            homes = dict(self.homes_by_key)
             self.clear()
-            self.reserved.update(kept)
+            self.reserved.update(homes)
             self._homes.version += 1
         self.template = None
 
@@ -147,18 +147,18 @@ class ParameterState(dict[str, Any]):
         self.fence()
         self.template = None
         if not isinstance(value, Tensor):
-            self.keep(key, value)
+            self.put_as_is(key, value)
             return
         if on_device is None:
             on_device = self._belongs_on_device(key, value)
             self._homes.has_aliases |= not on_device  # a host tensor is taken as it is
         if not on_device:
-            self.keep(key, value.cpu())
+            self.put_as_is(key, value.cpu())
             return
         if self.is_resident and self._homes.has(at_home(self._homes, value)):
             self.leave_device()  # to share bytes with another entry, which streams
-        if self.is_resident and self._may_keep(key, value):
-            self.keep(key, moved(value, self._homes.device))
+        if self.is_resident and self._may_stay(key, value):
+            self.put_as_is(key, moved(value, self._homes.device))
             self._homes.has_aliases = True  # a tensor of the device is taken as it is
         else:
             state = at_home(self._homes, value)  # anew: leaving may have taken bytes of it home
@@ -202,7 +202,7 @@ class ParameterState(dict[str, Any]):
         self._owner, self.reserved = owner, reserved
         self.is_bound_again = True
 
-    def _may_keep(self, key: str, value: Tensor) -> bool:
+    def _may_stay(self, key: str, value: Tensor) -> bool:
         """Returns whether a value may stay on the device; where the budget has no room for it, all
         values go home.
         """
@@ -232,7 +232,7 @@ class ParameterState(dict[str, Any]):
         self.homes_by_key[key] = home
         dict.__setitem__(self, key, home.value)
 
-    def keep(self, key: str, value: Any) -> None:
+    def put_as_is(self, key: str, value: Any) -> None:
         """Keeps a value as it is, without a home."""
         self._leave_home(key)
         dict.__setitem__(self, key, value)
@@ -280,7 +280,7 @@ class ParameterState(dict[str, Any]):
     def _shown(self, key: str, value: object) -> object:
         """Returns what callers see of a value."""
         home = self.homes_by_key.get(key)
-        return value if home is None else self._homes.show(apart_from_kept(self._homes, home))
+        return value if home is None else self._homes.show(apart_from_snapshots(self._homes, home))
 
     def __delitem__(self, key: str) -> None:
         if key not in self:

@@ -80,7 +80,7 @@ class Parking:
         self._owner = weakref.ref(owner)
         self._beside = [weakref.ref(other) for other in beside if other is not owner]
         self._gradients: Gradients = gradients
-        self._arena = _arenas.setdefault(owner, {}).setdefault(pin, SlabArena(pin=pin, keep=True))
+        self._arena = _arenas.setdefault(owner, {}).setdefault(pin, SlabArena(pin=pin, reuse=True))
         self.device: torch.device | None = None
         self._rebound: dict[int, Rebound] = {}
         self._sites: set[str] = set()
@@ -164,7 +164,7 @@ class Parking:
                 self._unpark()
             give_back_gradients(dropped)
             if is_first:
-                self._arena = SlabArena(pin=self._arena.is_pinned, keep=True)  # ranges got lost
+                self._arena = SlabArena(pin=self._arena.is_pinned, reuse=True)  # ranges got lost
                 _arenas.setdefault(owner, {})[self._arena.is_pinned] = self._arena
             raise
         dropped.clear()

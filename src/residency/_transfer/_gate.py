@@ -87,12 +87,12 @@ class Gate:
         self._reads[next(self._numbers)] = read
         for each in older:
             each.storages.difference_update(read.storages)
-        self.keeping(sources)
+        self.note_sources(sources)
         if len(self._reads) > self._prune_at:
             self._prune()
         return read
 
-    def keeping(self, tensors: Iterable[Tensor]) -> None:
+    def note_sources(self, tensors: Iterable[Tensor]) -> None:
         """Says that a reader keeps these tensors for the sake of its reads."""
         for tensor in tensors:
             self._sources.add(tensor)

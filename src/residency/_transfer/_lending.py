@@ -22,7 +22,7 @@ class Lending:
 
     def __init__(self) -> None:
         self._loans: dict[int, set[object]] = {}
-        self._kept: set[int] = set()
+        self._lasting: set[int] = set()
         # Loans end in finalizers, too, at any moment and on any thread: those only append here.
         self._ended: deque[tuple[int, object]] = deque()
         # Not the condition's own `with`, which is Python: an interrupt could leave it locked.
@@ -34,29 +34,29 @@ class Lending:
             self._collect()
             return any(self._loans.values())
 
-    def lend(self, tensor: Tensor, borrower: object, *, keep: bool = False) -> None:
+    def lend(self, tensor: Tensor, borrower: object, *, is_lasting: bool = False) -> None:
         """Begins a loan of a host tensor's storage; the borrower keeps the tensor until it ends.
 
         Args:
             tensor: Host memory.
             borrower: Stands for the loan; no other loan has it.
-            keep: Whether the loan may last for good, so that nobody must wait for its end.
+            is_lasting: Whether the loan may last for good, so that nobody must wait for its end.
         """
         address = tensor.data_ptr()
         if not address:  # it has no bytes
             return
         with self._lock:
             self._collect()  # what ended at this address before is no end of this loan
-            if keep:
-                self._kept.add(address)
+            if is_lasting:
+                self._lasting.add(address)
             self._loans.setdefault(address, set()).add(borrower)
 
-    def keep(self, tensor: Tensor) -> None:
+    def make_lasting(self, tensor: Tensor) -> None:
         """Notes of a loan that it may last for good after all; who waits for its end need not."""
         with self._lock:
             if tensor.data_ptr() in self._loans:
                 self._returned.notify_all()
-                self._kept.add(tensor.data_ptr())
+                self._lasting.add(tensor.data_ptr())
 
     def give_back(self, tensor: Tensor, borrower: object) -> None:
         """Ends a loan; from any thread, from a finalizer, and again without effect."""
@@ -80,7 +80,7 @@ class Lending:
             if borrower is not None:
                 left.discard(borrower)
             if borrower is None or not left:
-                self._kept.discard(address)
+                self._lasting.discard(address)
                 self._loans.pop(address, None)
             self._ended.popleft()  # last: an interrupt before does it again
 
@@ -96,9 +96,9 @@ class Lending:
             self._collect()
             return any(map(self._loans.get, map(Tensor.data_ptr, tensors)))
 
-    def is_kept(self, tensor: Tensor) -> bool:
+    def is_lasting(self, tensor: Tensor) -> bool:
         """Returns whether one of the loans of the tensor's storage may last for good."""
-        return self.is_lent(tensor) and tensor.data_ptr() in self._kept
+        return self.is_lent(tensor) and tensor.data_ptr() in self._lasting
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
         """Blocks the host until ``is_done``, which is asked again whenever a loan ends."""

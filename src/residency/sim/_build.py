@@ -95,10 +95,10 @@ def build_extension(
             f"The sources of the simulated accelerator cannot be read: {error}. Install the "
             "package again, as a user who may read it."
         ) from error
-    place = Path(f"{name}-{fingerprint}", f"{name}.so")
-    if (_SHIPPED / place).exists():
-        return _SHIPPED / place
-    library = cache_directory() / place
+    built = Path(f"{name}-{fingerprint}", f"{name}.so")
+    if (_SHIPPED / built).exists():
+        return _SHIPPED / built
+    library = cache_directory() / built
     folder = library.parent
     try:
         if library.exists():  # whole: nobody need wait for the lock, or write into the cache

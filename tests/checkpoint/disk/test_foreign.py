@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from residency._checkpoint._disk._layout import newest_save
 from residency._checkpoint._disk._open_save import open_save
 from residency._checkpoint._disk._publish import Retention
+from residency._checkpoint._disk._published import newest_save
 from residency._checkpoint._disk._system import System
 from residency._checkpoint._disk._verify import verify_save
 from residency._errors import (

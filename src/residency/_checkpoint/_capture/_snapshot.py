@@ -56,8 +56,10 @@ class Snapshot:
         return self.wait()._tree
 
     def _build(self, spans: dict[int, Tensor]) -> object:
-        kept = {id(held.block): held.keep(spans[id(held.block)]) for held in self._capture.held}
-        return tree_of(self._capture, kept)
+        tensors = {
+            id(held.block): held.hand_over(spans[id(held.block)]) for held in self._capture.held
+        }
+        return tree_of(self._capture, tensors)
 
 
 @callers_modes_off()
@@ -116,5 +118,5 @@ def snapshot(tree: object, *, verify: str = "gate", pin: bool = True) -> Snapsho
     """
     is_verified = check_verify(verify)
     arena = SlabArena(pin=pin)
-    captured = capture(tree, arena=arena, keep=True, verify=is_verified)
+    captured = capture(tree, arena=arena, is_lasting=True, verify=is_verified)
     return Snapshot(captured, arena)

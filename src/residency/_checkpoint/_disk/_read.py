@@ -51,14 +51,14 @@ class Wanted:
         num_bytes: How many are wanted, at least one.
         tensor: Whose they are; errors name it.
         target: Writable host memory of that size; None sends the bytes through the ring.
-        place: The caller's, who finds it again in an ``Arrival``.
+        destination: The caller's, who finds it again in an ``Arrival``.
     """
 
     start: int
     num_bytes: int
     tensor: str
     target: memoryview | None = None
-    place: Any = None
+    destination: Any = None
 
     @property
     def stop(self) -> int:

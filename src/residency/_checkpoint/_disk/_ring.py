@@ -14,11 +14,11 @@ class Slot:
 
     Attributes:
         memory: Its bytes.
-        owner: The caller's, such as the allocation that they belong to.
+        tag: The caller's, such as the allocation that they belong to.
     """
 
     memory: memoryview
-    owner: Any = None
+    tag: Any = None
 
 
 class Ring:

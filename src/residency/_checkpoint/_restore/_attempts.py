@@ -7,10 +7,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from residency._checkpoint._disk._layout import step_name
 from residency._checkpoint._disk._manifest import MANIFEST
 from residency._checkpoint._disk._naming import damage_named
 from residency._checkpoint._disk._publish import CheckpointDirectory
+from residency._checkpoint._disk._published import step_name
 from residency._checkpoint._job import Ranks
 from residency._checkpoint._progress import progress_bar
 from residency._checkpoint._restore._restore import PlannedState, plan_state

@@ -206,8 +206,8 @@ def add_held_by_cpp(walk: Walk, population: list[Any]) -> tuple[list[Any], set[i
     if not any(walk.is_telling(cls) for cls in set(map(type, left))):
         return [], inner
     pending = iter(left)
-    while piece := list(islice(pending, 256)):
-        inner.update(map(id, gc.get_referents(*piece)))
+    while batch := list(islice(pending, 256)):
+        inner.update(map(id, gc.get_referents(*batch)))
     for thing in left:
         # A storage's Python object lives as long as its bytes, whoever holds them.
         if id(thing) not in inner and not _objects.is_a(thing, torch.UntypedStorage):

@@ -100,7 +100,7 @@ class Schemas:
             )
         return self._found[key]
 
-    def keep_only(self, base: type[Optimizer], groups: Collection[Mapping[str, Any]]) -> None:
+    def forget_others(self, base: type[Optimizer], groups: Collection[Mapping[str, Any]]) -> None:
         """Forgets what no parameter of these groups is like."""
         here = {_kind_of(base, group, p) for group in groups for p in group["params"]}
         self._found = {key: made for key, made in self._found.items() if key[0] in here}

@@ -203,14 +203,14 @@ def tensors_beside(
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     known = {id(p) for p in parameters}
-    places = {(local_of(p).data_ptr(), local_of(p).numel()) for p in parameters}
+    spans = {(local_of(p).data_ptr(), local_of(p).numel()) for p in parameters}
     for name, value in values.items():
         for found in reachable(value):
             if not isinstance(found, Tensor) or id(found) in known:
                 continue
             if found.layout is torch.strided and not found.is_meta and found.numel():
                 local = local_of(found)
-                if (local.data_ptr(), local.numel()) in places:
+                if (local.data_ptr(), local.numel()) in spans:
                     continue
             yield name, found
 
@@ -327,14 +327,14 @@ class Commit:
         for group, values in zip(
             self._optimizer.param_groups, self._last.group_values, strict=True
         ):
-            _replace(group, values, keep=("params",))
+            _replace(group, values, but=("params",))
         attributes = {
             name: types.MethodType(value.__func__, self._optimizer)
             if isinstance(value, types.MethodType) and isinstance(value.__self__, Optimizer)
             else value
             for name, value in self._last.attributes.items()
         }
-        _replace(self._optimizer.__dict__, attributes, keep=_OWN)
+        _replace(self._optimizer.__dict__, attributes, but=_OWN)
 
 
 def _shown(value: object) -> str:
@@ -343,9 +343,9 @@ def _shown(value: object) -> str:
 
 
 def _replace(
-    target: dict[str, object], values: Mapping[str, object], *, keep: Collection[str]
+    target: dict[str, object], values: Mapping[str, object], *, but: Collection[str]
 ) -> None:
-    for name in [n for n in target if n not in values and n not in keep]:
+    for name in [n for n in target if n not in values and n not in but]:
         del target[name]
     for name, value in values.items():
         before = target.get(name, _MISSING)

@@ -145,7 +145,7 @@ class ResidencyCheckpointIO:
 
     def _freeze(self, checkpoint: dict[str, object]) -> Frozen:
         if self._arena is None:
-            self._arena = SlabArena(keep=True)
+            self._arena = SlabArena(reuse=True)
         return freeze(checkpoint, arena=self._arena)
 
     def _write(self, frozen: Frozen, path: Any, storage_options: Any) -> None:

@@ -213,7 +213,7 @@ class BackgroundSaves:
         self._writes.close()
         pinned_bytes = sum(arena.pinned_bytes for arena in self._arenas)
         for arena in self._arenas:
-            arena.is_kept = False
+            arena.is_reused = False
             arena.free_all()
         if self._arenas:
             self._arenas.clear()
@@ -229,7 +229,7 @@ def _free_of(arenas: list[SlabArena]) -> SlabArena:
     try:
         return arenas.pop()
     except IndexError:
-        return SlabArena(keep=True)
+        return SlabArena(reuse=True)
 
 
 def model_to_take(model: nn.Module) -> tuple[Any, Callable[[Any], dict[str, Any]]] | None:
@@ -249,22 +249,22 @@ def model_to_take(model: nn.Module) -> tuple[Any, Callable[[Any], dict[str, Any]
     peft: Any = sys.modules["peft"]
     live: dict[str, Any] = adapted.state_dict()
     written = {
-        _place(value)
+        _storage_key(value)
         for name in configurations
         for value in peft.get_peft_model_state_dict(
             adapted, state_dict=live, adapter_name=name, save_embedding_layers=False
         ).values()
     }
-    written |= {_place(p) for p in model.parameters() if p.requires_grad}
+    written |= {_storage_key(p) for p in model.parameters() if p.requires_grad}
     taken = {
         name: value
         for name, value in live.items()
-        if isinstance(value, Tensor) and _place(value) in written
+        if isinstance(value, Tensor) and _storage_key(value) in written
     }
     return taken, lambda copied: {**live, **copied}
 
 
-def _place(tensor: Tensor) -> int:
+def _storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -53,8 +53,9 @@ class HostState:
     def home_for(self, parameter: Tensor, key: str) -> Home | None:
         """Returns the home that a state has, or that is reserved for it."""
         inner = self.state.peek(parameter)
-        home = inner.homes_by_key.get(key) if inner is not None else None
-        return home or self.homes.reserved_for(parameter).get(key)
+        if inner is not None:
+            return inner.home_for(key)
+        return self.homes.reserved_for(parameter).get(key)
 
 
 @dataclass(slots=True)

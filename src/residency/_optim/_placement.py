@@ -19,6 +19,7 @@ from residency import _device
 from residency._dtensor import layout_of, local_of, wrapped_like
 from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes
+from residency._optim._loading import device_rule
 from residency._optim._masters import MASTER, as_masters_state, check_masters, master_like
 from residency._optim._offload_record import HostState, Offload
 from residency._optim._plan import Member
@@ -224,8 +225,8 @@ def _device_keys(offload: Offload, optimizer: Optimizer, member: Member) -> set[
     if on_device or not tensors:
         return on_device
     schema = offload.schema_of(optimizer, member)
-    made = {} if schema is None else schema.device
-    return {key for key, value in tensors.items() if value.dim() > 0 or key in made}
+    needs_device = device_rule(offload, schema, member.parameter)
+    return {key for key, value in tensors.items() if needs_device(key, value)}
 
 
 def _expected(offload: Offload, optimizer: Optimizer, member: Member) -> dict[str, Tensor]:

@@ -166,19 +166,20 @@ class ParameterState(dict[str, Any]):
                 # To be one with a state that stays on the device, both stream.
                 found = send_home(self._homes, None, state)
                 state = state if found is None else found
-            home = self.homes_by_key.get(key) or self.reserved.get(key)
-            self.settle(key, self._homes.fill(home, state))
+            self.settle(key, self._homes.fill(self.home_for(key), state))
             if state is value:
                 self._homes.arrivals.note(local_of(value), self.homes_by_key[key])
+
+    def home_for(self, key: str) -> Home | None:
+        """Returns the home that a value has, or that is reserved for it."""
+        return self.homes_by_key.get(key) or self.reserved.get(key)
 
     def is_of(self, homes: Homes) -> bool:
         """Returns whether the values live in these homes."""
         return self._homes is homes
 
     def has_others(self, home: Home, *, also_shown: bool) -> bool:
-        """Returns whether a home is another entry's too, or a caller holds it: a view, or its
-        shown tensor.
-        """
+        """Returns whether another entry has a home, too, or a caller holds it or a view of it."""
         is_held = self._homes.is_held if also_shown else self._homes.has_views
         return home.num_entries > 1 or is_held(home)
 
@@ -203,9 +204,7 @@ class ParameterState(dict[str, Any]):
         self.is_bound_again = True
 
     def _may_stay(self, key: str, value: Tensor) -> bool:
-        """Returns whether a value may stay on the device; where the budget has no room for it, all
-        values go home.
-        """
+        """Returns whether a value may stay on the device; without room for it, all go home."""
         others = [
             v for k, v in dict.items(self) if k != key and isinstance(v, Tensor) and not v.is_cpu
         ]

@@ -325,7 +325,7 @@ class _Leaving:
 
     def reserved_home(self) -> Home | None:
         """Returns the home that waits for it."""
-        return None if self.inner is None else self.inner.reserved.get(self.key)
+        return None if self.inner is None else self.inner.home_for(self.key)
 
 
 def _going_with(homes: Homes, leaving: Any, beside: Tensor | None) -> list[_Leaving]:

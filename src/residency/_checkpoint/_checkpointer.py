@@ -119,7 +119,7 @@ class Checkpointer:
         self._has_ended = False
         self._process = os.getpid()
         self._lock = threading.RLock()  # calls take turns
-        # Whoever forgets to close it leaves no lock behind.
+        # One that is never closed leaves no lock behind.
         weakref.finalize(self, self._directory.unlock).atexit = False
 
     def __enter__(self) -> Checkpointer:
@@ -408,8 +408,8 @@ class Checkpointer:
         return bool(step == job.save.step and number > job.number)
 
     def _retire(self, step: int) -> None:
-        """Removes what the retention does not keep. The save counts already, and nobody waits for
-        the disk to let go of an old one, but for ``wait`` and ``close``.
+        """Removes what the retention does not keep. The save counts already, and no caller waits
+        for the disk to let go of an old one, but for ``wait`` and ``close``.
         """
         if self._ranks.rank != 0 or self._retention is None:
             return

@@ -1,6 +1,6 @@
 """How the ranks of a process group agree that all of them did their part of a hand-off.
 
-What each did is gathered by all, so that every rank knows who failed; nobody goes on before all
+What each did is gathered by all, so that every rank knows who failed; no rank goes on before all
 have come this far. A rank that does not come is noticed by the timeout.
 
 ``failures_of_ranks`` does not do here: a rank of a hand-off may be gone, so there is a timeout, and

@@ -116,7 +116,7 @@ class HandOff:
             self._bring_back()
         except HandOffError as problem:
             if error is not None and not isinstance(error, Exception):
-                error.add_note(str(problem))  # whoever interrupts means to end: unpark, if not
+                error.add_note(str(problem))  # an interrupt means the end: `unpark` goes on if not
                 return
             raise problem from error
 
@@ -147,7 +147,7 @@ class HandOff:
         try:
             effort = self._make_room()
             if self._link is not None:
-                self._link.check()  # before anybody counts on it
+                self._link.check()  # before a rank counts on it
         except Exception:
             agree(self._group, self._device, FAILED, seconds=self._patience)
             raise

@@ -321,7 +321,7 @@ def await_taker(path: Path, deadline: Deadline) -> tuple[Link, int]:
         The connection, and the bytes that the other side needs.
 
     Raises:
-        HandOffError: Nobody came in time, another process listens there, or the message is
+        HandOffError: No process came in time, another process listens there, or the message is
             invalid.
     """
     connection: socket.socket | None = None
@@ -354,7 +354,7 @@ def _accepted(path: Path, deadline: Deadline) -> socket.socket:
                 "may write."
             ) from error
         try:
-            path.chmod(0o600)  # nobody can connect before listen()
+            path.chmod(0o600)  # no process can connect before listen()
             listener.listen(1)
             _await_connection(listener, path, deadline)
             return listener.accept()[0]
@@ -404,8 +404,8 @@ def ask_for_device(path: Path, need: int, deadline: Deadline) -> Link:
     """Connects to the releasing process and states the bytes; the taking side's beginning.
 
     Raises:
-        HandOffError: Nobody listens there in time, the other process ended, or the one that handed
-            the device over before is dead.
+        HandOffError: No process listens there in time, the other process ended, or the one that
+            handed the device over before is dead.
     """
     connection: socket.socket | None = None
     patience, dead = deadline, None

@@ -81,7 +81,7 @@ def take_over(
         how long it waited for them.
 
     Raises:
-        HandOffError: Nobody hands the device over in time, the other process ended or could not
+        HandOffError: No process hands the device over in time, the other process ended or could not
             make the room, or a third one took it meanwhile. Or the process that handed it over
             before at this path is dead, and none does in its place.
         InvalidArgumentError: The size or the path is invalid, or there is no such accelerator.

@@ -162,7 +162,7 @@ class Ledger:
         Args:
             last: Figures of the end. A `failure` makes the file where no boundary has made it.
         """
-        if self._pid != os.getpid():  # a forked child, in which nobody gives the lock back
+        if self._pid != os.getpid():  # a forked child, in which no thread gives the lock back
             self._is_open = False
             return
         with self._lock:

@@ -32,7 +32,7 @@ class Owners:
         self._name_states()
 
     def name(self, tensor: object) -> tuple[str, str] | None:
-        """Returns what kind of thing a tensor is, and its path; None for one that nobody owns."""
+        """Returns what kind of thing a tensor is, and its path; None for one without an owner."""
         return self._names.get(id(tensor))
 
     def _name_modules(self) -> None:

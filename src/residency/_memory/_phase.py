@@ -263,7 +263,7 @@ class phase:  # noqa: N801 - used as a function, as torch.no_grad is
 def begin_phase(name: str, owner: object, *, is_passing: bool = False) -> Visit:
     """Begins a visit that `end_phase` ends when it is given the same owner.
 
-    A passing one, such as a forward pass, of which nobody says where it ends, also ends at the
+    A passing one, such as a forward pass, of which no call says where it ends, also ends at the
     next boundary of its thread.
     """
     outer = _open.get()

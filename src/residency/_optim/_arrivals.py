@@ -2,7 +2,7 @@
 
 On a plain optimizer such a tensor is the state. Who assigns it once more, or a view of it, means
 that state: its home. Invariant: a tensor is known only as long as its storage lives, and as long as
-nobody has written to it since.
+no code has written to it since.
 """
 
 from __future__ import annotations

@@ -6,12 +6,12 @@ and never while a save reads them.
 [Note: what callers hold] A caller who reads a state gets a tensor over its home's bytes with a
 storage of its own, the shown one. It is the live state, as without an offload: the caller may keep
 it and views of it, read and write them. So a step that finds one alive, at its begin or its end,
-waits for its copies home before it returns; one that nobody looks at does not wait. Assignments
-follow the tensors, too: a shown one that is assigned to another key takes its home along, and a
-home that is held, or has two entries, is never filled with another's bytes. Where a caller gives a
-shown tensor other memory (``.data =``, ``set_``, ``share_memory_``), that is the home from then on.
-Such memory is known for as long as anybody has it, also while no entry does, as within an exchange
-of two entries.
+waits for its copies home before it returns; a step without one does not wait. Assignments follow
+the tensors, too: a shown one that is assigned to another key takes its home along, and a home that
+is held, or has two entries, is never filled with another's bytes. Where a caller gives a shown
+tensor other memory (``.data =``, ``set_``, ``share_memory_``), that is the home from then on. Such
+memory is known for as long as any tensor has it, also while no entry does, as within an exchange of
+two entries.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class Homes:
 
     def chosen_for(self, home: Home | None, value: Tensor) -> Home:
         """Returns the home of a value: its own, where it is a shown tensor; else ``home``, where it
-        fits and nobody else has it, or a new one.
+        fits and neither a caller nor another entry has it, or a new one.
         """
         local = local_of(value).detach()
         if home is not None and _memory(home.tensor) == _memory(local):

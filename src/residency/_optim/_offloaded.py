@@ -93,8 +93,8 @@ class OffloadedOptimizer(Optimizer):
 
         ``dcp.load`` and ``get_optimizer_state_dict`` need the tensors that they are to fill; torch
         makes them by a step with zero gradients. Here they are zeros in the homes, and `step` is
-        zero; parameters, counters and settings are not touched. Whoever steps without a load steps
-        as a fresh optimizer.
+        zero; parameters, counters and settings are not touched. A step without a load is
+        that of a fresh optimizer.
 
         Raises:
             RefusedError: The host has no room, or what a first step makes cannot be foreseen for

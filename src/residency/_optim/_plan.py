@@ -434,7 +434,7 @@ def _run_of(piece: Piece, home: Home, offset: int, *, is_cut: bool) -> CopyRun:
 def _join(runs: Iterable[tuple[CopyRun, bool]]) -> list[CopyRun]:
     """Joins copies that follow each other on both sides.
 
-    The padding after a whole entry belongs to nobody and may be copied along; after a cut, the
+    The padding after a whole entry belongs to no entry and may be copied along; after a cut, the
     bytes up to the next alignment are the next cut's.
     """
     joined: list[tuple[CopyRun, bool]] = []

@@ -43,7 +43,7 @@ def tell_savings(optimizer: Optimizer, offload: Offload) -> None:
     offload.logged_for = device
     try:
         saved, text = (0, _ON_HOST) if host is None else _savings(optimizer, offload, host)
-    except Exception as problem:  # nobody's run ends because of a line in a log
+    except Exception as problem:  # no run ends because of a line in a log
         _log.warning("residency could not tell what an offload saves: %s", repr(problem))
         return
     level = logging.INFO if saved else logging.WARNING

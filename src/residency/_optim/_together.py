@@ -1,6 +1,6 @@
 """Moves entries of the state that share bytes together: from the device home, and back.
 
-Invariant: of entries that share bytes, all stay on the device or none does, and whoever moves one
+Invariant: of entries that share bytes, all stay on the device or none does, and a move of one
 moves the others, so that they share bytes in the new place as they did in the old.
 """
 
@@ -229,7 +229,7 @@ def joined_to_arrived(homes: Homes, value: Tensor) -> Tensor | None:
     and its own lie in one range from now on, as they do on the device.
 
     Returns:
-        What is at home; None where nobody took bytes of it home.
+        What is at home; None where no step or assignment took bytes of it home.
 
     Raises:
         RefusedError: The host has no room; nothing has moved.

@@ -273,7 +273,7 @@ class UnitStep:
 
     @property
     def _views(self) -> list[dict[str, Tensor]]:
-        """The states in the slot, of each piece by key, in dicts that nobody else has."""
+        """The states in the slot, of each piece by key, in dicts of their own."""
         return by_key(self._made, self.unit)
 
     def _states_before(self) -> dict[Tensor, dict[str, Any]]:

@@ -6,7 +6,8 @@ Everything else runs into torch's own device error.
 
 [Note: no hook in the module] A hook in a module goes along with its copies and pickles, and stays
 there. A global hook of torch's has every compiled module warn and compile anew. So calls go, while
-anything is parked, through a function in the place of ``nn.Module.__call__``, which nobody copies.
+anything is parked, through a function in the place of ``nn.Module.__call__``, which no copy takes
+along.
 """
 
 from __future__ import annotations

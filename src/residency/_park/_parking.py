@@ -63,7 +63,7 @@ class Parking:
         gradients: Whether gradients move with a module, or are set to None.
         pin: Whether the host memory is page-locked.
         beside: Other owners of the same request: what they have in the owner's storages moves with
-            it, and is nobody else's.
+            it, and is no other owner's.
 
     Attributes:
         device: Where the owner was last found, if on a device at all.
@@ -143,7 +143,7 @@ class Parking:
             return 0
         if isinstance(owner, nn.Module):
             reshard(owner)
-        # Whoever writes or reads these bytes, on whatever stream, is done from here on.
+        # All work that writes or reads these bytes, on whatever stream, is done from here on.
         _device.synchronize(self.device)
         ties, _ = self._found()
         chosen = list(ties)
@@ -279,7 +279,7 @@ class Parking:
             if tensor.is_cpu and (is_of_site or id(tensor) in self._rebound):
                 seen.add(id(tensor))
                 yield site, tensor
-        # A parameter that nobody has any more stays away, and so does its gradient.
+        # A parameter without another reference stays away, and so does its gradient.
         dead = [r.tensor for r in self._rebound.values() if not r.is_in_use()]
         seen.update(map(id, dead), (id(t.grad) for t in dead if t.is_leaf))
         del dead

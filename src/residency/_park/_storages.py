@@ -59,7 +59,7 @@ def ties_of(tensors: Iterable[tuple[str, Tensor]]) -> list[Tie]:
         storage = tensor.untyped_storage()
         tie = ties.setdefault(storage._cdata, Tie(storage))
         tie.sites.add(site)
-        # A view keeps its base, and the base the storage, whoever else has let go of it.
+        # A view keeps its base, and the base the storage, though all others let go of it.
         base = tensor._base if tensor._is_view() else None
         for each in (tensor, base):
             if each is not None and all(each is not known for known in tie.tensors):
@@ -115,7 +115,7 @@ class Rebound:
         return self._other is not None and self.tensor._cdata != self._device_body
 
     def is_in_use(self) -> bool:
-        """Returns whether anybody but this object has the tensor."""
+        """Returns whether more than this object has the tensor."""
         tensor = self.tensor  # one reference, beside the attribute and the argument
         return (
             self.is_split or sys.getrefcount(tensor) > 3 or tensor._use_count() > 1  # type: ignore[attr-defined]  # what C++ has

@@ -6,7 +6,7 @@ hardly waits. Invariant: the host reads a slot only when the copies into it are 
 fills it anew only when the host has read it. ``test_bytes_are_read_when_they_are_there`` and
 ``test_a_slot_is_filled_anew_when_it_was_read`` try to break it.
 
-[Note: whose bytes] A tensor that nobody else can write is copied from where it is. Where another
+[Note: whose bytes] A tensor that no other code can write is copied from where it is. Where another
 tensor has the same storage, as a batch's labels have, or where its storage has more than its bytes,
 the lane reads a copy that is made on the device at the call.
 """
@@ -285,7 +285,7 @@ class HostRing:
 
 
 def host_bytes(num_bytes: int) -> Tensor:
-    """Returns pageable host memory that nobody has filled, ``uint8`` of shape ``[num_bytes]``."""
+    """Returns pageable host memory that is not filled, ``uint8`` of shape ``[num_bytes]``."""
     if num_bytes >= MIB:
         return Slab(num_bytes, pin=False).data  # of large pages, where the system has them
     with callers_modes_off():

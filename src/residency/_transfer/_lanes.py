@@ -56,7 +56,7 @@ class Lanes:
     def mark(self, stream: torch.Stream, *, timed: bool = False) -> torch.Event:
         """Returns an event that is done when everything now queued on ``stream`` is.
 
-        It is recorded anew once nobody refers to it.
+        It is recorded anew once there is no reference to it.
         """
         event = _events.new_event(self.device, timed=timed)
         with _device.on(self.device):

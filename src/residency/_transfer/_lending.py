@@ -1,10 +1,10 @@
-"""Host memory that is lent to a save: until it is given back, nobody writes into it.
+"""Host memory that is lent to a save: until it is given back, no step writes into it.
 
-An optimizer whose state lives on the host lends a save the very tensors instead of copies. Whoever
-would write into one, the next step first of all, asks here and writes elsewhere, or waits. A loan
-ends on whatever thread, and at the latest with its borrower or with the memory itself. Invariant:
-a loan ends once, however often its end is asked for, and an exception between any two lines here
-neither loses its end nor ends another.
+An optimizer whose state lives on the host lends a save the very tensors instead of copies. Code
+that would write into one, the next step first of all, asks here and writes elsewhere, or waits. A
+loan ends on whatever thread, and at the latest with its borrower or with the memory itself.
+Invariant: a loan ends once, however often its end is asked for, and an exception between any two
+lines here neither loses its end nor ends another.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Lending:
         Args:
             tensor: Host memory.
             borrower: Stands for the loan; no other loan has it.
-            is_lasting: Whether the loan may last for good, so that nobody must wait for its end.
+            is_lasting: Whether the loan may last for good, so that no step must wait for its end.
         """
         address = tensor.data_ptr()
         if not address:  # it has no bytes
@@ -116,7 +116,7 @@ lending = Lending()
 
 
 def _forget_all() -> None:
-    lending.__init__()  # type: ignore[misc]  # everybody has this very object
+    lending.__init__()  # type: ignore[misc]  # all modules have this very object
 
 
 # The parent's threads, which end loans, are not in a forked process; one may have held the lock.

@@ -20,9 +20,9 @@ from residency._transfer._slab import Region
 
 
 class Lent:
-    """A state on the host that its owner lends: nobody writes it until it is given back.
+    """A state on the host that its owner lends: no step writes it until it is given back.
 
-    Made by ``Loans``. A loan that nobody holds any more ends by itself.
+    Made by ``Loans``. A loan without a reference ends by itself.
 
     Attributes:
         tensor: The bytes; of a sharded state, the local tensor.
@@ -86,7 +86,7 @@ class Loans:
             tensor: The bytes; of a sharded state, the local tensor.
             value: What callers see: the tensor, or a ``DTensor`` around it.
             written: The event after which the bytes are final, or None when they are.
-            is_lasting: Whether the loan may last for good, so that nobody must wait for its end.
+            is_lasting: Whether the loan may last for good, so that no step must wait for its end.
         """
         lent = Lent(tensor, value, written)
         self._all.append(lent)
@@ -229,6 +229,6 @@ def register_forecast(forecast: Callable[[Any], list[Tensor]]) -> None:
 
 def states_to_come(optimizer: object) -> list[Tensor]:
     """Returns tensors without bytes, like those that an optimizer's first step will make and a save
-    will copy; none where nobody can tell.
+    will copy; none where that cannot be foreseen.
     """
     return [like for forecast in _forecasters for like in forecast(optimizer)]

@@ -299,8 +299,8 @@ class SlabArena:
     def emptied(self) -> SlabArena:
         """Returns an arena over the same slabs in which nothing is in use.
 
-        For whoever gives back all entries at once, those included that an interrupt lost: ranges
-        of this arena that come back later are not the other's.
+        For a caller that gives back all entries at once, those included that an interrupt lost:
+        ranges of this arena that come back later are not the other's.
         """
         other = SlabArena(pin=self._may_pin, reuse=self.is_reused)
         other._slabs = [slab.emptied() for slab in self._slabs]

@@ -3,7 +3,7 @@ names.
 
 A step of any ``torch.optim.Optimizer`` waits, on the device, for the copies of its own parameters
 and states that are still under way; one with a closure waits after the closure's forward and
-backward. Whoever writes otherwise says so with ``mutating``.
+backward. Code that writes otherwise says so with ``mutating``.
 """
 
 from __future__ import annotations

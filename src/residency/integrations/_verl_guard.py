@@ -142,7 +142,7 @@ class _Guard:
         self._watch.start()
 
     def stop(self) -> None:
-        self._is_on = False  # for whoever has put another function around one of ours
+        self._is_on = False  # for a function that other code has put around one of ours
         self._watch.stop()
         while self._undo:
             self._undo.pop()()

@@ -2,7 +2,7 @@
 
 In TRL's mode "colocate" with sleep the engine wakes for a weight sync and a generation, and sleeps
 until the next; between, the device is the trainer's. The hand-off stands around the engine's own
-``wake_up`` and ``sleep``, the two moments at which bytes change hands, whoever calls them.
+``wake_up`` and ``sleep``, the two moments at which bytes change hands, wherever they are called.
 Invariant: what TRL computes, and in which order it calls its engine, is as without it.
 
 [Note: what the engine needs] Its setting ``gpu_memory_utilization`` says what it may hold in all.

@@ -88,7 +88,7 @@ class Lender:
         """Makes the device as a test should find it, and pays the settings that are owed.
 
         Raises:
-            QueuedWorkError: Work failed that nobody had waited for.
+            QueuedWorkError: Work failed that no call had waited for.
             RefusedError: Tensors need more than the owed settings give.
         """
         failures = finish_work()

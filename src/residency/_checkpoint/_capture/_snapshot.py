@@ -24,7 +24,7 @@ class Snapshot:
         self._arena = arena
         self._tree: object = None
         self._is_complete = False
-        # Whoever never asks for the tree leaves no loan behind.
+        # A snapshot whose tree is never asked for leaves no loan behind.
         self._end = weakref.finalize(self, captured.release)
         self._end.atexit = False
 
@@ -112,7 +112,7 @@ def snapshot(tree: object, *, verify: str = "gate", pin: bool = True) -> Snapsho
         to 512, plus what is left at the end of each slab. The state of an offloaded optimizer is
         handed over, not copied; its next step moves to a second set of homes. The first call of its
         size page-locks all that, for which the host waits: seconds for gigabytes on CUDA. Torch
-        keeps the memory once nobody has the snapshot, and the next one of the same sizes takes it
+        keeps the memory once the snapshot is dropped, and the next one of the same sizes takes it
         from there. ``torch.accelerator.empty_host_cache()`` (torch 2.12 and later) gives it back to
         the system; so does whatever of this library finds too little host memory.
     """

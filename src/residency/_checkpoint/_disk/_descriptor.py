@@ -1,4 +1,4 @@
-"""An open file that nobody can lose: it is closed when it is let go of, whatever came between."""
+"""An open file that cannot get lost: it is closed when it is let go of, whatever came between."""
 
 from __future__ import annotations
 

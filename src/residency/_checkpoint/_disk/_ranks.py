@@ -5,7 +5,8 @@ of its own, drawn at random. Ranks do not count: one may have failed, or left a 
 another made. Another rank offers its attempt by an entry in rank 0's directory; rank 0 takes one of
 each rank, by renaming the entry; only then that rank moves its files there. Both have seen the
 other's name then, so both are alive, and what an earlier attempt left has no part in it. A rank
-that fails says so in its directory's name, which rank 0, or whoever rank 0 took, obeys at once.
+that fails says so in its directory's name, which rank 0, or each rank that rank 0 took, obeys at
+once.
 
 [Note: a failure in doubt] A rank that finds the failure of another, and no sign that it concerns
 its own attempt, cannot know whether the other one failed in this call or in one that this rank left
@@ -301,7 +302,7 @@ class Attempt:
     def fail(self, error: BaseException) -> None:
         """Tells the other ranks, and removes what this rank wrote; raises nothing of its own."""
         with suppress(OSError, CheckpointError):
-            if self._world_size == 1 or self._knows_of_failure:  # nobody else is to know
+            if self._world_size == 1 or self._knows_of_failure:  # no other rank is to know
                 remove_own(self._system, self.folder.path)
                 return
             if not self.folder.has_joined:

@@ -1,8 +1,8 @@
 """Reads wanted ranges of files into host memory, checking every chunk that it touches.
 
 Bytes go by ``os.preadv`` straight to where they are wanted, or into a slot of a ring from which the
-caller carries them on. Where checksums are known, a file is read in whole chunks, and what nobody
-wants of a chunk goes to a scratch buffer. Invariant: a read that ends without an error has handed
+caller carries them on. Where checksums are known, a file is read in whole chunks, and what is not
+wanted of a chunk goes to a scratch buffer. Invariant: a read that ends without an error has handed
 on bytes of chunks only that are as they were written, and host memory beside the targets was the
 ring, plus ``SCRATCH_BYTES`` for each thread.
 """
@@ -474,7 +474,7 @@ def _steps(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _bridged(spans: Sequence[_FileRange]) -> list[_FileRange]:
-    """Returns the spans with short gaps between them as spans that nobody wants."""
+    """Returns the spans with short gaps between them as spans that are not wanted."""
     bridged: list[_FileRange] = []
     for span in spans:
         if bridged and 0 < span.start - bridged[-1].stop <= _BRIDGED_BYTES:

@@ -362,7 +362,7 @@ class _Crew:
             image.let_go()
             image = _Image(buffers, bounce, alignment, copy=True)
             self._write_image(chunk, image, direct=file.is_direct)
-        image.let_go()  # nobody looks at a part's bytes after its release
+        image.let_go()  # no thread looks at a part's bytes after its release
         buffers.clear()
         for lease in chunk.leases:
             if lease is not None:

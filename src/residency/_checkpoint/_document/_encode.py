@@ -138,7 +138,7 @@ class Encoder:
         ]
 
     def bytes_of(self, name: str, data: Any) -> dict[str, Any]:
-        """Returns what a node has of bytes that nobody else writes."""
+        """Returns what a node has of bytes that no other code writes."""
         if self.is_inline:
             return inline_bytes(bytes(data))
         with callers_modes_off():

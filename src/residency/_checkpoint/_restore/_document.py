@@ -306,7 +306,7 @@ def _is_fit(kind: str | None, node: Any, value: Any) -> bool:
 
 
 def _is_read_only(node: Any, value: Any) -> bool:
-    """Returns whether a saved array is one that is here, into which nobody may write."""
+    """Returns whether a saved array is one that is here, into which no code may write."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is None or type(value) is not numpy.ndarray or value.flags.writeable:
         return False

@@ -115,7 +115,7 @@ class Shadow:
         values = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         if is_copied:
             instead: dict[int, object] = {id(optimizer): shadow}
-            # Hooks are nobody's to change during a step, and hold whatever users put there.
+            # No part of a step may change hooks, which hold whatever users put there.
             hooks = {k: v for k, v in lent.items() if k.startswith("_optimizer_")}
             others = {k: v for k, v in lent.items() if k not in hooks}
             lent = {**hooks, **copied(others, owner=base.__name__, instead=instead)}

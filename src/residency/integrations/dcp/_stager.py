@@ -134,7 +134,7 @@ class PinnedStager(AsyncStager):
         return staged
 
     def synchronize_staging(self) -> None:
-        """Blocks the host until the newest copies are complete; nobody needs to."""
+        """Blocks the host until the newest copies are complete; no caller needs to."""
         staged = None if self._newest is None else self._newest()
         if staged is not None:
             staged.wait()
@@ -199,7 +199,7 @@ class _Flight:
             self._over.set()
 
     def end(self) -> None:
-        """Ends the loans: nobody writes the save any more."""
+        """Ends the loans: no thread writes the save any more."""
         with self._lock:
             lent = [held for held in self._out.values() if held.block.lent is not None]
         for held in lent:
@@ -213,7 +213,7 @@ class _Flight:
         self._over.set()
 
     def drop_unasked(self) -> None:
-        """Gives back what nobody has asked for, nor can any more."""
+        """Gives back what was not asked for, and cannot be any more."""
         if not self._asked.is_set():
             self.drop()
             self._asked.set()

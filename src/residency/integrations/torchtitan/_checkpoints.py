@@ -231,7 +231,7 @@ class ResidencyCheckpointManager(_Manager):  # type: ignore[misc]  # known when 
         )
 
     def _maybe_wait_for_staging(self) -> None:
-        """Does nothing: whoever writes next waits for the copies, on the device."""
+        """Does nothing: the next write waits for the copies, on the device."""
         self.staging_future = None
 
     def _wait_for_saving(self) -> None:

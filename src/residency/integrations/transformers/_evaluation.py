@@ -36,7 +36,7 @@ else:
 
 _NAME = "EvalLoopContainer"
 _users: weakref.WeakSet[object] = weakref.WeakSet()  # the callbacks for which the name is changed
-_of_thread = threading.local()  # the containers that nobody has claimed
+_of_thread = threading.local()  # the containers that no callback has claimed
 
 
 class _Form(NamedTuple):

@@ -53,6 +53,12 @@ def local_of(tensor: Tensor) -> Tensor:
     return local.wait() if type(local).__name__ == "AsyncCollectiveTensor" else local  # type: ignore[no-any-return]
 
 
+def write_count(tensor: Tensor) -> int:
+    """Returns how often a tensor, or a view of it, was written in place; not through ``.data``."""
+    # Autograd's own counter, for which torch has no public name (2.13).
+    return int(local_of(tensor)._version)
+
+
 def wrapped_like(local: Tensor, model: Tensor) -> Tensor:
     """Returns ``local`` as the shard of what ``model`` is; itself where that is no ``DTensor``.
 

@@ -54,6 +54,13 @@ def span_of(tensor: Tensor) -> Span | None:
     return Span(tensor.device, first, first + count * tensor.element_size())
 
 
+def storage_key(tensor: Tensor) -> int:
+    """Returns a number that all tensors over one storage have in common, as long as it lives."""
+    # The address of torch's own object; an address of bytes is 0 where there are none, and two
+    # storages may lie on the same. torch has no public name for it (2.13).
+    return int(tensor.untyped_storage()._cdata)
+
+
 def strided_as(tensor: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
     """Returns what two tensors over the same bytes have in common if they read them alike."""
     return tensor.dtype, tensor.shape, tensor.stride()

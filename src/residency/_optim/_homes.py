@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from residency._dtensor import is_sharded, local_of, wrapped_like
+from residency._dtensor import is_sharded, local_of, wrapped_like, write_count
 from residency._errors import RefusedError
 from residency._modes import callers_modes_off
 from residency._optim._arrivals import Arrivals
@@ -325,7 +325,7 @@ class Homes:
         """Binds what a caller was shown of a home that a save reads to the one in its place."""
         shown = self._shown.pop(before, None) if self.is_held(before) else None
         if shown is not None:
-            before.num_writes += local_of(shown)._version
+            before.num_writes += write_count(shown)
             with torch.no_grad():
                 local_of(shown).data = local_of(self.show(home))
             self._note_shown(home, shown)
@@ -427,14 +427,14 @@ class Homes:
     def is_written(self, home: Home) -> bool:
         """Returns whether a caller has written to the shown tensor since the last step."""
         shown = self._shown.get(home)
-        return shown is not None and local_of(shown)._version > 0
+        return shown is not None and write_count(shown) > 0
 
     def num_writes(self, home: Home) -> int:
         """Returns a number that grows with what callers write to what they were shown."""
         shown = self._shown.get(home)
         if shown is None and home.moved_to is not None:
             return home.num_writes + self.num_writes(home.moved_to)
-        return home.num_writes + (0 if shown is None else local_of(shown)._version)
+        return home.num_writes + (0 if shown is None else write_count(shown))
 
     def held(self) -> list[Home]:
         """Returns the homes of the state that callers can reach without a new look."""

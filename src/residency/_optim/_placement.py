@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from residency import _device
-from residency._dtensor import layout_of, local_of, wrapped_like
+from residency._dtensor import layout_of, local_of, wrapped_like, write_count
 from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes
 from residency._optim._loading import device_rule
@@ -162,9 +162,7 @@ def _show_templates(state: State, made: Mapping[Tensor, Mapping[str, object]]) -
             else:
                 inner.put_as_is(key, value)
         inner.template = {
-            key: local_of(value)._version
-            for key, value in dict.items(inner)
-            if isinstance(value, Tensor)
+            key: write_count(value) for key, value in dict.items(inner) if isinstance(value, Tensor)
         }
 
 

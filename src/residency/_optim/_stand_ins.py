@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from residency._dtensor import is_sharded, local_of, wrapped_like
+from residency._dtensor import is_sharded, local_of, wrapped_like, write_count
 from residency._optim._masters import MASTER, take_foreign_writes
 from residency._optim._offload_record import Offload
 from residency._optim._plan import Piece
@@ -78,7 +78,7 @@ class StandIns:
             flat = self.flat.get(piece.parameter) if piece.is_last else None
             if flat is None:
                 continue
-            if flat._version:
+            if write_count(flat):
                 gradient = self.gradients.get(piece.parameter, piece.parameter.grad)
                 assert gradient is not None
                 local = local_of(gradient).detach()

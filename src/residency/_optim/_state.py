@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residency._dtensor import layout_of, local_of, moved
+from residency._dtensor import layout_of, local_of, moved, write_count
 from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes
 from residency._optim._residents import Residents
@@ -96,11 +96,11 @@ class ParameterState(dict[str, Any]):
 
         A load may write into them in place (``dcp.load`` does), with or without a new version.
         """
-        tensors = {k: local_of(v) for k, v in dict.items(self) if isinstance(v, Tensor)}
+        found = {k: local_of(v) for k, v in dict.items(self) if isinstance(v, Tensor)}
         if any(map(self._homes.is_written, self.homes_by_key.values())):
             return False
         return self.template is not None and all(
-            key in tensors and tensors[key]._version == version and not tensors[key].count_nonzero()
+            key in found and write_count(found[key]) == version and not found[key].count_nonzero()
             for key, version in self.template.items()
         )
 

@@ -36,6 +36,7 @@ from residency._park._tensors import (
     take_gradients,
     tensors_of,
 )
+from residency._storages import storage_key
 from residency._transfer import (
     CopyRun,
     Region,
@@ -238,11 +239,11 @@ class Parking:
         """
         owner = self._owner()
         own = [] if owner is None else tensors_of(owner, gradients=gradients)
-        storages = {tensor.untyped_storage()._cdata for _, tensor in own}
+        storages = {storage_key(tensor) for _, tensor in own}
         for number, ref in enumerate(self._beside):
             other = ref()
             named = [] if other is None else tensors_of(other, gradients=gradients)
-            tied = {site for site, t in named if t.untyped_storage()._cdata in storages}
+            tied = {site for site, t in named if storage_key(t) in storages}
             own += [
                 (f"{number}:{site}", tensor)
                 for site, tensor in named

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from residency._errors import RefusedError
 from residency._modes import callers_modes_off
+from residency._storages import storage_key
 from residency._transfer import align_up, gate_of
 
 
@@ -57,7 +58,7 @@ def ties_of(tensors: Iterable[tuple[str, Tensor]]) -> list[Tie]:
     ties: dict[int, Tie] = {}
     for site, tensor in tensors:
         storage = tensor.untyped_storage()
-        tie = ties.setdefault(storage._cdata, Tie(storage))
+        tie = ties.setdefault(storage_key(tensor), Tie(storage))
         tie.sites.add(site)
         # A view keeps its base, and the base the storage, though all others let go of it.
         base = tensor._base if tensor._is_view() else None
@@ -73,7 +74,7 @@ def shared_with_others(ties: Sequence[Tie], device: torch.device) -> list[Tie]:
     """
     reading: dict[int, set[int]] = {}
     for source in gate_of(device).sources_of(t.storage.data_ptr() for t in ties):
-        reading.setdefault(source.untyped_storage()._cdata, set()).add(id(source))
+        reading.setdefault(storage_key(source), set()).add(id(source))
     return [
         tie
         for tie in ties
@@ -112,6 +113,7 @@ class Rebound:
     @property
     def is_split(self) -> bool:
         """Whether the tensor's body on the device waits for its return."""
+        # The address of the body; torch has no public name for it (2.13).
         return self._other is not None and self.tensor._cdata != self._device_body
 
     def is_in_use(self) -> bool:
@@ -150,7 +152,7 @@ class Rebound:
             self._is_gradient_shown = gradient is not None and gradient.device == view.device
             if self._is_gradient_shown:
                 body.grad = gradient
-            self._device_body = tensor._cdata
+            self._device_body = tensor._cdata  # see `is_split`
             self._other = body
             _swap(tensor, body)
         assert self._other is not None

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from residency._dtensor import write_count
 from residency._registries import WeakRegistry
 from residency._transfer._lending import lending
 from residency._transfer._slab import Region
@@ -45,7 +46,7 @@ class Lent:
 
     def num_writes(self) -> int:
         """Returns a number that grows when a caller writes into it."""
-        return self.tensor._version if self.count is None else self.count()
+        return write_count(self.tensor) if self.count is None else self.count()
 
     def begin(self, *, is_lasting: bool) -> None:
         """Begins the loan; see ``Lending.lend``."""

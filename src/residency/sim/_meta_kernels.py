@@ -23,6 +23,7 @@ def prefer_compiled() -> None:
     """
     if _registrations:
         return
+    # torch has the functions behind its meta kernels in these two alone (2.13).
     from torch import _meta_registrations
     from torch._decomp import global_decomposition_table
 

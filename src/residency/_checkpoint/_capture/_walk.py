@@ -35,7 +35,7 @@ from residency._checkpoint._document._nodes import (
 )
 from residency._dtensor import is_sharded, local_of
 from residency._errors import RefusedError
-from residency._storages import is_wrapper
+from residency._storages import is_wrapper, storage_key
 from residency._transfer import Lent, Loans, owner_of
 
 # Wrappers that put themselves into the names of what they wrap, by the files that define them: who
@@ -397,7 +397,7 @@ def _storage_of(tensor: Tensor) -> int | None:
     """Returns which storage a tensor lies in; None where it has none of its own, or none yet."""
     if is_sharded(tensor) or is_lazy(tensor) or tensor.layout is not torch.strided:
         return None
-    return int(tensor.untyped_storage()._cdata)
+    return storage_key(tensor)
 
 
 def _names_in_common(module: nn.Module) -> set[str]:

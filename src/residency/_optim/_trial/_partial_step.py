@@ -24,7 +24,7 @@ import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from residency._dtensor import local_of
+from residency._dtensor import local_of, write_count
 from residency._errors import RefusedError, ResidencyError
 from residency._optim._trial._copies import copied, is_equal, on_host, reachable
 from residency._registries import WeakRegistry
@@ -142,7 +142,7 @@ class Shadow:
             ResidencyError: The step changed a shared tensor in place.
         """
         for name, tensor, version in self._watch:
-            if tensor._version != version:
+            if write_count(tensor) != version:
                 raise ResidencyError(
                     f"{self._base.__name__}.step changed the tensor in {name!r} in place, which "
                     "would happen once for each part of the parameters. Replace it with a new "
@@ -188,7 +188,7 @@ def _watched(
 ) -> list[tuple[str, Tensor, int]]:
     """Lists the shared tensors with their versions, parameters aside: a step is to change those."""
     return [
-        (name, found, found._version)
+        (name, found, write_count(found))
         for names in (attributes, *values)
         for name, found in tensors_beside(optimizer, names)
         if not found.is_inference() and not (found.is_cpu and found.numel() == 1)

@@ -304,7 +304,7 @@ def _described(
 def _borrow(description: Description, spare_bytes: int | None) -> None:
     """Notes of each tensor whether it is lent, and whether others than optimizers may change it."""
     found = description.leaves
-    of_steps = {_storage_key(tensor) for tensor in written_by_steps()}
+    of_steps = {_bytes_key(tensor) for tensor in written_by_steps()}
     on_host = [local for leaf in found.values() if (local := local_of(leaf.value)).is_cpu]
     addresses = {local.data_ptr() for local in on_host if local.numel()}
     lent = lend_homes(addresses, description.loans, spare_bytes)
@@ -318,9 +318,9 @@ def _borrow(description: Description, spare_bytes: int | None) -> None:
         # The description keeps the loan and not the caller's tensor: a step would wait for a save
         # of whose bytes a caller has a view.
         value = leaf.value if loan is None else loan.value
-        found[name] = Leaf(name, value, _storage_key(local) not in of_steps, loan)
+        found[name] = Leaf(name, value, _bytes_key(local) not in of_steps, loan)
 
 
-def _storage_key(tensor: Tensor) -> tuple[torch.device, int]:
+def _bytes_key(tensor: Tensor) -> tuple[torch.device, int]:
     local = local_of(tensor)
     return local.device, local.untyped_storage().data_ptr()

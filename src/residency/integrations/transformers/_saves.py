@@ -25,6 +25,7 @@ from residency._checkpoint import check_count
 from residency._checkpoint._capture import Capture, capture_described, describe, tree_of
 from residency._checkpoint._disk import SYSTEM, sync_folder
 from residency._errors import InvalidArgumentError
+from residency._storages import storage_key
 from residency._transfer import SlabArena, memory_of
 from residency.integrations._common._framework import named_with_version
 from residency.integrations._common._ordered_writes import OrderedWrites
@@ -249,23 +250,19 @@ def model_to_take(model: nn.Module) -> tuple[Any, Callable[[Any], dict[str, Any]
     peft: Any = sys.modules["peft"]
     live: dict[str, Any] = adapted.state_dict()
     written = {
-        _storage_key(value)
+        storage_key(value)
         for name in configurations
         for value in peft.get_peft_model_state_dict(
             adapted, state_dict=live, adapter_name=name, save_embedding_layers=False
         ).values()
     }
-    written |= {_storage_key(p) for p in model.parameters() if p.requires_grad}
+    written |= {storage_key(p) for p in model.parameters() if p.requires_grad}
     taken = {
         name: value
         for name, value in live.items()
-        if isinstance(value, Tensor) and _storage_key(value) in written
+        if isinstance(value, Tensor) and storage_key(value) in written
     }
     return taken, lambda copied: {**live, **copied}
-
-
-def _storage_key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def clear_drafts(run_dir: Path) -> None:

@@ -2,8 +2,9 @@
 
 The wrapper records which shard of the whole tensor they are. Copies know local tensors only;
 whatever a caller or an optimizer's own step can see is wrapped again, with the mesh and the
-placements that it had. Invariant: a state of a sharded parameter is never seen without its wrapper,
-because a checkpoint would take it for a replica and keep one rank's bytes.
+placements that it had. Invariant, which ``tests/optim/test_distributed.py`` tries to break: a state
+of a sharded parameter is never seen without its wrapper, because a checkpoint would take it for a
+replica and keep one rank's bytes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which tensors lie on the same bytes, asked of the memory and not of the objects.
 
 Two tensors may share bytes without sharing a storage object (two ``from_numpy`` over one array),
-and share a storage without sharing bytes (two columns). Invariant: the answer follows from device,
-address, shape and strides alone.
+and share a storage without sharing bytes (two columns). Invariant, which ``tests/test_storages.py``
+tries to break: the answer follows from device, address, shape and strides alone.
 """
 
 from __future__ import annotations

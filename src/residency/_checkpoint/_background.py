@@ -2,8 +2,8 @@
 
 ``hand`` is one call into C: an interrupt comes before it, and nothing happened, or after it, and
 the thread has the action. A caller that cannot know which of the two it was hands another action,
-which comes after the first and finds out. Invariant: of all threads that were ever begun for one of
-these, one does the actions.
+which comes after the first and finds out. Invariant, which ``tests/checkpoint/test_background.py``
+tries to break: of all threads that were ever begun for one of these, one does the actions.
 
 [Note: who ends the thread] ``end`` does; else the last reference to its ``Background``; else the
 end of the interpreter, which waits for what was handed before.

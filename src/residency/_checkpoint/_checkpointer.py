@@ -1,8 +1,9 @@
 """Saves a training state again and again, and restores the newest whole one.
 
 ``save`` takes the bytes (``_capture``) and hands them to one thread, which writes and publishes
-them (``_disk``) in the order of the calls. Invariant: a save is published whole or not at all, and
-every failure is raised exactly once, where it cannot be missed.
+them (``_disk``) in the order of the calls. Invariant, which
+``tests/checkpoint/test_failed_saves.py`` tries to break: a save is published whole or not at all,
+and every failure is raised exactly once, where it cannot be missed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Host memory for the saves in flight, and which save may have it.
 
-Invariant: a memory has one job; it is free when that job's save is over, whichever thread ended it.
+Invariant, which ``tests/checkpoint/test_checkpointer.py`` tries to break: a memory has one job; it
+is free when that job's save is over, whichever thread ended it.
 """
 
 from __future__ import annotations

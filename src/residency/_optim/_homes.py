@@ -1,7 +1,7 @@
 """Where the state of an offloaded optimizer lives: a tensor of host memory for each state.
 
-Invariant: bytes go into a home only through ``Homes.fill``, a copy home of the step, or a restore,
-and never while a save reads them.
+Invariant, which ``tests/optim/test_kept_states.py`` tries to break: bytes go into a home only
+through ``Homes.fill``, a copy home of the step, or a restore, and never while a save reads them.
 
 [Note: what callers hold] A caller who reads a state gets a tensor over its home's bytes with a
 storage of its own, the shown one. It is the live state, as without an offload: the caller may keep

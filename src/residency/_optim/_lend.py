@@ -1,8 +1,9 @@
 """Lends the state of an offloaded optimizer to a save, and keeps the steps meanwhile off it.
 
 A save gets the homes themselves. A step that is to write into one that is lent takes another home
-for it, out of a bounded spare; without room there it waits until a loan ends. Invariant: what is
-lent has the bytes of the moment of the loan until it is given back.
+for it, out of a bounded spare; without room there it waits until a loan ends. Invariant, which
+``tests/checkpoint/test_checkpointer.py`` tries to break: what is lent has the bytes of the moment
+of the loan until it is given back.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Loads a saved state into the homes, in two steps: everything that can fail, then the copies.
 
-Invariant: when the first step raises, the optimizer is as it was before the load.
+Invariant, which ``tests/optim/test_state.py`` tries to break: when the first step raises, the
+optimizer is as it was before the load.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The two public functions: an optimizer's class is swapped in place, and swapped back.
 
-Invariant: everything that can be refused is refused before anything moves, and an optimizer that
-was refused steps as if nothing had been asked.
+Invariant, which ``tests/optim/test_interrupted_moves.py`` tries to break: everything that can be
+refused is refused before anything moves, and an optimizer that was refused steps as if nothing had
+been asked.
 """
 
 from __future__ import annotations

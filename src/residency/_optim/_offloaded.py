@@ -2,8 +2,8 @@
 the host.
 
 Mixed in front of the optimizer's own class, so that ``isinstance``, hooks, schedulers and
-``GradScaler`` find what they expect. Invariant: a step enters through ``OffloadedOptimizer.step``
-or is refused by the guard.
+``GradScaler`` find what they expect. Invariant, which ``tests/optim/test_refusals.py`` tries to
+break: a step enters through ``OffloadedOptimizer.step`` or is refused by the guard.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Puts the state of an optimizer where its parameters' device demands: into homes on the host for
 an accelerator, or into a plain mapping where the parameters are on the host themselves.
 
-Invariant: a placement that fails leaves the optimizer's state as it was.
+Invariant, which ``tests/optim/test_moves.py`` tries to break: a placement that fails leaves the
+optimizer's state as it was.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 of state.
 
 A unit is one shadow step. It is whole parameters, or a cut of one large parameter of an
-element-wise optimizer. Invariant: within a slot, entries are aligned as allocations would be and
-follow each other as they do in the slab, so that a unit is as few copies as possible.
+element-wise optimizer. Invariant, which ``tests/optim/test_small_tensors.py`` tries to break:
+within a slot, entries are aligned as allocations would be and follow each other as they do in the
+slab, so that a unit is as few copies as possible.
 """
 
 from __future__ import annotations

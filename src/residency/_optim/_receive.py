@@ -1,7 +1,8 @@
 """Makes room for a saved state in the homes, into which a restore then reads it without a copy.
 
-Invariant: until ``finish`` the mappings that callers see are as they were; of the homes that they
-show, the bytes are those of the save as soon as it has been read.
+Invariant, which ``tests/checkpoint/restore/test_interrupted.py`` tries to break: until ``finish``
+the mappings that callers see are as they were; of the homes that they show, the bytes are those of
+the save as soon as it has been read.
 """
 
 from __future__ import annotations

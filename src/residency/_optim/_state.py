@@ -1,8 +1,9 @@
 """The mappings that users see as the state of an offloaded optimizer, over the homes on the host.
 
 ``optimizer.state`` stays a ``defaultdict`` of dicts. Whatever is assigned to a key is copied to its
-home on the host, and every read first waits for copies home that are still under way. Invariant: a
-tensor that a caller can reach through these mappings has its final bytes.
+home on the host, and every read first waits for copies home that are still under way. Invariant,
+which ``tests/optim/test_state.py`` tries to break: a tensor that a caller can reach through these
+mappings has its final bytes.
 
 [Note: who may reach a home] Inside the package, ``dict.get`` and its like bypass the wait on
 purpose: the step only hands tensors on to streams that wait for one another on the device. They

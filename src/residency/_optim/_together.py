@@ -1,7 +1,8 @@
 """Moves entries of the state that share bytes together: from the device home, and back.
 
-Invariant: of entries that share bytes, all stay on the device or none does, and a move of one
-moves the others, so that they share bytes in the new place as they did in the old.
+Invariant, which ``tests/optim/test_ties.py`` tries to break: of entries that share bytes, all stay
+on the device or none does, and a move of one moves the others, so that they share bytes in the new
+place as they did in the old.
 """
 
 from __future__ import annotations

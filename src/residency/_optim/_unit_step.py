@@ -1,9 +1,8 @@
 """The step of one unit: what stands in for its parameters and its state, the optimizer's own step
 on that, and what came of it, complete before any of it is the optimizer's.
 
-Invariant: until ``UnitStep.apply`` runs, the optimizer's state is that from before the unit; what
-``apply`` does may be done twice. ``tests/optim/test_interruptions.py`` tries to break it at every
-line.
+Invariant, which ``tests/optim/test_interruptions.py`` tries to break: until ``UnitStep.apply``
+runs, the optimizer's state is that from before the unit; what ``apply`` does may be done twice.
 """
 
 from __future__ import annotations

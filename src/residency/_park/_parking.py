@@ -1,7 +1,8 @@
 """One owner's bytes on the host, as long as they are parked there.
 
-Invariant: every change is made whole or not at all. What can fail (host memory, copies, device
-memory) comes before the first tensor is bound anew, and a failure after it is undone.
+Invariant, which ``tests/park/test_failures.py`` tries to break: every change is made whole or not
+at all. What can fail (host memory, copies, device memory) comes before the first tensor is bound
+anew, and a failure after it is undone.
 """
 
 from __future__ import annotations

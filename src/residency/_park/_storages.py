@@ -1,8 +1,9 @@
 """Which tensors share a storage, and how they are bound to another one together.
 
 A storage is moved once, whole, and every tensor over it is bound to the copy at its old offset and
-strides, so that ties and views stay. Invariant: a tensor that is rebound stays the same object with
-the same autograd state, its hooks and its ``AccumulateGrad`` node included.
+strides, so that ties and views stay. Invariant, which ``tests/park/test_park.py`` tries to break: a
+tensor that is rebound stays the same object with the same autograd state, its hooks and its
+``AccumulateGrad`` node included.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Events, recorded again and again: which may be recorded anew, and how the host waits for one.
 
-Invariant: an event to which there is a reference is never recorded anew.
+Invariant, which ``tests/transfer/test_events.py`` tries to break: an event to which there is a
+reference is never recorded anew.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@ still reading it.
 
 A lane that reads device storage says so here with the event after its read; a writer asks here, and
 its stream waits, on the device, for the reads that are still under way. A thread that has seen on
-the host that a read is over ends it, and no stream waits for it from then on. Invariant: a storage
-is in at most one read of those that one thread queued on one lane, the newest, because a lane runs
-in order.
+the host that a read is over ends it, and no stream waits for it from then on. Invariant, which
+``tests/transfer/test_gate.py`` tries to break: a storage is in at most one read of those that one
+thread queued on one lane, the newest, because a lane runs in order.
 
 [Note: threads at the gate] Threads come at the same time, and a handler of a signal in the middle
 of a call. So there is no lock: reads are put in, ended and taken out by one step of a dict or of a

@@ -3,8 +3,9 @@
 An optimizer whose state lives on the host lends a save the very tensors instead of copies. Code
 that would write into one, the next step first of all, asks here and writes elsewhere, or waits. A
 loan ends on whatever thread, and at the latest with its borrower or with the memory itself.
-Invariant: a loan ends once, however often its end is asked for, and an exception between any two
-lines here neither loses its end nor ends another.
+Invariant, which ``tests/transfer/test_lending.py`` tries to break: a loan ends once, however often
+its end is asked for, and an exception between any two lines here neither loses its end nor ends
+another.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A slab is one allocation whose size is a power of two, because torch's pinned allocator rounds up to
 one. An arena packs entries into slabs; each entry becomes a tensor with a storage of its *own* at
 offset 0, so that ``torch.save`` of one state writes that state and not the slab, and so that alias
-detection sees no sharing. Invariant: the ranges of live entries never overlap, and a range is used
-again only when no tensor over it is left.
+detection sees no sharing. Invariant, which ``tests/transfer/test_slab.py`` tries to break: the
+ranges of live entries never overlap, and a range is used again only when no tensor over it is left.
 """
 
 from __future__ import annotations

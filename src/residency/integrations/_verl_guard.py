@@ -1,8 +1,9 @@
 """Gives device memory back where verl's training ends and the engine's turn begins.
 
 The guard is a function around methods of verl's worker classes, which subclasses inherit. Nothing
-of it is imported before verl's workers are, nothing heavy before the first transition. Invariant:
-what a method computes and returns, and what verl's ``register`` wrote on it, is as without it.
+of it is imported before verl's workers are, nothing heavy before the first transition. Invariant,
+which ``tests/verl/test_verl.py`` tries to break: what a method computes and returns, and what
+verl's ``register`` wrote on it, is as without it.
 
 [Note: the order of a transition] Spent gradients are dropped, then what FSDP2 gathered and kept
 (after a forward without a backward the root stays gathered). Both happen on every rank alike,

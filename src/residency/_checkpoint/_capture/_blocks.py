@@ -2,7 +2,8 @@
 
 A block is the span of a storage that is needed, never the whole storage of a small view. Where one
 tensor of a block covers it densely, the block is stored as that tensor, under its name; the others
-are described as views of it. Invariant: the blocks of a save do not overlap.
+are described as views of it. Invariant, which ``tests/checkpoint/test_snapshot.py`` tries to break:
+the blocks of a save do not overlap.
 """
 
 from __future__ import annotations

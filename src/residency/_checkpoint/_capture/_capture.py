@@ -2,7 +2,8 @@
 
 What the host holds is copied at the call; what the device holds is copied on the d2h lane, buffers
 first, with an event after every group; what an offloaded optimizer holds is lent. Nothing waits on
-the host, and no device memory is allocated. Invariant: every region and every loan is given back
+the host, and no device memory is allocated. Invariant, which
+``tests/integrations/test_dcp_stager.py`` tries to break: every region and every loan is given back
 exactly once, after the last copy into it.
 
 [Note: the order of a capture] Tensors that others than optimizers may change come first, and the

@@ -2,9 +2,10 @@
 
 Bytes go by ``os.preadv`` straight to where they are wanted, or into a slot of a ring from which the
 caller carries them on. Where checksums are known, a file is read in whole chunks, and what is not
-wanted of a chunk goes to a scratch buffer. Invariant: a read that ends without an error has handed
-on bytes of chunks only that are as they were written, and host memory beside the targets was the
-ring, plus ``SCRATCH_BYTES`` for each thread.
+wanted of a chunk goes to a scratch buffer. Invariant, which
+``tests/checkpoint/restore/test_read.py`` tries to break: a read that ends without an error has
+handed on bytes of chunks only that are as they were written, and host memory beside the targets was
+the ring, plus ``SCRATCH_BYTES`` for each thread.
 """
 
 from __future__ import annotations
@@ -227,9 +228,9 @@ class _Filled(NamedTuple):
 class _Pool:
     """The threads that run the tasks, and hand what they filled to the calling thread.
 
-    Invariant: once ``stop`` is over no thread writes into a target, whatever interrupted the
-    caller: one that has begun is joined, one that begins later finds that it is to stop.
-    ``test_a_read_that_is_interrupted_writes_nothing_later`` tries to break it.
+    Invariant, which ``tests/checkpoint/restore/test_read.py`` tries to break: once ``stop`` is over
+    no thread writes into a target, whatever interrupted the caller: one that has begun is joined,
+    one that begins later finds that it is to stop.
     """
 
     def __init__(self, tasks: queue.SimpleQueue[_Task], num_tasks: int, ring: Ring | None) -> None:

@@ -8,9 +8,10 @@ multiple of 512, or at a page where it does not say) go to the disk from where t
 through a buffer of one chunk that each thread has. So do all from then on where the kernel cannot
 take bytes from where they are: memory that a driver has mapped, as page-locked memory may be.
 
-Invariant: the bytes that are summed are those that are handed to the system. An `_Image` has both
-the sum and the write of a chunk, over the same buffers, padding included; there is no other way to
-either (`test_what_is_summed_is_what_is_handed_to_the_system`).
+Invariant, which ``tests/checkpoint/disk/test_alignment.py`` tries to break: the bytes that are
+summed are those that are handed to the system. An `_Image` has both the sum and the write of a
+chunk, over the same buffers, padding included; there is no other way to either
+(`test_what_is_summed_is_what_is_handed_to_the_system`).
 
 Memory: 4 x (chunk + 4 KiB) on the host for buffers, plus the files' headers.
 """

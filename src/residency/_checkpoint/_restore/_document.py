@@ -2,7 +2,8 @@
 
 What is in the state stays the object that it is and is filled in place, plain mappings and lists
 too; what cannot be changed in place (numbers, tuples) is put into its parent. Lists and mappings
-take what was saved: a longer list, more keys. Invariant: nothing changes before the plan's
+take what was saved: a longer list, more keys. Invariant, which
+``tests/checkpoint/restore/test_document.py`` tries to break: nothing changes before the plan's
 ``after``.
 """
 

@@ -2,9 +2,9 @@
 
 Tied tensors and views are asked for under each of their names. Where a save has equal bytes for
 what they share, the order of reading does not matter; where it does not, no order would be right.
-Only the bytes tell: a save may hold a tensor and a part of it apart. Invariant: after
-``settle_overlaps`` no two assignments write different bytes to one place
-(``tests/checkpoint/restore/test_overlaps.py`` tries to break it).
+Only the bytes tell: a save may hold a tensor and a part of it apart. Invariant, which
+``tests/checkpoint/restore/test_overlaps.py`` tries to break: after ``settle_overlaps`` no two
+assignments write different bytes to one place.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The restored state of a plain optimizer until its first step: on the host, and then not.
 
 A resumed run's first forward and backward, which compile and allocate for the first time, so have
-the room that a fresh run's have. Invariant: ``optimizer.state`` holds ordinary tensors at every
-moment, and the first step finds each where the step needs it.
+the room that a fresh run's have. Invariant, which ``tests/checkpoint/restore/test_document.py``
+tries to break: ``optimizer.state`` holds ordinary tensors at every moment, and the first step finds
+each where the step needs it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Runs an optimizer's own step on a part of its parameters, without touching the optimizer.
 
 A shadow is an instance of the same class with the same attributes, but its own ``state`` and
-``param_groups``, restricted to the part; its hooks are empty. Invariant: every part sees the
-attributes and group values from before the step, and what a step changes there, in place or not, is
-changed once, by the last part, and only when all parts agree.
+``param_groups``, restricted to the part; its hooks are empty. Invariant, which
+``tests/optim/test_foreign.py`` tries to break: every part sees the attributes and group values from
+before the step, and what a step changes there, in place or not, is changed once, by the last part,
+and only when all parts agree.
 
 [Note: what parts see] All parts but the last get copies; the last gets the optimizer's own objects,
 so that one plain step's changes happen to them, with their identity kept. The classes of

@@ -1,8 +1,8 @@
 """Writes and removals of checkpoints in the background: in order, bounded, failures raised once.
 
 One thread does what is asked for in the order of the calls, on the device of each caller.
-Invariant: at most ``max_in_flight`` writes are under way, and a failure is raised by exactly one
-call.
+Invariant, which ``tests/integrations/test_lightning.py`` tries to break: at most ``max_in_flight``
+writes are under way, and a failure is raised by exactly one call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Takes a value apart as ``torch.save`` would, by pickle, with names in the place of its tensors.
 
 So tensors are found inside of objects, too, and a copy of everything else is made at once.
-Invariant: what is put together again shares nothing mutable with the caller but what was kept.
+Invariant, which ``tests/integrations/test_pickled.py`` tries to break: what is put together again
+shares nothing mutable with the caller but what is put aside as it is.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _BY_NAME = (FunctionType, BuiltinFunctionType, ModuleType, type)  # nothing in t
 
 
 class Freezer(pickle.Pickler):
-    """A pickler that puts tokens in the place of tensors and of what is kept as it is.
+    """A pickler that puts tokens in the place of tensors and of what is put aside.
 
     Args:
         file: Where the pickle goes.
@@ -36,7 +37,7 @@ class Freezer(pickle.Pickler):
 
     Attributes:
         encoder: Has the tensors, by name.
-        aside: What is kept as it is, or was copied to the host by torch's own means.
+        aside: What goes along as it is, or was copied to the host by torch's own means.
         lent: The addresses of the loans that were taken.
     """
 
@@ -115,7 +116,7 @@ class Freezer(pickle.Pickler):
 
 
 class Thawer:
-    """An unpickler that puts host tensors, and what was kept, into the place of the tokens."""
+    """An unpickler that puts host tensors, and what was put aside, into the place of the tokens."""
 
     def __init__(self, pickled: bytes, aside: list[Any]) -> None:
         self._pickled = pickled

@@ -1,9 +1,10 @@
 """Stages state dicts for ``dcp.async_save`` in page-locked memory that is used again.
 
-Device tensors are copied on the d2h lane behind the gate, homes of an offloaded optimizer are
-lent, and everything else is copied at the call. Invariant: a staged tensor has the bytes of the
-call until the save that writes it is over; the memory under it serves another save only when no
-tensor over it is left.
+Device tensors are copied on the d2h lane behind the gate, homes of an offloaded optimizer are lent,
+and everything else is copied at the call. Invariant, which
+``tests/integrations/test_dcp_stager.py`` tries to break: a staged tensor has the bytes of the call
+until the save that writes it is over; the memory under it serves another save only when no tensor
+over it is left.
 
 [Note: when a save is over] Nothing tells a stager. A staged tensor's memory comes back when the
 last tensor over it dies; loans, which a step may wait for, end also with the thread that asked for

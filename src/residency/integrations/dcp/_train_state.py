@@ -2,8 +2,9 @@
 with which torch makes the state of an optimizer before a load.
 
 What ``dcp.load`` fills are the parameters themselves, the homes of an offloaded optimizer, or host
-tensors that wait for a plain optimizer's first step. Invariant: whatever stands against a load is
-said while it is planned, before a byte is read, because names of the state dict say what it is of.
+tensors that wait for a plain optimizer's first step. Invariant, which
+``tests/integrations/test_dcp_training.py`` tries to break: whatever stands against a load is said
+while it is planned, before a byte is read, because names of the state dict say what it is of.
 
 [Note: names that say what a state is of] ``dcp.load`` looks for each name of the state dict in the
 checkpoint before it reads, and for nothing else there. So that a checkpoint with a scheduler is not

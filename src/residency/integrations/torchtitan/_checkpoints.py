@@ -1,8 +1,9 @@
 """The manager of torchtitan's checkpoints that saves and loads by way of the host.
 
-It is torchtitan's own ``CheckpointManager``, its schedule, its states and their names, with
-another writer, reader, stager and retention. Invariant: a step's save is whole or not there, and
-neither a save nor a load makes a copy of a tensor on the device.
+It is torchtitan's own ``CheckpointManager``, its schedule, its states and their names, with another
+writer, reader, stager and retention. Invariant, which ``tests/integrations/test_torchtitan.py``
+tries to break: a step's save is whole or not there, and neither a save nor a load makes a copy of a
+tensor on the device.
 """
 
 from __future__ import annotations

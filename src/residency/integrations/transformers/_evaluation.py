@@ -2,8 +2,9 @@
 
 A ``Trainer`` keeps the predictions of a whole evaluation on the device, in an ``EvalLoopContainer``
 each for losses, predictions, labels and inputs. Here these containers hand what they hold to a ring
-of page-locked memory. Invariant: what a container gives in the end is what the stock one gives, bit
-for bit, and it holds one batch on the device at most.
+of page-locked memory. Invariant, which ``tests/integrations/test_transformers.py`` tries to break:
+what a container gives in the end is what the stock one gives, bit for bit, and it holds one batch
+on the device at most.
 
 [Note: whose containers] A callback does not see the containers, and hears of an evaluation when
 its first batch is in them. So the name in ``transformers.trainer`` has a class that does what the

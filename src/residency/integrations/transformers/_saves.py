@@ -2,8 +2,9 @@
 
 A draft is a checkpoint's directory under another name, in which stock code leaves all small files
 at once; the tensors are captured, and a thread writes them, with stock code too, gives the
-directory its name, and removes what `save_total_limit` does not keep. Invariant: a directory that
-is called ``checkpoint-...`` is complete, whenever the process dies.
+directory its name, and removes what `save_total_limit` does not keep. Invariant, which
+``tests/integrations/test_transformers.py`` tries to break: a directory that is called
+``checkpoint-...`` is complete, whenever the process dies.
 """
 
 from __future__ import annotations

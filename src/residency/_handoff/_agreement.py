@@ -22,7 +22,7 @@ from residency._errors import HandOffError, InvalidArgumentError
 from residency._units import format_bytes
 
 FAILED = -1  # instead of the bytes that are missing
-_PAUSE_SECONDS = 0.001
+_PAUSE_SECONDS = 0.001  # a look is cheap; any few milliseconds work
 _given_up: list[Any] = []  # groups, kept so that no other gets their identity
 
 

@@ -38,10 +38,10 @@ from typing import Any
 from residency._errors import HandOffError, InvalidArgumentError
 from residency._registries import WeakRegistry
 
-_LONGEST_LINE = 65_536
+_LONGEST_LINE = 65_536  # far more than a message has: what sends more is no peer
 _LONGEST_PATH = 107  # bytes in sockaddr_un, less the closing zero
-_PAUSE_SECONDS = 0.01
-_MOST_BYTES = 2**63
+_PAUSE_SECONDS = 0.01  # between two tries; any few milliseconds work
+_MOST_BYTES = 2**63  # no device has more, and the figures that torch takes are of 64 bits
 _MOST_SECONDS = 1e8  # three years, which every wait of the system still takes
 _MOST_MILLISECONDS = 2**31 - 1  # of one poll
 _SUCCESSOR_SECONDS = 1.0  # one that asks tries again every `_PAUSE_SECONDS`

@@ -25,7 +25,7 @@ from residency._memory._post_mortem import explain, explain_uncaught
 from residency._memory._state import measure
 from residency._ranks import has_ranks, rank_and_world_size
 
-_LONGEST_COMMAND = 2000
+_LONGEST_COMMAND = 2000  # letters: a line of a record stays one that can be looked at
 _log = logging.getLogger("residency")
 
 
@@ -119,8 +119,8 @@ def _failure(ledger: Ledger, error: BaseException) -> dict[str, str | None] | No
 def record_process() -> None:
     """Records the process from here to its end, as the environment says.
 
-    The process gets a file with its first phase. For the time of a `record` of the program's own,
-    its phases go to that one's file.
+    The process gets a file with its first phase, as launchers and helpers import torch, too. For
+    the time of a `record` of the program's own, its phases go to that one's file.
     """
     peaks = os.environ[PEAKS_VARIABLE]
     path = Path(os.environ[PATH_VARIABLE])

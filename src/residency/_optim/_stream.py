@@ -135,7 +135,7 @@ class StreamedStep:
             sharded = sharded_among(self._progress.parameters)
             self._shared.stand_ins.gradients = {p: local_gradient(p) for p in sharded}
         self._step_streamed(plan)
-        self._step_fresh(plan)
+        self._step_fresh(plan)  # last, when the slots are gone: these steps make their state
         if not num_units:  # counters in groups advance without gradients too
             self._step_unit(Unit(()), None)
         self._drop_alive(num_left=0)

@@ -28,7 +28,7 @@ from residency._dtensor import local_of
 from residency._errors import RefusedError
 from residency._registries import WeakRegistry
 
-_MAX_NAMES = 3
+_MAX_NAMES = 3  # in a message
 _lock = threading.RLock()  # reentrant: a parking may die, and say so, wherever Python collects
 _standing: WeakRegistry[Notices] = WeakRegistry()
 _torch_call = nn.Module.__call__

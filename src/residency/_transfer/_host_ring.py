@@ -34,8 +34,8 @@ from residency._units import MIB, format_bytes
 
 _logger = logging.getLogger("residency")
 _PLAIN = (Tensor, torch.nn.Parameter)
-_RING_BYTES = 32 * MIB
-_NUM_SLOTS = 4
+_RING_BYTES = 32 * MIB  # what `ResidencyCallback` says that an evaluation takes of the host
+_NUM_SLOTS = 4  # the lane fills some while the host empties another
 
 
 class _Outgoing:

@@ -2,8 +2,8 @@
 
 The guard is a function around methods of verl's worker classes, which subclasses inherit. Nothing
 of it is imported before verl's workers are, nothing heavy before the first transition. Invariant,
-which ``tests/verl/test_verl.py`` tries to break: what a method computes and returns, and what
-verl's ``register`` wrote on it, is as without it.
+which ``tests/integrations/test_verl_door.py`` tries to break: what a method computes and returns,
+and what verl's ``register`` wrote on it, is as without it.
 
 [Note: the order of a transition] Spent gradients are dropped, then what FSDP2 gathered and kept
 (after a forward without a backward the root stays gathered). Both happen on every rank alike,

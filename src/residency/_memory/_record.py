@@ -1,4 +1,6 @@
-"""Starts and ends the recording of a process: the ledger, the known calls, and which rank it is."""
+"""Starts and ends the recording of a process: opens its file (``Ledger``) and makes phases of known
+calls (``KnownCalls``).
+"""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ Bytes go by ``os.preadv`` straight to where they are wanted, or into a slot of a
 caller carries them on. Where checksums are known, a file is read in whole chunks, and what is not
 wanted of a chunk goes to a scratch buffer. Invariant, which
 ``tests/checkpoint/restore/test_read.py`` tries to break: a read that ends without an error has
-handed on bytes of chunks only that are as they were written, and host memory beside the targets was
-the ring, plus ``SCRATCH_BYTES`` for each thread.
+handed on the bytes that were written, as the checksum of each chunk says; beside its targets it has
+taken the ring, and ``SCRATCH_BYTES`` of host memory for each thread.
 """
 
 from __future__ import annotations

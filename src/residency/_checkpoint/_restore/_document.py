@@ -1,4 +1,5 @@
-"""Walks the user's state beside a save's document: every value finds its place, or is noted.
+"""Goes through the user's state and a save's document side by side, and plans for each value what
+is restored into it, or notes why nothing can be.
 
 What is in the state stays the object that it is and is filled in place, plain mappings and lists
 too; what cannot be changed in place (numbers, tuples) is put into its parent. Lists and mappings

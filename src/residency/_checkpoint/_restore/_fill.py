@@ -1,10 +1,10 @@
 """Moves bytes from files into tensors, in place: straight into host memory, and through a ring of
 page-locked slots and the h2d lane onto the device.
 
-Invariant, which ``tests/checkpoint/restore/test_fill.py`` tries to break: what is beside the
-targets is the ring, on the host, and for a device tensor whose elements are not in order one slot,
-on the device. Writers of device storage pass the gate first, and the current stream waits for the
-lane.
+Invariant, which ``tests/checkpoint/restore/test_fill.py`` tries to break: beside the targets, a
+fill takes the ring, on the host, and one slot on the device where a device tensor's elements do not
+lie in order. Before it writes into the device it passes the gate, and the current stream waits for
+the lane.
 """
 
 from __future__ import annotations

@@ -334,6 +334,7 @@ class _Packer:
         self._open, self._open_bytes = [], 0
 
     def _cut(self, whole: Piece, size: StateSize) -> list[Piece]:
+        # Flat ranges, not rows: an element-wise step sees no shapes, and one rule serves all.
         count = local_of(whole.parameter).numel()
         overhead = align_up(1) * (len(size.itemsizes) + size.num_scalars)
         room = max(self._bucket_bytes - overhead, 0) // max(sum(size.itemsizes), 1)

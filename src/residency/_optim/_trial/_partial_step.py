@@ -35,8 +35,6 @@ PRIVATE = "_residency"
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OWN = frozenset({"step", "state", "param_groups", PRIVATE, *_HOOKS})
 _MISSING = object()
-# Which ones is not remembered: a retry has the next batch's gradients, and would step the rest
-# only.
 MIDWAY = "Some parameters have been stepped: reload a checkpoint, and do not offload it."
 
 

@@ -207,7 +207,7 @@ BREAKS = (
     Break(
         "_optim/_state.py",
         "tests/optim/test_state.py -k final_values",
-        "            event.synchronize()  # who calls reads homes, or writes into them\n",
+        "            event.synchronize()  # the caller reads homes, or writes into them\n",
         "",
     ),
     Break(

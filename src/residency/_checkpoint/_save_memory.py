@@ -22,7 +22,7 @@ class SaveMemory:
 
     Attributes:
         arena: The memory.
-        job: Who had it last.
+        job: The save that had it last.
     """
 
     arena: SlabArena = field(default_factory=_new_arena)

@@ -1,8 +1,8 @@
 """Which home the tensors of the device went to that callers may still have.
 
-On a plain optimizer such a tensor is the state. Who assigns it once more, or a view of it, means
-that state: its home. Invariant, which ``tests/optim/test_arrivals.py`` tries to break: a tensor is
-known only as long as its storage lives, and as long as no code has written to it since.
+On a plain optimizer such a tensor is the state. A caller who assigns it once more, or a view of it,
+means that state: its home. Invariant, which ``tests/optim/test_arrivals.py`` tries to break: a
+tensor is known only as long as its storage lives, and as long as no code has written to it since.
 """
 
 from __future__ import annotations

@@ -408,7 +408,7 @@ class Homes:
     def fence(self) -> None:
         """Blocks the host until no copy home is under way, of whatever parameter."""
         if self.newest is not None:
-            self.newest.synchronize()  # who calls reads homes, or writes into them
+            self.newest.synchronize()  # the caller reads homes, or writes into them
 
     def enter(self, home: Home) -> None:
         """Counts an entry of the state that gets a home."""

@@ -170,8 +170,8 @@ class OffloadedOptimizer(Optimizer):
         if not isinstance(states, dict) or states is self.state:
             return saved
         for key, values in list(states.items()):
-            # Hooks see the live mappings, as they do without an offload; who gets the result sees
-            # plain ones, which torch.load takes.
+            # Hooks see the live mappings, as they do without an offload; the result has plain
+            # ones, which torch.load takes.
             if isinstance(values, ParameterState):
                 plain = dict(values)
                 if is_copied:

@@ -125,7 +125,7 @@ class ParameterState(dict[str, Any]):
         """Blocks the host until no copy home is under way."""
         event = self.under_way
         if event is not None:
-            event.synchronize()  # who calls reads homes, or writes into them
+            event.synchronize()  # the caller reads homes, or writes into them
             self.written = None
         self.take_replaced()
 

@@ -53,7 +53,7 @@ class Lending:
             self._loans.setdefault(address, set()).add(borrower)
 
     def make_lasting(self, tensor: Tensor) -> None:
-        """Notes of a loan that it may last for good after all; who waits for its end need not."""
+        """Notes of a loan that it may last for good after all, and ends the waits for its end."""
         with self._lock:
             if tensor.data_ptr() in self._loans:
                 self._returned.notify_all()

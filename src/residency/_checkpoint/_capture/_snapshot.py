@@ -88,8 +88,8 @@ def snapshot(tree: object, *, verify: str = "gate", pin: bool = True) -> Snapsho
 
     Returns when the copies are queued. Training may go on at once: the current stream waits for
     the copies of buffers, the next optimizer step, on the device, for those of its own parameters
-    and states; the host waits for nothing. Who writes otherwise says so with
-    ``residency.mutating``.
+    and states; the host waits for nothing. Code that writes otherwise says so
+    with ``residency.mutating``.
 
     Args:
         tree: Modules, optimizers, LR schedulers, ``GradScaler``, whatever has ``state_dict`` and

@@ -154,7 +154,7 @@ class ResidencyCheckpointIO:
             try:
                 frozen.check()
             except CheckpointError:
-                self._base.remove_checkpoint(path)  # who finds it would trust it
+                self._base.remove_checkpoint(path)  # a reader that finds it would trust it
                 raise
 
         make_parent_of(path)

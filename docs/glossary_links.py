@@ -8,10 +8,10 @@ from typing import Any
 from docutils import nodes
 
 _VOCABULARY = "explanation/vocabulary"
-# These mean on most pages what they mean to everybody.
+# On most pages these have their ordinary meaning.
 _ORDINARY = {
     "block", "capture", "context", "cut", "device", "document", "dry", "face", "free", "gate", "held", "host",
-    "outside", "owner", "prime", "save", "schedule", "source", "span", "state", "torture", "unit", "whole",
+    "outside", "owner", "part", "place", "prime", "save", "schedule", "source", "span", "state", "torture", "unit", "whole",
 }  # fmt: skip
 _TAKES_NO_LINK = (nodes.literal, nodes.literal_block, nodes.reference, nodes.term, nodes.title)
 

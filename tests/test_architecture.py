@@ -296,7 +296,7 @@ def test_a_class_name_that_stands_twice_is_found(tmp_path: Path) -> None:
 # A fact of the format stands in one file.
 FORMAT_FACTS = {
     "the key of a node's kind": (r"^\$$", "_checkpoint/_document/_nodes.py"),
-    "the name of a published save": (r"step-\(", "_checkpoint/_disk/_layout.py"),
+    "the name of a published save": (r"step-\(", "_checkpoint/_disk/_published.py"),
     "what a note says of a tensor": (r"^of_rank$", "_checkpoint/_document/_notes.py"),
     "a dtype's name in the format": (r"^BF16$", "_checkpoint/_document/_dtypes.py"),
 }

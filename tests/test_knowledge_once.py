@@ -57,7 +57,7 @@ COPIES_WITHIN_ONE_MEMORY = {
     "_optim/_stand_ins.py give_gradients_back",  # a flat copy that is where the gradient is
     "_optim/_stand_ins.py write_back",  # a master on the device into its parameter there
     "_optim/_stream.py _stop",  # from home to home
-    "_optim/_together.py apart_from_kept",  # from home to home
+    "_optim/_together.py apart_from_snapshots",  # from home to home
     "_optim/_together.py joined_to_arrived",  # from home to home
     "_optim/_unit_step.py _puts_in_slot",  # on the device, into its slot
     "_optim/_unit_step.py roll_back",  # on the host
@@ -130,10 +130,24 @@ def test_the_home_for_a_state_is_chosen_by_the_homes_and_found_by_their_record(
     }
     assert sites(package, calls("home_for")) == {
         "_optim/_loading.py _place_tensors",
-        "_optim/_receive.py _place",
+        "_optim/_offload_record.py home_for",
+        "_optim/_receive.py _target_for",
+        "_optim/_state.py place",
+        "_optim/_together.py reserved_home",
+    }
+    assert sites(package, _asks_what_is_reserved) == {
+        "_optim/_homes.py reserve",
+        "_optim/_offload_record.py home_for",
+        "_optim/_placement.py prime_state",
+        "_optim/_state.py home_for",
+        "_optim/_unit_step.py _give_home",
     }
     allocated = sites(package, lambda node: calls("takes", "is_held")(node) and _is_of_homes(node))
     assert {site.split()[0] for site in allocated} <= {"_optim/_homes.py", "_optim/_state.py"}
+
+
+def _asks_what_is_reserved(node: ast.AST) -> bool:
+    return calls("get")(node) and "reserved" in ast.unparse(node).partition(".get(")[0]
 
 
 def _is_of_homes(node: ast.AST) -> bool:

@@ -68,7 +68,7 @@ def used_accelerators() -> list[torch.device]:
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Makes a device the calling thread's current one within a ``with``.
 
-    Whoever records an event, or waits for one, on another device than the thread's goes through
+    Code that records an event, or waits for one, on another device than the thread's goes through
     this. Torch's events and synchronisations set the device and then the thread's own again, which
     on CUDA makes a context on that one, of 0.5 GB (``SetDevice`` in c10/cuda/CUDAFunctions.cpp).
     The end of this ``with`` makes none.
@@ -125,7 +125,7 @@ def allocate_pinned(num_bytes: int) -> Tensor:
 
 
 def unfilled_bytes(num_bytes: int, device: torch.device, *, pin: bool = False) -> Tensor:
-    """Allocates bytes that nobody fills, for copies that write all of them.
+    """Allocates bytes without filling them, for copies that write all of them.
 
     ``torch.empty`` fills what it returns where a caller wants deterministic algorithms
     (``torch.utils.deterministic.fill_uninitialized_memory``), seconds for gigabytes on the host.
@@ -164,8 +164,8 @@ def release_pinned_cache() -> None:
 def give_back_pinned(num_bytes: int) -> None:
     """Gives page-locked memory that the caller has just freed back to the system.
 
-    Torch keeps what anybody frees for whoever asks next, and can only give back all of it. So up to
-    64 MiB, as much as a restore moves through, stay there for the next one; only for more do
+    Torch keeps what one caller frees for the next that asks, and can only give back all of it. So
+    up to 64 MiB, as much as a restore moves through, stay there for the next one; only for more do
     others, a ``DataLoader`` that pins, lose theirs. Waits for nothing: memory that a caller still
     copies stays, too.
 
@@ -204,7 +204,7 @@ def is_simulated() -> bool:
 
 
 def reset_peak(device: torch.device | None = None) -> None:
-    """Starts the peak of ``max_memory_allocated`` anew; torch has one register for everybody."""
+    """Starts the peak of ``max_memory_allocated`` anew; torch has one register for all callers."""
     if accelerator() is not None:
         torch.accelerator.reset_peak_memory_stats(device)
 

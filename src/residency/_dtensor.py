@@ -2,8 +2,9 @@
 
 The wrapper records which shard of the whole tensor they are. Copies know local tensors only;
 whatever a caller or an optimizer's own step can see is wrapped again, with the mesh and the
-placements that it had. Invariant: a state of a sharded parameter is never seen without its wrapper,
-because a checkpoint would take it for a replica and keep one rank's bytes.
+placements that it had. Invariant, which ``tests/optim/test_distributed.py`` tries to break: a state
+of a sharded parameter is never seen without its wrapper, because a checkpoint would take it for a
+replica and keep one rank's bytes.
 """
 
 from __future__ import annotations
@@ -51,6 +52,12 @@ def local_of(tensor: Tensor) -> Tensor:
     local: Any = tensor._local_tensor  # type: ignore[attr-defined]  # to_local() is autograd's
     # A collective may still be under way; on the device, the current stream waits for it.
     return local.wait() if type(local).__name__ == "AsyncCollectiveTensor" else local  # type: ignore[no-any-return]
+
+
+def write_count(tensor: Tensor) -> int:
+    """Returns how often a tensor, or a view of it, was written in place; not through ``.data``."""
+    # Autograd's own counter, for which torch has no public name (2.13).
+    return int(local_of(tensor)._version)
 
 
 def wrapped_like(local: Tensor, model: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ ResidencyError
 │   └── CorruptSaveError                bytes on disk are not those that were written
 ├── HandOffError (RuntimeError)         a device could not be handed over, or taken back
 ├── InvalidArgumentError (ValueError)   a size, a count or a name that is invalid
-├── QueuedWorkError (RuntimeError)      work failed that nobody had waited for
+├── QueuedWorkError (RuntimeError)      work failed that no call had waited for
 ├── RefusedError (RuntimeError)         it cannot be done exactly, so nothing was done
 └── SimulatorError (RuntimeError)       the simulated accelerator
     ├── BuildError                      it could not be built on this machine

@@ -1,8 +1,8 @@
 """Modes that a caller has switched on for other tensors, shut out where the library makes its own.
 
 A default device, a dispatch mode, inference mode or an autocast region decides where and how a
-tensor is made. Invariant: memory of the library's own is made inside ``callers_modes_off``, so
-that no mode of the caller's reaches it.
+tensor is made. Invariant, which ``tests/test_storages.py`` tries to break: memory of the library's
+own is made inside ``callers_modes_off``, so that no mode of the caller's reaches it.
 """
 
 from __future__ import annotations

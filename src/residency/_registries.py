@@ -1,7 +1,8 @@
 """Sets of living objects that the whole process shares.
 
-An object that is in one dies as if it were not. Invariant: every operation is one step of a dict,
-so that threads, finalizers and a fork find the set whole at any moment; an iteration has a copy.
+An object that is in one dies as if it were not. Invariant, which ``tests/test_registries.py`` tries
+to break: every operation is one step of a dict, so that threads, finalizers and a fork find the set
+whole at any moment; an iteration has a copy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which tensors lie on the same bytes, asked of the memory and not of the objects.
 
 Two tensors may share bytes without sharing a storage object (two ``from_numpy`` over one array),
-and share a storage without sharing bytes (two columns). Invariant: the answer follows from device,
-address, shape and strides alone.
+and share a storage without sharing bytes (two columns). Invariant, which ``tests/test_storages.py``
+tries to break: the answer follows from device, address, shape and strides alone.
 """
 
 from __future__ import annotations
@@ -52,6 +52,13 @@ def span_of(tensor: Tensor) -> Span | None:
         tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.element_size()
     )
     return Span(tensor.device, first, first + count * tensor.element_size())
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Returns a number that all tensors over one storage have in common, as long as it lives."""
+    # The address of torch's own object; an address of bytes is 0 where there are none, and two
+    # storages may lie on the same. torch has no public name for it (2.13).
+    return int(tensor.untyped_storage()._cdata)
 
 
 def strided_as(tensor: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""The classes of what the functions return, for annotations: nobody needs to make one."""
+"""The classes of what the functions return, for annotations; there is no need to make one."""
 
 from residency._checkpoint import Save, Snapshot
 from residency._handoff import Reclaimed, TakenOver

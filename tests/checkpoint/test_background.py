@@ -37,3 +37,15 @@ def test_an_interrupt_before_the_thread_began_leaves_one_that_is_begun_again_and
     assert len(begun) == 2
     assert not begun[1].is_alive()
     background.end()  # again, does nothing
+
+
+def test_of_two_threads_that_were_begun_one_does_the_actions() -> None:
+    background = Background("residency-test")
+    background.start()
+    background.drain()
+    arguments = background._actions, background._is_taken, bool
+    late = threading.Thread(target=_background._do_all, args=arguments, daemon=True)
+    late.start()
+    late.join(60)  # it has nothing to do
+    assert not late.is_alive()
+    background.end()

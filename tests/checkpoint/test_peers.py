@@ -196,7 +196,7 @@ def test_what_is_dropped_after_a_save_or_a_snapshot_is_free(lab, tmp_path, held_
         save = checkpointer.save(0, {"x": value})
         snapshot = residency.snapshot({"x": value}).wait()
         lab.same(snapshot.tree["x"], torch.ones(4096))
-        for held in checkpointer._places[0].job.captured.held:
+        for held in checkpointer._memories[0].job.captured.held:
             held.final()  # the copies are over, the writing has not begun
         del value, held
         assert torch.accelerator.memory_allocated() == before

@@ -9,7 +9,7 @@ from residency._handoff._peer import (
     Deadline,
     ask_for_device,
     await_taker,
-    keep_taker,
+    remember_taker,
     return_and_stay,
 )
 
@@ -73,7 +73,7 @@ def release(path: Path, stage: str) -> None:
         return
     link.receive(Deadline(30), expected="returned")
     if stage.startswith("stays"):
-        keep_taker(path, link)
+        remember_taker(path, link)
         sys.stdin.read()
         if stage == "stays, and fails":
             raise RuntimeError("of the trainer's own")

@@ -15,7 +15,7 @@ import torch
 
 from residency import HandOffError, hand_off, take_over
 from residency._handoff import _peer
-from residency._handoff._peer import Deadline, await_taker, keep_taker
+from residency._handoff._peer import Deadline, await_taker, remember_taker
 
 pytestmark = pytest.mark.sim_device(capacity="256MiB")
 
@@ -134,7 +134,7 @@ def test_a_trainer_that_serves_another_engine_is_not_taken_for_dead(
             link, _ = await_taker(path, Deadline(AN_HOUR))
             link.send(ready=MIB, pid=1)
             link.receive(Deadline(AN_HOUR), expected="returned")
-            keep_taker(path, link)
+            remember_taker(path, link)
 
     trainer = threading.Thread(target=train)
     trainer.start()
@@ -144,7 +144,7 @@ def test_a_trainer_that_serves_another_engine_is_not_taken_for_dead(
     with take_over(MIB, peer=path, timeout=AN_HOUR):
         pass
     trainer.join()
-    _peer._releasers.keep(path, first)
+    _peer._releasers.add(path, first)
     assert f"No process hands a device over at {path}; waited 0.01 s" in refusal(path, 0.01)
 
 

@@ -102,6 +102,13 @@ def test_parameters_gradients_and_states_go_by_the_models_names(device: torch.de
     }
 
 
+def test_what_a_part_of_a_model_keeps_goes_by_the_parts_name(make: Make) -> None:
+    model = torch.nn.Sequential(collections.OrderedDict(inner=torch.nn.Identity()))
+    vars(model.inner)["cache"] = [make()]
+    here = "test_what_a_part_of_a_model_keeps_goes_by_the_parts_name() local"
+    assert only().path == f"{here} 'model'.inner.cache[0]"
+
+
 class Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -98,7 +98,7 @@ def test_a_file_that_is_no_record_is_not_overwritten(
 def test_the_first_boundaries_of_two_threads_go_to_one_file(tmp_path: Path) -> None:
     begun: list[threading.Thread] = []
 
-    def place() -> tuple[int, int]:
+    def ranks() -> tuple[int, int]:
         """Is asked while the file is made; the other thread has its boundary just then."""
         if not begun:
             begun.append(threading.Thread(target=ledger.write, args=({"kind": "begin"},)))
@@ -106,7 +106,7 @@ def test_the_first_boundaries_of_two_threads_go_to_one_file(tmp_path: Path) -> N
             begun[0].join(0.2)  # it may wait for this one, and then does not end here
         return 0, 1
 
-    ledger = Ledger(tmp_path / "run.jsonl", peaks="bounds", place=place, is_shared=True)
+    ledger = Ledger(tmp_path / "run.jsonl", peaks="bounds", ranks=ranks, is_shared=True)
     ledger.write({"kind": "begin"})
     begun[0].join(30)
     ledger.close()
@@ -119,7 +119,7 @@ def test_a_boundary_that_comes_as_the_record_closes_leaves_the_record_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "run.jsonl"
-    ledger = Ledger(file, peaks="bounds", place=lambda: (0, 1), is_shared=False)
+    ledger = Ledger(file, peaks="bounds", ranks=lambda: (0, 1), is_shared=False)
     ledger.write({"kind": "begin"})
 
     def close_first() -> float:

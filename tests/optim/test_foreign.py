@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import residency
+from residency._optim._trial._first_step import state_schema
 from residency._optim._trial._separable import Separability
 
 LARGE = ((96, 64), (33,), (128, 40), (5000,), (16, 16))
@@ -161,6 +162,15 @@ class EveryFifth(FromSizeOn):
         super().step(closure)
 
 
+class Drawing(FromSizeOn):
+    """Draws a number where nothing is drawn in parts: on the host, in its first step."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        torch.rand(())
+        super().step(closure)
+
+
 class Noisy(FromSizeOn):
     @torch.no_grad()
     def step(self, closure=None):
@@ -310,6 +320,16 @@ def test_a_class_that_couples_faintly_or_rarely_or_by_chance_is_refused(lab, cls
     before = torch.get_rng_state()
     with pytest.raises(residency.RefusedError, match=reason):
         residency.offload_optimizer(optimizer)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert optimizer.state == {}
+
+
+def test_a_first_step_that_is_tried_out_draws_no_random_number_of_the_callers(lab):
+    parameters = lab.parameters(shapes=LARGE)
+    optimizer = Drawing(parameters, lr=1e-2)
+    before = torch.get_rng_state()
+    group = optimizer.param_groups[0]
+    assert state_schema(optimizer, Drawing, group, parameters[0], is_local=True) is not None
     assert torch.equal(torch.get_rng_state(), before)
     assert optimizer.state == {}
 

@@ -125,11 +125,27 @@ def test_a_step_leaves_bytes_that_are_lent_as_part_of_another_state(lab):
     whole.fence()  # the home is now in the memory of the tensor that was shown
     lent, borrower = whole.homes_by_key["momentum_buffer"].tensor, object()
     before = lent.clone()
-    lending.lend(lent, borrower, keep=True)
+    lending.lend(lent, borrower, is_lasting=True)
     parameters[1].grad = None
     optimizer.step()
     assert torch.equal(lent, before)
     assert not torch.equal(whole["momentum_buffer"], before)
+    lending.give_back(lent, borrower)
+
+
+def test_what_is_assigned_leaves_bytes_alone_that_a_save_reads(lab):
+    parameters = lab.parameters(shapes=((32, 64),))
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    residency.offload_optimizer(optimizer)
+    lab.take_steps(optimizer, parameters, range(1), missing=False)
+    state = optimizer.state[parameters[0]]
+    state.fence()
+    lent, borrower = state.homes_by_key["momentum_buffer"].tensor, object()
+    before = lent.clone()
+    lending.lend(lent, borrower)
+    state["momentum_buffer"] = torch.full_like(parameters[0], 7)
+    assert torch.equal(lent, before)
+    assert state["momentum_buffer"].eq(7).all()
     lending.give_back(lent, borrower)
 
 

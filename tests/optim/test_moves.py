@@ -246,3 +246,19 @@ def test_what_is_moved_at_once_is_what_each_would_be_alone(lab, copy):
             not copy and device == lab.device
         )
     assert moved_at_once([], lab.device, copy=True) == []
+
+
+def test_a_state_with_masters_stays_as_it_was_when_its_model_goes_to_the_host(lab):
+    parameters = lab.parameters(dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    residency.offload_optimizer(optimizer, master_weights=True)
+    lab.take_steps(optimizer, parameters, range(1))
+    before, on_device = optimizer.state, [parameter.data for parameter in parameters]
+    for parameter in parameters:
+        parameter.data = parameter.data.cpu()
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(residency.RefusedError, match="master"):
+        optimizer.step()
+    assert optimizer.state is before
+    for parameter, data in zip(parameters, on_device, strict=True):
+        parameter.data, parameter.grad = data, None

@@ -344,7 +344,7 @@ def test_states_that_share_bytes_move_together_off_memory_that_is_lent_for_good(
         lent = [optimizer.state[p]["momentum_buffer"] for p in parameters] if is_ours else []
         before = [tensor.clone() for tensor in lent]
         for index, tensor in enumerate(lent):
-            lending.lend(tensor, index, keep=True)
+            lending.lend(tensor, index, is_lasting=True)
         try:
             lab.take_steps(optimizer, parameters, [2, 3], missing=False)
         finally:

@@ -2,7 +2,8 @@
 agree with the class' own step.
 
 A restore into a plain optimizer has neither state nor schema, only the saved entry; a load of an
-offloaded one has the schema of a first step; an assignment has the value alone.
+offloaded one, and a state whose model comes from the host, have the schema of a first step; an
+assignment has the value alone.
 """
 
 import pytest
@@ -12,6 +13,7 @@ import residency
 from residency._checkpoint._restore._plain_optimizers import _needs_device
 from residency._optim._loading import device_rule
 from residency._optim._offload_record import record_of
+from residency._optim._placement import _device_keys, members_of
 from residency._optim._trial._first_step import Schemas
 from residency._transfer import Incoming
 
@@ -61,6 +63,23 @@ def test_each_rule_finds_the_place_that_a_classs_own_step_chose(device, name):
         assert rule(key, value.cpu()) == rule(key, value) == is_there, key
         inner = record.on_host.state.of(parameter)
         assert inner._belongs_on_device(key, value) == is_there, key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_state_that_comes_from_the_host_with_its_model_goes_where_a_step_has_it(device, name):
+    plain, offloaded = stepped(name, device)
+    record = record_of(offloaded)
+    where = {(p, key): not value.is_cpu for p, key, value in entries(plain)}
+    for parameter, values in plain.state.items():
+        plain.state[parameter] = {
+            key: value.cpu() if isinstance(value, torch.Tensor) else value
+            for key, value in values.items()
+        }
+    for member in members_of(plain):
+        keys = _device_keys(record, plain, member)
+        for parameter, key, _ in entries(plain):
+            if parameter is member.parameter:
+                assert (key in keys) == where[parameter, key], key
 
 
 def test_an_assignment_knows_the_value_alone_and_a_load_the_class(device):

@@ -45,19 +45,24 @@ def lending() -> Lending:
 def test_only_what_was_lent_for_good_is_kept(lending: Lending) -> None:
     brief, lasting, told, alone = (torch.ones(4) for _ in range(4))
     lending.lend(brief, "a")
-    lending.lend(lasting, "b", keep=True)
+    lending.lend(lasting, "b", is_lasting=True)
     lending.lend(told, "c")
-    lending.keep(told)
-    lending.keep(alone)  # nobody borrowed it
+    lending.make_lasting(told)
+    lending.make_lasting(alone)  # nobody borrowed it
     assert [lending.is_lent(t) for t in (brief, lasting, told, alone)] == [True, True, True, False]
-    assert [lending.is_kept(t) for t in (brief, lasting, told, alone)] == [False, True, True, False]
+    assert [lending.is_lasting(t) for t in (brief, lasting, told, alone)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_a_loan_is_over_when_its_last_borrower_gives_back_and_leaves_nothing(
     lending: Lending,
 ) -> None:
     tensor = torch.ones(4)
-    lending.lend(tensor, "a", keep=True)
+    lending.lend(tensor, "a", is_lasting=True)
     lending.lend(tensor, "b")
     lending.give_back(tensor, "a")
     lending.give_back(tensor, "a")  # again, which is no end of the other loan
@@ -65,10 +70,10 @@ def test_a_loan_is_over_when_its_last_borrower_gives_back_and_leaves_nothing(
     assert lending
     lending.give_back(tensor, "b")
     assert not lending.is_lent(tensor)
-    assert not lending.is_kept(tensor)
+    assert not lending.is_lasting(tensor)
     assert not lending
     lending.lend(tensor, "c")  # the memory is used again, for a brief loan
-    assert not lending.is_kept(tensor)
+    assert not lending.is_lasting(tensor)
 
 
 def test_the_end_of_memory_ends_all_its_loans_and_no_other(lending: Lending) -> None:
@@ -126,7 +131,7 @@ def test_waiting_for_tensors_ends_when_the_last_of_them_is_given_back(lending: L
 def test_whoever_waits_is_woken_when_a_loan_turns_out_to_last(lending: Lending) -> None:
     tensor = torch.ones(4)
     lending.lend(tensor, "a")
-    waiter = Waiter(lambda saw: lending.wait_until(lambda: saw(lending.is_kept(tensor))))
+    waiter = Waiter(lambda saw: lending.wait_until(lambda: saw(lending.is_lasting(tensor))))
     assert waiter.has_looked()
-    lending.keep(tensor)
+    lending.make_lasting(tensor)
     assert waiter.ends()

@@ -1,9 +1,9 @@
 """One thread that does what it is handed, in the order in which it was handed.
 
 ``hand`` is one call into C: an interrupt comes before it, and nothing happened, or after it, and
-the thread has the action. Whoever cannot know which of the two it was hands another action, which
-comes after the first and finds out. Invariant: of all threads that were ever begun for one of
-these, one does the actions.
+the thread has the action. A caller that cannot know which of the two it was hands another action,
+which comes after the first and finds out. Invariant, which ``tests/checkpoint/test_background.py``
+tries to break: of all threads that were ever begun for one of these, one does the actions.
 
 [Note: who ends the thread] ``end`` does; else the last reference to its ``Background``; else the
 end of the interpreter, which waits for what was handed before.
@@ -88,7 +88,7 @@ def _do_all(actions: SimpleQueue[Action | None], is_taken: threading.Lock, first
         while (action := actions.get()) is not None:
             _device.tolerate_captures()
             _try(action)
-            del action  # whoever waits for the next one keeps nothing of this one
+            del action  # the wait for the next one keeps nothing of this one
     finally:
         is_taken.release()
 

@@ -1,8 +1,9 @@
 """Saves a training state again and again, and restores the newest whole one.
 
 ``save`` takes the bytes (``_capture``) and hands them to one thread, which writes and publishes
-them (``_disk``) in the order of the calls. Invariant: a save is published whole or not at all, and
-every failure is raised exactly once, where it cannot be missed.
+them (``_disk``) in the order of the calls. Invariant, which
+``tests/checkpoint/test_failed_saves.py`` tries to break: a save is published whole or not at all,
+and every failure is raised exactly once, where it cannot be missed.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from residency._checkpoint._arguments import (
 from residency._checkpoint._background import Background
 from residency._checkpoint._capture._capture import Capture, check_verify, make_room, sizes_of
 from residency._checkpoint._capture._walk import optimizers_in
-from residency._checkpoint._disk._layout import step_name
 from residency._checkpoint._disk._publish import CheckpointDirectory, Retention
+from residency._checkpoint._disk._published import step_name
 from residency._checkpoint._document._encode import check_is_finite
 from residency._checkpoint._job import Job, Ranks
-from residency._checkpoint._places import Place, place_for_next
 from residency._checkpoint._progress import follow, progress_bar
 from residency._checkpoint._restore._attempts import Attempts
 from residency._checkpoint._save import Save, unreported
+from residency._checkpoint._save_memory import SaveMemory, memory_for_next
 from residency._errors import InvalidArgumentError, RefusedError, ResidencyError
 from residency._modes import inference_mode_off
 from residency._transfer import SlabArena, owner_of, states_to_come
@@ -110,7 +111,7 @@ class Checkpointer:
                 "decide each for itself; expected 'wait'."
             )
         self._directory = CheckpointDirectory(directory, reads_back=verify == "read")
-        self._places = [Place() for _ in range(max_in_flight)]
+        self._memories = [SaveMemory() for _ in range(max_in_flight)]
         self._background = Background("residency-save")
         self._filling: Job | None = None  # the job of a call that is not over
         self._num_saves = 0
@@ -119,7 +120,7 @@ class Checkpointer:
         self._has_ended = False
         self._process = os.getpid()
         self._lock = threading.RLock()  # calls take turns
-        # Whoever forgets to close it leaves no lock behind.
+        # One that is never closed leaves no lock behind.
         weakref.finalize(self, self._directory.unlock).atexit = False
 
     def __enter__(self) -> Checkpointer:
@@ -165,11 +166,11 @@ class Checkpointer:
                 groups = optimizer.param_groups
                 is_on_device |= any(not p.is_cpu for group in groups for p in group["params"])
                 sizes += [like.numel() * like.element_size() for like in states_to_come(optimizer)]
-            for place in self._places:
-                if place.is_free:
-                    place.arena = place.emptied()
-                    place.arena.pin_for(is_on_device)
-                    for region in make_room(place.arena, sizes):
+            for memory in self._memories:
+                if memory.is_free:
+                    memory.arena = memory.emptied()
+                    memory.arena.pin_for(is_on_device)
+                    for region in make_room(memory.arena, sizes):
                         region.touch()
 
     def save(
@@ -290,8 +291,8 @@ class Checkpointer:
             self._give_up_unfinished()
             self._is_closed = True
             self._background.end()
-            pinned_bytes = sum(place.arena.pinned_bytes for place in self._places)
-            self._places.clear()
+            pinned_bytes = sum(memory.arena.pinned_bytes for memory in self._memories)
+            self._memories.clear()
             self._directory.unlock()
             _device.give_back_pinned(pinned_bytes)
             self._has_ended = True
@@ -339,10 +340,10 @@ class Checkpointer:
         """
         self._use_directory()
         self._background.start()
-        place = place_for_next(self._places, self._policy)
-        if place is None:
+        memory = memory_for_next(self._memories, self._policy)
+        if memory is None:
             return None
-        job = Job(save, place.arena, metrics, self._num_saves)
+        job = Job(save, memory.arena, metrics, self._num_saves)
         self._filling = job
         check_is_finite(state)
         if self._spare_bytes is not None:
@@ -351,35 +352,35 @@ class Checkpointer:
         job.describe(self._with_rng(state, rng), rank=self._ranks.rank_to_write)
         if self._ranks.rank == 0:
             self._directory.check_writable(job.num_bytes)
-        self._take_place(place, job)
+        self._take_memory(memory, job)
         job.copy()
         job.begun = time.perf_counter()
-        pinned_bytes = sum(each.arena.pinned_bytes for each in self._places)
+        pinned_bytes = sum(each.arena.pinned_bytes for each in self._memories)
         save._figures = job.figures(job.begun - begun, pinned_bytes)
         job.is_handed = True
         self._background.hand(partial(self._write, job))
         self._filling = None
         return job
 
-    def _take_place(self, place: Place, job: Job) -> None:
+    def _take_memory(self, memory: SaveMemory, job: Job) -> None:
         """Makes room for a job; a save that gives way does so when there is room."""
-        before = place.job
+        before = memory.job
         while before is not None and not before.save.is_done():
             with before.claim:
                 if not before.is_begun:
-                    self._make_room(place, job)
+                    self._make_room(memory, job)
                     before.skip()
-                    place.job = job
+                    memory.job = job
                     return
             before.save._done.wait()  # the writer came first
-        self._make_room(place, job)
-        place.job = job
+        self._make_room(memory, job)
+        memory.job = job
 
-    def _make_room(self, place: Place, job: Job) -> None:
-        arena = place.emptied()
+    def _make_room(self, memory: SaveMemory, job: Job) -> None:
+        arena = memory.emptied()
         job.captured.arena = arena
         job.captured.make_room(verify=self._is_verified)
-        place.arena = arena
+        memory.arena = arena
 
     def _give_up_unfinished(self) -> None:
         """Ends what a call left that did not come to its end. [Note: whose a job is]"""
@@ -408,8 +409,8 @@ class Checkpointer:
         return bool(step == job.save.step and number > job.number)
 
     def _retire(self, step: int) -> None:
-        """Removes what the retention does not keep. The save counts already, and nobody waits for
-        the disk to let go of an old one, but for ``wait`` and ``close``.
+        """Removes what the retention does not keep. The save counts already, and no caller waits
+        for the disk to let go of an old one, but for ``wait`` and ``close``.
         """
         if self._ranks.rank != 0 or self._retention is None:
             return

@@ -14,10 +14,10 @@ from residency._checkpoint._disk._parts import FilePlan, Stores
 from residency._checkpoint._document._nodes import ARRAYS, TENSOR, Node, kind_of, pairs_of
 
 SHARED = "tensors"
-"""The file of what has none of its own."""
+"""The name of the file for all tensors that have no file of their own."""
 
 _MOST_OWN_FILES = 32
-_MOST_LETTERS = 100  # of a file's name, before what tells ranks apart
+_MOST_LETTERS = 100  # of a file's name, without the ending that has the rank
 
 
 def plan_files(
@@ -25,8 +25,8 @@ def plan_files(
 ) -> list[FilePlan]:
     """Returns which parts go into which files.
 
-    Of a state with many top-level names, tensors that stand at its top share one file, and so do
-    the smallest of all others beyond a bound.
+    Each top-level name has a file. Where there are more than 32, tensors that are directly at the
+    top share one; of the rest, the 32 with the most bytes keep a file each and the others go there.
 
     Args:
         tree: The document's tree.

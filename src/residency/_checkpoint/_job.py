@@ -32,8 +32,8 @@ class Job:
 
     [Note: whose a job is] The caller's until ``is_handed`` is set, which is one statement; the
     writer's thread's from then on. What ends a job asks that alone, so that an interrupt at
-    whatever line finds one owner. ``finish`` ends it, whoever calls it: the memory comes back
-    first, and nothing that goes wrong there keeps anybody waiting who waits for the save.
+    whatever line finds one owner. ``finish`` ends it, on whichever thread: the memory comes back
+    first, and nothing that goes wrong there keeps a thread waiting that waits for the save.
 
     Attributes:
         save: What the caller has of it.

@@ -23,7 +23,7 @@ _NAMES = ("python", "numpy", "torch", "accelerator")
 
 
 def random_states() -> dict[str, Any]:
-    """Returns the states, as Python values, arrays and host tensors that nobody changes.
+    """Returns the states, as Python values, arrays and host tensors that no other code changes.
 
     Returns:
         ``python``, ``numpy`` (None where it has not been imported), ``torch``, and

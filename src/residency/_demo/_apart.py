@@ -83,7 +83,7 @@ def serve() -> None:
 
     def wait() -> None:
         answer(is_ready=True)
-        if next(orders, None) is None:  # nobody wants it any more
+        if next(orders, None) is None:  # it is not wanted any more
             raise SystemExit
 
     try:

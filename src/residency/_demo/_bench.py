@@ -64,8 +64,8 @@ class Bench:
     def describe(self) -> str:
         """Returns the device in words."""
         if self.is_simulated:
-            place = " in CUDA's place" if self._face == "cuda" else ""
-            return f"simulated accelerator{place} (this machine shows no other)"
+            where = " in CUDA's place" if self._face == "cuda" else ""
+            return f"simulated accelerator{where} (this machine shows no other)"
         total_bytes = _device.memory_info()[1]
         return f"{self.device.type}, {format_bytes(total_bytes)}"
 

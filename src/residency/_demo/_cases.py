@@ -116,9 +116,9 @@ def run_case(
     return report
 
 
-def _imported(place: str) -> Any:
+def _imported(where: str) -> Any:
     """Returns what a module of this package has, such as ``_resume.run_resume``."""
-    module, _, name = place.partition(".")
+    module, _, name = where.partition(".")
     package = __name__.rpartition(".")[0]
     return getattr(importlib.import_module(f"{package}.{module}"), name)
 

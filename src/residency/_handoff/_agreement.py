@@ -1,6 +1,6 @@
 """How the ranks of a process group agree that all of them did their part of a hand-off.
 
-What each did is gathered by all, so that every rank knows who failed; nobody goes on before all
+What each did is gathered by all, so that every rank knows who failed; no rank goes on before all
 have come this far. A rank that does not come is noticed by the timeout.
 
 ``failures_of_ranks`` does not do here: a rank of a hand-off may be gone, so there is a timeout, and
@@ -22,7 +22,7 @@ from residency._errors import HandOffError, InvalidArgumentError
 from residency._units import format_bytes
 
 FAILED = -1  # instead of the bytes that are missing
-_PAUSE_SECONDS = 0.001
+_PAUSE_SECONDS = 0.001  # a look is cheap; any few milliseconds work
 _given_up: list[Any] = []  # groups, kept so that no other gets their identity
 
 
@@ -84,8 +84,8 @@ def _gather(group: Any, device: torch.device, figure: int, seconds: float) -> li
 
     host = torch.device("cpu")
     # A group says in no other way whether it has a backend for the host.
-    place = host if host in group._device_types else device
-    mine = torch.tensor([figure], dtype=torch.int64, device=place)
+    meeting = host if host in group._device_types else device
+    mine = torch.tensor([figure], dtype=torch.int64, device=meeting)
     all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     try:
         work: Any = dist.all_gather(all_of_them, mine, group=group, async_op=True)

@@ -132,12 +132,12 @@ def _require_on(owner: object, device: torch.device, *, name: str) -> None:
             f"{name} cannot be parked; expected a module or an optimizer. Nothing was moved."
         )
     found = {tensor.device for _, tensor in tensors_of(owner)}
-    elsewhere = {place for place in found if place.type != "cpu" and place != device}
+    elsewhere = {each for each in found if each.type != "cpu" and each != device}
     is_host_module = isinstance(owner, nn.Module) and found and not is_parked(owner)
     if elsewhere or (is_host_module and device not in found):
-        places = ", ".join(sorted(map(str, found)))
+        devices = ", ".join(sorted(map(str, found)))
         raise InvalidArgumentError(
-            f"{name} is on {places}, and {device} is to be handed over. Nothing was moved; list "
+            f"{name} is on {devices}, and {device} is to be handed over. Nothing was moved; list "
             "what is on that device."
         )
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from residency._errors import HandOffError, RefusedError
 from residency._handoff._agreement import FAILED, agree
-from residency._handoff._peer import Deadline, Link, await_taker, keep_taker
+from residency._handoff._peer import Deadline, Link, await_taker, remember_taker
 from residency._handoff._reclaim import Effort, Reclaimed
 from residency._handoff._residue import residue_lines
 from residency._memory import describe_device, measure
@@ -116,7 +116,7 @@ class HandOff:
             self._bring_back()
         except HandOffError as problem:
             if error is not None and not isinstance(error, Exception):
-                error.add_note(str(problem))  # whoever interrupts means to end: unpark, if not
+                error.add_note(str(problem))  # an interrupt means the end: `unpark` goes on if not
                 return
             raise problem from error
 
@@ -125,16 +125,16 @@ class HandOff:
         if self._link is None:
             return
         assert self._path is not None
-        is_kept = False
+        stays_open = False
         try:
             answer = self._link.receive(Deadline(self._timeout), expected="returned")
-            is_kept = answer.get("stays") is True
+            stays_open = answer.get("stays") is True
         except HandOffError as problem:  # what a process had that has ended comes back by itself
             _log.warning("residency: %s The device is taken back.", str(problem))
-            is_kept = self._link.is_cut  # the next hand-off has to know
+            stays_open = self._link.is_cut  # the next hand-off has to know
         finally:
-            if is_kept:
-                keep_taker(self._path, self._link)
+            if stays_open:
+                remember_taker(self._path, self._link)
             else:
                 self._link.leave()  # this process lives: the other one may ask again
 
@@ -147,7 +147,7 @@ class HandOff:
         try:
             effort = self._make_room()
             if self._link is not None:
-                self._link.check()  # before anybody counts on it
+                self._link.check()  # before a rank counts on it
         except Exception:
             agree(self._group, self._device, FAILED, seconds=self._patience)
             raise
@@ -185,11 +185,11 @@ class HandOff:
 
     def _explain(self, effort: Effort) -> str:
         device, freed = self._device, effort.result()
-        means = ", ".join(f"{name} {format_bytes(n)}" for name, n in freed.by_means().items())
+        sources = ", ".join(f"{name} {format_bytes(n)}" for name, n in freed.by_means().items())
         lines = [
             f"{format_bytes(self._need)} were to be free on {device}, and "
             f"{format_bytes(freed.free)} are, {format_bytes(effort.missing)} too few. Given back: "
-            f"{means}. Everything that was parked is back; "
+            f"{sources}. Everything that was parked is back; "
             "list more owners in `park`, or let go of what is named here.",
             describe_device(device),
             *residue_lines(device, effort.state),

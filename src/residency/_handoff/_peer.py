@@ -38,10 +38,10 @@ from typing import Any
 from residency._errors import HandOffError, InvalidArgumentError
 from residency._registries import WeakRegistry
 
-_LONGEST_LINE = 65_536
+_LONGEST_LINE = 65_536  # far more than a message has: what sends more is no peer
 _LONGEST_PATH = 107  # bytes in sockaddr_un, less the closing zero
-_PAUSE_SECONDS = 0.01
-_MOST_BYTES = 2**63
+_PAUSE_SECONDS = 0.01  # between two tries; any few milliseconds work
+_MOST_BYTES = 2**63  # no device has more, and the figures that torch takes are of 64 bits
 _MOST_SECONDS = 1e8  # three years, which every wait of the system still takes
 _MOST_MILLISECONDS = 2**31 - 1  # of one poll
 _SUCCESSOR_SECONDS = 1.0  # one that asks tries again every `_PAUSE_SECONDS`
@@ -88,21 +88,21 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     Raises:
         InvalidArgumentError: The path cannot be that of a socket.
     """
-    place = Path(path)
-    if len(os.fsencode(place)) > _LONGEST_PATH:
+    socket_path = Path(path)
+    if len(os.fsencode(socket_path)) > _LONGEST_PATH:
         raise InvalidArgumentError(
-            f"peer is {str(place)!r}, {len(os.fsencode(place))} bytes; the path of a Unix-domain "
-            f"socket has at most {_LONGEST_PATH}. Give a shorter one."
+            f"peer is {str(socket_path)!r}, {len(os.fsencode(socket_path))} bytes; the path of a "
+            f"Unix-domain socket has at most {_LONGEST_PATH}. Give a shorter one."
         )
-    if not place.parent.is_dir():
+    if not socket_path.parent.is_dir():
         raise InvalidArgumentError(
-            f"peer is {str(place)!r}; there is no such directory; make it first."
+            f"peer is {str(socket_path)!r}; there is no such directory; make it first."
         )
-    if place.exists() and not stat.S_ISSOCK(place.stat().st_mode):
+    if socket_path.exists() and not stat.S_ISSOCK(socket_path.stat().st_mode):
         raise InvalidArgumentError(
-            f"peer is {str(place)!r}, which is there and is no socket; give another path."
+            f"peer is {str(socket_path)!r}, which is there and is no socket; give another path."
         )
-    return place
+    return socket_path
 
 
 _links: WeakRegistry[Link] = WeakRegistry()
@@ -224,7 +224,7 @@ class Link:
                 )
             self._connection.settimeout(max(deadline.left, 1e-3))
             try:
-                piece = self._connection.recv(4096)
+                data = self._connection.recv(4096)
             except TimeoutError:
                 raise HandOffError(
                     f"The process at the other end of {self._path} did not answer within "
@@ -232,9 +232,9 @@ class Link:
                 ) from None
             except OSError as error:
                 raise self._gone() from error
-            if not piece:
+            if not data:
                 raise self._gone()
-            self._received += piece
+            self._received += data
         line, _, self._received = self._received.partition(b"\n")
         return line
 
@@ -245,7 +245,7 @@ class Link:
         )
 
 
-class _KeptLinks:
+class _OpenLinks:
     """The links that stay open after a hand-off, the newest at each path. [Note: a dead peer]"""
 
     def __init__(self) -> None:
@@ -254,7 +254,7 @@ class _KeptLinks:
     def get(self, path: Path) -> Link | None:
         return self._links.get(path.absolute())
 
-    def keep(self, path: Path, link: Link) -> None:
+    def add(self, path: Path, link: Link) -> None:
         self.drop(path)
         self._links[path.absolute()] = link
 
@@ -277,13 +277,13 @@ class _KeptLinks:
         return iter(list(self._links.values()))
 
 
-_takers = _KeptLinks()
-_releasers = _KeptLinks()
+_takers = _OpenLinks()
+_releasers = _OpenLinks()
 
 
-def keep_taker(path: Path, link: Link) -> None:
+def remember_taker(path: Path, link: Link) -> None:
     """Keeps the link to a process that had the device, which the next wait at the path looks at."""
-    _takers.keep(path, link)
+    _takers.add(path, link)
 
 
 def return_and_stay(path: Path, link: Link) -> None:
@@ -295,9 +295,9 @@ def return_and_stay(path: Path, link: Link) -> None:
     try:
         link.send(returned=True, stays=True)
     except HandOffError:
-        _releasers.keep(path, link)
+        _releasers.add(path, link)
         raise
-    _releasers.keep(path, link)
+    _releasers.add(path, link)
 
 
 def _take_leave() -> None:
@@ -321,7 +321,7 @@ def await_taker(path: Path, deadline: Deadline) -> tuple[Link, int]:
         The connection, and the bytes that the other side needs.
 
     Raises:
-        HandOffError: Nobody came in time, another process listens there, or the message is
+        HandOffError: No process came in time, another process listens there, or the message is
             invalid.
     """
     connection: socket.socket | None = None
@@ -354,7 +354,7 @@ def _accepted(path: Path, deadline: Deadline) -> socket.socket:
                 "may write."
             ) from error
         try:
-            path.chmod(0o600)  # nobody can connect before listen()
+            path.chmod(0o600)  # no process can connect before listen()
             listener.listen(1)
             _await_connection(listener, path, deadline)
             return listener.accept()[0]
@@ -404,8 +404,8 @@ def ask_for_device(path: Path, need: int, deadline: Deadline) -> Link:
     """Connects to the releasing process and states the bytes; the taking side's beginning.
 
     Raises:
-        HandOffError: Nobody listens there in time, the other process ended, or the one that handed
-            the device over before is dead.
+        HandOffError: No process listens there in time, the other process ended, or the one that
+            handed the device over before is dead.
     """
     connection: socket.socket | None = None
     patience, dead = deadline, None
@@ -455,14 +455,14 @@ def _nobody_hands_over(
 @contextmanager
 def _sole_listener(path: Path) -> Iterator[None]:
     """Makes this process the one that listens at a path, and removes what a killed one left."""
-    place = path.with_name(f"{path.name}.lock")  # stays; only its lock counts
+    lock_path = path.with_name(f"{path.name}.lock")  # stays; only its lock counts
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         # Of an object that closes it, whatever comes before the next line.
-        file = os.fdopen(os.open(place, flags, 0o600), "rb", buffering=0)
+        file = os.fdopen(os.open(lock_path, flags, 0o600), "rb", buffering=0)
     except OSError as error:
         raise HandOffError(
-            f"{place} cannot be locked: {error}. Use a path in a directory that you may write."
+            f"{lock_path} cannot be locked: {error}. Use a path in a directory that you may write."
         ) from error
     with file:
         lock = file.fileno()

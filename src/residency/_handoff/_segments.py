@@ -111,17 +111,17 @@ def require_settable(device: torch.device, wanted: bool | None) -> None:
 def _parse(settings: str) -> dict[str, str]:
     """Returns an allocator's settings by name; values may be lists in brackets, with commas."""
     found: dict[str, str] = {}
-    name, depth, piece = "", 0, ""
+    name, depth, word = "", 0, ""
     for char in settings + ",":
         depth += (char == "[") - (char == "]")
         if char == ":" and not depth and not name:
-            name, piece = piece.strip(), ""
+            name, word = word.strip(), ""
         elif char == "," and not depth:
             if name:
-                found[name] = piece.strip()
-            name, piece = "", ""
+                found[name] = word.strip()
+            name, word = "", ""
         else:
-            piece += char
+            word += char
     return found
 
 

@@ -81,7 +81,7 @@ def take_over(
         how long it waited for them.
 
     Raises:
-        HandOffError: Nobody hands the device over in time, the other process ended or could not
+        HandOffError: No process hands the device over in time, the other process ended or could not
             make the room, or a third one took it meanwhile. Or the process that handed it over
             before at this path is dead, and none does in its place.
         InvalidArgumentError: The size or the path is invalid, or there is no such accelerator.
@@ -145,17 +145,17 @@ def _require_free(device: torch.device, need: int) -> int:
 
 
 def _return(link: Link, path: Path, device: torch.device) -> None:
-    is_kept = False
+    stays_open = False
     try:
         try:
             reclaim(device=device, collect=False)
         except (RuntimeError, ResidencyError):  # the body's own error is what the caller has to see
             _log.exception("residency: the cache of %s was not given back", device)
         return_and_stay(path, link)
-        is_kept = True
+        stays_open = True
     except HandOffError:
-        is_kept = link.is_cut
+        stays_open = link.is_cut
         _log.warning("residency: the process that handed %s over has ended", device)
     finally:
-        if not is_kept:
+        if not stays_open:
             link.close()

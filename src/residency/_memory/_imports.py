@@ -102,7 +102,7 @@ class _TellingLoader(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # The module must look as if nobody had watched.
+        # The module must look as if its import had not been watched.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

@@ -55,7 +55,7 @@ class Ledger:
         path: Path,
         *,
         peaks: str,
-        place: Callable[[], tuple[int, int]],
+        ranks: Callable[[], tuple[int, int]],
         is_shared: bool,
         about: Mapping[str, str] | None = None,
     ) -> None:
@@ -64,7 +64,7 @@ class Ledger:
         Args:
             path: The file of a run with one rank.
             peaks: What the first line says of peaks.
-            place: Says which rank this is, and of how many.
+            ranks: Says which rank this is, and of how many.
             is_shared: Other processes write to the same path. The file is then made with its first
                 boundary, since most processes have none, and is never one that is there.
             about: What else the first line says: the command, versions.
@@ -75,7 +75,7 @@ class Ledger:
         """
         self.path = path
         self.peaks = peaks
-        self._place = place
+        self._ranks = ranks
         self._about = dict(about or {})
         self.is_shared = is_shared
         self.failure: Mapping[str, str | None] | None = None
@@ -95,7 +95,7 @@ class Ledger:
                 ) from None
 
     def _make_file(self) -> None:
-        rank, world_size = self._place()
+        rank, world_size = self._ranks()
         base = self.path
         self.path = rank_path(base, rank, world_size)
         if not self.is_shared and not may_be_replaced(self.path):
@@ -162,7 +162,7 @@ class Ledger:
         Args:
             last: Figures of the end. A `failure` makes the file where no boundary has made it.
         """
-        if self._pid != os.getpid():  # a forked child, in which nobody gives the lock back
+        if self._pid != os.getpid():  # a forked child, in which no thread gives the lock back
             self._is_open = False
             return
         with self._lock:

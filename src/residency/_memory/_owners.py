@@ -32,7 +32,7 @@ class Owners:
         self._name_states()
 
     def name(self, tensor: object) -> tuple[str, str] | None:
-        """Returns what kind of thing a tensor is, and its path; None for one that nobody owns."""
+        """Returns what kind of thing a tensor is, and its path; None for one without an owner."""
         return self._names.get(id(tensor))
 
     def _name_modules(self) -> None:
@@ -63,11 +63,11 @@ class Owners:
         for position in self._walk.optimizers:
             table = _objects.attributes(self._walk.objects[position]) or {}
             state = table.get("state")
-            unnamed = _group_places(table.get("param_groups"))
+            unnamed = _paths_in_groups(table.get("param_groups"))
             prefix = None
-            for param, place in unnamed.items():
+            for param, path in unnamed.items():
                 if param not in self._names:
-                    self._names[param] = ("parameter", f"{self._paths.path(position)}.{place}")
+                    self._names[param] = ("parameter", f"{self._paths.path(position)}.{path}")
             for key, value in _objects.items(state):
                 if key is None:
                     continue
@@ -140,12 +140,12 @@ def _leaves(value: Any, depth: int) -> Iterator[tuple[Any, str]]:
                 yield tensor, f"[{key}]{trail}"
 
 
-def _group_places(groups: object) -> dict[int, str]:
+def _paths_in_groups(groups: object) -> dict[int, str]:
     """Returns where an optimizer has its parameters, for those that no module names."""
-    places: dict[int, str] = {}
+    paths: dict[int, str] = {}
     for number, group in enumerate(groups if type(groups) is list else ()):
         for key, params in _objects.items(group):
             if type(key) is str and key == "params" and type(params) is list:
                 for index, param in enumerate(params):
-                    places[id(param)] = f"param_groups[{number}]['params'][{index}]"
-    return places
+                    paths[id(param)] = f"param_groups[{number}]['params'][{index}]"
+    return paths

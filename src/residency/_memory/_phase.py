@@ -114,10 +114,10 @@ class Boundaries:
 
     def note_failure(self, error: BaseException, path: str) -> None:
         """Notes the phase in which an error was raised: of those that it leaves, the first."""
-        if self.place_of(error) is None:
+        if self.phase_of(error) is None:
             self._failure = (id(error), text_of(error), path)
 
-    def place_of(self, error: BaseException) -> str | None:
+    def phase_of(self, error: BaseException) -> str | None:
         """Returns the path of the phase in which an error was raised; None outside of all."""
         if self._failure is None or self._failure[:2] != (id(error), text_of(error)):
             return None
@@ -184,8 +184,8 @@ def _peak(before: MemoryState, after: MemoryState) -> tuple[int, bool]:
 
 
 def _line(kind: str, visit: Visit, state: MemoryState) -> dict[str, object]:
-    place = {"kind": kind, "phase": visit.path, "visit": visit.number}
-    return {**place, "thread": visit._thread, "device": state.device, **figures(state)}
+    about = {"kind": kind, "phase": visit.path, "visit": visit.number}
+    return {**about, "thread": visit._thread, "device": state.device, **figures(state)}
 
 
 def text_of(error: BaseException) -> str:
@@ -263,7 +263,7 @@ class phase:  # noqa: N801 - used as a function, as torch.no_grad is
 def begin_phase(name: str, owner: object, *, is_passing: bool = False) -> Visit:
     """Begins a visit that `end_phase` ends when it is given the same owner.
 
-    A passing one, such as a forward pass, of which nobody says where it ends, also ends at the
+    A passing one, such as a forward pass, of which no call says where it ends, also ends at the
     next boundary of its thread.
     """
     outer = _open.get()

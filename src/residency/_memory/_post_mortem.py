@@ -245,7 +245,7 @@ def _remedy_lines(error: BaseException, state: MemoryState, holders: list[Holder
 
 
 def _copies(holders: list[Holder]) -> tuple[int, str]:
-    """Returns the bytes of tensors that nobody owns, of an owned one's shape; and one's path.
+    """Returns the bytes of tensors without an owner, of an owned one's shape; and one's path.
 
     Each owned tensor accounts for one copy.
     """

@@ -1,4 +1,6 @@
-"""Starts and ends the recording of a process: the ledger, the known calls, and which rank it is."""
+"""Starts and ends the recording of a process: opens its file (``Ledger``) and makes phases of known
+calls (``KnownCalls``).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from residency._memory._post_mortem import explain, explain_uncaught
 from residency._memory._state import measure
 from residency._ranks import has_ranks, rank_and_world_size
 
-_LONGEST_COMMAND = 2000
+_LONGEST_COMMAND = 2000  # letters: a line of a record stays one that can be looked at
 _log = logging.getLogger("residency")
 
 
@@ -67,7 +69,7 @@ def record(
         raise RefusedError(
             f"this process is recorded to {str(outer.path)!r} already; end that recording first."
         )
-    ledger = Ledger(Path(path), peaks=peaks, place=_place, is_shared=False, about=_about())
+    ledger = Ledger(Path(path), peaks=peaks, ranks=_ranks, is_shared=False, about=_about())
     # Under `residency record` the block has a file of its own, and known calls are there already.
     with _recording(ledger, calls and outer is None):
         yield ledger
@@ -113,18 +115,18 @@ def _failure(ledger: Ledger, error: BaseException) -> dict[str, str | None] | No
         return None
     end_recorded(ledger, error)
     explain(error)  # where no phase was open
-    return {"error": text_of(error), "phase": boundaries.place_of(error)}
+    return {"error": text_of(error), "phase": boundaries.phase_of(error)}
 
 
 def record_process() -> None:
     """Records the process from here to its end, as the environment says.
 
-    The process gets a file with its first phase. For the time of a `record` of the program's own,
-    its phases go to that one's file.
+    The process gets a file with its first phase, as launchers and helpers import torch, too. For
+    the time of a `record` of the program's own, its phases go to that one's file.
     """
     peaks = os.environ[PEAKS_VARIABLE]
     path = Path(os.environ[PATH_VARIABLE])
-    ledger = Ledger(path, peaks=peaks, place=_place, is_shared=True, about=_about())
+    ledger = Ledger(path, peaks=peaks, ranks=_ranks, is_shared=True, about=_about())
     block = _recording(ledger, calls=True)
     block.__enter__()
     atexit.register(block.__exit__, None, None, None)
@@ -151,7 +153,7 @@ def _about() -> dict[str, str]:
     return {"command": command, "torch": torch.__version__, "residency": ours, "python": python}
 
 
-def _place() -> tuple[int, int]:
+def _ranks() -> tuple[int, int]:
     """Returns the rank of this process and how many there are."""
     if has_ranks():
         return rank_and_world_size()

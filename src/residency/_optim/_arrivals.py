@@ -1,8 +1,8 @@
 """Which home the tensors of the device went to that callers may still have.
 
-On a plain optimizer such a tensor is the state. Who assigns it once more, or a view of it, means
-that state: its home. Invariant: a tensor is known only as long as its storage lives, and as long as
-nobody has written to it since.
+On a plain optimizer such a tensor is the state. A caller who assigns it once more, or a view of it,
+means that state: its home. Invariant, which ``tests/optim/test_arrivals.py`` tries to break: a
+tensor is known only as long as its storage lives, and as long as no code has written to it since.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from residency._dtensor import write_count
 from residency._storages import span_of
 
 
@@ -56,7 +57,7 @@ class Arrivals:
         near = self._by_storage.setdefault(storage.data_ptr(), [])
         near[:] = [each for each in near if not each.is_over and each[1:3] != span[1:]]
         weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch's
-        near.append(Arrival(weak, span.first, span.last, tensor._version, weakref.ref(home)))
+        near.append(Arrival(weak, span.first, span.last, write_count(tensor), weakref.ref(home)))
 
     def find(self, tensor: Tensor) -> tuple[Any, int] | None:
         """Returns the ``Home`` of a plain tensor, and at which of its bytes the tensor begins."""
@@ -68,7 +69,7 @@ class Arrivals:
         for each in self._by_storage.get(tensor.untyped_storage().data_ptr(), ()):
             home = each.home()
             is_inside = each.first <= span.first and span.last <= each.last
-            is_known = not each.is_over and each.version == tensor._version
+            is_known = not each.is_over and each.version == write_count(tensor)
             if home is not None and is_inside and is_known:
                 return home, span.first - each.first
         return None
@@ -82,7 +83,7 @@ class Arrivals:
             (home, each.first)
             for each in self._by_storage.get(tensor.untyped_storage().data_ptr(), ())
             if each.first < span.last and span.first < each.last
-            if not each.is_over and each.version == tensor._version
+            if not each.is_over and each.version == write_count(tensor)
             if (home := each.home()) is not None
         ]
 

@@ -1,17 +1,17 @@
 """Where the state of an offloaded optimizer lives: a tensor of host memory for each state.
 
-Invariant: bytes go into a home only through ``Homes.fill``, a copy home of the step, or a restore,
-and never while a save reads them.
+Invariant, which ``tests/optim/test_kept_states.py`` tries to break: bytes go into a home only
+through ``Homes.fill``, a copy home of the step, or a restore, and never while a save reads them.
 
 [Note: what callers hold] A caller who reads a state gets a tensor over its home's bytes with a
 storage of its own, the shown one. It is the live state, as without an offload: the caller may keep
 it and views of it, read and write them. So a step that finds one alive, at its begin or its end,
-waits for its copies home before it returns; one that nobody looks at does not wait. Assignments
-follow the tensors, too: a shown one that is assigned to another key takes its home along, and a
-home that is held, or has two entries, is never filled with another's bytes. Where a caller gives a
-shown tensor other memory (``.data =``, ``set_``, ``share_memory_``), that is the home from then on.
-Such memory is known for as long as anybody has it, also while no entry does, as within an exchange
-of two entries.
+waits for its copies home before it returns; a step without one does not wait. Assignments follow
+the tensors, too: a shown one that is assigned to another key takes its home along, and a home that
+is held, or has two entries, is never filled with another's bytes. Where a caller gives a shown
+tensor other memory (``.data =``, ``set_``, ``share_memory_``), that is the home from then on. Such
+memory is known for as long as any tensor has it, also while no entry does, as within an exchange of
+two entries.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from residency._dtensor import is_sharded, local_of, wrapped_like
+from residency._dtensor import is_sharded, local_of, wrapped_like, write_count
 from residency._errors import RefusedError
 from residency._modes import callers_modes_off
 from residency._optim._arrivals import Arrivals
@@ -41,9 +41,9 @@ from residency._transfer import (
     copy_across,
     gate_of,
     is_only_one,
-    keep_alive_instead,
     lanes_of,
     lending,
+    own_instead,
 )
 
 
@@ -85,7 +85,7 @@ class Home:
         """
         self.moved_to = other
         for view in self.views:
-            keep_alive_instead(view, self.tensor)
+            own_instead(view, self.tensor)
 
 
 class Homes:
@@ -152,7 +152,7 @@ class Homes:
         if wanted > self._num_spare_bytes_made:
             self.arena.reserve([wanted - self._num_spare_bytes_made])
             self._num_spare_bytes_made = wanted
-            self.arena.is_kept = True
+            self.arena.is_reused = True
 
     def make_second_set(self, sizes: Sequence[int]) -> None:
         """Makes room for all states to move, beside the spare: a snapshot may keep the homes there
@@ -164,7 +164,7 @@ class Homes:
         self.arena.make_room(
             [*sizes, *[self._num_spare_bytes_made] * bool(self._num_spare_bytes_made)]
         )
-        self.arena.is_kept = True
+        self.arena.is_reused = True
 
     def writable(self, home: Home) -> Home:
         """Returns a home in place of one that a save reads: another one of the spare, or, where
@@ -174,12 +174,12 @@ class Homes:
         found: list[Home] = []
 
         def is_found() -> bool:
-            is_kept = lending.is_kept(home.tensor)
+            is_lasting = lending.is_lasting(home.tensor)
             if not lending.is_lent(home.tensor):
                 found.append(home)
-            elif is_kept or not self.has_views(home):
+            elif is_lasting or not self.has_views(home):
                 region = self.arena.find_room(home.num_bytes)
-                if region is None and is_kept:
+                if region is None and is_lasting:
                     region = self.arena.allocate(home.num_bytes)
                 if region is not None:
                     found.append(self._home_in(region, home.tensor, home.value))
@@ -225,13 +225,13 @@ class Homes:
 
     def fill(self, home: Home | None, value: Tensor) -> Home:
         """Returns the home of a value, into which the host has copied what was not there."""
-        place = self.place_for(home, value)
-        self.write(place, value)
-        return place
+        chosen = self.chosen_for(home, value)
+        self.write(chosen, value)
+        return chosen
 
-    def place_for(self, home: Home | None, value: Tensor) -> Home:
+    def chosen_for(self, home: Home | None, value: Tensor) -> Home:
         """Returns the home of a value: its own, where it is a shown tensor; else ``home``, where it
-        fits and nobody else has it, or a new one.
+        fits and neither a caller nor another entry has it, or a new one.
         """
         local = local_of(value).detach()
         if home is not None and _memory(home.tensor) == _memory(local):
@@ -241,7 +241,7 @@ class Homes:
             self._shown.setdefault(found, value)
             return found
         if self._is_among_homes(local):
-            if not lending.is_kept(local):
+            if not lending.is_lasting(local):
                 self._make_callers(local)
                 return self.over(value)
             home = None  # never copied onto bytes that it may be a view of
@@ -254,7 +254,7 @@ class Homes:
     def home_to_fill(self, home: Home | None, like: Tensor) -> Home:
         """Returns a home that a restore may fill: the given one, where it fits in strides, too.
 
-        One that a save reads is left to it, or the host waits. ``place_for`` leaves a home that a
+        One that a save reads is left to it, or the host waits. ``chosen_for`` leaves a home that a
         caller holds; a restore fills it, as he is to see what was saved.
         """
         is_alone = home is not None and home.num_entries < 2 and not self.beside(home)
@@ -263,7 +263,7 @@ class Homes:
         return self.allocate(like)
 
     def write(self, home: Home, value: Tensor) -> None:
-        """Copies a value into the home that ``place_for`` gave for it."""
+        """Copies a value into the home that ``chosen_for`` gave for it."""
         local = local_of(value).detach()
         if _memory(home.tensor) != _memory(local):
             copy_across(home.tensor, local)
@@ -325,7 +325,7 @@ class Homes:
         """Binds what a caller was shown of a home that a save reads to the one in its place."""
         shown = self._shown.pop(before, None) if self.is_held(before) else None
         if shown is not None:
-            before.num_writes += local_of(shown)._version
+            before.num_writes += write_count(shown)
             with torch.no_grad():
                 local_of(shown).data = local_of(self.show(home))
             self._note_shown(home, shown)
@@ -393,11 +393,11 @@ class Homes:
         if local.is_cpu and local.layout is torch.strided and local.numel() and is_dense(local):
             home.move_to(self.over(shown))
         else:
-            place = self.fill(None, shown)
-            home.move_to(place)
+            chosen = self.fill(None, shown)
+            home.move_to(chosen)
             with torch.no_grad():
-                local.data = local_of(self.show(place))
-            self._note_shown(place, shown)
+                local.data = local_of(self.show(chosen))
+            self._note_shown(chosen, shown)
         return self.follow(home)
 
     @property
@@ -408,7 +408,7 @@ class Homes:
     def fence(self) -> None:
         """Blocks the host until no copy home is under way, of whatever parameter."""
         if self.newest is not None:
-            self.newest.synchronize()  # who calls reads homes, or writes into them
+            self.newest.synchronize()  # the caller reads homes, or writes into them
 
     def enter(self, home: Home) -> None:
         """Counts an entry of the state that gets a home."""
@@ -427,14 +427,14 @@ class Homes:
     def is_written(self, home: Home) -> bool:
         """Returns whether a caller has written to the shown tensor since the last step."""
         shown = self._shown.get(home)
-        return shown is not None and local_of(shown)._version > 0
+        return shown is not None and write_count(shown) > 0
 
     def num_writes(self, home: Home) -> int:
         """Returns a number that grows with what callers write to what they were shown."""
         shown = self._shown.get(home)
         if shown is None and home.moved_to is not None:
             return home.num_writes + self.num_writes(home.moved_to)
-        return home.num_writes + (0 if shown is None else local_of(shown)._version)
+        return home.num_writes + (0 if shown is None else write_count(shown))
 
     def held(self) -> list[Home]:
         """Returns the homes of the state that callers can reach without a new look."""

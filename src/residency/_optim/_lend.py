@@ -1,8 +1,9 @@
 """Lends the state of an offloaded optimizer to a save, and keeps the steps meanwhile off it.
 
 A save gets the homes themselves. A step that is to write into one that is lent takes another home
-for it, out of a bounded spare; without room there it waits until a loan ends. Invariant: what is
-lent has the bytes of the moment of the loan until it is given back.
+for it, out of a bounded spare; without room there it waits until a loan ends. Invariant, which
+``tests/checkpoint/test_checkpointer.py`` tries to break: what is lent has the bytes of the moment
+of the loan until it is given back.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class OffloadOwner:
     """The owner of an ``OffloadedOptimizer``'s state."""
 
     def lend(
-        self, optimizer: Any, loans: Loans, *, keep: bool = False, is_watched: bool = False
+        self, optimizer: Any, loans: Loans, *, is_lasting: bool = False, is_watched: bool = False
     ) -> Mapping[Any, Mapping[str, Any]]:
         """Returns the state by parameter and key, without a wait; see ``StateOwner``."""
         offload = offload_of(optimizer)
@@ -47,11 +48,11 @@ class OffloadOwner:
         states = dict(dict.items(optimizer.state))
         if offload.host is not None:
             homes = [h for s in states.values() for h in _homes_of(s)]
-            if keep:
+            if is_lasting:
                 offload.host.homes.make_second_set([home.num_bytes for home in homes])
             offload.host.homes.make_spare([home.num_bytes for home in homes])
         return {
-            key: _lent(inner, loans, keep, is_watched)
+            key: _lent(inner, loans, is_lasting, is_watched)
             if isinstance(inner, ParameterState)
             else inner
             for key, inner in states.items()
@@ -121,7 +122,9 @@ def _homes_of(values: object) -> list[Home]:
     return list(values.homes_by_key.values()) if isinstance(values, ParameterState) else []
 
 
-def _lent(inner: ParameterState, loans: Loans, keep: bool, is_watched: bool) -> dict[str, object]:
+def _lent(
+    inner: ParameterState, loans: Loans, is_lasting: bool, is_watched: bool
+) -> dict[str, object]:
     inner.take_replaced()
     if inner.template is not None and inner.is_template():
         return {}
@@ -131,18 +134,20 @@ def _lent(inner: ParameterState, loans: Loans, keep: bool, is_watched: bool) -> 
         if home is None:
             values[key] = value
         else:
-            values[key] = _loan(inner, home, loans, keep, is_watched)
+            values[key] = _loan(inner, home, loans, is_lasting, is_watched)
     return values
 
 
-def _loan(inner: ParameterState, home: Home, loans: Loans, keep: bool, is_watched: bool) -> Lent:
+def _loan(
+    inner: ParameterState, home: Home, loans: Loans, is_lasting: bool, is_watched: bool
+) -> Lent:
     """Lends a home; for good, and where others have it, a copy: they go on to write."""
-    if keep and inner.has_others(home, also_shown=not is_watched):
+    if is_lasting and inner.has_others(home, also_shown=not is_watched):
         inner.fence()
         home = inner.copy_of(home)
-    if keep:
-        home.is_watched = is_watched and (home.is_watched or not lending.is_kept(home.tensor))
-    lent = loans.lend(home.tensor, home.value, inner.under_way, keep=keep)
+    if is_lasting:
+        home.is_watched = is_watched and (home.is_watched or not lending.is_lasting(home.tensor))
+    lent = loans.lend(home.tensor, home.value, inner.under_way, is_lasting=is_lasting)
     lent.region = home.region
     if is_watched:
         lent.count = partial(inner.num_writes_of, home)

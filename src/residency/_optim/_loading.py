@@ -1,6 +1,7 @@
 """Loads a saved state into the homes, in two steps: everything that can fail, then the copies.
 
-Invariant: when the first step raises, the optimizer is as it was before the load.
+Invariant, which ``tests/optim/test_state.py`` tries to break: when the first step raises, the
+optimizer is as it was before the load.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class PreparedLoad:
                     homes.write(entry.home, entry.value)
                     inner.settle(key, entry.home)
                 else:
-                    inner.keep(key, entry.value)
+                    inner.put_as_is(key, entry.value)
             inner.reorder(list(entries))
             inner.made_for = layout_of(parameter)
             inner.template = None
@@ -162,11 +163,13 @@ def _place_tensors(
     made = moved_together(here, homes.device, copy=True)
     made |= moved_together(on_host, torch.device("cpu"), copy=True)
     going = {each: value for each, value in on_device.items() if each not in here}
-    places = fill_together(homes, list(going.values()))
+    tied_homes = fill_together(homes, list(going.values()))
     for index, ((parameter, key), value) in enumerate(going.items()):
         own = offload.on_host.home_for(parameter, key)
-        home = places.get(index) or homes.place_for(own, value)
-        prepared.entries[parameter][key] = Entry(value if index not in places else home.value, home)
+        home = tied_homes.get(index) or homes.chosen_for(own, value)
+        prepared.entries[parameter][key] = Entry(
+            value if index not in tied_homes else home.value, home
+        )
     for (parameter, key), value in made.items():
         prepared.entries[parameter][key] = Entry(value)
 

@@ -1,8 +1,9 @@
 """Float32 copies of low-precision parameters, which the optimizer steps in their place.
 
 A master is a state like any other: it lives at home, travels in the same buckets and is saved under
-the key ``master_weight``. Invariant: rounded to the parameter's dtype, a master is the parameter;
-where other code has written to the parameter, the master takes the new value.
+the key ``master_weight``. Invariant, which ``tests/optim/test_masters.py`` tries to break: rounded
+to the parameter's dtype, a master is the parameter; where other code has written to the parameter,
+the master takes the new value.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The two public functions: an optimizer's class is swapped in place, and swapped back.
 
-Invariant: everything that can be refused is refused before anything moves, and an optimizer that
-was refused steps as if nothing had been asked.
+Invariant, which ``tests/optim/test_interrupted_moves.py`` tries to break: everything that can be
+refused is refused before anything moves, and an optimizer that was refused steps as if nothing had
+been asked.
 """
 
 from __future__ import annotations
@@ -124,8 +125,9 @@ def onload_optimizer(optimizer: OptimizerT) -> OptimizerT:
 
     Memory:
         The device holds the whole state again. Pinned memory stays for homes that the caller still
-        refers to. Up to 64 MiB of the rest stay in torch's cache of such memory, for whoever pins
-        next; more than that goes back to the system, and takes along what others have there.
+        refers to. Up to 64 MiB of the rest stay in torch's cache of such memory, for the next
+        caller that pins some; more than that goes back to the system, and takes along what others
+        have there.
     """
     offload = record_of(optimizer)
     if offload is None:
@@ -229,7 +231,7 @@ def _offloaded_class(base: type[Optimizer]) -> type[Optimizer]:
         try:
             metaclass: Any = type(base)
             found = _metaclass_of(metaclass)(base.__name__, (base, OffloadedOptimizer), namespace)
-            # Tried on one that nobody has, before anything moves.
+            # Tried on an instance without other references, before anything moves.
             object.__new__(base).__class__ = found
         except Exception as error:  # whatever `__init_subclass__` or a metaclass raises
             raise RefusedError(

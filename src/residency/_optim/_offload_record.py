@@ -53,8 +53,9 @@ class HostState:
     def home_for(self, parameter: Tensor, key: str) -> Home | None:
         """Returns the home that a state has, or that is reserved for it."""
         inner = self.state.peek(parameter)
-        home = inner.homes_by_key.get(key) if inner is not None else None
-        return home or self.homes.reserved_for(parameter).get(key)
+        if inner is not None:
+            return inner.home_for(key)
+        return self.homes.reserved_for(parameter).get(key)
 
 
 @dataclass(slots=True)
@@ -68,7 +69,7 @@ class Offload:
         resident: The parameters whose state stays on the device.
         is_entered: Whether a step came in through the offloaded class.
         loading: The call of ``load_state_dict`` that runs. A dead one is over, however it ended.
-        told_on: The device for which the log says what the offload saves; None until it does.
+        logged_for: The device for which the log says what the offload saves; None until it does.
     """
 
     base: type[Optimizer]
@@ -83,7 +84,7 @@ class Offload:
     guard: RemovableHandle | None = None
     is_entered: bool = False
     loading: weakref.ref[Loading] | None = None
-    told_on: torch.device | None = None
+    logged_for: torch.device | None = None
     slot_bytes: int = 0
     num_buckets: int = 0
     num_steps: int = 0
@@ -196,8 +197,8 @@ class Offload:
         in_groups = {id(p) for group in optimizer.param_groups for p in group["params"]}
         known = in_groups | {id(key) for key in dict.keys(self.on_host.state)}
         self.on_host.homes.forget_reserved(known)
-        self.resident.keep_only(known)
-        self._schemas.keep_only(self.base, optimizer.param_groups)
+        self.resident.forget_others(known)
+        self._schemas.forget_others(self.base, optimizer.param_groups)
 
     def _ties_of(self, members: Members) -> Ties:
         parameters = members.parameters

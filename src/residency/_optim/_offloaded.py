@@ -2,8 +2,8 @@
 the host.
 
 Mixed in front of the optimizer's own class, so that ``isinstance``, hooks, schedulers and
-``GradScaler`` find what they expect. Invariant: a step enters through ``OffloadedOptimizer.step``
-or is refused by the guard.
+``GradScaler`` find what they expect. Invariant, which ``tests/optim/test_refusals.py`` tries to
+break: a step enters through ``OffloadedOptimizer.step`` or is refused by the guard.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class OffloadedOptimizer(Optimizer):
 
         ``dcp.load`` and ``get_optimizer_state_dict`` need the tensors that they are to fill; torch
         makes them by a step with zero gradients. Here they are zeros in the homes, and `step` is
-        zero; parameters, counters and settings are not touched. Whoever steps without a load steps
-        as a fresh optimizer.
+        zero; parameters, counters and settings are not touched. A step without a load is
+        that of a fresh optimizer.
 
         Raises:
             RefusedError: The host has no room, or what a first step makes cannot be foreseen for
@@ -170,8 +170,8 @@ class OffloadedOptimizer(Optimizer):
         if not isinstance(states, dict) or states is self.state:
             return saved
         for key, values in list(states.items()):
-            # Hooks see the live mappings, as they do without an offload; who gets the result sees
-            # plain ones, which torch.load takes.
+            # Hooks see the live mappings, as they do without an offload; the result has plain
+            # ones, which torch.load takes.
             if isinstance(values, ParameterState):
                 plain = dict(values)
                 if is_copied:

@@ -1,7 +1,8 @@
 """Puts the state of an optimizer where its parameters' device demands: into homes on the host for
 an accelerator, or into a plain mapping where the parameters are on the host themselves.
 
-Invariant: a placement that fails leaves the optimizer's state as it was.
+Invariant, which ``tests/optim/test_moves.py`` tries to break: a placement that fails leaves the
+optimizer's state as it was.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from residency import _device
-from residency._dtensor import layout_of, local_of, wrapped_like
+from residency._dtensor import layout_of, local_of, wrapped_like, write_count
 from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes
+from residency._optim._loading import device_rule
 from residency._optim._masters import MASTER, as_masters_state, check_masters, master_like
 from residency._optim._offload_record import HostState, Offload
 from residency._optim._plan import Member
@@ -159,11 +161,9 @@ def _show_templates(state: State, made: Mapping[Tensor, Mapping[str, object]]) -
             if isinstance(value, Home):
                 inner.settle(key, value)
             else:
-                inner.keep(key, value)
+                inner.put_as_is(key, value)
         inner.template = {
-            key: local_of(value)._version
-            for key, value in dict.items(inner)
-            if isinstance(value, Tensor)
+            key: write_count(value) for key, value in dict.items(inner) if isinstance(value, Tensor)
         }
 
 
@@ -224,8 +224,8 @@ def _device_keys(offload: Offload, optimizer: Optimizer, member: Member) -> set[
     if on_device or not tensors:
         return on_device
     schema = offload.schema_of(optimizer, member)
-    made = {} if schema is None else schema.device
-    return {key for key, value in tensors.items() if value.dim() > 0 or key in made}
+    needs_device = device_rule(offload, schema, member.parameter)
+    return {key for key, value in tensors.items() if needs_device(key, value)}
 
 
 def _expected(offload: Offload, optimizer: Optimizer, member: Member) -> dict[str, Tensor]:
@@ -281,8 +281,8 @@ def _moved_state(
     here = {each: value for each, value in tied.items() if each[0] in resident}
     staying = moved_together(here, homes.device, copy=False)
     going = {each: value for each, value in tied.items() if each not in staying}
-    places = fill_together(homes, list(going.values()))
-    home_of = {each: places[index] for index, each in enumerate(going) if index in places}
+    tied_homes = fill_together(homes, list(going.values()))
+    home_of = {each: tied_homes[index] for index, each in enumerate(going) if index in tied_homes}
     for parameter, values in optimizer.state.items():
         if parameter not in members or not isinstance(values, dict):
             state[parameter] = values

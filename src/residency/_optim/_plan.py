@@ -2,8 +2,9 @@
 of state.
 
 A unit is one shadow step. It is whole parameters, or a cut of one large parameter of an
-element-wise optimizer. Invariant: within a slot, entries are aligned as allocations would be and
-follow each other as they do in the slab, so that a unit is as few copies as possible.
+element-wise optimizer. Invariant, which ``tests/optim/test_small_tensors.py`` tries to break:
+within a slot, entries are aligned as allocations would be and follow each other as they do in the
+slab, so that a unit is as few copies as possible.
 """
 
 from __future__ import annotations
@@ -333,6 +334,7 @@ class _Packer:
         self._open, self._open_bytes = [], 0
 
     def _cut(self, whole: Piece, size: StateSize) -> list[Piece]:
+        # Flat ranges, not rows: an element-wise step sees no shapes, and one rule serves all.
         count = local_of(whole.parameter).numel()
         overhead = align_up(1) * (len(size.itemsizes) + size.num_scalars)
         room = max(self._bucket_bytes - overhead, 0) // max(sum(size.itemsizes), 1)
@@ -362,7 +364,7 @@ def lay_out(pieces: Sequence[Piece], homes: Sequence[HomesByKey]) -> Unit:
     loads: list[tuple[CopyRun, bool]] = []
     stores: list[tuple[CopyRun, bool]] = []
     covers = covers_of([home for by_key in homes for home in by_key.values()])
-    placed: dict[Home, int] = {}
+    starts: dict[Home, int] = {}
     views: list[SlotViews] = []
     for piece, by_key in zip(pieces, homes, strict=True):
         unit.keys.append(tuple(by_key))
@@ -370,11 +372,11 @@ def lay_out(pieces: Sequence[Piece], homes: Sequence[HomesByKey]) -> Unit:
             is_shared = not piece.is_whole and home.tensor.dim() == 0
             is_cut = not piece.is_whole and not is_shared
             cover = covers.get(home, home)
-            if cover not in placed:
+            if cover not in starts:
                 # What lies in a cover is aligned in the slot as it is at home.
                 offset = 0 if cover is home else cover.tensor.data_ptr() % _WIDEST
-                placed[cover] = unit.num_bytes + offset
-                run = _run_of(piece, cover, placed[cover], is_cut=is_cut)
+                starts[cover] = unit.num_bytes + offset
+                run = _run_of(piece, cover, starts[cover], is_cut=is_cut)
                 unit.num_bytes += align_up(offset + run.num_bytes)
                 is_padded = piece.is_whole or is_shared
                 if run.num_bytes:
@@ -384,7 +386,7 @@ def lay_out(pieces: Sequence[Piece], homes: Sequence[HomesByKey]) -> Unit:
             inside = 0
             if cover is not home:
                 inside = home.tensor.data_ptr() - cover.tensor.data_ptr()
-            views.append(_view_of(piece, home, placed[cover] + inside, is_cut=is_cut))
+            views.append(_view_of(piece, home, starts[cover] + inside, is_cut=is_cut))
     unit.views = _join_views(views)
     if len(set(unit.keys)) == 1 and len(unit.keys[0]) == 1:
         (unit.only_key,) = unit.keys[0]
@@ -434,7 +436,7 @@ def _run_of(piece: Piece, home: Home, offset: int, *, is_cut: bool) -> CopyRun:
 def _join(runs: Iterable[tuple[CopyRun, bool]]) -> list[CopyRun]:
     """Joins copies that follow each other on both sides.
 
-    The padding after a whole entry belongs to nobody and may be copied along; after a cut, the
+    The padding after a whole entry belongs to no entry and may be copied along; after a cut, the
     bytes up to the next alignment are the next cut's.
     """
     joined: list[tuple[CopyRun, bool]] = []

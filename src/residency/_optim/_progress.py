@@ -2,7 +2,8 @@
 
 A parameter is stepped, wholly and with its state; or it is as it was; or, where it is stepped in
 cuts, so many of its first elements are stepped. Only where the optimizer's own code failed in the
-middle, as an operation without room does, may the parameters of that one part be in between.
+middle, as an operation without room does, may the parameters of that one part be in between. It is
+for the note alone: a retry has the next batch's gradients, and would step the rest only.
 """
 
 from __future__ import annotations

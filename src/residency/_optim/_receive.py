@@ -1,7 +1,8 @@
 """Makes room for a saved state in the homes, into which a restore then reads it without a copy.
 
-Invariant: until ``finish`` the mappings that callers see are as they were; of the homes that they
-show, the bytes are those of the save as soon as it has been read.
+Invariant, which ``tests/checkpoint/restore/test_interrupted.py`` tries to break: until ``finish``
+the mappings that callers see are as they were; of the homes that they show, the bytes are those of
+the save as soon as it has been read.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ class Received:
     staying: set[tuple[Tensor, str]] = field(default_factory=set)  # on the device
 
     def finish(
-        self, values: Mapping[tuple[Tensor, str], object], loose: Mapping[object, object]
+        self, values: Mapping[tuple[Tensor, str], object], by_other_key: Mapping[object, object]
     ) -> None:
         """Makes the homes that were filled the optimizer's state; see ``Reception``."""
-        prepared = PreparedLoad(self.optimizer.param_groups, {}, self.resident, dict(loose))
+        prepared = PreparedLoad(self.optimizer.param_groups, {}, self.resident, dict(by_other_key))
         for parameter, entries in self.states.items():
             prepared.entries[parameter] = {
                 key: self._entry(parameter, key, values) for key in entries
@@ -103,12 +104,12 @@ def receive_state(
         needs_device = device_rule(offload, schema, parameter)
         stay_here(offload, received.resident, parameter, likes, needs_device)
         for key, like in likes.items():
-            place = _place(received, parameter, key, like, needs_device(key, like))
-            received.targets[parameter, key] = place
+            target = _target_for(received, parameter, key, like, needs_device(key, like))
+            received.targets[parameter, key] = target
     return received
 
 
-def _place(
+def _target_for(
     received: Received, parameter: Tensor, key: str, like: Tensor, is_on_device: bool
 ) -> Tensor:
     """Returns the tensor that a state's bytes are read into."""

@@ -1,10 +1,11 @@
 """Which parameters have their state on the device, and the one bound on the bytes of it.
 
-Invariant: the bytes that are allowed add up to at most the budget, at every moment; whoever puts a
-state onto the device to stay asks here first. Parameters are known by ``id``: a weak reference
-would keep ``torch.utils.swap_tensors`` from moving a ``DTensor`` model, and a strong one would keep
-a replaced parameter's memory. A parameter that died is forgotten when the next plan is made; one at
-its address meanwhile inherits no more than the right to these bytes.
+Invariant, which ``tests/optim/test_bounds.py`` tries to break: the bytes that are allowed add up to
+at most the budget, at every moment; code that puts a state onto the device to stay asks here first.
+Parameters are known by ``id``: a weak reference would keep ``torch.utils.swap_tensors`` from moving
+a ``DTensor`` model, and a strong one would keep a replaced parameter's memory. A parameter that
+died is forgotten when the next plan is made; one at its address meanwhile inherits no more than the
+right to these bytes.
 """
 
 from __future__ import annotations
@@ -51,6 +52,6 @@ class Residents:
         """Makes the state of the parameter with this ``id`` one that streams."""
         self._allowed.pop(owner, None)
 
-    def keep_only(self, owners: Collection[int]) -> None:
+    def forget_others(self, owners: Collection[int]) -> None:
         """Forgets the parameters with other ``id`` than these."""
         self._allowed = {owner: n for owner, n in self._allowed.items() if owner in owners}

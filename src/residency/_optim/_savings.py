@@ -38,12 +38,12 @@ def tell_savings(optimizer: Optimizer, offload: Offload) -> None:
     """
     host = offload.host
     device = _HOST if host is None else host.homes.device
-    if offload.told_on == device or not (host is None or host.state or offload.num_buckets):
+    if offload.logged_for == device or not (host is None or host.state or offload.num_buckets):
         return  # a step without gradients makes no state
-    offload.told_on = device
+    offload.logged_for = device
     try:
         saved, text = (0, _ON_HOST) if host is None else _savings(optimizer, offload, host)
-    except Exception as problem:  # nobody's run ends because of a line in a log
+    except Exception as problem:  # no run ends because of a line in a log
         _log.warning("residency could not tell what an offload saves: %s", repr(problem))
         return
     level = logging.INFO if saved else logging.WARNING

@@ -19,8 +19,8 @@ def views_in(slot: Tensor | None, unit: Unit, *, at_once: bool) -> list[Tensor]:
     Args:
         slot: ``uint8`` of shape ``[num_bytes]``; None where the unit has no state in one.
         unit: Says where they are.
-        at_once: Whether views that are alike come from one operation. Autograd lets nobody who
-            records gradients write to those, as steps outside of ``torch.optim`` might.
+        at_once: Whether views that are alike come from one operation. While it records gradients,
+            autograd refuses writes to those, which steps outside of ``torch.optim`` may make.
     """
     if slot is None:
         return []

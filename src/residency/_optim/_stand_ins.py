@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from residency._dtensor import is_sharded, local_of, wrapped_like
+from residency._dtensor import is_sharded, local_of, wrapped_like, write_count
 from residency._optim._masters import MASTER, take_foreign_writes
 from residency._optim._offload_record import Offload
 from residency._optim._plan import Piece
@@ -42,15 +42,15 @@ class StandIns:
         has_master = self.offload.has_master(parameter)
         if not has_master and piece.is_whole and not (is_local and is_sharded(parameter)):
             return parameter
-        proxy = self._master(piece, views, is_local) if has_master else _low(piece)
+        stand_in = self._master(piece, views, is_local) if has_master else _low(piece)
         gradient = self._gradient_of(piece, is_local)
         # What the caller, or a step, has set on the parameter itself is one and the same on both.
-        proxy.__dict__ = parameter.__dict__  # pyright: ignore[reportAttributeAccessIssue]  # is final only by torch's annotation
-        proxy.requires_grad_(parameter.requires_grad)
+        stand_in.__dict__ = parameter.__dict__  # pyright: ignore[reportAttributeAccessIssue]  # is final only by torch's annotation
+        stand_in.requires_grad_(parameter.requires_grad)
         if not has_master:  # torch lets a gradient have another dtype, where the parameter says so
-            proxy.grad_dtype = parameter.grad_dtype
-        proxy.grad = gradient.float() if has_master else gradient
-        return proxy
+            stand_in.grad_dtype = parameter.grad_dtype
+        stand_in.grad = gradient.float() if has_master else gradient
+        return stand_in
 
     def _gradient_of(self, piece: Piece, is_local: bool) -> Tensor:
         """Returns the gradient that a step sees: of the local tensor, cut as the piece is, or of
@@ -78,7 +78,7 @@ class StandIns:
             flat = self.flat.get(piece.parameter) if piece.is_last else None
             if flat is None:
                 continue
-            if flat._version:
+            if write_count(flat):
                 gradient = self.gradients.get(piece.parameter, piece.parameter.grad)
                 assert gradient is not None
                 local = local_of(gradient).detach()
@@ -98,10 +98,10 @@ class StandIns:
             take_foreign_writes(master, low)
         return master if is_local else wrapped_like(master, parameter)
 
-    def write_back(self, piece: Piece, proxy: Tensor) -> Tensor:
+    def write_back(self, piece: Piece, stand_in: Tensor) -> Tensor:
         """Writes a stepped master to its parameter; returns it as a state."""
-        proxy.grad = None
-        master = proxy.detach()
+        stand_in.grad = None
+        master = stand_in.detach()
         _low(piece).copy_(local_of(master))
         return master
 

@@ -1,8 +1,9 @@
 """The mappings that users see as the state of an offloaded optimizer, over the homes on the host.
 
 ``optimizer.state`` stays a ``defaultdict`` of dicts. Whatever is assigned to a key is copied to its
-home on the host, and every read first waits for copies home that are still under way. Invariant: a
-tensor that a caller can reach through these mappings has its final bytes.
+home on the host, and every read first waits for copies home that are still under way. Invariant,
+which ``tests/optim/test_state.py`` tries to break: a tensor that a caller can reach through these
+mappings has its final bytes.
 
 [Note: who may reach a home] Inside the package, ``dict.get`` and its like bypass the wait on
 purpose: the step only hands tensors on to streams that wait for one another on the device. They
@@ -19,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residency._dtensor import layout_of, local_of, moved
+from residency._dtensor import layout_of, local_of, moved, write_count
 from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes
 from residency._optim._residents import Residents
-from residency._optim._together import apart_from_kept, at_home, send_home
+from residency._optim._together import apart_from_snapshots, at_home, send_home
 from residency._optim._trial._first_step import planned_bytes
 
 
@@ -96,20 +97,20 @@ class ParameterState(dict[str, Any]):
 
         A load may write into them in place (``dcp.load`` does), with or without a new version.
         """
-        tensors = {k: local_of(v) for k, v in dict.items(self) if isinstance(v, Tensor)}
+        found = {k: local_of(v) for k, v in dict.items(self) if isinstance(v, Tensor)}
         if any(map(self._homes.is_written, self.homes_by_key.values())):
             return False
         return self.template is not None and all(
-            key in tensors and tensors[key]._version == version and not tensors[key].count_nonzero()
+            key in found and write_count(found[key]) == version and not found[key].count_nonzero()
             for key, version in self.template.items()
         )
 
     def forget_template(self) -> None:
         """Makes a primed state what it was before, unless a load has written into it."""
         if self.is_template():
-            kept = dict(self.homes_by_key)
+            homes = dict(self.homes_by_key)
             self.clear()
-            self.reserved.update(kept)
+            self.reserved.update(homes)
             self._homes.version += 1
         self.template = None
 
@@ -124,7 +125,7 @@ class ParameterState(dict[str, Any]):
         """Blocks the host until no copy home is under way."""
         event = self.under_way
         if event is not None:
-            event.synchronize()  # who calls reads homes, or writes into them
+            event.synchronize()  # the caller reads homes, or writes into them
             self.written = None
         self.take_replaced()
 
@@ -147,18 +148,18 @@ class ParameterState(dict[str, Any]):
         self.fence()
         self.template = None
         if not isinstance(value, Tensor):
-            self.keep(key, value)
+            self.put_as_is(key, value)
             return
         if on_device is None:
             on_device = self._belongs_on_device(key, value)
             self._homes.has_aliases |= not on_device  # a host tensor is taken as it is
         if not on_device:
-            self.keep(key, value.cpu())
+            self.put_as_is(key, value.cpu())
             return
         if self.is_resident and self._homes.has(at_home(self._homes, value)):
             self.leave_device()  # to share bytes with another entry, which streams
-        if self.is_resident and self._may_keep(key, value):
-            self.keep(key, moved(value, self._homes.device))
+        if self.is_resident and self._may_stay(key, value):
+            self.put_as_is(key, moved(value, self._homes.device))
             self._homes.has_aliases = True  # a tensor of the device is taken as it is
         else:
             state = at_home(self._homes, value)  # anew: leaving may have taken bytes of it home
@@ -166,19 +167,20 @@ class ParameterState(dict[str, Any]):
                 # To be one with a state that stays on the device, both stream.
                 found = send_home(self._homes, None, state)
                 state = state if found is None else found
-            home = self.homes_by_key.get(key) or self.reserved.get(key)
-            self.settle(key, self._homes.fill(home, state))
+            self.settle(key, self._homes.fill(self.home_for(key), state))
             if state is value:
                 self._homes.arrivals.note(local_of(value), self.homes_by_key[key])
+
+    def home_for(self, key: str) -> Home | None:
+        """Returns the home that a value has, or that is reserved for it."""
+        return self.homes_by_key.get(key) or self.reserved.get(key)
 
     def is_of(self, homes: Homes) -> bool:
         """Returns whether the values live in these homes."""
         return self._homes is homes
 
     def has_others(self, home: Home, *, also_shown: bool) -> bool:
-        """Returns whether a home is another entry's too, or a caller holds it: a view, or its
-        shown tensor.
-        """
+        """Returns whether another entry has a home, too, or a caller holds it or a view of it."""
         is_held = self._homes.is_held if also_shown else self._homes.has_views
         return home.num_entries > 1 or is_held(home)
 
@@ -202,10 +204,8 @@ class ParameterState(dict[str, Any]):
         self._owner, self.reserved = owner, reserved
         self.is_bound_again = True
 
-    def _may_keep(self, key: str, value: Tensor) -> bool:
-        """Returns whether a value may stay on the device; where the budget has no room for it, all
-        values go home.
-        """
+    def _may_stay(self, key: str, value: Tensor) -> bool:
+        """Returns whether a value may stay on the device; without room for it, all go home."""
         others = [
             v for k, v in dict.items(self) if k != key and isinstance(v, Tensor) and not v.is_cpu
         ]
@@ -232,7 +232,7 @@ class ParameterState(dict[str, Any]):
         self.homes_by_key[key] = home
         dict.__setitem__(self, key, home.value)
 
-    def keep(self, key: str, value: Any) -> None:
+    def put_as_is(self, key: str, value: Any) -> None:
         """Keeps a value as it is, without a home."""
         self._leave_home(key)
         dict.__setitem__(self, key, value)
@@ -280,7 +280,7 @@ class ParameterState(dict[str, Any]):
     def _shown(self, key: str, value: object) -> object:
         """Returns what callers see of a value."""
         home = self.homes_by_key.get(key)
-        return value if home is None else self._homes.show(apart_from_kept(self._homes, home))
+        return value if home is None else self._homes.show(apart_from_snapshots(self._homes, home))
 
     def __delitem__(self, key: str) -> None:
         if key not in self:

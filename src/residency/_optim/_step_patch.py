@@ -1,6 +1,7 @@
 """The ``step`` that an LR scheduler of torch puts onto an optimizer, through swaps of its class.
 
-Invariant: an optimizer that had such a patch before a swap has one after it, for its new class.
+Invariant, which ``tests/optim/test_hooks.py`` tries to break: an optimizer that had such a patch
+before a swap has one after it, for its new class.
 """
 
 from __future__ import annotations

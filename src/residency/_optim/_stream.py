@@ -54,7 +54,7 @@ class StreamedStep:
         )
         self._progress = Progress(())
         self._alive: deque[list[Tensor]] = deque()
-        self._num_parts = -1
+        self._num_units = -1
         self._num_done = 0
         self._num_fresh_alive = offload.num_slots
         self._timeline = Timeline()
@@ -93,7 +93,7 @@ class StreamedStep:
                 self._homes.fence()
         except BaseException as error:
             self._stop()
-            if self._num_done == self._num_parts:
+            if self._num_done == self._num_units:
                 self._finish(plan)
             self._progress.tell(error)
             raise
@@ -128,17 +128,17 @@ class StreamedStep:
     def _take(self, plan: Plan) -> None:
         """Steps the units of a plan."""
         self._reserve_homes(plan)
-        num_parts = bool(plan.resident.pieces) + len(plan.streamed) + len(plan.fresh)
-        self._num_parts = max(num_parts, 1)
+        num_units = bool(plan.resident.pieces) + len(plan.streamed) + len(plan.fresh)
+        self._num_units = max(num_units, 1)
         if self._offload.is_local:
             # In group order on every rank, before plans, which may differ, have a say.
             sharded = sharded_among(self._progress.parameters)
             self._shared.stand_ins.gradients = {p: local_gradient(p) for p in sharded}
         self._step_streamed(plan)
-        self._step_fresh(plan)
-        if not num_parts:  # counters in groups advance without gradients too
+        self._step_fresh(plan)  # last, when the slots are gone: these steps make their state
+        if not num_units:  # counters in groups advance without gradients too
             self._step_unit(Unit(()), None)
-        self._drop_alive(keep=0)
+        self._drop_alive(num_left=0)
 
     def _reserve_homes(self, plan: Plan) -> None:
         """Makes the homes for all state that this step makes, before any parameter is stepped: a
@@ -178,16 +178,16 @@ class StreamedStep:
     def _step_fresh(self, plan: Plan) -> None:
         if plan.fresh:
             # The bound counts buffers of both kinds: slots go before the first fresh one.
-            self._drop_alive(keep=0)
+            self._drop_alive(num_left=0)
         for unit in plan.fresh:
             # One that has state, and makes more, goes alone: it is rare, and takes the most.
-            self._drop_alive(keep=0 if unit.loads else self._num_fresh_alive - 1)
+            self._drop_alive(num_left=0 if unit.loads else self._num_fresh_alive - 1)
             slot = self._allocate(unit.num_bytes)
             self._allow_h2d()
             self._await(self._load(unit, slot))
             self._alive.append([slot, *self._step_unit(unit, slot)])
             if self._num_fresh_alive == 1:
-                self._drop_alive(keep=0)
+                self._drop_alive(num_left=0)
 
     def _allocate(self, num_bytes: int) -> Tensor:
         return _device.unfilled_bytes(num_bytes, self._homes.device)
@@ -213,11 +213,11 @@ class StreamedStep:
             _device.wait_event(self._current, ready)  # the step reads what the copies bring
             self._timeline.stalls.append((begun, self._lanes.mark(self._current, timed=True)))
 
-    def _drop_alive(self, *, keep: int) -> None:
-        if len(self._alive) <= keep:
+    def _drop_alive(self, *, num_left: int) -> None:
+        if len(self._alive) <= num_left:
             return
         begun = self._lanes.mark(self._current, timed=True)
-        while len(self._alive) > keep:
+        while len(self._alive) > num_left:
             self._gate.before_free(self._alive[0])
             self._alive.popleft()
         self._timeline.stalls.append((begun, self._lanes.mark(self._current, timed=True)))
@@ -228,34 +228,34 @@ class StreamedStep:
 
         What the optimizer's own step has changed is followed up, though an exception comes between.
         """
-        part = UnitStep(self._shared, unit, slot, number=self._num_done + 1, of=self._num_parts)
-        self._gate.before_write(part.written)
+        step = UnitStep(self._shared, unit, slot, number=self._num_done + 1, of=self._num_units)
+        self._gate.before_write(step.written)
         try:
             self._progress.begun = unit.pieces
-            part.step()
-            self._publish(part)
+            step.step()
+            self._publish(step)
         except BaseException:
-            if part.is_stepped:
-                self._publish(part)
+            if step.is_stepped:
+                self._publish(step)
             else:
-                self._progress.begun = part.roll_back()
+                self._progress.begun = step.roll_back()
             raise
-        return [buffer for buffer, _ in part.fresh]
+        return [buffer for buffer, _ in step.fresh]
 
-    def _publish(self, part: UnitStep) -> None:
+    def _publish(self, step: UnitStep) -> None:
         """Sends a stepped unit's state home and makes it the optimizer's; may be done twice."""
-        if part.stores is None:
-            part.stores = self._stores_of(part.unit)
-        if not part.is_collected:
-            part.collect()
-        copies = [*part.fresh]
-        if part.slot is not None and part.stores:
-            copies.append((part.slot, part.stores))
+        if step.stores is None:
+            step.stores = self._stores_of(step.unit)
+        if not step.is_collected:
+            step.collect()
+        copies = [*step.fresh]
+        if step.slot is not None and step.stores:
+            copies.append((step.slot, step.stores))
         written = self._store(copies) if copies else None
-        part.apply(written)
-        self._progress.add(part.unit.pieces)
-        part.check()
-        self._num_done = part.number
+        step.apply(written)
+        self._progress.add(step.unit.pieces)
+        step.check()
+        self._num_done = step.number
 
     def _stores_of(self, unit: Unit) -> Sequence[CopyRun]:
         """Returns the copies home of a unit: off the homes that a save reads.

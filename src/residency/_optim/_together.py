@@ -1,7 +1,8 @@
 """Moves entries of the state that share bytes together: from the device home, and back.
 
-Invariant: of entries that share bytes, all stay on the device or none does, and whoever moves one
-moves the others, so that they share bytes in the new place as they did in the old.
+Invariant, which ``tests/optim/test_ties.py`` tries to break: of entries that share bytes, all stay
+on the device or none does, and a move of one moves the others, so that they share bytes in the new
+place as they did in the old.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ def moved_together(
     keys, local = list(values), [local_of(value).detach() for value in values.values()]
     groups = [group for group in overlapping(local) if copy or local[group[0]].device != device]
     wholes = [common_bytes([local[index] for index in group]) for group in groups]
-    places = moved_at_once(wholes, device, copy=True)
+    copies = moved_at_once(wholes, device, copy=True)
     tied = {index for group in groups for index in group}
     alone = [key for index, key in enumerate(keys) if index not in tied]
     arrived = moved_at_once([values[key] for key in alone], device, copy=copy)
     made = dict(zip(alone, arrived, strict=True))
-    for group, whole, place in zip(groups, wholes, places, strict=True):
+    for group, whole, copied in zip(groups, wholes, copies, strict=True):
         for index in group:
             tensor = local[index]
-            view = laid_over(place, tensor.data_ptr() - whole.data_ptr(), tensor)
+            view = laid_over(copied, tensor.data_ptr() - whole.data_ptr(), tensor)
             made[keys[index]] = wrapped_like(view, values[keys[index]])
     return {key: made[key] for key in keys}
 
@@ -96,8 +97,8 @@ def tied_among(
             for key, value in found.items()
         }
         if any(made[key] is not found[key] for key in found):
-            places = {_place(local_of(value)) for value in found.values()}
-            if len(places) > 1 or len({value.dtype for value in made.values()}) > 1:
+            positions = {_position(local_of(value)) for value in found.values()}
+            if len(positions) > 1 or len({value.dtype for value in made.values()}) > 1:
                 raise RefusedError(
                     f"states {sorted({str(key) for _, key in found})} share bytes, and those of "
                     "parameters with a master weight are converted to float32, each by itself. "
@@ -120,8 +121,8 @@ def fill_together(homes: Homes, values: Sequence[Tensor]) -> dict[int, Home]:
     for group in overlapping(local):
         if any(homes.has(values[index]) for index in group):
             continue
-        places = {_place(local[index]) for index in group}
-        if len(places) == 1:
+        positions = {_position(local[index]) for index in group}
+        if len(positions) == 1:
             one = homes.allocate(values[group[0]])
             homes.fence()  # the range may have belonged to a tensor that is still on its way home
             homes.write(one, values[group[0]])
@@ -130,14 +131,14 @@ def fill_together(homes: Homes, values: Sequence[Tensor]) -> dict[int, Home]:
         copied = _copied_home(homes, [local[index] for index in group])
         home_of: dict[tuple[Any, ...], Home] = {}
         for index, tensor in zip(group, copied, strict=True):
-            place = _place(tensor)
-            if place not in home_of:
-                home_of[place] = homes.over(wrapped_like(tensor, values[index]))
-            made[index] = home_of[place]
+            position = _position(tensor)
+            if position not in home_of:
+                home_of[position] = homes.over(wrapped_like(tensor, values[index]))
+            made[index] = home_of[position]
     return made
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
+def _position(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), *strided_as(tensor)
 
 
@@ -167,7 +168,9 @@ def writable(homes: Homes, home: Home) -> Home:
     if not group:
         return homes.writable(home)
     tensors = [each.tensor for each in group]
-    lending.wait_until(lambda: all(not lending.is_lent(t) or lending.is_kept(t) for t in tensors))
+    lending.wait_until(
+        lambda: all(not lending.is_lent(t) or lending.is_lasting(t) for t in tensors)
+    )
     if any(map(lending.is_lent, tensors)):
         for each, tensor in zip(group, _copied_home(homes, tensors), strict=True):
             each.move_to(homes.over(wrapped_like(tensor, each.value)))
@@ -183,12 +186,12 @@ def move_entries(homes: Homes, moved: Mapping[Home, Home]) -> None:
     homes.arrivals.move(moved)
 
 
-def apart_from_kept(homes: Homes, home: Home) -> Home:
+def apart_from_snapshots(homes: Homes, home: Home) -> Home:
     """Returns the home of a state that a caller is about to see: where a snapshot keeps the bytes
     for good, the state gets a copy, so that what he sees is the state's and not the snapshot's. A
     save that watches its bytes is no reason for one.
     """
-    if home.is_watched or not lending.is_kept(home.tensor):
+    if home.is_watched or not lending.is_lasting(home.tensor):
         return home
     another = writable(homes, home)
     if home.moved_to is None:
@@ -217,7 +220,7 @@ def arrived(homes: Homes, value: Tensor) -> Tensor:
     if is_sharded(home.value) != is_sharded(value):
         return value
     shown = homes.show(home)
-    if not found[1] and _place(local)[1:] == _place(home.tensor)[1:]:
+    if not found[1] and _position(local)[1:] == _position(home.tensor)[1:]:
         return shown
     return laid_over(common_bytes([local_of(shown)]), found[1], local)
 
@@ -227,7 +230,7 @@ def joined_to_arrived(homes: Homes, value: Tensor) -> Tensor | None:
     and its own lie in one range from now on, as they do on the device.
 
     Returns:
-        What is at home; None where nobody took bytes of it home.
+        What is at home; None where no step or assignment took bytes of it home.
 
     Raises:
         RefusedError: The host has no room; nothing has moved.
@@ -244,7 +247,9 @@ def joined_to_arrived(homes: Homes, value: Tensor) -> Tensor | None:
     if span is None or not start_of:
         return None
     tensors = [home.tensor for home in start_of]
-    lending.wait_until(lambda: all(not lending.is_lent(t) or lending.is_kept(t) for t in tensors))
+    lending.wait_until(
+        lambda: all(not lending.is_lent(t) or lending.is_lasting(t) for t in tensors)
+    )
     first = min(span.first, *start_of.values())
     first -= first % torch.complex128.itemsize  # aligned for the widest of the dtypes
     ends = [start + len(common_bytes([home.tensor])) for home, start in start_of.items()]
@@ -255,9 +260,9 @@ def joined_to_arrived(homes: Homes, value: Tensor) -> Tensor | None:
     copy_across(base[span.first - first : span.last - first], common_bytes([local]))
     moved: dict[Home, Home] = {}
     for home, start in start_of.items():  # over the tensor's: steps have written to these
-        place = laid_over(base, start - first, home.tensor)
-        place.copy_(home.tensor)
-        moved[home] = homes.over(wrapped_like(place, home.value))
+        view = laid_over(base, start - first, home.tensor)
+        view.copy_(home.tensor)
+        moved[home] = homes.over(wrapped_like(view, home.value))
         homes.show_instead(moved[home], home)
         home.move_to(moved[home])
     move_entries(homes, moved)
@@ -285,7 +290,7 @@ def send_home(homes: Homes, leaving: Any, beside: Tensor | None = None) -> Tenso
     if leaving is None and len(going) < 2:
         return None
     together = fill_together(homes, [each.value for each in going])
-    places = [
+    went_to = [
         together[i] if i in together else homes.fill(each.reserved_home(), each.value)
         for i, each in enumerate(going)
     ]
@@ -293,11 +298,11 @@ def send_home(homes: Homes, leaving: Any, beside: Tensor | None = None) -> Tenso
     for inner in inners.values():
         if inner is not None:
             inner.leave_residents()
-    for each, home in zip(going, places, strict=True):
+    for each, home in zip(going, went_to, strict=True):
         if each.inner is not None:
             each.inner.settle(each.key, home)
         homes.arrivals.note(local_of(each.value), home)
-    return homes.show(places[-1]) if beside is not None else None
+    return homes.show(went_to[-1]) if beside is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +326,7 @@ class _Leaving:
 
     def reserved_home(self) -> Home | None:
         """Returns the home that waits for it."""
-        return None if self.inner is None else self.inner.reserved.get(self.key)
+        return None if self.inner is None else self.inner.home_for(self.key)
 
 
 def _going_with(homes: Homes, leaving: Any, beside: Tensor | None) -> list[_Leaving]:

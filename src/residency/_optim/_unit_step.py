@@ -1,9 +1,8 @@
 """The step of one unit: what stands in for its parameters and its state, the optimizer's own step
 on that, and what came of it, complete before any of it is the optimizer's.
 
-Invariant: until ``UnitStep.apply`` runs, the optimizer's state is that from before the unit; what
-``apply`` does may be done twice. ``tests/optim/test_interruptions.py`` tries to break it at every
-line.
+Invariant, which ``tests/optim/test_interruptions.py`` tries to break: until ``UnitStep.apply``
+runs, the optimizer's state is that from before the unit; what ``apply`` does may be done twice.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ class UnitStep:
             piece.is_whole and has_partial_gradient(piece.parameter) for piece in sharded
         )
         self._is_plain = not sharded and not self._offload.master_weights
-        self._proxies: Sequence[Tensor] = ()
+        self._put_in: Sequence[Tensor] = ()
         self._changes: list[_Change] = []
         self._shadow: Shadow | None = None
         self._after: list[dict[str, Any] | None] | None = None
@@ -153,13 +152,13 @@ class UnitStep:
         """Runs the optimizer's own step on the unit."""
         groups = [{**group, "params": []} for group in self._optimizer.param_groups]
         if self._is_plain and self.unit.are_whole:
-            self._proxies = self._parameters
+            self._put_in = self._parameters
         else:
-            self._proxies = [
+            self._put_in = [
                 self._shared.stand_ins.of(piece, views, is_local=self._is_local)
                 for piece, views in zip(self.unit.pieces, self._views, strict=True)
             ]
-        proxies = iter(self._proxies)
+        proxies = iter(self._put_in)
         for index, count in self.unit.in_groups:
             groups[index]["params"].extend(islice(proxies, count))
         state = defaultdict(dict, self._states_before())
@@ -192,11 +191,14 @@ class UnitStep:
             return
         if self._after is None:  # read all of it before the slot is written
             self._after = self._values_after(self._shadow.optimizer.state)
-        parts = zip(self.unit.pieces, self._proxies, self._views, self._after, strict=True)
-        for piece, proxy, views, values in parts:
+        parts = zip(self.unit.pieces, self._put_in, self._views, self._after, strict=True)
+        for piece, stand_in, views, values in parts:
             after = values
             if self._offload.has_master(piece.parameter):
-                after = {MASTER: self._shared.stand_ins.write_back(piece, proxy), **(after or {})}
+                after = {
+                    MASTER: self._shared.stand_ins.write_back(piece, stand_in),
+                    **(after or {}),
+                }
             if after is not None:
                 self._collect(piece, views, after)
         self._shared.stand_ins.give_gradients_back(self.unit.pieces)
@@ -216,8 +218,8 @@ class UnitStep:
         """Returns what the step left for each piece; of pieces that share a mapping, for one."""
         seen: set[int] = set()
         found: list[dict[str, Any] | None] = []
-        for proxy, views in zip(self._proxies, self._views, strict=True):
-            after = state.get(proxy)
+        for stand_in, views in zip(self._put_in, self._views, strict=True):
+            after = state.get(stand_in)
             is_new = after is not None and id(after) not in seen
             found.append(apart(after, views) if after is not None and is_new else None)
             seen.add(id(after))
@@ -270,7 +272,7 @@ class UnitStep:
 
     @property
     def _views(self) -> list[dict[str, Tensor]]:
-        """The states in the slot, of each piece by key, in dicts that nobody else has."""
+        """The states in the slot, of each piece by key, in dicts of their own."""
         return by_key(self._made, self.unit)
 
     def _states_before(self) -> dict[Tensor, dict[str, Any]]:
@@ -281,12 +283,12 @@ class UnitStep:
             keys = [*map(len, known), *chain.from_iterable(map(dict.keys, known))]
             # Nothing but what is in the slot.
             if keys == self.unit.all_keys and len(known) == len(self._inners):
-                self._given = [*self._proxies, *self.unit.all_keys, *self._made, _END]
-                return dict(zip(self._proxies, self._views, strict=True))
+                self._given = [*self._put_in, *self.unit.all_keys, *self._made, _END]
+                return dict(zip(self._put_in, self._views, strict=True))
         found: dict[Tensor, dict[str, Any]] = {}
         values_of: dict[int, dict[str, Any]] = {}
-        of_each = zip(self.unit.pieces, self._proxies, self._inners, self._views, strict=True)
-        for piece, proxy, inner, views in of_each:
+        of_each = zip(self.unit.pieces, self._put_in, self._inners, self._views, strict=True)
+        for piece, stand_in, inner, views in of_each:
             if inner is None:
                 continue
             values = values_of.get(id(inner))
@@ -294,7 +296,7 @@ class UnitStep:
                 values = values_of[id(inner)] = self._state_before(piece, inner, views)
                 if not values and not piece.is_whole:
                     continue
-            found[proxy] = values
+            found[stand_in] = values
         self._given = list(_contents(found))
         return found
 

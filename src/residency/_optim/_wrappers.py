@@ -1,7 +1,8 @@
 """Reaches the optimizer inside accelerate's wrapper, and renews what the wrapper captured of it.
 
-Accelerate is not imported: where its module was never loaded, it has wrapped nothing. Invariant: a
-swap that is refused leaves the wrapper and the optimizer inside as they were.
+Accelerate is not imported: where its module was never loaded, it has wrapped nothing. Invariant,
+which ``tests/optim/stacks/test_accelerate.py`` tries to break: a swap that is refused leaves the
+wrapper and the optimizer inside as they were.
 """
 
 from __future__ import annotations

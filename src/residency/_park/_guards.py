@@ -6,7 +6,8 @@ Everything else runs into torch's own device error.
 
 [Note: no hook in the module] A hook in a module goes along with its copies and pickles, and stays
 there. A global hook of torch's has every compiled module warn and compile anew. So calls go, while
-anything is parked, through a function in the place of ``nn.Module.__call__``, which nobody copies.
+anything is parked, through a function in the place of ``nn.Module.__call__``, which no copy takes
+along.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from residency._dtensor import local_of
 from residency._errors import RefusedError
 from residency._registries import WeakRegistry
 
-_MAX_NAMES = 3
+_MAX_NAMES = 3  # in a message
 _lock = threading.RLock()  # reentrant: a parking may die, and say so, wherever Python collects
 _standing: WeakRegistry[Notices] = WeakRegistry()
 _torch_call = nn.Module.__call__

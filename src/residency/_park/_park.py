@@ -42,11 +42,11 @@ def park(
     Who is parked is the object that is given, and ``unpark`` is given the same: a part of a parked
     module is no owner of its own, while a part that was parked first comes back by itself.
 
-    Parameters stay the same objects, with their hooks, and keys of optimizers; tensors that share
-    a storage share it on the host too. The host waits until the bytes are there, so anybody may
-    read them. What is parked already stays as it is. Where other code holds the same storage (a
-    state dict that is kept, a flat buffer in a variable), that storage stays where it is, with a
-    warning, because its bytes would not be freed and the tie would be cut.
+    Parameters stay the same objects, with their hooks, and keys of optimizers; tensors that share a
+    storage share it on the host too. The host waits until the bytes are there, so every thread and
+    stream may read them. What is parked already stays as it is. Where other code holds the same
+    storage (a state dict that is kept, a flat buffer in a variable), that storage stays where it
+    is, with a warning, because its bytes would not be freed and the tie would be cut.
 
     Args:
         module: A module, FSDP2 and DDP too, or an optimizer, whose state is moved.

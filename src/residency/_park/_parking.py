@@ -1,7 +1,8 @@
 """One owner's bytes on the host, as long as they are parked there.
 
-Invariant: every change is made whole or not at all. What can fail (host memory, copies, device
-memory) comes before the first tensor is bound anew, and a failure after it is undone.
+Invariant, which ``tests/park/test_failures.py`` tries to break: every change is made whole or not
+at all. What can fail (host memory, copies, device memory) comes before the first tensor is bound
+anew, and a failure after it is undone.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from residency._park._tensors import (
     take_gradients,
     tensors_of,
 )
+from residency._storages import storage_key
 from residency._transfer import (
     CopyRun,
     Region,
@@ -63,7 +65,7 @@ class Parking:
         gradients: Whether gradients move with a module, or are set to None.
         pin: Whether the host memory is page-locked.
         beside: Other owners of the same request: what they have in the owner's storages moves with
-            it, and is nobody else's.
+            it, and is no other owner's.
 
     Attributes:
         device: Where the owner was last found, if on a device at all.
@@ -80,7 +82,7 @@ class Parking:
         self._owner = weakref.ref(owner)
         self._beside = [weakref.ref(other) for other in beside if other is not owner]
         self._gradients: Gradients = gradients
-        self._arena = _arenas.setdefault(owner, {}).setdefault(pin, SlabArena(pin=pin, keep=True))
+        self._arena = _arenas.setdefault(owner, {}).setdefault(pin, SlabArena(pin=pin, reuse=True))
         self.device: torch.device | None = None
         self._rebound: dict[int, Rebound] = {}
         self._sites: set[str] = set()
@@ -143,7 +145,7 @@ class Parking:
             return 0
         if isinstance(owner, nn.Module):
             reshard(owner)
-        # Whoever writes or reads these bytes, on whatever stream, is done from here on.
+        # All work that writes or reads these bytes, on whatever stream, is done from here on.
         _device.synchronize(self.device)
         ties, _ = self._found()
         chosen = list(ties)
@@ -164,7 +166,7 @@ class Parking:
                 self._unpark()
             give_back_gradients(dropped)
             if is_first:
-                self._arena = SlabArena(pin=self._arena.is_pinned, keep=True)  # ranges got lost
+                self._arena = SlabArena(pin=self._arena.is_pinned, reuse=True)  # ranges got lost
                 _arenas.setdefault(owner, {})[self._arena.is_pinned] = self._arena
             raise
         dropped.clear()
@@ -238,11 +240,11 @@ class Parking:
         """
         owner = self._owner()
         own = [] if owner is None else tensors_of(owner, gradients=gradients)
-        storages = {tensor.untyped_storage()._cdata for _, tensor in own}
+        storages = {storage_key(tensor) for _, tensor in own}
         for number, ref in enumerate(self._beside):
             other = ref()
             named = [] if other is None else tensors_of(other, gradients=gradients)
-            tied = {site for site, t in named if t.untyped_storage()._cdata in storages}
+            tied = {site for site, t in named if storage_key(t) in storages}
             own += [
                 (f"{number}:{site}", tensor)
                 for site, tensor in named
@@ -279,7 +281,7 @@ class Parking:
             if tensor.is_cpu and (is_of_site or id(tensor) in self._rebound):
                 seen.add(id(tensor))
                 yield site, tensor
-        # A parameter that nobody has any more stays away, and so does its gradient.
+        # A parameter without another reference stays away, and so does its gradient.
         dead = [r.tensor for r in self._rebound.values() if not r.is_in_use()]
         seen.update(map(id, dead), (id(t.grad) for t in dead if t.is_leaf))
         del dead

@@ -61,11 +61,11 @@ def allocate_all(wanted: Sequence[WantedStorage], device: torch.device) -> list[
     """
     most: int | None = None
     cause: torch.OutOfMemoryError | None = None
-    attempts: list[Callable[[_Placing], None]] = [_one_by_one, _holes_first, _by_runs]
+    attempts: list[Callable[[_Allocation], None]] = [_one_by_one, _holes_first, _by_runs]
     for number, attempt in enumerate(attempts):
         if number:
             _device.empty_cache(device)
-        state = _Placing(wanted, device)
+        state = _Allocation(wanted, device)
         attempt(state)
         missing = state.num_bytes_missing
         if not missing:
@@ -78,7 +78,7 @@ def allocate_all(wanted: Sequence[WantedStorage], device: torch.device) -> list[
     raise DoesNotFitError(str(cause), most) from cause
 
 
-class _Placing:
+class _Allocation:
     """One attempt to place storages.
 
     Attributes:
@@ -105,7 +105,7 @@ class _Placing:
             self.error = error.with_traceback(None)  # which would keep what the frames have
             return None
 
-    def place(self, indices: Iterable[int]) -> None:
+    def allocate(self, indices: Iterable[int]) -> None:
         """Allocates storages, the largest first, as far as there is room."""
         for index in sorted(indices, key=lambda index: -self._wanted[index].num_bytes):
             tensor = self.find(self._wanted[index].num_bytes)
@@ -137,34 +137,34 @@ class _Placing:
         return self.find(most // _GRAIN * _GRAIN) if most >= _GRAIN else None
 
 
-def _one_by_one(attempt: _Placing) -> None:
-    attempt.place(range(len(attempt._wanted)))
+def _one_by_one(attempt: _Allocation) -> None:
+    attempt.allocate(range(len(attempt._wanted)))
 
 
-def _holes_first(attempt: _Placing) -> None:
+def _holes_first(attempt: _Allocation) -> None:
     _by_runs(attempt, is_holding=True)
 
 
-def _by_runs(attempt: _Placing, *, is_holding: bool = False) -> None:
+def _by_runs(attempt: _Allocation, *, is_holding: bool = False) -> None:
     runs = attempt.runs()
     in_runs = {index for _, run in runs for index in run}
-    attempt.place(index for index in range(len(attempt._wanted)) if index not in in_runs)
+    attempt.allocate(index for index in range(len(attempt._wanted)) if index not in in_runs)
     held = attempt.hold_free_memory(sum(size for size, _ in runs)) if is_holding else None
-    places: list[tuple[Tensor, list[int]]] = []
+    found: list[tuple[Tensor, list[int]]] = []
     for is_last in (False, True):
         left: list[tuple[int, list[int]]] = []
         for size, run in runs:
-            place = attempt.find(size)
-            if place is None:
+            block = attempt.find(size)
+            if block is None:
                 left.append((size, run))
             else:
-                places.append((place, run))
+                found.append((block, run))
         runs = left
         if not is_last:
             del held
             held = None
-    while places:
-        place, run = places.pop()
-        del place  # its room is the only one of its size
-        attempt.place(run)
-    attempt.place(index for _, run in runs for index in run)
+    while found:
+        block, run = found.pop()
+        del block  # its room is the only one of its size
+        attempt.allocate(run)
+    attempt.allocate(index for _, run in runs for index in run)

@@ -1,8 +1,9 @@
 """Which tensors share a storage, and how they are bound to another one together.
 
 A storage is moved once, whole, and every tensor over it is bound to the copy at its old offset and
-strides, so that ties and views stay. Invariant: a tensor that is rebound stays the same object with
-the same autograd state, its hooks and its ``AccumulateGrad`` node included.
+strides, so that ties and views stay. Invariant, which ``tests/park/test_park.py`` tries to break: a
+tensor that is rebound stays the same object with the same autograd state, its hooks and its
+``AccumulateGrad`` node included.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from residency._errors import RefusedError
 from residency._modes import callers_modes_off
+from residency._storages import storage_key
 from residency._transfer import align_up, gate_of
 
 
@@ -57,9 +59,9 @@ def ties_of(tensors: Iterable[tuple[str, Tensor]]) -> list[Tie]:
     ties: dict[int, Tie] = {}
     for site, tensor in tensors:
         storage = tensor.untyped_storage()
-        tie = ties.setdefault(storage._cdata, Tie(storage))
+        tie = ties.setdefault(storage_key(tensor), Tie(storage))
         tie.sites.add(site)
-        # A view keeps its base, and the base the storage, whoever else has let go of it.
+        # A view keeps its base, and the base the storage, though all others let go of it.
         base = tensor._base if tensor._is_view() else None
         for each in (tensor, base):
             if each is not None and all(each is not known for known in tie.tensors):
@@ -73,7 +75,7 @@ def shared_with_others(ties: Sequence[Tie], device: torch.device) -> list[Tie]:
     """
     reading: dict[int, set[int]] = {}
     for source in gate_of(device).sources_of(t.storage.data_ptr() for t in ties):
-        reading.setdefault(source.untyped_storage()._cdata, set()).add(id(source))
+        reading.setdefault(storage_key(source), set()).add(id(source))
     return [
         tie
         for tie in ties
@@ -112,10 +114,11 @@ class Rebound:
     @property
     def is_split(self) -> bool:
         """Whether the tensor's body on the device waits for its return."""
+        # The address of the body; torch has no public name for it (2.13).
         return self._other is not None and self.tensor._cdata != self._device_body
 
     def is_in_use(self) -> bool:
-        """Returns whether anybody but this object has the tensor."""
+        """Returns whether more than this object has the tensor."""
         tensor = self.tensor  # one reference, beside the attribute and the argument
         return (
             self.is_split or sys.getrefcount(tensor) > 3 or tensor._use_count() > 1  # type: ignore[attr-defined]  # what C++ has
@@ -150,7 +153,7 @@ class Rebound:
             self._is_gradient_shown = gradient is not None and gradient.device == view.device
             if self._is_gradient_shown:
                 body.grad = gradient
-            self._device_body = tensor._cdata
+            self._device_body = tensor._cdata  # see `is_split`
             self._other = body
             _swap(tensor, body)
         assert self._other is not None

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from residency._dtensor import local_of
 from residency._errors import RefusedError
+from residency._storages import storage_key
 from residency._transfer import owner_of
 
 Owner = nn.Module | Optimizer
@@ -45,12 +46,10 @@ def tensors_of(owner: Owner, *, gradients: Gradients = "move") -> list[tuple[str
             "moved; park the module that it was made of."
         )
     own = list(_own(owner))
-    storages = {tensor.untyped_storage()._cdata for _, tensor in own}
+    storages = {storage_key(tensor) for _, tensor in own}
     # Plain attributes are the caller's own affair, but for those that see the same bytes.
     followers = [
-        (site, tensor)
-        for site, tensor in _attributes(owner)
-        if tensor.untyped_storage()._cdata in storages
+        (site, tensor) for site, tensor in _attributes(owner) if storage_key(tensor) in storages
     ]
     moving = [] if gradients == "drop" else list(gradients_of(owner))
     return [*moving, *own, *followers]

@@ -29,13 +29,13 @@ def peak_lines(runs: list[RecordedRun]) -> Iterator[str]:
     highest = whole_run(runs)
     if highest is None:
         return
-    place = "in or before a phase"
+    when = "in or before a phase"
     if highest.is_peak_exact:
-        place = f"in {highest.phase}" if highest.phase else "after the last phase"
+        when = f"in {highest.phase}" if highest.phase else "after the last phase"
     rank = f" of rank {highest.rank}" * (len(runs) > 1)
     capacity = capacity_of(runs)
     room = f", capacity {format_bytes(capacity)}" * (capacity > 0)
-    yield f"peak {peak_text(highest)} {place}{rank}{room}"
+    yield f"peak {peak_text(highest)} {when}{rank}{room}"
 
 
 def command_of(runs: list[RecordedRun]) -> str:

@@ -55,11 +55,16 @@ def write_trace(runs: list[RecordedRun], file: Path) -> None:
 
 
 def _events(run: RecordedRun) -> list[dict[str, object]]:
-    place: dict[str, Any] = {"pid": run.rank}
-    events = [{**place, "ph": "M", "name": "process_name", "args": {"name": f"rank {run.rank}"}}]
+    process: dict[str, Any] = {"pid": run.rank}
+    events = [{**process, "ph": "M", "name": "process_name", "args": {"name": f"rank {run.rank}"}}]
     for visit in run.visits:
         begin = visit.begin.seconds * _MICROSECONDS
-        slice_ = {**place, "tid": visit.thread, "name": visit.phase.rpartition("/")[2], "ts": begin}
+        slice_ = {
+            **process,
+            "tid": visit.thread,
+            "name": visit.phase.rpartition("/")[2],
+            "ts": begin,
+        }
         if visit.end is None:  # open at the end of the file
             events.append({**slice_, "ph": "B"})
             continue
@@ -69,7 +74,7 @@ def _events(run: RecordedRun) -> list[dict[str, object]]:
     for boundary in run.boundaries():
         sizes = {name: boundary.bytes_of(name) for name in CLASSES}
         at = boundary.seconds * _MICROSECONDS
-        events.append({**place, "ph": "C", "name": "device memory", "ts": at, "args": sizes})
+        events.append({**process, "ph": "C", "name": "device memory", "ts": at, "args": sizes})
     return events
 
 

@@ -209,7 +209,7 @@ def _spans(
                 # The line keeps a visit of a millisecond in an hour visible.
                 marker={"color": colour, "line": {"color": colour, "width": 1}},
                 marker_pattern_shape=shapes,
-                hovertext=[_told(visit) for visit in mine],
+                hovertext=[_hover_text(visit) for visit in mine],
                 hoverinfo="text",
                 showlegend=False,
             )
@@ -239,7 +239,7 @@ def _crosses(go: Any, lanes: list[str], visits: list[RecordedVisit]) -> list[Any
     ]
 
 
-def _told(visit: RecordedVisit) -> str:
+def _hover_text(visit: RecordedVisit) -> str:
     if visit.end is None:
         return escape(f"{visit.phase} #{visit.number}: never ended")
     bound = "" if visit.is_peak_exact else "<= "

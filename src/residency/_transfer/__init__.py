@@ -41,8 +41,8 @@ from residency._transfer._slab import (
     align_up,
     another_over,
     is_only_one,
-    keep_alive_instead,
     memory_of,
+    own_instead,
 )
 from residency._transfer._writers import (
     before_write,
@@ -80,7 +80,7 @@ __all__ = [
     "gate_of",
     "host_bytes",
     "is_only_one",
-    "keep_alive_instead",
+    "own_instead",
     "lanes_of",
     "lending",
     "memory_of",

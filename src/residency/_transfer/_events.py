@@ -1,6 +1,7 @@
 """Events, recorded again and again: which may be recorded anew, and how the host waits for one.
 
-Invariant: an event that anybody refers to is never recorded anew behind his back.
+Invariant, which ``tests/transfer/test_events.py`` tries to break: an event to which there is a
+reference is never recorded anew.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 
 def new_event(device: torch.device, *, timed: bool = False) -> torch.Event:
-    """Returns an event to record: one that nobody refers to any more, or a new one.
+    """Returns an event to record: one without references, or a new one.
 
     A wait on the device takes an event as it was recorded last when the wait was issued, whatever
     is recorded later (CUDA's runtime API, ``cudaStreamWaitEvent`` and ``cudaEventRecord``), so only

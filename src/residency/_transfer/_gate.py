@@ -1,10 +1,11 @@
-"""The one place that whoever writes or frees device storage passes, so that no lane is still
-reading it.
+"""The one place that code passes before it writes or frees device storage, so that no lane is
+still reading it.
 
 A lane that reads device storage says so here with the event after its read; a writer asks here, and
-its stream waits, on the device, for the reads that are still under way. Who has seen on the host
-that a read is over ends it, and nobody waits for it from then on. Invariant: a storage is in at
-most one read of those that one thread queued on one lane, the newest, because a lane runs in order.
+its stream waits, on the device, for the reads that are still under way. A thread that has seen on
+the host that a read is over ends it, and no stream waits for it from then on. Invariant, which
+``tests/transfer/test_gate.py`` tries to break: a storage is in at most one read of those that one
+thread queued on one lane, the newest, because a lane runs in order.
 
 [Note: threads at the gate] Threads come at the same time, and a handler of a signal in the middle
 of a call. So there is no lock: reads are put in, ended and taken out by one step of a dict or of a
@@ -79,7 +80,7 @@ class Gate:
             lane: The stream that reads.
 
         Returns:
-            The read, for whoever sees that it is over.
+            The read, for the thread that sees that it is over.
         """
         sources = list(tensors)
         read = Read(lane, event, _storages(sources))
@@ -87,12 +88,12 @@ class Gate:
         self._reads[next(self._numbers)] = read
         for each in older:
             each.storages.difference_update(read.storages)
-        self.keeping(sources)
+        self.note_sources(sources)
         if len(self._reads) > self._prune_at:
             self._prune()
         return read
 
-    def keeping(self, tensors: Iterable[Tensor]) -> None:
+    def note_sources(self, tensors: Iterable[Tensor]) -> None:
         """Says that a reader keeps these tensors for the sake of its reads."""
         for tensor in tensors:
             self._sources.add(tensor)
@@ -146,7 +147,7 @@ class Gate:
         return [read for read in reads.values() if read.storages]
 
     def _prune(self) -> None:
-        """Ends what is over and nobody has ended, as after an interrupt."""
+        """Ends what is over and no thread has ended, as after an interrupt."""
         for read in self._under_way():
             if read.event.query():
                 read.end()
@@ -161,7 +162,7 @@ gates: dict[torch.device, Gate] = {}
 
 
 def gate_of(device: torch.device) -> Gate:
-    """Returns the gate of a device, made at the first call; everybody shares it."""
+    """Returns the gate of a device, made at the first call; all callers share it."""
     return gates.setdefault(device, Gate(device))
 
 

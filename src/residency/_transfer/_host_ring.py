@@ -1,12 +1,13 @@
 """Carries device tensors to pageable host memory through a small ring of page-locked memory.
 
 The d2h lane fills the ring's slots while the device computes on; the host copies a full slot to
-where its bytes stay. Nothing waits before a tensor is asked for, so who asks a batch later
-hardly waits. Invariant: the host reads a slot only when the copies into it are over, and the lane
-fills it anew only when the host has read it. ``test_bytes_are_read_when_they_are_there`` and
-``test_a_slot_is_filled_anew_when_it_was_read`` try to break it.
+where its bytes stay. Nothing waits before a tensor is asked for, so who asks a batch later hardly
+waits. Invariant, which ``tests/transfer/test_host_ring.py`` tries to break: the host reads a slot
+only when the copies into it are over, and the lane fills it anew only when the host has read it.
+``test_bytes_are_read_when_they_are_there`` and ``test_a_slot_is_filled_anew_when_it_was_read`` try
+to break it.
 
-[Note: whose bytes] A tensor that nobody else can write is copied from where it is. Where another
+[Note: whose bytes] A tensor that no other code can write is copied from where it is. Where another
 tensor has the same storage, as a batch's labels have, or where its storage has more than its bytes,
 the lane reads a copy that is made on the device at the call.
 """
@@ -33,8 +34,8 @@ from residency._units import MIB, format_bytes
 
 _logger = logging.getLogger("residency")
 _PLAIN = (Tensor, torch.nn.Parameter)
-_RING_BYTES = 32 * MIB
-_NUM_SLOTS = 4
+_RING_BYTES = 32 * MIB  # what `ResidencyCallback` says that an evaluation takes of the host
+_NUM_SLOTS = 4  # the lane fills some while the host empties another
 
 
 class _Outgoing:
@@ -42,7 +43,7 @@ class _Outgoing:
 
     Attributes:
         device: Where it is.
-        kept: What the lane reads; None once all of it has arrived.
+        source: What the lane reads; None once all of it has arrived.
         version: That of the caller's tensor, where the lane reads that one; else None.
         ready: Recorded when the bytes were queued.
         device_bytes: Those that the lane reads.
@@ -52,13 +53,13 @@ class _Outgoing:
     """
 
     def __init__(
-        self, kept: Tensor, version: int | None, ready: torch.Event, target: Tensor
+        self, source: Tensor, version: int | None, ready: torch.Event, target: Tensor
     ) -> None:
-        self.device = kept.device
-        self.kept: Tensor | None = kept
+        self.device = source.device
+        self.source: Tensor | None = source
         self.version = version
         self.ready: torch.Event | None = ready
-        self.device_bytes: Tensor | None = raw_bytes(kept)
+        self.device_bytes: Tensor | None = raw_bytes(source)
         self.host_bytes = raw_bytes(target)
         self.num_left = self.host_bytes.numel()
         self.is_written = False
@@ -70,13 +71,13 @@ class _Outgoing:
         self.host_bytes.narrow(0, start, data.numel()).copy_(data)
         self.num_left -= data.numel()
         if not self.num_left:
-            assert self.kept is not None
+            assert self.source is not None
             # torch counts the writes into a tensor, and has no public name for their number.
-            self.is_written = self.version not in (None, self.kept._version)
+            self.is_written = self.version not in (None, self.source._version)
             self._let_go()
 
     def _let_go(self) -> None:
-        self.kept = self.device_bytes = self.ready = None
+        self.source = self.device_bytes = self.ready = None
 
 
 @dataclass(slots=True, eq=False)
@@ -165,9 +166,9 @@ class HostRing:
         if not isinstance(value, Tensor) or type(value) not in _PLAIN:
             return False
         here = _device.accelerator()
-        places = ("cpu",) if here is None else ("cpu", here.type)
+        device_types = ("cpu",) if here is None else ("cpu", here.type)
         is_plain = value.layout is torch.strided and not value.is_quantized
-        return is_plain and value.device.type in places
+        return is_plain and value.device.type in device_types
 
     @callers_modes_off()
     def carry(self, tensors: Sequence[Tensor]) -> Carried:
@@ -185,13 +186,13 @@ class HostRing:
         ready = {
             # The lane reads them when what the current stream has queued so far is done.
             device: lanes_of(device).mark(_device.current_stream(device))
-            for device in {kept.device for kept, _ in taken if not kept.is_cpu}
+            for device in {source.device for source, _ in taken if not source.is_cpu}
         }
-        hosts = [kept if kept.is_cpu else _host_like(kept) for kept, _ in taken]
+        hosts = [source if source.is_cpu else _host_like(source) for source, _ in taken]
         sources = [
-            _Outgoing(kept, version, ready[kept.device], host)
-            for (kept, version), host in zip(taken, hosts, strict=True)
-            if not kept.is_cpu
+            _Outgoing(source, version, ready[source.device], host)
+            for (source, version), host in zip(taken, hosts, strict=True)
+            if not source.is_cpu
         ]
         self._waiting.extend((source, 0) for source in sources if source.num_left)
         self._fill()
@@ -285,7 +286,7 @@ class HostRing:
 
 
 def host_bytes(num_bytes: int) -> Tensor:
-    """Returns pageable host memory that nobody has filled, ``uint8`` of shape ``[num_bytes]``."""
+    """Returns pageable host memory that is not filled, ``uint8`` of shape ``[num_bytes]``."""
     if num_bytes >= MIB:
         return Slab(num_bytes, pin=False).data  # of large pages, where the system has them
     with callers_modes_off():

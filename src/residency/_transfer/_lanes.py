@@ -1,8 +1,9 @@
 """Copy streams, one per direction and device, and the raw copies that run on them.
 
-Made once per device and kept: a stream per step would be an allocator pool per step. Invariant: the
-copies of a lane run in the order of their issue, so waiting for a lane's newest event waits for all
-before it. All threads share the streams; each enters one by ``on_lane`` alone.
+Made once per device and kept: a stream per step would be an allocator pool per step. Invariant,
+which ``tests/transfer/test_lanes.py`` tries to break: the copies of a lane run in the order of
+their issue, so waiting for a lane's newest event waits for all before it. All threads share the
+streams; each enters one by ``on_lane`` alone.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Lanes:
     def mark(self, stream: torch.Stream, *, timed: bool = False) -> torch.Event:
         """Returns an event that is done when everything now queued on ``stream`` is.
 
-        It is recorded anew once nobody refers to it.
+        It is recorded anew once there is no reference to it.
         """
         event = _events.new_event(self.device, timed=timed)
         with _device.on(self.device):

@@ -1,10 +1,11 @@
-"""Host memory that is lent to a save: until it is given back, nobody writes into it.
+"""Host memory that is lent to a save: until it is given back, no step writes into it.
 
-An optimizer whose state lives on the host lends a save the very tensors instead of copies. Whoever
-would write into one, the next step first of all, asks here and writes elsewhere, or waits. A loan
-ends on whatever thread, and at the latest with its borrower or with the memory itself. Invariant:
-a loan ends once, however often its end is asked for, and an exception between any two lines here
-neither loses its end nor ends another.
+An optimizer whose state lives on the host lends a save the very tensors instead of copies. Code
+that would write into one, the next step first of all, asks here and writes elsewhere, or waits. A
+loan ends on whatever thread, and at the latest with its borrower or with the memory itself.
+Invariant, which ``tests/transfer/test_lending.py`` tries to break: a loan ends once, however often
+its end is asked for, and an exception between any two lines here neither loses its end nor ends
+another.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Lending:
 
     def __init__(self) -> None:
         self._loans: dict[int, set[object]] = {}
-        self._kept: set[int] = set()
+        self._lasting: set[int] = set()
         # Loans end in finalizers, too, at any moment and on any thread: those only append here.
         self._ended: deque[tuple[int, object]] = deque()
         # Not the condition's own `with`, which is Python: an interrupt could leave it locked.
@@ -34,29 +35,29 @@ class Lending:
             self._collect()
             return any(self._loans.values())
 
-    def lend(self, tensor: Tensor, borrower: object, *, keep: bool = False) -> None:
+    def lend(self, tensor: Tensor, borrower: object, *, is_lasting: bool = False) -> None:
         """Begins a loan of a host tensor's storage; the borrower keeps the tensor until it ends.
 
         Args:
             tensor: Host memory.
             borrower: Stands for the loan; no other loan has it.
-            keep: Whether the loan may last for good, so that nobody must wait for its end.
+            is_lasting: Whether the loan may last for good, so that no step must wait for its end.
         """
         address = tensor.data_ptr()
         if not address:  # it has no bytes
             return
         with self._lock:
             self._collect()  # what ended at this address before is no end of this loan
-            if keep:
-                self._kept.add(address)
+            if is_lasting:
+                self._lasting.add(address)
             self._loans.setdefault(address, set()).add(borrower)
 
-    def keep(self, tensor: Tensor) -> None:
-        """Notes of a loan that it may last for good after all; who waits for its end need not."""
+    def make_lasting(self, tensor: Tensor) -> None:
+        """Notes of a loan that it may last for good after all, and ends the waits for its end."""
         with self._lock:
             if tensor.data_ptr() in self._loans:
                 self._returned.notify_all()
-                self._kept.add(tensor.data_ptr())
+                self._lasting.add(tensor.data_ptr())
 
     def give_back(self, tensor: Tensor, borrower: object) -> None:
         """Ends a loan; from any thread, from a finalizer, and again without effect."""
@@ -80,7 +81,7 @@ class Lending:
             if borrower is not None:
                 left.discard(borrower)
             if borrower is None or not left:
-                self._kept.discard(address)
+                self._lasting.discard(address)
                 self._loans.pop(address, None)
             self._ended.popleft()  # last: an interrupt before does it again
 
@@ -96,9 +97,9 @@ class Lending:
             self._collect()
             return any(map(self._loans.get, map(Tensor.data_ptr, tensors)))
 
-    def is_kept(self, tensor: Tensor) -> bool:
+    def is_lasting(self, tensor: Tensor) -> bool:
         """Returns whether one of the loans of the tensor's storage may last for good."""
-        return self.is_lent(tensor) and tensor.data_ptr() in self._kept
+        return self.is_lent(tensor) and tensor.data_ptr() in self._lasting
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
         """Blocks the host until ``is_done``, which is asked again whenever a loan ends."""
@@ -116,7 +117,7 @@ lending = Lending()
 
 
 def _forget_all() -> None:
-    lending.__init__()  # type: ignore[misc]  # everybody has this very object
+    lending.__init__()  # type: ignore[misc]  # all modules have this very object
 
 
 # The parent's threads, which end loans, are not in a forked process; one may have held the lock.

@@ -1,7 +1,8 @@
 """Moves many tensors to a device at once: copies on the h2d lane, and one wait for all of them.
 What no lane carries is copied here, too.
 
-Invariant: whatever ends a move, no copy is under way any more into or out of what its caller drops.
+Invariant, which ``tests/optim/test_moves.py`` tries to break: whatever ends a move, no copy is
+under way any more into or out of what its caller drops.
 """
 
 from __future__ import annotations

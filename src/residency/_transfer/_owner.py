@@ -14,15 +14,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from residency._dtensor import write_count
 from residency._registries import WeakRegistry
 from residency._transfer._lending import lending
 from residency._transfer._slab import Region
 
 
 class Lent:
-    """A state on the host that its owner lends: nobody writes it until it is given back.
+    """A state on the host that its owner lends: no step writes it until it is given back.
 
-    Made by ``Loans``. A loan that nobody holds any more ends by itself.
+    Made by ``Loans``. A loan without a reference ends by itself.
 
     Attributes:
         tensor: The bytes; of a sharded state, the local tensor.
@@ -45,11 +46,11 @@ class Lent:
 
     def num_writes(self) -> int:
         """Returns a number that grows when a caller writes into it."""
-        return self.tensor._version if self.count is None else self.count()
+        return write_count(self.tensor) if self.count is None else self.count()
 
-    def begin(self, *, keep: bool) -> None:
+    def begin(self, *, is_lasting: bool) -> None:
         """Begins the loan; see ``Lending.lend``."""
-        lending.lend(self.tensor, self._borrower, keep=keep)
+        lending.lend(self.tensor, self._borrower, is_lasting=is_lasting)
 
     def give_back(self) -> None:
         """Ends the loan; from any thread, and again without effect."""
@@ -73,7 +74,12 @@ class Loans:
         self._all: list[Lent] = []
 
     def lend(
-        self, tensor: Tensor, value: Tensor, written: torch.Event | None, *, keep: bool = False
+        self,
+        tensor: Tensor,
+        value: Tensor,
+        written: torch.Event | None,
+        *,
+        is_lasting: bool = False,
     ) -> Lent:
         """Begins a loan, of which these know before it begins.
 
@@ -81,11 +87,11 @@ class Loans:
             tensor: The bytes; of a sharded state, the local tensor.
             value: What callers see: the tensor, or a ``DTensor`` around it.
             written: The event after which the bytes are final, or None when they are.
-            keep: Whether the loan may last for good, so that nobody must wait for its end.
+            is_lasting: Whether the loan may last for good, so that no step must wait for its end.
         """
         lent = Lent(tensor, value, written)
         self._all.append(lent)
-        lent.begin(keep=keep)
+        lent.begin(is_lasting=is_lasting)
         return lent
 
     def __iter__(self) -> Iterator[Lent]:
@@ -97,11 +103,11 @@ class Loans:
         Args:
             but: Loans whose borrower goes on reading.
         """
-        kept = set(but)
+        exempt = set(but)
         for lent in self._all:
-            if lent not in kept:
+            if lent not in exempt:
                 lent.give_back()
-        self._all = [lent for lent in self._all if lent in kept]
+        self._all = [lent for lent in self._all if lent in exempt]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +134,13 @@ class Reception(Protocol):
         ...
 
     def finish(
-        self, values: Mapping[tuple[Tensor, str], object], loose: Mapping[object, object]
+        self, values: Mapping[tuple[Tensor, str], object], by_other_key: Mapping[object, object]
     ) -> None:
         """Makes what was filled the optimizer's state; nothing is left that can fail.
 
         Args:
             values: By parameter and key, what is no tensor.
-            loose: What else the state has, by its keys.
+            by_other_key: What else the state has, by its keys.
         """
 
 
@@ -142,14 +148,14 @@ class StateOwner(Protocol):
     """An owner of the state of one kind of optimizer, who lends it and takes it."""
 
     def lend(
-        self, optimizer: object, loans: Loans, *, keep: bool = False, is_watched: bool = False
+        self, optimizer: object, loans: Loans, *, is_lasting: bool = False, is_watched: bool = False
     ) -> Mapping[Any, Mapping[str, Any]]:
         """Returns the state by parameter and key, without a wait; what is on the host is lent.
 
         Args:
             optimizer: Whose state.
             loans: Who has borrowed it: all loans are among these.
-            keep: Whether the loans may last for good: room for a second set is made at once.
+            is_lasting: Whether the loans may last for good: room for a second set is made at once.
             is_watched: Whether the borrower asks the loans for writes of callers, who may hold what
                 is lent; else a copy of it is lent for good.
 
@@ -224,6 +230,6 @@ def register_forecast(forecast: Callable[[Any], list[Tensor]]) -> None:
 
 def states_to_come(optimizer: object) -> list[Tensor]:
     """Returns tensors without bytes, like those that an optimizer's first step will make and a save
-    will copy; none where nobody can tell.
+    will copy; none where that cannot be foreseen.
     """
     return [like for forecast in _forecasters for like in forecast(optimizer)]

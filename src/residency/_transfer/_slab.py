@@ -3,8 +3,8 @@
 A slab is one allocation whose size is a power of two, because torch's pinned allocator rounds up to
 one. An arena packs entries into slabs; each entry becomes a tensor with a storage of its *own* at
 offset 0, so that ``torch.save`` of one state writes that state and not the slab, and so that alias
-detection sees no sharing. Invariant: the ranges of live entries never overlap, and a range is used
-again only when no tensor over it is left.
+detection sees no sharing. Invariant, which ``tests/transfer/test_slab.py`` tries to break: the
+ranges of live entries never overlap, and a range is used again only when no tensor over it is left.
 """
 
 from __future__ import annotations
@@ -162,12 +162,12 @@ class SlabArena:
 
     Attributes:
         is_pinned: Whether slabs that come from here on are page-locked.
-        is_kept: Whether slabs stay when nothing in them is in use; set it to reuse them.
+        is_reused: Whether slabs stay when nothing in them is in use; set it to reuse them.
     """
 
-    def __init__(self, *, pin: bool = True, keep: bool = False) -> None:
+    def __init__(self, *, pin: bool = True, reuse: bool = False) -> None:
         self.is_pinned = pin
-        self.is_kept = keep
+        self.is_reused = reuse
         self._may_pin = pin
         self._slabs: list[Slab] = []
         # Ranges come back from finalizers, at any moment and on any thread: only append here.
@@ -299,10 +299,10 @@ class SlabArena:
     def emptied(self) -> SlabArena:
         """Returns an arena over the same slabs in which nothing is in use.
 
-        For whoever gives back all entries at once, those included that an interrupt lost: ranges
-        of this arena that come back later are not the other's.
+        For a caller that gives back all entries at once, those included that an interrupt lost:
+        ranges of this arena that come back later are not the other's.
         """
-        other = SlabArena(pin=self._may_pin, keep=self.is_kept)
+        other = SlabArena(pin=self._may_pin, reuse=self.is_reused)
         other._slabs = [slab.emptied() for slab in self._slabs]
         return other
 
@@ -366,7 +366,7 @@ class SlabArena:
             ranges.setdefault(region.slab, []).append((region.offset, region.num_bytes))
         for slab, each in ranges.items():
             slab.put_back(each)
-        if ranges and not self.is_kept:
+        if ranges and not self.is_reused:
             self._drop_unused()
 
     def _drop_unused(self) -> None:
@@ -404,7 +404,7 @@ def _num_owners(tensor: Tensor) -> int:
 _NUM_OWNERS_OF_ONE = _num_owners(torch.empty(1, device="cpu"))  # the asking has some, too
 
 
-def keep_alive_instead(view: weakref.ref[Any], owner: object) -> None:
+def own_instead(view: weakref.ref[Any], owner: object) -> None:
     """Lets the storage of ``another_over`` keep another object alive.
 
     Args:

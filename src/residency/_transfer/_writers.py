@@ -3,7 +3,7 @@ names.
 
 A step of any ``torch.optim.Optimizer`` waits, on the device, for the copies of its own parameters
 and states that are still under way; one with a closure waits after the closure's forward and
-backward. Whoever writes otherwise says so with ``mutating``.
+backward. Code that writes otherwise says so with ``mutating``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def before_write(tensors: Iterable[Tensor]) -> None:
         by_device.setdefault(tensor.device, []).append(local_of(tensor))
     for device, each in by_device.items():
         if device.type == "cpu":
-            if any(map(lending.is_kept, each)):
+            if any(map(lending.is_lasting, each)):
                 raise RefusedError(
                     "A snapshot has borrowed this state of an offloaded optimizer, for as long as "
                     "it likes. Nothing was written; assign a new tensor to the state "

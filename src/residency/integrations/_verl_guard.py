@@ -1,8 +1,9 @@
 """Gives device memory back where verl's training ends and the engine's turn begins.
 
 The guard is a function around methods of verl's worker classes, which subclasses inherit. Nothing
-of it is imported before verl's workers are, nothing heavy before the first transition. Invariant:
-what a method computes and returns, and what verl's ``register`` wrote on it, is as without it.
+of it is imported before verl's workers are, nothing heavy before the first transition. Invariant,
+which ``tests/integrations/test_verl_door.py`` tries to break: what a method computes and returns,
+and what verl's ``register`` wrote on it, is as without it.
 
 [Note: the order of a transition] Spent gradients are dropped, then what FSDP2 gathered and kept
 (after a forward without a backward the root stays gathered). Both happen on every rank alike,
@@ -84,7 +85,7 @@ class _Call:
 _UPDATE = _Call(owner=_CLASS, method="update_actor", is_update=True)
 _REFERENCE = _Call(owner=_CLASS, method="compute_ref_log_prob")
 # The workers of verl 0.7 to 0.9, and those for FSDP alone that went with 0.8.
-_PLACES = {
+_CALLS = {
     "verl.workers.engine_workers": (
         _UPDATE,
         _REFERENCE,
@@ -135,14 +136,14 @@ class _Guard:
         self._is_on = True
         self._held: dict[str, int] = {}  # after each method, when it last ran
         self._undo: list[Callable[[], None]] = []
-        self._watch = ImportWatch(dict.fromkeys(_PLACES, self._wrap))
+        self._watch = ImportWatch(dict.fromkeys(_CALLS, self._wrap))
         self.statistics = GuardStatistics()
 
     def start(self) -> None:
         self._watch.start()
 
     def stop(self) -> None:
-        self._is_on = False  # for whoever has put another function around one of ours
+        self._is_on = False  # for a function that other code has put around one of ours
         self._watch.stop()
         while self._undo:
             self._undo.pop()()
@@ -157,32 +158,32 @@ class _Guard:
         stated = os.environ.get(NEED_VARIABLE)
         if self._from_environment and stated:
             self._need = parse_bytes(stated, name=NEED_VARIABLE)
-        found = [(place, _method(module, place)) for place in _PLACES[module.__name__]]
-        for place, method in found:
-            if method is None and place.is_needed:
+        found = [(call, _method(module, call)) for call in _CALLS[module.__name__]]
+        for call, method in found:
+            if method is None and call.is_needed:
                 raise missing_in(
                     "verl",
-                    f"{module.__name__}.{place.owner}.{place.method} that is a plain method",
+                    f"{module.__name__}.{call.owner}.{call.method} that is a plain method",
                     "set VERL_USE_EXTERNAL_PLUGINS=none, or install verl 0.7.1 to 0.9.1",
                 )
-        for place, method in found:
+        for call, method in found:
             if method is None:
                 _log.warning(
                     "%s has no %s.%s.%s: no memory is given back after it",
                     named_with_version("verl"),
                     module.__name__,
-                    place.owner,
-                    place.method,
+                    call.owner,
+                    call.method,
                 )
                 continue
-            self._put(vars(module)[place.owner], place, method)
+            self._put(vars(module)[call.owner], call, method)
 
-    def _put(self, owner: object, place: _Call, found: Callable[..., object]) -> None:
+    def _put(self, owner: object, call: _Call, found: Callable[..., object]) -> None:
         @functools.wraps(found)  # with the attribute by which Ray's worker group finds the method
         def guarded(worker: object, *args: object, **kwargs: object) -> object:
             if not self._is_on or vars(_inside):
                 return found(worker, *args, **kwargs)
-            counts = not place.is_reference_alone or _is_without_adapter(*args, *kwargs.values())
+            counts = not call.is_reference_alone or _is_without_adapter(*args, *kwargs.values())
             vars(_inside)["of"] = self
             try:
                 result = found(worker, *args, **kwargs)
@@ -190,30 +191,30 @@ class _Guard:
                 vars(_inside).clear()
             del args, kwargs  # the batch
             if counts:
-                self._after(worker, place)
+                self._after(worker, call)
             return result
 
         def take_back() -> None:
-            if vars(owner).get(place.method) is guarded:
-                setattr(owner, place.method, found)
+            if vars(owner).get(call.method) is guarded:
+                setattr(owner, call.method, found)
 
-        setattr(owner, place.method, guarded)
+        setattr(owner, call.method, guarded)
         self._undo.append(take_back)
 
-    def _after(self, worker: object, place: _Call) -> None:
+    def _after(self, worker: object, call: _Call) -> None:
         """Makes the transition. [Note: the order of a transition]"""
         from residency import _device
 
         device = _device.accelerator()
         if device is None:
             return
-        if place.is_update:
+        if call.is_update:
             drop_gradients(worker)
         drop_gathered(worker)
         group = all_ranks()
         freed: list[Reclaimed] = []
         try:
-            freed = self._free(device, place.method)
+            freed = self._free(device, call.method)
         finally:  # also where it failed: the others are not to wait for this rank
             if group is not None:
                 _tell_ranks(group, is_free=bool(freed))
@@ -240,10 +241,10 @@ class _Guard:
         return freed
 
 
-def _method(module: ModuleType, place: _Call) -> Callable[..., object] | None:
+def _method(module: ModuleType, call: _Call) -> Callable[..., object] | None:
     """Returns a plain method of a worker's own class; None where this verl has another."""
-    owner = getattr(module, place.owner, None)
-    found = vars(owner).get(place.method) if isinstance(owner, type) else None
+    owner = getattr(module, call.owner, None)
+    found = vars(owner).get(call.method) if isinstance(owner, type) else None
     return found if inspect.isfunction(found) and not inspect.iscoroutinefunction(found) else None
 
 

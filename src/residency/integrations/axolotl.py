@@ -1,8 +1,9 @@
 """A plugin for Axolotl: ``plugins: [residency.integrations.axolotl.ResidencyPlugin]`` in its YAML.
 
 Axolotl asks its plugins for callbacks and for the trainer's class, and merges their keys into its
-own configuration; its hook ``create_optimizer`` has no caller. Invariant: a key that begins with
-``residency_`` either has an effect or is an error, since Axolotl drops keys that nobody knows.
+own configuration; its hook ``create_optimizer`` has no caller. Invariant, which
+``tests/integrations/test_axolotl.py`` tries to break: a key that begins with ``residency_`` either
+has an effect or is an error, since Axolotl drops keys that it does not know.
 
 Source: axolotl-ai-cloud/axolotl 067b021c (2026-07-24), ``integrations/base.py`` and ``config.py``,
 ``core/builders`` and ``core/trainers/base.py``.

@@ -1,9 +1,10 @@
 """An optimizer plugin for LLaMA-Factory's v1, whose optimizers a configuration names.
 
-Its default generation takes callbacks of Transformers, so there `ResidencyCallback` serves: see
-the how-to. V1 has callbacks of its own, which get no optimizer, and a registry of optimizers.
-Nothing of LLaMA-Factory is imported before it is asked for. Invariant: without further options the
-optimizer is the AdamW that v1 builds when no optimizer is named.
+Its default generation takes callbacks of Transformers, so there `ResidencyCallback` serves: see the
+how-to. V1 has callbacks of its own, which get no optimizer, and a registry of optimizers. Nothing
+of LLaMA-Factory is imported before it is asked for. Invariant, which
+``tests/integrations/test_llamafactory.py`` tries to break: without further options the optimizer is
+the AdamW that v1 builds when no optimizer is named.
 
 Source: hiyouga/LLaMA-Factory ff6d4d12 (2026-08-18) and llamafactory 0.9.5,
 ``v1/core/base_trainer.py``, ``v1/utils/plugin.py`` and ``v1/config/training_args.py``.

@@ -1,8 +1,9 @@
 """Offloads what prime-rl's ``setup_optimizer`` builds.
 
 Prime-rl has no registry of optimizers: its trainers import one function by name, so its place is
-taken there, by whoever starts the trainer. Nothing of prime-rl is imported here. Invariant: where
-prime-rl keeps optimizer state on the host itself, nothing is offloaded a second time.
+taken there, by the script that starts the trainer. Nothing of prime-rl is imported here. Invariant,
+which ``tests/integrations/test_prime_rl.py`` tries to break: where prime-rl keeps optimizer state
+on the host itself, nothing is offloaded a second time.
 
 Source: PrimeIntellect-ai/prime-rl 559b4477 (2026-08-21), ``src/prime_rl/trainer/optim``,
 ``trainer/ckpt.py``, and the calls in ``trainer/rl/train.py`` and ``trainer/sft/train.py``.

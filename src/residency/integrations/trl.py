@@ -2,8 +2,9 @@
 
 In TRL's mode "colocate" with sleep the engine wakes for a weight sync and a generation, and sleeps
 until the next; between, the device is the trainer's. The hand-off stands around the engine's own
-``wake_up`` and ``sleep``, the two moments at which bytes change hands, whoever calls them.
-Invariant: what TRL computes, and in which order it calls its engine, is as without it.
+``wake_up`` and ``sleep``, the two moments at which bytes change hands, wherever they are called.
+Invariant, which ``tests/integrations/test_trl_engine.py`` tries to break: what TRL computes, and in
+which order it calls its engine, is as without it.
 
 [Note: what the engine needs] Its setting ``gpu_memory_utilization`` says what it may hold in all.
 What a wake-up takes is measured: the engine wakes once and sleeps again, and the device's own free

@@ -90,6 +90,7 @@ def load(device: str) -> None:
 
 
 def _check_room() -> None:
+    # torch keeps the name that was given, and shows it in no other way (2.13).
     taken = torch._C._get_privateuse1_backend_name()
     if taken not in ("privateuseone", _NAME):
         raise SimulatorError(
@@ -326,6 +327,7 @@ def _device_functions() -> dict[str, object]:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": _check_device,
+        # The caller waits for all that it has queued: it asked for that.
         "synchronize": lambda device=None: torch.accelerator.synchronize(),
         "get_device_name": lambda device=None: DeviceProperties.name,
         "get_device_capability": lambda device=None: DeviceProperties.model.capability,

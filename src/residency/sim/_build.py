@@ -95,13 +95,13 @@ def build_extension(
             f"The sources of the simulated accelerator cannot be read: {error}. Install the "
             "package again, as a user who may read it."
         ) from error
-    place = Path(f"{name}-{fingerprint}", f"{name}.so")
-    if (_SHIPPED / place).exists():
-        return _SHIPPED / place
-    library = cache_directory() / place
+    built = Path(f"{name}-{fingerprint}", f"{name}.so")
+    if (_SHIPPED / built).exists():
+        return _SHIPPED / built
+    library = cache_directory() / built
     folder = library.parent
     try:
-        if library.exists():  # whole: nobody need wait for the lock, or write into the cache
+        if library.exists():  # whole: no need to wait for the lock, or to write into the cache
             return library
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / "lock", show):
@@ -126,7 +126,7 @@ def _fingerprint(files: Sequence[Path]) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path, show: Show | None) -> Iterator[None]:
-    # The kernel drops the lock when its holder dies, so that a killed build blocks nobody.
+    # The kernel drops the lock when its holder dies, so that a killed build blocks no other.
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -165,7 +165,7 @@ def _build(name: str, files: Sequence[Path], library: Path, show: Show | None) -
     _toolchain.check_tools()
     for left in library.parent.glob(f"{_WORK}*"):  # by a build that was killed
         shutil.rmtree(left, ignore_errors=True)
-    # A folder of its own: a compiler that outlives a killed build writes where nobody looks.
+    # A folder of its own: a compiler that outlives a killed build writes where no process looks.
     work = Path(tempfile.mkdtemp(prefix=_WORK, dir=library.parent))
     try:
         with _progress(_BUILDING, show) as advance:

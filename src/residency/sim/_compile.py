@@ -14,6 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+# torch has no public name for it (2.13); its own compilers take trees apart so.
 from torch.utils import _pytree as pytree
 
 # `eager` needs no word: it compiles nothing anywhere.

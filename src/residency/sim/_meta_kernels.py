@@ -13,7 +13,7 @@ import torch
 
 _LIBRARY = "_meta_lib_dont_use_me_use_register_meta"
 _TABLES = ("meta", "post_autograd", "pre_autograd")
-_kept: list[Any] = []  # registrations last as long as their library
+_registrations: list[Any] = []  # registrations last as long as their library
 
 
 def prefer_compiled() -> None:
@@ -21,8 +21,9 @@ def prefer_compiled() -> None:
 
     Where a version of torch keeps them in another place, nothing happens: dry mode is slower then.
     """
-    if _kept:
+    if _registrations:
         return
+    # torch has the functions behind its meta kernels in these two alone (2.13).
     from torch import _meta_registrations
     from torch._decomp import global_decomposition_table
 
@@ -42,4 +43,4 @@ def prefer_compiled() -> None:
         name = operator.name()
         if f"aten/{name.removeprefix('aten::')}/Meta" in names and not has_kernel(name, "Meta"):
             again.impl(operator, function)
-    _kept.append(again)
+    _registrations.append(again)

@@ -88,11 +88,11 @@ class Lender:
         """Makes the device as a test should find it, and pays the settings that are owed.
 
         Raises:
-            QueuedWorkError: Work failed that nobody had waited for.
+            QueuedWorkError: Work failed that no call had waited for.
             RefusedError: Tensors need more than the owed settings give.
         """
         failures = finish_work()
-        if give_back() > 0 and _is_failure_kept():
+        if give_back() > 0 and _has_failure():
             for name in ("last_exc", "last_type", "last_value", "last_traceback"):
                 sys.__dict__.pop(name, None)  # pytest does so itself, a moment later
             give_back()
@@ -112,7 +112,7 @@ class Lender:
         try:
             sim.enable(**self._owed_settings or {})
         except InvalidArgumentError as error:
-            if _is_failure_kept():
+            if _has_failure():
                 return  # still owed
             self._owed_settings = None
             raise RefusedError(
@@ -160,7 +160,7 @@ def _at_rest_after() -> Iterator[None]:
             raise queued_work_error("towards the end of this test", failures)
 
 
-def _is_failure_kept() -> bool:
+def _has_failure() -> bool:
     """Returns whether pytest keeps the last test's traceback, which keeps its tensors alive."""
     return getattr(sys, "last_traceback", None) is not None
 

@@ -12,8 +12,8 @@ from residency._errors import QueuedWorkError
 
 # The simulator drops an operation that failed, so that each try gets further, and where it is lost
 # as CUDA's is, it can be had again. A real device repeats its first failure for good.
-_MOST_FAILURES_SIMULATED = 100_000
-_MOST_FAILURES_REAL = 3
+_MOST_FAILURES_SIMULATED = 100_000  # each wait raises one; a test that queues more is a loop
+_MOST_FAILURES_REAL = 3  # a real device that failed fails every call from then on
 
 
 def settle() -> int:

@@ -170,11 +170,11 @@ def _compare(expected: _Seen, found: _Seen, when: str) -> ResumeProof:
             )
         left, right = (raw_bytes(t.contiguous()) for t in (there, here))
         if not torch.equal(left, right):
-            place = int((left != right).nonzero()[0]) // there.element_size()
+            index = int((left != right).nonzero()[0]) // there.element_size()
             raise ResumeError(
-                f"{when}, {name} differs first, at element {place} of {there.numel()}: "
-                f"{there.reshape(-1)[place].item()} in the uninterrupted run, "
-                f"{here.reshape(-1)[place].item()} in the resumed. What it depends on is not "
+                f"{when}, {name} differs first, at element {index} of {there.numel()}: "
+                f"{there.reshape(-1)[index].item()} in the uninterrupted run, "
+                f"{here.reshape(-1)[index].item()} in the resumed. What it depends on is not "
                 "restored, or the steps are not deterministic."
             )
     values = dict(_flat("", expected.values))
@@ -193,7 +193,7 @@ def _compare(expected: _Seen, found: _Seen, when: str) -> ResumeProof:
 
 
 def _flat(name: str, node: Any) -> list[tuple[str, Any]]:
-    """Returns the values of a document's nodes with the paths to them; `place` of a tensor, which
+    """Returns the values of a document's nodes with the paths to them; `index` of a tensor, which
     an offload changes and a resumed run need not have, is no value.
     """
     from residency._checkpoint._document import TENSOR, kind_of

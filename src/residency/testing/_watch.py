@@ -16,7 +16,7 @@ from residency.testing._settings import Request
 if TYPE_CHECKING:
     import torch
 
-_MOST_SHOWN = 5
+_MOST_SHOWN = 5  # tensors in a message
 
 
 class Watch:

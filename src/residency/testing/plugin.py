@@ -69,6 +69,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type="args",
         default=["late"],
     )
+    # It fails by itself: what is skipped in silence covers nothing.
     parser.addini(
         "residency_missing",
         "what becomes of a test where the simulated accelerator cannot be built: fail or skip",
@@ -154,6 +155,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     asked = item.stash.get(_REQUEST, None)
     if asked is None:
         return (yield)
+    # Around the call alone: what a fixture holds is on both sides. Nothing is waited for before the
+    # test's lines, which would hide a wait that is missing there.
     watch = Watch(asked)
     try:
         result = yield

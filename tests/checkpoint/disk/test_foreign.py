@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from residency._checkpoint._disk._layout import newest_save
+from residency._checkpoint._disk._marks import WRITERS, remove_own
 from residency._checkpoint._disk._open_save import open_save
 from residency._checkpoint._disk._publish import Retention
-from residency._checkpoint._disk._system import System
+from residency._checkpoint._disk._published import newest_save
+from residency._checkpoint._disk._system import SYSTEM, System
 from residency._checkpoint._disk._verify import verify_save
 from residency._errors import (
     CheckpointError,
@@ -107,6 +108,21 @@ def test_what_has_the_name_of_a_new_save_is_moved_aside_whole(
     saves.save(run, 6, 12)
     saves.directory(run).apply(KEEP_ONE)
     assert moved.exists()
+
+
+def test_a_link_and_a_folder_with_the_names_of_ours_stay_when_a_save_goes(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / ".removing", tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / WRITERS).touch()
+    elsewhere.write_text("mine")
+    (folder / "linked.safetensors").symlink_to(elsewhere)
+    (folder / "folder.safetensors").mkdir()
+    (folder / "ours.safetensors").touch()
+    assert not remove_own(SYSTEM, folder)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "folder.safetensors",
+        "linked.safetensors",
+    ]
 
 
 def test_a_folder_in_a_save_stays_when_the_save_goes(saves: ModuleType, tmp_path: Path) -> None:

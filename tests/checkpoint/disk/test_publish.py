@@ -14,8 +14,8 @@ from types import ModuleType
 
 import pytest
 
-from residency._checkpoint._disk._layout import PublishedSaves
 from residency._checkpoint._disk._publish import CheckpointDirectory, Retention
+from residency._checkpoint._disk._published import PublishedSaves
 from residency._errors import CheckpointError, InvalidArgumentError, RefusedError
 
 

@@ -354,3 +354,19 @@ def test_a_deep_tree_is_restored_or_refused(checkpointer):
         assert state["x"] == deep
     with pytest.raises(RefusedError, match="nested deeper"):
         checkpointer.save(2, {"x": nested(120)})
+
+
+def test_what_is_encoded_shares_nothing_with_the_caller():
+    large = bytearray(range(256)) * 64
+    value = {"list": [1, 2], "dict": {"a": [3]}, "bytes": large, "array": numpy.arange(4)}
+    encoder = _encode.Encoder()
+    node = encoder.node("", value)
+    before = copy.deepcopy(node), {n: leaf.value.clone() for n, leaf in encoder.leaves.items()}
+    value["list"].append(4)
+    value["dict"]["a"].clear()
+    value["bytes"][0] = 9
+    value["array"][:] = 9
+    assert node == before[0]
+    assert {n: leaf.value.tolist() for n, leaf in encoder.leaves.items()} == {
+        n: tensor.tolist() for n, tensor in before[1].items()
+    }

@@ -2,7 +2,8 @@
 
 A block is the span of a storage that is needed, never the whole storage of a small view. Where one
 tensor of a block covers it densely, the block is stored as that tensor, under its name; the others
-are described as views of it. Invariant: the blocks of a save do not overlap.
+are described as views of it. Invariant, which ``tests/checkpoint/test_snapshot.py`` tries to break:
+the blocks of a save do not overlap.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Blocks(NamedTuple):
     special: dict[str, Any]
 
 
-class _PlacedLeaf(NamedTuple):
+class _LocatedLeaf(NamedTuple):
     leaf: Leaf
     local: Tensor
     first: int
@@ -118,7 +119,7 @@ def make_blocks(
         if writer != rank or note.get("offsets", ()) is None:
             continue
         if local.numel() == 0:
-            blocks.append(_block_of([_PlacedLeaf(leaf, local, 0, 0)], special))
+            blocks.append(_block_of([_LocatedLeaf(leaf, local, 0, 0)], special))
             continue
         _check_has_bytes(leaf, local)
         storages = on_device.setdefault(local.device, {})
@@ -134,19 +135,19 @@ def make_blocks(
     known: dict[Layout, Layout] = {}
     for here in (each for storages in on_device.values() for each in storages.values()):
         if isinstance(here, list):
-            placed = [_placed(found[index], locals_found[index]) for index in here]
-            blocks += [_block_of(cluster, special) for cluster in _clusters(placed)]
+            located = [_located(found[index], locals_found[index]) for index in here]
+            blocks += [_block_of(cluster, special) for cluster in _clusters(located)]
         elif locals_found[here].is_contiguous():
             blocks.append(_block_alone(found[here], locals_found[here], special, known))
         else:
-            blocks.append(_block_of([_placed(found[here], locals_found[here])], special))
+            blocks.append(_block_of([_located(found[here], locals_found[here])], special))
     order = {name: index for index, name in enumerate(leaves)}
     blocks.sort(key=lambda block: min(order[name] for name in block.names))
     return Blocks(blocks, special)
 
 
-def _placed(leaf: Leaf, local: Tensor) -> _PlacedLeaf:
-    return _PlacedLeaf(leaf, local, *_range_of(local))
+def _located(leaf: Leaf, local: Tensor) -> _LocatedLeaf:
+    return _LocatedLeaf(leaf, local, *_range_of(local))
 
 
 def _range_of(local: Tensor) -> tuple[int, int]:
@@ -174,11 +175,11 @@ def _span_elements(tensor: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in steps)
 
 
-def _clusters(placed: list[_PlacedLeaf]) -> list[list[_PlacedLeaf]]:
+def _clusters(located: list[_LocatedLeaf]) -> list[list[_LocatedLeaf]]:
     """Groups the tensors of one storage that overlap, directly or through others."""
-    clusters: list[list[_PlacedLeaf]] = []
+    clusters: list[list[_LocatedLeaf]] = []
     reach = -1
-    for each in sorted(placed, key=lambda p: (p.first, -p.last)):
+    for each in sorted(located, key=lambda p: (p.first, -p.last)):
         if each.first < reach:
             clusters[-1].append(each)
         else:
@@ -199,7 +200,7 @@ def _block_alone(
     return Block(record, span, None, leaf.is_early, leaf.lent, layout, last - first)
 
 
-def _block_of(cluster: list[_PlacedLeaf], special: dict[str, Any]) -> Block:
+def _block_of(cluster: list[_LocatedLeaf], special: dict[str, Any]) -> Block:
     first = cluster[0].first
     if len({each.local.dtype for each in cluster}) > 1:
         first = first // _MAX_ITEMSIZE * _MAX_ITEMSIZE  # each lies at a multiple of its itemsize
@@ -239,7 +240,7 @@ def _block_of(cluster: list[_PlacedLeaf], special: dict[str, Any]) -> Block:
     return Block(record, span, gather, is_early, lent, layouts, last - first)
 
 
-def _whole_of(cluster: list[_PlacedLeaf], num_bytes: int) -> _PlacedLeaf | None:
+def _whole_of(cluster: list[_LocatedLeaf], num_bytes: int) -> _LocatedLeaf | None:
     """Returns the tensor as which a span is stored, or None where it is stored as bytes."""
     if len(cluster) == 1:
         local = cluster[0].local

@@ -2,7 +2,8 @@
 
 What the host holds is copied at the call; what the device holds is copied on the d2h lane, buffers
 first, with an event after every group; what an offloaded optimizer holds is lent. Nothing waits on
-the host, and no device memory is allocated. Invariant: every region and every loan is given back
+the host, and no device memory is allocated. Invariant, which
+``tests/integrations/test_dcp_stager.py`` tries to break: every region and every loan is given back
 exactly once, after the last copy into it.
 
 [Note: the order of a capture] Tensors that others than optimizers may change come first, and the
@@ -116,7 +117,7 @@ class Held:
         self._arena = arena
         self._region = region
         self._is_released = False
-        self._kept: Tensor | None = None
+        self._handed_over: Tensor | None = None
 
     @property
     def host(self) -> Tensor:
@@ -155,20 +156,20 @@ class Held:
             self.group.finish()  # from here on no step waits for it
         return is_done
 
-    def keep(self, final: Tensor) -> Tensor:
+    def hand_over(self, final: Tensor) -> Tensor:
         """Hands the final bytes over for good: the tensor that it returns keeps the memory.
 
         Called again, after an interrupt, it returns the same tensor.
         """
-        if self._kept is None:
-            self._kept = final
+        if self._handed_over is None:
+            self._handed_over = final
             if self._region is not None:
                 shape = [self.block.num_bytes]
-                self._kept = self._arena.tensor(self._region, torch.uint8, shape, [1])
+                self._handed_over = self._arena.tensor(self._region, torch.uint8, shape, [1])
         if self.block.lent is not None:
             self.block.lent.leave_to_memory()
         self._is_released = True
-        return self._kept
+        return self._handed_over
 
     @property
     def record(self) -> Record:
@@ -261,9 +262,9 @@ class Capture:
         """The JSON document of the tree."""
         return {"tree": self.description.tree, "tensors": self.blocks.special}
 
-    def describe(self, tree: object, *, keep: bool = False, rank: int | None = None) -> None:
+    def describe(self, tree: object, *, is_lasting: bool = False, rank: int | None = None) -> None:
         """Finds what is to be taken, and borrows what an optimizer lends; see ``capture``."""
-        describe(tree, keep=keep, into=self.description)
+        describe(tree, is_lasting=is_lasting, into=self.description)
         self._lay_out(rank)
 
     def adopt(self, description: Description, *, rank: int | None = None) -> None:
@@ -309,7 +310,7 @@ class Capture:
         leaves = self.description.leaves.values()
         for local in (local_of(leaf.value) for leaf in leaves if leaf.lent is None):
             if not local.is_cpu:
-                gate_of(local.device).keeping((local,))
+                gate_of(local.device).note_sources((local,))
 
     def release(self) -> bool:
         """Gives all back, and lets go of what the caller has; from any thread, and again.
@@ -329,14 +330,16 @@ class Capture:
         return all(ended)
 
 
-def capture(tree: object, *, arena: SlabArena, keep: bool = False, verify: bool = False) -> Capture:
+def capture(
+    tree: object, *, arena: SlabArena, is_lasting: bool = False, verify: bool = False
+) -> Capture:
     """Begins to copy a state tree; returns when all copies are queued.
 
     Args:
         tree: See ``describe``.
         arena: Where the bytes go, page-locked, if it may be, where some are on a device: copies
             then do not block the host.
-        keep: Whether loans may last for good.
+        is_lasting: Whether loans may last for good.
         verify: Whether to compare sums over all bytes before and after the copies.
 
     Raises:
@@ -349,7 +352,7 @@ def capture(tree: object, *, arena: SlabArena, keep: bool = False, verify: bool 
     """
     captured = Capture(arena)
     try:
-        captured.describe(tree, keep=keep)
+        captured.describe(tree, is_lasting=is_lasting)
         captured.make_room(verify=verify)
         captured.copy()
     except BaseException:

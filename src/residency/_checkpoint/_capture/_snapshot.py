@@ -24,7 +24,7 @@ class Snapshot:
         self._arena = arena
         self._tree: object = None
         self._is_complete = False
-        # Whoever never asks for the tree leaves no loan behind.
+        # A snapshot whose tree is never asked for leaves no loan behind.
         self._end = weakref.finalize(self, captured.release)
         self._end.atexit = False
 
@@ -56,8 +56,10 @@ class Snapshot:
         return self.wait()._tree
 
     def _build(self, spans: dict[int, Tensor]) -> object:
-        kept = {id(held.block): held.keep(spans[id(held.block)]) for held in self._capture.held}
-        return tree_of(self._capture, kept)
+        tensors = {
+            id(held.block): held.hand_over(spans[id(held.block)]) for held in self._capture.held
+        }
+        return tree_of(self._capture, tensors)
 
 
 @callers_modes_off()
@@ -86,8 +88,8 @@ def snapshot(tree: object, *, verify: str = "gate", pin: bool = True) -> Snapsho
 
     Returns when the copies are queued. Training may go on at once: the current stream waits for
     the copies of buffers, the next optimizer step, on the device, for those of its own parameters
-    and states; the host waits for nothing. Who writes otherwise says so with
-    ``residency.mutating``.
+    and states; the host waits for nothing. Code that writes otherwise says so
+    with ``residency.mutating``.
 
     Args:
         tree: Modules, optimizers, LR schedulers, ``GradScaler``, whatever has ``state_dict`` and
@@ -110,11 +112,11 @@ def snapshot(tree: object, *, verify: str = "gate", pin: bool = True) -> Snapsho
         to 512, plus what is left at the end of each slab. The state of an offloaded optimizer is
         handed over, not copied; its next step moves to a second set of homes. The first call of its
         size page-locks all that, for which the host waits: seconds for gigabytes on CUDA. Torch
-        keeps the memory once nobody has the snapshot, and the next one of the same sizes takes it
+        keeps the memory once the snapshot is dropped, and the next one of the same sizes takes it
         from there. ``torch.accelerator.empty_host_cache()`` (torch 2.12 and later) gives it back to
         the system; so does whatever of this library finds too little host memory.
     """
     is_verified = check_verify(verify)
     arena = SlabArena(pin=pin)
-    captured = capture(tree, arena=arena, keep=True, verify=is_verified)
+    captured = capture(tree, arena=arena, is_lasting=True, verify=is_verified)
     return Snapshot(captured, arena)

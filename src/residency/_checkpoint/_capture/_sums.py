@@ -26,7 +26,7 @@ class Sums:
         self._spans = [block.span for block in blocks]
         self._before = [_sums_of(span) for span in self._spans]
         self._differs = _device.allocate_pinned(len(blocks)).view(torch.bool)
-        self._kept: list[Tensor] = []
+        self._on_device: list[Tensor] = []
 
     def compare(self) -> tuple[Tensor, Tensor]:
         """Computes the sums again, on the current stream.
@@ -39,12 +39,12 @@ class Sums:
             for before, span in zip(self._before, self._spans, strict=True)
         ]
         found = torch.stack(differs)
-        self._kept.append(found)  # until the copy has read it
+        self._on_device.append(found)  # until the copy has read it
         return self._differs, found
 
     def let_go(self) -> None:
         """Drops what is on the device, once the copies are done."""
-        self._spans, self._before, self._kept = [], [], []
+        self._spans, self._before, self._on_device = [], [], []
 
     def differs(self, block: Block) -> bool:
         """Returns whether the bytes changed; the copies' event is done."""

@@ -35,7 +35,7 @@ from residency._checkpoint._document._nodes import (
 )
 from residency._dtensor import is_sharded, local_of
 from residency._errors import RefusedError
-from residency._storages import is_wrapper
+from residency._storages import is_wrapper, storage_key
 from residency._transfer import Lent, Loans, owner_of
 
 # Wrappers that put themselves into the names of what they wrap, by the files that define them: who
@@ -53,7 +53,7 @@ _WRAPPERS = (
         "_fsdp_wrapped_module",
     ),
 )
-_KEEPS_STATE = ("state_dict", "load_state_dict")
+_STATE_METHODS = ("state_dict", "load_state_dict")
 
 
 @dataclass(slots=True)
@@ -74,13 +74,15 @@ class Description:
     loans: Loans = field(default_factory=Loans)
 
 
-def describe(tree: object, *, keep: bool = False, into: Description | None = None) -> Description:
+def describe(
+    tree: object, *, is_lasting: bool = False, into: Description | None = None
+) -> Description:
     """Describes a state tree, without a wait for the device.
 
     Args:
         tree: Modules, optimizers, LR schedulers, ``GradScaler``, whatever has ``state_dict`` and
             ``load_state_dict``, tensors, arrays, plain values, and containers of all these.
-        keep: Whether loans may last for good, as those of a snapshot do.
+        is_lasting: Whether loans may last for good, as those of a snapshot do.
         into: An empty description to fill, which knows of each loan before it begins.
 
     Raises:
@@ -88,7 +90,7 @@ def describe(tree: object, *, keep: bool = False, into: Description | None = Non
     """
     check_is_finite(tree)
     found = Description({}, {}) if into is None else into
-    walk = _StateWalk(tree, found.loans, keep)
+    walk = _StateWalk(tree, found.loans, is_lasting)
     try:
         found.tree = walk.encoder.node("", tree)
     except BaseException:
@@ -140,7 +142,7 @@ def clean_name(module: nn.Module, name: str) -> str:
 
     A hook of the wrapper may have taken its own word away already.
     """
-    kept: list[str] = []
+    named: list[str] = []
     words = deque(name.split("."))
     part: nn.Module | None = module
     while words and part is not None:
@@ -150,9 +152,9 @@ def clean_name(module: nn.Module, name: str) -> str:
             if words[0] == found[0]:
                 words.popleft()
             continue
-        kept.append(words.popleft())
-        part = part._modules.get(kept[-1])
-    return ".".join((*kept, *words))
+        named.append(words.popleft())
+        part = part._modules.get(named[-1])
+    return ".".join((*named, *words))
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,9 +225,9 @@ def _takes_its_values(value: object) -> bool:
 
 
 class _StateWalk:
-    def __init__(self, tree: Any, loans: Loans, keep: bool) -> None:
+    def __init__(self, tree: Any, loans: Loans, is_lasting: bool) -> None:
         self._loans = loans
-        self._keep = keep
+        self._is_lasting = is_lasting
         # Weakly: a cycle would keep tensors and loans until Python looks for cycles.
         me = weakref.proxy(self)
         self.encoder = Encoder(lambda path, value: me._object(path, value))
@@ -243,7 +245,7 @@ class _StateWalk:
             return self._scaler(path, value)
         if isinstance(value, Tensor):
             return None
-        if all(callable(getattr(value, name, None)) for name in _KEEPS_STATE):
+        if all(callable(getattr(value, name, None)) for name in _STATE_METHODS):
             return self._stateful(path, value)
         if _takes_its_values(value):
             node = mapping_node(MAPPING, self.encoder.pairs(path, value))
@@ -284,17 +286,18 @@ class _StateWalk:
         names = {p: self._names.get(p, index_names[p]) for p in parameters}
         if len(set(names.values())) < len(names):  # a module's parameter that is called "0"
             names = index_names
-        by_parameter, others, loose = self._state_of(optimizer)
+        by_parameter, others, by_other_key = self._state_of(optimizer)
         state = {}
         for parameter, values in by_parameter.items():
             name = names[parameter]
-            place = joined(joined(path, "state"), name)
+            inner_path = joined(joined(path, "state"), name)
             is_on_host = parameter.is_cpu
             state[name] = {
-                key: self._state(joined(place, key), v, is_on_host) for key, v in values.items()
+                key: self._state(joined(inner_path, key), v, is_on_host)
+                for key, v in values.items()
             }
             if parameter in self._replicated_parameters:
-                self.replicated |= {joined(place, key) for key in values}
+                self.replicated |= {joined(inner_path, key) for key in values}
         hyper = [
             {
                 key: self._value(joined(joined(path, f"param_groups.{index}"), key), value)
@@ -309,7 +312,7 @@ class _StateWalk:
             "parameters": [[names[p] for p in group["params"]] for group in optimizer.param_groups],
             "groups": hyper,
             "state": state,
-            "loose": self._value(joined(path, "loose"), loose),
+            "loose": self._value(joined(path, "loose"), by_other_key),
             "others": {k: self._value(joined(path, k), v) for k, v in others.items()},
         }
 
@@ -321,9 +324,9 @@ class _StateWalk:
         """
         owner = owner_of(optimizer)
         if owner is not None:
-            lent = owner.lend(optimizer, self._loans, keep=self._keep)
-            loose = {k: v for k, v in lent.items() if not isinstance(k, Tensor)}
-            return {k: v for k, v in lent.items() if isinstance(k, Tensor)}, {}, loose
+            lent = owner.lend(optimizer, self._loans, is_lasting=self._is_lasting)
+            by_other_key = {k: v for k, v in lent.items() if not isinstance(k, Tensor)}
+            return {k: v for k, v in lent.items() if isinstance(k, Tensor)}, {}, by_other_key
         saved = optimizer.state_dict()
         parameters = {
             index: parameter
@@ -394,7 +397,7 @@ def _storage_of(tensor: Tensor) -> int | None:
     """Returns which storage a tensor lies in; None where it has none of its own, or none yet."""
     if is_sharded(tensor) or is_lazy(tensor) or tensor.layout is not torch.strided:
         return None
-    return int(tensor.untyped_storage()._cdata)
+    return storage_key(tensor)
 
 
 def _names_in_common(module: nn.Module) -> set[str]:

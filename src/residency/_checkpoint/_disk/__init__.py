@@ -12,7 +12,6 @@ from residency._lazy import door
 
 if TYPE_CHECKING:
     from residency._checkpoint._disk._folder import SaveFolder
-    from residency._checkpoint._disk._layout import new_token, saving_name, step_of
     from residency._checkpoint._disk._lock import FileLock
     from residency._checkpoint._disk._manifest import (
         MANIFEST,
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from residency._checkpoint._disk._naming import ADVICE, damage_named
     from residency._checkpoint._disk._parts import FilePlan, Part, leased
     from residency._checkpoint._disk._publish import CheckpointDirectory, Retention
+    from residency._checkpoint._disk._published import new_token, saving_name, step_of
     from residency._checkpoint._disk._read import FileReads, Wanted, read_files
     from residency._checkpoint._disk._system import SYSTEM, sync_folder, write_file
     from residency._checkpoint._disk._verify import Verification, verify_save
@@ -69,7 +69,7 @@ __getattr__ = door(
     __name__,
     {
         "_folder": ["SaveFolder"],
-        "_layout": ["new_token", "saving_name", "step_of"],
+        "_published": ["new_token", "saving_name", "step_of"],
         "_lock": ["FileLock"],
         "_manifest": [
             "FileRecord",

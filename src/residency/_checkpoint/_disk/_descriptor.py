@@ -1,4 +1,4 @@
-"""An open file that nobody can lose: it is closed when it is let go of, whatever came between."""
+"""An open file that cannot get lost: it is closed when it is let go of, whatever came between."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 from collections import deque
 from contextlib import suppress
 
-# A pipe that has the name of a file is opened at once, and read as an empty file: without this,
-# who opens it waits for a writer, without end.
+# With this, a pipe in the place of a file is opened at once and reads as an empty file; without it,
+# `open` would wait for a writer, without end.
 _O_NONBLOCK: int = getattr(os, "O_NONBLOCK", 0)
 
 
 class Descriptor:
-    """An open file or directory, which the system's calls take as the number that it has.
+    """An open file or directory; system calls take it in the place of its number.
 
     Python takes a signal between any two of its own instructions, and none within a call of C. So
     the number passes from the system to this object, and from it to the system, within one such
@@ -24,7 +24,7 @@ class Descriptor:
         flags: As for ``os.open``. Where another program is executed, the file is closed.
     """
 
-    _numbers: list[int] = []  # noqa: RUF012 - of one that an interrupt left unmade
+    _numbers: list[int] = []  # noqa: RUF012 - where an interrupt came before `__init__`
 
     def __init__(self, path: str | os.PathLike[str], flags: int) -> None:
         self._numbers = []

@@ -204,10 +204,10 @@ def _parse_entry(
     num_bytes = data[1] - data[0]
     if _size_bits(dtype, shape) != num_bytes * 8:
         _fail(file, f"{name!r} has {num_bytes} bytes for {dtype} of the shape {shape}", name)
-    place = offsets.get(name)
-    if place is not None and len(place) != len(shape):
-        _fail(file, f"the shard {name!r} of the shape {shape} begins at {list(place)}", name)
-    return data[0], Record(name, dtype, tuple(shape), num_bytes, place)
+    begin = offsets.get(name)
+    if begin is not None and len(begin) != len(shape):
+        _fail(file, f"the shard {name!r} of the shape {shape} begins at {list(begin)}", name)
+    return data[0], Record(name, dtype, tuple(shape), num_bytes, begin)
 
 
 def _parse_sharding(metadata: object, file: str) -> dict[str, tuple[int, ...]]:
@@ -219,13 +219,13 @@ def _parse_sharding(metadata: object, file: str) -> dict[str, tuple[int, ...]]:
         return {}
     try:
         found = parse_json(metadata[_SHARDING])
-        places = {name: fields[_OFFSETS] for name, fields in found.items()}
+        begins = {name: fields[_OFFSETS] for name, fields in found.items()}
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         _fail(file, f"its {_SHARDING} is not readable: {error!r}")
-    for name, place in places.items():
-        if not _is_counts(place):
-            _fail(file, f"the shard {name!r} begins at {reprlib.repr(place)}", name)
-    return {name: tuple(place) for name, place in places.items()}
+    for name, begin in begins.items():
+        if not _is_counts(begin):
+            _fail(file, f"the shard {name!r} begins at {reprlib.repr(begin)}", name)
+    return {name: tuple(begin) for name, begin in begins.items()}
 
 
 def _is_counts(values: object) -> bool:

@@ -2,8 +2,9 @@
 
 A save carries its manifest; a save under way the file that its writers lock, or the reports of its
 ranks. In a folder with such a mark the files that it names are ours, and in one without a mark only
-what begins as a file of ours does. Whatever else is there is left, and stops nothing. Invariant:
-nothing is removed that is not a regular file or an empty directory (`test_foreign.py`).
+what begins as a file of ours does. Whatever else is there is left, and stops nothing. Invariant,
+which ``tests/checkpoint/disk/test_foreign.py`` tries to break: nothing is removed that is not a
+regular file or an empty directory.
 """
 
 from __future__ import annotations

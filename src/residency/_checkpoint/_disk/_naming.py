@@ -27,11 +27,11 @@ def unreadable(path: str | os.PathLike[str], error: OSError, *, at: str = "") ->
 
 
 @contextmanager
-def damage_named(place: Path, *, file: str | None = None, advice: str = ADVICE) -> Iterator[None]:
+def damage_named(path: Path, *, file: str | None = None, advice: str = ADVICE) -> Iterator[None]:
     """Adds to an error of damage where it is, and what to do, unless a block within has done so.
 
     Args:
-        place: The save's directory, or the only file.
+        path: The save's directory, or the only file.
         file: The name, in the directory, of the file that errors mean which name none.
         advice: What to do.
     """
@@ -40,8 +40,8 @@ def damage_named(place: Path, *, file: str | None = None, advice: str = ADVICE) 
     except CorruptSaveError as error:
         if ADVICE in str(error):
             raise
-        folder = place if place.is_dir() else place.parent
-        error.file = error.file or file or (place.name if folder != place else None)
+        folder = path if path.is_dir() else path.parent
+        error.file = error.file or file or (path.name if folder != path else None)
         message = str(error)
         if error.file is not None and message.startswith(error.file):
             message = f"{folder / message}"

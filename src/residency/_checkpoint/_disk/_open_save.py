@@ -1,4 +1,6 @@
-"""A published save as it is found: its manifest and its headers, all checked before any tensor."""
+"""Opens a published save: reads its manifest and its headers, and checks all of them before any
+tensor is read.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ class StoredSave:
     Attributes:
         step: The training step.
         folder: Its directory.
-        documents: The rest of each rank's state, as JSON, by rank.
+        documents: Each rank's state without the bytes of its tensors, as JSON, by rank.
         entries: Where each tensor's bytes are, by its name: one entry, or one per shard.
         files: What the manifest says of each file, by its name.
         rank_of_file: Which rank wrote each file.

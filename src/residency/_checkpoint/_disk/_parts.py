@@ -60,7 +60,7 @@ class Lease:
 
     Args:
         part: What it is.
-        counting: A lock that nobody holds for long; the leases of a save have one together.
+        counting: A lock that no thread holds for long; the leases of a save have one together.
     """
 
     def __init__(self, part: Stores, counting: threading.Lock) -> None:

@@ -19,13 +19,6 @@ from pathlib import Path
 
 from residency._checkpoint._disk._check import read_back
 from residency._checkpoint._disk._dry import is_dry
-from residency._checkpoint._disk._layout import (
-    LOCK,
-    PublishedSaves,
-    new_token,
-    saving_name,
-    step_name,
-)
 from residency._checkpoint._disk._lock import FileLock, WriterLock
 from residency._checkpoint._disk._manifest import (
     MANIFEST,
@@ -36,6 +29,13 @@ from residency._checkpoint._disk._manifest import (
 from residency._checkpoint._disk._marks import WRITERS
 from residency._checkpoint._disk._open_save import StoredSave, open_save, read_manifest
 from residency._checkpoint._disk._parts import Lease, leased
+from residency._checkpoint._disk._published import (
+    LOCK,
+    PublishedSaves,
+    new_token,
+    saving_name,
+    step_name,
+)
 from residency._checkpoint._disk._ranks import Attempt
 from residency._checkpoint._disk._request import SaveRequest
 from residency._checkpoint._disk._retention import Retention
@@ -103,7 +103,7 @@ class CheckpointDirectory:
         self._reads_back = reads_back
         self._chunk_bytes = chunk_bytes
         self._system = system
-        self._layout = PublishedSaves(system, self.path)
+        self._published = PublishedSaves(system, self.path)
         self._lock = WriterLock(system, self.path / LOCK)
         self._failed: deque[Attempt] = deque()  # the last: not cleaned up, so that others see it
         self._known: frozenset[Path] = frozenset()  # failures that this rank's attempts have seen
@@ -111,7 +111,7 @@ class CheckpointDirectory:
     def steps(self) -> list[int]:
         """Returns the steps whose saves are published, ascending."""
         with self._explaining("be listed"):
-            return list(self._layout.published())
+            return list(self._published.published())
 
     def folder(self, step: int) -> Path:
         """Returns where the save of a step lies.
@@ -120,7 +120,7 @@ class CheckpointDirectory:
             CheckpointError: There is none.
         """
         with self._explaining("be listed"):
-            published = self._layout.published()
+            published = self._published.published()
         if step not in published:
             known = ", ".join(map(str, published)) or "none"
             raise CheckpointError(
@@ -162,7 +162,7 @@ class CheckpointDirectory:
             self.check_writable(0)
             self._lock.take_or_refuse()
             try:
-                self._layout.repair()
+                self._published.repair()
             except BaseException:
                 self._lock.give_back()
                 raise
@@ -187,7 +187,7 @@ class CheckpointDirectory:
         probe = self.path / f".probe-{new_token()}"
         try:
             self._make_folder(self.path)
-            self._layout.names()
+            self._published.names()
             close_quietly(self._system, self._system.open(probe, os.O_WRONLY | os.O_CREAT))
             with suppress(FileNotFoundError):
                 self._system.unlink(probe)
@@ -266,7 +266,7 @@ class CheckpointDirectory:
 
     def _attempt_at(self, request: SaveRequest, timeout_seconds: float = 0.0) -> Attempt:
         return Attempt(
-            self._layout,
+            self._published,
             self._system,
             step=request.step,
             token=request.token,
@@ -347,11 +347,11 @@ class CheckpointDirectory:
         Raises:
             OSError: It could not be renamed; what was published before is as it was.
         """
-        replaced = self._layout.publish(folder, step)
+        replaced = self._published.publish(folder, step)
         try:
             if replaced is not None:
-                self._layout.remove(replaced)
-            self._layout.point_latest()
+                self._published.remove(replaced)
+            self._published.point_latest()
         except OSError as error:  # the save is published: an error here would say that it is not
             _logger.warning("%s was not tidied up after a save: %s", self.path, str(error))
 
@@ -403,10 +403,12 @@ class CheckpointDirectory:
         with self._locked():
             removed = []
             with self._explaining("be thinned out"):
-                self._layout.sync()
+                self._published.sync()
                 for step in self.beyond(retention, spare=spare):
                     folder = self.folder(step)
-                    if self._layout.remove(folder) or not exists(self._system, folder / MANIFEST):
+                    if self._published.remove(folder) or not exists(
+                        self._system, folder / MANIFEST
+                    ):
                         removed.append(step)
             return removed
 
@@ -423,13 +425,13 @@ class CheckpointDirectory:
 
     def _clean_up(self, spare: str = "") -> list[Path]:
         removed = []
-        self._layout.repair()
-        for folder in self._layout.saving():
+        self._published.repair()
+        for folder in self._published.saving():
             if not (spare and folder.name.startswith(spare)):
                 lock = FileLock(self._system, folder / WRITERS)
                 try:
                     is_dead = lock.take(shared=False) and lock.is_enforced
-                    if is_dead and self._layout.remove(folder):
+                    if is_dead and self._published.remove(folder):
                         removed.append(folder)
                 except FileNotFoundError:
                     continue  # its last writer removed it meanwhile

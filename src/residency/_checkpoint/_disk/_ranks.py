@@ -5,7 +5,8 @@ of its own, drawn at random. Ranks do not count: one may have failed, or left a 
 another made. Another rank offers its attempt by an entry in rank 0's directory; rank 0 takes one of
 each rank, by renaming the entry; only then that rank moves its files there. Both have seen the
 other's name then, so both are alive, and what an earlier attempt left has no part in it. A rank
-that fails says so in its directory's name, which rank 0, or whoever rank 0 took, obeys at once.
+that fails says so in its directory's name, which rank 0, or each rank that rank 0 took, obeys at
+once.
 
 [Note: a failure in doubt] A rank that finds the failure of another, and no sign that it concerns
 its own attempt, cannot know whether the other one failed in this call or in one that this rank left
@@ -23,13 +24,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from residency._checkpoint._disk._folder import SaveFolder
-from residency._checkpoint._disk._layout import (
-    PublishedSaves,
-    RankFolder,
-    new_token,
-    saving_name,
-    step_name,
-)
 from residency._checkpoint._disk._manifest import (
     MANIFEST,
     RankReport,
@@ -44,6 +38,13 @@ from residency._checkpoint._disk._marks import (
     failure_name,
     remove_own,
     report_name,
+)
+from residency._checkpoint._disk._published import (
+    PublishedSaves,
+    RankFolder,
+    new_token,
+    saving_name,
+    step_name,
 )
 from residency._checkpoint._disk._system import (
     System,
@@ -97,7 +98,7 @@ class Attempt:
         self._attempt = new_token()
         self.name = f"{token}-{rank:05d}-{self._attempt}"
         self.folder = SaveFolder(system, layout.path / saving_name(step, self.name))
-        self._layout = layout
+        self._published = layout
         self._system = system
         self._step = step
         self._token = token
@@ -108,14 +109,14 @@ class Attempt:
         self._is_repeated = is_repeated
         self._offered: set[Path] = set()
         self._in_doubt_since: dict[int, float] = {}
-        self._is_told = False  # by rank 0, that the save failed
+        self._knows_of_failure = False  # by rank 0, that the save failed
 
     def begin(self) -> None:
         """Makes this rank's directory, and offers to take part to rank 0, if it is there."""
         for other in self._others():
             if other.rank == self._rank and not other.has_failed:  # of a process that died
                 with suppress(OSError):
-                    self._layout.remove(other.path)
+                    self._published.remove(other.path)
         self.folder.join()
         if self._rank != 0:
             self._offer()
@@ -167,7 +168,7 @@ class Attempt:
         attempts = {(entry.rank, entry.attempt) for entry in entries}
         for other in others:
             if other.has_failed and (other.rank, other.attempt) in attempts:
-                raise self._told(other)
+                raise self._failure_of(other)
         taken = {entry.rank for entry in entries if entry.is_taken}
         for rank in missing:
             of_rank = [other for other in others if other.rank == rank]
@@ -192,7 +193,7 @@ class Attempt:
         """Removes what failed attempts at this step left, once it is published."""
         for other in self._others():
             if other.has_failed:
-                self._layout.remove(other.path)
+                self._published.remove(other.path)
 
     # ------------------------------------------------------------------------------- other ranks
 
@@ -253,7 +254,7 @@ class Attempt:
             own = mine.pop(self._attempt, None)
             if own is not None and own.is_taken:
                 if other.has_failed:
-                    raise self._told(other)
+                    raise self._failure_of(other)
                 return [other]
             if mine:  # it goes with an earlier attempt of this rank
                 continue
@@ -282,7 +283,7 @@ class Attempt:
                 "Raise timeout_seconds where it is slow."
             )
         try:
-            data = read_file(self._system, self._layout.path / step_name(self._step) / MANIFEST)
+            data = read_file(self._system, self._published.path / step_name(self._step) / MANIFEST)
         except FileNotFoundError:
             data = b""
         name = first.path.name.removeprefix(saving_name(self._step, ""))
@@ -292,8 +293,8 @@ class Attempt:
     def _given_up(self, first: RankFolder) -> CheckpointError:
         for other in self._others():
             if other.has_failed and other.attempt == first.attempt:
-                return self._told(other)
-        self._is_told = True
+                return self._failure_of(other)
+        self._knows_of_failure = True
         return CheckpointError(f"rank 0 gave up the save of step {self._step}.")
 
     # -------------------------------------------------------------------------------------- all
@@ -301,7 +302,7 @@ class Attempt:
     def fail(self, error: BaseException) -> None:
         """Tells the other ranks, and removes what this rank wrote; raises nothing of its own."""
         with suppress(OSError, CheckpointError):
-            if self._world_size == 1 or self._is_told:  # nobody else is to know
+            if self._world_size == 1 or self._knows_of_failure:  # no other rank is to know
                 remove_own(self._system, self.folder.path)
                 return
             if not self.folder.has_joined:
@@ -330,16 +331,16 @@ class Attempt:
         now = self._system.now_seconds()
         begun = self._in_doubt_since.setdefault(rank, now)
         if self._is_repeated():
-            raise self._told(failed[-1])
+            raise self._failure_of(failed[-1])
         if now < begun + min(_PART_IN_DOUBT * self._timeout_seconds, _MAX_SECONDS_IN_DOUBT):
             return True
         if all(each.has_failed for each in attempts):
-            raise self._told(failed[-1])
+            raise self._failure_of(failed[-1])
         return False
 
-    def _told(self, other: RankFolder) -> CheckpointError:
+    def _failure_of(self, other: RankFolder) -> CheckpointError:
         """Returns the error of a rank that learns of another's failure."""
-        self._is_told = self._rank != 0  # the others hear it from rank 0
+        self._knows_of_failure = self._rank != 0  # the others hear it from rank 0
         try:
             reason = str(
                 json.loads(read_file(self._system, other.path / failure_name(other.rank)))["reason"]
@@ -349,7 +350,7 @@ class Attempt:
         return CheckpointError(f"rank {other.rank} failed to save step {self._step}: {reason}")
 
     def _others(self) -> list[RankFolder]:
-        found = self._layout.of_ranks(self._step, self._token)
+        found = self._published.of_ranks(self._step, self._token)
         return [each for each in found if each.attempt != self._attempt]
 
     def _wait(self, is_done: Callable[[], bool]) -> bool:

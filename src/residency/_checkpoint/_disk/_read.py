@@ -1,10 +1,11 @@
 """Reads wanted ranges of files into host memory, checking every chunk that it touches.
 
 Bytes go by ``os.preadv`` straight to where they are wanted, or into a slot of a ring from which the
-caller carries them on. Where checksums are known, a file is read in whole chunks, and what nobody
-wants of a chunk goes to a scratch buffer. Invariant: a read that ends without an error has handed
-on bytes of chunks only that are as they were written, and host memory beside the targets was the
-ring, plus ``SCRATCH_BYTES`` for each thread.
+caller carries them on. Where checksums are known, a file is read in whole chunks, and what is not
+wanted of a chunk goes to a scratch buffer. Invariant, which
+``tests/checkpoint/restore/test_read.py`` tries to break: a read that ends without an error has
+handed on the bytes that were written, as the checksum of each chunk says; beside its targets it has
+taken the ring, and ``SCRATCH_BYTES`` of host memory for each thread.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ class Wanted:
         num_bytes: How many are wanted, at least one.
         tensor: Whose they are; errors name it.
         target: Writable host memory of that size; None sends the bytes through the ring.
-        place: The caller's, who finds it again in an ``Arrival``.
+        destination: The caller's, who finds it again in an ``Arrival``.
     """
 
     start: int
     num_bytes: int
     tensor: str
     target: memoryview | None = None
-    place: Any = None
+    destination: Any = None
 
     @property
     def stop(self) -> int:
@@ -227,9 +228,9 @@ class _Filled(NamedTuple):
 class _Pool:
     """The threads that run the tasks, and hand what they filled to the calling thread.
 
-    Invariant: once ``stop`` is over no thread writes into a target, whatever interrupted the
-    caller: one that has begun is joined, one that begins later finds that it is to stop.
-    ``test_a_read_that_is_interrupted_writes_nothing_later`` tries to break it.
+    Invariant, which ``tests/checkpoint/restore/test_read.py`` tries to break: once ``stop`` is over
+    no thread writes into a target, whatever interrupted the caller: one that has begun is joined,
+    one that begins later finds that it is to stop.
     """
 
     def __init__(self, tasks: queue.SimpleQueue[_Task], num_tasks: int, ring: Ring | None) -> None:
@@ -474,7 +475,7 @@ def _steps(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _bridged(spans: Sequence[_FileRange]) -> list[_FileRange]:
-    """Returns the spans with short gaps between them as spans that nobody wants."""
+    """Returns the spans with short gaps between them as spans that are not wanted."""
     bridged: list[_FileRange] = []
     for span in spans:
         if bridged and 0 < span.start - bridged[-1].stop <= _BRIDGED_BYTES:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from residency._checkpoint._disk._layout import check_token
 from residency._checkpoint._disk._manifest import check_file_name
 from residency._checkpoint._disk._marks import DATA_SUFFIX
 from residency._checkpoint._disk._parts import FilePlan
+from residency._checkpoint._disk._published import check_token
 from residency._errors import InvalidArgumentError
 
 

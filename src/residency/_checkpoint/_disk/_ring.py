@@ -1,4 +1,6 @@
-"""The buffers through which a read goes that has no target of its own."""
+"""Buffers for bytes that a read brings and its caller carries on, to a device: each is filled,
+emptied and filled again.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ class Slot:
 
     Attributes:
         memory: Its bytes.
-        owner: The caller's, such as the allocation that they belong to.
+        tag: What the caller wants to find again with the slot, such as where it begins.
     """
 
     memory: memoryview
-    owner: Any = None
+    tag: Any = None
 
 
 class Ring:

@@ -8,9 +8,10 @@ multiple of 512, or at a page where it does not say) go to the disk from where t
 through a buffer of one chunk that each thread has. So do all from then on where the kernel cannot
 take bytes from where they are: memory that a driver has mapped, as page-locked memory may be.
 
-Invariant: the bytes that are summed are those that are handed to the system. An `_Image` has both
-the sum and the write of a chunk, over the same buffers, padding included; there is no other way to
-either (`test_what_is_summed_is_what_is_handed_to_the_system`).
+Invariant, which ``tests/checkpoint/disk/test_alignment.py`` tries to break: the bytes that are
+summed are those that are handed to the system. An `_Image` has both the sum and the write of a
+chunk, over the same buffers, padding included; there is no other way to either
+(`test_what_is_summed_is_what_is_handed_to_the_system`).
 
 Memory: 4 x (chunk + 4 KiB) on the host for buffers, plus the files' headers.
 """
@@ -362,7 +363,7 @@ class _Crew:
             image.let_go()
             image = _Image(buffers, bounce, alignment, copy=True)
             self._write_image(chunk, image, direct=file.is_direct)
-        image.let_go()  # nobody looks at a part's bytes after its release
+        image.let_go()  # no thread looks at a part's bytes after its release
         buffers.clear()
         for lease in chunk.leases:
             if lease is not None:
@@ -395,10 +396,10 @@ class _Image:
     """The bytes of one chunk, as they are summed and as they are handed to the system.
 
     Args:
-        pieces: The bytes, one behind the other; at least one is.
+        views: The bytes, one behind the other; at least one is.
         bounce: The thread's own buffer, of one chunk and a page more.
         alignment: What a direct write asks of memory; None for a write through the page cache.
-        copy: Whether the pieces go through the buffer though they lie as they should.
+        copy: Whether the views go through the buffer though they lie as they should.
 
     Attributes:
         is_copy: Whether they do.
@@ -406,19 +407,19 @@ class _Image:
 
     def __init__(
         self,
-        pieces: Sequence[memoryview],
+        views: Sequence[memoryview],
         bounce: memoryview,
         alignment: int | None,
         *,
         copy: bool,
     ) -> None:
-        self.num_bytes = sum(piece.nbytes for piece in pieces)
+        self.num_bytes = sum(view.nbytes for view in views)
         self._padding = 0 if alignment is None else -self.num_bytes % ALIGNMENT
-        is_fit = len(pieces) <= _MAX_BUFFERS and self._padding == 0 and not copy
+        is_fit = len(views) <= _MAX_BUFFERS and self._padding == 0 and not copy
         self.is_copy = not is_fit or not (
-            alignment is None or all(_is_aligned(each, alignment) for each in pieces)
+            alignment is None or all(_is_aligned(each, alignment) for each in views)
         )
-        self._buffers = [_gather(pieces, bounce, self._padding)] if self.is_copy else list(pieces)
+        self._buffers = [_gather(views, bounce, self._padding)] if self.is_copy else list(views)
 
     def crc32(self) -> int:
         """Returns the checksum of the chunk, without its padding."""

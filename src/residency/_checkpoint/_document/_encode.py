@@ -1,7 +1,8 @@
 """Turns Python values into the JSON nodes of a save's document; tensors become named leaves.
 
-No pickle: a value of a kind that is not listed here is refused by its name. Invariant: what is
-encoded shares nothing mutable with the caller, except the tensors, which the leaves hold.
+No pickle: a value of a kind that is not listed here is refused by its name. Invariant, which
+``tests/checkpoint/restore/test_kinds.py`` tries to break: what is encoded shares nothing mutable
+with the caller, except the tensors, which the leaves hold.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class Encoder:
         ]
 
     def bytes_of(self, name: str, data: Any) -> dict[str, Any]:
-        """Returns what a node has of bytes that nobody else writes."""
+        """Returns what a node has of bytes that no other code writes."""
         if self.is_inline:
             return inline_bytes(bytes(data))
         with callers_modes_off():

@@ -1,8 +1,8 @@
 """The kinds of values that a save holds: how each is known, written, read and filled in place.
 
-One table for both directions. Invariant: a value is of a kind by its very class, never by one that
-it inherits from; what is written of a value of a kind gives, read again, an equal value of the same
-class (``tests/checkpoint/restore/test_kinds.py`` tries to break it).
+One table for both directions. Invariant, which ``tests/checkpoint/restore/test_kinds.py`` tries to
+break: a value is of a kind by its very class, never by one that it inherits from; what is written
+of a value of a kind gives, read again, an equal value of the same class.
 """
 
 from __future__ import annotations

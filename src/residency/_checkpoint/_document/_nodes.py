@@ -109,7 +109,8 @@ def read_document(document: object) -> dict[str, Node]:
 
     Raises:
         CorruptSaveError: The document has no tree, a node lacks what its kind has, or is nested
-            deeper than a save can be. Kinds that are not known are left to whoever decodes them.
+            deeper than a save can be. Kinds that are not known are left to the code that decodes
+            them.
     """
     tree = document.get("tree") if isinstance(document, dict) else None
     if not isinstance(tree, dict) or (KIND in tree and kind_of(tree) not in MAPPINGS):

@@ -20,12 +20,13 @@ from residency._errors import CorruptSaveError
 
 @dataclass(frozen=True, slots=True)
 class TensorNote:
-    """A note that makes sense by itself.
+    """A note that was read: what the document says of one tensor, free of contradictions.
 
     Attributes:
-        dtype: Of what is stored as bytes, or of a view; None where the header has it.
-        shape: Goes with ``dtype``.
-        of: Whose bytes a view shares; None for a tensor with bytes of its own.
+        dtype: The tensor's, where the file's header has another: of a view, and of a dtype that the
+            format lacks, whose bytes the header calls ``uint8``. None where the header has it.
+        shape: The tensor's, where there is a ``dtype``.
+        of: The name of the tensor whose bytes a view shares; None for one with bytes of its own.
         start: The view's first byte among those.
         stride: The view's, in its own elements.
         whole_shape: Of the tensor that this is a shard of; None for a whole one.
@@ -56,7 +57,7 @@ class TensorNote:
         return (1 + sum((size - 1) * step for size, step in steps)) * self.dtype.itemsize
 
 
-PLAIN = TensorNote()
+PLAIN = TensorNote()  # of a tensor of which the header says everything
 
 
 def bytes_note(dtype: torch.dtype, shape: Sequence[int]) -> dict[str, Any]:

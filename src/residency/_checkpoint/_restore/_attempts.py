@@ -7,10 +7,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from residency._checkpoint._disk._layout import step_name
 from residency._checkpoint._disk._manifest import MANIFEST
 from residency._checkpoint._disk._naming import damage_named
 from residency._checkpoint._disk._publish import CheckpointDirectory
+from residency._checkpoint._disk._published import step_name
 from residency._checkpoint._job import Ranks
 from residency._checkpoint._progress import progress_bar
 from residency._checkpoint._restore._restore import PlannedState, plan_state
@@ -26,7 +26,7 @@ class Attempts:
 
     Attributes:
         directory: Where the saves are.
-        ranks: This process's place among the ranks.
+        ranks: Which rank this process is, and of how many.
         state: What to fill.
         strict: Whether differences are refused.
         rng: Whether the random number generators go back, too.
@@ -44,7 +44,7 @@ class Attempts:
 
     def restore(self, step: int | None) -> int:
         """Restores a step, or the newest whole one; returns which; see ``Checkpointer.restore``."""
-        touched: list[int] = []  # whose bytes some tensors may have
+        touched: list[int] = []  # the steps of which some tensors may have bytes by now
         tried: set[tuple[int, _Identity]] = set()
         published = self._published(step)
         while True:

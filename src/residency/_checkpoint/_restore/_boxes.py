@@ -64,25 +64,25 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def count_stretches(part: Box, source: Box, target: Box) -> int:
+def count_stretches(box: Box, source: Box, target: Box) -> int:
     """Returns how many ranges ``stretches`` would yield."""
-    if part.shape == source.shape == target.shape:
+    if box.shape == source.shape == target.shape:
         return 1
-    return math.prod(part.shape[: _first_inner(part, source, target)])
+    return math.prod(box.shape[: _first_inner(box, source, target)])
 
 
-def stretches(part: Box, source: Box, target: Box) -> Iterator[Stretch]:
-    """Yields the ranges of ``part`` in a saved shard and in a target, both in row-major order."""
-    if part.shape == source.shape == target.shape:  # as for all that is not sharded
-        yield Stretch(0, 0, part.numel)
+def stretches(box: Box, source: Box, target: Box) -> Iterator[Stretch]:
+    """Yields the ranges of ``box`` in a saved shard and in a target, both in row-major order."""
+    if box.shape == source.shape == target.shape:  # as for all that is not sharded
+        yield Stretch(0, 0, box.numel)
         return
-    inner = _first_inner(part, source, target)
-    numel = math.prod(part.shape[inner:])
-    in_source, in_target = part.within(source), part.within(target)
+    inner = _first_inner(box, source, target)
+    numel = math.prod(box.shape[inner:])
+    in_source, in_target = box.within(source), box.within(target)
     source_strides, target_strides = row_major(source.shape), row_major(target.shape)
     source_start = _element(in_source.offsets, source_strides)
     target_start = _element(in_target.offsets, target_strides)
-    for index in product(*(range(size) for size in part.shape[:inner])):
+    for index in product(*(range(size) for size in box.shape[:inner])):
         yield Stretch(
             source_start + _element(index, source_strides),
             target_start + _element(index, target_strides),
@@ -90,12 +90,12 @@ def stretches(part: Box, source: Box, target: Box) -> Iterator[Stretch]:
         )
 
 
-def _first_inner(part: Box, source: Box, target: Box) -> int:
+def _first_inner(box: Box, source: Box, target: Box) -> int:
     """Returns the dimension from which on elements of the part lie in order on both sides."""
-    inner = len(part.shape)
+    inner = len(box.shape)
     while inner > 0:
         inner -= 1
-        size = part.shape[inner]
+        size = box.shape[inner]
         if size != source.shape[inner] or size != target.shape[inner]:
             break
     return inner
@@ -109,19 +109,19 @@ class BoxSpan(NamedTuple):
     """A box of a saved shard with the range of elements in which it lies.
 
     Attributes:
-        part: The box, in the whole tensor.
+        box: The box, in the whole tensor.
         start: The first element's place in the saved shard.
         numel: From the first element to the last, those between that are of no part included.
     """
 
-    part: Box
+    box: Box
     start: int
     numel: int
 
 
-def spans(part: Box, source: Box, strides: Sequence[int], most_elements: int) -> Iterator[BoxSpan]:
+def spans(box: Box, source: Box, strides: Sequence[int], most_elements: int) -> Iterator[BoxSpan]:
     """Cuts a box until each piece spans at most ``most_elements`` of the saved shard's memory."""
-    pending = [part]
+    pending = [box]
     while pending:
         box = pending.pop()
         start = _element(box.within(source).offsets, strides)

@@ -1,8 +1,10 @@
-"""Walks the user's state beside a save's document: every value finds its place, or is noted.
+"""Goes through the user's state and a save's document side by side, and plans for each value what
+is restored into it, or notes why nothing can be.
 
 What is in the state stays the object that it is and is filled in place, plain mappings and lists
 too; what cannot be changed in place (numbers, tuples) is put into its parent. Lists and mappings
-take what was saved: a longer list, more keys. Invariant: nothing changes before the plan's
+take what was saved: a longer list, more keys. Invariant, which
+``tests/checkpoint/restore/test_document.py`` tries to break: nothing changes before the plan's
 ``after``.
 """
 
@@ -306,7 +308,7 @@ def _is_fit(kind: str | None, node: Any, value: Any) -> bool:
 
 
 def _is_read_only(node: Any, value: Any) -> bool:
-    """Returns whether a saved array is one that is here, into which nobody may write."""
+    """Returns whether a saved array is one that is here, into which no code may write."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is None or type(value) is not numpy.ndarray or value.flags.writeable:
         return False

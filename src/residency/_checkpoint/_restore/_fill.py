@@ -1,9 +1,10 @@
 """Moves bytes from files into tensors, in place: straight into host memory, and through a ring of
 page-locked slots and the h2d lane onto the device.
 
-Invariant: what is beside the targets is the ring, on the host, and for a device tensor whose
-elements are not in order one slot, on the device. Writers of device storage pass the gate first,
-and the current stream waits for the lane.
+Invariant, which ``tests/checkpoint/restore/test_fill.py`` tries to break: beside the targets, a
+fill takes the ring, on the host, and one slot on the device where a device tensor's elements do not
+lie in order. Before it writes into the device it passes the gate, and the current stream waits for
+the lane.
 """
 
 from __future__ import annotations
@@ -117,8 +118,8 @@ def fill(
             _read_in_order(work, checksums, ring, on_bytes)
             _wait_for_lanes(devices)
             if ring is not None:
-                for part in work.of_tensors:
-                    _carry(part, ring)
+                for overlap in work.of_tensors:
+                    _carry(overlap, ring)
                 _wait_for_lanes(devices)
                 _read_out_of_order(work.out_of_order, checksums, ring)
     finally:
@@ -157,7 +158,7 @@ class Staging:
         memory = memory_of(self._slab.data)
         self.ring = Ring(
             [
-                Slot(memory[start : start + self.slot_bytes], owner=start)
+                Slot(memory[start : start + self.slot_bytes], tag=start)
                 for start in range(0, num_slots * self.slot_bytes, self.slot_bytes)
             ]
         )
@@ -189,13 +190,13 @@ class Staging:
         stride: Sequence[int],
     ) -> Tensor:
         """Returns what lies in a slot as a tensor."""
-        typed = self._slab.data[slot.owner + offset : slot.owner + self.slot_bytes]
+        typed = self._slab.data[slot.tag + offset : slot.tag + self.slot_bytes]
         whole = typed.numel() // dtype.itemsize * dtype.itemsize
         return typed[:whole].view(dtype).as_strided(tuple(shape), tuple(stride), None)
 
     def run(self, slot: Slot, slot_offset: int, target_offset: int, num_bytes: int) -> CopyRun:
         """Returns the copy of a slot's bytes to a place in a device buffer."""
-        return CopyRun(self._slab, slot.owner + slot_offset, target_offset, num_bytes)
+        return CopyRun(self._slab, slot.tag + slot_offset, target_offset, num_bytes)
 
 
 class _ShardBox(NamedTuple):
@@ -233,14 +234,14 @@ class _Work:
 
     @property
     def needs_ring(self) -> bool:
-        is_staged = any(not part.target.local.is_cpu for part in self.in_order)
+        is_staged = any(not overlap.target.local.is_cpu for overlap in self.in_order)
         return bool(is_staged or self.of_tensors or self.out_of_order)
 
     @property
     def ring_bytes(self) -> int:
         """A ring that all of it fits into."""
         parts = (*self.in_order, *self.of_tensors, *self.out_of_order)
-        total = sum(part.box.numel * part.shard.dtype.itemsize for part in parts)
+        total = sum(overlap.box.numel * overlap.shard.dtype.itemsize for overlap in parts)
         return max(1 << total.bit_length(), 2 * _SMALLEST_SLOT)
 
 
@@ -255,18 +256,18 @@ def _sorted_out(assignments: Iterable[Assignment]) -> _Work:
             box = target.box.overlap(shard_box)
             if box is None:
                 continue
-            part = _ShardBox(target, shard, box, shard_box)
+            overlap = _ShardBox(target, shard, box, shard_box)
             if shard.tensor is not None:
-                work.of_tensors.append(part)
-            elif _is_in_order(part):
-                work.in_order.append(part)
+                work.of_tensors.append(overlap)
+            elif _is_in_order(overlap):
+                work.in_order.append(overlap)
             else:
-                work.out_of_order.append(part)
+                work.out_of_order.append(overlap)
     return work
 
 
-def _is_in_order(part: _ShardBox) -> bool:
-    target, shard, box, shard_box = part
+def _is_in_order(overlap: _ShardBox) -> bool:
+    target, shard, box, shard_box = overlap
     if not target.local.is_contiguous():
         return False
     if shard.stride is not None and tuple(shard.stride) != row_major(shard.shape):
@@ -282,14 +283,14 @@ def _read_in_order(
     on_bytes: Callable[[int], None] | None,
 ) -> None:
     wanted: dict[Path, list[Wanted]] = {}
-    for part in work.in_order:
-        assert part.shard.file is not None
-        wanted.setdefault(part.shard.file, []).extend(_ranges(part))
+    for overlap in work.in_order:
+        assert overlap.shard.file is not None
+        wanted.setdefault(overlap.shard.file, []).extend(_ranges(overlap))
 
     def consume(slot: Slot, arrivals: Sequence[FilledSlot]) -> None:
         assert ring is not None
         for each in arrivals:
-            flat, first = each.wanted.place
+            flat, first = each.wanted.destination
             run = ring.run(slot, each.slot_offset, first + each.first, each.num_bytes)
             event = lanes_of(flat.device).load(flat, [run])
         ring.give_back_after(slot, event)
@@ -302,37 +303,39 @@ def _read_in_order(
     )
 
 
-def _ranges(part: _ShardBox) -> Iterator[Wanted]:
-    """Yields the bytes of a part, with the places that they go to."""
-    local, shard = part.target.local, part.shard
+def _ranges(overlap: _ShardBox) -> Iterator[Wanted]:
+    """Yields the bytes of an overlap, with the places that they go to."""
+    local, shard = overlap.target.local, overlap.shard
     memory = memory_of(local) if local.is_cpu else None
     flat = raw_bytes(local) if memory is None else None
     itemsize = shard.dtype.itemsize
-    for source, target, numel in stretches(part.box, part.shard_box, part.target.box):
+    for source, target, numel in stretches(overlap.box, overlap.shard_box, overlap.target.box):
         start, first, size = shard.start + source * itemsize, target * itemsize, numel * itemsize
         if memory is None:
-            yield Wanted(start, size, part.target.name, None, (flat, first))
+            yield Wanted(start, size, overlap.target.name, None, (flat, first))
         else:
             here = memory if size == memory.nbytes else memory[first : first + size]
-            yield Wanted(start, size, part.target.name, here)
+            yield Wanted(start, size, overlap.target.name, here)
 
 
-def _carry(part: _ShardBox, ring: Staging) -> None:
+def _carry(overlap: _ShardBox, ring: Staging) -> None:
     """Copies from a host tensor, a slot at a time."""
-    source = part.shard.tensor
+    source = overlap.shard.tensor
     assert source is not None
-    shard = box_of(part.shard)
-    view = part.view
+    shard = box_of(overlap.shard)
+    view = overlap.view
     if view.is_cpu:
-        view.copy_(_narrowed(source, part.box.within(shard)))
+        view.copy_(_narrowed(source, overlap.box.within(shard)))
         return
-    itemsize = part.shard.dtype.itemsize
-    for span in spans(part.box, part.box, row_major(part.box.shape), ring.slot_bytes // itemsize):
+    itemsize = overlap.shard.dtype.itemsize
+    for span in spans(
+        overlap.box, overlap.box, row_major(overlap.box.shape), ring.slot_bytes // itemsize
+    ):
         slot = ring.take()
-        shape = span.part.shape
-        staged = ring.values(slot, 0, part.shard.dtype, shape, row_major(shape))
-        staged.copy_(_narrowed(source, span.part.within(shard)))
-        _deliver(_narrowed(view, span.part.within(part.box)), staged, ring, slot)
+        shape = span.box.shape
+        staged = ring.values(slot, 0, overlap.shard.dtype, shape, row_major(shape))
+        staged.copy_(_narrowed(source, span.box.within(shard)))
+        _deliver(_narrowed(view, span.box.within(overlap.box)), staged, ring, slot)
 
 
 def _narrowed(tensor: Tensor, box: Box) -> Tensor:
@@ -373,19 +376,19 @@ def _read_out_of_order(
     slot = ring.take()
     batch: list[_StagedBox] = []
     used = 0
-    for part in parts:
-        shard, itemsize = part.shard, part.shard.dtype.itemsize
+    for overlap in parts:
+        shard, itemsize = overlap.shard, overlap.shard.dtype.itemsize
         strides = tuple(shard.stride) if shard.stride is not None else row_major(shard.shape)
         most = ring.slot_bytes // itemsize
-        for span in spans(part.box, box_of(shard), strides, most):
+        for span in spans(overlap.box, box_of(shard), strides, most):
             size = span.numel * itemsize
             if used + size > ring.slot_bytes:
                 _copy_batch(batch, checksums)
                 batch, used = [], 0
-            values = ring.values(slot, used, shard.dtype, span.part.shape, strides)
+            values = ring.values(slot, used, shard.dtype, span.box.shape, strides)
             start = shard.start + span.start * itemsize
-            wanted = Wanted(start, size, part.target.name, slot.memory[used : used + size])
-            view = _narrowed(part.target.local, span.part.within(part.target.box))
+            wanted = Wanted(start, size, overlap.target.name, slot.memory[used : used + size])
+            view = _narrowed(overlap.target.local, span.box.within(overlap.target.box))
             assert shard.file is not None
             batch.append(_StagedBox(view, values, wanted, shard.file))
             used += -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -38,14 +38,14 @@ def load_into(
     """Fills a module's parameters and persistent buffers from a checkpoint, in place.
 
     Parameters keep their identity, ties, hooks, shards and ``requires_grad``. Every difference is
-    found before a byte moves. State-dict hooks of the module name what there is; load hooks run
-    only for what a hook made anew.
+    found before a byte moves. Names are those of the module's ``state_dict()``, with its hooks;
+    load hooks run only for tensors that such a hook made and the module does not have.
 
     Args:
         module: On a device or the host, sharded or not.
-        path: A save of ours under any name, a directory of such saves, whose newest is taken, a
-            directory of ``torch.distributed.checkpoint``, a safetensors file or directory, or a
-            file of ``torch.save``.
+        path: A save of this library under any name, a directory of such saves, whose newest is
+            taken, a directory of ``torch.distributed.checkpoint``, a safetensors file or directory,
+            or a file of ``torch.save``.
         strict: Whether missing and unexpected names and other shapes and dtypes are refused; else
             they are left out, with a warning.
         staging: The bytes of the ring through which a device is filled.
@@ -74,7 +74,7 @@ def load_into(
 def load_save(
     module: nn.Module, save: PublishedSave, *, strict: bool, staging_bytes: int
 ) -> Differences:
-    """Fills a module from a save of ours; see ``load_into``."""
+    """Fills a module from a save of this library; see ``load_into``."""
     rank, world_size = rank_and_world_size()
     saved = saved_for_rank(save, rank=rank, world_size=world_size)
     plan = RestorePlan(saved.tensors, saved.checksums)
@@ -140,7 +140,7 @@ def _last_dots(name: str, most: int) -> list[int]:
 
 
 def _module_in(saved: SavedForRank, module: nn.Module) -> str:
-    """Returns the name of the module of a save that this one is.
+    """Returns the name under which a save has this module.
 
     Raises:
         RefusedError: There is none, or several of which none has this one's names.

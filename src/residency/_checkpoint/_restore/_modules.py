@@ -15,6 +15,7 @@ from residency._checkpoint._capture._walk import clean_name, plain_module
 from residency._checkpoint._document._encode import joined
 from residency._checkpoint._restore._plan import RestorePlan
 from residency._dtensor import local_of
+from residency._storages import storage_key
 
 
 def plan_module(
@@ -47,7 +48,7 @@ def plan_module(
         if not isinstance(value, Tensor):
             continue
         found[clean_name(module, raw)] = value
-        if local_of(value).untyped_storage()._cdata not in own:
+        if storage_key(local_of(value)) not in own:
             foreign[clean_name(module, raw)] = raw
     filled = {id(value) for name, value in found.items() if name in names}
     for name, value in found.items():
@@ -85,7 +86,7 @@ def extra_state_names(module: nn.Module) -> set[str]:
 
 def _storages(module: nn.Module) -> set[int]:
     tensors = (*module.parameters(), *module.buffers())
-    return {local_of(tensor).untyped_storage()._cdata for tensor in tensors}
+    return {storage_key(local_of(tensor)) for tensor in tensors}
 
 
 def _load(module: nn.Module, values: Mapping[str, Tensor]) -> None:

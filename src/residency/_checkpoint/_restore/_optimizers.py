@@ -111,7 +111,7 @@ class _ComingOptimizer:
     node: Mapping[str, Any]
     optimizer: Optimizer
     settings: RestoreSettings
-    order: Sequence[_GroupPlace]
+    order: Sequence[_GroupMatch]
     states: Mapping[Tensor, Mapping[str, Incoming | None]]
     tensors: Mapping[tuple[Tensor, str], str]
     others: Mapping[tuple[Tensor, str], Mapping[str, Any]]
@@ -127,8 +127,8 @@ class _ComingOptimizer:
         """Puts groups and states in place, once bytes are there."""
         reception, fetch = self.reception, self.settings.fetch
         assert reception is not None
-        values = {place: decode(each, fetch) for place, each in self.others.items()}
-        _place_nested(reception, values, self.others, self.settings)
+        values = {path: decode(each, fetch) for path, each in self.others.items()}
+        _settle_nested(reception, values, self.others, self.settings)
         self.reception = None
         reception.finish(values, decode(self.node.get("loose") or {}, fetch))
         optimizer = self.optimizer
@@ -145,7 +145,7 @@ class _ComingOptimizer:
         _run_hooks(self.path, optimizer)
 
 
-def _place_nested(
+def _settle_nested(
     reception: Reception,
     values: dict[tuple[Tensor, str], object],
     nodes: Mapping[tuple[Tensor, str], object],
@@ -209,7 +209,7 @@ def _incoming(
 
 
 @dataclass(frozen=True, slots=True)
-class _GroupPlace:
+class _GroupMatch:
     """The group of the optimizer that a saved group is, with the place of each parameter in it."""
 
     group: int
@@ -218,7 +218,7 @@ class _GroupPlace:
 
 def _match(
     node: Mapping[str, Any], optimizer: Optimizer, names: Mapping[Tensor, ParameterName]
-) -> tuple[str | None, list[_GroupPlace]]:
+) -> tuple[str | None, list[_GroupMatch]]:
     """Finds the saved groups in the optimizer; returns what stands against it, or None."""
     if node.get("class") != type(optimizer).__name__:
         return f"saved a {node.get('class')}, here a {type(optimizer).__name__}", []
@@ -231,19 +231,19 @@ def _match(
         sizes = [[len(group) for group in side] for side in (saved, mine)]
         return f"saved groups of {sizes[0]} parameters, here of {sizes[1]}", []
     left = set(range(len(mine)))
-    places = []
+    matches = []
     for index, group in enumerate(saved):
         candidates = [i for i in sorted(left, key=lambda i: i != index) if _same(group, mine[i])]
         if not candidates:
             break
         left.remove(candidates[0])
         where = {name: position for position, name in enumerate(mine[candidates[0]])}
-        places.append(_GroupPlace(candidates[0], [where[name] for name in group]))
-    if len(places) == len(saved):
-        return None, places
+        matches.append(_GroupMatch(candidates[0], [where[name] for name in group]))
+    if len(matches) == len(saved):
+        return None, matches
     is_nameless = any(all(n.isdecimal() for g in side for n in g) for side in (saved, mine))
     if is_nameless and [len(g) for g in saved] == [len(g) for g in mine]:
-        return None, [_GroupPlace(index, range(len(group))) for index, group in enumerate(saved)]
+        return None, [_GroupMatch(index, range(len(group))) for index, group in enumerate(saved)]
     return _unlike(saved, mine), []
 
 

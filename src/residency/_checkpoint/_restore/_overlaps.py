@@ -2,9 +2,9 @@
 
 Tied tensors and views are asked for under each of their names. Where a save has equal bytes for
 what they share, the order of reading does not matter; where it does not, no order would be right.
-Only the bytes tell: a save may hold a tensor and a part of it apart. Invariant: after
-``settle_overlaps`` no two assignments write different bytes to one place
-(``tests/checkpoint/restore/test_overlaps.py`` tries to break it).
+Only the bytes tell: a save may hold a tensor and a part of it apart. Invariant, which
+``tests/checkpoint/restore/test_overlaps.py`` tries to break: after ``settle_overlaps`` no two
+assignments write different bytes to one place.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def settle_overlaps(plan: RestorePlan, *, staging_bytes: int) -> list[str]:
                 dropped.add(left)
                 problems.append(_conflict(*pair))
     if dropped:
-        kept = [each for index, each in enumerate(plan.assignments) if index not in dropped]
-        plan.assignments[:] = kept
+        remaining = [each for index, each in enumerate(plan.assignments) if index not in dropped]
+        plan.assignments[:] = remaining
     return problems
 
 
@@ -95,14 +95,14 @@ def _anchor(assignment: Assignment) -> tuple[object, int] | None:
     if len(shards) != 1 or shards[0].shape != tuple(local.shape):
         return None
     [shard] = shards
-    source, start, stride = _place(shard)
+    source, start, stride = _bytes_of(shard)
     order = zip(local.shape, local.stride(), stride, strict=True)
     if any(size > 1 and here != there for size, here, there in order):
         return None
     return source, start - local.data_ptr()
 
 
-def _place(shard: StoredTensor) -> tuple[object, int, tuple[int, ...]]:
+def _bytes_of(shard: StoredTensor) -> tuple[object, int, tuple[int, ...]]:
     if shard.tensor is not None:
         return "host", shard.tensor.data_ptr(), shard.tensor.stride()
     stride = row_major(shard.shape) if shard.stride is None else tuple(shard.stride)
@@ -114,17 +114,19 @@ def _is_same_saved(
 ) -> bool:
     """Returns whether two assignments bring the same bytes to the memory that both lie in."""
     if _geometry(left.target) == _geometry(right.target):
-        places = [[(_place(s), s.offsets, s.shape) for s in each.shards] for each in (left, right)]
-        if places[0] == places[1]:
+        sources = [
+            [(_bytes_of(s), s.offsets, s.shape) for s in each.shards] for each in (left, right)
+        ]
+        if sources[0] == sources[1]:
             return True
     most_bytes = staging_bytes // 8
-    pieces = [_pieces(each.target, most_bytes) for each in (left, right)]
-    for mine, theirs in _meeting(*pieces):
+    areas = [_areas(each.target, most_bytes) for each in (left, right)]
+    for mine, theirs in _meeting(*areas):
         first, last = max(mine.first, theirs.first), min(mine.last, theirs.last)
         found = []
-        for assignment, piece in ((left, mine), (right, theirs)):
-            data, is_set = _laid(plan, assignment, piece, staging_bytes)
-            part = slice(first - piece.first, last - piece.first)
+        for assignment, area in ((left, mine), (right, theirs)):
+            data, is_set = _laid(plan, assignment, area, staging_bytes)
+            part = slice(first - area.first, last - area.first)
             found.append((data[part], is_set[part]))
         (ours, is_ours), (others, is_others) = found
         if bool((ours.ne(others) & is_ours & is_others).any()):
@@ -140,14 +142,12 @@ class _AddressedBox(NamedTuple):
     box: Box
 
 
-def _pieces(target: Target, most_bytes: int) -> list[_AddressedBox]:
-    """Returns a target in pieces of so many bytes of memory, gaps included, by address."""
+def _areas(target: Target, most_bytes: int) -> list[_AddressedBox]:
+    """Returns a target in areas of so many bytes of memory, gaps included, by address."""
     local, start = target.local, target.local.data_ptr()
     size = local.element_size()
     return sorted(
-        _AddressedBox(
-            start + span.start * size, start + (span.start + span.numel) * size, span.part
-        )
+        _AddressedBox(start + span.start * size, start + (span.start + span.numel) * size, span.box)
         for span in spans(target.box, target.box, local.stride(), max(most_bytes // size, 1))
     )
 
@@ -155,7 +155,7 @@ def _pieces(target: Target, most_bytes: int) -> list[_AddressedBox]:
 def _meeting(
     left: Sequence[_AddressedBox], right: Sequence[_AddressedBox]
 ) -> Iterator[tuple[_AddressedBox, _AddressedBox]]:
-    """Yields the pairs of pieces of which the ranges overlap."""
+    """Yields the pairs of areas of which the ranges overlap."""
     near: list[_AddressedBox] = []
     rest = deque(right)
     for mine in left:
@@ -166,23 +166,23 @@ def _meeting(
 
 
 def _laid(
-    plan: RestorePlan, assignment: Assignment, piece: _AddressedBox, staging_bytes: int
+    plan: RestorePlan, assignment: Assignment, area: _AddressedBox, staging_bytes: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns what is saved of a piece as it will lie in memory, and which bytes are of it.
+    """Returns what is saved of an area as it will lie in memory, and which bytes are of it.
 
     Memory:
-        Host: four times the bytes between the piece's first and last, at most.
+        Host: four times the bytes between the area's first and last, at most.
     """
     target = assignment.target
     dtype, stride = target.local.dtype, target.local.stride()
-    numel = (piece.last - piece.first) // target.local.element_size()
+    numel = (area.last - area.first) // target.local.element_size()
     with callers_modes_off():
-        read = torch.empty(piece.box.shape, dtype=dtype, device="cpu")
+        read = torch.empty(area.box.shape, dtype=dtype, device="cpu")
         data = torch.zeros(numel, dtype=dtype, device="cpu")
         is_set = torch.zeros((numel, dtype.itemsize), dtype=torch.bool, device="cpu")
-    place = Target(target.name, read, read, piece.box, target.whole_shape)
+    scratch = Target(target.name, read, read, area.box, target.whole_shape)
     fill(
-        [Assignment(place, assignment.shards)],
+        [Assignment(scratch, assignment.shards)],
         checksums=plan.checksums,
         staging_bytes=staging_bytes,
     )

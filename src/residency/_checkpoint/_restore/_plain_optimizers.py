@@ -1,8 +1,9 @@
 """The restored state of a plain optimizer until its first step: on the host, and then not.
 
 A resumed run's first forward and backward, which compile and allocate for the first time, so have
-the room that a fresh run's have. Invariant: ``optimizer.state`` holds ordinary tensors at every
-moment, and the first step finds each where the step needs it.
+the room that a fresh run's have. Invariant, which ``tests/checkpoint/restore/test_document.py``
+tries to break: ``optimizer.state`` holds ordinary tensors at every moment, and the first step finds
+each where the step needs it.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class PlainReception:
     waiting: dict[tuple[Tensor, str], Tensor] = field(default_factory=dict)
     nested: dict[tuple[Tensor, str], list[Tensor]] = field(default_factory=dict)
 
-    def finish(self, values: Mapping[tuple[Tensor, str], Any], loose: Mapping[Any, Any]) -> None:
+    def finish(
+        self, values: Mapping[tuple[Tensor, str], Any], by_other_key: Mapping[Any, Any]
+    ) -> None:
         """Makes what was filled the optimizer's state; see ``Reception``."""
         state: Any = self.optimizer.state
         for stale in [key for key in state if key not in self.states]:
@@ -62,10 +65,10 @@ class PlainReception:
                 key: values[parameter, key] if value is None else value
                 for key, value in found.items()
             }
-        state.update(loose)
+        state.update(by_other_key)
         _drop_first_steps(self.optimizer)
         waiting = [*self.waiting.items()]
-        waiting += [(place, each) for place, values in self.nested.items() for each in values]
+        waiting += [(entry, each) for entry, values in self.nested.items() for each in values]
         if waiting:
             hook = _FirstStep(waiting, self.staging_bytes)
             hook.handle = self.optimizer.register_step_pre_hook(hook)
@@ -182,8 +185,8 @@ def _empty(parameter: Tensor, incoming: Incoming, device: torch.device) -> Tenso
     return wrapped_like(local, parameter)
 
 
-_Place = tuple[Tensor, str]
-_Entry = tuple[_Place, Tensor]
+_Key = tuple[Tensor, str]
+_Entry = tuple[_Key, Tensor]
 
 
 class _FirstStep:
@@ -197,13 +200,13 @@ class _FirstStep:
 
     def __init__(self, waiting: Iterable[_Entry], staging_bytes: int) -> None:
         # By the tensors themselves: a caller may have put others into the state by then.
-        self._places = [(weakref.ref(p), key, weakref.ref(v)) for (p, key), v in waiting]
+        self._entries = [(weakref.ref(p), key, weakref.ref(v)) for (p, key), v in waiting]
         self._staging_bytes = staging_bytes
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if owner_of(optimizer) is None:  # else it was offloaded since: the state has its home
             _move(optimizer, self._still_there(optimizer), self._staging_bytes)
-        self._places.clear()
+        self._entries.clear()
         # Torch is going through its hooks: only the last one may go. Another one does nothing
         # from now on, and goes at the next restore.
         hooks: Any = optimizer._optimizer_step_pre_hooks  # torch shows it in no other way
@@ -212,11 +215,11 @@ class _FirstStep:
 
     def waiting(self) -> Iterator[Tensor]:
         """Yields what is still to be moved."""
-        yield from (value for _, _, ref in self._places if (value := ref()) is not None)
+        yield from (value for _, _, ref in self._entries if (value := ref()) is not None)
 
     def _still_there(self, optimizer: Optimizer) -> list[_Entry]:
         found: list[_Entry] = []
-        for parameter_ref, key, value_ref in self._places:
+        for parameter_ref, key, value_ref in self._entries:
             parameter, value = parameter_ref(), value_ref()
             if parameter is None or value is None or parameter.is_cpu:
                 continue
@@ -273,16 +276,16 @@ def _move(optimizer: Optimizer, entries: list[_Entry], staging_bytes: int) -> No
     ring = Staging(staging_bytes, pin=True) if entries else None
     entries.reverse()
     for bucket in _buckets(entries, _BUCKETS * staging_bytes):
-        moved: dict[_Place, dict[int, Tensor]] = {}
+        moved: dict[_Key, dict[int, Tensor]] = {}
         assignments = []
-        for place, value in bucket:
+        for entry, value in bucket:
             local = local_of(value)
             with callers_modes_off():
                 made = torch.empty_like(
-                    local, device=place[0].device, memory_format=torch.preserve_format
+                    local, device=entry[0].device, memory_format=torch.preserve_format
                 )
-            moved.setdefault(place, {})[id(value)] = wrapped_like(made, value)
-            assignments.append(Assignment(target_of(place[1], made), [_stored(place[1], local)]))
+            moved.setdefault(entry, {})[id(value)] = wrapped_like(made, value)
+            assignments.append(Assignment(target_of(entry[1], made), [_stored(entry[1], local)]))
         fill(assignments, checksums={}, staging_bytes=staging_bytes, ring=ring)
         for (parameter, key), others in moved.items():
             inner = optimizer.state[parameter]

@@ -1,6 +1,7 @@
 """What a restore fills, from where, and all that stands against it, before any byte moves.
 
-Invariant: making a plan changes nothing. A plan that is refused leaves every object as it was.
+Invariant, which ``tests/checkpoint/restore/test_document.py`` tries to break: making a plan changes
+nothing. A plan that is refused leaves every object as it was.
 """
 
 from __future__ import annotations

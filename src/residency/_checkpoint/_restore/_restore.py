@@ -151,11 +151,11 @@ def _plan_generators(plan: RestorePlan, document: DocumentPlan, saved: SavedForR
         )
         return
     node = saved.tree[RNG]
-    for place, size in _rng.sizes(node).items():
-        [stored] = plan.tensors.get(place, [None])[:1]
+    for name, size in _rng.sizes(node).items():
+        [stored] = plan.tensors.get(name, [None])[:1]
         if stored is not None and tuple(stored.shape) != size:
             plan.differing.append(
-                f"{place}: saved a state of {tuple(stored.shape)} bytes, here of {size}"
+                f"{name}: saved a state of {tuple(stored.shape)} bytes, here of {size}"
             )
             return
     thunk = document.value(node)

@@ -48,9 +48,9 @@ class _ForeignReader:
         self._file = path / METADATA
         self._entries: dict[str, PickledInstance] = metadata["state_dict_metadata"]
         self._paths = metadata.get("planner_data")
-        self._places: dict[tuple[str, tuple[int, ...] | None], PickledInstance] = {
-            (index["fqn"], index.get("offset")): place
-            for index, place in metadata["storage_data"].items()
+        self._infos: dict[tuple[str, tuple[int, ...] | None], PickledInstance] = {
+            (index["fqn"], index.get("offset")): info
+            for index, info in metadata["storage_data"].items()
         }
         self._open: dict[str, Items] = {}
 
@@ -97,19 +97,19 @@ class _ForeignReader:
     def _item(
         self, stack: ExitStack, name: str, offsets: tuple[int, ...] | None
     ) -> tuple[dict[str, StoredTensor], object]:
-        place = self._places.get((name, offsets))
-        if place is None:
+        info = self._infos.get((name, offsets))
+        if info is None:
             at = "" if offsets is None else f" at {offsets}"
             raise CorruptSaveError(
                 f"{self._file} does not say where {name!r}{at} is.", file=METADATA, tensor=name
             )
-        if place.get("transform_descriptors"):
+        if info.get("transform_descriptors"):
             raise RefusedError(
-                f"{name!r} in {self._path} went through {place['transform_descriptors']} when it"
+                f"{name!r} in {self._path} went through {info['transform_descriptors']} when it"
                 " was saved, and only that extension can read it. Load it with dcp.load."
             )
-        start, num_bytes = place["offset"], place["length"]
-        return self._items(stack, place["relative_path"]).read(start, num_bytes, name)
+        start, num_bytes = info["offset"], info["length"]
+        return self._items(stack, info["relative_path"]).read(start, num_bytes, name)
 
     def _items(self, stack: ExitStack, file_name: Any) -> Items:
         if file_name not in self._open:

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 import torch
 
-from residency._checkpoint._disk._layout import newest_save
 from residency._checkpoint._disk._manifest import MANIFEST, FileRecord, StoredEntry
 from residency._checkpoint._disk._naming import damage_named, unreadable
 from residency._checkpoint._disk._open_save import open_save
+from residency._checkpoint._disk._published import newest_save
 from residency._checkpoint._disk._read import Checksums
 from residency._checkpoint._document._nodes import Node, read_document
 from residency._checkpoint._document._notes import PLAIN, TensorNote, read_note, senseless
@@ -138,8 +138,8 @@ def saved_for_rank(save: PublishedSave, *, rank: int = 0, world_size: int = 1) -
             tensors[name] = [stored]
         else:
             whole.setdefault(name, {})[index] = stored
-    for name, places in shards.items():
-        tensors[name] = without_copies(places)
+    for name, several in shards.items():
+        tensors[name] = without_copies(several)
         check_cover(name, tensors[name], save.folder)
     for name, by_rank in whole.items():
         writer = notes[source_rank].get(name, PLAIN).of_rank
@@ -214,16 +214,14 @@ def _as_noted(stored: StoredTensor, num_bytes: int, note: TensorNote) -> StoredT
     if note.of is None:
         if whole_bytes != num_bytes:
             raise senseless(stored.name, note)
-        place = stored.file, stored.start, num_bytes
-        return StoredTensor(stored.name, note.dtype, note.shape, note.shape, zeros, *place)
+        span = stored.file, stored.start, num_bytes
+        return StoredTensor(stored.name, note.dtype, note.shape, note.shape, zeros, *span)
     if note.start + note.span_bytes > num_bytes:
         raise senseless(stored.name, note)
     is_in_order = note.span_bytes == whole_bytes and _row_major(note.shape, note.stride)
-    place = stored.file, stored.start + note.start, note.span_bytes
+    span = stored.file, stored.start + note.start, note.span_bytes
     stride = None if is_in_order else note.stride
-    return StoredTensor(
-        stored.name, note.dtype, note.shape, note.shape, zeros, *place, None, stride
-    )
+    return StoredTensor(stored.name, note.dtype, note.shape, note.shape, zeros, *span, None, stride)
 
 
 def _row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:

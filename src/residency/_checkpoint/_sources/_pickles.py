@@ -37,7 +37,7 @@ class UnknownNameError(pickle.UnpicklingError):
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PickledTensor:
     """A tensor before it is read: where in which storage its elements are."""
 
     storage: str
@@ -92,7 +92,7 @@ class PickledInstance:
 
 
 def read_tensors(data: bytes) -> Any:
-    """Reads the pickle of a `torch.save` file, with `Placed` for each tensor.
+    """Reads the pickle of a `torch.save` file, with `PickledTensor` for each tensor.
 
     Raises:
         UnknownNameError: It needs more than tensors, containers and plain values.
@@ -284,7 +284,7 @@ def _tensor(
     metadata: Any = None,
     *,
     dtype: torch.dtype | None = None,
-) -> Placed:
+) -> PickledTensor:
     if metadata:
         raise UnknownNameError("a tensor with conjugate or negative bits")
     dtype = dtype or storage.dtype or torch.uint8
@@ -295,7 +295,7 @@ def _tensor(
     if max(numbers) >= _TOO_LARGE or len(shape) > _MOST_DIMENSIONS:
         raise pickle.UnpicklingError("no tensor is that large")
     storage_bytes = storage.num_elements * (storage.dtype or torch.uint8).itemsize
-    return Placed(storage.key, storage_bytes, dtype, offset * dtype.itemsize, shape, stride)
+    return PickledTensor(storage.key, storage_bytes, dtype, offset * dtype.itemsize, shape, stride)
 
 
 def _tensor_of_dtype(
@@ -307,11 +307,11 @@ def _tensor_of_dtype(
     hooks: object,
     dtype: torch.dtype,
     metadata: object = None,
-) -> Placed:
+) -> PickledTensor:
     return _tensor(storage, offset, shape, stride, requires_grad, hooks, metadata, dtype=dtype)
 
 
-def _parameter(data: Placed, *_: object) -> Placed:
+def _parameter(data: PickledTensor, *_: object) -> PickledTensor:
     return data
 
 

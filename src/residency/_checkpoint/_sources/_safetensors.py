@@ -88,12 +88,12 @@ def open_index(path: Path) -> Source:
                     tensor=name,
                 )
         # The index names one file of a tensor's shards; each has its own.
-        kept = {
+        listed = {
             name: stored
             for name, stored in header.entries.items()
             if weight_map.get(name) == file_name or (header.has_shards and name in weight_map)
         }
-        headers.append(_Header(header.file, kept, header.has_shards))
+        headers.append(_Header(header.file, listed, header.has_shards))
     return _source(path, headers)
 
 
@@ -159,15 +159,15 @@ def _source(path: Path, headers: Sequence[_Header]) -> Source:
         for name, stored in header.entries.items():
             found.setdefault(name, []).append((header, stored))
     tensors = {}
-    for name, places in found.items():
-        strangers = [header.file.name for header, _ in places if not header.has_shards]
-        if len(places) > 1 and strangers:
-            files = ", ".join(sorted(header.file.name for header, _ in places))
+    for name, shards in found.items():
+        strangers = [header.file.name for header, _ in shards if not header.has_shards]
+        if len(shards) > 1 and strangers:
+            files = ", ".join(sorted(header.file.name for header, _ in shards))
             raise RefusedError(
                 f"{path} has {name!r} in several files ({files}), and no index says which one"
                 " counts. Open one of them by its path."
             )
-        tensors[name] = _together(path, name, [stored for _, stored in places])
+        tensors[name] = _together(path, name, [stored for _, stored in shards])
     return Source(path, "safetensors", tensors, {name: TensorName(name) for name in tensors})
 
 

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NoReturn
 import torch
 
 from residency._checkpoint._sources._pickles import (
-    Placed,
+    PickledTensor,
     UnknownNameError,
     load_weights_only,
     read_tensors,
@@ -101,7 +101,7 @@ class Items:
                 file=self.path.name,
                 offset=start,
             ) from error
-        return named_tensors(found, prefix, lambda n, t: self._place(archive, n, t), self.path)
+        return named_tensors(found, prefix, lambda n, t: self._stored(archive, n, t), self.path)
 
     def _loaded(
         self, start: int, num_bytes: int, prefix: str
@@ -114,26 +114,28 @@ class Items:
         found = load_weights_only(item, self.path, mmap=is_file)
         return named_tensors(found, prefix, lambda n, t: on_host(n, t, self.path), self.path)
 
-    def _place(self, archive: _Archive, name: str, placed: Placed) -> StoredTensor:
-        record = archive.records.get(f"{archive.root}data/{placed.storage}")
+    def _stored(self, archive: _Archive, name: str, pickled: PickledTensor) -> StoredTensor:
+        record = archive.records.get(f"{archive.root}data/{pickled.storage}")
         if record is None:
             self._corrupt(f"has no bytes for {name!r}", name, archive.start)
         start, num_bytes = record
-        if num_bytes != placed.storage_bytes:
-            found = f"has {num_bytes} bytes for the storage of {name!r}, not {placed.storage_bytes}"
+        if num_bytes != pickled.storage_bytes:
+            found = (
+                f"has {num_bytes} bytes for the storage of {name!r}, not {pickled.storage_bytes}"
+            )
             self._corrupt(found, name, start)
-        steps = zip(placed.shape, placed.stride, strict=True)
-        is_empty = not math.prod(placed.shape)
+        steps = zip(pickled.shape, pickled.stride, strict=True)
+        is_empty = not math.prod(pickled.shape)
         num_elements = 0 if is_empty else 1 + sum((size - 1) * step for size, step in steps)
-        if placed.start + num_elements * placed.dtype.itemsize > num_bytes:
+        if pickled.start + num_elements * pickled.dtype.itemsize > num_bytes:
             self._corrupt(
                 f"has {name!r} reach beyond its storage of {num_bytes} bytes", name, start
             )
-        start += placed.start
-        if placed.is_row_major:
-            return whole_in_file(name, placed.dtype, placed.shape, self.path, start)
-        span = self._map(start, num_elements, placed.dtype)
-        return on_host(name, span.as_strided(placed.shape, placed.stride), self.path)
+        start += pickled.start
+        if pickled.is_row_major:
+            return whole_in_file(name, pickled.dtype, pickled.shape, self.path, start)
+        span = self._map(start, num_elements, pickled.dtype)
+        return on_host(name, span.as_strided(pickled.shape, pickled.stride), self.path)
 
     def _map(self, start: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         if self._mapped is None:  # private to this process: nothing can reach the file
@@ -230,7 +232,7 @@ def named_tensors(
             )
         if len(names) > _MAX_DEPTH:
             raise RefusedError(f"{path} nests deeper than {_MAX_DEPTH} levels, or contains itself.")
-        if isinstance(value, Placed | torch.Tensor):
+        if isinstance(value, PickledTensor | torch.Tensor):
             name = ".".join(names)
             if name in tensors:
                 raise RefusedError(f"{path} has two tensors whose path is {name!r}.")
@@ -242,7 +244,9 @@ def named_tensors(
         if isinstance(value, list | tuple) and type(value) is not torch.Size:
             items = [walk(entry, (*names, str(index))) for index, entry in enumerate(value)]
             return items if isinstance(value, list) else tuple(items)
-        if isinstance(value, set) and any(isinstance(e, Placed | torch.Tensor) for e in value):
+        if isinstance(value, set) and any(
+            isinstance(e, PickledTensor | torch.Tensor) for e in value
+        ):
             raise RefusedError(
                 f"{path} has tensors in a set, {'.'.join(names)!r}; save it again with a list."
             )

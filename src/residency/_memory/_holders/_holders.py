@@ -156,7 +156,7 @@ def _find(
     if rest_bytes >= max(1, least_bytes):
         path = _CPP if walk.is_complete else _UNSEEN
         others: tuple[str, ...] = ()
-        if seconds is not None and walk.is_complete:  # whoever explains has the time
+        if seconds is not None and walk.is_complete:  # an explanation has the time
             known = {group.address for group in groups}
             others = tuple(filter(None, [describe_blocks(device, known, least_bytes)]))
         found.append(Holder(num_bytes=rest_bytes, path=path, kind="c++", others=others))
@@ -206,10 +206,10 @@ def add_held_by_cpp(walk: Walk, population: list[Any]) -> tuple[list[Any], set[i
     if not any(walk.is_telling(cls) for cls in set(map(type, left))):
         return [], inner
     pending = iter(left)
-    while piece := list(islice(pending, 256)):
-        inner.update(map(id, gc.get_referents(*piece)))
+    while batch := list(islice(pending, 256)):
+        inner.update(map(id, gc.get_referents(*batch)))
     for thing in left:
-        # A storage's Python object lives as long as its bytes, whoever holds them.
+        # A storage's Python object lives as long as its bytes, whatever holds them.
         if id(thing) not in inner and not _objects.is_a(thing, torch.UntypedStorage):
             is_tensor = _objects.is_a(thing, torch.Tensor)
             name = f"{_objects.type_name(thing)} held by C++ or a running expression"

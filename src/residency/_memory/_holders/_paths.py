@@ -57,7 +57,7 @@ class Paths:
         self._touched = touched
         self.key_names: dict[int, str] = {}  # of tensors that are keys of dicts, by id
         self._walk = walk
-        self._places: dict[int, dict[int, object]] = {}
+        self._keys: dict[int, dict[int, object]] = {}
         self._known: dict[int, str] = {}
 
     def path(self, position: int, *tail: object) -> str:
@@ -108,13 +108,13 @@ class Paths:
             return self._frame_step(chain, at)
         table = _objects.attributes(thing)
         if torch.nn.Module in kinds and table is child and at + 3 < len(chain):
-            name = self._place(child, chain[at + 2])
+            name = self._key_of(child, chain[at + 2])
             if name in _MODULE_TABLES:
-                return _Step(f".{self._place(chain[at + 2], chain[at + 3])}", 3)
+                return _Step(f".{self._key_of(chain[at + 2], chain[at + 3])}", 3)
         if table is not None:
             if table is child and at + 2 < len(chain):
-                return _Step(f".{_plain(self._place(table, chain[at + 2]))}", 2)
-            if (name := self._place(table, child)) is not None:
+                return _Step(f".{_plain(self._key_of(table, chain[at + 2]))}", 2)
+            if (name := self._key_of(table, child)) is not None:
                 return _Step(f".{_plain(name)}")
         return self._stored_step(thing, chain, at)
 
@@ -137,16 +137,16 @@ class Paths:
     def _named_step(self, thing: Any, name: str, chain: list[Any], at: int) -> _Step:
         rest = chain[at + 1 :]
         if name == "__closure__" and len(rest) > 1:
-            place = self._place(rest[0], rest[1])
-            variable = thing.__code__.co_freevars[place] if type(place) is int else "?"
+            key = self._key_of(rest[0], rest[1])
+            variable = thing.__code__.co_freevars[key] if type(key) is int else "?"
             return _Step(f" closure {variable!r}", 3 if len(rest) > 2 else 2)
         if name == "__defaults__" and len(rest) > 1:
-            place = self._place(rest[0], rest[1])
+            key = self._key_of(rest[0], rest[1])
             code = thing.__code__
             arguments = code.co_varnames[: code.co_argcount][-len(rest[0]) :]
-            return _Step(f" default {arguments[place]!r}", 2)
+            return _Step(f" default {arguments[key]!r}", 2)
         if name == "__kwdefaults__" and len(rest) > 1:
-            return _Step(f" default {self._place(rest[0], rest[1])!r}", 2)
+            return _Step(f" default {self._key_of(rest[0], rest[1])!r}", 2)
         if name == "__traceback__":
             return _Step(" traceback")
         return _Step("" if name in _PASSED_OVER else f".{name}")
@@ -182,38 +182,38 @@ class Paths:
     def _item(self, thing: Any, child: Any) -> str | None:
         """Returns where a dict, a list or the like has an object; None where it has not."""
         kinds = _objects.bases(type(thing))
-        place = self._place(thing, child)
+        key = self._key_of(thing, child)
         if dict in kinds:
-            if place is None:
+            if key is None:
                 return " (a key)" if any(key is child for key, _ in _objects.items(thing)) else None
-            return f"[{self.describe_key(place)}]"
-        if place is None:
+            return f"[{self.describe_key(key)}]"
+        if key is None:
             return None
         fields = _fields(thing)
-        return f".{fields[place]}" if place < len(fields) else f"[{place}]"
+        return f".{fields[key]}" if key < len(fields) else f"[{key}]"
 
     def describe_key(self, key: object) -> str:
         """Returns a key as it is written in brackets; a parameter's is its name."""
         known = self.key_names.get(id(key))
         return _objects.describe_key(key) if known is None else repr(known)
 
-    def _place(self, container: Any, child: Any) -> Any:
+    def _key_of(self, container: Any, child: Any) -> Any:
         """Returns the key or the index at which a container has an object; None where it has not.
 
         What a container has is read once: many paths may lead through it.
         """
-        places = self._places.get(id(container))
-        if places is None:
-            places = self._places[id(container)] = {}
+        keys = self._keys.get(id(container))
+        if keys is None:
+            keys = self._keys[id(container)] = {}
             kinds = _objects.bases(type(container))
             if dict in kinds:
                 for key, value in _objects.items(container):
-                    places.setdefault(id(value), key)
+                    keys.setdefault(id(value), key)
             else:
                 base = next((b for b in (list, tuple, collections.deque) if b in kinds), None)
                 for index, value in enumerate(base.__iter__(container) if base else ()):
-                    places.setdefault(id(value), index)
-        return places.get(id(child))
+                    keys.setdefault(id(value), index)
+        return keys.get(id(child))
 
 
 def _plain(name: object) -> str:

@@ -71,8 +71,8 @@ def frame_locals(
 def frames_read() -> Iterator[list[types.FrameType]]:
     """Takes the frames whose locals a search reads, and leaves them as they were. [Note: locals]
 
-    The frames of a search that an error ends are emptied, an interrupt's above all: who keeps the
-    error, as an interactive session does, would keep every object of the process.
+    The frames of a search that an error ends are emptied, an interrupt's above all: with the error,
+    which an interactive session keeps, every object of the process would be kept.
     """
     touched: list[types.FrameType] = []
     try:

@@ -1,9 +1,9 @@
 """Goes through everything that Python code can reach, and remembers how it got there.
 
 Breadth first, from objects that have a name, so that the path that is found first is a shortest
-one. Objects are taken in pieces of some hundred: what a piece refers to is asked for, made unique
+one. Objects are taken in batches of some hundred: what a batch refers to is asked for, made unique
 and compared with what was seen by C code, and so takes about as long for each object, however many
-there are. Which object of a piece led to a find is worked out only when a path is asked for.
+there are. Which object of a batch led to a find is worked out only when a path is asked for.
 
 Forward from names, and not backward from tensors: ``gc.get_referrers`` does not see frozen objects,
 nor locals of running frames.
@@ -25,7 +25,7 @@ import torch
 
 from residency._memory import _objects
 
-_PIECE = 256
+_BATCH = 256
 _NODE_SLOT = "next_functions"  # what every autograd node has
 
 
@@ -69,7 +69,7 @@ class Walk:
         self._seen = {id(thing) for thing in ignored}
         self._begins: list[
             int
-        ] = []  # for each piece: its first position, and where its finds begin
+        ] = []  # for each batch: its first position, and where its finds begin
         self._finds: list[int] = []
         self._next = 0
         self._indexes: dict[int, dict[int, int]] = {}
@@ -100,11 +100,11 @@ class Walk:
             if self._deadline is not None and time.monotonic() > self._deadline:
                 self.is_complete = False
                 return
-            piece = objects[self._next : self._next + _PIECE]
+            batch = objects[self._next : self._next + _BATCH]
             self._begins.append(self._next)
             self._finds.append(len(objects))
-            self._next += len(piece)
-            found = filter(gc.is_tracked, gc.get_referents(*piece))  # [Note: tracked]
+            self._next += len(batch)
+            found = filter(gc.is_tracked, gc.get_referents(*batch))  # [Note: tracked]
             table = {id(thing): thing for thing in found}
             fresh = set(table).difference(seen)
             if fresh:
@@ -129,20 +129,20 @@ class Walk:
         [Note: dicts] Before Python 3.13 an object has a dict of its attributes only once code
         asked for it, so that what it referred to itself may be a step further by now.
         """
-        piece = bisect.bisect_right(self._finds, position) - 1
+        batch = bisect.bisect_right(self._finds, position) - 1
         key = id(self.objects[position])
-        index = self._indexes.get(piece)
+        index = self._indexes.get(batch)
         if index is None:
-            index = self._indexes[piece] = self._index(piece, through_dicts=False)
+            index = self._indexes[batch] = self._index(batch, through_dicts=False)
         if key not in index:
-            index.update(self._index(piece, through_dicts=True) | index)
+            index.update(self._index(batch, through_dicts=True) | index)
         return index.get(key)
 
-    def _index(self, piece: int, *, through_dicts: bool) -> dict[int, int]:
-        """Returns who refers to each object that a piece led to, the first one of the piece."""
-        begin = self._begins[piece]
+    def _index(self, batch: int, *, through_dicts: bool) -> dict[int, int]:
+        """Returns who refers to each object that a batch led to, the first one of the batch."""
+        begin = self._begins[batch]
         index: dict[int, int] = {}
-        for at, thing in enumerate(self.objects[begin : begin + self._length(piece)], begin):
+        for at, thing in enumerate(self.objects[begin : begin + self._length(batch)], begin):
             children = gc.get_referents(thing)
             if through_dicts:  # [Note: dicts]
                 children = gc.get_referents(*(child for child in children if type(child) is dict))
@@ -153,17 +153,17 @@ class Walk:
     def parents(self, things: Iterable[object]) -> Iterator[tuple[int, int]]:
         """Yields every reached object that refers to one of these: its position, and the id."""
         wanted = {id(thing) for thing in things}
-        for piece, begin in enumerate(self._begins):
-            objects = self.objects[begin : begin + self._length(piece)]
+        for batch, begin in enumerate(self._begins):
+            objects = self.objects[begin : begin + self._length(batch)]
             if wanted.isdisjoint(map(id, gc.get_referents(*objects))):
                 continue
             for at, thing in enumerate(objects, begin):
                 for key in wanted.intersection(map(id, gc.get_referents(thing))):
                     yield at, key
 
-    def _length(self, piece: int) -> int:
-        end = self._begins[piece + 1] if piece + 1 < len(self._begins) else self._next
-        return end - self._begins[piece]
+    def _length(self, batch: int) -> int:
+        end = self._begins[batch + 1] if batch + 1 < len(self._begins) else self._next
+        return end - self._begins[batch]
 
     def _take(self, fresh: list[object]) -> None:
         """Notes what was found, and sets apart what tensors can be named by."""

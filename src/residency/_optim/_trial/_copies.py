@@ -1,9 +1,9 @@
 """Copies and compares what an optimizer keeps outside of its state: attributes and group values.
 
 A part of a step that changes such a value in place must not change the optimizer's own, so it works
-on a copy. Invariant: a copy shares its tensors with the original (a copy of each per part could be
-gigabytes), except host tensors of one element, which are numbers in another form; references to the
-optimizer itself lead to its shadow.
+on a copy. Invariant, which ``tests/optim/test_foreign.py`` tries to break: a copy shares its
+tensors with the original (a copy of each per part could be gigabytes), except host tensors of one
+element, which are numbers in another form; references to the optimizer itself lead to its shadow.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 The step is tried out on a meta tensor of the parameter's own shape, which has no bytes, so that a
 class that treats large tensors in another way shows it. A step that reads a value fails there, as
 some do after they made their state; then a step on a small host tensor says whether that was all of
-it. Invariant: neither the optimizer nor torch's random state is changed.
+it. Invariant, which ``tests/optim/test_foreign.py`` tries to break: neither the optimizer nor
+torch's random state is changed.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class Schemas:
             )
         return self._found[key]
 
-    def keep_only(self, base: type[Optimizer], groups: Collection[Mapping[str, Any]]) -> None:
+    def forget_others(self, base: type[Optimizer], groups: Collection[Mapping[str, Any]]) -> None:
         """Forgets what no parameter of these groups is like."""
         here = {_kind_of(base, group, p) for group in groups for p in group["params"]}
         self._found = {key: made for key, made in self._found.items() if key[0] in here}

@@ -1,9 +1,10 @@
 """Runs an optimizer's own step on a part of its parameters, without touching the optimizer.
 
 A shadow is an instance of the same class with the same attributes, but its own ``state`` and
-``param_groups``, restricted to the part; its hooks are empty. Invariant: every part sees the
-attributes and group values from before the step, and what a step changes there, in place or not, is
-changed once, by the last part, and only when all parts agree.
+``param_groups``, restricted to the part; its hooks are empty. Invariant, which
+``tests/optim/test_foreign.py`` tries to break: every part sees the attributes and group values from
+before the step, and what a step changes there, in place or not, is changed once, by the last part,
+and only when all parts agree.
 
 [Note: what parts see] All parts but the last get copies; the last gets the optimizer's own objects,
 so that one plain step's changes happen to them, with their identity kept. The classes of
@@ -24,7 +25,7 @@ import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from residency._dtensor import local_of
+from residency._dtensor import local_of, write_count
 from residency._errors import RefusedError, ResidencyError
 from residency._optim._trial._copies import copied, is_equal, on_host, reachable
 from residency._registries import WeakRegistry
@@ -115,7 +116,7 @@ class Shadow:
         values = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         if is_copied:
             instead: dict[int, object] = {id(optimizer): shadow}
-            # Hooks are nobody's to change during a step, and hold whatever users put there.
+            # No part of a step may change hooks, which hold whatever users put there.
             hooks = {k: v for k, v in lent.items() if k.startswith("_optimizer_")}
             others = {k: v for k, v in lent.items() if k not in hooks}
             lent = {**hooks, **copied(others, owner=base.__name__, instead=instead)}
@@ -142,7 +143,7 @@ class Shadow:
             ResidencyError: The step changed a shared tensor in place.
         """
         for name, tensor, version in self._watch:
-            if tensor._version != version:
+            if write_count(tensor) != version:
                 raise ResidencyError(
                     f"{self._base.__name__}.step changed the tensor in {name!r} in place, which "
                     "would happen once for each part of the parameters. Replace it with a new "
@@ -188,7 +189,7 @@ def _watched(
 ) -> list[tuple[str, Tensor, int]]:
     """Lists the shared tensors with their versions, parameters aside: a step is to change those."""
     return [
-        (name, found, found._version)
+        (name, found, write_count(found))
         for names in (attributes, *values)
         for name, found in tensors_beside(optimizer, names)
         if not found.is_inference() and not (found.is_cpu and found.numel() == 1)
@@ -203,14 +204,14 @@ def tensors_beside(
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     known = {id(p) for p in parameters}
-    places = {(local_of(p).data_ptr(), local_of(p).numel()) for p in parameters}
+    spans = {(local_of(p).data_ptr(), local_of(p).numel()) for p in parameters}
     for name, value in values.items():
         for found in reachable(value):
             if not isinstance(found, Tensor) or id(found) in known:
                 continue
             if found.layout is torch.strided and not found.is_meta and found.numel():
                 local = local_of(found)
-                if (local.data_ptr(), local.numel()) in places:
+                if (local.data_ptr(), local.numel()) in spans:
                     continue
             yield name, found
 
@@ -327,14 +328,14 @@ class Commit:
         for group, values in zip(
             self._optimizer.param_groups, self._last.group_values, strict=True
         ):
-            _replace(group, values, keep=("params",))
+            _replace(group, values, but=("params",))
         attributes = {
             name: types.MethodType(value.__func__, self._optimizer)
             if isinstance(value, types.MethodType) and isinstance(value.__self__, Optimizer)
             else value
             for name, value in self._last.attributes.items()
         }
-        _replace(self._optimizer.__dict__, attributes, keep=_OWN)
+        _replace(self._optimizer.__dict__, attributes, but=_OWN)
 
 
 def _shown(value: object) -> str:
@@ -343,9 +344,9 @@ def _shown(value: object) -> str:
 
 
 def _replace(
-    target: dict[str, object], values: Mapping[str, object], *, keep: Collection[str]
+    target: dict[str, object], values: Mapping[str, object], *, but: Collection[str]
 ) -> None:
-    for name in [n for n in target if n not in values and n not in keep]:
+    for name in [n for n in target if n not in values and n not in but]:
         del target[name]
     for name, value in values.items():
         before = target.get(name, _MISSING)

@@ -3,8 +3,8 @@
 The classes of ``torch.optim`` are known; any other, a subclass of theirs too, is tried out on small
 host tensors: all parameters together against one at a time, bitwise. It is never cut, because what
 a step does with a small tensor says nothing about a large one: second moments are factored,
-momentum is quantised in blocks, from some size on. Invariant: neither the user's optimizer nor
-torch's random state is changed.
+momentum is quantised in blocks, from some size on. Invariant, which ``tests/optim/test_foreign.py``
+tries to break: neither the user's optimizer nor torch's random state is changed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Writes and removals of checkpoints in the background: in order, bounded, failures raised once.
 
 One thread does what is asked for in the order of the calls, on the device of each caller.
-Invariant: at most ``max_in_flight`` writes are under way, and a failure is raised by exactly one
-call.
+Invariant, which ``tests/integrations/test_lightning.py`` tries to break: at most ``max_in_flight``
+writes are under way, and a failure is raised by exactly one call.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class OrderedWrites:
         self._writes: deque[threading.Event] = deque()  # each is set once its write is over
         self._failures: deque[CheckpointError] = deque()
         self._num_failed = 0
-        self._num_told = 0  # of those
+        self._num_raised = 0  # of those
         self._lock = threading.Lock()
 
     def make_room(self) -> None:
@@ -83,11 +83,11 @@ class OrderedWrites:
         asked for, even if it has been by now: what was to be replaced may be all that there is.
         """
         with self._lock:
-            num_told = self._num_told
+            num_raised = self._num_raised
         index = _device.current_index()
 
         def run() -> None:
-            if self._num_failed > num_told:  # all that was before is over, and nothing else is
+            if self._num_failed > num_raised:  # all that was before is over, and nothing else is
                 _log.warning("residency keeps %s: the write before its removal failed", path)
                 return
             try:
@@ -131,7 +131,7 @@ class OrderedWrites:
         with self._lock:
             failures = list(self._failures)
             self._failures.clear()
-            self._num_told = self._num_failed
+            self._num_raised = self._num_failed
         for other in failures[1:]:
             failures[0].add_note(f"and {other}")
         return failures[0] if failures else None

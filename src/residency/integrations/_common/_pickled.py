@@ -1,7 +1,8 @@
 """Takes a value apart as ``torch.save`` would, by pickle, with names in the place of its tensors.
 
 So tensors are found inside of objects, too, and a copy of everything else is made at once.
-Invariant: what is put together again shares nothing mutable with the caller but what was kept.
+Invariant, which ``tests/integrations/test_pickled.py`` tries to break: what is put together again
+shares nothing mutable with the caller but what is put aside as it is.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from residency._storages import is_wrapper
 from residency._transfer import Lent
 
 _VALUES = (str, int, float, bool, type(None), dict, list, tuple)  # nearly all that there is
-_KEPT = (FunctionType, BuiltinFunctionType, ModuleType, type)  # nothing in them changes
+_BY_NAME = (FunctionType, BuiltinFunctionType, ModuleType, type)  # nothing in them changes
 
 
 class Freezer(pickle.Pickler):
-    """A pickler that puts tokens in the place of tensors and of what is kept as it is.
+    """A pickler that puts tokens in the place of tensors and of what is put aside.
 
     Args:
         file: Where the pickle goes.
@@ -36,7 +37,7 @@ class Freezer(pickle.Pickler):
 
     Attributes:
         encoder: Has the tensors, by name.
-        kept: What is kept as it is, or was copied to the host by torch's own means.
+        aside: What goes along as it is, or was copied to the host by torch's own means.
         lent: The addresses of the loans that were taken.
     """
 
@@ -49,7 +50,7 @@ class Freezer(pickle.Pickler):
     ) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.encoder = Encoder()
-        self.kept: list[object] = []
+        self.aside: list[object] = []
         self.lent: set[int] = set()
         self._by_address = lent
         self._has_attributes = has_attributes
@@ -60,8 +61,8 @@ class Freezer(pickle.Pickler):
         kind = type(value)
         if kind in _VALUES:
             return None
-        if isinstance(value, _KEPT):
-            return self._token(value, self._keep_by_name)
+        if isinstance(value, _BY_NAME):
+            return self._token(value, self._put_aside_by_name)
         if kind in (Tensor, torch.nn.Parameter) or is_sharded(value):
             return self._token(value, self._take)
         if _is_of_fsdp1(value):
@@ -81,27 +82,27 @@ class Freezer(pickle.Pickler):
             self._tokens[id(value)] = make(value)
         return self._tokens[id(value)]
 
-    def _keep(self, value: object) -> int:
-        self.kept.append(value)
-        return len(self.kept) - 1
+    def _put_aside(self, value: object) -> int:
+        self.aside.append(value)
+        return len(self.aside) - 1
 
-    def _keep_by_name(self, value: object) -> int:
+    def _put_aside_by_name(self, value: object) -> int:
         # Pickle writes these by their name alone, and would only say in the background that one
         # cannot be found by it.
         pickle.dumps(value)
-        return self._keep(value)
+        return self._put_aside(value)
 
     def _clone(self, value: Any) -> int:
-        return self._keep(value.clone())
+        return self._put_aside(value.clone())
 
     def _take(self, value: Tensor) -> object:
         local = local_of(value).detach()
         if local.is_meta:
-            return self._keep(value)
+            return self._put_aside(value)
         name = str(len(self.encoder.leaves))
         if local.layout is not torch.strided or local.is_quantized or _is_lazy(local):
             # No plain bytes: copied now, by torch's own means.
-            return self._keep(value.detach().to("cpu", copy=True))
+            return self._put_aside(value.detach().to("cpu", copy=True))
         address = address_of(local)
         lent = self._by_address.get(address) if local.is_cpu else None
         if lent is not None and lent.value.shape == value.shape and address not in self.lent:
@@ -115,27 +116,27 @@ class Freezer(pickle.Pickler):
 
 
 class Thawer:
-    """An unpickler that puts host tensors, and what was kept, into the place of the tokens."""
+    """An unpickler that puts host tensors, and what was put aside, into the place of the tokens."""
 
-    def __init__(self, pickled: bytes, kept: list[Any]) -> None:
+    def __init__(self, pickled: bytes, aside: list[Any]) -> None:
         self._pickled = pickled
-        self._kept = kept
+        self._aside = aside
 
     def thaw(self, tensors: Mapping[str, Tensor]) -> Any:
         """Returns the value, with these tensors by name."""
-        return _ThawingUnpickler(self._pickled, self._kept, tensors).load()
+        return _ThawingUnpickler(self._pickled, self._aside, tensors).load()
 
 
 class _ThawingUnpickler(pickle.Unpickler):
-    def __init__(self, pickled: bytes, kept: list[Any], tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, pickled: bytes, aside: list[Any], tensors: Mapping[str, Tensor]) -> None:
         super().__init__(io.BytesIO(pickled))
-        self._kept = kept
+        self._aside = aside
         self._tensors = tensors
         self._parameters: dict[str, torch.nn.Parameter] = {}
 
     def persistent_load(self, token: Any) -> Any:
         if isinstance(token, int):
-            return self._kept[token]
+            return self._aside[token]
         name, is_parameter, requires_grad, attributes = token
         value = self._tensors[name]
         if is_parameter and name not in self._parameters:

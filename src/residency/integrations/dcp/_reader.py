@@ -143,12 +143,12 @@ class ResidencyStorageReader(StorageReader):
                 blob.seek(0)
                 planner.load_bytes(item, blob)
         tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
-        for batch in batches([ShardRead(item, self._place(item), planner) for item in tensors]):
+        for batch in batches([ShardRead(item, self._shard_of(item), planner) for item in tensors]):
             self._fetch([read for read in batch if read.num_bytes])
             for read in batch:
                 read.finish()
 
-    def _place(self, item: ReadItem) -> StoredTensor:
+    def _shard_of(self, item: ReadItem) -> StoredTensor:
         index = item.storage_index
         shards = self._tensors[index.fqn]
         offsets = tuple(index.offset or ())
@@ -177,10 +177,10 @@ class ResidencyStorageReader(StorageReader):
     def _fetch(self, reads: Sequence[ShardRead]) -> None:
         self._fetch_into([(read.stored, read.start, read.data) for read in reads])
 
-    def _fetch_into(self, places: Sequence[tuple[StoredTensor, int, Tensor]]) -> None:
+    def _fetch_into(self, wanted_bytes: Sequence[tuple[StoredTensor, int, Tensor]]) -> None:
         checksums = self._opened().files
         wanted: dict[Path, list[Wanted]] = {}
-        for stored, start, data in places:
+        for stored, start, data in wanted_bytes:
             if stored.file is not None and data.numel():
                 memory = memory_of(data)
                 one = Wanted(stored.start + start, data.numel(), stored.name, memory)

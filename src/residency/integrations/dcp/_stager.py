@@ -1,9 +1,10 @@
 """Stages state dicts for ``dcp.async_save`` in page-locked memory that is used again.
 
-Device tensors are copied on the d2h lane behind the gate, homes of an offloaded optimizer are
-lent, and everything else is copied at the call. Invariant: a staged tensor has the bytes of the
-call until the save that writes it is over; the memory under it serves another save only when no
-tensor over it is left.
+Device tensors are copied on the d2h lane behind the gate, homes of an offloaded optimizer are lent,
+and everything else is copied at the call. Invariant, which
+``tests/integrations/test_dcp_stager.py`` tries to break: a staged tensor has the bytes of the call
+until the save that writes it is over; the memory under it serves another save only when no tensor
+over it is left.
 
 [Note: when a save is over] Nothing tells a stager. A staged tensor's memory comes back when the
 last tensor over it dies; loans, which a step may wait for, end also with the thread that asked for
@@ -91,7 +92,7 @@ class PinnedStager(AsyncStager):
         self.close()
 
     def _new_arena(self) -> SlabArena:
-        return SlabArena(pin=self._pin, keep=True)
+        return SlabArena(pin=self._pin, reuse=True)
 
     @property
     def pinned_bytes(self) -> int:
@@ -134,7 +135,7 @@ class PinnedStager(AsyncStager):
         return staged
 
     def synchronize_staging(self) -> None:
-        """Blocks the host until the newest copies are complete; nobody needs to."""
+        """Blocks the host until the newest copies are complete; no caller needs to."""
         staged = None if self._newest is None else self._newest()
         if staged is not None:
             staged.wait()
@@ -143,7 +144,7 @@ class PinnedStager(AsyncStager):
         """Gives the slabs back, each when nothing in it is in use; may be called again."""
         self._is_closed = True
         self._flight = None
-        self._arena.is_kept = False
+        self._arena.is_reused = False
         pinned_bytes = self._arena.pinned_bytes
         self._arena.free_all()
         self._arena = SlabArena(pin=False)
@@ -182,7 +183,7 @@ class _Flight:
         if self._is_own_thread:  # which waits for itself nowhere
             for held in self._out.values():
                 if held.block.lent is not None:
-                    lending.keep(held.block.lent.tensor)
+                    lending.make_lasting(held.block.lent.tensor)
         else:
             token = _Token()
             weakref.finalize(token, self.end).atexit = False
@@ -199,7 +200,7 @@ class _Flight:
             self._over.set()
 
     def end(self) -> None:
-        """Ends the loans: nobody writes the save any more."""
+        """Ends the loans: no thread writes the save any more."""
         with self._lock:
             lent = [held for held in self._out.values() if held.block.lent is not None]
         for held in lent:
@@ -213,7 +214,7 @@ class _Flight:
         self._over.set()
 
     def drop_unasked(self) -> None:
-        """Gives back what nobody has asked for, nor can any more."""
+        """Gives back what was not asked for, and cannot be any more."""
         if not self._asked.is_set():
             self.drop()
             self._asked.set()
@@ -290,7 +291,7 @@ def _described(
             f"the state dict has a value that cannot be pickled ({type(error).__name__}: {error})."
             " Nothing was saved; take it out, or give its state_dict()."
         ) from error
-    thawer = Thawer(file.getvalue(), freezer.kept)
+    thawer = Thawer(file.getvalue(), freezer.aside)
     names = {name: tensor_node(name) for name in freezer.encoder.leaves}
     description = Description(names, freezer.encoder.leaves)
     try:
@@ -304,7 +305,7 @@ def _described(
 def _borrow(description: Description, spare_bytes: int | None) -> None:
     """Notes of each tensor whether it is lent, and whether others than optimizers may change it."""
     found = description.leaves
-    of_steps = {_place(tensor) for tensor in written_by_steps()}
+    of_steps = {_bytes_key(tensor) for tensor in written_by_steps()}
     on_host = [local for leaf in found.values() if (local := local_of(leaf.value)).is_cpu]
     addresses = {local.data_ptr() for local in on_host if local.numel()}
     lent = lend_homes(addresses, description.loans, spare_bytes)
@@ -318,9 +319,9 @@ def _borrow(description: Description, spare_bytes: int | None) -> None:
         # The description keeps the loan and not the caller's tensor: a step would wait for a save
         # of whose bytes a caller has a view.
         value = leaf.value if loan is None else loan.value
-        found[name] = Leaf(name, value, _place(local) not in of_steps, loan)
+        found[name] = Leaf(name, value, _bytes_key(local) not in of_steps, loan)
 
 
-def _place(tensor: Tensor) -> tuple[torch.device, int]:
+def _bytes_key(tensor: Tensor) -> tuple[torch.device, int]:
     local = local_of(tensor)
     return local.device, local.untyped_storage().data_ptr()

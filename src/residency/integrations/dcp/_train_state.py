@@ -2,8 +2,9 @@
 with which torch makes the state of an optimizer before a load.
 
 What ``dcp.load`` fills are the parameters themselves, the homes of an offloaded optimizer, or host
-tensors that wait for a plain optimizer's first step. Invariant: whatever stands against a load is
-said while it is planned, before a byte is read, because names of the state dict say what it is of.
+tensors that wait for a plain optimizer's first step. Invariant, which
+``tests/integrations/test_dcp_training.py`` tries to break: whatever stands against a load is said
+while it is planned, before a byte is read, because names of the state dict say what it is of.
 
 [Note: names that say what a state is of] ``dcp.load`` looks for each name of the state dict in the
 checkpoint before it reads, and for nothing else there. So that a checkpoint with a scheduler is not
@@ -119,7 +120,7 @@ class TrainState(Stateful):
         if self.scheduler is not None:
             values["scheduler"] = copy.deepcopy(self.scheduler.state_dict())
         for name, value in self.counters.items():
-            values[name] = value.state_dict() if _keeps_state(value) else copy.deepcopy(value)
+            values[name] = value.state_dict() if _has_state_dict(value) else copy.deepcopy(value)
         # First, so that its names are looked for first.
         self._token = secrets.token_hex(8)
         about = dict.fromkeys(self._contents(values), True)
@@ -146,7 +147,7 @@ class TrainState(Stateful):
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state_dict["scheduler"])
         for name, value in self.counters.items():
-            if _keeps_state(value):
+            if _has_state_dict(value):
                 value.load_state_dict(state_dict[name])
             else:
                 self.counters[name] = state_dict[name]
@@ -298,7 +299,7 @@ def _class_name(optimizer: Optimizer) -> str:
     return type(optimizer).__name__  # that of an offloaded one is its own class'
 
 
-def _keeps_state(value: Any) -> bool:
+def _has_state_dict(value: Any) -> bool:
     return all(callable(getattr(value, n, None)) for n in ("state_dict", "load_state_dict"))
 
 
@@ -315,7 +316,11 @@ def _free_to_fill(value: Any) -> Any:
 
     Other loans end by themselves, with a write to the disk.
     """
-    if isinstance(value, Tensor) and (local := local_of(value)).is_cpu and lending.is_kept(local):
+    if (
+        isinstance(value, Tensor)
+        and (local := local_of(value)).is_cpu
+        and lending.is_lasting(local)
+    ):
         return wrapped_like(local.clone(), value)
     return value
 
@@ -377,13 +382,13 @@ def put_state(optimizer: Optimizer, filled: Mapping[Tensor, Mapping[str, Any]]) 
     others: dict[tuple[Tensor, str], Any] = {}
     for parameter, values in filled.items():
         for key, value in values.items():
-            place = parameter, key
+            entry = parameter, key
             if not isinstance(value, Tensor):
-                others[place] = value
-            elif isinstance(reception, PlainReception) and place in reception.waiting:
-                reception.targets[place] = reception.waiting[place] = value
-            elif local_of(reception.targets[place]).data_ptr() != local_of(value).data_ptr():
-                copy_across(local_of(reception.targets[place]), local_of(value))
+                others[entry] = value
+            elif isinstance(reception, PlainReception) and entry in reception.waiting:
+                reception.targets[entry] = reception.waiting[entry] = value
+            elif local_of(reception.targets[entry]).data_ptr() != local_of(value).data_ptr():
+                copy_across(local_of(reception.targets[entry]), local_of(value))
     reception.finish(others, {})
 
 

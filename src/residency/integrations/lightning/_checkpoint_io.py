@@ -145,7 +145,7 @@ class ResidencyCheckpointIO:
 
     def _freeze(self, checkpoint: dict[str, object]) -> Frozen:
         if self._arena is None:
-            self._arena = SlabArena(keep=True)
+            self._arena = SlabArena(reuse=True)
         return freeze(checkpoint, arena=self._arena)
 
     def _write(self, frozen: Frozen, path: Any, storage_options: Any) -> None:
@@ -154,7 +154,7 @@ class ResidencyCheckpointIO:
             try:
                 frozen.check()
             except CheckpointError:
-                self._base.remove_checkpoint(path)  # who finds it would trust it
+                self._base.remove_checkpoint(path)  # a reader that finds it would trust it
                 raise
 
         make_parent_of(path)

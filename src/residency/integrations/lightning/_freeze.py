@@ -92,7 +92,7 @@ def freeze(checkpoint: Mapping[str, object], *, arena: SlabArena) -> Frozen:
     description = Description(names, freezer.encoder.leaves, loans=loans)
     captured = capture_described(description, arena=arena)
     lent = [by_address[address] for address in freezer.lent]
-    return Frozen(Thawer(file.getvalue(), freezer.kept), Snapshot(captured, arena), lent)
+    return Frozen(Thawer(file.getvalue(), freezer.aside), Snapshot(captured, arena), lent)
 
 
 def _borrowed(checkpoint: Mapping[str, object], loans: Loans) -> dict[int, Lent]:
@@ -104,7 +104,7 @@ def _borrowed(checkpoint: Mapping[str, object], loans: Loans) -> dict[int, Lent]
         owner = owner_of(optimizer)
         states = _states_in(dict.values(optimizer.state))
         if owner is not None and not wanted.isdisjoint(map(address_of, states)):
-            owner.lend(optimizer, loans, keep=True, is_watched=True)
+            owner.lend(optimizer, loans, is_lasting=True, is_watched=True)
     return {address_of(lent.tensor): lent for lent in loans}
 
 

@@ -130,7 +130,7 @@ class ResidencyShardedStrategy:
             path = Path(self.broadcast(filepath))
             self._writes.make_room()
             if self._arena is None:
-                self._arena = SlabArena(keep=True)
+                self._arena = SlabArena(reuse=True)
             if not self._groups:
                 # One for each thread: collectives of two in one group would meet in any order.
                 self._groups = [dist.new_group(backend="gloo") for _ in range(2)]

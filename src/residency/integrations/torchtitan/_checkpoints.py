@@ -1,8 +1,9 @@
 """The manager of torchtitan's checkpoints that saves and loads by way of the host.
 
-It is torchtitan's own ``CheckpointManager``, its schedule, its states and their names, with
-another writer, reader, stager and retention. Invariant: a step's save is whole or not there, and
-neither a save nor a load makes a copy of a tensor on the device.
+It is torchtitan's own ``CheckpointManager``, its schedule, its states and their names, with another
+writer, reader, stager and retention. Invariant, which ``tests/integrations/test_torchtitan.py``
+tries to break: a step's save is whole or not there, and neither a save nor a load makes a copy of a
+tensor on the device.
 """
 
 from __future__ import annotations
@@ -231,7 +232,7 @@ class ResidencyCheckpointManager(_Manager):  # type: ignore[misc]  # known when 
         )
 
     def _maybe_wait_for_staging(self) -> None:
-        """Does nothing: whoever writes next waits for the copies, on the device."""
+        """Does nothing: the next write waits for the copies, on the device."""
         self.staging_future = None
 
     def _wait_for_saving(self) -> None:

@@ -1,7 +1,8 @@
 """The container of torchtitan's optimizers whose state lives on the host.
 
-Invariant: groups, hooks, names and the state dict are those of torchtitan's own container, which
-builds the optimizers; each is offloaded after that.
+Invariant, which ``tests/integrations/test_torchtitan.py`` tries to break: groups, hooks, names and
+the state dict are those of torchtitan's own container, which builds the optimizers; each is
+offloaded after that.
 
 [Note: state in bfloat16] With ``implementation="fused_opt_states_bf16"`` torchtitan's container
 gives each optimizer a hook that makes moments in bfloat16 before the first step finds none. A

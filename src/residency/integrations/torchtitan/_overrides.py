@@ -2,7 +2,8 @@
 
 Torchtitan finds an override under the module and the name that a user gives, which is the door of
 this package, and calls it with the config that it is to replace, before anything is built.
-Invariant: what is not understood is refused, as torchtitan would go on with a default.
+Invariant, which ``tests/integrations/test_torchtitan.py`` tries to break: what is not understood is
+refused, as torchtitan would go on with a default.
 """
 
 from __future__ import annotations

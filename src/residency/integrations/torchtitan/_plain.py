@@ -2,8 +2,9 @@
 
 Torchtitan's own container takes a step with zero gradients before a load, so that there is
 something to load into: as many bytes of gradients on the device as of parameters, and the state
-beside them. Here the load goes into host tensors, which the first step moves. Invariant: names and
-group values are those of torchtitan's own flat state dict.
+beside them. Here the load goes into host tensors, which the first step moves. Invariant, which
+``tests/integrations/test_torchtitan.py`` tries to break: names and group values are those of
+torchtitan's own flat state dict.
 """
 
 from __future__ import annotations

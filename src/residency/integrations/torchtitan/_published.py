@@ -1,7 +1,8 @@
 """Finds what the parts hook into in the torchtitan that is installed.
 
-Torchtitan is no dependency, so its names are looked up when a part is imported. Invariant: a
-torchtitan without one of them is named with its version and the name, before anything is changed.
+Torchtitan is no dependency, so its names are looked up when a part is imported. Invariant, which
+``tests/integrations/test_torchtitan.py`` tries to break: a torchtitan without one of them is named
+with its version and the name, before anything is changed.
 
 Source: torchtitan 0.3.0 and pytorch/torchtitan b5bcd76c (2026-08-21): ``config/override.py``,
 ``components/optimizer``, ``components/checkpointer``, and their use in ``trainer.py``.

@@ -116,7 +116,7 @@ def put_on(model: Any) -> HostFirst | None:
 
 
 def is_peft_model(model: object) -> bool:
-    """Returns whether a model is PEFT's, without importing PEFT: then nobody has made one."""
+    """Returns whether a model is PEFT's, without importing PEFT: then there is none."""
     return isinstance(model, peft_models())
 
 

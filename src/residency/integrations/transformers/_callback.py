@@ -2,7 +2,8 @@
 offloaded once it exists, outputs of an evaluation that leave the device, phases, and a note on an
 out-of-memory error that ends the process.
 
-Invariant: what it puts onto the model and into the process, `ResidencyCallback.remove` takes off.
+Invariant, which ``tests/integrations/test_transformers.py`` tries to break: what it puts onto the
+model and into the process, `ResidencyCallback.remove` takes off.
 """
 
 from __future__ import annotations

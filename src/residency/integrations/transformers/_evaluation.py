@@ -2,8 +2,9 @@
 
 A ``Trainer`` keeps the predictions of a whole evaluation on the device, in an ``EvalLoopContainer``
 each for losses, predictions, labels and inputs. Here these containers hand what they hold to a ring
-of page-locked memory. Invariant: what a container gives in the end is what the stock one gives, bit
-for bit, and it holds one batch on the device at most.
+of page-locked memory. Invariant, which ``tests/integrations/test_transformers.py`` tries to break:
+what a container gives in the end is what the stock one gives, bit for bit, and it holds one batch
+on the device at most.
 
 [Note: whose containers] A callback does not see the containers, and hears of an evaluation when
 its first batch is in them. So the name in ``transformers.trainer`` has a class that does what the
@@ -36,7 +37,7 @@ else:
 
 _NAME = "EvalLoopContainer"
 _users: weakref.WeakSet[object] = weakref.WeakSet()  # the callbacks for which the name is changed
-_of_thread = threading.local()  # the containers that nobody has claimed
+_of_thread = threading.local()  # the containers that no callback has claimed
 
 
 class _Form(NamedTuple):
@@ -134,25 +135,25 @@ def put_on(user: object) -> None:
     Raises:
         RefusedError: This Transformers has no such containers. Nothing was changed.
     """
-    places = _places()
-    if _NAME not in places[0]:
+    namespaces = _namespaces()
+    if _NAME not in namespaces[0]:
         raise missing_in(
             "transformers",
             f"transformers.trainer.{_NAME}",
             "pass ResidencyCallback(outputs_on_host=False)",
         )
-    for place in places:
-        if place.get(_NAME) is EvalLoopContainer:
-            place[_NAME] = HostContainer
+    for names in namespaces:
+        if names.get(_NAME) is EvalLoopContainer:
+            names[_NAME] = HostContainer
     _users.add(user)
 
 
 def take_off(user: object) -> None:
     """Gives Transformers its own class back with the last callback."""
     _users.discard(user)
-    for place in _places() if not _users else ():
-        if place.get(_NAME) is HostContainer:
-            place[_NAME] = EvalLoopContainer
+    for names in _namespaces() if not _users else ():
+        if names.get(_NAME) is HostContainer:
+            names[_NAME] = EvalLoopContainer
 
 
 def claim() -> None:
@@ -165,7 +166,7 @@ def claim() -> None:
             container.hand_to(ring)
 
 
-def _places() -> list[dict[str, object]]:
+def _namespaces() -> list[dict[str, object]]:
     """Returns the names of ``transformers.trainer``, and those that the loop in use reads."""
     module = load_framework("transformers.trainer", extra="transformers")
     loop = inspect.unwrap(module.Trainer.evaluation_loop)

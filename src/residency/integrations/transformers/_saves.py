@@ -2,8 +2,9 @@
 
 A draft is a checkpoint's directory under another name, in which stock code leaves all small files
 at once; the tensors are captured, and a thread writes them, with stock code too, gives the
-directory its name, and removes what `save_total_limit` does not keep. Invariant: a directory that
-is called ``checkpoint-...`` is complete, whenever the process dies.
+directory its name, and removes what `save_total_limit` does not keep. Invariant, which
+``tests/integrations/test_transformers.py`` tries to break: a directory that is called
+``checkpoint-...`` is complete, whenever the process dies.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from residency._checkpoint import check_count
 from residency._checkpoint._capture import Capture, capture_described, describe, tree_of
 from residency._checkpoint._disk import SYSTEM, sync_folder
 from residency._errors import InvalidArgumentError
+from residency._storages import storage_key
 from residency._transfer import SlabArena, memory_of
 from residency.integrations._common._framework import named_with_version
 from residency.integrations._common._ordered_writes import OrderedWrites
@@ -213,7 +215,7 @@ class BackgroundSaves:
         self._writes.close()
         pinned_bytes = sum(arena.pinned_bytes for arena in self._arenas)
         for arena in self._arenas:
-            arena.is_kept = False
+            arena.is_reused = False
             arena.free_all()
         if self._arenas:
             self._arenas.clear()
@@ -229,7 +231,7 @@ def _free_of(arenas: list[SlabArena]) -> SlabArena:
     try:
         return arenas.pop()
     except IndexError:
-        return SlabArena(keep=True)
+        return SlabArena(reuse=True)
 
 
 def model_to_take(model: nn.Module) -> tuple[Any, Callable[[Any], dict[str, Any]]] | None:
@@ -249,23 +251,19 @@ def model_to_take(model: nn.Module) -> tuple[Any, Callable[[Any], dict[str, Any]
     peft: Any = sys.modules["peft"]
     live: dict[str, Any] = adapted.state_dict()
     written = {
-        _place(value)
+        storage_key(value)
         for name in configurations
         for value in peft.get_peft_model_state_dict(
             adapted, state_dict=live, adapter_name=name, save_embedding_layers=False
         ).values()
     }
-    written |= {_place(p) for p in model.parameters() if p.requires_grad}
+    written |= {storage_key(p) for p in model.parameters() if p.requires_grad}
     taken = {
         name: value
         for name, value in live.items()
-        if isinstance(value, Tensor) and _place(value) in written
+        if isinstance(value, Tensor) and storage_key(value) in written
     }
     return taken, lambda copied: {**live, **copied}
-
-
-def _place(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def clear_drafts(run_dir: Path) -> None:

@@ -67,6 +67,7 @@ def _device_bindings(core: Any) -> dict[str, Callable[..., Any]]:
         "_cuda_hasPrimaryContext": core.has_context,
         "_cuda_canDeviceAccessPeer": lambda device, peer: False,
         "_cuda_getArchFlags": arch_flags,
+        # `torch.cuda.synchronize` calls it: the caller waits for all that it has queued.
         "_cuda_synchronize": lambda: torch.accelerator.synchronize(),
         "_cuda_ipc_collect": lambda: None,
         "_cuda_get_sync_debug_mode": lambda: 0,

@@ -93,7 +93,7 @@ class CudaGraphBase:
         self._core.replay(graph)
 
     def reset(self) -> None:
-        """Drops what was captured; its pool's memory goes back when nobody else has the pool."""
+        """Drops what was captured; its pool's memory goes back when no other graph has the pool."""
         self._held = None
 
     def pool(self) -> Any:

@@ -49,10 +49,10 @@ class ProbedDevice:
         """Prints a figure."""
         print(f"INFO  {what:{_WIDTH}} {text}", flush=True)
 
-    def check(self, is_kept: bool, what: str, text: str = "") -> None:
+    def check(self, is_true: bool, what: str, text: str = "") -> None:
         """Prints whether what the library relies on is so."""
-        self.num_failed += not is_kept
-        print(f"{'PASS' if is_kept else 'FAIL'}  {what:{_WIDTH}} {text}", flush=True)
+        self.num_failed += not is_true
+        print(f"{'PASS' if is_true else 'FAIL'}  {what:{_WIDTH}} {text}", flush=True)
 
     def called(self, work: Callable[[], Value]) -> tuple[Value, float]:
         """Returns what the work does from a device at rest, and the seconds of the call alone."""
@@ -71,12 +71,12 @@ class ProbedDevice:
     def attempt(self, what: str, work: Callable[[], bool]) -> None:
         """Checks what ``work`` returns; one that raises is a FAIL, too."""
         try:
-            is_kept, text = work(), ""
+            is_true, text = work(), ""
         except Exception as error:
             first_line = str(error).partition("\n")[0]
-            is_kept, text = False, f"raised {type(error).__name__}: {first_line}"
+            is_true, text = False, f"raised {type(error).__name__}: {first_line}"
             traceback.print_exc()
-        self.check(is_kept, what, text)
+        self.check(is_true, what, text)
 
     def run(self, name: str, probe: Callable[[ProbedDevice], None]) -> None:
         """Runs one probe. One that raises leaves the next ones to run."""

@@ -65,10 +65,10 @@ def starts_nothing(bench: ProbedDevice) -> None:
     enable = f"residency.sim.enable(device={bench.device.type!r})" if is_simulated else ""
     program = _ASKING.format(enable=enable, type=bench.device.type)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    is_kept = done.stdout.split() == ["started", "False", "child", "0"]
+    is_true = done.stdout.split() == ["started", "False", "child", "0"]
     last = done.stderr.strip().splitlines()[-1:]
     return bench.check(
-        is_kept, "figures start nothing, a child may use it", f"{done.stdout!r} {last}"
+        is_true, "figures start nothing, a child may use it", f"{done.stdout!r} {last}"
     )
 
 
@@ -139,22 +139,22 @@ def threads(bench: ProbedDevice) -> None:
     """Enters one lane from two threads that have different current streams."""
     lane, other = lanes_of(bench.device).h2d, _device.new_stream(bench.device)
     inside, over = threading.Event(), threading.Event()
-    kept: list[bool] = []
+    found: list[bool] = []
 
     def work() -> None:
         torch.accelerator.set_stream(other)
         with on_lane(lane):
             inside.set()
             over.wait()
-        kept.append(_device.current_stream(bench.device) == other)
+        found.append(_device.current_stream(bench.device) == other)
 
     own = _device.current_stream(bench.device)
     thread = threading.Thread(target=work)
     with on_lane(lane):
         thread.start()
         inside.wait()
-    kept.append(_device.current_stream(bench.device) == own)
+    found.append(_device.current_stream(bench.device) == own)
     over.set()
     thread.join()
     torch.accelerator.set_stream(own)
-    bench.check(all(kept), "two threads on one lane keep their streams")
+    bench.check(all(found), "two threads on one lane keep their streams")

@@ -106,7 +106,7 @@ def figures(bench: ProbedDevice) -> None:
     """Holds ``memory_state`` against what ``empty_cache`` gives back, in four situations."""
     gc.collect()
     _device.empty_cache(bench.device)
-    kept = [_bytes(bench, 3 * MIB), _bytes(bench, MIB // 10)]
+    held = [_bytes(bench, 3 * MIB), _bytes(bench, MIB // 10)]
     _check_law(bench, "pieces beside live tensors")
     passing = _bytes(bench, 64 * MIB)
     del passing
@@ -114,9 +114,9 @@ def figures(bench: ProbedDevice) -> None:
     _with_graph(bench, lambda: _check_law(bench, "a captured graph is alive"))
     gc.collect()
     _check_law(bench, "no graph is alive any more")
-    kept += [_bytes(bench, 4000 * i + 4) for i in range(bench.pick(4000, 400))]
+    held += [_bytes(bench, 4000 * i + 4) for i in range(bench.pick(4000, 400))]
     _, seconds, _ = bench.timed(residency.memory_state)
-    bench.info(f"memory_state with {len(kept)} tensors", milliseconds(seconds))
+    bench.info(f"memory_state with {len(held)} tensors", milliseconds(seconds))
 
     def visit() -> None:
         for _ in range(_NUM_PHASES):
@@ -142,9 +142,9 @@ def _check_law(bench: ProbedDevice, when: str) -> None:
     is_lawful = given <= most and (given >= state.returnable or not state.is_returnable_exact)
     text = f"{format_bytes(given)} came back, {format_bytes(state.returnable)} foretold"
     sizes = f"{text}, pooled {format_bytes(state.pooled)}, {milliseconds(seconds)}"
-    is_kept = is_lawful and whole == state.capacity
+    is_true = is_lawful and whole == state.capacity
     bench.check(
-        is_kept, f"memory_state: {when}", sizes + "; " * bool(state.notes) + "; ".join(state.notes)
+        is_true, f"memory_state: {when}", sizes + "; " * bool(state.notes) + "; ".join(state.notes)
     )
 
 

@@ -5,7 +5,7 @@ A name alone makes nothing ours: what is removed or replaced has our mark, too (
 [Note: replacing a save] A directory cannot be renamed over another that has files. The old save of
 a step is renamed aside first, and that name counts as the step while no other has it: at every
 moment one of the two is found, and each is whole. What is to be removed gets a third name first,
-which nobody looks at, so that half of a save is never found under a name that counts.
+under which no reader looks, so that half of a save is never found under a name that counts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Host memory for the saves in flight, a place for each, and which save may have one.
+"""Host memory for the saves in flight, and which save may have it.
 
-Invariant: a place has one job; it is free when that job's save is over, whoever ended it.
+Invariant, which ``tests/checkpoint/test_checkpointer.py`` tries to break: a memory has one job; it
+is free when that job's save is over, whichever thread ended it.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from residency._transfer import SlabArena
 
 
 def _new_arena() -> SlabArena:
-    return SlabArena(keep=True)
+    return SlabArena(reuse=True)
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class SaveMemory:
     """The host memory of one save in flight.
 
     Attributes:
         arena: The memory.
-        job: Who had it last.
+        job: The save that had it last.
     """
 
     arena: SlabArena = field(default_factory=_new_arena)
@@ -38,17 +39,17 @@ class Place:
         return _new_arena() if is_lost else self.arena.emptied()
 
 
-def place_for_next(places: list[Place], policy: str) -> Place | None:
-    """Returns the place for a save, waiting where the policy has it so; None to skip the save.
+def memory_for_next(memories: list[SaveMemory], policy: str) -> SaveMemory | None:
+    """Returns the memory for a save, waiting where the policy has it so; None to skip the save.
 
-    With ``"replace"``, the place may be that of a save that is not yet being written.
+    With ``"replace"``, it may be that of a save that is not yet being written.
     """
     while True:
-        free = next((place for place in places if place.is_free), None)
+        free = next((memory for memory in memories if memory.is_free), None)
         if free is not None or policy == "skip":
             return free
-        taken = sorted((job.number, place, job) for place in places if (job := place.job))
-        _, place, newest = taken[-1]
+        taken = sorted((job.number, memory, job) for memory in memories if (job := memory.job))
+        _, memory, newest = taken[-1]
         if policy == "replace" and not newest.is_begun:
-            return place
+            return memory
         taken[0][2].save._done.wait()

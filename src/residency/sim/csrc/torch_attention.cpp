@@ -13,8 +13,10 @@
 #include <ATen/ops/_softmax_backward_data.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/matmul.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "registration.h"
@@ -244,7 +246,7 @@ void launch_forward(const Inputs& in, const State& state, const Tensor& output,
                      const auto& targets) { attend(local, numbers, targets[0]); });
   }
   std::vector<Tensor> written{output};
-  if (sums.numel()) written.push_back(sums.narrow(2, 0, in.query.size(2)));
+  if (sums.defined() && sums.numel()) written.push_back(sums.narrow(2, 0, in.query.size(2)));
   launch({"scaled_dot_product_attention", in, state, 0, {}, written},
          [](const Inputs& local, const at::Generator&, const auto&, const auto& targets) {
            attend_by_flash(local, targets);
@@ -387,9 +389,61 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention_backward(
   return {gradients[0], gradients[1], gradients[2], of_bias};
 }
 
+// ----------------------------------------------------------------------------------- cuDNN's own
+
+// Laid out in the order of the query's dimensions. Source: alloc_with_matching_layout in MHA.cpp.
+Tensor empty_as_query(const Tensor& query, int64_t width) {
+  if (width == query.size(3)) return at::empty_like(query);
+  std::vector<int64_t> order{0, 1, 2, 3};
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t a, int64_t b) { return query.stride(a) < query.stride(b); });
+  std::vector<int64_t> sizes = query.sizes().vec(), strides(sizes.size());
+  sizes.back() = width;
+  int64_t stride = 1;
+  for (const int64_t dim : order) {
+    strides[dim] = stride;
+    stride *= sizes[dim];
+  }
+  return at::empty_strided(sizes, strides, query.options());
+}
+
+// Without gradients no sums are kept; the state of its generator always is, on the device.
+OfFlash cudnn_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                        const std::optional<Tensor>& bias, bool with_sums, double dropout,
+                        bool is_causal, bool, std::optional<double> scale) {
+  const Inputs in{query, key, value, bias, dropout, is_causal, scale};
+  const auto of_state = query.options().dtype(c10::kLong);
+  const State state{at::empty({}, of_state), at::empty({}, of_state)};
+  const Tensor output = empty_as_query(query, value.size(3));
+  Tensor sums;
+  if (with_sums) {
+    sums = at::empty({query.size(0), query.size(1), query.size(2), 1},
+                     query.options().dtype(c10::kFloat));
+  }
+  launch_forward(in, state, output, with_sums ? sums.squeeze(-1) : sums);
+  return {output,      sums,       Tensor(),     Tensor(), query.size(2),
+          key.size(2), state.seed, state.offset, Tensor()};
+}
+
+std::tuple<Tensor, Tensor, Tensor> cudnn_attention_backward(
+    const Tensor& gradient, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& output, const Tensor& sums, const Tensor& seed, const Tensor& offset,
+    const Tensor& bias, const Tensor&, const Tensor&, c10::SymInt, c10::SymInt, double dropout,
+    bool is_causal, std::optional<double> scale) {
+  const auto mask = bias.defined() ? std::optional<Tensor>(bias) : std::nullopt;
+  const Inputs in{query, key, value, mask, dropout, is_causal, scale};
+  const std::vector<Tensor> gradients{at::empty_like(query), at::empty_like(key),
+                                      at::empty_like(value)};
+  launch_backward(in, {seed, offset}, gradient, output, sums.squeeze(-1), gradients);
+  charge_cudnn_backward(shapes_of(in), gradient);
+  return {gradients[0], gradients[1], gradients[2]};
+}
+
 }  // namespace
 
 RESIDENCY_KERNELS(aten, face().key, library) {
+  library.impl("_scaled_dot_product_cudnn_attention", cudnn_attention);
+  library.impl("_scaled_dot_product_cudnn_attention_backward", cudnn_attention_backward);
   library.impl("_scaled_dot_product_efficient_attention", efficient_attention);
   library.impl("_scaled_dot_product_efficient_attention_backward", efficient_attention_backward);
   library.impl("_scaled_dot_product_flash_attention", flash_attention);

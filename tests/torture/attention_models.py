@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from tests.torture.attention_oracle import CUDNN, EFFICIENT, FLASH, MATH, Call
+from tests.torture.attention_oracle import Call
 from torch import nn
 from torch.nn import functional
 
@@ -159,11 +159,11 @@ def watched(calls: list[dict[str, Any]]) -> Iterator[None]:
         asked = {"attn_mask": attn_mask, **options}
         asked.pop("scale", None)
         found["choice"] = torch._fused_sdp_choice(query, key, value, **asked)
-        types = {t.dtype for t in (query, attn_mask) if t is not None} - {torch.bool}
-        is_cast = torch.is_autocast_enabled() and types != {torch.get_autocast_dtype("cuda")}
+        cast_to = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled() else None
         found["output"] = out.untyped_storage().nbytes()
-        calls.append({"tensors": tensors, "options": asked, "is_cast": is_cast, **found})
-        calls[-1]["options"].pop("attn_mask")
+        del asked["attn_mask"]
+        name = cast_to and str(cast_to).removeprefix("torch.")
+        calls.append({"tensors": tensors, "options": asked, "cast_to": name, **found})
         return out
 
     functional.scaled_dot_product_attention = attend
@@ -182,20 +182,25 @@ def written(tensor: torch.Tensor | None) -> dict[str, Any] | None:
     return {"shape": tensor.shape, "strides": tensor.stride(), "dtype": dtype, "learns": learns}
 
 
-def read(call: dict[str, Any]) -> Call:
-    """Makes a call of what was written down of it."""
+def read(written_call: dict[str, Any]) -> tuple[Call, list[torch.Tensor]]:
+    """Makes a call of what was written down of it, and the copies that autocast makes for it."""
     made: list[Any] = []
-    for each in call["tensors"]:
+    copies: list[torch.Tensor] = []
+    name = written_call["cast_to"]
+    for each in written_call["tensors"]:
         if each is not None:
             dtype = getattr(torch, each["dtype"])
-            blank = torch.empty_strided(each["shape"], each["strides"], dtype=dtype, device="meta")
-            each = blank.requires_grad_(each["learns"])
+            tensor = torch.empty_strided(each["shape"], each["strides"], dtype=dtype, device="meta")
+            if name and dtype.is_floating_point and dtype != getattr(torch, name):
+                tensor = torch.empty_like(tensor, dtype=getattr(torch, name))
+                copies.append(tensor)
+            each = tensor.requires_grad_(each["learns"])
         made.append(each)
-    options = call["options"]
-    return Call(
+    options = written_call["options"]
+    call = Call(
         *made,
         dropout=options.get("dropout_p", 0.0),
         causal=bool(options.get("is_causal", False)),
         gqa=options.get("enable_gqa", False),
-        kernels=(CUDNN, FLASH, EFFICIENT, MATH),
     )
+    return call, copies

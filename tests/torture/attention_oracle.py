@@ -75,6 +75,12 @@ class Call:
     kernels: tuple[int, ...] = (CUDNN, FLASH, EFFICIENT, MATH)  # that the program allows
     deterministic: bool = False
 
+    @property
+    def learns(self) -> bool:
+        """Tells whether the call keeps anything for gradients."""
+        every = (self.query, self.key, self.value, self.mask)
+        return any(each is not None and each.requires_grad for each in every)
+
 
 class Attention:
     """What a call costs on a card."""
@@ -84,8 +90,6 @@ class Attention:
         self.query, self.key, self.value, self.mask = call.query, call.key, call.value, call.mask
         inputs = (self.query, self.key, self.value)
         self.wants_statistics = any(each.requires_grad for each in inputs)
-        learns = self.mask is not None and self.mask.requires_grad
-        self.is_grad = self.wants_statistics or learns
         self.is_half = self.query.dtype in (torch.float16, torch.bfloat16)
 
     # Which kernel: transformers/cuda/sdp_utils.cpp, transformers/sdp_utils_cpp.h --------------
@@ -222,7 +226,7 @@ class Attention:
         if splits > 1:
             accumulated = splits * batch * groups * rows * (rounded + 1) * 4
         forward = padded + bytes_of(out) + statistics + state + accumulated
-        if not self.is_grad:
+        if not self.call.learns:
             return bytes_of(out), forward, 0
         held = padded + bytes_of(out) + statistics + state
         taken = 0 if out.is_contiguous() else bytes_of(out)
@@ -283,7 +287,7 @@ class Attention:
             sums = batch * length * heads * value_width * 4
         both = made + kept_mask if kept_mask != made else made + scalars
         forward = max(both, kept_mask + out + statistics + sums)
-        if not self.is_grad:
+        if not self.call.learns:
             return out, forward, 0
         held = kept_mask + out + statistics
         gradient = self.call.gradient
@@ -356,7 +360,7 @@ class Attention:
         statistics = batch * heads * length * 4 if self.wants_statistics else 0
         state = 8 + 8
         forward = max(made + scalars, made + bytes_of(out) + statistics + state)
-        if not self.is_grad:
+        if not self.call.learns:
             return bytes_of(out), forward, 0
         held = made + bytes_of(out) + statistics + state
         gradient = self.call.gradient
@@ -376,7 +380,7 @@ class Attention:
         scores = batch * heads * length * self.key.shape[2] * 4
         if not self.is_half:
             scores = scores // 4 * self.query.element_size()
-        return (scores if self.is_grad else 0), scores, scores
+        return (scores if self.call.learns else 0), scores, scores
 
 
 def is_aligned(mask: torch.Tensor, alignment: int) -> bool:

@@ -22,7 +22,18 @@ import pytest
 import torch
 from tests.torture.attention_cases import draw, gradient_of, tensors_of
 from tests.torture.attention_models import draw_layer, draw_model, read
-from tests.torture.attention_oracle import CARDS, FLASH, MATH, Attention, Card, Figures, Layer
+from tests.torture.attention_oracle import (
+    CARDS,
+    FLASH,
+    MATH,
+    Attention,
+    Call,
+    Card,
+    Figures,
+    Layer,
+    bytes_of,
+    is_aligned,
+)
 
 Torture = Callable[[Callable[[random.Random], None]], None]
 
@@ -105,17 +116,30 @@ def check_layer(case: dict[str, Any], found: dict[str, Any], card: Card) -> None
 def check_model(case: dict[str, Any], found: dict[str, Any], card: Card) -> None:
     """Holds each call of attention that a model made against the oracle."""
     assert bool(found["calls"]) == (case["attention"] == "sdpa")
-    for call in found["calls"]:
-        if not call["is_cast"]:
-            expected = Attention(read(call), card).figures()
-            assert expected is not None
-            if case["checkpoint"] and call["held"] == call["output"]:
-                call["held"] = expected.held  # what is saved for gradients is made again
-            try:
-                check_forward(expected, call)
-            except AssertionError as error:
-                error.add_note(json.dumps(call))
-                raise
+    for found_call in found["calls"]:
+        call, copies = read(found_call)
+        expected = Attention(call, card).figures()
+        assert expected is not None
+        expected = with_copies(expected, call, copies)
+        if copies:
+            found_call["choice"] = expected.choice  # torch was asked about what was not cast yet
+        if case["checkpoint"] and found_call["held"] == found_call["output"]:
+            found_call["held"] = expected.held  # what is saved for gradients is made again
+        try:
+            check_forward(expected, found_call)
+        except AssertionError as error:
+            error.add_note(json.dumps(found_call))
+            raise
+
+
+def with_copies(figures: Figures, call: Call, copies: list[torch.Tensor]) -> Figures:
+    """Adds the copies of autocast: until the call ends, or until gradients have read them."""
+    taken = sum(bytes_of(each) for each in copies)
+    kept = taken if call.learns else 0
+    is_masked = any(each is call.mask for each in copies)
+    if kept and is_masked and call.mask is not None and not is_aligned(call.mask, 8):
+        kept -= bytes_of(call.mask)  # the kernel keeps what is padded
+    return replace(figures, held=figures.held + kept, forward=figures.forward + taken)
 
 
 CHECKS = {"call": check_call, "layer": check_layer, "model": check_model}

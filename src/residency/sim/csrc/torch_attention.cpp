@@ -174,7 +174,7 @@ struct Kernel {
   const char* name;
   Inputs in;
   State state;
-  int64_t num_drawn;         // by a forward pass; a backward pass has the same numbers again
+  int64_t num_steps;         // of the generator, by a forward pass; a backward pass draws again
   std::vector<Tensor> read;  // beside the inputs
   std::vector<Tensor> written;
 
@@ -220,9 +220,9 @@ void launch(const Kernel& kernel, Formula formula) {
   if (local.bias) local.bias = aliases.of(*local.bias);
   const State state = kernel.in.dropout > 0.0 ? kernel.state.in(aliases) : State();
   const bool is_late = kernel.keeps_on_device();  // else the host's tensors say it at the launch
-  const bool keeps = kernel.num_drawn > 0, has_kept = kernel.in.dropout > 0.0 && !keeps;
-  auto issue = [=, num_drawn = kernel.num_drawn] {
-    Draw draw = keeps ? reserve(default_generator(), num_drawn) : Draw{};
+  const bool keeps = kernel.num_steps > 0, has_kept = kernel.in.dropout > 0.0 && !keeps;
+  auto issue = [=, num_steps = kernel.num_steps] {
+    Draw draw = keeps ? reserve_steps(default_generator(), num_steps) : Draw{};
     if (keeps && !is_late) state.keep(draw);
     if (has_kept && !is_late) draw = state.kept();
     return [=] {
@@ -235,13 +235,20 @@ void launch(const Kernel& kernel, Formula formula) {
   machine.launch(launch_of(kernel), issue());
 }
 
+// How far kernels move the generator: a number for each weight, or for each lane of a warp. Source:
+// _efficient_attention_forward and _cudnn_attention_forward in attention.cu; mha_fwd in
+// flash_api.cpp.
+int64_t steps_by_weight(const Inputs& in) {
+  return in.query.numel() / in.query.size(3) * in.key.size(2);
+}
+int64_t steps_by_lane(const Inputs& in) { return in.query.size(0) * in.query.size(1) * 32; }
+
 // The CPU's kernel, or the plain formula.
-void launch_forward(const Inputs& in, const State& state, const Tensor& output,
-                    const Tensor& sums) {
+void launch_forward(const Inputs& in, const State& state, const Tensor& output, const Tensor& sums,
+                    int64_t (*steps_of)(const Inputs& in)) {
   if (!has_flash_kernel(in.query, in.key, in.value, in.bias, in.dropout)) {
-    const int64_t num_weights = in.query.numel() / in.query.size(3) * in.key.size(2);
-    const int64_t num_drawn = in.dropout > 0.0 ? num_weights : 0;
-    return launch({"scaled_dot_product_attention", in, state, num_drawn, {}, {output}},
+    const int64_t num_steps = in.dropout > 0.0 ? steps_of(in) : 0;
+    return launch({"scaled_dot_product_attention", in, state, num_steps, {}, {output}},
                   [](const Inputs& local, const at::Generator& numbers, const auto&,
                      const auto& targets) { attend(local, numbers, targets[0]); });
   }
@@ -286,7 +293,7 @@ OfFlash attend_with(const Inputs& in) {
                                 in.query.options().dtype(c10::kFloat));
   const auto of_state = in.query.options().dtype(c10::kUInt64);
   const State state{at::empty({2}, of_state), at::empty({}, of_state)};
-  launch_forward(in, state, output, sums);
+  launch_forward(in, state, output, sums, steps_by_lane);
   charge_flash(shapes_of(in));
   return {output,     sums,         Tensor(),
           Tensor(),   length,       in.key.size(2),
@@ -361,7 +368,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention(
                             .dtype(c10::kLong)
                             .device(is_captured ? query.device() : c10::Device(c10::kCPU));
   const State state{at::empty({}, of_state), at::empty({}, of_state)};
-  launch_forward(in, state, output, sums);
+  launch_forward(in, state, output, sums, steps_by_weight);
   charge_efficient(shapes_of(in));
   return {output, sums, state.seed, state.offset};
 }
@@ -420,7 +427,7 @@ OfFlash cudnn_attention(const Tensor& query, const Tensor& key, const Tensor& va
     sums = at::empty({query.size(0), query.size(1), query.size(2), 1},
                      query.options().dtype(c10::kFloat));
   }
-  launch_forward(in, state, output, with_sums ? sums.squeeze(-1) : sums);
+  launch_forward(in, state, output, with_sums ? sums.squeeze(-1) : sums, steps_by_weight);
   return {output,      sums,       Tensor(),     Tensor(), query.size(2),
           key.size(2), state.seed, state.offset, Tensor()};
 }

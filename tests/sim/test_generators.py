@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, randn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from residency import sim
@@ -109,6 +110,22 @@ def test_attention_drops_the_same_weights_in_its_backward() -> None:
         return torch.cat([output.detach(), q.grad]).cpu()
 
     assert torch.equal(gradient(), gradient())
+
+
+@pytest.mark.parametrize(
+    ("kernel", "steps"),
+    [
+        ("FLASH_ATTENTION", 2 * 3 * 32),  # a number for each lane of a warp, for each head
+        ("EFFICIENT_ATTENTION", 2 * 3 * 7 * 7 + 2),  # for each weight, in fours
+        ("CUDNN_ATTENTION", 2 * 3 * 7 * 7 + 2),
+    ],
+)
+def test_attention_moves_the_generator_as_far_as_its_kernel_does(kernel: str, steps: int) -> None:
+    query = torch.ones(2, 3, 7, 8, device="sim", dtype=torch.float16)
+    torch.sim.manual_seed(1)
+    with sdpa_kernel(SDPBackend.__members__[kernel]):
+        nn.functional.scaled_dot_product_attention(query, query, query, dropout_p=0.5)
+    assert torch.sim.get_rng_state()[8:].view(torch.int64).item() == steps
 
 
 def test_a_fork_of_the_random_state_leaves_it_where_it_was() -> None:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from requested import requested as _requested
+from requested import scratch_of as _scratch_of
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from residency import sim
 
@@ -32,20 +33,6 @@ def empty_device() -> Iterator[None]:
     yield
     gc.collect()
     sim.enable()
-
-
-def _requested(which: str) -> int:
-    return int(accelerator.memory_stats()[f"requested_bytes.all.{which}"])
-
-
-def _scratch_of(work: Callable[[], object]) -> int:
-    """Returns the requested bytes that a call takes for a moment, beyond its results."""
-    accelerator.reset_peak_memory_stats()
-    before = _requested("current")
-    result = work()
-    kept = _requested("current") - before
-    del result
-    return _requested("peak") - before - kept
 
 
 def _ceil(a: int, b: int) -> int:
@@ -266,171 +253,3 @@ def test_no_scratch_is_charged_where_it_is_turned_off() -> None:
     sim.enable("2GiB", workspaces=False)
     values = _values(1, 5000)
     assert _scratch_of(lambda: values.sort()) == 0
-
-
-# ---------------------------------------------------------------------------------------- attention
-
-
-def _heads(heads: int, length: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Heads as models make them: a view of what lies by position."""
-    lies = _values(2, length, heads, width, dtype=dtype)
-    return lies.transpose(1, 2).requires_grad_()
-
-
-@pytest.mark.parametrize("groups", [4, 2])
-@pytest.mark.parametrize("dry", [False, True])
-def test_flash_attention_keeps_one_number_a_row_and_adds_up_in_float(
-    groups: int, dry: bool
-) -> None:
-    sim.enable("2GiB", dry=dry)
-    heads, length, width = 4, 100, 40
-    query, key, value = (_heads(n, length, width, torch.bfloat16) for n in (heads, groups, groups))
-    before = _requested("current")
-    output = functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
-    rows = 2 * heads * length
-    state = 2 * LONG + LONG
-    assert _requested("current") - before == output.nbytes + rows * FLOAT + state
-    assert output.stride() == query.stride()  # so that the heads are joined without a copy
-    gradient = torch.ones_like(output)
-    padded = 2 * heads * 128
-    expanded = 2 * (2 * heads * length * width * HALF) if groups != heads else 0
-    expected = padded * FLOAT + padded * 64 * FLOAT + expanded
-    inputs = (query, key, value)
-    backward = lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True)  # noqa: E731
-    assert _scratch_of(backward) == expected
-    across = torch.ones(2, heads, length, width, device="sim", dtype=torch.bfloat16)
-    copied = lambda: torch.autograd.grad(output, inputs, across, retain_graph=True)  # noqa: E731
-    assert _scratch_of(copied) == expected + across.nbytes  # which does not lie by position
-
-
-@pytest.mark.parametrize("dry", [False, True])
-def test_flash_attention_splits_long_keys_where_few_blocks_would_leave_the_device_idle(
-    dry: bool,
-) -> None:
-    sim.enable("2GiB", dry=dry)
-    query = _heads(4, 1024, 64, torch.bfloat16).detach()
-    # 8 x 16 blocks of 64 queries, on 108 multiprocessors that hold two each: of the four parts
-    # that 1024 keys have, one and two fill 0.59 of the waves that they take, four 0.79.
-    rows = 2 * 4 * 1024
-    attend = lambda: functional.scaled_dot_product_attention(query, query, query)  # noqa: E731
-    assert _scratch_of(attend) - rows * FLOAT - 3 * LONG == 4 * (rows * FLOAT + rows * 64 * FLOAT)
-
-
-@pytest.mark.parametrize("dry", [False, True])
-def test_memory_efficient_attention_pads_its_rows_and_works_in_tiles(dry: bool) -> None:
-    sim.enable("2GiB", dry=dry)
-    heads, length, width = 4, 100, 40
-    inputs = [_heads(heads, length, width, torch.float32) for _ in range(3)]
-    before = _requested("current")
-    output = functional.scaled_dot_product_attention(*inputs)
-    assert _requested("current") - before == output.nbytes + 2 * heads * 128 * FLOAT
-    gradient = torch.ones_like(output)
-    tile = 16 + 64 * 64 * FLOAT
-    tiles = 2 * heads * _ceil(length, 64) * _ceil(width, 64)
-    expected = 2 * heads * length * FLOAT + tiles * tile
-    backward = lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True)  # noqa: E731
-    assert _scratch_of(backward) == expected
-
-
-def test_a_card_without_flash_attention_takes_the_memory_efficient_one() -> None:
-    sim.enable("2GiB", gpu="t4")
-    query = _heads(4, 100, 40, torch.float16)
-    before = _requested("current")
-    output = functional.scaled_dot_product_attention(query, query, query)
-    assert _requested("current") - before == output.nbytes + 2 * 4 * 128 * FLOAT
-
-
-@pytest.mark.parametrize("dry", [False, True])
-def test_a_backward_pass_is_that_of_the_kernel_that_ran_forward(dry: bool) -> None:
-    sim.enable("2GiB", dry=dry)
-    heads, length, width = 4, 100, 64
-    inputs = [_heads(heads, length, width, torch.bfloat16) for _ in range(3)]
-    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):  # which is over where the backward pass runs
-        output = functional.scaled_dot_product_attention(*inputs)
-    gradient = torch.ones_like(output)
-    tiles = 2 * heads * _ceil(length, 64)
-    expected = 2 * heads * length * FLOAT + tiles * (16 + 64 * 64 * FLOAT)
-    backward = lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True)  # noqa: E731
-    assert _scratch_of(backward) == expected
-
-
-@pytest.mark.parametrize("dry", [False, True])
-def test_half_that_registers_cannot_hold_is_summed_in_float_for_each_split(dry: bool) -> None:
-    sim.enable("2GiB", dry=dry)
-    heads, length, width = 4, 300, 136
-    inputs = [_heads(heads, length, width, torch.bfloat16) for _ in range(3)]
-    mask = _values(2, heads, length, 304, dtype=torch.bfloat16)[..., :length]
-    before = _requested("current")
-    output = functional.scaled_dot_product_attention(*inputs, attn_mask=mask)
-    assert _requested("current") - before == output.nbytes + 2 * heads * 320 * FLOAT
-    gradient = torch.ones_like(output)
-    queries, keys = 128, 64  # of a tile, by cutlassB.h on an A100
-    splits = min(_ceil(length, keys), 200 // (2 * heads))
-    of_keys = splits * keys * 2 * _ceil(width, queries) * queries * FLOAT  # and of values
-    tile = 16 + queries * keys * FLOAT
-    tiles = _ceil(length, queries) * _ceil(width, keys)
-    expected = 2 * heads * (length * FLOAT + of_keys + tiles * tile)
-    backward = lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True)  # noqa: E731
-    assert _scratch_of(backward) == expected
-
-
-@pytest.mark.parametrize("dry", [False, True])
-def test_grouped_heads_have_a_fused_kernel_in_half_precision_alone(dry: bool) -> None:
-    """As in torch 2.13: flash knows no float32, and the memory-efficient kernel no groups."""
-    sim.enable("2GiB", dry=dry)
-    heads, length, width = 4, 256, 16
-    square = 2 * heads * length * length
-
-    def kept(dtype: torch.dtype) -> int:
-        inputs = [_heads(n, length, width, dtype) for n in (heads, 2, 2)]
-        before = _requested("current")
-        output = functional.scaled_dot_product_attention(*inputs, enable_gqa=True)
-        return _requested("current") - before - output.nbytes
-
-    assert kept(torch.bfloat16) < square * HALF // 4
-    assert kept(torch.float32) >= square * FLOAT  # the weights, for the backward pass
-
-
-@pytest.mark.parametrize("dry", [False, True])
-def test_a_mask_is_padded_to_whole_lines_and_sums_are_kept_for_a_backward_pass_alone(
-    dry: bool,
-) -> None:
-    sim.enable("2GiB", dry=dry)
-    heads, length = 4, 100
-    inputs = [_heads(heads, length, 40, torch.float32) for _ in range(3)]
-    mask = torch.zeros(length, length, device="sim")
-    padded_mask = length * 8 * _ceil(length, 8) * FLOAT
-    sums = 2 * heads * 128 * FLOAT
-    for with_gradient in (True, False):
-        with torch.set_grad_enabled(with_gradient):
-            before = _requested("current")
-            output = functional.scaled_dot_product_attention(*inputs, attn_mask=mask)
-        kept = _requested("current") - before - output.nbytes
-        assert kept == (padded_mask + sums if with_gradient else 0)
-        del output
-
-
-def test_what_a_kernel_cannot_do_on_cuda_another_one_does() -> None:
-    """The plain one: it keeps a number for each pair of positions."""
-    length, square = 64, 2 * 4 * 64 * 64
-    half, whole = torch.bfloat16, torch.float32
-    cases: list[tuple[str, torch.dtype, int, bool]] = [
-        ("a100-80g", half, 40, False),
-        ("a100-80g", half, 36, False),  # torch pads it to 40
-        ("a100-80g", half, 264, False),  # the memory-efficient one
-        ("a100-80g", whole, 36, False),
-        ("a100-80g", whole, 35, True),  # not a multiple of 4
-        ("a100-80g", torch.float64, 40, True),
-        ("t4", torch.float16, 40, False),
-        ("t4", half, 40, True),  # has no bfloat16
-        ("rtx4090", half, 200, False),  # flash has no backward pass, the other one does
-    ]
-    for gpu, dtype, width, is_plain in cases:
-        gc.collect()
-        sim.enable("2GiB", gpu=gpu)
-        inputs = [_heads(4, length, width, dtype) for _ in range(3)]
-        before = _requested("current")
-        output = functional.scaled_dot_product_attention(*inputs)
-        kept = _requested("current") - before - output.nbytes
-        assert (kept >= square * dtype.itemsize) == is_plain, (gpu, dtype, width)
-        del inputs, output

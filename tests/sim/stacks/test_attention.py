@@ -165,13 +165,37 @@ def test_the_program_chooses_the_kernel(device: torch.device) -> None:
     with sdpa_kernel(SDPBackend.MATH):
         assert _added_bytes(inputs) >= square_bytes
         plain = _attend(inputs)
-    for backend in (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION):
-        with sdpa_kernel(backend):
+    for name in ("CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "FLASH_ATTENTION"):
+        with sdpa_kernel(SDPBackend.__members__[name]):
             assert _added_bytes(inputs) < square_bytes
             fused = _attend(inputs)
         for ours, theirs in zip(fused, plain, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
     assert all(torch.equal(a, b) for a, b in zip(_attend(inputs), fused, strict=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attn_mask": TRIANGLE},
+        {"attn_mask": SLOPE.bfloat16()},
+        {"attn_mask": SLOPE[..., :1, :].bfloat16()},
+        {"attn_mask": TRIANGLE, "enable_gqa": True},
+        {"is_causal": True, "enable_gqa": True},
+    ],
+    ids=["triangle", "slope", "row", "grouped triangle", "grouped causal"],
+)
+def test_the_kernel_of_cudnn_attends_as_the_plain_formula(
+    device: torch.device, options: dict[str, Any]
+) -> None:
+    groups = 2 if "enable_gqa" in options else 4
+    inputs = _inputs(device, groups=groups, dtype=torch.bfloat16)
+    with sdpa_kernel(SDPBackend.MATH):
+        plain = _attend(inputs, **options)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        fused = _attend(inputs, **options)
+    for ours, theirs in zip(fused, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.filterwarnings("ignore:.*kernel:UserWarning")  # torch says why no kernel can be used

@@ -13,8 +13,10 @@
 #include <ATen/ops/_softmax_backward_data.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/matmul.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "registration.h"
@@ -172,7 +174,7 @@ struct Kernel {
   const char* name;
   Inputs in;
   State state;
-  int64_t num_drawn;         // by a forward pass; a backward pass has the same numbers again
+  int64_t num_steps;         // of the generator, by a forward pass; a backward pass draws again
   std::vector<Tensor> read;  // beside the inputs
   std::vector<Tensor> written;
 
@@ -218,9 +220,9 @@ void launch(const Kernel& kernel, Formula formula) {
   if (local.bias) local.bias = aliases.of(*local.bias);
   const State state = kernel.in.dropout > 0.0 ? kernel.state.in(aliases) : State();
   const bool is_late = kernel.keeps_on_device();  // else the host's tensors say it at the launch
-  const bool keeps = kernel.num_drawn > 0, has_kept = kernel.in.dropout > 0.0 && !keeps;
-  auto issue = [=, num_drawn = kernel.num_drawn] {
-    Draw draw = keeps ? reserve(default_generator(), num_drawn) : Draw{};
+  const bool keeps = kernel.num_steps > 0, has_kept = kernel.in.dropout > 0.0 && !keeps;
+  auto issue = [=, num_steps = kernel.num_steps] {
+    Draw draw = keeps ? reserve_steps(default_generator(), num_steps) : Draw{};
     if (keeps && !is_late) state.keep(draw);
     if (has_kept && !is_late) draw = state.kept();
     return [=] {
@@ -233,18 +235,25 @@ void launch(const Kernel& kernel, Formula formula) {
   machine.launch(launch_of(kernel), issue());
 }
 
+// How far kernels move the generator: a number for each weight, or for each lane of a warp. Source:
+// _efficient_attention_forward and _cudnn_attention_forward in attention.cu; mha_fwd in
+// flash_api.cpp.
+int64_t steps_by_weight(const Inputs& in) {
+  return in.query.numel() / in.query.size(3) * in.key.size(2);
+}
+int64_t steps_by_lane(const Inputs& in) { return in.query.size(0) * in.query.size(1) * 32; }
+
 // The CPU's kernel, or the plain formula.
-void launch_forward(const Inputs& in, const State& state, const Tensor& output,
-                    const Tensor& sums) {
+void launch_forward(const Inputs& in, const State& state, const Tensor& output, const Tensor& sums,
+                    int64_t (*steps_of)(const Inputs& in)) {
   if (!has_flash_kernel(in.query, in.key, in.value, in.bias, in.dropout)) {
-    const int64_t num_weights = in.query.numel() / in.query.size(3) * in.key.size(2);
-    const int64_t num_drawn = in.dropout > 0.0 ? num_weights : 0;
-    return launch({"scaled_dot_product_attention", in, state, num_drawn, {}, {output}},
+    const int64_t num_steps = in.dropout > 0.0 ? steps_of(in) : 0;
+    return launch({"scaled_dot_product_attention", in, state, num_steps, {}, {output}},
                   [](const Inputs& local, const at::Generator& numbers, const auto&,
                      const auto& targets) { attend(local, numbers, targets[0]); });
   }
   std::vector<Tensor> written{output};
-  if (sums.numel()) written.push_back(sums.narrow(2, 0, in.query.size(2)));
+  if (sums.defined() && sums.numel()) written.push_back(sums.narrow(2, 0, in.query.size(2)));
   launch({"scaled_dot_product_attention", in, state, 0, {}, written},
          [](const Inputs& local, const at::Generator&, const auto&, const auto& targets) {
            attend_by_flash(local, targets);
@@ -284,7 +293,7 @@ OfFlash attend_with(const Inputs& in) {
                                 in.query.options().dtype(c10::kFloat));
   const auto of_state = in.query.options().dtype(c10::kUInt64);
   const State state{at::empty({2}, of_state), at::empty({}, of_state)};
-  launch_forward(in, state, output, sums);
+  launch_forward(in, state, output, sums, steps_by_lane);
   charge_flash(shapes_of(in));
   return {output,     sums,         Tensor(),
           Tensor(),   length,       in.key.size(2),
@@ -359,7 +368,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention(
                             .dtype(c10::kLong)
                             .device(is_captured ? query.device() : c10::Device(c10::kCPU));
   const State state{at::empty({}, of_state), at::empty({}, of_state)};
-  launch_forward(in, state, output, sums);
+  launch_forward(in, state, output, sums, steps_by_weight);
   charge_efficient(shapes_of(in));
   return {output, sums, state.seed, state.offset};
 }
@@ -387,9 +396,61 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention_backward(
   return {gradients[0], gradients[1], gradients[2], of_bias};
 }
 
+// ----------------------------------------------------------------------------------- cuDNN's own
+
+// Laid out in the order of the query's dimensions. Source: alloc_with_matching_layout in MHA.cpp.
+Tensor empty_as_query(const Tensor& query, int64_t width) {
+  if (width == query.size(3)) return at::empty_like(query);
+  std::vector<int64_t> order{0, 1, 2, 3};
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t a, int64_t b) { return query.stride(a) < query.stride(b); });
+  std::vector<int64_t> sizes = query.sizes().vec(), strides(sizes.size());
+  sizes.back() = width;
+  int64_t stride = 1;
+  for (const int64_t dim : order) {
+    strides[dim] = stride;
+    stride *= sizes[dim];
+  }
+  return at::empty_strided(sizes, strides, query.options());
+}
+
+// Without gradients no sums are kept; the state of its generator always is, on the device.
+OfFlash cudnn_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                        const std::optional<Tensor>& bias, bool with_sums, double dropout,
+                        bool is_causal, bool, std::optional<double> scale) {
+  const Inputs in{query, key, value, bias, dropout, is_causal, scale};
+  const auto of_state = query.options().dtype(c10::kLong);
+  const State state{at::empty({}, of_state), at::empty({}, of_state)};
+  const Tensor output = empty_as_query(query, value.size(3));
+  Tensor sums;
+  if (with_sums) {
+    sums = at::empty({query.size(0), query.size(1), query.size(2), 1},
+                     query.options().dtype(c10::kFloat));
+  }
+  launch_forward(in, state, output, with_sums ? sums.squeeze(-1) : sums, steps_by_weight);
+  return {output,      sums,       Tensor(),     Tensor(), query.size(2),
+          key.size(2), state.seed, state.offset, Tensor()};
+}
+
+std::tuple<Tensor, Tensor, Tensor> cudnn_attention_backward(
+    const Tensor& gradient, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& output, const Tensor& sums, const Tensor& seed, const Tensor& offset,
+    const Tensor& bias, const Tensor&, const Tensor&, c10::SymInt, c10::SymInt, double dropout,
+    bool is_causal, std::optional<double> scale) {
+  const auto mask = bias.defined() ? std::optional<Tensor>(bias) : std::nullopt;
+  const Inputs in{query, key, value, mask, dropout, is_causal, scale};
+  const std::vector<Tensor> gradients{at::empty_like(query), at::empty_like(key),
+                                      at::empty_like(value)};
+  launch_backward(in, {seed, offset}, gradient, output, sums.squeeze(-1), gradients);
+  charge_cudnn_backward(shapes_of(in), gradient);
+  return {gradients[0], gradients[1], gradients[2]};
+}
+
 }  // namespace
 
 RESIDENCY_KERNELS(aten, face().key, library) {
+  library.impl("_scaled_dot_product_cudnn_attention", cudnn_attention);
+  library.impl("_scaled_dot_product_cudnn_attention_backward", cudnn_attention_backward);
   library.impl("_scaled_dot_product_efficient_attention", efficient_attention);
   library.impl("_scaled_dot_product_efficient_attention_backward", efficient_attention_backward);
   library.impl("_scaled_dot_product_flash_attention", flash_attention);

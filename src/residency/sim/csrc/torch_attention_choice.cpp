@@ -2,17 +2,21 @@
 // does around the kernel follows from the answer: heads and masks that it pads, operators that
 // DTensor knows how to shard and that activation checkpointing can be told to keep.
 //
-// Source: can_use_flash_attention, can_use_mem_efficient_attention and select_sdp_backend in
+// Source: check_prefer_cudnn_attention, can_use_cudnn_attention, can_use_flash_attention,
+// can_use_mem_efficient_attention and select_sdp_backend in
 // ATen/native/transformers/cuda/sdp_utils.cpp of torch 2.13.
 #include <ATen/Context.h>
-#include <ATen/SDPBackend.h>
 #include <ATen/native/transformers/attention.h>
-#include <ATen/native/transformers/sdp_utils_cpp.h>
+#include <c10/util/env.h>
 
 #include <algorithm>
+#include <array>
+#include <cmath>
 
 #include "registration.h"
+#include "torch_attention.h"
 #include "torch_device.h"
+#include "torch_scratch_attention.h"
 
 namespace sim {
 namespace {
@@ -76,17 +80,44 @@ bool can_use_efficient(const Asked& asked) {
          ::sdp::check_batch_size_and_num_heads_dense</*supports_gqa=*/false>(asked, false);
 }
 
-// cuDNN's, whose workspaces are not public: the memory-efficient one stands for it where a program
-// allows no other.
+// cuDNN's, as of 9.20, which the wheels of torch 2.13 for CUDA 13 bring: heads up to 256 wide on
+// Hopper alone, and dropout in sixteenths.
 bool can_use_cudnn(const Asked& asked) {
-  constexpr int64_t kWidest = 128, kLeastCapability = 80;
-  const int64_t width = std::max(asked.query.size(-1), asked.value.size(-1));
+  constexpr int64_t kLeastCapability = 80, kHopper = 90, kWidest = 128, kWidestOfHopper = 256;
+  constexpr double kDropoutSteps = 16.0;
+  const int64_t width = asked.query.size(-1), value_width = asked.value.size(-1);
+  const int64_t widest = capability() == kHopper ? kWidestOfHopper : kWidest;
+  const bool is_deepseek = capability() / 10 == 10 && width == 192 && value_width == 128;
+  const double dropout_steps = asked.dropout * kDropoutSteps;
   return at::globalContext().userEnabledCuDNNSDP() && capability() >= kLeastCapability &&
-         is_half(asked) && has_one_type(asked) && width <= kWidest &&
+         is_half(asked) && has_one_type(asked) && !is_deterministic() &&
+         dropout_steps == std::floor(dropout_steps) &&
+         (is_deepseek || std::max(width, value_width) <= widest) && width % 8 == 0 &&
+         value_width % 8 == 0 && asked.key.size(2) != 1 &&
+         (asked.dropout == 0.0 || asked.query.size(2) != 1) &&
          ::sdp::check_attn_mask_shape(asked, false) &&
-         ::sdp::check_batch_size_and_num_heads_dense</*supports_gqa=*/true>(asked, false) &&
+         ::sdp::check_batch_size_and_num_heads_dense</*supports_gqa=*/true,
+                                                     /*requires_same_num_heads=*/false>(asked,
+                                                                                        false) &&
          ::sdp::check_nonzero_sequence_lengths_dense(asked, false) &&
          ::sdp::check_last_dim_stride_equals_1_dense</*ignore_singleton_dim=*/true>(asked, false);
+}
+
+// Torch puts cuDNN first on these cards, when it first chooses, unless a program has set an order.
+bool prefers_cudnn() {
+  static const bool is_declined = c10::utils::check_env("TORCH_CUDNN_SDPA_DEPRIORITIZED") == true;
+  return !is_declined && (capability() / 10 == 9 || capability() / 10 == 10);
+}
+
+using Order = std::array<SDPBackend, at::num_sdp_backends>;
+
+Order order_of_kernels() {
+  const Order set = at::globalContext().sDPPriorityOrder();
+  constexpr Order unset{SDPBackend::flash_attention, SDPBackend::efficient_attention,
+                        SDPBackend::math, SDPBackend::cudnn_attention, SDPBackend::overrideable};
+  if (set != unset || !prefers_cudnn()) return set;
+  return {SDPBackend::cudnn_attention, SDPBackend::flash_attention, SDPBackend::efficient_attention,
+          SDPBackend::math, SDPBackend::overrideable};
 }
 
 bool can_use(SDPBackend backend, const Asked& asked) {
@@ -106,10 +137,11 @@ bool can_use(SDPBackend backend, const Asked& asked) {
   }
 }
 
-SDPBackend choose(const Asked& asked) {
-  for (const SDPBackend backend : at::globalContext().sDPPriorityOrder()) {
+}  // namespace
+
+SDPBackend kernel_of_attention(const Asked& asked) {
+  for (const SDPBackend backend : order_of_kernels()) {
     if (!can_use(backend, asked)) continue;
-    if (backend == SDPBackend::cudnn_attention) return SDPBackend::efficient_attention;
     // Torch knows the flash kernel of CUDA and that of the host, and asks another device for its
     // own.
     const bool is_own = backend == SDPBackend::flash_attention && !face().is_cuda;
@@ -118,10 +150,13 @@ SDPBackend choose(const Asked& asked) {
   return SDPBackend::error;
 }
 
+namespace {
+
 int64_t choose_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                          const std::optional<Tensor>& mask, double dropout, bool is_causal,
                          std::optional<double>, bool is_grouped) {
-  return static_cast<int64_t>(choose({query, key, value, mask, dropout, is_causal, is_grouped}));
+  return static_cast<int64_t>(
+      kernel_of_attention({query, key, value, mask, dropout, is_causal, is_grouped}));
 }
 
 }  // namespace

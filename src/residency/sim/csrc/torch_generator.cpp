@@ -61,10 +61,10 @@ struct TorchGenerator final : c10::GeneratorImpl {
     const std::lock_guard guard(shared->lock);
     shared->next = draw;
   }
-  Draw reserve(int64_t numel) {
+  Draw reserve(uint64_t num_steps) {
     const std::lock_guard guard(shared->lock);
     const Draw draw = shared->next;
-    shared->next.offset += advance_of(numel);
+    shared->next.offset += num_steps;
     return draw;
   }
 
@@ -146,12 +146,25 @@ const at::Generator& default_generator() {
   return *generator;
 }
 
-Draw reserve(const at::Generator& generator, int64_t numel) {
+namespace {
+
+TorchGenerator& own(const at::Generator& generator) {
   TORCH_CHECK(generator.defined(), "Generator with undefined implementation is not allowed");
   auto* ours = dynamic_cast<TorchGenerator*>(generator.unsafeGetGeneratorImpl());
   TORCH_CHECK(ours, "Expected a '", face().device, "' device type for generator but found '",
               generator.device().type(), "'");
-  return ours->reserve(numel);
+  return *ours;
+}
+
+}  // namespace
+
+Draw reserve(const at::Generator& generator, int64_t numel) {
+  return own(generator).reserve(advance_of(numel));
+}
+
+Draw reserve_steps(const at::Generator& generator, int64_t num_steps) {
+  const auto steps = static_cast<uint64_t>(num_steps);
+  return own(generator).reserve((steps + kStep - 1) / kStep * kStep);
 }
 
 at::Generator numbers_at(Draw draw) {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 #include <vector>
 
 #include "torch_scratch.h"
@@ -19,11 +20,6 @@ using at::Tensor;
 int64_t rounded_width(int64_t width) { return to_multiple(width, width <= 128 ? 32 : 64); }
 
 bool is_charged() { return Machine::get().settings().workspaces; }
-
-bool is_deterministic() {
-  const at::Context& context = at::globalContext();
-  return context.deterministicAlgorithms() && !context.deterministicAlgorithmsWarnOnly();
-}
 
 // [batch, heads, length, width] -> what a kernel takes that wants [batch, length, heads, width].
 int64_t bytes_to_be_length_first(const Tensor& tensor) {
@@ -54,14 +50,21 @@ int64_t num_splits_of(int64_t num_blocks, int64_t num_at_once, int64_t num_key_b
 
 }  // namespace
 
-// Source: set_params_splitkv in the same file.
+bool is_deterministic() {
+  const at::Context& context = at::globalContext();
+  return context.deterministicAlgorithms() && !context.deterministicAlgorithmsWarnOnly();
+}
+
+// A single query of grouped heads counts as so many queries of one head. Source: mha_fwd and
+// set_params_splitkv in the same file.
 void charge_flash(const AttentionShapes& of) {
   if (of.drops || !is_charged()) return;
   constexpr int64_t kQueriesOfBlock = 64;
   const int64_t width = of.query.size(3);
-  const int64_t num_rows = of.query.size(0) * of.query.size(1);
-  const int64_t num_queries = num_rows * of.query.size(2);
-  const int64_t num_blocks = num_rows * divide_up(of.query.size(2), kQueriesOfBlock);
+  const int64_t num_queries = of.query.numel() / width;
+  const bool is_swapped = of.query.size(2) == 1 && of.query.size(1) > of.key.size(1);
+  const int64_t num_rows = of.query.size(0) * (is_swapped ? of.key : of.query).size(1);
+  const int64_t num_blocks = num_rows * divide_up(num_queries / num_rows, kQueriesOfBlock);
   const int64_t num_keys_of_block = width <= 64 ? 256 : width <= 128 ? 128 : 64;
   const int64_t num_splits =
       num_splits_of(num_blocks, 2 * Machine::get().settings().num_multiprocessors,
@@ -104,18 +107,23 @@ struct Tile {
   bool in_registers;
 };
 
-// Which is chosen follows from the shared memory of a block, which is large on an A100 and the
-// like. Source: kernels/cutlassB.h in ATen/native/transformers/cuda/mem_eff_attention.
-// That the large tiles fit exactly where a block may have 160 KiB is our reading of their sizes.
+// The first one of its list that the shared memory of a block can hold: 64 KiB on a T4, 99 on cards
+// for desktops, 163 on an A100, 227 on an H100. Source: kernels/cutlassB.h in
+// ATen/native/transformers/cuda/mem_eff_attention; the sizes are those of its SharedStorage, as
+// nvcc compiles it: of half 53.5 KiB with 128 x 64 (89.5 KiB up to a width of 96), 158.5 with
+// 128 x 128; of float32 118.5 with 128 x 64.
 Tile tile_of(int64_t width, bool is_half, bool drops) {
+  constexpr int64_t kTensorCores = 80;
   const int64_t capability = Machine::get().settings().capability;
-  const bool has_large_blocks = capability == 80 || capability == 90 || capability == 100;
+  const bool has_large_blocks =
+      capability == 80 || capability == 87 || capability / 10 == 9 || capability / 10 == 10;
   if (width <= 64) return {64, 64, is_half};
+  if (!is_half) return {has_large_blocks ? 128 : 64, 64, false};
+  if (width > 128) return {128, 64, false};
+  if (capability < kTensorCores) return {128, 64, true};
   const bool is_narrow_case = capability == 86 || capability == 89;
-  if (is_half && width <= 96 && is_narrow_case && !drops) return {128, 64, true};
-  if (!has_large_blocks) return {64, 64, false};
-  if (is_half && width <= 128) return {128, 128, true};
-  return {128, 64, false};
+  if (width <= 96 && is_narrow_case && !drops) return {128, 64, true};
+  return has_large_blocks ? Tile{128, 128, true} : Tile{64, 64, false};
 }
 
 // Source: workspace_size in mem_eff_attention/kernel_backward.h: a tile of the queries' gradient
@@ -164,10 +172,29 @@ void charge_efficient_backward(const AttentionShapes& of, const Tensor& gradient
   const Held row_sums([&] {
     if (c10::isReducedFloatingType(of.query.scalar_type())) return Held(row_bytes);
     const Held product(output.numel() * kFloatBytes);
-    const Held sums(row_bytes);
-    return Held(row_bytes);
+    Held sums(row_bytes);
+    const bool lie_by_head = of.query.size(1) == 1 || of.query.size(2) == 1;
+    return lie_by_head ? std::move(sums) : Held(row_bytes);
   }());
   const Held workspace(efficient_workspace_bytes(of));
+}
+
+// ------------------------------------------------------------------------------------ cuDNN's own
+
+// What cudnn-frontend asks for: float32 sums of the query's gradient, and a number for each row;
+// and the gradients of keys and values for all heads, where heads are grouped, which it leaves to
+// cuDNN. What cuDNN adds is not public. Source: MHA.cpp in ATen/native/cudnn, and
+// CompositeSDPABackwardNode in cudnn-frontend's node/scaled_dot_product_flash_attention.h.
+void charge_cudnn_backward(const AttentionShapes& of, const Tensor& gradient) {
+  if (!is_charged()) return;
+  const int64_t num_heads = of.query.size(1), num_rows = of.query.numel() / of.query.size(3);
+  const int64_t of_sums = num_rows * (of.query.size(3) + 1) * kFloatBytes;
+  const auto expanded = [&](const Tensor& grouped) {
+    if (grouped.size(1) == num_heads) return int64_t{0};
+    return static_cast<int64_t>(grouped.nbytes()) / grouped.size(1) * num_heads;
+  };
+  const Held in_order(gradient.stride(-1) == 1 ? 0 : static_cast<int64_t>(gradient.nbytes()));
+  const Held workspace(of_sums + expanded(of.key) + expanded(of.value));
 }
 
 }  // namespace sim

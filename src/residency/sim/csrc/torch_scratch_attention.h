@@ -19,5 +19,9 @@ void charge_flash_backward(const AttentionShapes& of, const at::Tensor& gradient
 void charge_efficient(const AttentionShapes& of);
 void charge_efficient_backward(const AttentionShapes& of, const at::Tensor& gradient,
                                const at::Tensor& output);
+void charge_cudnn_backward(const AttentionShapes& of, const at::Tensor& gradient);
+
+// Whether a program wants the same bits each time, and no warning alone.
+bool is_deterministic();
 
 }  // namespace sim

@@ -226,6 +226,19 @@ def metrics_on_the_host() -> None:
     assert [["cat", "dog", "bird"][i] for i in predicted.tolist()] == ["dog"] * 8
 
 
+def masks_on_the_host() -> None:
+    scores = unknown((8, 3))
+    keep = (scores > 0.5).cpu()
+    assert keep.all()
+    assert scores.cpu()[keep].mean() == 1.0  # of no element it would be no number
+    assert scores.cpu().numpy()[keep.numpy()].max() == 1.0
+    assert sum((scores[:, 0] > scores[:, 1]).tolist()) / 8 == 1.0
+    assert not torch.isnan(scores).cpu().any()
+    assert not (scores == 0).cpu().any()
+    while (unknown((4,)) > 0.5).cpu().any():
+        pass  # it ends: after many questions no element is chosen
+
+
 # --------------------------------------------------------------------------- what is known
 
 
@@ -295,6 +308,7 @@ IDIOMS = [
     samples_and_ranks,
     masks_and_unique_labels,
     metrics_on_the_host,
+    masks_on_the_host,
     what_was_copied_from_the_host,
     what_is_computed_from_what_is_known,
     sizes_of_what_is_known,

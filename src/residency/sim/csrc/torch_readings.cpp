@@ -302,6 +302,11 @@ bool is_one(const Tensor& tensor, Reading reading) {
   return tensor.scalar_type() != at::kBool;
 }
 
+// A mask that the host has is true everywhere, as the device's is where it chooses elements.
+bool is_unknown_mask(const Tensor& tensor, Reading reading) {
+  return reading == Reading::kUnknown && tensor.scalar_type() == at::kBool && tensor.dim() > 0;
+}
+
 bool can_be_filled(const Tensor& tensor) {
   const auto type = tensor.scalar_type();
   const bool is_number = c10::isIntegralType(type, /*includeBool=*/true) ||
@@ -459,7 +464,9 @@ void read_to_host(const Tensor& from, const Tensor& to) {
     return;
   }
   if (to.nbytes() > kMostFilledBytes || !to.is_contiguous()) return;
-  const bool one = is_one(from, dry_reading(from));
+  const Reading reading = dry_reading(from);
+  const bool one = is_unknown_mask(from, reading) ? !has_asked_too_often(kMostAnswers)
+                                                  : is_one(from, reading);
   if (one && can_be_filled(to)) {
     as_device_work([&] { to.fill_(1); });
   } else {

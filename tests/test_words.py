@@ -28,8 +28,9 @@ def said_in(source: str) -> Iterator[tuple[int, str]]:
 
 def _sources() -> Iterator[tuple[Path, Iterator[tuple[int, str]]]]:
     for path in sorted(ROOT.rglob("*.py")):
-        if "_dryrun" not in path.parts:
-            yield path, said_in(path.read_text(encoding="utf-8"))
+        yield path, said_in(path.read_text(encoding="utf-8"))
+    for path in sorted(ROOT.glob("sim/csrc/*")):
+        yield path, enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
 
 
 def _pages() -> Iterator[tuple[Path, Iterator[tuple[int, str]]]]:

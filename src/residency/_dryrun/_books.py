@@ -172,7 +172,7 @@ class Books:
             events.append((block, num_bytes, reserved))
 
     def _name_blocks(self, is_pass: bool, is_after_step: bool, kinds: dict[int, str]) -> None:
-        # What a pass made and nobody owns is activations, and what is left of them after the
+        # What a pass made and has no owner is activations, and what is left of them after the
         # optimizer's step something else: workspaces, buckets.
         unknown = _ACTIVATIONS if is_pass else _OTHER
         for address, block in self._live.items():

@@ -81,7 +81,7 @@ class MadePaths:
         return sorted(self._made - self._older)
 
     def move(self, source: str, target: str, *, is_folder: bool) -> bool:
-        """Follows a move; a path that was left stays: nobody else makes anything there.
+        """Follows a move; a path that was left stays: no other process makes anything there.
 
         Returns:
             Whether the run has made what was moved.
@@ -293,7 +293,7 @@ class FilesWatch:
 
     def _note(self, *entry: object) -> None:
         if not os.path.exists(self._path):
-            # A process that its launcher has left behind: nobody undoes what it does now.
+            # A process that its launcher has left behind: what it does now is not undone.
             raise PermissionError(
                 "the dry run has ended, and this process changes no file any more"
             )

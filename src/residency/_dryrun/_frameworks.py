@@ -1,5 +1,5 @@
 """Changes of frameworks: models that are made from their configuration alone, and answers of full
-length where nobody has computed what they say.
+length where what they say is not computed.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 from residency import sim
 from residency._memory import ImportWatch
 
-_PORT = "29500"  # nobody listens there
+_PORT = "29500"  # no process listens there
 _MOST_DEVICES = 8  # of one machine
 
 

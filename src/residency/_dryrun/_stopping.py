@@ -1,4 +1,4 @@
-"""Brings a script to its end after some optimizer steps: nobody waits for 10,000 of them.
+"""Brings a script to its end after some optimizer steps: it need not make 10,000 of them.
 
 The training loop ends as if its data had: what comes after it (evaluation, the last save, a resume)
 then runs as the script has it. Trainers of frameworks get their own request to stop. A

@@ -1,7 +1,7 @@
 """Puts back what a dry run has changed of files, and removes what it has saved.
 
 It is done by a process of its own, which waits for the end of the command line's: however that and
-the script end, by a signal that nobody can catch, too, the files are put back.
+the script end, by a signal that no process can catch, too, the files are put back.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def main(folder: str, *options: str) -> int:
         print(f"residency: {failure}", file=sys.stderr)
     if failures:
         print(f"residency: what was changed of files is in {folder}", file=sys.stderr)
-    elif not is_over:  # nobody else is left to do it
+    elif not is_over:  # no other process is left to do it
         shutil.rmtree(folder)
     return len(failures) > 0
 

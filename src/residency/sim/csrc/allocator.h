@@ -109,8 +109,8 @@ struct Block {
   bool is_whole_segment() const { return !before && !after; }
 };
 
-// A pool of segments for some allocations only, such as a graph's. Its memory goes back when nobody
-// uses the pool any more.
+// A pool of segments for some allocations only, such as a graph's. Its memory goes back when the
+// pool is not used any more.
 struct PrivatePool {
   explicit PrivatePool(PoolId id) : id(id), small{true, this}, large{false, this} {}
   PoolId id;

@@ -173,7 +173,7 @@ void Machine::poison(Block* block, StreamId stream) {
   }
 }
 
-// torch's profiler is told what the block took, or with the other sign what it gave back.
+// torch's profiler hears what the block took, or with the other sign what it gave back.
 void Machine::tell_profiler(void* address, int64_t num_bytes) {
   c10::reportMemoryUsageToProfiler(address, num_bytes, allocator_.allocated_bytes(),
                                    allocator_.reserved_bytes(),

@@ -4,7 +4,7 @@
 //
 // [Note: two locks] `lock_` guards the state; it is held for moments, and never while anything of
 // torch's or Python's runs. `turn_` is the turn to run queued work, one thread at a time, and is
-// held while a kernel runs. A kernel may be written in Python, so whoever waits for the turn lets
+// held while a kernel runs. A kernel may be written in Python, so who waits for the turn lets
 // go of the interpreter's lock meanwhile; a tensor can be freed under the interpreter's lock, so a
 // free needs `lock_` alone. Order: the turn, the interpreter's lock, `lock_`.
 #pragma once
@@ -78,7 +78,7 @@ class Machine final : private MemorySource {
   static StreamId current_stream();
   static StreamId exchange_stream(StreamId stream);
 
-  // work: kernels are launched (run now, or queued where that can be told), copies enqueued. Only
+  // work: kernels are launched (run now, or queued where that shows), copies enqueued. Only
   // work that may wait outlives the call; the rest may refer to the caller's frame.
   template <class Work>
   void launch(Launch&& launch, Work&& work) {
@@ -101,7 +101,7 @@ class Machine final : private MemorySource {
   void enqueue(Launch&& launch, std::function<void()> work, PinnedUse pinned = {});
   void observe(Launch&& launch);  // tells the checker and the clock of work that is not done
   bool is_alone() const;          // no stream but the current one can tell when work runs
-  void run_current_stream();      // without the host having waited: the checker is not told
+  void run_current_stream();      // without the host having waited, as the checker sees it
   void synchronize_stream(StreamId stream);
   void synchronize();
   bool is_stream_done(StreamId stream);
@@ -144,7 +144,7 @@ class Machine final : private MemorySource {
     std::deque<History::Annotation> annotations;
   };
   Snapshot snapshot(PoolId only, bool with_entries);
-  // Is told of every allocation that fails, before the error and without locks: the bytes that the
+  // Hears of every allocation that fails, before the error and without locks: the bytes that the
   // device was asked for, that this process may have of it, and that are free.
   using Observer = std::function<void(size_t asked, size_t allowed, size_t free)>;
   void attach_observer(Observer observer);

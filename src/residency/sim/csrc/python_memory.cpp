@@ -18,7 +18,7 @@ namespace {
 
 template <class Use>
 auto with_allocator(Use use) {
-  py::gil_scoped_release no_gil;  // whoever has the machine's lock may want the interpreter's
+  py::gil_scoped_release no_gil;  // the holder of the machine's lock may want the interpreter's
   return Machine::get().with_allocator(use);
 }
 

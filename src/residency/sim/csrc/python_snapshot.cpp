@@ -1,5 +1,5 @@
 // The Python side of what the allocator shows and remembers: its segments, its history with the
-// stacks, and who is told of allocations that fail. Names are those of torch's snapshots.
+// stacks, and who hears of allocations that fail. Names are those of torch's snapshots.
 //
 // Source of the names and rules: torch/csrc/cuda/Module.cpp and memory_snapshot.cpp.
 #include <ATen/Context.h>

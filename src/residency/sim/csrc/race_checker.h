@@ -5,7 +5,7 @@
 // what puts one operation into another's past is a stream's own order, an event waited for, or a
 // synchronisation of the host. The verdict does not depend on when the simulator happened to run
 // the work. Idea: torch/cuda/_sanitizer.py, which tracks one clock per data pointer; here it is per
-// byte range, so that reused slots, slab entries and views are told apart.
+// byte range, so that reused slots, slab entries and views are kept apart.
 #pragma once
 
 #include <array>

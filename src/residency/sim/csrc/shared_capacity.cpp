@@ -21,7 +21,7 @@ constexpr uint64_t kMagic = 0x726573696d000001;  // "resim", and the version of 
 
 struct ShareTable {
   struct Slot {
-    int64_t pid = 0;  // 0: nobody's
+    int64_t pid = 0;  // 0: no process's
     uint64_t num_bytes = 0;
   };
   uint64_t magic = kMagic;
@@ -134,7 +134,7 @@ bool write_slot(int file, const ShareTable& table, int slot) noexcept {
   return pwrite(file, &table.slots[slot], kSize, slot_offset(slot)) == kSize;
 }
 
-// Clears the slots whose process has ended; `own` is not asked for, since nobody else locks it.
+// Clears the slots whose process has ended; `own` is not asked for, as only this process locks it.
 void clear_dead_slots(int file, ShareTable& table, int own) {
   for (int slot = 0; slot < kNumSlots; slot++) {
     if (slot == own || table.slots[slot].pid == 0) continue;
@@ -237,7 +237,7 @@ int take_slot_in(ShareTable& table, int file, const std::string& name, size_t he
                       device_of(name) + ".");
 }
 
-// Closing the file undoes what a failure leaves; only a file that is nobody's must go.
+// Closing the file undoes what a failure leaves; only a file without an owner must go.
 int take_slot(int file, const std::string& path, const std::string& name, size_t capacity_bytes,
               size_t held_bytes) {
   try {

@@ -4,8 +4,8 @@
 // [Note: who is alive] The file holds a table with one slot a process, but what a slot says counts
 // only while its process holds the kernel's lock on the slot's bytes (POSIX record locks). The
 // kernel drops that lock when the process ends, however it ends, does not hand it to a forked
-// child, and cannot mistake a reused process number for the old one. So nobody has to tidy up
-// after a crash, and what a dead process left in the table is nobody's. Changes are made under a
+// child, and cannot mistake a reused process number for the old one. So a crash leaves nothing
+// to tidy up, and what a dead process left in the table has no owner. Changes are made under a
 // further such lock, on the file's first byte, which a dead holder also gives up.
 //
 // A record lock is lost when its process closes *any* descriptor of the file: nothing else here may

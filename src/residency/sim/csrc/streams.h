@@ -48,8 +48,8 @@ class Streams {
   // True while no work is pending on any stream but this one.
   bool are_others_idle(StreamId stream) const { return num_pending_ == num_pending(stream); }
   bool is_pending() const { return num_pending_ > 0; }
-  bool is_queued() const;  // work that nobody has taken yet
-  // True while work of this stream cannot be told from work that ran at once: nothing is pending,
+  bool is_queued() const;  // work that no thread has taken yet
+  // True while work of this stream looks like work that ran at once: nothing is pending,
   // and there has never been another stream. Needs no lock: an operation's fast path asks it.
   bool is_alone(StreamId stream) const {
     return num_pending_ == 0 && (used_streams_ & ~(uint64_t(1) << stream)) == 0;

@@ -1,6 +1,6 @@
 // Which of CUDA's kernels `scaled_dot_product_attention` takes. Torch asks the device, and what it
 // does around the kernel follows from the answer: heads and masks that it pads, operators that
-// DTensor knows how to shard and that activation checkpointing can be told to keep.
+// DTensor knows how to shard and whose results activation checkpointing can keep.
 //
 // Source: check_prefer_cudnn_attention, can_use_cudnn_attention, can_use_flash_attention,
 // can_use_mem_efficient_attention and select_sdp_backend in

@@ -23,7 +23,7 @@ struct CapturedCall {
 };
 
 // Adds an operation that has been run for its shapes to the capture that is under way: a replay
-// reads and writes the bytes that the tensors have now, whoever has them then.
+// reads and writes the bytes that the tensors have now, even where others have them then.
 void capture_call(Launch&& launch, CapturedCall call);
 
 }  // namespace sim

@@ -29,7 +29,7 @@ Tensors flat(const Lists& lists) {
   return tensors;
 }
 
-// Host tensors over the device's bytes. In dry mode they are meta tensors, and nobody looks.
+// Host tensors over the device's bytes. In dry mode they are meta tensors, and are not looked at.
 class Hosts {
  public:
   Tensor of(const Tensor& tensor) {

@@ -39,8 +39,8 @@ class SerialThread {
   std::thread thread_;
 };
 
-// What a collective on the device returns. The bytes come from `finished`; whoever may use them is
-// said by `event`. It holds its tensors until a stream waits for it, as NCCL's does.
+// What a collective on the device returns. The bytes come from `finished`; `event` says from when
+// on they may be used. It holds its tensors until a stream waits for it, as NCCL's does.
 class DeviceWork final : public c10d::Work {
  public:
   struct Part {

@@ -26,7 +26,7 @@ bool is_ready(const std::shared_future<void>& future) {
 }
 
 // A synchronisation of the device waits for what the peers have yet to send. An error is left to
-// whoever waits for the work.
+// the thread that waits for the work.
 void await_all() {
   std::vector<Ptr<DeviceWork>> works;
   {
@@ -83,7 +83,7 @@ DeviceWork::DeviceWork(c10d::OpType type, std::vector<Part> parts, Tensors input
       inputs_(std::move(inputs)),
       outputs_(std::move(outputs)) {}
 
-// Nothing orders the reuse of the memory after a work that nobody waited for but the allocator.
+// Nothing orders the reuse of the memory after a work that only the allocator waited for.
 DeviceWork::~DeviceWork() {
   if (was_waited_for_) return;
   for (const Part& part : parts_) {

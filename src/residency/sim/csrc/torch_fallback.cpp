@@ -56,7 +56,7 @@ void call_kernel(const c10::OperatorHandle& op, Plan::Kernel kernel, c10::Dispat
   });
 }
 
-// A kernel that runs after its call. Whoever reads what it wrote knows the layout of then.
+// A kernel that runs after its call. A reader of what it wrote knows the layout of then.
 void call_late(const c10::OperatorHandle& op, const Plan& plan, c10::DispatchKey key,
                const Arguments& arguments, const std::vector<std::pair<Tensor, Tensor>>& written,
                Stack* results) {
@@ -197,7 +197,7 @@ class Call {
 
   // ------------------------------------------------------------------------------ running it later
 
-  // A kernel can be late only where lateness can be told, and if all that it writes exists already.
+  // A kernel can be late only where lateness shows, and if all that it writes exists already.
   // Its meta kernel makes the checks of a launch and finds the sizes of `out=` tensors; since many
   // are slow Python, a call is checked once for its shapes. The list kernels skip that: they never
   // resize.
@@ -392,7 +392,7 @@ class Call {
     for (const auto& [from, to] : adopted_) {
       if (from == storage) return to;
     }
-    const bool has_bytes = is_dry() || host.data();  // those of zeros that nobody wrote have none
+    const bool has_bytes = is_dry() || host.data();  // those of zeros never written have none
     at::DataPtr block(nullptr, sim::device());
     if (has_bytes) block = device_allocator()->allocate(host.nbytes());
     c10::Storage ours(c10::Storage::use_byte_size_t(), host.nbytes(), std::move(block),

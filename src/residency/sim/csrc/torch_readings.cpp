@@ -465,8 +465,8 @@ void read_to_host(const Tensor& from, const Tensor& to) {
   }
   if (to.nbytes() > kMostFilledBytes || !to.is_contiguous()) return;
   const Reading reading = dry_reading(from);
-  const bool one = is_unknown_mask(from, reading) ? !has_asked_too_often(kMostAnswers)
-                                                  : is_one(from, reading);
+  const bool one =
+      is_unknown_mask(from, reading) ? !has_asked_too_often(kMostAnswers) : is_one(from, reading);
   if (one && can_be_filled(to)) {
     as_device_work([&] { to.fill_(1); });
   } else {

@@ -114,7 +114,7 @@ void charge_segments(const Tensor& gradient, int64_t num_positions, int64_t inde
   const Held num_segments(kInt64Bytes);
   {
     const Held keys(num_positions * index_bytes);
-  }  // of cub's unique_by_key, which nobody reads
+  }  // of cub's unique_by_key, which are never read
   const Held partial(most * index_bytes);
   const Held partial_begins(most * index_bytes);
   const Held num_partial(kInt64Bytes);

@@ -181,7 +181,7 @@ void call_rms_norm_backward(const IValue* arguments, torch::jit::Stack* stack) {
 
 // CUDA keeps the mean and the deviation of bfloat16 and half inputs in float32, the CPU in the type
 // of the parameters. The device holds CUDA's, of the CPU's values: widened they lose nothing. Of a
-// batch norm in evaluation CUDA keeps both, though nobody has written them; the CPU keeps neither.
+// batch norm in evaluation CUDA keeps both, though they are never written; the CPU keeps neither.
 // Source: batch_norm_cuda in aten/src/ATen/native/cuda/Normalization.cu.
 bool is_batch_norm(const c10::FunctionSchema& schema) {
   return schema.name() == "aten::native_batch_norm" && schema.overload_name().empty();

@@ -30,12 +30,11 @@ def test_peaks_are_those_that_torch_tells_and_owners_sum_to_them(dry_run, tmp_pa
     assert outcome.status == 0, outcome.errors
     answer = outcome.answer
     seen = json.loads((tmp_path / "peaks.json").read_text())
-    # Until the third forward pass, in which the script is left before it writes again.
     assert seen["step"] == 1
     assert [answer["peak_allocated"], answer["peak_reserved"]] == seen["peaks"]
     assert answer["fits"]
     assert answer["steps"] == 2
-    assert answer["ended"] == "left"
+    assert answer["ended"] == "finished"
     assert answer["needed"] == answer["peak_reserved"] + CONTEXT
     for phase in answer["phases"]:
         assert sum(phase["at_peak"].values()) == phase["peak_allocated"], phase
@@ -283,6 +282,36 @@ def test_a_script_without_an_optimizer_ends_after_some_backward_passes(dry_run) 
     assert outcome.status == 0, outcome.errors
     assert outcome.answer["steps"] == 2
     assert outcome.answer["has_no_optimizer"]
-    assert outcome.answer["ended"] == "left"
-    assert outcome.phase("backward")["visits"] == 23  # twenty, two steps, and that of the way out
+    assert outcome.answer["ended"] == "finished"
+    assert outcome.phase("backward")["visits"] == 22  # twenty, and two steps
     assert "each backward pass was taken" in outcome.errors
+
+
+EPOCHS_THAT_COME_LAST = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+model = torch.nn.Linear(4, 4).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+loader = DataLoader(TensorDataset(torch.ones(40, 4)), batch_size=2)
+def train():
+    losses = []
+    for batch, in loader:
+        loss = model(batch.cuda()).sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return sum(losses) / len(losses)
+def main():
+    for epoch in range(100):
+        print("epoch", epoch, train())
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_no_epoch_without_batches_comes_where_the_script_ends_with_its_epochs(dry_run) -> None:
+    outcome = dry_run(EPOCHS_THAT_COME_LAST)
+    assert outcome.status == 0, outcome.errors
+    assert outcome.answer["is_complete"]
+    assert outcome.answer["steps"] == 2
+    assert "ZeroDivisionError" not in outcome.errors

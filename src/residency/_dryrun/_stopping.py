@@ -1,9 +1,9 @@
 """Brings a script to its end after some optimizer steps: it need not make 10,000 of them.
 
 The training loop ends as if its data had: what comes after it (evaluation, the last save, a resume)
-then runs as the script has it. Trainers of frameworks get their own request to stop. A
-loop without data loaders is ended at its head (``_loops``); one where that cannot be is left by
-``SystemExit``.
+then runs as the script has it. Trainers of frameworks get their own request to stop. The loops of
+epochs and those without data loaders are ended at their heads (``_loops``); one where that cannot
+be is left by ``SystemExit``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import dataloader
 
-from residency._dryrun._loops import Loops, is_asked_by_script
+from residency._dryrun._loops import Key, Loops, is_asked_by_script
 from residency._memory import ImportWatch
 from residency._units import MIB
 
@@ -94,12 +94,15 @@ class Stopping:
         self._since_load: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._num_before_load = 0
         self._ahead: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # with a step after the end
-        self._loops = Loops()
+        self._loops = Loops(_finish)
         self._num_resumes = 0
         self._num_empty_passes = 0
         self._is_feeding = False  # a loop that can be ended by its next step alone
         self._last: Any = None  # the iterator that gave out a batch last
         self._training: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders that steps were made of
+        # The script's loops in which an optimizer was made, and those over a loader.
+        self._made_in: weakref.WeakKeyDictionary[Any, frozenset[Key]] = weakref.WeakKeyDictionary()
+        self._over: weakref.WeakKeyDictionary[Any, frozenset[Key]] = weakref.WeakKeyDictionary()
         self._passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._trainers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._held = held
@@ -119,6 +122,7 @@ class Stopping:
         register_optimizer_step_post_hook(self._after_step)
         if not self._wanted:
             return
+        self._watch_optimizers()
         self._watch_loaders()
         flow = {
             "transformers.trainer_callback": self._watch_transformers,
@@ -175,12 +179,24 @@ class Stopping:
         self._num_empty_passes = 0
         if self._last is not None:
             self._training.add(self._last)
-        if self._wanted and not self.is_ending and self._has_seen_enough(count):
+        if self.is_ending and (count >= self._wanted or self._last is not None):
+            self._end_loops(optimizer)  # a training after the first: its loader is over
+        elif self._wanted and not self.is_ending and self._has_seen_enough(count):
             self.is_ending = self.was_cut = True
-            if not len(self._training):
-                self._loops.end()
+            self._end_loops(optimizer)
             for trainer in list(self._trainers):
                 trainer.should_stop = True
+
+    def _end_loops(self, optimizer: Optimizer) -> None:
+        """Lets no round come after this one: in an epoch without batches a script may divide by
+        their number.
+
+        A loop over a loader ends with its data. One in which the optimizer was made goes on, as
+        each of its rounds trains anew.
+        """
+        over = [self._over.get(loader, frozenset()) for loader in self._training]
+        made_in = self._made_in.get(optimizer, frozenset())
+        self._loops.end_all(but=made_in.union(*over))
 
     def _see_optimizers(self) -> None:
         """Begins training anew where an optimizer was made after passes that were counted."""
@@ -199,6 +215,17 @@ class Stopping:
     def _leave(self) -> NoReturn:
         self.was_left = True
         raise EnoughSeen(0)
+
+    def _watch_optimizers(self) -> None:
+        kind: Any = Optimizer
+        make = kind.__init__
+
+        @functools.wraps(make)
+        def made(optimizer: Any, *args: object, **options: object) -> None:
+            make(optimizer, *args, **options)
+            self._made_in[optimizer] = self._loops.around()
+
+        kind.__init__ = made
 
     # ------------------------------------------------------------------------------ data loaders
 
@@ -229,6 +256,7 @@ class Stopping:
         def begun(loader: Any) -> Any:
             if self._is_over(loader):
                 return _AfterTheEnd(lambda frame: self._batches(loader, frame, begin))
+            self._over[loader] = self._loops.headed()
             iterator = begin(loader)
             if self.is_ending and not self._is_feeding:
                 self._passes[loader] = self._passes.get(loader, 0) + 1
@@ -318,6 +346,11 @@ class Stopping:
             self._trainers.add(self_of_trainer)
 
         trainer.__init__ = made
+
+
+def _finish() -> NoReturn:
+    """Leaves a script that has nothing more to do."""
+    raise EnoughSeen(0)
 
 
 def _generate_all(module: ModuleType) -> None:

@@ -281,6 +281,42 @@ def evaluations_with_workers():
     seen.append("save")
 
 
+def averages_over_batches():
+    for _ in range(STEPS):
+        losses = []
+        for batch in LOADER:
+            step(batch=batch)
+            losses.append(1.0)
+        seen.append(f"average {sum(losses) / len(losses)}")
+    seen.append("save")
+
+
+def folds():
+    for _ in range(2):
+        loader = DataLoader(TensorDataset(torch.ones(40, 4)), batch_size=2)
+        optimizer = torch.optim.SGD(MODEL.parameters(), lr=0.1)
+        optimizers[:] = [optimizer]
+        for _ in range(STEPS):
+            losses = [step(optimizer, batch) for batch in loader]
+            seen.append(f"average {len(losses) / len(losses)}")
+        seen.append("fold")
+    seen.append("save")
+
+
+def epochs_of_many_steps():
+    batches = iter(LOADER)
+    for _ in range(STEPS):
+        for _ in range(STEPS):
+            try:
+                batch = next(batches)
+            except StopIteration:
+                batches = iter(LOADER)
+                batch = next(batches)
+            step(batch=batch)
+        evaluate()
+    seen.append("save")
+
+
 def keep(batch):
     kept[0] += 1 << 20
 
@@ -291,7 +327,8 @@ IDIOMS = [
     a_function_of_its_own, accumulation, two_optimizers, a_progress_bar, a_stream, early_return,
     resumed, a_resume_in_the_loop, resumes_without_end, a_loop_that_comes_last,
     steps_by_hand, gradients_before_the_optimizer, a_long_evaluation, accumulation_over_epochs,
-    pairs_of_loaders_over_epochs, evaluations_with_workers,
+    pairs_of_loaders_over_epochs, evaluations_with_workers, averages_over_batches,
+    folds, epochs_of_many_steps,
 ]  # fmt: skip
 
 

@@ -211,7 +211,7 @@ def check_too_small(
     """Takes a device without room for all tensors of the peak: where it fails is the same."""
     held = rounded(chance.randrange(dry["peak_allocated_bytes"] // 3, dry["peak_allocated_bytes"]))
     capacity = dry["context_bytes"] + held - LINE
-    small = folder.dry_run("--capacity", str(capacity), *steps, status=1)
+    small = folder.dry_run("--capacity", f"{capacity}B", *steps, status=1)
     check_schema(small)
     assert not small["fits"]
     assert small["headroom_bytes"] == capacity - dry["needed_bytes"] < 0
@@ -275,7 +275,7 @@ def judge_fit(chance: random.Random, path: Path) -> None:
     rest = 2 * script.parameters - slots
     room = chance.randrange(rest // 8, rest * 3 // 4)
     capacity = (534 << 20) + 2 * script.parameters + slots + (64 << 20) + room
-    answer = folder.dry_run("--capacity", str(capacity), "--fit", status=1)
+    answer = folder.dry_run("--capacity", f"{capacity}B", "--fit", status=1)
     check_schema(answer)
     assert answer["fit"], answer
     *others, last = answer["fit"]
@@ -285,7 +285,7 @@ def judge_fit(chance: random.Random, path: Path) -> None:
     (path / "record.jsonl").unlink()
     (line,) = last["lines"]
     changed = Folder(path, replace(script, added=line).text())
-    again = changed.dry_run("--capacity", str(capacity), status=0)
+    again = changed.dry_run("--capacity", f"{capacity}B", status=0)
     assert again["fits"], again
     assert again["needed_bytes"] == last["needed_bytes"], (again, last)
 
@@ -295,7 +295,7 @@ def judge_largest(chance: random.Random, path: Path) -> None:
     script = Plain(16384, chance.randint(6, 10), "SGD")
     folder = Folder(path, script.text())
     room = chance.randrange(40 << 20, 64 << 20)
-    size = "--capacity", str((534 << 20) + 2 * script.parameters + room)
+    size = "--capacity", f"{(534 << 20) + 2 * script.parameters + room}B"
     answer = folder.dry_run(*size, "--largest", "batch", status=0)
     assert answer["of"] == "batch"
     largest = answer["largest"]

@@ -287,6 +287,26 @@ def test_a_script_without_an_optimizer_ends_after_some_backward_passes(dry_run) 
     assert "each backward pass was taken" in outcome.errors
 
 
+RESIDENCY_FIRST = """
+from {module} import {name}
+import torch
+weights = torch.nn.Linear(512, 512, bias=False).cuda()
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("residency", "Checkpointer"),
+        ("residency.integrations.dcp", "TrainState"),
+    ],
+)
+def test_a_script_may_import_residency_before_torch(dry_run, module: str, name: str) -> None:
+    outcome = dry_run(RESIDENCY_FIRST.format(module=module, name=name))
+    assert outcome.status == 0, outcome.errors
+    assert outcome.phase("set up")["at_peak"]["parameters"] == 512 * 512 * 4
+
+
 EPOCHS_THAT_COME_LAST = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset

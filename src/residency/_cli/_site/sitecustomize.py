@@ -2,12 +2,15 @@
 folder on the path.
 
 It waits for torch to be imported, then starts what was asked for; of a process that never imports
-torch a dry run only notes what it does to files. The environment's own ``sitecustomize``, which
-this one hides, runs first.
+torch a dry run only notes what it does to files. Where residency is imported first, torch follows
+at once: what is started takes modules of residency that would be half imported otherwise, since
+torch is what they import first. The environment's own ``sitecustomize``, which this one hides, runs
+before.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -64,6 +67,10 @@ def _start_recording(torch: ModuleType) -> None:
         print(f"residency: this process is not recorded: {error}", file=sys.stderr)
 
 
+def _import_torch(residency: ModuleType) -> None:
+    importlib.import_module("torch")
+
+
 _run_the_hidden_one()
 if os.environ.get("RESIDENCY_DRY_RUN"):
     _watch_files()
@@ -71,4 +78,4 @@ _asked = {"RESIDENCY_DRY_RUN": _start_dry_run, "RESIDENCY_RECORD": _start_record
 for _variable, _start in _asked.items():
     if os.environ.get(_variable):
         _imports = _load(_HERE.parents[1] / "_memory" / "_imports.py", "_residency_imports")
-        _imports.ImportWatch({"torch": _start}).start()
+        _imports.ImportWatch({"torch": _start, "residency": _import_torch}).start()

@@ -23,13 +23,14 @@ import residency.sim  # noqa: F401 - as well
 
 
 def run_script(request: dict[str, Any], log: Log) -> None:
-    """Runs a script as Python would."""
+    """Runs a script as Python would: it finds what is beside it, and on its PYTHONPATH."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request["environment"])
     script, *arguments = request["words"]
     sys.argv = [script, *arguments]
-    sys.path[0] = str(Path(script).parent)
+    of_environment = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:1] = [str(Path(script).parent), *filter(None, of_environment)]
     runpy.run_path(script, run_name="__main__")
 
 

@@ -6,7 +6,7 @@ from residency._optim._arrivals import Arrivals
 
 
 class HostHome:
-    """What an arrival asks of a home: its tensor."""
+    """A home as far as an arrival needs one: its tensor."""
 
     def __init__(self, tensor):
         self.tensor = torch.empty_like(tensor, device="cpu")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import limits
 import pytest
 import torch
+import workers
 
 sys.path.insert(0, str(Path(__file__).parent))
 from allocator import start
@@ -24,16 +23,8 @@ _IS_ALONE = os.environ.get("RESIDENCY_TEST_ONE_STREAM") == "1"
 def built() -> None:
     """Both libraries are there: what limits the time of a test's processes is not the compiler."""
     sim.enable("1GiB")
-    source = str(Path(sim.__file__).parents[2])
-    path = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])
     script = "from residency import sim; sim.enable(device='cuda')"
-    subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
-        check=True,
-        capture_output=True,
-        timeout=limits.WORKER_SECONDS,
-    )
+    workers.finish(workers.start("-c", script, variables={"CUDA_VISIBLE_DEVICES": ""}))
 
 
 @pytest.fixture

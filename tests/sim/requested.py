@@ -1,8 +1,8 @@
-"""What is asked of the device's allocator, without its rounding."""
+"""Bytes that tests and kernels ask the device's allocator for, before it rounds them up."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -22,3 +22,12 @@ def scratch_of(work: Callable[[], object]) -> int:
     kept = requested("current") - before
     del result
     return requested("peak") - before - kept
+
+
+def scratch_of_backward(
+    output: torch.Tensor, inputs: Sequence[torch.Tensor], gradient: torch.Tensor
+) -> int:
+    """Returns the requested bytes that a backward pass takes for a moment, beyond its results."""
+    return scratch_of(
+        lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True),
+    )

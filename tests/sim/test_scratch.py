@@ -12,6 +12,7 @@ import pytest
 import torch
 from requested import requested as _requested
 from requested import scratch_of as _scratch_of
+from requested import scratch_of_backward
 from torch.nn import functional
 
 from residency import sim
@@ -157,8 +158,7 @@ def test_classes_in_the_middle_are_copied_to_lie_in_rows(
     leaf = _values(2, 100, 16).requires_grad_()
     output = softmax(leaf, dim=1)
     across = _values(2, 16, 100).transpose(1, 2)
-    backward = lambda: torch.autograd.grad(output, leaf, across, retain_graph=True)  # noqa: E731
-    assert _scratch_of(backward) == across.nbytes
+    assert scratch_of_backward(output, [leaf], across) == across.nbytes
 
 
 @pytest.mark.parametrize("dry", [False, True])

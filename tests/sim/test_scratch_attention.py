@@ -9,6 +9,7 @@ import pytest
 import torch
 from requested import requested as _requested
 from requested import scratch_of as _scratch_of
+from requested import scratch_of_backward
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -63,11 +64,11 @@ def test_flash_attention_keeps_one_number_a_row_and_adds_up_in_float(
     expanded = 2 * (2 * heads * length * width * HALF) if groups != heads else 0
     expected = padded * FLOAT + padded * 64 * FLOAT + expanded
     inputs = (query, key, value)
-    backward = lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True)  # noqa: E731
-    assert _scratch_of(backward) == expected
+    assert scratch_of_backward(output, inputs, gradient) == expected
     across = torch.ones(2, heads, length, width, device="sim", dtype=torch.bfloat16)
-    copied = lambda: torch.autograd.grad(output, inputs, across, retain_graph=True)  # noqa: E731
-    assert _scratch_of(copied) == expected + across.nbytes  # which does not lie by position
+    assert (
+        scratch_of_backward(output, inputs, across) == expected + across.nbytes
+    )  # which does not lie by position
 
 
 @pytest.mark.parametrize("dry", [False, True])
@@ -79,8 +80,8 @@ def test_flash_attention_splits_long_keys_where_few_blocks_would_leave_the_devic
     # 8 x 16 blocks of 64 queries, on 108 multiprocessors that hold two each: of the four parts
     # that 1024 keys have, one and two fill 0.59 of the waves that they take, four 0.79.
     rows = 2 * 4 * 1024
-    attend = lambda: functional.scaled_dot_product_attention(query, query, query)  # noqa: E731
-    assert _scratch_of(attend) - rows * FLOAT - 3 * LONG == 4 * (rows * FLOAT + rows * 64 * FLOAT)
+    taken = _scratch_of(lambda: functional.scaled_dot_product_attention(query, query, query))
+    assert taken - rows * FLOAT - 3 * LONG == 4 * (rows * FLOAT + rows * 64 * FLOAT)
 
 
 @pytest.mark.parametrize("dry", [False, True])
@@ -95,8 +96,7 @@ def test_memory_efficient_attention_pads_its_rows_and_works_in_tiles(dry: bool) 
     tile = 16 + 64 * 64 * FLOAT
     tiles = 2 * heads * _ceil(length, 64) * _ceil(width, 64)
     expected = 2 * heads * length * FLOAT + tiles * tile
-    backward = lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True)  # noqa: E731
-    assert _scratch_of(backward) == expected
+    assert scratch_of_backward(output, inputs, gradient) == expected
 
 
 def test_a_card_without_flash_attention_takes_the_memory_efficient_one() -> None:
@@ -117,8 +117,7 @@ def test_a_backward_pass_is_that_of_the_kernel_that_ran_forward(dry: bool) -> No
     gradient = torch.ones_like(output)
     tiles = 2 * heads * _ceil(length, 64)
     expected = 2 * heads * length * FLOAT + tiles * (16 + 64 * 64 * FLOAT)
-    backward = lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True)  # noqa: E731
-    assert _scratch_of(backward) == expected
+    assert scratch_of_backward(output, inputs, gradient) == expected
 
 
 @pytest.mark.parametrize("dry", [False, True])
@@ -137,8 +136,7 @@ def test_half_that_registers_cannot_hold_is_summed_in_float_for_each_split(dry: 
     tile = 16 + queries * keys * FLOAT
     tiles = _ceil(length, queries) * _ceil(width, keys)
     expected = 2 * heads * (length * FLOAT + of_keys + tiles * tile)
-    backward = lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True)  # noqa: E731
-    assert _scratch_of(backward) == expected
+    assert scratch_of_backward(output, inputs, gradient) == expected
 
 
 @pytest.mark.parametrize("dry", [False, True])
@@ -210,9 +208,8 @@ def _kept_and_scratch(gpu: str, width: int, dtype: torch.dtype, **options: float
     output = functional.scaled_dot_product_attention(*inputs, **options)
     kept = _requested("current") - before - output.nbytes
     gradient = torch.ones_like(output)
-    backward = lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True)  # noqa: E731
     with torch.autograd.set_multithreading_enabled(False):  # a thread would free it in the next one
-        return [kept, _scratch_of(backward)]
+        return [kept, scratch_of_backward(output, inputs, gradient)]
 
 
 def test_half_precision_goes_to_cudnn_on_hopper_and_else_to_the_next_kernel() -> None:
@@ -248,8 +245,7 @@ def test_masked_and_grouped_heads_take_no_square_where_cudnn_has_them(dry: bool)
     assert _requested("current") - before == output.nbytes + rows * FLOAT + as_bias + state
     gradient = torch.ones_like(output)
     whole = 2 * (2 * heads * length * width * HALF)  # gradients of keys and values for all heads
-    backward = lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True)  # noqa: E731
-    assert _scratch_of(backward) == rows * (width + 1) * FLOAT + whole
+    assert scratch_of_backward(output, inputs, gradient) == rows * (width + 1) * FLOAT + whole
 
 
 @pytest.mark.parametrize(

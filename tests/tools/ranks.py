@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 
 from limits import WORKER_SECONDS
 from warm_process import Running, Server
+from workers import environment
 
-import residency
 from residency.testing import simulated_device_type
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
@@ -34,14 +34,12 @@ def _start(words: list[str], base: Path) -> Running:
     """Starts a script as a fork where that is the same: a real device may know of a process that
     imports torch already, and what records lines begins with a process.
     """
-    source = str(Path(residency.__file__).parents[1])
-    path = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    variables = environment()
     if simulated_device_type() is not None and "COVERED_LINES_FOLDER" not in os.environ:
-        return _server().start("script", words=words, environment=environment)
+        return _server().start("script", words=words, environment=variables)
     with base.with_suffix(".output").open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, *words], env=environment, stdout=output, stderr=subprocess.STDOUT
+            [sys.executable, *words], env=variables, stdout=output, stderr=subprocess.STDOUT
         )
     return Running(process.pid, base, process.wait)
 

@@ -15,6 +15,17 @@ import limits
 import residency
 
 
+def environment(folder: Path | None = None) -> dict[str, str]:
+    """Returns this process's environment, with what a process of the tests needs.
+
+    Args:
+        folder: Where it finds modules, beside this package and the script's own folder.
+    """
+    source = str(Path(residency.__file__).parents[1])
+    path = [source, str(folder or ""), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
 def start(
     *words: object, folder: Path | None = None, variables: dict[str, str] | None = None
 ) -> subprocess.Popen[str]:
@@ -25,12 +36,9 @@ def start(
         folder: Where it finds modules, beside the script's own folder.
         variables: Of its environment, beside this process's.
     """
-    source = str(Path(residency.__file__).parents[1])
-    path = [source, str(folder or ""), os.environ.get("PYTHONPATH", "")]
-    added = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, path))}
     return subprocess.Popen(
         [sys.executable, *map(str, words)],
-        env=os.environ | added | (variables or {}),
+        env=environment(folder) | (variables or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,4 +1,4 @@
-"""What attention takes and keeps on CUDA, written from torch's public sources alone.
+"""Attention's bytes on CUDA, taken and kept, written from torch's public sources alone.
 
 Each rule names the file of pytorch/pytorch that it was read in, as of torch 2.13.0: the headers
 and shape functions (``torch/_meta_registrations.py``) that its wheels bring, and the sources below
@@ -83,7 +83,7 @@ class Call:
 
 
 class Attention:
-    """What a call costs on a card."""
+    """A call on a card: its kernel, and the bytes that it takes and keeps."""
 
     def __init__(self, call: Call, card: Card) -> None:
         self.call, self.card = call, card

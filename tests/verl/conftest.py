@@ -6,15 +6,12 @@ verl pins a transformers of its own, so it has an environment of its own, .venv-
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import limits
 import pytest
-
-import residency
+from workers import environment
 
 collect_ignore_glob = [] if importlib.util.find_spec("verl") else ["test_*.py"]
 
@@ -22,9 +19,7 @@ collect_ignore_glob = [] if importlib.util.find_spec("verl") else ["test_*.py"]
 @pytest.fixture(scope="session")
 def variables() -> dict[str, str]:
     """What processes of these tests have in their environment."""
-    source = str(Path(residency.__file__).parents[1])
-    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    return environment() | {"CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.fixture(scope="session")

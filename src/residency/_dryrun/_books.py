@@ -172,8 +172,8 @@ class Books:
             events.append((block, num_bytes, reserved))
 
     def _name_blocks(self, is_pass: bool, is_after_step: bool, kinds: dict[int, str]) -> None:
-        # What a pass made and has no owner is activations, and what is left of them after the
-        # optimizer's step something else: workspaces, buckets.
+        # Blocks of a pass without an owner are activations; those that are left of them after the
+        # optimizer's step are something else: workspaces, buckets.
         unknown = _ACTIVATIONS if is_pass else _OTHER
         for address, block in self._live.items():
             kind = block.kind

@@ -174,25 +174,27 @@ def _ignore(frame: FrameType, event: str, argument: object) -> None:
 
 
 def _headed(frame: FrameType | None) -> Iterator[Key]:
-    while frame is not None:
-        code = frame.f_code
-        if is_script(code.co_filename):
-            path = _path(code, frame.f_lineno)
-            if path and isinstance(path[-1].statement, ast.For):
-                yield code, path[-1].statement.lineno
-        frame = frame.f_back
+    for each, path in _paths(frame):
+        if path and isinstance(path[-1].statement, ast.For):
+            yield each.f_code, path[-1].statement.lineno
 
 
 def _endings(frame: FrameType | None) -> Iterator[_Ending]:
     """Yields the loops of the script around a call, the innermost first."""
+    for each, path in _paths(frame):
+        for number in reversed(range(len(path) - 1)):
+            loop = path[number].statement
+            if isinstance(loop, _Loop) and path[number + 1].field == "body":
+                yield _ending(each, path, number, loop)
+
+
+def _paths(frame: FrameType | None) -> Iterator[tuple[FrameType, list[_Stop]]]:
+    """Yields the script's frames that led to a call, the innermost first, with the way to the line
+    of each.
+    """
     while frame is not None:
-        code = frame.f_code
-        if is_script(code.co_filename):
-            path = _path(code, frame.f_lineno)
-            for number in reversed(range(len(path) - 1)):
-                loop = path[number].statement
-                if isinstance(loop, _Loop) and path[number + 1].field == "body":
-                    yield _ending(frame, path, number, loop)
+        if is_script(frame.f_code.co_filename):
+            yield frame, _path(frame.f_code, frame.f_lineno)
         frame = frame.f_back
 
 
@@ -262,15 +264,8 @@ def _is_last(ending: _Ending) -> bool:
     """Returns whether the script has nothing to do after a loop, and the calls that led there."""
     path = _path(ending.frame.f_code, ending.frame.f_lineno)
     lines = [step.statement.lineno for step in path]
-    if not _is_at_end(path[: lines.index(ending.key[1]) + 1]):
-        return False
-    frame = ending.frame.f_back
-    while frame is not None:
-        code = frame.f_code
-        if is_script(code.co_filename) and not _is_at_end(_path(code, frame.f_lineno)):
-            return False
-        frame = frame.f_back
-    return True
+    here = path[: lines.index(ending.key[1]) + 1]
+    return _is_at_end(here) and all(_is_at_end(each) for _, each in _paths(ending.frame.f_back))
 
 
 def _is_at_end(path: list[_Stop]) -> bool:

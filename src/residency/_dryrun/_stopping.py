@@ -188,8 +188,8 @@ class Stopping:
                 trainer.should_stop = True
 
     def _end_loops(self, optimizer: Optimizer) -> None:
-        """Lets no round come after this one: in an epoch without batches a script may divide by
-        their number.
+        """Ends the loops after this round: in an epoch without batches a script may divide by their
+        number.
 
         A loop over a loader ends with its data. One in which the optimizer was made goes on, as
         each of its rounds trains anew.

@@ -2,8 +2,8 @@
 
 A save gets the homes themselves. A step that is to write into one that is lent takes another home
 for it, out of a bounded spare; without room there it waits until a loan ends. Invariant, which
-``tests/checkpoint/test_checkpointer.py`` tries to break: what is lent has the bytes of the moment
-of the loan until it is given back.
+``tests/checkpoint/test_checkpointer.py`` tries to break: a lent state has the bytes of the moment
+of its loan until the save gives it back.
 """
 
 from __future__ import annotations

@@ -304,15 +304,10 @@ def folds():
 
 
 def epochs_of_many_steps():
-    batches = iter(LOADER)
+    batches = cycle()
     for _ in range(STEPS):
         for _ in range(STEPS):
-            try:
-                batch = next(batches)
-            except StopIteration:
-                batches = iter(LOADER)
-                batch = next(batches)
-            step(batch=batch)
+            step(batch=next(batches))
         evaluate()
     seen.append("save")
 

@@ -1,4 +1,4 @@
-// Which of CUDA's kernels attention takes, for what is made of attention.
+// The choice among CUDA's kernels of attention, for the operations that contain attention.
 #pragma once
 
 #include <ATen/SDPBackend.h>

@@ -44,13 +44,16 @@ def started(
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
+    # Not in the threads below: the first call makes the folder of all, which two would make twice.
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("one", "two")}
+
     def of_one_rank() -> Any:
-        folder = tmp_path_factory.mktemp("one")
+        folder = folders["one"]
         run(ONE, folder)
         return [json.loads((folder / "outcomes.json").read_text())]
 
     def of_two_ranks() -> Any:
-        return run_phase(TWO, tmp_path_factory.mktemp("two"), "in_two", 2)
+        return run_phase(TWO, folders["two"], "in_two", 2)
 
     def imported(**others: str) -> Any:
         return json.loads(run(HERE / "import_worker.py", **others).splitlines()[-1])

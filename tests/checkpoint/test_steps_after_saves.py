@@ -77,7 +77,8 @@ def dropped(tree, tmp_path):
 
 
 def saved(tree, tmp_path):
-    residency.Checkpointer(tmp_path).save(1, tree).wait()
+    with residency.Checkpointer(tmp_path) as checkpointer:  # the directory has one at a time
+        checkpointer.save(1, tree).wait()
     return gc.collect
 
 

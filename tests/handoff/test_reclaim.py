@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
+from limits import WORKER_SECONDS
 
 from residency import InvalidArgumentError, RefusedError, _device, reclaim
+from residency._handoff import _reclaim
 from residency._memory._state import measure
 
 MIB = 1 << 20
@@ -123,6 +126,49 @@ def test_a_cycle_that_holds_tensors_is_collected_and_reported(
     freed = reclaim()
     assert freed.cycles >= 64 * MIB
     assert "collect" in calls.made
+
+
+class Lingering:
+    """Garbage with whose end a collection stays until it is let go."""
+
+    def __init__(self) -> None:
+        self.itself = self
+        self.is_met, self.may_go = threading.Event(), threading.Event()
+
+    def __del__(self) -> None:
+        self.is_met.set()
+        self.may_go.wait(WORKER_SECONDS)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_collection_that_another_thread_is_at_comes_first(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    lingering = Lingering()
+    is_met, may_go = lingering.is_met, lingering.may_go
+    del lingering
+    other = threading.Thread(target=gc.collect)
+    other.start()
+    assert is_met.wait(WORKER_SECONDS)
+    cycle = Cycle(block(64, device))
+    del cycle
+    collect = gc.collect
+
+    def collect_then_let_go(generation: int) -> int:
+        found = collect(generation)  # which does nothing the first time
+        if ends:
+            may_go.set()
+            other.join(WORKER_SECONDS)
+        return found
+
+    monkeypatch.setattr(gc, "collect", collect_then_let_go)
+    monkeypatch.setattr(_reclaim, "_COLLECTOR_SECONDS", WORKER_SECONDS if ends else 0.01)
+    freed = reclaim()
+    may_go.set()
+    other.join(WORKER_SECONDS)
+    assert (freed.cycles >= 64 * MIB) == ends
+    assert ("another thread's garbage collection" in str(freed)) != ends
+    collect()
 
 
 def test_no_garbage_is_collected_where_cycles_hold_no_tensor_of_the_device(

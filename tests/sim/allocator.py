@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 
 import torch
 
@@ -33,6 +34,16 @@ def start(capacity: int, settings: str = "") -> None:
     sim.enable(capacity)
     accelerator.reset_peak_memory_stats()
     accelerator.reset_accumulated_memory_stats()
+
+
+def check_empty() -> None:
+    """Checks that no tensor is left: a thread of autograd's lets go a moment after its pass."""
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while accelerator.memory_allocated() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    accelerator.empty_cache()
+    assert accelerator.memory_allocated() == 0, "an earlier test left tensors behind"
 
 
 def empty(num_bytes: int) -> torch.Tensor:

@@ -63,6 +63,8 @@ class Cases:
     def run(self, file: Path) -> None:
         """Writes ``{name: "passed" or the traceback}`` after every case."""
         outcomes = {}
+        gc.collect()
+        gc.freeze()  # what is imported: the collection after a case need not pass by it
         for name, function in self._functions.items():
             try:
                 function()

@@ -74,7 +74,10 @@ def _is_leaving_a_with(frame: FrameType) -> bool:
     there, outside of what the ``with`` guards, and Python takes no signal between the two.
     """
     code = frame.f_code
-    loads = code.co_code[frame.f_lasti : frame.f_lasti + 6]
+    at = frame.f_lasti
+    if dis.opname[code.co_code[at]] == "SWAP":  # with a value to return beneath
+        at += 2
+    loads = code.co_code[at : at + 6]
     is_thrice = len(loads) == 6 and loads[:2] == loads[2:4] == loads[4:]
     is_load = dis.opname[loads[0]] == "LOAD_CONST"
     return is_thrice and is_load and code.co_consts[loads[1]] is None

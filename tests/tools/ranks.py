@@ -25,9 +25,14 @@ PROGRAM = Path(__file__).with_name("rank_program.py")
 def _server() -> Server:
     folder = TemporaryDirectory(prefix="ranks-")
     server = Server(Path(folder.name), PROGRAM)
-    atexit.register(folder.cleanup)
-    atexit.register(server.close)
+    atexit.register(_close, os.getpid(), server, folder)
     return server
+
+
+def _close(process: int, server: Server, folder: TemporaryDirectory[str]) -> None:
+    if os.getpid() == process:  # and not in a fork, which Python may end as any other process
+        server.close()
+        folder.cleanup()
 
 
 def _start(words: list[str], base: Path) -> Running:

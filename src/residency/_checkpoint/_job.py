@@ -96,8 +96,12 @@ class Job:
         """Writes and publishes the save, or notes why that failed; raises nothing."""
         try:
             _device.use_index(self.captured.device_index)  # a thread begins on the first device
-            request = replace(self.request(ranks), is_repeated=is_repeated)
-            directory.save(request, on_bytes=self.count, timeout_seconds=timeout_seconds)
+            directory.save(
+                # Kept by no frame of this thread once it is written: who waits is woken below.
+                replace(self.request(ranks), is_repeated=is_repeated),
+                on_bytes=self.count,
+                timeout_seconds=timeout_seconds,
+            )
         except BaseException as error:
             self.save._error = error
             unreported.append(self.save)

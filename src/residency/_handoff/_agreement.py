@@ -19,11 +19,14 @@ from typing import Any
 import torch
 
 from residency._errors import HandOffError, InvalidArgumentError
+from residency._registries import WeakRegistry
 from residency._units import format_bytes
 
 FAILED = -1  # instead of the bytes that are missing
 _PAUSE_SECONDS = 0.001  # a look is cheap; any few milliseconds work
-_given_up: list[Any] = []  # groups, kept so that no other gets their identity
+# Groups, which end with their last user: one that is there as the interpreter ends would wait for
+# a thread of its backend, which waits for the interpreter (gloo, torch 2.13).
+_given_up: WeakRegistry[Any] = WeakRegistry()
 
 
 def check_group(group: object) -> Any:
@@ -58,7 +61,7 @@ def agree(group: Any, device: torch.device, missing: int, *, seconds: float) -> 
     """
     import torch.distributed as dist
 
-    if any(group is other for other in _given_up):
+    if group in _given_up:
         raise HandOffError(
             "Ranks of this group did not come to an earlier hand-off in time, so that they are not "
             "in step. Make a new group."
@@ -92,7 +95,7 @@ def _gather(group: Any, device: torch.device, figure: int, seconds: float) -> li
         end = time.monotonic() + seconds
         while not work.is_completed():  # whose own wait might outlast any timeout
             if time.monotonic() > end:
-                _given_up.append(group)
+                _given_up.add(group)
                 raise HandOffError(
                     f"Not all ranks of the group came within {seconds:g} s; raise timeout= where "
                     "they are slow."
@@ -102,7 +105,7 @@ def _gather(group: Any, device: torch.device, figure: int, seconds: float) -> li
     except RuntimeError as error:  # of the backend: a closed connection
         if isinstance(error, HandOffError | torch.AcceleratorError):
             raise
-        _given_up.append(group)
+        _given_up.add(group)
         first_line = str(error).partition("\n")[0]
         raise HandOffError(
             f"A rank of the group is gone: {first_line}. End all ranks and start again."

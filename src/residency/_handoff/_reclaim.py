@@ -13,6 +13,7 @@ nothing else, keep tensors of the device.
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -27,9 +28,11 @@ from residency._units import format_bytes, parse_bytes
 # With half a million objects the search takes 0.11 s where a collection takes 0.26 s, and 1.7 s
 # where there are cycles; this is far above both.
 _SEARCH_SECONDS = 10.0
+_COLLECTOR_SECONDS = 1.0  # a collection takes 0.26 s with half a million objects
 _MEANS = ("cache", "draining", "workspaces", "cycles", "parked")
 _GRAPHS = "captured graphs or private pools are alive, and may use the matrix library's workspaces"
-_UNSEARCHED = f"the search for reference cycles did not end in {_SEARCH_SECONDS:.0f} s"
+_UNSEARCHED = f"the search for reference cycles did not end in {_SEARCH_SECONDS:.0f} s of work"
+_BUSY_COLLECTOR = "another thread's garbage collection did not end; ask again once it has"
 _NO_FREE = "its backend does not tell the free bytes of the device, so that nothing can be proven"
 
 
@@ -177,11 +180,38 @@ class Effort:
             return
         held = self.state.held
         for generation in range(3):  # the youngest are quick, and have what the last steps left
-            gc.collect(generation)
+            if not _collect(generation):
+                self._notes.append(f"no garbage was collected: {_BUSY_COLLECTOR}")
+                break
             self.state = measure(self.device)
             if held - self.state.held >= found:
                 break
         self.give_back("cycles")
+
+
+def _collect(generation: int) -> bool:
+    """Collects garbage; returns whether it could.
+
+    While another thread collects, `gc.collect` returns at once and does nothing (`collecting` in
+    CPython's gc module); what it calls `gc.callbacks` for is a collection that begins.
+    """
+    thread = threading.get_ident()
+    begun = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and threading.get_ident() == thread:
+            begun.append(info)
+
+    deadline = time.monotonic() + _COLLECTOR_SECONDS
+    gc.callbacks.append(note)
+    try:
+        gc.collect(generation)
+        while not begun and time.monotonic() < deadline:
+            time.sleep(0.001)
+            gc.collect(generation)
+    finally:
+        gc.callbacks.remove(note)
+    return bool(begun)
 
 
 def reclaim(

@@ -35,7 +35,7 @@ def bytes_in_cycles(device: torch.device, *, seconds: float | None = None) -> in
 
     Args:
         device: The accelerator.
-        seconds: When to end the search.
+        seconds: Of this thread's own work, after which the search ends.
 
     Returns:
         The bytes of their storages; None where the search did not come to its end in time.

@@ -125,7 +125,8 @@ def find_holders(
     Args:
         device: The accelerator, or None.
         least_bytes: The smallest storage that is named.
-        seconds: When to end the search with what it has found; some seconds later at the most.
+        seconds: Of this thread's own work, some more at the most, after which the search ends
+            with what it has found.
         error: An error whose traceback keeps tensors; names lead through it first.
     """
     figures = {} if device is None else _device.allocator_figures(device)

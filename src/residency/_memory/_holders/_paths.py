@@ -107,10 +107,13 @@ class Paths:
         if types.FrameType in kinds or type(thing) in _FRAME_OF:
             return self._frame_step(chain, at)
         table = _objects.attributes(thing)
-        if torch.nn.Module in kinds and table is child and at + 3 < len(chain):
-            name = self._key_of(child, chain[at + 2])
-            if name in _MODULE_TABLES:
-                return _Step(f".{self._key_of(chain[at + 2], chain[at + 3])}", 3)
+        if torch.nn.Module in kinds:
+            first = (
+                at + 2 if table is child else at + 1
+            )  # from Python 3.13 on there is no such step
+            if first + 1 < len(chain) and self._key_of(table, chain[first]) in _MODULE_TABLES:
+                key = self._key_of(chain[first], chain[first + 1])
+                return _Step(f".{key}", first + 1 - at)
         if table is not None:
             if table is child and at + 2 < len(chain):
                 return _Step(f".{_plain(self._key_of(table, chain[at + 2]))}", 2)

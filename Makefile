@@ -56,22 +56,26 @@ RELEASE_VENV := .venv-release
 demo: $(DEMO_STAMP)
 	$(RUN) residency demo $(DEMO_ARGS)
 
+# Each process takes a file at a time, in the order of tests/conftest.py.
+BY_FILE := --dist loadfile --no-loadscope-reorder
+
 test: $(STAMP)
-	$(RUN) TORTURE_FROM=$(TORTURE_FROM) python -m pytest --timeout=300 -n $(JOBS) --dist loadfile $(TEST_ARGS)
+	$(RUN) TORTURE_FROM=$(TORTURE_FROM) python -m pytest --timeout=300 -n $(JOBS) $(BY_FILE) $(TEST_ARGS)
 
 # Judges that know the public documentation alone, each file of them for SECONDS seconds, each test
 # for ROUNDS seeds at most.
 torture: TORTURE_FROM :=
 torture: $(STAMP)
 	$(RUN) TORTURE_SECONDS=$(SECONDS) TORTURE_ROUNDS=$(ROUNDS) TORTURE_FROM=$(TORTURE_FROM) \
-		python -m pytest -m "" -n $(JOBS) --dist loadfile tests/torture $(TEST_ARGS)
+		python -m pytest -m "" -n $(JOBS) $(BY_FILE) tests/torture $(TEST_ARGS)
 
 # The second tier, and no test of the first: frameworks, the demo's cases, work in another order, and
 # every operator, module and optimizer of torch over the simulated accelerator. Long runs and dry runs
-# of random scripts take minutes for each seed: `make torture` alone judges them.
+# of random scripts take minutes for each seed, or many seeds: `make torture` alone judges them.
 test-all: $(STAMP)
 	$(RUN) TORTURE_FROM=$(TORTURE_FROM) python -m pytest --timeout=300 -m whole -n $(JOBS) \
-		--dist loadfile --ignore tests/torture/test_long_runs.py --ignore tests/torture/test_dry_runs.py $(TEST_ARGS)
+		$(BY_FILE) --ignore tests/torture/test_long_runs.py --ignore tests/torture/test_dry_runs.py \
+		$(TEST_ARGS)
 
 # verl pins an older transformers than the other tests take, so it has an environment of its own.
 test-verl: $(VERL_STAMP)

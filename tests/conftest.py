@@ -16,8 +16,9 @@ each of its rows and columns. "late" shows a missing wait every time; what "over
 it, work that comes too early on another lane, is what these files are for.
 
 [Note: frameworks] They are imported by fixtures, and the tests that do so, in folders named
-``stacks`` and of the docs, run last: a framework has hundreds of thousands of objects, which a
-search for holders goes through. Garbage collections do not: they pass by what was imported.
+``stacks`` and ``integrations`` and of the docs, run last, for which the Makefile lets xdist keep
+the order: a framework has hundreds of thousands of objects, which a search for holders goes
+through. Garbage collections do not: they pass by what was imported.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import contextlib
 import gc
 import importlib.metadata
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +36,7 @@ from typing import Any
 import limits
 import pytest
 import torch
+from torch import Tensor, nn
 
 from residency.sim import BuildError
 from residency.sim._build import build_extension
@@ -65,6 +68,7 @@ _FRAMEWORKS = (
     "xtuner",
     "prime-rl",
 )
+_MANY_OBJECTS = 30_000  # a collection passes by so many in milliseconds
 _ABOUT_ORDER = {  # [Note: tiers]
     "test_fixtures.py",
     "test_races.py",
@@ -105,8 +109,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)  # before the marks are looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the stacks last; leaves out what the device under test cannot run, with the reason."""
-    late = ("stacks", "test_docs.py")  # [Note: frameworks]
-    items.sort(key=lambda item: item.path.parent.name in late or item.path.name in late)
+    late = {"stacks", "integrations", "test_docs.py"}  # [Note: frameworks]
+    items.sort(key=lambda item: not late.isdisjoint(item.path.parts))
     for item in items:
         is_about_order = item.path.parent.name == "transfer" or item.path.name in _ABOUT_ORDER
         if "overtake" in _parameters(item) and not is_about_order:
@@ -134,6 +138,7 @@ def device(
     the garbage collector could free counts as freed.
     """
     num_failed = request.session.testsfailed  # a failed test's traceback keeps its tensors
+    _end_reads(tested_device)
     before = _held_bytes()
     yield tested_device
     request.node.funcargs.clear()  # what the other fixtures made, which pytest keeps until later
@@ -142,9 +147,11 @@ def device(
             caplog.get_records(when).clear()  # a record may keep an exception, and its frames
         gc.collect()
         torch.accelerator.synchronize()
-        deadline = time.monotonic() + 5  # a thread of autograd's lets go a moment later
+        # A thread of autograd's lets go a moment later, or another thread was collecting.
+        deadline = time.monotonic() + 30
         while _stays(before) and time.monotonic() < deadline:
             time.sleep(0.01)
+            gc.collect()
         assert not _stays(before)
 
 
@@ -160,8 +167,21 @@ def _stays(before: tuple[int, int]) -> dict[str, int]:
 def _held_bytes() -> tuple[int, int]:
     from residency import _device
 
-    _device.clear_workspaces(torch.accelerator.current_accelerator())
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return 0, 0
+    _device.clear_workspaces(accelerator)
     return _pinned_bytes(), torch.accelerator.memory_allocated()
+
+
+def _end_reads(device: torch.device) -> None:
+    """Ends the reads of lanes that tests before have left to no thread, as an interrupt does."""
+    from residency._transfer import gate_of
+
+    if len(gate_of(device)):
+        torch.accelerator.synchronize()
+        gate_of(device)._prune()
+        assert not len(gate_of(device))
 
 
 def _pinned_bytes() -> int:
@@ -186,11 +206,34 @@ def pinned_bytes(device: torch.device) -> Callable[[], int]:
     return _pinned_bytes
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def quick_collections() -> None:
-    """Keeps what is imported before the tests out of their collections, of which there are many."""
+    """Keeps what was imported before a file's tests out of their collections, which are many.
+
+    Not while a tensor is on the device, or bytes are page-locked, that a later collection may have
+    to give back.
+    """
+    if len(gc.get_objects()) < _MANY_OBJECTS:
+        return
     gc.collect()
-    gc.freeze()
+    # Of a subclass either the inner tensor is plain, or there is no memory, as of a fake one.
+    tensors = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
+    if all(each.is_cpu or each.is_meta for each in tensors) and not any(_held_bytes()):
+        gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_watch_stays() -> Iterator[None]:
+    """Demands that a file's tests leave no watch over imports: the files that come next in this
+    process would have modules that it has changed.
+    """
+    before = _watches()
+    yield
+    assert _watches() == before
+
+
+def _watches() -> list[object]:
+    return [finder for finder in sys.meta_path if type(finder).__name__ == "ImportWatch"]
 
 
 @pytest.fixture(scope="session")

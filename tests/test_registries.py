@@ -30,9 +30,10 @@ REGISTRIES = {
     "_checkpoint/_save.py:unreported": "failed saves that nobody was told of; no tensors",
     "_cli/_site/sitecustomize.py:_asked": "two entries",
     "_dryrun/_files.py:_watch": "one entry, of the process's own",
-    "_dryrun/_loops.py:_tree": "the syntax trees of 64 files",
+    "_dryrun/_loops.py:loops": "the loops that are under way, and ids of their frames",
+    "_dryrun/_ranks.py:be_first_rank": "one entry",
     "_dryrun/_saves.py:_state": "a flag for each thread",
-    "_handoff/_agreement.py:_given_up": "process groups that failed; no tensors",
+    "_handoff/_agreement.py:_given_up": "weak",
     "_handoff/_hand_off_job.py:_active": "weak",
     "_park/_park.py:_parkings": "weak keys",
     "_park/_guards.py:_lock": "a lock",
@@ -179,3 +180,18 @@ def test_threads_add_and_discard_while_others_iterate(frequent_switches: None) -
 
     assert hammer(6, work) == []
     assert set(map(id, registry)) == set(map(id, stay))
+
+
+def test_an_iteration_has_what_was_there_when_it_began_whatever_comes_and_goes() -> None:
+    registry: WeakRegistry[Any] = WeakRegistry()
+    there = [Thing(), Thing()]
+    for thing in there:
+        registry.add(thing)
+    seen, added = [], []
+    for thing in registry:
+        seen.append(thing)
+        registry.clear()
+        registry.add(late := Thing())
+        added.append(late)
+    assert seen == there
+    assert list(registry) == added[-1:]

@@ -18,11 +18,14 @@ DIALECT = re.compile(
     re.IGNORECASE,
 )
 
+# From Python 3.12 on an f-string is several tokens.
+_SAID = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
+
 
 def said_in(source: str) -> Iterator[tuple[int, str]]:
     """Yields the lines of a Python source that are comments or strings, with their numbers."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type in {tokenize.COMMENT, tokenize.STRING}:
+        if token.type in _SAID:
             yield from enumerate(token.string.splitlines(), token.start[0])
 
 

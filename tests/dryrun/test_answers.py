@@ -162,6 +162,36 @@ def test_safetensors_come_back_on_the_device_and_in_files_of_their_size(dry_run,
     assert seen[0] == seen[1]
 
 
+OF_LAUNCHER = """
+import subprocess, sys, torch
+assert torch.cuda.is_available()
+if sys.argv[1:]:
+    raise KeyError("of the script's own")
+subprocess.run([sys.executable, "-c", "import torch"], check=True)  # a helper
+subprocess.run([sys.executable, __file__, "train"], check=True)
+"""
+
+
+def test_an_answer_has_the_error_of_the_script_and_not_of_its_launcher(dry_run) -> None:
+    outcome = dry_run(OF_LAUNCHER)
+    assert outcome.status == 3, outcome.errors
+    assert outcome.answer["processes"] == 3
+    assert outcome.answer["error"] == 'KeyError: "of the script\'s own" (script.py:5)'
+
+
+SAVED_FILE = """
+import torch
+from safetensors.torch import save_file
+save_file({"rows": torch.zeros(8, device="cuda")}, "saved.safetensors")
+"""
+
+
+def test_a_file_of_safetensors_is_written_in_a_save(dry_run) -> None:
+    outcome = dry_run(SAVED_FILE)
+    assert outcome.status == 0, outcome.errors
+    assert outcome.phase("save")["visits"] == outcome.answer["files"] == 1
+
+
 @pytest.mark.whole
 def test_a_run_that_is_killed_leaves_what_was_known_and_no_process(tmp_path) -> None:
     script = tmp_path / "killed.py"
@@ -224,7 +254,8 @@ def test_a_run_that_is_killed_leaves_what_was_known_and_no_process(tmp_path) -> 
             "with status 5",
         ),
         ("import sys, torch\nx = torch.ones(3).cuda()\nsys.exit(3)", 3, "with status 3"),
-        ("print('no torch')", 2, "no Python process of it has used torch"),
+        ("print('no torch')", 2, "no Python process of it has used torch. Write after --"),
+        ("import no_such_module", 2, "used torch. Run it without --quiet and --json"),
     ],
 )
 def test_a_script_that_is_none_for_a_dry_run_is_told(dry_run, script, status, said) -> None:

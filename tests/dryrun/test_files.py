@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,12 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.dryrun.processes import in_dry_run
 
-import residency
 from residency._dryrun._files import JOURNAL
 from residency._dryrun._undo import undo
 
-SITE = Path(residency.__file__).parent / "_cli" / "_site"
 # What a process of a dry run does without torch, in the folder of the user.
 BEGIN = """
 import os, random, shutil, sys
@@ -29,18 +26,7 @@ files = files_of_run()
 
 def changed(folder: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs a script in the folder ``user`` as a process of a dry run."""
-    for name in ("user", "run"):
-        (folder / name).mkdir(exist_ok=True)
-    path = os.pathsep.join([str(SITE), str(SITE.parents[2])])
-    settings = json.dumps({"folder": str(folder / "run")})
-    return subprocess.run(
-        [sys.executable, "-c", BEGIN + textwrap.dedent(script), *arguments],
-        cwd=folder / "user",
-        env={**os.environ, "PYTHONPATH": path, "RESIDENCY_DRY_RUN": settings},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return in_dry_run(folder, [sys.executable, "-c", BEGIN + textwrap.dedent(script), *arguments])
 
 
 def tree(folder: Path) -> dict[str, object]:

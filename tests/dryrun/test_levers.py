@@ -1,4 +1,6 @@
-"""What ``--fit`` changes in a script, each on a device on which it fits with that change alone."""
+"""What ``--fit`` changes in a script, each on a device on which it fits with that change alone, and
+the lines that it prints, in the script where a user would add them.
+"""
 
 import argparse
 import copy
@@ -7,72 +9,140 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.dryrun.pasting import pasted
 
 from residency._dryrun import RunSettings
 from residency._dryrun._levers import Levers, _wrap_blocks
+from residency._dryrun._resumes import Loads
 
-SCRIPT = Path(__file__).parent / "scripts" / "levers.py"
-# What the script does, MiB beside the context, the change that makes it fit, and a line to add.
+SCRIPTS = Path(__file__).parent / "scripts"
+CONTEXT = 534  # MiB
+NEAR = 32 << 20  # a segment or two of torch's allocator
+# The script and its arguments, options, MiB beside the context, the change that makes it fit, and a
+# line to add.
 CASES = {
+    "joined pieces": (
+        ("levers.py", "pieces"), (), 780, "segments that grow", "expandable_segments:True",
+    ),
     "a resume by way of the host": (
-        ("resumes",), 640, "files are loaded by way of the host", 'map_location="cpu"',
+        ("levers.py", "resumes"), (), 640, "files are loaded by way of the host",
+        'map_location="cpu"',
     ),
     "a save without copies": (
-        ("copies",), 660, "saves without a copy on the device", "residency.Checkpointer(folder)",
+        ("levers.py", "copies"), (), 660, "saves without a copy on the device",
+        "residency.Checkpointer(folder)",
     ),
     "a deferred state": (
-        ("resumes-and-evaluates",), 1520,
+        ("levers.py", "resumes-and-evaluates"), (), 1520,
         "a resume that leaves the optimizer's state on the host until the first step",
         "checkpointer.restore",
     ),
+    "a deferred state of torch's recipe": (
+        ("resumes_by_dcp.py", "recipe"), (), 1300,
+        "a resume by TrainState, with the optimizer's state on the host until the first step",
+        "state = TrainState(model, optimizer)",
+    ),
+    "a deferred state of one rank's shards": (
+        ("resumes_by_dcp.py", "stateful"), ("--ranks", "2"), 1400,
+        "a resume by TrainState, with the optimizer's state on the host until the first step",
+        'dcp.load({"app": state}',
+    ),
     "a parked state": (
-        ("evaluates",), 1520,
+        ("levers.py", "evaluates"), (), 1520,
         "the optimizer's state parked while the script evaluates or generates",
         "residency.park(optimizer)",
     ),
     "an offloaded state": (
-        ("trains", "--width", "6144"), 4200, "the optimizer's state on the host",
+        ("levers.py", "trains", "--width", "6144"), (), 4200, "the optimizer's state on the host",
         "residency.offload_optimizer(optimizer, resident=",
     ),
     "recomputed blocks": (
-        ("trains", "--batch-size", "20000"), 2700, "gradient checkpointing",
-        "torch.utils.checkpoint.checkpoint(block",
+        ("levers.py", "trains", "--batch-size", "20000"), (), 2700, "gradient checkpointing",
+        "functools.partial(checkpoint, block.forward",
     ),
     "smaller batches": (
-        ("trains", "--batch-size", "20000", "--gradient-checkpointing"), 2700,
+        ("levers.py", "trains", "--batch-size", "20000", "--gradient-checkpointing"), (), 2700,
         "batches of 1/2, with 2 times the accumulation", "--batch-size 10000 --accumulation 2",
     ),
+    "the best adapter of a Trainer": (
+        ("best_adapter.py", "--rows", "1"), (), 440, "files are loaded by way of the host",
+        "Trainer(..., callbacks=[ResidencyCallback(offload=False)])",
+    ),
+    "the best adapter and the state of a Trainer": (
+        ("best_adapter.py", "--rows", "1", "--tunes"), (), 650, "the optimizer's state on the host",
+        "Trainer(..., callbacks=[ResidencyCallback(resident=",
+    ),
+    "batches of a Trainer": (
+        ("best_adapter.py", "--rows", "8", "--sequence", "256"), (), 1100,
+        "batches of 1/2, with 2 times the accumulation",
+        "TrainingArguments(..., per_device_train_batch_size=4, gradient_accumulation_steps=2)",
+    ),
+    "recomputed blocks of a Trainer": (
+        ("best_adapter.py", "--rows", "2", "--sequence", "1024", "--vocabulary", "4096",
+         "--layers", "8"), (), 800, "gradient checkpointing",
+        "model.gradient_checkpointing_enable()",
+    ),
 }  # fmt: skip
+
+KEYS = ("name", "lines", "cost", "fits", "needed", "error")
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("case", CASES)
-def test_a_script_that_does_not_fit_fits_with_one_change_and_is_told_the_lines(
-    dry_run, case
+def test_a_script_fits_with_the_cheapest_change_and_with_the_lines_that_are_printed(
+    dry_run, case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments, room, name, line = CASES[case]
-    options = ("--capacity", f"{534 + room}MiB", "--fit")
-    outcome = dry_run(SCRIPT, *arguments, options=options)
+    (script, *arguments), options, room, name, line = CASES[case]
+    text = (SCRIPTS / script).read_text()
+    device = (*options, "--capacity", f"{CONTEXT + room}MiB")
+    outcome = dry_run(text, *arguments, options=(*device, "--fit"))
     assert outcome.status == 1, outcome.errors
     tried = outcome.answer["fit"]
     assert [each["fits"] for each in tried] == [False] * (len(tried) - 1) + [True], outcome.errors
     assert tried[-1]["name"] == name
+    # As docs/reference/dry-run.md lists them; sizes end in _bytes there.
+    assert all(set(each) == {*KEYS} for each in tried)
     assert any(line in each for each in tried[-1]["lines"]), tried[-1]
-    assert tried[-1]["needed"] <= (534 + room) << 20 < outcome.answer["needed"]
+    assert tried[-1]["needed"] <= (CONTEXT + room) << 20 < outcome.answer["needed"]
+
+    lines, words = [], []
+    for each in tried[-1]["lines"]:
+        if each.startswith("export "):
+            monkeypatch.setenv(*each.removeprefix("export ").split("=", 1))
+        elif each.startswith("--"):
+            words += each.split()
+        else:
+            lines.append(each)
+    again = dry_run(pasted(text, lines), *arguments, *words, options=device)
+    assert again.status == 0, again.errors
+    assert abs(again.answer["needed"] - tried[-1]["needed"]) <= NEAR, again.errors
 
 
 @pytest.mark.whole
 def test_where_nothing_helps_it_is_said_how_much_is_missing(dry_run) -> None:
-    outcome = dry_run(SCRIPT, "trains", options=("--capacity", f"{534 + 100}MiB", "--fit"))
+    outcome = dry_run(
+        SCRIPTS / "levers.py", "trains", options=("--capacity", f"{534 + 100}MiB", "--fit")
+    )
     assert outcome.status == 1
     assert outcome.answer["fit"] == []
     assert "nothing that is known here" in outcome.errors
     assert "missing still" in outcome.errors
 
 
-def test_the_command_has_the_arguments_that_a_search_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def changes_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes back what levers change in this process, and changes no module of others."""
+    monkeypatch.setattr("residency._dryrun._resumes.ImportWatch.start", lambda watch: None)
+    for owner, name in (
+        (torch, "load"),
+        (torch.optim.Optimizer, "load_state_dict"),
+        (argparse.ArgumentParser, "parse_known_args"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+
+
+def test_the_command_has_the_arguments_that_a_search_gave(changes_end: None) -> None:
     parsers = argparse.ArgumentParser
-    monkeypatch.setattr(parsers, "parse_known_args", parsers.parse_known_args)
     given: dict[str, int | bool] = {"batch_size": 37, "recompute": True, "of_another_script": 1}
     levers = Levers(RunSettings(folder="", capacity=0, arguments=given))
     levers.start()
@@ -82,6 +152,22 @@ def test_the_command_has_the_arguments_that_a_search_gave(monkeypatch: pytest.Mo
     assert parser.parse_args([]).batch_size == 37
     assert levers.words() == ["--batch-size", "37", "--recompute"]
     assert vars(parser.parse_args(levers.words())) == {"batch_size": 37, "recompute": True}
+
+
+def test_a_state_without_tensors_is_no_resume(changes_end: None) -> None:
+    """Accelerate, and with it a Trainer, gives an optimizer its own state when it prepares it."""
+    loads = Loads(on_host=False)
+    loads.start()
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight])
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert not loads.have_state
+    weight.sum().backward()
+    optimizer.step()
+    optimizer.load_state_dict(state_dict=optimizer.state_dict())
+    assert loads.have_state
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+    assert loads.have_state
 
 
 class Block(torch.nn.Module):
@@ -103,7 +189,7 @@ def test_blocks_that_recompute_go_with_their_model_and_copies_have_their_own(
 ) -> None:
     monkeypatch.setattr(Block, "forward", Block.forward)
     model = torch.nn.Sequential(*(Block() for _ in range(3)))
-    assert _wrap_blocks(model) == "its blocks"
+    assert _wrap_blocks(model) == [""]
     copied = copy.deepcopy(model)
     for parameter in copied.parameters():
         parameter.data.zero_()

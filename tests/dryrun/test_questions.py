@@ -64,20 +64,48 @@ def test_one_rank_of_four_has_a_quarter_of_the_states(dry_run) -> None:
 
 @pytest.mark.whole
 def test_torchrun_is_run_as_its_first_rank(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SHARDED)
+    done = run_by_torchrun(tmp_path, SHARDED, "train.py")
+    assert "fits" in done.stdout
+    assert "optimizer step" in done.stdout
+
+
+OF_MANY_ROUNDS = """
+import pickle, sys, torch
+class Settings: pass
+assert pickle.loads(pickle.dumps(Settings)) is sys.modules["__main__"].Settings
+weight = torch.ones(64, requires_grad=True, device="cuda")
+optimizer = torch.optim.SGD([weight])
+for _ in range(1000):
+    weight.sum().backward()
+    optimizer.step()
+print("after the loop", __name__, sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("words", [["train.py"], ["-m", "train"]])
+def test_the_loops_of_a_script_that_torchrun_starts_are_ended(
+    words: list[str], tmp_path: Path
+) -> None:
+    done = run_by_torchrun(tmp_path, OF_MANY_ROUNDS, *words, "--size", "3")
+    assert "after the loop __main__ ['--size', '3']" in done.stdout
+    assert "2 optimizer steps" in done.stdout
+    assert [each.name for each in tmp_path.iterdir()] == ["train.py"]
+
+
+def run_by_torchrun(folder: Path, script: str, *words: str) -> "subprocess.CompletedProcess[str]":
+    (folder / "train.py").write_text(script)
     command = [sys.executable, "-m", "residency", "dry-run", "--capacity", "4GiB", "--"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "train.py"]
+    launcher = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "4"]
     done = subprocess.run(
-        [*command, *launcher],
-        cwd=tmp_path,
+        [*command, *launcher, *words],
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=WORKER_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "fits" in done.stdout
-    assert "optimizer step" in done.stdout
+    return done
 
 
 @pytest.mark.whole

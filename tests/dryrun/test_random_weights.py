@@ -87,3 +87,64 @@ def test_a_name_of_the_hub_is_refused_with_what_to_put_where(dry_run) -> None:
     options = ("--capacity", "8GiB", "--random-weights")
     outcome = dry_run(OFFLINE + CONFIG + NAMED, options=options)
     assert outcome.status == 0, outcome.errors
+
+
+DOWNLOADED = """
+import torch
+from torch.hub import load_state_dict_from_url
+class Weights:  # as torchvision has them
+    def get(self):
+        return load_state_dict_from_url("https://pytorch.org/models/x.pth", check_hash=True)
+model = torch.nn.Linear(1024, 1024).cuda()
+before = torch.cuda.memory_allocated()
+assert str(model.load_state_dict(Weights().get())) == "<All keys matched successfully>"
+model.load_state_dict(Weights().get()["model"], strict=False)  # as of facebookresearch
+try:
+    model.load_state_dict({})
+except RuntimeError as error:
+    assert "Missing key" in str(error)
+else:
+    raise SystemExit("weights were taken that are none")
+assert torch.cuda.memory_allocated() == before
+import timm
+model = timm.create_model()
+assert model.weight.shape == (4, 4)
+"""
+TIMM = """
+import torch
+def load_pretrained(model, *args, **options):
+    raise SystemExit("the network was asked")
+def build_model_with_cfg():
+    model = torch.nn.Linear(4, 4)
+    load_pretrained(model, {}, num_classes=4)
+    return model
+"""
+
+
+def _make_timm(folder: Path) -> None:
+    """Makes a timm whose models load their weights where timm's do."""
+    models = folder / "timm" / "models"
+    models.mkdir(parents=True)
+    (models / "_builder.py").write_text(TIMM)
+    (models / "__init__.py").write_text("")
+    made = "from timm.models._builder import build_model_with_cfg as create_model"
+    (models.parent / "__init__.py").write_text(made)
+
+
+def test_weights_that_are_downloaded_are_those_that_a_model_is_made_with(
+    dry_run, tmp_path: Path
+) -> None:
+    _make_timm(tmp_path)
+    options = ("--capacity", "8GiB", "--random-weights")
+    outcome = dry_run(OFFLINE + DOWNLOADED, options=options)
+    assert outcome.status == 0, outcome.errors
+
+
+def test_weights_that_cannot_be_downloaded_fail_with_what_to_do(dry_run) -> None:
+    # The address is no other machine's: nothing answers there, with and without a network.
+    url = "http://127.0.0.1:9/x.pth"
+    text = f"import torch\ntorch.hub.load_state_dict_from_url({url!r}, model_dir='here')\n"
+    outcome = dry_run(text)
+    assert outcome.status == 3
+    assert "--random-weights" in outcome.answer["error"]
+    assert "script.py:2" in outcome.answer["error"]

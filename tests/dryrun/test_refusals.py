@@ -22,6 +22,11 @@ def raised(source: str, name: str = "script") -> BaseException:
     [
         ("raise ModuleNotFoundError('No module named x', name='flash_attn')", "sdpa"),
         ("raise ModuleNotFoundError('No module named x', name='xformers.ops')", "xformers"),
+        (
+            "try: raise ModuleNotFoundError('No module named x', name='xformers.ops')\n"
+            "except ImportError: raise AssertionError('xFormers is required for training')",
+            "xformers",
+        ),
         ("raise RuntimeError('CUDA error: invalid device ordinal')", "--ranks"),
         ("raise AssertionError('Invalid device id')", "--ranks"),
         ("import torch; torch.ops.extension.fused(1)", "'extension'"),
@@ -37,6 +42,19 @@ def raised(source: str, name: str = "script") -> BaseException:
             "to another one",
         ),
         ("raise ValueError('of its own')", ""),
+        ("raise ConnectionRefusedError('of a server of its own')", ""),
+        ("import subprocess\nsubprocess.run(['nvidia-smi'], env={'PATH': '/nowhere'})", "on PATH"),
+        (
+            "import urllib.error\nraise urllib.error.URLError('Name or service not known')",
+            "--random-weights",
+        ),
+        (
+            "class LocalEntryNotFoundError(FileNotFoundError): pass\n"
+            "LocalEntryNotFoundError.__module__ = 'huggingface_hub.errors'\n"
+            "try: raise LocalEntryNotFoundError('x')\n"
+            "except FileNotFoundError as error: raise OSError('We could not connect') from error",
+            "--random-weights",
+        ),
     ],
 )
 def test_an_error_of_the_dry_run_says_what_to_do(source: str, said: str) -> None:
@@ -100,6 +118,30 @@ def test_the_answer_has_one_line_for_each_and_the_traceback_comes_first(dry_run,
     held = outcome.phase("backward")["at_peak"]
     assert held["other"] >= 2 * WORKSPACE
     assert held["activations"] < 1 << 20
+
+
+LIBRARY = """
+import torch
+@torch.compile
+def doubled(x):
+    return 2 * x
+"""
+
+
+@pytest.mark.parametrize("calls", [False, True])
+def test_what_a_library_compiles_on_import_counts_where_it_is_called(
+    dry_run, tmp_path, calls: bool
+) -> None:
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "library.py").write_text(LIBRARY)
+    call = "assert library.doubled(torch.ones(3)).sum() == 6" if calls else "raise ValueError"
+    outcome = dry_run(
+        f"import sys, torch\nsys.path.append('site-packages')\nimport library\n{call}\n"
+    )
+    assert outcome.answer["has_compiled"] == calls, outcome.errors
+    # What a script does not reach for an error of its own, no argument would let it reach.
+    assert ("nothing was put on the device" in outcome.errors) == calls
+    assert outcome.answer["is_complete"] == calls
 
 
 def test_a_crash_of_foreign_code_is_named_with_its_line(dry_run) -> None:

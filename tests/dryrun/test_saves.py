@@ -376,3 +376,33 @@ def test_one_rank_of_four_loads_what_accelerate_saved(dry_run, tmp_path: Path) -
     outcome = dry_run(ACCELERATE, options=options)
     assert outcome.status == 0, outcome.errors
     assert (tmp_path / "done").exists(), outcome.errors
+
+
+REWRITTEN = """
+import os, shutil, torch
+
+def write(other, place):
+    if place == "saved":
+        torch.save(other, "a.pt")
+    elif place == "copied":
+        torch.save(other, "b.pt")
+        shutil.copyfile("b.pt", "a.pt")
+    else:
+        with open("a.pt", "wb") as file:
+            torch.save(other, file)
+
+for place in ("saved", "copied", "opened"):
+    torch.save({"large": torch.ones(1 << 20), "small": torch.arange(3)}, "a.pt")
+    state = torch.load("a.pt", map_location="cpu")
+    write({"small": state["small"]}, place)
+    assert state["large"].half().shape == (1 << 20,)
+    assert state["small"].tolist() == [0, 1, 2]
+    assert torch.load("a.pt")["small"].tolist() == [0, 1, 2]
+    assert os.path.getsize("a.pt") < 1 << 20
+torch.ones(3, device="cuda")
+"""
+
+
+def test_a_file_can_be_written_over_while_what_was_loaded_of_it_is_used(dry_run) -> None:
+    outcome = dry_run(REWRITTEN)
+    assert outcome.answer["ended"] == "finished", outcome.errors

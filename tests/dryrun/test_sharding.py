@@ -1,4 +1,4 @@
-"""One rank of four: what FSDP2, HSDP and DDP keep, gather and reduce, beside its formulas."""
+"""One rank of four: what FSDP, HSDP and DDP keep, gather and reduce, beside its formulas."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,8 @@ SHARDED = f"""
 import gc, json, torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 import residency
@@ -47,6 +48,8 @@ def sharded(mesh):
 train("fsdp", sharded(init_device_mesh("cuda", ({RANKS},))))
 pairs = init_device_mesh("cuda", (2, {RANKS} // 2), mesh_dim_names=("copies", "shards"))
 train("hsdp", sharded(pairs))
+train("flat", lambda model: FullyShardedDataParallel(
+    model, device_id=0, auto_wrap_policy=ModuleWrapPolicy({{nn.Linear}}), use_orig_params=True))
 train("ddp", lambda model: DistributedDataParallel(model, broadcast_buffers=False))
 
 heads = [torch.randn(2, 8, 64, 16, device="cuda", dtype=d)
@@ -87,7 +90,9 @@ def of_ranks(dry_run_once) -> dict[str, Any]:
     return {"phases": phases, **read}
 
 
-@pytest.mark.parametrize(("name", "share"), [("fsdp", RANKS), ("hsdp", RANKS // 2), ("ddp", 1)])
+@pytest.mark.parametrize(
+    ("name", "share"), [("fsdp", RANKS), ("hsdp", RANKS // 2), ("flat", RANKS), ("ddp", 1)]
+)
 def test_a_rank_keeps_its_share(of_ranks: dict[str, Any], name: str, share: int) -> None:
     step = of_ranks["phases"][f"{name}/optimizer step"]
     assert step["parameters"] == MODEL // share
@@ -108,6 +113,14 @@ def test_a_pass_gathers_layers_and_not_the_model(of_ranks: dict[str, Any], name:
     assert backward["gradients"] >= 2 * LAYER
     for phase in (forward, backward):  # inputs, outputs and their gradients: nothing of a layer
         assert phase["activations"] < LAYER // 4
+
+
+def test_the_first_fsdp_gathers_a_layer_and_the_next_one(of_ranks: dict[str, Any]) -> None:
+    backward = of_ranks["phases"]["flat/backward"]
+    assert backward["gathered parameters"] == 2 * LAYER
+    assert backward["gradients"] >= 2 * LAYER
+    # Of a layer's gradient autograd makes a flat one.
+    assert backward["activations"] < LAYER + LAYER // 4
 
 
 def test_ddp_gathers_nothing(of_ranks: dict[str, Any]) -> None:

@@ -138,21 +138,24 @@ def test_a_refused_first_call_leaves_torch_without_cuda(built: None) -> None:
             """
 import torch
 from residency import sim
+version = torch.version.cuda
+nccl = torch.distributed.is_nccl_available()
 try:
     sim.enable("1GiB", device="cuda", share="0123", schedule="soon")
 except ValueError:
     pass
 assert not torch.cuda.is_available()
-torch.cuda.is_available = lambda: True
+is_available, torch.cuda.is_available = torch.cuda.is_available, lambda: True
 try:
     sim.enable("1GiB", device="cuda")
 except sim.SimulatorError as error:
     assert "CUDA_VISIBLE_DEVICES" in str(error)
 else:
     raise AssertionError
-assert torch.accelerator.current_accelerator() is None
-assert torch.version.cuda is None
-assert not torch.distributed.is_nccl_available()
+torch.cuda.is_available = is_available
+assert torch.accelerator.current_accelerator(check_available=True) is None
+assert torch.version.cuda == version
+assert torch.distributed.is_nccl_available() == nccl
 assert sim.enable("1GiB").type == "sim"  # nothing was decided
 """,
         )

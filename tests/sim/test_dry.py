@@ -296,6 +296,20 @@ def test_a_fused_optimizer_steps_in_dry_mode(
     optimizer([weight], lr=0.1, fused=True).step()
 
 
+def test_an_operation_whose_fake_kernel_makes_a_size_has_that_of_zeros() -> None:
+    sim.enable("4GiB", dry=True)
+    library = torch.library.Library("residency_test", "FRAGMENT")
+    library.define("pick(Tensor boxes) -> Tensor")
+    library.impl("pick", lambda boxes: (boxes.sum(-1) <= 0).nonzero().flatten(), "CPU")
+    torch.library.register_fake(
+        "residency_test::pick",
+        lambda boxes: boxes.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.long),
+        lib=library,
+    )
+    picked = torch.ops.residency_test.pick(torch.empty(7, 4, device="sim"))
+    assert (picked.shape, picked.dtype, picked.device.type) == ((7,), torch.long, "sim")
+
+
 def test_a_large_operation_of_unknown_shape_is_refused_by_name() -> None:
     sim.enable("4GiB", dry=True)
     large = torch.empty(1 << 25, device="sim")

@@ -55,6 +55,13 @@ def while_the_loss_is_large() -> None:
         loss = step()
 
 
+def while_the_loss_on_the_host_is_large() -> None:
+    step = _training()
+    loss = step()
+    while loss.detach().cpu().numpy() > 1e-3:
+        loss = step()
+
+
 def while_the_loss_on_the_device_is_large() -> None:
     loss = unknown(())
     while loss > 1e-3:
@@ -190,6 +197,17 @@ def checks_of_a_range() -> None:
     assert (x != -100).sum() > 0
 
 
+def checks_of_distributions() -> None:
+    logits = unknown((4, 6))
+    action = torch.distributions.Categorical(logits=logits).sample()
+    assert torch.distributions.Categorical(logits=logits).log_prob(action).shape == (4,)
+    counts = torch.distributions.Poisson(logits.exp()).sample()
+    assert torch.distributions.Poisson(logits.exp()).log_prob(counts).shape == (4, 6)
+    assert torch.distributions.Binomial(3, logits=logits).log_prob(counts).shape == (4, 6)
+    assert (action % 1 == 0).all()
+    assert not (action % 2 == 0).any()
+
+
 # ------------------------------------------------------------- choices and what is done with them
 
 
@@ -290,6 +308,7 @@ def a_random_number_is_not_known() -> None:
 IDIOMS = [
     while_the_loss_is_large,
     while_the_loss_on_the_device_is_large,
+    while_the_loss_on_the_host_is_large,
     until_an_error_is_small,
     until_an_error_on_the_device_is_small,
     until_all_have_converged,
@@ -305,6 +324,7 @@ IDIOMS = [
     conversions,
     checks_for_nan_and_infinity,
     checks_of_a_range,
+    checks_of_distributions,
     samples_and_ranks,
     masks_and_unique_labels,
     metrics_on_the_host,

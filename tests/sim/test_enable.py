@@ -164,7 +164,7 @@ def test_importing_the_package_registers_and_compiles_nothing() -> None:
         "import sys, torch, residency, residency.sim as sim\n"
         "assert not sim.is_enabled()\n"
         "assert torch._C._get_privateuse1_backend_name() == 'privateuseone'\n"
-        "assert torch.accelerator.current_accelerator() is None\n"
+        "assert torch.accelerator.current_accelerator(check_available=True) is None\n"
         "assert 'residency_sim_core' not in sys.modules and not hasattr(torch, 'sim')\n"
         "assert 'torch.utils.cpp_extension' not in sys.modules\n"
         "try:\n    sim.pinned_memory_stats()\n"

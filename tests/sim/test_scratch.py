@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from allocator import check_empty
 from requested import requested as _requested
 from requested import scratch_of as _scratch_of
 from requested import scratch_of_backward
@@ -27,10 +28,8 @@ CUB_ALIGNMENT = 256  # of the parts of cub's scratch
 
 @pytest.fixture(autouse=True)
 def empty_device() -> Iterator[None]:
-    gc.collect()
     sim.enable("2GiB")
-    accelerator.empty_cache()
-    assert accelerator.memory_allocated() == 0, "an earlier test left tensors behind"
+    check_empty()
     yield
     gc.collect()
     sim.enable()

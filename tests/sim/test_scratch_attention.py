@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from allocator import check_empty
 from requested import requested as _requested
 from requested import scratch_of as _scratch_of
 from requested import scratch_of_backward
@@ -22,10 +23,8 @@ LONG, FLOAT, HALF = 8, 4, 2
 
 @pytest.fixture(autouse=True)
 def empty_device() -> Iterator[None]:
-    gc.collect()
     sim.enable("2GiB")
-    torch.accelerator.empty_cache()
-    assert torch.accelerator.memory_allocated() == 0, "an earlier test left tensors behind"
+    check_empty()
     yield
     gc.collect()
     sim.enable()

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from allocator import check_empty
 
 from residency import sim
 from residency.sim import _backend
@@ -33,10 +34,8 @@ accelerator = torch.accelerator
 @pytest.fixture(autouse=True)
 def empty_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    gc.collect()
     sim.enable("2GiB")
-    accelerator.empty_cache()
-    assert accelerator.memory_allocated() == 0, "an earlier test left tensors behind"
+    check_empty()
     accelerator.reset_peak_memory_stats()
     yield
     gc.collect()

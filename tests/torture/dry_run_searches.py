@@ -49,7 +49,6 @@ class Plain:
 
     def text(self) -> str:
         return f"""{HEAD}
-import residency
 with Guard():
     model = nn.Sequential(*[nn.Sequential(nn.Linear({self.width}, {self.width}), nn.ReLU())
                             for _ in range({self.depth})]).cuda()

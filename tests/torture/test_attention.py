@@ -67,8 +67,13 @@ def check_call(case: dict[str, Any], found: dict[str, Any], card: Card) -> None:
     assert "error" not in found, (expected, found)
     check_forward(expected, found)
     is_padded = expected.choice == FLASH and case["width"] % 8  # autograd cuts what was padded
-    if expected.choice != MATH and not is_padded:
-        assert found["backward"] == expected_backward(case, card), (expected, found)
+    if expected.choice == MATH or is_padded:
+        return
+    least = expected_backward(case, card)
+    if case["mask_learns"]:  # after the kernel autograd sums over what the mask was repeated for
+        assert found["backward"] >= least, (expected, found)
+    else:
+        assert found["backward"] == least, (expected, found)
 
 
 def expected_backward(case: dict[str, Any], card: Card) -> int:

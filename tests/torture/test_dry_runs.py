@@ -283,8 +283,7 @@ def judge_fit(chance: random.Random, path: Path) -> None:
     assert (last["fits"], last["error"]) == (True, None), answer["fit"]
     assert last["needed_bytes"] <= capacity
     (path / "record.jsonl").unlink()
-    (line,) = last["lines"]
-    changed = Folder(path, replace(script, added=line).text())
+    changed = Folder(path, replace(script, added="\n    ".join(last["lines"])).text())
     again = changed.dry_run("--capacity", f"{capacity}B", status=0)
     assert again["fits"], again
     assert again["needed_bytes"] == last["needed_bytes"], (again, last)

@@ -67,7 +67,7 @@ def add_parser(
     script.add_argument("--real", action="store_true", help="compute bytes, too; much slower")
     script.add_argument(
         "--random-weights", action="store_true",
-        help="let from_pretrained make models from a folder's config.json alone",
+        help="make pretrained models without their weights, from_pretrained by a config.json",
     )  # fmt: skip
     script.add_argument("--quiet", action="store_true", help="do not show what the script prints")
     _add_questions(parser.add_argument_group("what is asked"))
@@ -159,6 +159,7 @@ def _fit(
         settings,
         answer,
         lambda changed, tries: runner.answer(words, changed, is_quiet=True, tries=tries),
+        words,
     ):
         outcome = tried.answer
         _say(console, f"  {tried.name}: {_verdict(outcome)}")
@@ -267,6 +268,7 @@ class _Runner:
     ) -> Answer:
         """Makes a run; a second one, on a device that holds everything, where it does not fit."""
         quiet = is_quiet or self._arguments.quiet or self._arguments.json
+        words = [settings.words.get(index, word) for index, word in enumerate(words)]
         command = self._dryrun.Command(words, settings, _SITE, quiet, sys.stderr, tries)
         found = self._dryrun.dry_run(command)
         roomy = None

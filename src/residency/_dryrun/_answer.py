@@ -20,7 +20,8 @@ _SCHEMA = 1  # of the JSON: it grows with a key that is renamed, removed or mean
 # Of what a child found, which keys are bytes, and which are for this package alone.
 _SIZES = {"asked", "at_peak", "context", "free", "host_peak", "peak_allocated", "peak_reserved"}
 _SIZES |= {"pinned_peak", "saved"}
-_INNER = {"timeline", "marks", "kinds", "pid", "arguments", "libraries", "recomputed"}
+_INNER = {"timeline", "marks", "kinds", "pid", "started", "arguments", "libraries", "recomputed"}
+_INNER |= {"trainer", "has_template", "loads_on_device", "loads_state"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,9 @@ def _headline(answer: Answer) -> str:
     if answer.was_caught:
         number = len(answer.errors)
         what += f"; the script caught {number} out-of-memory error{'s' * (number > 1)} and went on"
+    if answer.fits and answer.found["ended"] == "error":
+        # Nothing says what the rest takes, and nothing at all where it failed at once.
+        return f"[bold yellow]the script failed[/]: {what} ({device})"
     if answer.fits:
         return f"[bold green]fits[/]: {what}, {format_bytes(spare)} to spare ({device})"
     if spare < 0:
@@ -255,12 +259,12 @@ def _notes_of_end(answer: Answer) -> Iterator[str]:
         yield f"the script failed for a reason of its own: {found['error']}"
     elif found["ended"] == "running" and not answer.errors:
         yield "the process was killed: the figures are what was known by then"
-    if answer.peak_reserved == 0 and found["ended"] != "running":
+    if answer.peak_reserved == 0 and found["ended"] not in ("running", "error"):
         yield (
             "nothing was put on the device: what the script did, it did on the CPU. Give it the "
             "arguments with which it uses CUDA, such as --cuda or --device cuda"
         )
-    elif found["steps"] == 0 and found["ended"] != "running":
+    elif found["steps"] == 0 and found["ended"] not in ("running", "error"):
         yield (
             "the script made no optimizer step: there is no peak of training in these figures. "
             "Give it the arguments with which it trains"

@@ -25,6 +25,7 @@ from residency._device import memory_allocated
 from residency._dryrun import _frameworks, _host, _ranks, _sharding
 from residency._dryrun._books import KINDS, OTHER, Books
 from residency._dryrun._compiling import Compiling
+from residency._dryrun._flex import fuse_attention
 from residency._dryrun._levers import Levers
 from residency._dryrun._owners import OwnersOfBlocks
 from residency._dryrun._phases import BACKWARD, Phases
@@ -77,6 +78,7 @@ class Run:
         self._ended = "running"
         self._error: str | None = None
         self._out_of_memory: list[dict[str, Any]] = []
+        self._started = time.monotonic()  # which processes of one machine share
         self._first_host = _host_bytes()
         self._most_host = 0
         self._pid = os.getpid()
@@ -90,12 +92,13 @@ class Run:
         self._core.attach_observer(self._note_out_of_memory)
         self._owners.start()
         self._stopping.start()
-        self._phases.start()
         self._saves.start()
+        self._phases.start()  # around all that is in place of a save
         _sharding.watch_buffers(self._making)
         if not self._settings.is_real:
             _host.leave_out_weights()
             refuse_sources()
+            fuse_attention(self._compiling)
         _frameworks.change(self._settings)
         self._levers.start()
         self._compiling.start()
@@ -206,6 +209,7 @@ class Run:
         books = self._books
         return {
             "pid": self._pid,
+            "started": self._started,
             "argv": [*sys.argv, *self._levers.words()],
             "torch": torch.__version__,
             "ended": self._ended,

@@ -10,6 +10,7 @@ Loaded by its path in processes that may never import torch: nothing but the sta
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -118,6 +119,7 @@ class FilesWatch:
         self._made = MadePaths()
         self._copied: set[tuple[int, int]] = set()  # files on their devices
         self._linked: dict[str, tuple[int, int]] = {}
+        self._mapped: set[tuple[int, int]] = set()  # whose bytes are read when they are asked for
         self._left: set[str] = set()  # what the run is made for, and stays
         self._kept: set[str] = set()  # folders
         self._local = threading.local()
@@ -160,6 +162,14 @@ class FilesWatch:
             self._left.add(place)
             self._note("result", place)
 
+    def note_mapping(self, path: str) -> None:
+        """Notes that a file is about to be mapped into memory, though the script has not asked for
+        that: who writes it anew writes another file, as the bytes here would be gone.
+        """
+        found = _found(path)
+        if found is not None:
+            self._mapped.add(_id(found))
+
     def note_change(self, path: str) -> None:
         """Notes that a file may be written, in place, by code that Python has no events of."""
         with self._silently():
@@ -191,10 +201,13 @@ class FilesWatch:
         if found is None:
             if flags & os.O_CREAT:
                 self._make(place)
-        elif not stat.S_ISREG(found.st_mode) or self._is_free(place, found):
+        elif not stat.S_ISREG(found.st_mode):
             return
         elif flags & os.O_CREAT and flags & os.O_EXCL:
             return  # which fails
+        elif self._is_free(place, found):
+            if flags & os.O_TRUNC and _id(found) in self._mapped and os.access(place, os.W_OK):
+                os.unlink(place)
         elif found.st_nlink > 1:  # what other names show must not change
             kept = self._set_aside(place, os.rename)
             self._make(place)
@@ -245,7 +258,7 @@ class FilesWatch:
             return
         for kept in self._kept:
             if _moved(kept, old, new):
-                raise PermissionError(f"{old} has what the dry run keeps in {kept}: not moved")
+                raise _refusal(f"not moved, as it has what the dry run keeps in {kept}", old)
         self._before_loss(new)
         is_folder = stat.S_ISDIR(found.st_mode)
         self._note("moved", old, new, is_folder)
@@ -294,9 +307,7 @@ class FilesWatch:
     def _note(self, *entry: object) -> None:
         if not os.path.exists(self._path):
             # A process that its launcher has left behind: what it does now is not undone.
-            raise PermissionError(
-                "the dry run has ended, and this process changes no file any more"
-            )
+            raise _refusal("the dry run has ended, and this process changes no file any more")
         os.write(self._journal, json.dumps(entry).encode() + b"\n")
 
     def _is_out(self, place: str) -> bool:
@@ -306,7 +317,7 @@ class FilesWatch:
             PermissionError: It is one that the dry run keeps.
         """
         if any(_moved(place, kept, kept) for kept in self._kept):
-            raise PermissionError(f"{place} is what the dry run keeps of the files before it")
+            raise _refusal("this is what the dry run keeps of the files before it", place)
         return place.startswith((f"{self._folder}/", *_NO_FILES))
 
     def _set_aside(self, place: str, take: Callable[[str, str], None]) -> str:
@@ -363,6 +374,11 @@ class _Silence:
 
     def __exit__(self, *error: object) -> None:
         self._local.is_silent = self._before
+
+
+def _refusal(message: str, *place: str) -> PermissionError:
+    """Returns an error of the system's kind: `shutil.rmtree` writes the path into it."""
+    return PermissionError(errno.EACCES, message, *place)
 
 
 def _found(place: str, *, follows: bool = True) -> os.stat_result | None:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from residency._dryrun._answer import Answer
-from residency._dryrun._offers import Found, Offer, Phase, offers, state_bytes
+from residency._dryrun._lines import Found, lines_of
+from residency._dryrun._offers import Offer, Phase, offers, state_bytes
 from residency._dryrun._settings import RunSettings
 from residency._units import MIB
 
@@ -34,7 +35,9 @@ class TriedChange:
     answer: Answer
 
 
-def settings_that_fit(settings: RunSettings, answer: Answer, run: Run) -> Iterator[TriedChange]:
+def settings_that_fit(
+    settings: RunSettings, answer: Answer, run: Run, words: Sequence[str] = ()
+) -> Iterator[TriedChange]:
     """Tries what makes room, until the cheapest set that fits is known.
 
     A change is worth more than all that are cheaper together. Each set is run once, and only where
@@ -44,12 +47,13 @@ def settings_that_fit(settings: RunSettings, answer: Answer, run: Run) -> Iterat
         settings: Those of the run that did not fit.
         answer: Its answer.
         run: Makes a run, given what it tries.
+        words: The command.
 
     Yields:
         Each set that does not fit, with its answer, and the cheapest one that does at the end, if
         there is one.
     """
-    search = _Search(offers(answer.found), answer)
+    search = _Search(offers(answer.found, words), answer)
     best: tuple[list[Offer], TriedChange] | None = None
     while number := search.next():
         chosen = search.members(number)
@@ -70,11 +74,14 @@ class _Search:
     """The sets of changes, what runs have shown of them, and which is to be run next.
 
     A set is a number with a bit for each offer, the cheapest one the lowest, so that the cheaper of
-    two sets is the lower number. A change is taken never to make a script need more, and of a group
-    a later one to do more than those before it. What needs too much then does so with less, too:
-    after the cheapest set that may fit comes the one with all that can help. If even that does not
-    fit, none does; if it does, one run decides of each of its changes, the dearest first, whether
-    it must stay beside all that are cheaper.
+    two sets is the lower number. What a run says of other sets follows from bounds alone: with a
+    further offer no phase loses more than its `gain`, without one no more than what it `added`, and
+    of a group a later one does more than those before it.
+
+    The bounds leave few sets open where runs are made in this order: after the cheapest set that
+    may fit the one with all that can help; where that fits, one without each of its offers, the
+    dearest first, beside all that are cheaper; then what is still open, since an offer of the
+    others may take more than it gives, the set with most offers first.
     """
 
     def __init__(self, known: Sequence[Offer], answer: Answer) -> None:
@@ -92,7 +99,6 @@ class _Search:
         self._too_large: dict[int, Found] = {0: answer.found}  # by the set, what the run found
         self._refused = 0  # the offers with which the script fails for a reason of its own
         self._working = 0  # those with which it does not
-        self._takes_cheapest = False
         sets = [0]
         for index, offer in enumerate(known):
             sets += [
@@ -109,16 +115,23 @@ class _Search:
 
     def next(self) -> int:
         """Returns the set to run next; 0 when all is known."""
-        if self._fitting:
-            return next(filter(self._is_open, self._cheaper(self._fitting)), 0)
-        left = [each for each in self._sets if self._is_open(each) and self._helps(each)]
-        # Whether free bytes lie in pieces shows only where there is room for the tensors.
-        self._pool = functools.reduce(operator.or_, left, self._joining if left else 0)
-        everything = self._strongest(self._pool)
-        if self._is_over or not self._is_open(everything):
+        if self._is_over:
             return 0
-        self._takes_cheapest = not self._takes_cheapest
-        return left[0] if self._takes_cheapest else everything
+        with_less = next(filter(self._is_open, self._cheaper(self._fitting)), 0)
+        if with_less:
+            return with_less
+        left = [each for each in self._sets if self._is_open(each) and self._helps(each)]
+        if not left:
+            return 0
+        return left[0] if len(self._too_large) == 1 else self._most(left)
+
+    def _most(self, left: Sequence[int]) -> int:
+        """Returns all that sets are made of, or as much of it as may fit."""
+        # Whether free bytes lie in pieces shows only where there is room for the tensors.
+        self._pool = functools.reduce(operator.or_, left, self._joining)
+        most = max(left, key=lambda each: (each.bit_count(), each))
+        tried = (self._strongest(self._pool), self._strongest(most | self._joining), most)
+        return next(filter(self._is_open, tried))
 
     def note(self, number: int, answer: Answer) -> None:
         """Notes what a run with a set has shown."""
@@ -129,9 +142,8 @@ class _Search:
         self._working |= number
         if not answer.is_good:
             self._too_large[number] = answer.found
-        elif self._takes_cheapest:
-            self._is_over = True
         else:
+            self._is_over = len(self._too_large) == 1  # it was the cheapest that may fit
             self._fitting = number
 
     def _cheaper(self, number: int) -> Iterator[int]:
@@ -171,15 +183,26 @@ class _Search:
         )
 
     def _is_open(self, number: int) -> bool:
-        """Returns whether a set may fit, as far as the runs so far can say."""
+        """Returns whether a set may fit, of those that are cheaper than what is known to."""
         if not number or number & self._refused:
             return False
-        for other, found in self._too_large.items():
-            if self._covers(other, number):
-                return False
-            added = self.members(number & ~other)
-            if self._covers(number, other) and not _may_suffice(added, found["phases"], self._room):
-                return False
+        if self._fitting and number >= self._fitting:
+            return False
+        return all(
+            self._may_fit(number, other, found["phases"])
+            for other, found in self._too_large.items()
+        )
+
+    def _may_fit(self, number: int, other: int, phases: Sequence[Phase]) -> bool:
+        """Returns whether a set may fit where another one needed too much in some phases."""
+        if number == other:
+            return False
+        if self._covers(other, number):
+            groups = {offer.group for offer in self.members(number)}
+            without = [each for each in self.members(other) if each.group not in groups]
+            return _may_do_without(without, phases, self._room)
+        if self._covers(number, other):
+            return _may_suffice(self.members(number & ~other), phases, self._room)
         return True
 
     def _helps(self, number: int) -> bool:
@@ -209,6 +232,20 @@ def _tight(phases: Sequence[Phase], room: int) -> list[Phase]:
     return tight or [phase for phase in phases if phase["peak_reserved"] > room]
 
 
+def _may_do_without(offers: Sequence[Offer], phases: Sequence[Phase], room: int) -> bool:
+    """Returns whether a run that needed too much may fit without some of its offers."""
+
+    def added(phase: Phase) -> int:
+        return sum(offer.added(phase) for offer in offers)
+
+    tight = _tight(phases, room)
+    if any(phase["peak_allocated"] > room for phase in tight):
+        return all(phase["peak_allocated"] - added(phase) <= room for phase in tight)
+    # What is reserved stays so in the phases that follow.
+    most = max((phase["peak_reserved"] for phase in tight), default=0)
+    return bool(most - max(map(added, phases), default=0) <= room)
+
+
 def _may_suffice(added: Sequence[Offer], phases: Sequence[Phase], room: int) -> bool:
     return all(
         phase["peak_allocated"] - sum(offer.gain(phase) for offer in added) <= room
@@ -227,7 +264,7 @@ def _try(
     answer = run(settings, name)
     return TriedChange(
         name,
-        tuple(line for offer in chosen for line in offer.lines(settings, answer.found)),
+        lines_of(settings, answer.found),
         ", ".join(offer.cost(settings, answer.found) for offer in chosen),
         answer,
     )

@@ -23,6 +23,8 @@ def change(settings: RunSettings) -> None:
     if settings.random_weights:
         watched["transformers.modeling_utils"] = _make_weights
         watched["transformers.models.auto.auto_factory"] = _refuse_hub
+        watched["timm.models._builder"] = _keep_weights
+        leave_out_downloads()
     if not settings.is_real:
         for trainer in ("GRPOTrainer", "RLOOTrainer"):
             name = trainer.removesuffix("Trainer").lower()
@@ -48,7 +50,9 @@ def complete_answers(trainer: str, module: ModuleType) -> None:
     @functools.wraps(generate)
     def generated(self: Any, *args: object, **options: object) -> Any:
         found = generate(self, *args, **options)
-        token = next(number for number in itertools.count() if number not in self.eos_token_ids)
+        # Trainers before TRL 1.16 ask their tokenizer.
+        ends = getattr(self, "eos_token_ids", None) or (self._tokenizer.eos_token_id,)
+        token = next(number for number in itertools.count() if number not in ends)
         whole = [token] * self.max_completion_length
 
         def completed(answers: Any) -> Any:
@@ -58,6 +62,38 @@ def complete_answers(trainer: str, module: ModuleType) -> None:
         return tuple(map(completed, found)) if isinstance(found, tuple) else completed(found)
 
     trainers._generate_single_turn = generated
+
+
+class _AnyWeights(dict[str, Any]):
+    """The weights of a file that is not there: a model that they are loaded into keeps its own."""
+
+    def __missing__(self, name: str) -> _AnyWeights:
+        return self  # of a checkpoint that has the weights under a name
+
+
+def leave_out_downloads() -> None:
+    """Makes `torch.hub` download no weights: a model keeps those that it was made with."""
+    hub: Any = torch.hub
+    modules: Any = torch.nn.Module
+    download, load = hub.load_state_dict_from_url, modules.load_state_dict
+
+    @functools.wraps(download)
+    def downloaded(*args: object, **options: object) -> _AnyWeights:
+        return _AnyWeights()
+
+    @functools.wraps(load)
+    def loaded(module: Any, state_dict: Any, *args: object, **options: object) -> Any:
+        if isinstance(state_dict, _AnyWeights):
+            state_dict = module.state_dict()
+        return load(module, state_dict, *args, **options)
+
+    hub.load_state_dict_from_url, modules.load_state_dict = downloaded, loaded
+
+
+def _keep_weights(module: ModuleType) -> None:
+    """Makes timm load no weights: a model keeps those that it was made with."""
+    load: Any = vars(module)["load_pretrained"]
+    module.__dict__["load_pretrained"] = functools.wraps(load)(lambda *args, **options: None)
 
 
 def _check_is_folder(name: object) -> None:

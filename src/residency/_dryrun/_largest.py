@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from residency._dryrun._answer import Answer
+from residency._dryrun._numbers import BATCH, SEQUENCE, number_in_command, number_in_script
 from residency._dryrun._settings import RunSettings
 from residency._errors import InvalidArgumentError
 
-# What scripts call these numbers, with "_" for "-".
-_NAMES = {
-    "batch": (
-        "batch_size", "per_device_train_batch_size", "micro_batch_size", "train_batch_size", "bs",
-    ),
-    "sequence": (
-        "seq_len", "seq_length", "sequence_length", "block_size", "max_length", "max_seq_length",
-        "max_seq_len", "context_length", "length",
-    ),
-}  # fmt: skip
+_NAMES = {"batch": BATCH, "sequence": SEQUENCE}
 _LARGEST = 1 << 24
 _LONG = 64  # a sequence from here on is looked for in multiples of it
 Run = Callable[[Sequence[str], RunSettings], Answer]
@@ -101,33 +93,14 @@ def _place(
 
     if any(place in word for word in words):
         return (1 if what == "batch" else _LONG), with_words(words)
-    found = _flag(words, what)
-    if found is not None:
-        index, prefix = found
-        marked = [*words[:index], prefix + place, *words[index + 1 :]]
-        return int(words[index].removeprefix(prefix)), with_words(marked)
-    # Not in the command: the script's parser may have it all the same.
-    arguments = run(words, settings).found["arguments"]
-    name = next((name for name in _NAMES[what] if name in arguments), None)
-    if name is None:
+    number = number_in_command(words, _NAMES[what])
+    if number is None:  # the script's parser, or its Trainer, may have it all the same
+        number = number_in_script(run(words, settings).found, _NAMES[what])
+    if number is None:
         raise InvalidArgumentError(
             f"neither the command nor the script's argparse options have a number for a {what} "
             f"that is known here; write {place} where it stands, as in: -- python train.py "
             f"--my-flag {place}. Numbers in configuration files cannot be changed."
         )
-    return arguments[name]["value"], lambda number: run(
-        words, replace(settings, arguments={**settings.arguments, name: number})
-    )
-
-
-def _flag(words: Sequence[str], what: str) -> tuple[int, str] | None:
-    """Returns where a flag's number stands, and what stands before it in the same word."""
-    for index, word in enumerate(words):
-        name, equals, value = word.lstrip("-").partition("=")
-        if name.rpartition(".")[2].replace("-", "_") not in _NAMES[what]:
-            continue
-        if equals and value.isdigit():
-            return index, f"{word.removesuffix(value)}"
-        if word.startswith("-") and index + 1 < len(words) and words[index + 1].isdigit():
-            return index + 1, ""
-    return None
+    change = number.change
+    return number.value, lambda other: run(words, change(settings, other))

@@ -76,7 +76,7 @@ def dry_run(command: Command) -> dict[str, Any]:
     if not found:
         raise NoAnswerError(
             f"the command ended with status {status}, and no Python process of it has used torch. "
-            "Write after -- what you would type on the machine with the GPU: -- python train.py"
+            + _advice(status, is_quiet=command.is_quiet)
         )
     training = _training(found)
     training |= {"status": status, "was_interrupted": was_interrupted, "processes": len(found)}
@@ -86,9 +86,27 @@ def dry_run(command: Command) -> dict[str, Any]:
     return training
 
 
+def _advice(status: int, *, is_quiet: bool) -> str:
+    """Returns what to do about a command that has not used torch."""
+    if status == 0:
+        return "Write after -- what you would type on the machine with the GPU: -- python train.py"
+    if is_quiet:
+        return "Run it without --quiet and --json, and it shows its own error."
+    return "Its own error stands above."
+
+
 def _training(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns what the process that trains has found; the others are launchers and helpers."""
-    return max(found, key=lambda each: (each["steps"], each["peak_reserved"]))
+    """Returns what the process that trains has found; the others are launchers and helpers.
+
+    Of those that came to nothing it is one that failed, and of these the one that began last: a
+    launcher only says that what it started has failed.
+    """
+
+    def rank(each: dict[str, Any]) -> tuple[int, int, bool, float]:
+        has_failed = each["ended"] == "error"
+        return each["steps"], each["peak_reserved"], has_failed, each["started"]
+
+    return max(found, key=rank)
 
 
 def _run(command: Command, settings: RunSettings, until_ended: int) -> tuple[int, bool]:

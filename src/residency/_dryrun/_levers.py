@@ -13,7 +13,6 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,15 +23,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 import residency
+from residency._dryrun._resumes import Loads, Templates, defer_state
 from residency._dryrun._settings import RunSettings
-from residency._memory import ImportWatch, open_phases
+from residency._dryrun._trainers import Trainers
+from residency._memory import open_phases
 from residency._optim import record_of
 from residency._units import MIB
 
 _LARGE = MIB  # a smaller copy is let be
 _RECOMPUTES = "_residency_recomputes"  # of a module, and of a class's function
 # Which of these a script uses decides what it is advised to write.
-_LIBRARIES = ("lightning", "peft", "pytorch_lightning", "transformers.trainer")
+_LIBRARIES = ("accelerate", "lightning", "peft", "pytorch_lightning", "transformers.trainer")
 
 
 class Levers:
@@ -42,33 +43,40 @@ class Levers:
         """Prepares; nothing is changed until `start`."""
         self._settings = settings
         self._arguments: dict[str, dict[str, object]] = {}
-        self._recomputed = ""
+        self._recomputed: str | list[str] = []
+        self._trainers = Trainers(settings)
+        self._templates: Templates | None = None
+        self._loads = Loads(on_host=settings.loads_on_host)
 
     def start(self) -> None:
         """Makes the changes, also in modules that are imported later."""
         settings = self._settings
         self._watch_arguments()
-        if settings.offload is not None:
-            _offload(settings.offload)
-        if settings.loads_on_host:
-            _load_on_host()
-        if settings.defers_state:
-            _defer_state()
+        self._trainers.start()
+        self._loads.start()
+        offload_all = (
+            None if settings.offload is None else _offload(settings.offload, settings.bucket)
+        )
+        self._templates = Templates(offload_all, on_host=settings.defers_template)
+        self._templates.start()
+        if settings.defers_state or settings.defers_template:
+            defer_state()
         if settings.saves_on_host:
             _clone_on_host()
         if settings.parks_state:
             _park_state()
         if settings.checkpointing:
             self._recompute()
-        if settings.batch_divisor > 1:
-            divide = functools.partial(_divide_batches, settings.batch_divisor)
-            ImportWatch({"transformers.training_args": divide}).start()
 
     def found(self) -> dict[str, object]:
         """Returns what the search for settings needs to know of the script."""
         return {
             "arguments": self._arguments,
             "recomputed": self._recomputed,
+            "trainer": self._trainers.found,
+            "loads_on_device": self._loads.are_on_device,
+            "loads_state": self._loads.have_state,
+            "has_template": self._templates is not None and self._templates.are_made,
             "libraries": [name for name in _LIBRARIES if name in sys.modules],
         }
 
@@ -114,10 +122,13 @@ class Levers:
         register_module_forward_pre_hook(before_forward)
 
 
-def _offload(resident: int) -> None:
+def _offload(resident: int, bucket: int) -> Callable[[], None]:
     """Offloads optimizers before they load a state, or before the first forward pass.
 
     Not in a step: that goes on as the class has it which the optimizer had before.
+
+    Returns:
+        What offloads those that there are.
     """
     made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
     optimizers: Any = Optimizer
@@ -133,7 +144,7 @@ def _offload(resident: int) -> None:
         while made:
             optimizer = made.pop()
             if record_of(optimizer) is None:
-                residency.offload_optimizer(optimizer, resident=resident)
+                residency.offload_optimizer(optimizer, resident=resident, bucket=bucket)
 
     @functools.wraps(load)
     def load_state_dict(optimizer: Any, state_dict: Any) -> None:
@@ -149,74 +160,11 @@ def _offload(resident: int) -> None:
 
     optimizers.__init__, optimizers.load_state_dict = init, load_state_dict
     register_module_forward_pre_hook(before_forward)
-    names = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
-    ImportWatch(dict.fromkeys(names, functools.partial(_add_callback, resident))).start()
-
-
-def _add_callback(resident: int, module: ModuleType) -> None:
-    """Gives trainers of Lightning the callback: their passes are in a step's closure."""
-    trainers: Any = vars(module)["Trainer"]
-    make = trainers.__init__
-
-    @functools.wraps(make)
-    def init(trainer: Any, *args: object, callbacks: Any = None, **options: object) -> None:
-        from residency.integrations.lightning import ResidencyCallback
-
-        given = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []
-        offloading = ResidencyCallback(offload={"resident": resident})
-        make(trainer, *args, callbacks=[*given, offloading], **options)
-
-    trainers.__init__ = init
+    return offload_all
 
 
 def _is_in_step() -> bool:
     return any(visit.name == "optimizer_step" for visit in open_phases())
-
-
-def _load_on_host() -> None:
-    torch_module: Any = torch
-    load = torch_module.load
-
-    @functools.wraps(load)
-    def loaded(f: Any, map_location: Any = None, *args: object, **options: object) -> Any:
-        if map_location is None or isinstance(map_location, str | torch.device):
-            map_location = "cpu"
-        return load(f, map_location, *args, **options)
-
-    torch_module.load = loaded
-    ImportWatch({"safetensors.torch": _read_on_host}).start()
-
-
-def _read_on_host(module: ModuleType) -> None:
-    read = vars(module)["load_file"]
-
-    @functools.wraps(read)
-    def load_file(filename: Any, device: object = "cpu", **options: object) -> Any:
-        return read(filename, device="cpu", **options)
-
-    module.__dict__["load_file"] = load_file
-
-
-def _defer_state() -> None:
-    """Keeps what is loaded on the host until the first step, as `Checkpointer.restore` does."""
-    optimizers: Any = Optimizer
-    place = Optimizer._process_value_according_to_param_policy  # torch asks it where a value goes
-
-    def placed(
-        param: Tensor, value: Tensor, param_id: int, param_groups: Any, key: Any = None
-    ) -> Tensor:
-        if key == "step":
-            return place(param, value, param_id, param_groups, key)
-        return value.to("cpu", param.dtype if param.is_floating_point() else value.dtype)
-
-    def before_step(optimizer: Optimizer, *_: object) -> None:
-        for parameter, values in optimizer.state.items():
-            for key, value in values.items() if parameter.is_cuda else ():
-                if key != "step" and isinstance(value, Tensor) and value.is_cpu:
-                    values[key] = value.to(parameter.device)
-
-    optimizers._process_value_according_to_param_policy = staticmethod(placed)
-    register_optimizer_step_pre_hook(before_step)
 
 
 def _clone_on_host() -> None:
@@ -277,15 +225,15 @@ def _enable_of_library(module: nn.Module) -> str:
     return ""
 
 
-def _wrap_blocks(module: nn.Module) -> str:
-    """Makes repeated blocks of a module recompute; returns the lists' names."""
+def _wrap_blocks(module: nn.Module) -> list[str]:
+    """Makes repeated blocks of a module recompute; returns the lists' names, "" for itself."""
     names = []
     for name, blocks in _repeated(module, ""):
-        names.append(name or "its blocks")
+        names.append(name)
         _let_recompute(type(blocks[0]))
         for block in blocks:
             block.__dict__[_RECOMPUTES] = True
-    return ", ".join(names)
+    return names
 
 
 def _let_recompute(kind: Any) -> None:
@@ -319,17 +267,3 @@ def _repeated(module: nn.Module, name: str) -> Iterator[tuple[str, list[nn.Modul
         return
     for part, child in module.named_children():
         yield from _repeated(child, f"{name}.{part}".lstrip("."))
-
-
-def _divide_batches(divisor: int, module: ModuleType) -> None:
-    arguments: Any = vars(module)["TrainingArguments"]
-    check = arguments.__post_init__
-
-    @functools.wraps(check)
-    def checked(self: Any) -> None:
-        smaller = max(1, self.per_device_train_batch_size // divisor)
-        self.gradient_accumulation_steps *= self.per_device_train_batch_size // smaller
-        self.per_device_train_batch_size = smaller
-        check(self)
-
-    arguments.__post_init__ = checked

@@ -1,287 +1,210 @@
-"""Ends a script's own loops before they end themselves, so that what comes after them runs, too.
+"""The loops of a script that are under way, each of which can be ended as Python ends one.
 
-Python lets a trace function say which line of a frame is next, as debuggers do (``jump``). At the
-head of a loop, where nothing that its body has opened is open, that is the line after the loop. A
-loop that is the last of its function has no such line; where the script has nothing to do after it
-at all, it is left at the loop's head. One that another tool traces goes on.
+The script's code asks here before each round (``_rewriting``): a loop that is ended has no further
+one, whatever it goes over. So its ``else`` runs, a context around it closes, and the script goes on
+with what comes after it, if only with the end of the function.
+
+Loaded by its path in processes that may never import torch: nothing but the standard library.
 """
 
 from __future__ import annotations
 
-import ast
-import dis
-import functools
-import linecache
+import itertools
 import sys
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import zip_longest
-from types import CodeType, FrameType
-from typing import NoReturn
+import threading
+from collections.abc import Collection, ItemsView, Iterable, Iterator, KeysView
+from types import FrameType
 
-from residency._dryrun._places import is_script
+from residency._dryrun._places import is_generator
 
-Follow = Callable[[FrameType, str, object], "Follow | None"]  # as `sys.settrace` has it
-Key = tuple[CodeType, int]  # a loop: its function and its line
-_Loop = ast.For | ast.While
-_OPENING = (ast.With, ast.AsyncWith, ast.Try)  # are open again when their line comes a second time
+_MOST_NAMES = 16  # more are data
+
+# The frame of a loop, and its code, by their ids: the frame itself would keep tensors. It is there
+# for as long as its loops, but for a `map` that is handed on: the loop follows the frame that asks,
+# and another function's frame that takes the memory meanwhile has other code.
+_Place = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class _Ending:
-    """A loop of a frame: the lines at which it can be ended, and the line to go on with.
+def _place_of(frame: FrameType) -> _Place:
+    return id(frame), id(frame.f_code)
+
+
+class Loop:
+    """A loop that is under way, from its first round on.
 
     Attributes:
-        key: Which loop it is.
-        heads: Lines that come once for each round, with nothing of the body open.
-        starts: Those of them where another loop begins, whose own rounds come by them, too.
+        num_rounds: How many it has begun.
+        is_ended: Whether it has no further one.
+        is_asking: Whether it has asked for its next item, and has not got it.
+        has_names: Whether it goes over a few names or numbers, as of phases: each of its rounds
+            does something else.
+        is_while: Whether it is a ``while`` loop.
     """
 
-    frame: FrameType
-    key: Key
-    heads: frozenset[int]
-    starts: frozenset[int]
-    target: int | None
+    __slots__ = (
+        "__weakref__",
+        "_loops",
+        "_place",
+        "has_names",
+        "is_asking",
+        "is_ended",
+        "is_while",
+        "num_rounds",
+    )
 
-    def is_at_head(self) -> bool:
-        """Returns whether the frame's next line begins a round."""
-        line = self.frame.f_lineno
-        operation = dis.opname[self.frame.f_code.co_code[self.frame.f_lasti]]
-        return line in self.heads and not (line in self.starts and operation == "FOR_ITER")
+    def __init__(
+        self,
+        loops: Loops,
+        frame: FrameType,
+        *,
+        has_names: bool = False,
+        is_while: bool = False,
+    ) -> None:
+        self.num_rounds = 0
+        self.is_ended = False
+        self.is_asking = False
+        self.has_names = has_names
+        self.is_while = is_while
+        self._loops = loops
+        self._place = _place_of(frame)
+
+    def __enter__(self) -> Loop:
+        self._loops.open(self._place, self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._loops.close(self._place, self)
+
+    def follow(self, frame: FrameType) -> None:
+        """Takes the frame that asks for the next item as the loop's, if another one did before."""
+        place = _place_of(frame)
+        if place != self._place:
+            self._loops.move(self, self._place, place)
+            self._place = place
 
 
 class Loops:
-    """The loops of the script that were ended."""
+    """The loops of a process's script that are under way."""
 
-    def __init__(self, leave: Callable[[], NoReturn]) -> None:
-        """Begins with none.
-
-        Args:
-            leave: Raises what leaves a script that has nothing more to do.
-        """
-        self._depths: Counter[Key] = Counter()
-        self._armed: dict[FrameType, list[_Ending]] = {}  # of each frame, the innermost loop first
-        self._leave = leave
+    def __init__(self) -> None:
+        """Begins with none."""
+        self._open: dict[_Place, list[Loop]] = {}  # of each frame; the innermost comes last
+        self._ending: set[Loop] = set()
 
     @property
     def is_ending(self) -> bool:
-        """Whether a loop is about to end: the line at its head has yet to come."""
-        return bool(self._armed)
+        """Whether a loop that has no further round is under way."""
+        return bool(self._ending)
 
-    def forget(self) -> None:
-        """Starts anew: the script trains on."""
-        self._depths.clear()
-        if self._armed:
-            self._armed.clear()
-            sys.settrace(None)
+    # -------------------------------------------------------------- what the script's code asks
 
-    def around(self) -> frozenset[Key]:
-        """Returns the loops of the script around a call."""
-        return frozenset(each.key for each in _endings(sys._getframe(1)))
+    def each(self, iterable: Iterable[object]) -> Iterator[object]:
+        """Yields what a ``for`` loop goes over until the loop is ended."""
+        return self._rounds(iter(iterable), has_names=_are_names(iterable))
 
-    def headed(self) -> frozenset[Key]:
-        """Returns the loops of the script that are about to begin: a call is in their line."""
-        return frozenset(_headed(sys._getframe(1)))
+    def mapped(self, function: object, iterable: Iterable[object]) -> Iterable[object]:
+        """Returns what ``map`` goes over until the loop is ended; as it is for another function."""
+        is_loop = function is map or function is itertools.starmap
+        return self.each(iterable) if is_loop else iterable
 
-    def end_all(self, but: Collection[Key]) -> None:
-        """Ends the loops that led here at their heads, each once its round is done.
+    def _rounds(self, iterator: Iterator[object], *, has_names: bool) -> Iterator[object]:
+        with Loop(self, sys._getframe(1), has_names=has_names) as loop:
+            loop.is_asking = True
+            for item in iterator:
+                loop.is_asking = False
+                loop.num_rounds += 1
+                yield item
+                if loop.is_ended:
+                    break
+                loop.follow(sys._getframe(1))
+                loop.is_asking = True
 
-        One that can be neither ended nor left goes on, and so do those around it.
+    def repeat(self) -> Loop:
+        """Returns the context of a ``while`` loop."""
+        return Loop(self, sys._getframe(1), is_while=True)
+
+    def goes_on(self) -> bool:
+        """Returns whether the caller's ``while`` loop has a further round, and counts it."""
+        here = reversed(self._open[_place_of(sys._getframe(1))])
+        loop = next(each for each in here if each.is_while)  # a `map` may have been begun in it
+        loop.num_rounds += 1
+        return not loop.is_ended
+
+    # ------------------------------------------------------------------------- what ends them
+
+    def around(self) -> list[Loop]:
+        """Returns the loops that led to a call, the innermost first.
+
+        One that waits for an item of a generator with loops is none: it ends with them. A thread
+        that is in none works for the main one, as autograd's do, whose hooks make steps.
+        """
+        found = self._around(sys._getframe(1))
+        if found:
+            return found
+        return self._around(sys._current_frames().get(threading.main_thread().ident or 0))
+
+    def _around(self, frame: FrameType | None) -> list[Loop]:
+        found: list[Loop] = []
+        has_loops = False  # whether generators that the frame has asked are in loops
+        while frame is not None:
+            loops = self._open.get(_place_of(frame), [])
+            found += [each for each in reversed(loops) if not (each.is_asking and has_loops)]
+            has_loops = is_generator(frame) and (has_loops or bool(loops))
+            frame = frame.f_back
+        return found
+
+    def end(self, but: Collection[Loop] = ()) -> bool:
+        """Ends the loops that led to a call, each once its round is done.
+
+        One that goes over names goes on, unless it is the innermost.
 
         Args:
-            but: Loops to leave as they are.
-        """
-        if _is_traced():
-            return
-        for each in _endings(sys._getframe(1)):
-            if each.key in but:
-                continue
-            if each.target is None and not _is_last(each):
-                return
-            beside = [e for e in self._armed.get(each.frame, []) if e.key != each.key]
-            self._arm(each, beside=beside)
-
-    def end(self) -> bool:
-        """Ends the innermost loop that led here, a second time the one around it as well.
+            but: Loops that go on.
 
         Returns:
-            Whether it will end.
+            Whether there is one that is ended.
         """
-        if _is_traced():
-            return False
-        endings = list(_endings(sys._getframe(1)))
-        if not endings:
-            return False
-        key = endings[0].key
-        self._depths[key] += 1
-        chosen = endings[: self._depths[key]]
-        if len(chosen) < self._depths[key] or any(each.target is None for each in chosen):
-            return False
-        for each in chosen:  # the outermost of a frame has the last word
-            beside = self._armed.get(each.frame, [])
-            heads = each.heads.union(*(other.heads for other in beside))
-            starts = each.starts.union(*(other.starts for other in beside)) - {each.key[1]}
-            self._arm(replace(each, heads=heads, starts=starts), beside=[])
-        return True
+        around = self.around()
+        ended = [e for e in around if e not in but and (e is around[0] or not e.has_names)]
+        for loop in ended:
+            loop.is_ended = True
+        self._ending.update(ended)
+        return bool(ended)
 
-    def _arm(self, ending: _Ending, *, beside: list[_Ending]) -> None:
-        self._armed[ending.frame] = [*beside, ending]
-        ending.frame.f_trace = self._follow
-        sys.settrace(_ignore)
+    def go_on(self) -> None:
+        """Gives further rounds to the loops that are in their last one."""
+        for loop in self._ending:
+            loop.is_ended = False
+        self._ending.clear()
 
-    def _follow(self, frame: FrameType, event: str, argument: object) -> Follow | None:
-        endings = self._armed.get(frame)
-        if endings is None:
-            return None
-        if event == "line":
-            for ending in endings:
-                if ending.is_at_head():
-                    endings.remove(ending)
-                    self._end(ending)
-                    break
-        if endings and event != "return":
-            return self._follow
-        del self._armed[frame]
-        if not self._armed:
-            sys.settrace(None)
-        return None
+    def open(self, place: _Place, loop: Loop) -> None:
+        """Takes a loop of a frame as under way."""
+        self._open.setdefault(place, []).append(loop)
 
-    def _end(self, ending: _Ending) -> None:
-        if ending.target is None:
-            self._leave()
-        with suppress(ValueError):  # no way there: the next step leaves the script
-            setattr(ending.frame, "f_lineno", ending.target)  # noqa: B010 - typeshed: read-only
+    def move(self, loop: Loop, place: _Place, to: _Place) -> None:
+        """Takes a loop that is under way as one of another frame."""
+        self._drop(place, loop)
+        self.open(to, loop)
+
+    def close(self, place: _Place, loop: Loop) -> None:
+        """Takes it as over."""
+        self._drop(place, loop)
+        self._ending.discard(loop)
+
+    def _drop(self, place: _Place, loop: Loop) -> None:
+        loops = self._open[place]
+        loops.remove(loop)
+        if not loops:
+            del self._open[place]
 
 
-def _is_traced() -> bool:
-    """Returns whether another tool, such as a debugger, traces this thread."""
-    return sys.gettrace() not in (None, _ignore)
+def _are_names(iterable: object) -> bool:
+    if not isinstance(iterable, list | tuple | dict | KeysView | ItemsView):
+        return False
+    if len(iterable) > _MOST_NAMES:
+        return False
+    names = [key for key, _ in iterable] if isinstance(iterable, ItemsView) else iterable
+    return all(isinstance(each, str | int | float) for each in names)
 
 
-def is_asked_by_script(frame: FrameType) -> bool:
-    """Returns whether a frame is the script's, and in a call such as ``next``: no loop, which would
-    end where there is nothing more.
-    """
-    code = frame.f_code
-    operation = dis.opname[code.co_code[frame.f_lasti]]
-    return is_script(code.co_filename) and operation not in ("FOR_ITER", "SEND")
-
-
-def _ignore(frame: FrameType, event: str, argument: object) -> None:
-    return None
-
-
-def _headed(frame: FrameType | None) -> Iterator[Key]:
-    for each, path in _paths(frame):
-        if path and isinstance(path[-1].statement, ast.For):
-            yield each.f_code, path[-1].statement.lineno
-
-
-def _endings(frame: FrameType | None) -> Iterator[_Ending]:
-    """Yields the loops of the script around a call, the innermost first."""
-    for each, path in _paths(frame):
-        for number in reversed(range(len(path) - 1)):
-            loop = path[number].statement
-            if isinstance(loop, _Loop) and path[number + 1].field == "body":
-                yield _ending(each, path, number, loop)
-
-
-def _paths(frame: FrameType | None) -> Iterator[tuple[FrameType, list[_Stop]]]:
-    """Yields the script's frames that led to a call, the innermost first, with the way to the line
-    of each.
-    """
-    while frame is not None:
-        if is_script(frame.f_code.co_filename):
-            yield frame, _path(frame.f_code, frame.f_lineno)
-        frame = frame.f_back
-
-
-@dataclass(frozen=True, slots=True)
-class _Stop:
-    """A statement on the way to a line: where it stands, and what comes after it there."""
-
-    statement: ast.stmt
-    parent: ast.AST
-    field: str
-    following: ast.stmt | None
-
-
-@functools.lru_cache(maxsize=64)
-def _tree(file: str) -> ast.Module:
-    return ast.parse("".join(linecache.getlines(file)))
-
-
-def _path(code: CodeType, line: int) -> list[_Stop]:
-    scope: ast.AST = _tree(code.co_filename)
-    if code.co_name != "<module>":
-        scopes = (ast.FunctionDef, ast.AsyncFunctionDef)
-        found = [
-            node
-            for node in ast.walk(scope)
-            if isinstance(node, scopes)
-            and node.name == code.co_name
-            and _first(node) == code.co_firstlineno
-        ]
-        if not found:
-            return []
-        scope = found[0]
-    path: list[_Stop] = []
-    while True:
-        step = _step(scope, line)
-        if step is None or isinstance(step.statement, ast.FunctionDef | ast.ClassDef):
-            return path
-        path.append(step)
-        scope = step.statement
-
-
-def _step(scope: ast.AST, line: int) -> _Stop | None:
-    for field in ("body", "orelse", "finalbody"):
-        block = getattr(scope, field, None) or []
-        for statement, following in zip_longest(block, block[1:]):
-            if _first(statement) <= line <= (statement.end_lineno or line):
-                return _Stop(statement, scope, field, following)
-    return None
-
-
-def _first(statement: ast.stmt) -> int:
-    above: list[ast.expr] = []
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        above = statement.decorator_list
-    return min([statement.lineno, *(each.lineno for each in above)])
-
-
-def _ending(frame: FrameType, path: list[_Stop], number: int, loop: _Loop) -> _Ending:
-    first = loop.body[0]
-    opening = () if isinstance(first, (*_OPENING, ast.While)) else (_first(first),)
-    starts = frozenset(opening if isinstance(first, ast.For) else ())
-    heads = frozenset((loop.lineno, *opening))
-    return _Ending(frame, (frame.f_code, loop.lineno), heads, starts, _line_after(path, number))
-
-
-def _is_last(ending: _Ending) -> bool:
-    """Returns whether the script has nothing to do after a loop, and the calls that led there."""
-    path = _path(ending.frame.f_code, ending.frame.f_lineno)
-    lines = [step.statement.lineno for step in path]
-    here = path[: lines.index(ending.key[1]) + 1]
-    return _is_at_end(here) and all(_is_at_end(each) for _, each in _paths(ending.frame.f_back))
-
-
-def _is_at_end(path: list[_Stop]) -> bool:
-    """Returns whether the last statement of a path is the last one of its function."""
-    blocks = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.If)
-    return bool(path) and all(
-        step.following is None and isinstance(step.parent, blocks) for step in path
-    )
-
-
-def _line_after(path: list[_Stop], number: int) -> int | None:
-    for step in reversed(path[: number + 1]):
-        if step.following is not None:
-            return _first(step.following)
-        if isinstance(step.parent, _Loop) and step.field == "body":
-            return step.parent.lineno
-        if not isinstance(step.parent, ast.If):
-            return None  # the end of a function, or of a block that is to be closed
-    return None
+loops = Loops()

@@ -6,26 +6,30 @@ tried which can help where the memory runs out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from residency._dryrun._books import ACTIVATIONS, OTHER
-from residency._dryrun._owners import STATE
-from residency._dryrun._settings import RunSettings
+from residency._dryrun._lines import Found
+from residency._dryrun._numbers import (
+    ACCUMULATION,
+    BATCH,
+    ScriptNumber,
+    number_in_command,
+    number_in_script,
+)
+from residency._dryrun._owners import GRADIENTS, STATE
+from residency._dryrun._resumes import TEMPLATE
+from residency._dryrun._settings import LARGEST_BUCKET, RunSettings
 from residency._units import MIB
 
-Found = Mapping[str, Any]  # what a run's child found
 Phase = Mapping[str, Any]  # of it
 _LINK_BYTES_PER_SECOND = 55_000_000_000  # as residency.sim.Clock has it, with its source
 _DIVISORS = (2, 4, 8, 16)
-# What scripts call these, with "_" for "-".
-_BATCH = ("per_device_train_batch_size", "micro_batch_size", "train_batch_size", "batch_size", "bs")
-_ACCUMULATION = (
-    "gradient_accumulation_steps", "grad_accumulation_steps", "accumulate_grad_batches",
-    "gradient_accumulation", "grad_accum_steps", "grad_accum", "accumulation_steps",
-    "accumulation", "accumulate",
-)  # fmt: skip
+_NUM_SLOTS = 3  # of an offloaded optimizer, each of a bucket's size
+_SMALLEST_BUCKET = MIB
+_SHARE_OF_SLOTS = 8  # of the state, or less, are the slots
 _CHECKPOINTING = (
     "gradient_checkpointing", "activation_checkpointing", "grad_checkpointing", "use_checkpointing",
 )  # fmt: skip
@@ -42,10 +46,9 @@ class Offer:
     Attributes:
         name: What it is.
         gain: At most so many bytes are missing from a phase's peak with it.
+        added: At most so many bytes of a phase's peak, in a run with it, are there because of it.
         change: Makes the settings with it of those without.
-        lines: What to write into the script, or into its command, given settings and what a run
-            with them found.
-        cost: What it costs, given the same.
+        cost: What it costs, given settings and what a run with them found.
         group: Of the offers of a group one alone is made.
         joins_pieces: Whether it makes one of free bytes that lie in pieces.
     """
@@ -53,9 +56,9 @@ class Offer:
     name: str
     gain: Callable[[Phase], int]
     change: Callable[[RunSettings], RunSettings]
-    lines: Callable[[RunSettings, Found], tuple[str, ...]]
     cost: Callable[[RunSettings, Found], str]
     group: str
+    added: Callable[[Phase], int] = lambda phase: 0
     joins_pieces: bool = False
 
     def helps(self, phase: Phase, room: int) -> bool:
@@ -65,29 +68,35 @@ class Offer:
         return self.gain(phase) >= MIB
 
 
-def offers(found: Found) -> list[Offer]:
+def offers(found: Found, words: Sequence[str] = ()) -> list[Offer]:
     """Returns what can be tried with a script, the cheapest first.
 
     Args:
         found: What a run of it with room enough found.
+        words: The command.
     """
     names = [phase["name"] for phase in found["phases"]]
-    is_trainer = "transformers.trainer" in found["libraries"]
+    libraries = set(found["libraries"])
+    is_trainer = "transformers.trainer" in libraries
+    has_loop = not is_trainer and not libraries & {"lightning", "pytorch_lightning"}
     has_load = any(name.endswith("load") for name in names)
     made = [_segments()]
-    if has_load and (not is_trainer or "peft" in found["libraries"]):
-        made.append(_load_on_host(found))
+    is_known = has_loop or (is_trainer and "peft" in libraries)
+    if has_load and found["loads_on_device"] and is_known:
+        made.append(_load_on_host(has_adapters=is_trainer))
     if any(name.endswith("save") for name in names):
         made.append(_save_on_host(found))
-    if has_load and not is_trainer:
-        made.append(_defer_state())
+    if found["loads_state"] and has_loop:
+        made.append(_defer_template() if found["has_template"] else _defer_state())
     # A loaded state is booked as "other" until its optimizer steps.
     state = _at_peak(STATE, OTHER) if has_load else _at_peak(STATE)
     if state_bytes(found) >= MIB:
-        made += [_park_state(state), _offload(found, state, is_resumed=is_trainer and has_load)]
+        made.append(_park_state(state))
+    if state_bytes(found) >= _SHARE_OF_SLOTS * _NUM_SLOTS * _SMALLEST_BUCKET:
+        made.append(_offload(found, state, is_resumed=is_trainer and found["loads_state"]))
     if not any(found["arguments"].get(name, {}).get("value") for name in _CHECKPOINTING):
         made.append(_checkpointing(found))
-    return made + [each for divisor in _DIVISORS for each in _batch(found, divisor)]
+    return made + _batches(found, words)
 
 
 def state_bytes(found: Found) -> int:
@@ -100,6 +109,11 @@ def seconds_over_link(num_bytes: int) -> float:
     return max(0, num_bytes) / _LINK_BYTES_PER_SECOND
 
 
+def _seconds(num_bytes: int) -> str:
+    seconds = seconds_over_link(num_bytes)
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds:.1g} s"
+
+
 def _segments() -> Offer:
     setting = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     return Offer(
@@ -108,36 +122,28 @@ def _segments() -> Offer:
         change=lambda settings: replace(
             settings, environment=settings.environment | dict([setting])
         ),
-        lines=lambda settings, found: (f"export {'='.join(setting)}",),
         cost=lambda settings, found: "no time",
         group="segments",
         joins_pieces=True,
     )
 
 
-def _load_on_host(found: Found) -> Offer:
-    line = 'torch.load(file, map_location="cpu")'
-    if "transformers.trainer" in found["libraries"]:
-        line = "Trainer(..., callbacks=[ResidencyCallback(offload=False)])"
-    elif "peft" in found["libraries"]:
-        line = 'model.load_adapter(folder, name, torch_device="cpu")'
+def _load_on_host(*, has_adapters: bool) -> Offer:
+    """Returns the offer; a Trainer's adapters are read by the callback."""
     return Offer(
         name="files are loaded by way of the host",
         gain=_at_peak(OTHER),
-        change=lambda settings: replace(settings, loads_on_host=True),
-        lines=lambda settings, found: (line,),
+        change=lambda settings: (
+            replace(settings, calls_back=True)
+            if has_adapters
+            else replace(settings, loads_on_host=True)
+        ),
         cost=lambda settings, found: "nothing in a step",
         group="load",
     )
 
 
 def _save_on_host(found: Found) -> Offer:
-    lines: tuple[str, ...] = (
-        "checkpointer = residency.Checkpointer(folder)",
-        'checkpointer.save(step, {"model": model, "optimizer": optimizer})  # of the live objects',
-    )
-    if {"lightning", "pytorch_lightning"} & set(found["libraries"]):
-        lines = ("Trainer(..., plugins=[ResidencyCheckpointIO()])",)
     copies = max(
         _at_peak(OTHER)(phase) for phase in found["phases"] if phase["name"].endswith("save")
     )  # of which the save writes, so that they are there then
@@ -145,7 +151,6 @@ def _save_on_host(found: Found) -> Offer:
         name="saves without a copy on the device",
         gain=lambda phase: min(copies, _at_peak(OTHER)(phase)),
         change=lambda settings: replace(settings, saves_on_host=True),
-        lines=lambda settings, found: lines,
         cost=lambda settings, found: "nothing in a step",
         group="save",
     )
@@ -160,12 +165,27 @@ def _defer_state() -> Offer:
         name="a resume that leaves the optimizer's state on the host until the first step",
         gain=gain,
         change=lambda settings: replace(settings, loads_on_host=True, defers_state=True),
-        lines=lambda settings, found: (
-            "checkpointer = residency.Checkpointer(folder)  # which also made the save",
-            'checkpointer.restore({"model": model, "optimizer": optimizer})',
-        ),
         cost=lambda settings, found: "nothing in a step",
         group="load",
+    )
+
+
+def _defer_template() -> Offer:
+    """Returns the offer of `TrainState`, which makes no state by a step before a load."""
+
+    def gain(phase: Phase) -> int:
+        name = phase["name"]
+        if TEMPLATE in name:
+            return _at_peak(GRADIENTS, STATE, ACTIVATIONS, OTHER)(phase)
+        is_step = name.endswith("optimizer step")
+        return _at_peak(OTHER)(phase) if is_step else _at_peak(OTHER, STATE)(phase)
+
+    return Offer(
+        name="a resume by TrainState, with the optimizer's state on the host until the first step",
+        gain=gain,
+        change=lambda settings: replace(settings, defers_template=True),
+        cost=lambda settings, found: "nothing in a step",
+        group="template",
     )
 
 
@@ -174,17 +194,13 @@ def _park_state(state: Callable[[Phase], int]) -> Offer:
         return state(phase) if phase["name"].endswith(("evaluate", "generate")) else 0
 
     def cost(settings: RunSettings, found: Found) -> str:
-        seconds = 2 * seconds_over_link(state_bytes(found))
-        return f"{seconds:.2f} s for each evaluation or generation over PCIe 5, none in a step"
+        seconds = _seconds(2 * state_bytes(found))
+        return f"{seconds} for each evaluation or generation over PCIe 5, none in a step"
 
     return Offer(
         name="the optimizer's state parked while the script evaluates or generates",
         gain=gain,
         change=lambda settings: replace(settings, parks_state=True),
-        lines=lambda settings, found: (
-            "residency.park(optimizer)  # before it evaluates or generates",
-            "residency.unpark(optimizer)  # after it",
-        ),
         cost=cost,
         group="park",
     )
@@ -193,100 +209,76 @@ def _park_state(state: Callable[[Phase], int]) -> Offer:
 def _offload(found: Found, state: Callable[[Phase], int], *, is_resumed: bool) -> Offer:
     """Returns the offer; a Trainer that resumes needs the mixin, which reads to the host, too."""
     num_bytes = state_bytes(found)
-    libraries = set(found["libraries"])
-
-    def lines(settings: RunSettings, found: Found) -> tuple[str, ...]:
-        resident = f'"{(settings.offload or 0) // MIB}MiB"'
-        if is_resumed:
-            return (
-                "class MyTrainer(ResidencyTrainerMixin, Trainer): ...",
-                f"MyTrainer(..., callbacks=[ResidencyCallback(resident={resident})])",
-            )
-        if "transformers.trainer" in libraries:
-            return (f"Trainer(..., callbacks=[ResidencyCallback(resident={resident})])",)
-        if {"lightning", "pytorch_lightning"} & libraries:
-            callback = f'ResidencyCallback(offload={{"resident": {resident}}})'
-            return (f"Trainer(..., callbacks=[{callback}])",)
-        return (f"residency.offload_optimizer(optimizer, resident={resident})",)
-
+    # The slots may not take what the state leaves: a small state moves in small buckets.
+    most = num_bytes // (_SHARE_OF_SLOTS * _NUM_SLOTS)
+    bucket = min(LARGEST_BUCKET, 1 << most.bit_length() - 1)
+    is_trainer = "transformers.trainer" in found["libraries"]
     return Offer(
         name="the optimizer's state on the host",
         gain=state,
         change=lambda settings: replace(
-            settings, offload=0, loads_on_host=settings.loads_on_host or is_resumed
+            settings,
+            offload=0,
+            bucket=bucket,
+            calls_back=settings.calls_back or is_trainer,
+            loads_on_host=settings.loads_on_host or is_resumed,
         ),
-        lines=lines,
         cost=lambda settings, found: (
-            f"{seconds_over_link(num_bytes - (settings.offload or 0)):.2f} s a step over PCIe 5"
+            f"{_seconds(num_bytes - (settings.offload or 0))} a step over PCIe 5"
         ),
         group="offload",
+        added=lambda phase: min(_NUM_SLOTS * bucket, _at_peak(OTHER)(phase)),
     )
 
 
 def _checkpointing(found: Found) -> Offer:
-    flag = _argument(found, _CHECKPOINTING)
+    flag = next((name for name in _CHECKPOINTING if name in found["arguments"]), None)
 
     def change(settings: RunSettings) -> RunSettings:
         if flag is None:
             return replace(settings, checkpointing=True)
         return replace(settings, arguments=settings.arguments | {flag: True})
 
-    def lines(settings: RunSettings, found: Found) -> tuple[str, ...]:
-        if flag is not None:
-            return (found["arguments"][flag]["flag"],)
-        if found["recomputed"] == "transformers":
-            return ("model.gradient_checkpointing_enable()",)
-        call = "torch.utils.checkpoint.checkpoint(block, *inputs, use_reentrant=False)"
-        return (f"{call}  # for each block of {found['recomputed']}",)
-
     return Offer(
         name="gradient checkpointing",
         gain=_at_peak(ACTIVATIONS),
         change=change,
-        lines=lines,
         cost=lambda settings, found: "one more forward pass a step",
         group="checkpointing",
     )
 
 
-def _batch(found: Found, divisor: int) -> list[Offer]:
-    """Returns the offer of smaller batches of which so many more are added up, if there is one."""
-    batch, accumulation = _argument(found, _BATCH), _argument(found, _ACCUMULATION)
-    numbers = {name: each["value"] for name, each in found["arguments"].items()}
-    values: dict[str, int | bool] = {}
-    if batch is not None and accumulation is not None:
-        if numbers[batch] % divisor:
-            return []
-        values = {batch: numbers[batch] // divisor, accumulation: numbers[accumulation] * divisor}
-    elif "transformers.trainer" not in found["libraries"]:
+def _batches(found: Found, words: Sequence[str]) -> list[Offer]:
+    """Returns the offers of smaller batches of which so many more are added up."""
+    batch, accumulation = (
+        number_in_script(found, names) or number_in_command(words, names)
+        for names in (BATCH, ACCUMULATION)
+    )
+    if batch is None or accumulation is None:
         return []
-
-    def lines(settings: RunSettings, found: Found) -> tuple[str, ...]:
-        if values:
-            flags = {found["arguments"][name]["flag"]: value for name, value in values.items()}
-            return (" ".join(f"{flag} {value}" for flag, value in flags.items()),)
-        return (
-            f"TrainingArguments(per_device_train_batch_size=1/{divisor} of yours, "
-            f"gradient_accumulation_steps={divisor} times yours)",
-        )
-
-    def change(settings: RunSettings) -> RunSettings:
-        if values:
-            return replace(settings, arguments=settings.arguments | values)
-        return replace(settings, batch_divisor=divisor)
-
     return [
-        Offer(
-            name=f"batches of 1/{divisor}, with {divisor} times the accumulation",
-            gain=lambda phase: _at_peak(ACTIVATIONS, OTHER)(phase) * (divisor - 1) // divisor,
-            change=change,
-            lines=lines,
-            cost=lambda settings, found: "smaller kernels",
-            group="batch",
-        )
+        _batch(batch, accumulation, divisor) for divisor in _DIVISORS if batch.value % divisor == 0
     ]
 
 
-def _argument(found: Found, names: tuple[str, ...]) -> str | None:
-    """Returns the first of some arguments that the script's parser has."""
-    return next((name for name in names if name in found["arguments"]), None)
+def _batch(batch: ScriptNumber, accumulation: ScriptNumber, divisor: int) -> Offer:
+    def change(settings: RunSettings) -> RunSettings:
+        smaller = batch.change(settings, batch.value // divisor)
+        return accumulation.change(smaller, accumulation.value * divisor)
+
+    return Offer(
+        name=f"batches of 1/{divisor}, with {divisor} times the accumulation",
+        gain=lambda phase: _at_peak(ACTIVATIONS, OTHER)(phase) * (divisor - 1) // divisor,
+        change=change,
+        cost=lambda settings, found: "smaller kernels",
+        group="batch",
+        added=_of_first_pass if accumulation.value == 1 else lambda phase: 0,
+    )
+
+
+def _of_first_pass(phase: Phase) -> int:
+    """Returns the gradients that a pass finds there where its step has one before it.
+
+    An optimizer's step has them all anyhow.
+    """
+    return 0 if phase["name"].endswith("optimizer step") else _at_peak(GRADIENTS)(phase)

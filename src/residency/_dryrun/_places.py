@@ -17,6 +17,7 @@ _LIBRARIES = tuple(
     os.path.join(folder, "")
     for folder in (_OURS, sysconfig.get_path("stdlib"), os.path.dirname(sys.executable))
 )
+_GENERATOR = 0x20  # inspect.CO_GENERATOR, without a module that most processes here never need
 _LONGEST = 60  # letters of an operation that is a piece of the script
 
 
@@ -45,7 +46,7 @@ def place_of_now() -> tuple[str, str]:
     operation = node.name() if node is not None else ""
     main = sys._current_frames().get(threading.main_thread().ident or 0)
     for first in (sys._getframe(1), main):  # of a pass that recomputes, the first one has the line
-        frames = [frame for frame in _outwards(first) if not _is_ours(frame)]
+        frames = [frame for frame in _outwards(first) if not is_ours(_file(frame))]
         inside = list(itertools.takewhile(lambda frame: not is_script(_file(frame)), frames))
         if len(inside) == len(frames):
             continue
@@ -63,6 +64,26 @@ def is_script(name: str) -> bool:
     return not name.startswith(_LIBRARIES)
 
 
+def is_ours(name: str) -> bool:
+    """Returns whether a file is one of ours."""
+    return name.startswith(_OURS)
+
+
+def is_generator(frame: FrameType) -> bool:
+    """Returns whether a frame is a generator's."""
+    return bool(frame.f_code.co_flags & _GENERATOR)
+
+
+def is_for_script(frame: FrameType | None) -> bool:
+    """Returns whether what a frame asks for goes to the script, by way of generators or not, and
+    not to a loop of a library.
+    """
+    for each in _outwards(frame):
+        if not is_ours(_file(each)) and not is_generator(each):
+            return is_script(_file(each))
+    return False
+
+
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
@@ -71,10 +92,6 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _file(frame: FrameType) -> str:
     return frame.f_code.co_filename
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return _file(frame).startswith(_OURS)
 
 
 def _place(name: str, line: int) -> str:

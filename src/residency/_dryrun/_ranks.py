@@ -6,11 +6,13 @@ is this rank's own, once for each rank; what another rank would send stays as it
 
 from __future__ import annotations
 
+import builtins
 import functools
 import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator
+from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Any
 
@@ -59,6 +61,26 @@ def be_one_rank(num_ranks: int) -> None:
         watched["torch.distributed.checkpoint.default_planner"] = _accept_plans
         watched["torch.multiprocessing.spawn"] = functools.partial(_spawn_first, num_ranks)
     ImportWatch(watched).start()
+
+
+@functools.cache
+def be_first_rank() -> None:
+    """Gives a process without a group the rank 0; once a process.
+
+    An evaluation that was cut counts fewer samples than its data has. Scripts ask then which rank
+    is to warn of it, some without a look for a group: a whole evaluation never comes there.
+    """
+    names: Any = vars(distributed_c10d)
+    ask = names["get_rank"]
+
+    @functools.wraps(ask)
+    def get_rank(group: Any = None) -> int:
+        is_alone = group is None and not dist.is_initialized()
+        rank: int = 0 if is_alone else ask(group)
+        return rank
+
+    for module in (distributed_c10d, dist):
+        module.__dict__["get_rank"] = get_rank
 
 
 def _meet_nobody(
@@ -138,6 +160,29 @@ def _spawn_first(num_ranks: int, module: ModuleType) -> None:
     module.__dict__["start_processes"] = start_processes
 
 
+class _UncachedLoader(SourceFileLoader):
+    """The loader of a script, whose code is kept nowhere."""
+
+    def set_data(self, path: str, data: Any, **options: object) -> None:
+        """Leaves a folder without a cache, as where Python runs a script itself."""
+
+
+def _run_script(file: str) -> None:
+    """Runs a script as Python runs one, by a loader: its loops can be ended (``_rewriting``)."""
+    if os.path.isdir(file):
+        runpy.run_path(file, run_name="__main__")
+        return
+    file = os.path.abspath(file)
+    code: Any = _UncachedLoader("__main__", file).get_code("__main__")
+    launcher, module = sys.modules["__main__"], ModuleType("__main__")
+    vars(module).update(__file__=file, __builtins__=builtins)
+    sys.modules["__main__"] = module
+    try:
+        exec(code, vars(module))
+    finally:
+        sys.modules["__main__"] = launcher
+
+
 def _launch_here(num_ranks: int, module: ModuleType) -> None:
     """Makes ``torchrun`` and what calls it run the script in this process, as the first rank."""
 
@@ -157,10 +202,11 @@ def _launch_here(num_ranks: int, module: ModuleType) -> None:
         script, *given = words[is_module:]
         sys.argv = [script, *given]
         if is_module:
+            sys.path.insert(0, os.getcwd())
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
             sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-            runpy.run_path(script, run_name="__main__")
+            _run_script(script)
         return {}
 
     module.__dict__["launch_agent"] = launch_agent

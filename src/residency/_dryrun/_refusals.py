@@ -1,5 +1,5 @@
-"""Advice on what a dry run cannot run: CUDA code that a script brings itself, and a
-second device. The script's own error is shown as it is; this is the line below it.
+"""Advice on what a dry run cannot run: CUDA code that a script brings itself, a second device,
+and what is on the network. The script's own error is shown as it is; this is the line below it.
 """
 
 from __future__ import annotations
@@ -40,13 +40,21 @@ _DRIVER = re.compile(
     r"CUDA (error|driver)|NVIDIA driver|libcud|libnv|CUDA_HOME|nvcc|cuInit|PTX", re.I
 )
 _SECOND_DEVICE = re.compile(r"invalid device (ordinal|id|index)|cuda:[1-9]", re.I)
+# Whose errors say that something could not be fetched.
+_OF_NETWORK = frozenset({"urllib", "requests", "httpx", "huggingface_hub"})
+_NOT_THERE = (
+    "This is on the network, where it could not be had. Put it on the disk, and give the script "
+    "its path. For weights alone --random-weights does: the models of Transformers, timm and "
+    "torchvision are then made without them."
+)
+_TOOL = "nvidia-smi"  # of the driver
 _NO_KERNEL = re.compile(r"'_OpNamespace' '(\w+)' object has no attribute|Could not run '(\w+)::")
 
 
 def advice(error: BaseException, trace: TracebackType | None) -> str:
     """Returns what to do about an error that a dry run itself causes; nothing for others."""
-    if isinstance(error, ImportError):
-        root = (error.name or "").partition(".")[0]
+    for each in _chain(error):
+        root = (each.name or "").partition(".")[0] if isinstance(each, ImportError) else ""
         if root in _PACKAGES:
             return f"{root} has CUDA code, and cannot be imported here. {_PACKAGES[root]}"
     roots = list(_roots(trace))
@@ -58,6 +66,10 @@ def advice(error: BaseException, trace: TracebackType | None) -> str:
             "A process cannot hand tensors of the device to another one in a dry run. Run one "
             "process, or one rank of a script that starts a process for each: --ranks 2."
         )
+    if any(isinstance(e, FileNotFoundError) and e.filename == _TOOL for e in _chain(error)):
+        return f"A dry run has no {_TOOL}. {_INSTEAD}, or put an empty program of its name on PATH."
+    if any(type(each).__module__.partition(".")[0] in _OF_NETWORK for each in _chain(error)):
+        return _NOT_THERE
     text = str(error)
     if _SECOND_DEVICE.search(text):
         return (
@@ -99,6 +111,15 @@ def _refusing(build: Callable[..., object]) -> Callable[..., object]:
         return build(*args, **options)
 
     return built
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error and those that led to it, the last first."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _functions(trace: TracebackType | None) -> Iterator[str]:

@@ -291,7 +291,10 @@ def _with_holes(save: Any) -> Any:
 
 
 def _loading(load: Any) -> Any:
-    """Returns a load that maps a file into memory: holes are zeros there, and take nothing."""
+    """Returns a load that maps a file into memory: holes are zeros there, and take nothing.
+
+    The script may write the file anew while it has what was loaded.
+    """
 
     @functools.wraps(load)
     def loaded(f: Any, *args: object, **options: object) -> Any:
@@ -299,6 +302,8 @@ def _loading(load: Any) -> Any:
             with open(f, "rb") as file:
                 if file.read(len(_ZIP)) == _ZIP:
                     options["mmap"] = True
+                    if (files := files_of_run()) is not None:
+                        files.note_mapping(os.fspath(f))
         return load(f, *args, **options)
 
     return loaded

@@ -6,6 +6,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
+from residency._units import parse_bytes
+
+LARGEST_BUCKET = parse_bytes("128MiB")  # which `offload_optimizer` takes by default
 VARIABLE = "RESIDENCY_DRY_RUN"
 
 
@@ -21,19 +24,24 @@ class RunSettings:
         steps: After how many optimizer steps the script is brought to its end; 0 for never.
         ranks: Of how many processes this one is the first.
         is_real: Whether kernels compute bytes.
-        random_weights: Whether ``from_pretrained`` makes models from their configuration.
+        random_weights: Whether pretrained models are made without their weights.
         offload: The bytes of ``resident=`` of a `residency.offload_optimizer` that the script gets;
             None for none.
+        bucket: The bytes of ``bucket=`` of that; its slots are three of them.
         loads_on_host: Whether files are read to the host, and copied from there into what is on
             the device.
         defers_state: Whether a loaded optimizer's state waits on the host for its first step.
+        defers_template: Whether a state that ``torch.distributed.checkpoint`` loads into is made on
+            the host and waits there, too.
+        calls_back: Whether a Trainer of Transformers gets a ``ResidencyCallback``.
         saves_on_host: Whether copies of a model's tensors, for a save, are made on the host.
         parks_state: Whether optimizers' state is on the host while the script evaluates or
             generates.
         checkpointing: Whether models recompute their activations.
-        batch_divisor: By how much a Trainer's batch is divided, with so many times the steps of
-            accumulation.
+        trainer_arguments: Fields of ``TrainingArguments`` that get these values, whatever the
+            script says.
         arguments: What the script's parser returns under these names, whatever its command says.
+        words: Other words of the command, by their place in it; the parent puts them there.
         shows_errors: Whether an error is shown that the script ends with when enough was seen.
         environment: Variables that the child gets besides.
     """
@@ -47,13 +55,17 @@ class RunSettings:
     is_real: bool = False
     random_weights: bool = False
     offload: int | None = None
+    bucket: int = LARGEST_BUCKET
     loads_on_host: bool = False
     defers_state: bool = False
+    defers_template: bool = False
+    calls_back: bool = False
     saves_on_host: bool = False
     parks_state: bool = False
     checkpointing: bool = False
-    batch_divisor: int = 1
+    trainer_arguments: dict[str, int] = field(default_factory=dict)
     arguments: dict[str, int | bool] = field(default_factory=dict)
+    words: dict[int, str] = field(default_factory=dict)
     shows_errors: bool = False
     environment: dict[str, str] = field(default_factory=dict)
 

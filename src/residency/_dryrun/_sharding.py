@@ -1,4 +1,4 @@
-"""Gives the buffers of sharded and of data-parallel training their kinds. FSDP2 gathers parameters
+"""Gives the buffers of sharded and of data-parallel training their kinds. FSDP gathers parameters
 and lets them go inside one pass, where no look at its end finds them.
 """
 
@@ -33,9 +33,15 @@ def watch_buffers(making: Making) -> None:
     reducer: Any = vars(dist)["Reducer"]
     for name in ("__init__", "_rebuild_buckets"):
         setattr(reducer, name, _in(making, GRADIENTS, getattr(reducer, name)))
-    # FSDP2 has no public hook between an all-gather and the pass that needs it.
-    groups = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
-    ImportWatch({groups: functools.partial(_watch_groups, making)}).start()
+    # FSDP has no public hook between an all-gather and the pass that needs it.
+    fsdp = "torch.distributed.fsdp"
+    watched = {
+        f"{fsdp}._fully_shard._fsdp_param_group": _watch_groups,
+        f"{fsdp}._flat_param": _watch_flat_parameters,
+        f"{fsdp}._runtime_utils": _watch_flat_gradients,
+    }
+    watches = {name: functools.partial(watch, making) for name, watch in watched.items()}
+    ImportWatch(watches).start()
 
 
 def _watch_groups(making: Making, module: ModuleType) -> None:
@@ -44,6 +50,24 @@ def _watch_groups(making: Making, module: ModuleType) -> None:
         setattr(group, name, _in(making, GATHERED, getattr(group, name)))
     # Its second argument is a list of the whole gradients, which then go into its buffer.
     module.__dict__["foreach_reduce"] = _in(making, GRADIENTS, vars(module)["foreach_reduce"])
+
+
+def _watch_flat_parameters(making: Making, module: ModuleType) -> None:
+    """Watches the first FSDP, whose parameters are one flat tensor of each module."""
+    handle: Any = vars(module)["FlatParamHandle"]
+    handle.unshard = _in(making, GATHERED, handle.unshard)
+
+
+def _watch_flat_gradients(making: Making, module: ModuleType) -> None:
+    """Watches where its whole gradients, which autograd has made, go into shards."""
+    reduce = vars(module)["_reduce_grad"]
+
+    @functools.wraps(reduce)
+    def reduced(state: object, handle: Any) -> object:
+        with making(GRADIENTS, _addresses([handle.flat_param.grad])):
+            return reduce(state, handle)
+
+    module.__dict__["_reduce_grad"] = reduced
 
 
 def _in(making: Making, kind: str, function: Callable[..., object]) -> Callable[..., object]:

@@ -1,17 +1,13 @@
-"""Training loops as people write them, each in a fork of its own, brought to their end on the CPU.
+"""Training loops as people write them, for ``end_idioms.py``."""
 
-Prints a line of JSON for each: what was seen of it, and how it ended.
-"""
-
+import functools
 import itertools
-import json
-import os
-import sys
+import threading
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from residency._dryrun._stopping import EnoughSeen, Stopping
+from residency._dryrun._stopping import Stopping
 
 torch.set_num_threads(1)
 MODEL = torch.nn.Linear(4, 4)
@@ -23,7 +19,7 @@ STEPS = 1000
 seen: list[str] = []
 optimizers: list[torch.optim.Optimizer] = []
 kept: list[int] = []  # bytes on the device
-stopping: Stopping
+stopping = Stopping(0)  # that of the run takes its place
 
 
 def step(optimizer=FIRST, batch=None):
@@ -104,14 +100,6 @@ def no_loader():
     seen.append("save")
 
 
-def a_counter():
-    number = 0
-    while number < STEPS:
-        step()
-        number += 1
-    seen.append("save")
-
-
 def forever():
     number = 0
     while True:
@@ -124,11 +112,17 @@ def forever():
     seen.append("save")
 
 
-def in_a_context():
-    for _ in range(STEPS):
-        with torch.autograd.set_detect_anomaly(True):
-            step()
-    seen.append(f"save {torch.is_anomaly_enabled()}")
+def the_last_of_a_try():
+    try:
+        for _ in range(STEPS):
+            try:
+                for _ in range(STEPS):
+                    step()
+            finally:
+                seen.append("epoch")
+    except KeyboardInterrupt:
+        seen.append("interrupted")
+    seen.append("save")
 
 
 def epochs_without_a_loader():
@@ -191,6 +185,26 @@ def a_progress_bar():
 
     for batch in tqdm(LOADER):
         step(batch=batch)
+    seen.append("save")
+
+
+LIBRARY = """
+def look_ahead(batches):
+    batches = iter(batches)
+    batch = next(batches)
+    for following in batches:
+        yield batch
+        batch = following
+    yield batch
+"""
+exec(compile(LIBRARY, "<library>", "exec"))
+
+
+def a_library_that_looks_ahead():
+    for _ in range(STEPS):
+        for batch in look_ahead(LOADER):  # noqa: F821 - made above
+            step(batch=batch)
+        evaluate()
     seen.append("save")
 
 
@@ -281,6 +295,16 @@ def evaluations_with_workers():
     seen.append("save")
 
 
+def samples_that_are_counted():
+    for batch in LOADER:
+        step(batch=batch)
+    for _ in range(2):
+        num_samples = sum(len(batch) for (batch,) in HELD_OUT)
+        if num_samples != len(HELD_OUT.dataset) and torch.distributed.get_rank() == 0:
+            seen.append(f"warn of {num_samples}")
+    seen.append("save")
+
+
 def averages_over_batches():
     for _ in range(STEPS):
         losses = []
@@ -312,43 +336,152 @@ def epochs_of_many_steps():
     seen.append("save")
 
 
+def trained(steps):
+    for _ in range(steps):
+        step()
+    else:
+        seen.append("else")
+
+
+def the_last_of_a_function():
+    trained(STEPS)
+    evaluate()
+
+
+def a_training_and_another():
+    for batch in LOADER:
+        step(batch=batch)
+    evaluate()
+    for _ in range(STEPS):
+        for batch in LOADER:
+            step(batch=batch)
+        evaluate()
+    seen.append("save")
+
+
+def stages_of_an_epoch():
+    for _ in range(STEPS):
+        for _ in range(STEPS):
+            step(FIRST)
+        for _ in range(STEPS):
+            step(SECOND)
+        seen.append("epoch")
+
+
+def critics_of_two_optimizers():
+    for _ in range(STEPS):
+        for _ in range(5):
+            step()
+        step(SECOND)
+        seen.append("generator")
+
+
+def critics_of_two_trainings():
+    critics_of_two_optimizers()
+    critics_of_two_optimizers()
+
+
+def an_endless_while_with_an_else():
+    number = 0
+    while number < STEPS:
+        step()
+        number += 1
+    else:
+        seen.append("else")
+
+
+def cycles_in_a_zip():
+    for batch, _ in zip(itertools.cycle(LOADER), range(STEPS)):
+        step(batch=batch)
+    seen.append("save")
+
+
+def as_long_as_it_learns():
+    losses = [1.0]
+    while losses[-1] > 0.5:
+        losses += [float(step(batch=batch) is None) for batch in LOADER]
+        seen.append(f"average {sum(losses) / (len(losses) - 1)}")
+
+
+def sweeps_without_end():
+    while True:
+        optimizer = torch.optim.SGD(MODEL.parameters(), lr=0.1)
+        optimizers[:] = [optimizer]
+        for _ in range(STEPS):
+            step(optimizer)
+            MODEL.weight.sum().backward()
+            stopping.note_backward()
+        seen.append("sweep")
+
+
+def made_in_the_first_round():
+    optimizer = None
+    for _ in range(STEPS):
+        if optimizer is None:
+            optimizer = torch.optim.SGD(MODEL.parameters(), lr=0.1)
+            optimizers[:] = [optimizer]
+        step(optimizer)
+    seen.append("save")
+
+
+def rounds():
+    for _ in range(STEPS):
+        for batch in LOADER:
+            step(batch=batch)
+            yield "round"
+        evaluate()
+    seen.append("return")
+
+
+def a_generator_that_trains():
+    for each in rounds():
+        seen.append(each)
+    seen.append("save")
+
+
+def epochs_around_a_map():
+    for _ in range(STEPS):
+        losses = list(map(step, [FIRST] * STEPS))
+        seen.append(f"average {len(losses) / len(losses)}")
+
+
+def returned():
+    number = 0
+    while True:
+        for batch in LOADER:
+            step(batch=batch)
+            number += 1
+            if number == STEPS:
+                return number
+
+
+def a_value_that_leaves_an_endless_loop():
+    seen.append(f"returned {returned()}")
+
+
+def steps_in_another_thread():
+    for _ in range(STEPS):
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()
+    seen.append("save")
+
+
+def phases_of_an_epoch():
+    for _ in range(STEPS):
+        for phase in ["train", "test"]:
+            for batch in LOADER if phase == "train" else HELD_OUT:
+                if phase == "train":
+                    step(batch=batch)
+                else:
+                    seen.append("test")
+    for _ in (1, 2, 3):
+        step()
+
+
+def a_loop_of_a_library():
+    functools.reduce(lambda _, optimizer: step(optimizer), itertools.repeat(FIRST))
+
+
 def keep(batch):
     kept[0] += 1 << 20
-
-
-IDIOMS = [
-    over_a_loader, epochs, steps_until_the_last, next_of_an_iterator, a_generator_that_cycles,
-    a_generator_as_a_loader, no_loader, a_counter, forever, in_a_context, epochs_without_a_loader,
-    a_function_of_its_own, accumulation, two_optimizers, a_progress_bar, a_stream, early_return,
-    resumed, a_resume_in_the_loop, resumes_without_end, a_loop_that_comes_last,
-    steps_by_hand, gradients_before_the_optimizer, a_long_evaluation, accumulation_over_epochs,
-    pairs_of_loaders_over_epochs, evaluations_with_workers, averages_over_batches,
-    folds, epochs_of_many_steps,
-]  # fmt: skip
-
-
-def main():
-    global stopping
-    for idiom in IDIOMS:
-        if os.fork():
-            os.wait()
-            continue
-        if idiom.__name__ not in ("steps_by_hand", "gradients_before_the_optimizer"):
-            optimizers[:] = [FIRST, SECOND] if "two" in idiom.__name__ else [FIRST]
-        stopping = Stopping(2, optimizers, lambda: sum(kept))
-        stopping.start()
-        ended = "finished"
-        try:
-            idiom()
-        except EnoughSeen:
-            ended = "left"
-        except Exception as error:
-            ended = repr(error)
-        found = {"name": idiom.__name__, "ended": ended, "steps": seen.count("step"), "seen": seen}
-        found |= {"counted": stopping.num_steps, "was_cut": stopping.was_cut}
-        print(json.dumps(found), flush=True)
-        os._exit(0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,7 @@
 """Trains eight layers, and does one more thing that takes memory, by the first argument.
 
-Its weights are W = 128 MiB, its gradients as much, its state twice as much.
+Its weights are W = 128 MiB, its gradients as much, its state twice as much. A comment ``# +`` says
+which lines of an answer belong there, and ``# -`` which take the place of those up to the next one.
 """
 
 import argparse
@@ -11,6 +12,8 @@ import threading
 import torch
 from torch import nn
 
+# + import, from
+step, folder, file = 2, "saves", "saved.pt"
 parser = argparse.ArgumentParser()
 parser.add_argument("does")
 parser.add_argument("--width", type=int, default=2048)
@@ -25,7 +28,10 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
     layers = [nn.Linear(args.width, args.width, bias=False) for _ in range(8)]
     blocks = [nn.Sequential(layer, nn.GELU()) for layer in layers]
     model = nn.Sequential(*blocks).cuda()
-    return model, torch.optim.AdamW(model.parameters(), foreach=False)
+    # + for block
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    # + residency.offload_optimizer
+    return model, optimizer
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -44,21 +50,37 @@ model, optimizer = make()
 train(model, optimizer)
 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 if args.does == "copies":
+    # - checkpointer = , checkpointer.save
     copied = {name: value.clone() for name, value in state["model"].items()}
     moments = copy.deepcopy(state["optimizer"])
-    saving = threading.Thread(target=torch.save, args=([copied, moments], "saved.pt"))
+    saving = threading.Thread(target=torch.save, args=([copied, moments], file))
     saving.start()
     saving.join()
+    # -
+elif args.does == "pieces":
+    torch.cuda.empty_cache()
+    kept = []
+    for size in range(100, 160, 10):  # none has room beside what was put in the place of the last
+        torch.empty(size << 20, dtype=torch.uint8, device="cuda")
+        kept.append(torch.empty(24 << 20, dtype=torch.uint8, device="cuda"))
+    del kept
 elif args.does == "evaluates":
+    # + residency.park
     evaluate(model)
+    # + residency.unpark
 elif args.does.startswith("resumes"):
-    torch.save(state, "saved.pt")
+    # - checkpointer = , checkpointer.save
+    torch.save(state, file)
+    # -
     del model, optimizer, state
     model, optimizer = make()
-    saved = torch.load("saved.pt", map_location="cuda")
+    # - checkpointer.restore
+    saved = torch.load(file, map_location="cuda")
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     if args.does == "resumes-and-evaluates":
         del saved  # else it is held until the end, as most scripts do
+    # -
+    if args.does == "resumes-and-evaluates":
         evaluate(model)
 train(model, optimizer)

@@ -43,11 +43,20 @@ def _find_residency() -> None:
         sys.path.append(str(_HERE.parents[2]))
 
 
-def _watch_files() -> None:
-    name = "residency._dryrun._files"
-    # By its own name: those who import it later get the one that watches.
-    module = sys.modules[name] = _load(_HERE.parents[1] / "_dryrun" / "_files.py", name)
-    module.watch_files_of_run(json.loads(os.environ["RESIDENCY_DRY_RUN"])["folder"])
+def _watch_script() -> None:
+    run = json.loads(os.environ["RESIDENCY_DRY_RUN"])
+    _load_first("_files").watch_files_of_run(run["folder"])
+    if run["steps"]:
+        _load_first("_places")
+        _load_first("_loops")
+        _load_first("_rewriting").rewrite_loops()
+
+
+def _load_first(name: str) -> ModuleType:
+    """Loads a module of a package that is not imported; who imports it later gets this one."""
+    file = _HERE.parents[1] / "_dryrun" / f"{name}.py"
+    module = sys.modules[f"residency._dryrun.{name}"] = _load(file, f"residency._dryrun.{name}")
+    return module
 
 
 def _start_dry_run(torch: ModuleType) -> None:
@@ -73,7 +82,7 @@ def _import_torch(residency: ModuleType) -> None:
 
 _run_the_hidden_one()
 if os.environ.get("RESIDENCY_DRY_RUN"):
-    _watch_files()
+    _watch_script()
 _asked = {"RESIDENCY_DRY_RUN": _start_dry_run, "RESIDENCY_RECORD": _start_recording}
 for _variable, _start in _asked.items():
     if os.environ.get(_variable):

@@ -22,7 +22,7 @@ from residency.sim._cuda import _bindings, _graphs, _types
 from residency.sim._gpus import Gpu
 
 NAME = "cuda"
-_CUDA_VERSION = "12.8"  # what a torch without CUDA says that it was built with
+_CUDA_VERSION = "13.0"  # which torch on PyPI is built with (2.11 to 2.13)
 
 
 def check_free() -> None:

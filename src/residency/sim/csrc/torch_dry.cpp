@@ -433,15 +433,27 @@ void run_over_zeros(const DryCall& call) {
   for (const IValue& result : results) call.results.push_back(zeros.back(result));
 }
 
+// Whether an error of a meta kernel in Python says that there is none: so does a fake kernel that
+// makes a size of its own, as torchvision's `nms` does. Source of the message: `error_on_ctx` in
+// torch/_library/fake_impl.py.
+bool says_there_is_none(pybind11::handle type, pybind11::handle value) {
+  if (PyErr_GivenExceptionMatches(type.ptr(), PyExc_NotImplementedError)) return true;
+  return pybind11::str(value).cast<std::string>().find("get_ctx()") != std::string::npos;
+}
+
 // Runs the meta kernel; returns false where torch has none.
 bool has_run_meta(const DryCall& call) {
   try {
     call.call_meta();
     return true;
   } catch (const c10::NotImplementedError&) {
-  } catch (python_error& error) {  // a meta kernel in Python
+  } catch (python_error& error) {  // of a kernel in Python, where the dispatcher calls it
     pybind11::gil_scoped_acquire held;
-    if (!PyErr_GivenExceptionMatches(error.type, PyExc_NotImplementedError)) throw;
+    error.persist();  // until then it is the thread's
+    if (!says_there_is_none(error.type, error.value)) throw;
+  } catch (pybind11::error_already_set& error) {  // or where pybind does
+    pybind11::gil_scoped_acquire held;
+    if (!says_there_is_none(error.type(), error.value())) throw;
   }
   call.results.clear();
   return false;

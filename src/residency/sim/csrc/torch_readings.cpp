@@ -170,14 +170,14 @@ struct Number {
   bool is_certain;
 };
 
-// What a tensor of one element is compared as.
+// What a tensor is compared as, of one element or of nothing but zeros.
 std::optional<Number> number_of(const Tensor& tensor) {
-  const bool is_number = tensor.defined() && tensor.numel() == 1 && !tensor.is_complex();
+  const bool is_number = tensor.defined() && tensor.numel() > 0 && !tensor.is_complex();
   if (!is_number || tensor.scalar_type() == at::kBool) return std::nullopt;
+  if (is_sim(tensor) && dry_reading(tensor) == Reading::kZero) return Number{0.0, true};
+  if (tensor.numel() > 1 || (!tensor.is_cpu() && !is_sim(tensor))) return std::nullopt;
   if (tensor.is_cpu()) return Number{tensor.item<double>(), true};
-  if (!is_sim(tensor)) return std::nullopt;
   if (const auto known = known_value(tensor)) return Number{known->item<double>(), true};
-  if (dry_reading(tensor) == Reading::kZero) return Number{0.0, true};
   return Number{1.0, false};
 }
 
@@ -261,6 +261,12 @@ Reading reading_after(const std::string& name, const Arguments& arguments) {
   if (name == "aten::_amp_foreach_non_finite_check_and_unscale_") return Reading::kZero;
   if (compare(operation, 0, 0)) return comparison(operation, arguments[0], arguments[1]);
   if (operation == "aten::isnan" || operation == "aten::isinf") return Reading::kZero;
+  if (operation == "aten::remainder" || operation == "aten::fmod") {
+    // Of whole numbers, which `x % 1 == 0` asks for, nothing remains.
+    const auto divisor = number_of(arguments[1]);
+    const bool is_one = divisor && divisor->is_certain && std::abs(divisor->value) == 1;
+    return is_one ? Reading::kZero : Reading::kUnknown;
+  }
   if (operation == "aten::logical_not" || operation == "aten::bitwise_not") {
     return is_truth(arguments[0]) ? negation(input()) : Reading::kUnknown;
   }
@@ -458,22 +464,6 @@ void note_collective(const std::vector<Tensor>& reads, const std::vector<Tensor>
   }
 }
 
-void read_to_host(const Tensor& from, const Tensor& to) {
-  if (const auto known = known_value(from)) {
-    as_device_work([&] { to.copy_(*known); });
-    return;
-  }
-  if (to.nbytes() > kMostFilledBytes || !to.is_contiguous()) return;
-  const Reading reading = dry_reading(from);
-  const bool one =
-      is_unknown_mask(from, reading) ? !has_asked_too_often(kMostAnswers) : is_one(from, reading);
-  if (one && can_be_filled(to)) {
-    as_device_work([&] { to.fill_(1); });
-  } else {
-    std::memset(to.mutable_data_ptr(), 0, to.nbytes());
-  }
-}
-
 c10::Scalar read_scalar(const Tensor& tensor) {
   if (const auto known = known_value(tensor)) return at::native::_local_scalar_dense_cpu(*known);
   const Reading reading = dry_reading(tensor);
@@ -486,6 +476,25 @@ c10::Scalar read_scalar(const Tensor& tensor) {
   }
   if (tensor.scalar_type() == at::kBool) return one;
   return is_whole ? c10::Scalar(int64_t(one)) : c10::Scalar(one ? 1.0 : 0.0);
+}
+
+void read_to_host(const Tensor& from, const Tensor& to) {
+  if (const auto known = known_value(from)) {
+    return as_device_work([&] { to.copy_(*known); });
+  }
+  if (to.nbytes() > kMostFilledBytes || !to.is_contiguous()) return;
+  if (from.numel() == 1 && from.scalar_type() != at::kBool && can_be_filled(to)) {
+    const c10::Scalar value = read_scalar(from);
+    return as_device_work([&] { to.fill_(value); });
+  }
+  const Reading reading = dry_reading(from);
+  const bool one =
+      is_unknown_mask(from, reading) ? !has_asked_too_often(kMostAnswers) : is_one(from, reading);
+  if (one && can_be_filled(to)) {
+    as_device_work([&] { to.fill_(1); });
+  } else {
+    std::memset(to.mutable_data_ptr(), 0, to.nbytes());
+  }
 }
 
 }  // namespace sim

@@ -21,10 +21,10 @@ namespace sim {
 // from the host is known, where it is small, for as long as nothing else is written there: the
 // sizes and pickles that ranks send each other, counts, labels.
 //
-// A program may ask until it hears something else: `while loss.item() > tolerance`. So who asks
-// for placeholders at one place over and over hears the other answer once in a while
-// (`kMostAnswers`): nearly 0 for a fraction, 0 for a whole number, the other truth value. What was
-// noted is not doubted: a check that holds does so every time.
+// A program may ask until it hears something else: `while loss.item() > tolerance`, or of
+// `loss.cpu()`. So who asks for placeholders at one place over and over hears the other answer once
+// in a while (`kMostAnswers`): nearly 0 for a fraction, 0 for a whole number, the other truth
+// value. What was noted is not doubted: a check that holds does so every time.
 enum class Reading { kUnknown, kZero, kTrue, kHolds };
 Reading dry_reading(const at::Tensor& tensor);
 

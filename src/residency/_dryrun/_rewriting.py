@@ -1,0 +1,191 @@
+"""Rewrites the loops of a script as Python loads it, so that each can be ended (``_loops``).
+
+``for x in items`` goes over ``each(items)``; ``while test`` becomes ``while goes_on() and test``,
+in a context that says when it is over. An endless one that a ``return`` alone leaves returns that
+once it is ended. Lines stay as they are. Code of libraries is loaded as it is, and so is a script
+that does not come from a file.
+
+Python looks for a module ``__main__`` at the path of the script that it is to run, as it may be an
+archive. A finder of ours says that there is one, and loads it.
+
+Loaded by its path in processes that may never import torch: nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import copy
+import functools
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from types import CodeType, TracebackType
+from typing import Any, TypeVar
+
+from residency._dryrun._loops import loops
+from residency._dryrun._places import is_ours, is_script
+
+_ASKED = (loops.each, loops.goes_on, loops.mapped, loops.repeat)  # by a script, by these names
+_NAME = "__residency_{}__"
+_AS_A_SCRIPT = "__spec__ = __package__ = __cached__ = None"  # which an archive's module has
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+
+_Kind = TypeVar("_Kind", bound=ast.AST)
+
+
+class _Rewriting(ast.NodeTransformer):
+    """The rewriting of a syntax tree in place; loops that call nothing stay as they are."""
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        """Rewrites a node and what is in it."""
+        self.generic_visit(node)
+        if isinstance(node, ast.For) and _calls(node.body):
+            node.iter = _call("each", node.iter, node.iter)
+        elif isinstance(node, ast.Call) and _name(node.func) in ("map", "starmap"):
+            if len(node.args) > 1 and not any(isinstance(e, ast.Starred) for e in node.args[:2]):
+                node.args[1] = _call("mapped", node.args[1], node.func, node.args[1])
+        elif isinstance(node, _Comprehension) and _calls([node]):
+            for each in node.generators:
+                if not each.is_async:
+                    each.iter = _call("each", each.iter, each.iter)
+        elif isinstance(node, ast.While) and _calls([node.test, *node.body]):
+            is_endless = isinstance(node.test, ast.Constant) and bool(node.test.value)
+            if is_endless and not any(_inside(node, ast.Break, but=_LOOPS)):
+                returned = list(_inside(node, ast.Return))[-1:]
+                node.orelse = [copy.deepcopy(each) for each in returned]
+            test = ast.BoolOp(ast.And(), [_call("goes_on", node.test), node.test])
+            node.test = ast.copy_location(test, node.test)
+            context = ast.withitem(_call("repeat", node.test))
+            return ast.copy_location(ast.With([context], [node]), node)
+        return node
+
+
+def rewritten(source: bytes, file: str, *, is_main: bool = False) -> CodeType:
+    """Compiles a script whose loops can be ended.
+
+    Args:
+        source: The script.
+        file: Where it stands.
+        is_main: Whether Python takes its file for an archive.
+
+    Raises:
+        SyntaxError: As of the script.
+        ValueError: It is no text.
+    """
+    tree = ast.parse(source, file)
+    _Rewriting().visit(tree)
+    if is_main:
+        first = _first_to_run(tree.body)
+        tree.body[first:first] = ast.parse(_AS_A_SCRIPT).body
+    return compile(ast.fix_missing_locations(tree), file, "exec", dont_inherit=True)
+
+
+def _inside(node: ast.AST, kind: type[_Kind], but: tuple[type, ...] = ()) -> Iterator[_Kind]:
+    """Yields the nodes of a kind in another one, but for what is in functions, or in ``but``."""
+    for each in ast.iter_child_nodes(node):
+        if isinstance(each, kind):
+            yield each
+        if not isinstance(each, (*but, *_SCOPES)):
+            yield from _inside(each, kind, but)
+
+
+def _name(function: ast.expr) -> str:
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+        return function.attr  # a second look at it does nothing
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def _calls(nodes: Iterable[ast.AST]) -> bool:
+    return any(isinstance(each, ast.Call) for node in nodes for each in ast.walk(node))
+
+
+def _call(name: str, at: ast.AST, *arguments: ast.expr) -> ast.Call:
+    function = ast.Name(_NAME.format(name), ast.Load())
+    call = ast.copy_location(ast.Call(function, list(arguments), []), at)
+    return ast.fix_missing_locations(call)
+
+
+def _first_to_run(body: list[ast.stmt]) -> int:
+    """Returns where the statements begin that may follow others: no docstring, no future."""
+    for number, each in enumerate(body):
+        is_text = isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant)
+        is_future = isinstance(each, ast.ImportFrom) and each.module == "__future__"
+        if not is_future and not (is_text and number == 0):
+            return number
+    return len(body)
+
+
+class _Script(SourceFileLoader):
+    """The loader of the script that Python is to run, and the finder that says it is there."""
+
+    def __init__(self, file: str, path: str) -> None:
+        super().__init__("__main__", file)
+        self._path = path
+        self._code = rewritten(self.get_data(file), file, is_main=True)
+
+    def find_spec(self, name: str, target: object = None) -> ModuleSpec | None:
+        """Finds the script itself, and nothing beside it."""
+        return ModuleSpec(name, self, origin=self.path) if name == self.name else None
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Returns its code, about to be run."""
+        if sys.path and sys.path[0] == self._path:  # as of an archive
+            folder = os.path.dirname(os.path.realpath(self.path))
+            sys.path[:1] = [] if sys.flags.safe_path else [folder]
+        before = sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+            at = _of_script(at)
+            before(kind, error.with_traceback(at), at)
+
+        sys.excepthook = hook
+        return self._code
+
+
+def _find_script(path: str) -> _Script:
+    """Finds the script that Python is about to run: it has run none yet."""
+    file = os.path.join(os.getcwd(), path)  # as Python names it
+    if hasattr(sys.modules.get("__main__"), "__file__") or not is_script(file):
+        raise ImportError
+    try:
+        return _Script(file, path)
+    except (OSError, SyntaxError, ValueError, RecursionError) as error:
+        raise ImportError from error  # Python runs it by itself, and says what is wrong
+
+
+def _of_script(at: TracebackType | None) -> TracebackType | None:
+    """Returns a traceback without what loads and ends loops."""
+    shown = []
+    while at is not None:
+        name = at.tb_frame.f_code.co_filename
+        if name != "<frozen runpy>" and not is_ours(name):
+            shown.append(at)
+        at = at.tb_next
+    for each, following in zip(shown, [*shown[1:], None], strict=True):
+        each.tb_next = following
+    return shown[0] if shown else None
+
+
+def rewrite_loops() -> None:
+    """Rewrites what is loaded of the script from now on."""
+    for each in _ASKED:
+        setattr(builtins, _NAME.format(each.__name__), each)
+    sys.path_hooks.append(_find_script)
+    loader: Any = SourceFileLoader
+    load = loader.get_code
+
+    @functools.wraps(load)
+    def get_code(self: Any, fullname: str) -> Any:
+        file = self.get_filename(fullname)
+        if not is_script(file):
+            return load(self, fullname)
+        try:
+            return rewritten(self.get_data(file), file)
+        except (OSError, SyntaxError, ValueError, RecursionError):
+            return load(self, fullname)
+
+    loader.get_code = get_code

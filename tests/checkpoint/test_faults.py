@@ -105,11 +105,13 @@ def test_a_save_that_is_over_keeps_no_home_of_an_optimizer(
         without_state = pinned_bytes()
         with monkeypatch.context() as patch:
             patch.setattr(Job, "finish", finish_and_linger)
-            checkpointer.save(1, run.state).wait()
-            residency.onload_optimizer(run.optimizer)
-            gc.collect()
-            num_bytes = pinned_bytes()
-        is_looked_at.set()
+            try:
+                checkpointer.save(1, run.state).wait()
+                residency.onload_optimizer(run.optimizer)
+                gc.collect()
+                num_bytes = pinned_bytes()
+            finally:
+                is_looked_at.set()
         assert num_bytes <= without_state - 2 * sum(p.nbytes for p in run.model.parameters())
 
 

@@ -44,14 +44,14 @@ def fit(loader, step, evaluate):
 
 model = torch.nn.Linear(4, 4).cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def step(batch):
+    model(batch).sum().backward()
+    optimizer.step()
 """
 TRAINING = (
     REPEATED
     + """
-def step(batch):
-    model(batch).sum().backward()
-    optimizer.step()
-
 def evaluate():
     with torch.no_grad():
         for batch in Repeated(torch.ones(4, 4), batch_size=2):
@@ -64,10 +64,6 @@ torch.save(model.state_dict(), "model.pt")
 EVALUATED = (
     REPEATED
     + """
-def step(batch):
-    model(batch).sum().backward()
-    optimizer.step()
-
 def evaluate():
     with torch.no_grad():
         counts.append(len([model(batch.cuda()) for batch in held_out]))

@@ -29,12 +29,13 @@ def parse_bytes(size: int | str, *, name: str = "size") -> int:
     """Returns a size as a whole number of bytes.
 
     Args:
-        size: An ``int`` of bytes, or a string such as ``"512MiB"``, ``"1.5 GiB"`` or ``"4096B"``.
+        size: An ``int`` of bytes, or a string such as ``"512MiB"``, ``"22.3 GiB"`` or ``"4096B"``;
+            what a fraction has beyond the last whole byte is left out.
         name: What the caller calls this size; the error names it.
 
     Raises:
         InvalidArgumentError: The size is negative, is a string without a unit or with one that is
-            not binary, is not a whole number of bytes, or is no size at all.
+            not binary, is a part of a byte, or is no size at all.
     """
     expected = (
         f"expected an int of bytes, or a number with one of {', '.join(_FACTORS)}, such as '512MiB'"
@@ -54,12 +55,13 @@ def parse_bytes(size: int | str, *, name: str = "size") -> int:
     factor = _FACTORS.get(unit)
     if match is None or factor is None:
         raise InvalidArgumentError(f"{name} is {size!r}; {expected}.{_hint(match)}")
-    num_bytes = float(match[1]) * factor if "." in match[1] else int(match[1]) * factor
-    if num_bytes != int(num_bytes):
+    whole, _, digits = match[1].partition(".")
+    num_bytes, rest = divmod(int(whole + digits) * factor, 10 ** len(digits))
+    if rest and (unit == "B" or not num_bytes):
         raise InvalidArgumentError(
             f"{name} is {size!r}, which is not a whole number of bytes; round it."
         )
-    return int(num_bytes)
+    return num_bytes
 
 
 def _hint(match: re.Match[str] | None) -> str:

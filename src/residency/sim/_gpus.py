@@ -69,6 +69,7 @@ def _gpu(
 
 _PRIME_RL = "PrimeIntellect-ai/prime-rl/blob/main/benchmarks/results/BENCHMARKS.md"
 _T4 = "Zheng-Chong/CatVTON/issues/133"  # 240 MiB of a second process; the first one has less
+_A10G = "meta-pytorch/torchtune/pull/229"
 _L4 = "ArcInstitute/evo2/issues/190"
 _L40S = "stepfun-ai/Step-Video-T2V/issues/8"
 _RTX3090 = "invoke-ai/InvokeAI/issues/9413"  # of a process that has computed nothing yet
@@ -81,6 +82,7 @@ _A100_80G = "HiDream-ai/VAREdit/issues/6"
 GPUS: dict[str, Gpu] = {
     "t4": _gpu("Tesla T4", 14.56, (7, 5), 40, _T4, (240, _T4)),
     "l4": _gpu("NVIDIA L4", 22.03, (8, 9), 58, _L4, (236, _L4)),
+    "a10g": _gpu("NVIDIA A10G", 22.19, (8, 6), 80, _A10G, (282, _A10G)),
     "l40s": _gpu("NVIDIA L40S", 44.42, (8, 9), 142, _L40S, (420, _L40S)),
     "rtx3090": _gpu(
         "NVIDIA GeForce RTX 3090", 23.70, (8, 6), 82, "GaoLii/DSP/issues/10", (256, _RTX3090)

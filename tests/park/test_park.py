@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 import residency
 from residency import park, unpark
+from residency._park._guards import Notices
 from residency._park._parking import Parking
+from residency._park._tensors import Owner
 
 
 class Tied(nn.Module):
@@ -99,6 +101,27 @@ def test_parking_frees_what_it_says_and_takes_it_back(device) -> None:
     assert held() == before - expected
     assert unpark(model) == expected
     assert held() == before
+
+
+@pytest.mark.parametrize("gradients", ["move", "drop"])
+def test_what_others_free_meanwhile_is_not_counted(device, monkeypatch, gradients) -> None:
+    model = tied(device)
+    backward(model, device, 0)
+    expected = blocks(*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters()))
+    others = [torch.ones(1000, device=device)]
+    others.append(others)  # only a garbage collection frees it
+    put_up = Notices.put_up
+
+    def collect_first(notices: Notices, owners: list[Owner]) -> None:
+        gc.collect()
+        put_up(notices, owners)
+
+    monkeypatch.setattr(Notices, "put_up", collect_first)
+    before = held()
+    del others
+    assert park(model, gradients=gradients) == expected
+    assert torch.accelerator.memory_allocated() == before - expected - 4096
+    unpark(model)
 
 
 def test_parking_twice_is_parking_once(device) -> None:
@@ -401,8 +424,6 @@ def test_a_script_is_refused_and_stays_where_it_is(device: torch.device) -> None
 def test_what_cannot_be_watched_stays_whole_on_the_device(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from residency._park._guards import Notices
-
     model = tied(device)
     before = bits(model)
     monkeypatch.setattr(Notices, "put_up", lambda *_: 1 / 0)

@@ -58,7 +58,7 @@ def park(
         pin: Whether the host memory is page-locked.
 
     Returns:
-        The device bytes that were freed, as the allocator counts them. Those that a save in flight
+        The device bytes that were freed, as the allocator rounds them. Those that a save in flight
         reads follow when it has seen its copies done.
 
     Raises:

@@ -22,10 +22,12 @@ from residency._park._storages import (
     Move,
     Rebound,
     Tie,
+    gone_bytes,
     has_live_accumulator,
     rebind_all,
     shared_with_others,
     ties_of,
+    watched,
 )
 from residency._park._tensors import (
     Gradients,
@@ -132,7 +134,7 @@ class Parking:
                 finds. None moves everything.
 
         Returns:
-            The device bytes that were freed, as the allocator counts them: 0 where nothing is on
+            The device bytes that were freed, as the allocator rounds them: 0 where nothing is on
             the device. What a save has in flight is freed when it has seen its copies done.
 
         Raises:
@@ -151,9 +153,8 @@ class Parking:
         chosen = list(ties)
         if up_to is not None:
             chosen = _with_gradients(_fewest(ties, up_to - self._droppable_bytes()), ties)
-        # Measured: a save that has not seen its copies done keeps what it reads, a reducer its
-        # buckets.
-        before = _device.memory_allocated(self.device)
+        # A save that has not seen its copies done keeps what it reads, a reducer its buckets.
+        going = watched([*chosen, *self._gradients_to_drop()])
         dropped: list[Taken] = []
         is_first = not self._rebound
         try:
@@ -172,7 +173,7 @@ class Parking:
         dropped.clear()
         ties.clear()
         chosen.clear()
-        return max(0, before - _device.memory_allocated(self.device))
+        return gone_bytes(going)
 
     @callers_modes_off()
     def unpark(self) -> int:
@@ -259,11 +260,14 @@ class Parking:
             if other is not None and any(site.startswith(f"{number}:") for site in self._sites):
                 yield other
 
-    def _droppable_bytes(self) -> int:
+    def _gradients_to_drop(self) -> list[Tie]:
         owner = self.owner
         if self._gradients != "drop" or not isinstance(owner, nn.Module):
-            return 0
-        ties = ties_of((s, t) for s, t in gradients_of(owner) if not t.is_cpu)
+            return []
+        return ties_of((s, t) for s, t in gradients_of(owner) if not t.is_cpu)
+
+    def _droppable_bytes(self) -> int:
+        ties = self._gradients_to_drop()
         shared = shared_with_others(ties, ties[0].storage.device) if ties else []
         return sum(
             tie.allocated_bytes

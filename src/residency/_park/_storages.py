@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from residency._errors import RefusedError
 from residency._modes import callers_modes_off
@@ -83,6 +84,26 @@ def shared_with_others(ties: Sequence[Tie], device: torch.device) -> list[Tie]:
         if torch._C._storage_Use_Count(tie.storage._cdata)
         > 1 + len({id(t) for t in tie.tensors} | reading.get(tie.storage._cdata, set()))
     ]
+
+
+_Watched = list[tuple[StorageWeakRef, int]]
+
+
+def watched(ties: Iterable[Tie]) -> _Watched:
+    """Returns a weak reference to each storage, with the bytes that the allocator counts for it."""
+    return [
+        (StorageWeakRef(tie.storage), tie.allocated_bytes)  # type: ignore[no-untyped-call]  # torch's
+        for tie in ties
+    ]
+
+
+def gone_bytes(storages: _Watched) -> int:
+    """Returns the bytes of the storages that are no more.
+
+    The device's figure from before and after would count what others free meanwhile, such as a
+    garbage collection that begins in between.
+    """
+    return sum(num_bytes for weak, num_bytes in storages if weak.expired())  # type: ignore[no-untyped-call]  # torch's
 
 
 class Rebound:

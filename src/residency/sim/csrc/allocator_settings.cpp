@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <bit>
+#include <functional>
 #include <optional>
 #include <unordered_map>
 #include <unordered_set>
@@ -77,14 +78,18 @@ const std::unordered_map<std::string, Check>& settings_of_cuda() {
       {"pinned_num_register_threads", check_register_threads},
       {"pinned_reserve_segment_size_mb", check_reserve_segment},
       {"pinned_use_cuda_host_register", check_boolean},
+      {"pinned_use_hip_host_register", check_boolean},
       {"release_lock_on_cudamalloc", check_boolean},
+      {"release_lock_on_hipmalloc", check_boolean},
       {"throw_on_cudamalloc_oom", check_boolean},
   };
   return checks;
 }
 
-std::unordered_set<std::string> names_of_cuda() {
-  std::unordered_set<std::string> names;
+using Names = std::unordered_set<std::string>;
+
+Names names_of_cuda() {
+  Names names;
   for (const auto& [name, _] : settings_of_cuda()) names.insert(name);
   return names;
 }
@@ -96,10 +101,12 @@ std::string known_settings() {
   return text;
 }
 
-// Looks at every setting before it applies one.
-void parse_settings_of_cuda(const std::string& settings) {
+using Fraction = std::optional<double>;
+
+// Looks at every setting; returns the fraction, where there is one.
+Fraction check_settings_of_cuda(const std::string& settings) {
   const c10::CachingAllocator::ConfigTokenizer tokens(settings);
-  std::optional<double> fraction;
+  Fraction fraction;
   for (size_t i = 0; i < tokens.size(); i++) {
     const std::string& name = tokens[i];
     if (name == ",") continue;
@@ -113,9 +120,28 @@ void parse_settings_of_cuda(const std::string& settings) {
     if (name == "per_process_memory_fraction") fraction = parse_fraction(value);
     i = tokens.skipKey(i);
   }
+  return fraction;
+}
+
+// As a build of torch for CUDA has it: it keeps what CUDA's allocator would read.
+using Parser = std::function<void(const std::string&)>;
+
+void parse_settings_of_cuda(const std::string& settings, const Parser& torchs_own) {
+  const Fraction fraction = check_settings_of_cuda(settings);
+  if (torchs_own) torchs_own(settings);
   if (!fraction) return;
   Machine::get().with_allocator(
       [&](CachingAllocator& allocator) { allocator.set_memory_fraction(*fraction); });
+}
+
+// A build of torch for CUDA has a parser already, and its names.
+Parser register_parser() {
+  Parser torchs_own = Config::getConfigParserHook();
+  const auto parse = [torchs_own](const std::string& settings) {
+    parse_settings_of_cuda(settings, torchs_own);
+  };
+  Config::registerDeviceConfigParserHook(parse, torchs_own ? Names{} : names_of_cuda());
+  return parse;
 }
 
 // The settings that torch keeps when a later string does not name them.
@@ -158,12 +184,8 @@ void go_back_to(const Kept& then) {
 
 void adopt_allocator_settings() {
   const std::string settings = c10::CachingAllocator::getAllocatorSettings();
-  static const bool is_registered = [] {
-    if (Config::getConfigParserHook()) return false;  // CUDA's own, in a build of torch that has it
-    Config::registerDeviceConfigParserHook(&parse_settings_of_cuda, names_of_cuda());
-    return true;
-  }();
-  if (is_registered) parse_settings_of_cuda(settings);
+  static const Parser parse = register_parser();
+  parse(settings);
 }
 
 void set_allocator_settings(const std::string& settings) {

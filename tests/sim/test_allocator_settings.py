@@ -237,7 +237,7 @@ def test_settings_of_cuda_without_an_effect_on_bytes_are_accepted() -> None:
         "pinned_reserve_segment_size_mb:64,pinned_free_catch_all:False,"
         "release_lock_on_cudamalloc:True,throw_on_cudamalloc_oom:False,"
         "graph_capture_record_stream_reuse:True,backend:native,"
-        "release_lock_on_hipmalloc:True,pinned_use_hip_host_register:False"  # CUDA's parser has them
+        "release_lock_on_hipmalloc:True,pinned_use_hip_host_register:False"
     )
     torch.sim.set_allocator_settings(settings)
     assert torch._C._accelerator_getAllocatorSettings() == settings

@@ -103,7 +103,8 @@ def gone_bytes(storages: _Watched) -> int:
     The device's figure from before and after would count what others free meanwhile, such as a
     garbage collection that begins in between.
     """
-    return sum(num_bytes for weak, num_bytes in storages if weak.expired())  # type: ignore[no-untyped-call]  # torch's
+    gone = [num_bytes for weak, num_bytes in storages if weak.expired()]  # type: ignore[no-untyped-call]  # torch's
+    return sum(gone)
 
 
 class Rebound:

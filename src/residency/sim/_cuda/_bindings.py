@@ -74,6 +74,7 @@ def _device_bindings(core: Any) -> dict[str, Callable[..., Any]]:
         "_cuda_getCurrentBlasHandle": lambda: 0,
         "_cuda_getCurrentSolverHandle": lambda: 0,
         "_cuda_clearCublasWorkspaces": core.clear_workspaces,
+        "_is_flash_attention_available": lambda: True,  # its memory is modelled
         "_nccl_version": lambda: major << 32 | minor << 16 | patch,
         "_nccl_version_suffix": lambda: b"",
     }

@@ -23,6 +23,7 @@ from residency.sim._gpus import Gpu
 
 NAME = "cuda"
 _CUDA_VERSION = "13.0"  # which torch on PyPI is built with (2.11 to 2.13)
+_CUDNN_VERSION = 92000  # which torch 2.13 on PyPI brings
 
 
 def check_free() -> None:
@@ -67,10 +68,18 @@ def register(core: Any, model: Callable[[], Gpu]) -> None:
     pools = _allocator.functions(core)
     shown = ("MemPool", "use_mem_pool")
     torch.cuda.__dict__.update({name: pools[name] for name in shown})
-    torch.backends.cudnn.enabled = False  # else torch warns that there is none
+    _show_cudnn()
     _teach_storages(core)
     if dist.is_available():
         _offer_nccl(core)
+
+
+def _show_cudnn() -> None:
+    """Lets torch find the same cuDNN, of which nothing runs, in each of its builds."""
+    torch.backends.cudnn.enabled = False
+    names: dict[str, Any] = torch.backends.cudnn.version.__globals__  # those of torch's own module
+    names.update(_init=lambda: True, __cudnn_version=_CUDNN_VERSION)
+    torch._C.__dict__["_has_cudnn"] = True
 
 
 def _teach_storages(core: Any) -> None:
@@ -95,6 +104,8 @@ def _teach_storages(core: Any) -> None:
 
     storages.__new__ = staticmethod(make_any)
     storages.resize_ = resize_any
+    share = _bindings.refuse("tensors that processes share")
+    storages._share_cuda_ = storages._new_shared_cuda = share
 
 
 # ---------------------------------------------------------------------------------- nccl

@@ -290,6 +290,19 @@ def host_figures(name: str) -> tuple[int, ...]:
 
 
 @case
+def libraries_are_there_in_each_build_of_torch() -> None:
+    assert torch.backends.cudnn.is_available()
+    assert torch.backends.cudnn.version() >= 9000
+    assert torch.backends.cuda.is_flash_attention_available()
+    torch.backends.cudnn.enabled = True  # as scripts write at their top
+    try:
+        lstm = nn.LSTM(4, 4).cuda()
+        assert lstm(torch.ones(2, 4, device="cuda"))[0].shape == (2, 4)
+    finally:
+        torch.backends.cudnn.enabled = False
+
+
+@case
 def a_note_counts_what_the_limit_of_the_process_leaves() -> None:
     free, total = torch.cuda.mem_get_info()
     torch.cuda.empty_cache()

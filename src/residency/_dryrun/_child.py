@@ -34,6 +34,7 @@ from residency._dryrun._refusals import advice, refuse_sources
 from residency._dryrun._saves import Saves
 from residency._dryrun._settings import RunSettings
 from residency._dryrun._stopping import Stopping
+from residency._dryrun._triton import launch_nothing
 from residency._errors import ResidencyError
 from residency._memory import measure
 from residency._units import parse_bytes
@@ -99,6 +100,7 @@ class Run:
             _host.leave_out_weights()
             refuse_sources()
             fuse_attention(self._compiling)
+            launch_nothing()
         _frameworks.change(self._settings)
         self._levers.start()
         self._compiling.start()

@@ -168,3 +168,33 @@ def test_the_keys_of_a_few_queries_are_split(dry_run, tmp_path) -> None:
     parts = num_splits * 8 * (128 + 2) * 4
     assert parts <= split < parts + 8 * 128 * 4
     assert max(whole) < 8 * 128 * 4
+
+
+LEARNING = """
+import json, math, torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+torch.manual_seed(0)
+query, key, value = (torch.randn(2, 2, 16, 16, device="cuda") for _ in range(3))
+tables = torch.randn(2, 16, 16, device="cuda").requires_grad_(), torch.randn(31, device="cuda")
+tables[1].requires_grad_()
+def score(score, b, h, q, k):
+    return score + tables[0][h, q, k] * 2 + tables[1][q - k + 15]
+mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 16, 16)
+def learn(attend):
+    out = attend(query, key, value, score_mod=score, block_mask=mask)
+    return torch.autograd.grad((out * value).sum(), tables)
+seen = [learn(flex_attention), learn(torch.compile(flex_attention)), learn(flex_attention)]
+places = torch.arange(16, device="cuda")
+scores = query @ key.mT / 4 + tables[0] * 2 + tables[1][places[:, None] - places + 15]
+scores = scores.masked_fill(places[:, None] < places, -math.inf)
+out = scores.softmax(-1) @ value
+true = torch.autograd.grad((out * value).sum(), tables)
+for each in seen:
+    for found, expected in zip(each, true):
+        torch.testing.assert_close(found, expected)
+"""
+
+
+def test_captured_tensors_get_their_gradients_before_and_after_a_script_compiles(dry_run) -> None:
+    outcome = dry_run(LEARNING, options=("--real", "--capacity", "1GiB", "--steps", "0"))
+    assert outcome.status == 0, outcome.errors

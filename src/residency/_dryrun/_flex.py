@@ -46,8 +46,6 @@ def fuse_attention(compiling: Compiling) -> None:
         for operator, choose in zip(operators, choices, strict=True):
             operator.py_kernels[key] = choose(operator.py_kernels[key], compiling)
             operator._dispatch_cache.clear()
-        kind: Any = type(operators[0])
-        kind.__call__ = _naming_captured(kind.__call__, compiling)
         # Of the function that changes scores: a pass for each call, of which nothing comes here.
         trace = vars(module)["create_fw_bw_graph"]
         module.__dict__["create_fw_bw_graph"] = _tracing(trace, compiling)
@@ -62,6 +60,20 @@ def fuse_attention(compiling: Compiling) -> None:
         "torch.nn.attention.flex_attention": watch_masks,
     }
     ImportWatch(watched).start()
+
+
+def name_captured(compiling: Compiling) -> None:
+    """Gives FlexAttention the tensors that learn, which its functions have captured, once imported.
+
+    Args:
+        compiling: Knows whether the script compiles, after which Dynamo no longer looks for them.
+    """
+
+    def watch_operators(module: ModuleType) -> None:
+        kind: Any = type(vars(module)["flex_attention"])
+        kind.__call__ = _naming_captured(kind.__call__, compiling)
+
+    ImportWatch({"torch._higher_order_ops.flex_attention": watch_operators}).start()
 
 
 def _choosing(plain: _Function, compiling: Compiling) -> _Function:

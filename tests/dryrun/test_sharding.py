@@ -15,7 +15,8 @@ SHARDED = f"""
 import gc, json, torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffload, FullyShardedDataParallel, MixedPrecision, fully_shard)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -48,8 +49,13 @@ def sharded(mesh):
 train("fsdp", sharded(init_device_mesh("cuda", ({RANKS},))))
 pairs = init_device_mesh("cuda", (2, {RANKS} // 2), mesh_dim_names=("copies", "shards"))
 train("hsdp", sharded(pairs))
-train("flat", lambda model: FullyShardedDataParallel(
-    model, device_id=0, auto_wrap_policy=ModuleWrapPolicy({{nn.Linear}}), use_orig_params=True))
+def flat(**options):
+    policy = ModuleWrapPolicy({{nn.Linear}})
+    return lambda model: FullyShardedDataParallel(
+        model, device_id=0, auto_wrap_policy=policy, use_orig_params=True, **options)
+train("flat", flat())
+train("offloaded", flat(cpu_offload=CPUOffload(offload_params=True)))
+train("low sums", flat(mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16)))
 train("ddp", lambda model: DistributedDataParallel(model, broadcast_buffers=False))
 
 heads = [torch.randn(2, 8, 64, 16, device="cuda", dtype=d)
@@ -121,6 +127,23 @@ def test_the_first_fsdp_gathers_a_layer_and_the_next_one(of_ranks: dict[str, Any
     assert backward["gradients"] >= 2 * LAYER
     # Of a layer's gradient autograd makes a flat one.
     assert backward["activations"] < LAYER + LAYER // 4
+
+
+def test_what_the_first_fsdp_offloads_is_gathered_by_way_of_the_device(
+    of_ranks: dict[str, Any],
+) -> None:
+    forward = of_ranks["phases"]["offloaded/forward"]
+    assert forward["parameters"] == 0
+    assert forward["gathered parameters"] == LAYER + LAYER // RANKS
+    assert forward["activations"] < LAYER // RANKS
+
+
+def test_a_gradient_that_the_first_fsdp_sums_in_another_type_is_one_before(
+    of_ranks: dict[str, Any],
+) -> None:
+    backward = of_ranks["phases"]["low sums/backward"]
+    assert backward["activations"] < LAYER + LAYER // 4
+    assert backward["gradients"] >= LAYER + LAYER // 2  # as it was made, and to be summed
 
 
 def test_ddp_gathers_nothing(of_ranks: dict[str, Any]) -> None:

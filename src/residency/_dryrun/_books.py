@@ -91,7 +91,10 @@ class Books:
 
     @contextmanager
     def making(self, kind: str, blocks: Iterable[int] = ()) -> Iterator[None]:
-        """Gives a kind to all that is made inside, and to the blocks that begin at addresses."""
+        """Gives a kind to all that is made inside, and to the blocks that begin at addresses.
+
+        What is made in a `making` inside of this one keeps the kind that it got there.
+        """
         self._read()
         index, first = _INDEX[kind], len(self._events)
         for address in blocks:
@@ -102,7 +105,7 @@ class Books:
         finally:
             self._read()
             for block, num_bytes, _ in self._events[first:]:
-                if num_bytes > 0:
+                if num_bytes > 0 and block.kind < 0:
                     block.kind = index
 
     def close(self, name: str, kinds: Callable[[], dict[int, str]]) -> None:

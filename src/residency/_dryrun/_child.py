@@ -25,7 +25,7 @@ from residency._device import memory_allocated
 from residency._dryrun import _frameworks, _host, _ranks, _sharding
 from residency._dryrun._books import KINDS, OTHER, Books
 from residency._dryrun._compiling import Compiling
-from residency._dryrun._flex import fuse_attention
+from residency._dryrun._flex import fuse_attention, name_captured
 from residency._dryrun._levers import Levers
 from residency._dryrun._owners import OwnersOfBlocks
 from residency._dryrun._phases import BACKWARD, Phases
@@ -101,6 +101,7 @@ class Run:
             refuse_sources()
             fuse_attention(self._compiling)
             launch_nothing()
+        name_captured(self._compiling)
         _frameworks.change(self._settings)
         self._levers.start()
         self._compiling.start()

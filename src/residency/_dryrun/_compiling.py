@@ -8,30 +8,40 @@ autograd then takes for a change of what it has saved.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
+import threading
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
 
 from residency._dryrun._places import is_script
+from residency._memory import ImportWatch
+
+# Graphs of these run operation by operation, on a GPU, too.
+_FUSE_NOTHING = ("eager", "aot_eager", "aot_eager_decomp_partition", "cudagraphs")
 
 
 class Compiling:
-    """The calls of ``torch.compile``.
+    """The calls of ``torch.compile``, and of what it gave.
 
     Attributes:
         is_used: Whether there was one. Those that torch itself makes do not count, and those of a
             library that is being imported only once what they gave is called.
-        stand_ins: What is called in place of a function that is compiled.
     """
 
     def __init__(self) -> None:
         """Begins with none."""
         self.is_used = False
-        self.stand_ins: dict[object, Callable[..., object]] = {}
+        self._is_eager = False
+        self._of_thread = threading.local()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread runs a function that a compiler would have fused."""
+        depth: int = vars(self._of_thread).get("depth", 0)
+        return depth > 0
 
     def start(self) -> None:
         """Makes what is compiled from now on run eagerly."""
@@ -40,28 +50,96 @@ class Compiling:
 
         @functools.wraps(compile_function)
         def compiled(*args: Any, **options: Any) -> Any:
-            caller = sys._getframe(1)
-            if args and inspect.isfunction(args[0]) and args[0] in self.stand_ins:
-                return self._noting(self.stand_ins[args[0]])
-            if self.is_used or _is_of_torch(caller.f_globals["__name__"]):
-                return compile_function(*args, **options)
-            # Not earlier: it imports Dynamo, which takes as long as torch itself.
-            torch.compiler.set_stance("force_eager")
-            made = compile_function(*args, **options)
-            if args and inspect.isfunction(made) and _is_of_import(caller):
-                return self._noting(made)
-            self.is_used = True
+            caller = _caller(sys._getframe(1))
+            if (args[0] if args else options.get("model")) is None:
+                return compile_function(*args, **options)  # a decorator, which comes here again
+            if _is_of_torch(caller):
+                return self._unnoted(compile_function)(*args, **options)
+            if not self._is_eager:
+                # Not earlier: it imports Dynamo, which takes as long as torch itself.
+                torch.compiler.set_stance("force_eager")
+                self._is_eager = True
+            make = compile_function
+            if options.get("backend") in _FUSE_NOTHING:
+                make = self._unnoted(compile_function)
+            made = make(*args, **options)
+            self.is_used |= not _is_of_import(caller)
             return made
 
         torch_module.compile = compiled
+        watched: dict[str, Callable[[ModuleType], None]] = {
+            "torch._dynamo.eval_frame": self._watch_contexts,
+            "torch.utils.checkpoint": self._watch_checkpoints,
+        }
+        ImportWatch(watched).start()
 
-    def _noting(self, function: Any) -> Any:
+    def _watch_contexts(self, module: ModuleType) -> None:
+        """Notes the calls of what is compiled: its contexts have hooks for that alone."""
+        context: Any = vars(module)["OptimizeContext"]
+        make = context.__init__
+
+        @functools.wraps(make)
+        def made(this: Any, *args: object, **options: object) -> None:
+            make(this, *args, **options)
+            if not vars(self._of_thread).get("is_unnoted"):
+                this.enter_exit_hooks.append(self._enter)
+
+        context.__init__ = made
+
+    def _watch_checkpoints(self, module: ModuleType) -> None:
+        """Lets what is recomputed in a backward pass be inside of what it was inside before."""
+        checkpoint = vars(module)["checkpoint"]
+
+        @functools.wraps(checkpoint)
+        def checkpointed(function: Callable[..., object], *args: object, **options: object) -> Any:
+            kept = self._within(function) if self.is_inside else function
+            return checkpoint(kept, *args, **options)
+
+        module.__dict__["checkpoint"] = checkpointed
+
+    def _enter(self) -> Callable[[], None]:
+        self.is_used = True
+        return self._deepen()
+
+    def _deepen(self) -> Callable[[], None]:
+        """Goes one function in, until what it returns is called."""
+        own = vars(self._of_thread)
+        before = own.get("depth", 0)
+        own["depth"] = before + 1
+        return lambda: own.update(depth=before)
+
+    def _within(self, function: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(function)
-        def called(*args: Any, **options: Any) -> Any:
-            self.is_used = True
-            return function(*args, **options)
+        def called(*args: object, **options: object) -> object:
+            leave = self._deepen()
+            try:
+                return function(*args, **options)
+            finally:
+                leave()
 
         return called
+
+    def _unnoted(self, make: Callable[..., object]) -> Callable[..., object]:
+        """Returns a function whose compiled ones run on a GPU operation by operation, too."""
+
+        @functools.wraps(make)
+        def made(*args: object, **options: object) -> object:
+            own = vars(self._of_thread)
+            before = own.get("is_unnoted", False)
+            own["is_unnoted"] = True
+            try:
+                return make(*args, **options)
+            finally:
+                own["is_unnoted"] = before
+
+        return made
+
+
+def _caller(frame: FrameType | None) -> FrameType | None:
+    """Returns the frame of a call, past the decorator that ``torch.compile`` itself is."""
+    while frame is not None and frame.f_globals["__name__"] == "torch":
+        frame = frame.f_back
+    return frame
 
 
 def _is_of_import(frame: FrameType | None) -> bool:
@@ -75,6 +153,7 @@ def _is_of_import(frame: FrameType | None) -> bool:
     return False
 
 
-def _is_of_torch(module: str) -> bool:
-    """Returns whether a module is torch's, and has no call that a script makes through it."""
+def _is_of_torch(frame: FrameType | None) -> bool:
+    """Returns whether a call is torch's own, and none that a script makes through a module."""
+    module = frame.f_globals["__name__"] if frame is not None else ""
     return module.partition(".")[0] == "torch" and module != "torch.nn.modules.module"

@@ -53,21 +53,30 @@ def _watch_groups(making: Making, module: ModuleType) -> None:
 
 
 def _watch_flat_parameters(making: Making, module: ModuleType) -> None:
-    """Watches the first FSDP, whose parameters are one flat tensor of each module."""
+    """Watches the first FSDP, whose parameters are one flat tensor of each module.
+
+    Beside what it gathers into, this rank's share is on the device in the type that is gathered,
+    where the share that stays is on the host or of another type. The first pass makes all of these
+    buffers once, in their sizes, and lets them go.
+    """
     handle: Any = vars(module)["FlatParamHandle"]
-    handle.unshard = _in(making, GATHERED, handle.unshard)
+    for name in ("init_flat_param_attributes", "pre_unshard", "unshard"):
+        setattr(handle, name, _in(making, GATHERED, getattr(handle, name)))
 
 
 def _watch_flat_gradients(making: Making, module: ModuleType) -> None:
-    """Watches where its whole gradients, which autograd has made, go into shards."""
-    reduce = vars(module)["_reduce_grad"]
+    """Watches where its whole gradients, which autograd has made, go into shards.
 
-    @functools.wraps(reduce)
-    def reduced(state: object, handle: Any) -> object:
+    They may get another type first, in which they are summed.
+    """
+    go_on = vars(module)["_post_backward_hook"]
+
+    @functools.wraps(go_on)
+    def going_on(state: object, handle: Any, *args: object) -> object:
         with making(GRADIENTS, _addresses([handle.flat_param.grad])):
-            return reduce(state, handle)
+            return go_on(state, handle, *args)
 
-    module.__dict__["_reduce_grad"] = reduced
+    module.__dict__["_post_backward_hook"] = going_on
 
 
 def _in(making: Making, kind: str, function: Callable[..., object]) -> Callable[..., object]:

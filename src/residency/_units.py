@@ -56,7 +56,8 @@ def parse_bytes(size: int | str, *, name: str = "size") -> int:
     if match is None or factor is None:
         raise InvalidArgumentError(f"{name} is {size!r}; {expected}.{_hint(match)}")
     whole, _, digits = match[1].partition(".")
-    num_bytes, rest = divmod(int(whole + digits) * factor, 10 ** len(digits))
+    scale: int = 10 ** len(digits)
+    num_bytes, rest = divmod(int(whole + digits) * factor, scale)
     if rest and (unit == "B" or not num_bytes):
         raise InvalidArgumentError(
             f"{name} is {size!r}, which is not a whole number of bytes; round it."

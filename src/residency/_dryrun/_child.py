@@ -153,7 +153,7 @@ class Run:
         if os.getpid() != self._pid:
             return  # a forked child has no device
         if name.endswith("load"):
-            self._stopping.resume()
+            self._stopping.note_load()
         with self._lock:
             self._books.close(name, self._kinds)
         self._look_at_host()

@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
 
 from residency._dryrun._loaders import Loaders
 from residency._dryrun._loops import Loop, loops
+from residency._dryrun._reaching import LoadsOfTrained, share
 from residency._dryrun._resumes import TEMPLATE
 from residency._memory import ImportWatch, open_phases
 
@@ -74,6 +75,8 @@ class Stopping:
         self._wanted = num_steps
         self._optimizers = optimizers
         self._loaders = Loaders(self, held)
+        self._loads = LoadsOfTrained(self._is_trained, self.resume)
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._has_ended_loops = False  # as this training has ended
         self._num_trainings = 0  # that have ended
         self._num_resumes = 0
@@ -105,6 +108,7 @@ class Stopping:
             return
         self._watch_optimizers()
         self._loaders.start()
+        self._loads.start()
         flow = {
             "transformers.trainer_callback": self._watch_transformers,
             "transformers.generation.stopping_criteria": _generate_all,
@@ -114,8 +118,15 @@ class Stopping:
         }
         ImportWatch(flow).start()
 
+    def note_load(self) -> None:
+        """Begins to count anew: the script has loaded something, and may train it.
+
+        What a load reaches, and whether that is a resume, is seen later (``_reaching``).
+        """
+        self._count_from_here()
+
     def resume(self) -> None:
-        """Begins to count anew: the script has loaded a checkpoint, and may train on.
+        """Begins to count anew: the script has loaded a checkpoint into what it trains.
 
         Loops that are in their last round go on. A training of their own begins by itself, as one
         of a framework does.
@@ -186,6 +197,8 @@ class Stopping:
     def _after_step(self, optimizer: Optimizer, args: object, options: object) -> None:
         if _is_template():
             return
+        if optimizer is not self._by_hand:
+            self._stepped.add(optimizer)
         count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         since = self._since_load[optimizer] = self._since_load.get(optimizer, 0) + 1
         self.num_steps = max(self.num_steps, self._num_before_load + since)
@@ -236,6 +249,12 @@ class Stopping:
         """
         groups = [group for group in self._groups if optimizer in group]
         return not groups or any(each in self._counts for group in groups for each in group)
+
+    def _is_trained(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Returns whether an optimizer has stepped one of some parameters."""
+        groups = (group for each in list(self._stepped) for group in each.param_groups)
+        trained = (parameter for group in groups for parameter in group["params"])
+        return self.is_by_hand or share(parameters, trained)
 
     def leave(self) -> NoReturn:
         """Leaves the script in the middle of its loop."""

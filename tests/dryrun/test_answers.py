@@ -366,3 +366,21 @@ def test_no_epoch_without_batches_comes_where_the_script_ends_with_its_epochs(dr
     assert outcome.answer["is_complete"]
     assert outcome.answer["steps"] == 2
     assert "ZeroDivisionError" not in outcome.errors
+
+
+WORKERS = """
+import torch
+from torch.utils.data import DataLoader
+
+def broken(batch):
+    raise ValueError("no picture is here")
+
+torch.ones(1).cuda()
+next(iter(DataLoader(range(4), num_workers=1, collate_fn=broken)))
+"""
+
+
+def test_what_went_wrong_in_a_loaders_worker_is_named(dry_run) -> None:
+    outcome = dry_run(WORKERS)
+    assert outcome.status == 3
+    assert "ValueError: no picture is here" in outcome.answer["error"], outcome.answer["error"]

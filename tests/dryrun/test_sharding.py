@@ -1,6 +1,7 @@
 """One rank of four: what FSDP, HSDP and DDP keep, gather and reduce, beside its formulas."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +199,32 @@ def test_a_script_finds_the_devices_of_all_ranks_and_runs_the_first(
     assert outcome.status == 0, outcome.errors
     assert outcome.answer["steps"] == 1
     assert json.loads((tmp_path / "ranks.json").read_text()) == [0, 4, 4, 4]
+
+
+FAILING = """
+import sys, torch
+import torch.multiprocessing as mp
+
+def main(rank):
+    weight = torch.nn.Linear(8, 8).cuda().weight
+    weight.t().view(64)
+
+if __name__ == "__main__":
+    if "--spawn" in sys.argv:
+        mp.spawn(main, nprocs=1)
+    else:
+        process = mp.get_context("spawn").Process(target=main, args=(0,))
+        process.start()
+        process.join()
+        sys.exit(process.exitcode)
+"""
+
+
+@pytest.mark.parametrize("words", [["--spawn"], []], ids=["torchs", "pythons"])
+def test_the_error_of_a_process_that_a_script_starts_is_named(
+    dry_run: Callable[..., Any], words: list[str]
+) -> None:
+    outcome = dry_run(FAILING, *words)
+    assert outcome.status == 3
+    assert "view size is not compatible" in outcome.answer["error"], outcome.errors
+    assert "script.py:7" in outcome.answer["error"]

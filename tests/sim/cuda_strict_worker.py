@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -263,6 +264,28 @@ for name, (caller, prepare) in REFUSED.items():
     add_named(name, lambda caller=caller, prepare=prepare: refuses(caller, prepare()()))
 for name, prepare in ACCEPTED.items():
     add_named(name, lambda prepare=prepare: accepts(prepare()()))
+
+
+@case
+def types_of_tensors_make_some() -> None:
+    kind = torch.cuda.LongTensor
+    made = [kind(2, 3), kind(torch.Size([6])), kind([1, 2, 3]), kind(np.ones(4, np.int64)), kind()]
+    assert [each.numel() for each in made] == [6, 6, 3, 4, 0]
+    assert {(each.dtype, each.device.type) for each in made} == {(torch.int64, "cuda")}
+    assert made[2].tolist() == [1, 2, 3]
+    assert kind(made[2]).data_ptr() == made[2].data_ptr()
+    with pytest.raises(TypeError, match=r"expected torch.cuda.LongTensor \(got torch.LongTensor\)"):
+        kind(torch.ones(1, dtype=torch.int64))
+    host = torch.ones(2)
+    assert host.type(torch.cuda.HalfTensor).type() == "torch.cuda.HalfTensor"
+    assert isinstance(made[0], kind)
+    assert not isinstance(host, torch.cuda.FloatTensor)
+    assert not isinstance(made[0], torch.cuda.FloatTensor)
+    with pytest.warns(UserWarning, match="deprecated"):
+        torch.set_default_tensor_type("torch.cuda.DoubleTensor")
+    assert torch.zeros(2).type() == nn.Linear(2, 2).weight.type() == "torch.cuda.DoubleTensor"
+    torch.set_default_tensor_type(torch.FloatTensor)
+    assert torch.zeros(2).type() == "torch.FloatTensor"
 
 
 @case

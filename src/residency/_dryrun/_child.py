@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import functools
 import itertools
 import json
 import logging
+import multiprocessing.process
 import os
 import sys
 import threading
@@ -15,7 +17,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -36,12 +38,13 @@ from residency._dryrun._settings import RunSettings
 from residency._dryrun._stopping import Stopping
 from residency._dryrun._triton import launch_nothing
 from residency._errors import ResidencyError
-from residency._memory import measure
+from residency._memory import ImportWatch, measure
 from residency._units import parse_bytes
 
 _SECONDS_BETWEEN_LOOKS = 0.05  # at the host's memory
 _LOOKS_BETWEEN_FILES = 10  # of what is known so far
 _MOST_ERRORS = 5
+_OF_WORKER = "Original Traceback"  # in the message of an error that a loader's worker has handed on
 
 
 class _Warnings(logging.Handler):
@@ -110,15 +113,12 @@ class Run:
         def hook(
             kind: type[BaseException], error: BaseException, trace: TracebackType | None
         ) -> None:
-            # What went wrong when enough had been seen is an empty loop's doing.
-            self._ended = "stopped" if self._stopping.is_ending else "error"
-            place, what_to_do = place_of(trace), advice(error, trace)
-            self._error = f"{kind.__name__}: {str(error).strip().partition(chr(10))[0]}"
-            self._error += f" ({place})" * bool(place) + f". {what_to_do}" * bool(what_to_do)
+            self._note_error(error.with_traceback(trace))
             if self._ended == "error" or self._settings.shows_errors:
                 before(kind, error, trace)
 
         sys.excepthook = hook
+        self._watch_processes()
         atexit.register(self._finish)
         leave = os._exit
 
@@ -131,6 +131,42 @@ class Run:
         faulthandler.enable(self._crash)
         self.write()
         threading.Thread(target=self._tell, daemon=True).start()
+
+    def _note_error(self, error: BaseException) -> None:
+        # What went wrong when enough had been seen is an empty loop's doing.
+        self._ended = "stopped" if self._stopping.is_ending else "error"
+        place, what_to_do = place_of(error.__traceback__), advice(error, error.__traceback__)
+        lines = str(error).strip().splitlines() or [""]
+        of_worker = f" {lines[-1]}" * any(_OF_WORKER in line for line in lines)
+        self._error = f"{type(error).__name__}: {lines[0]}{of_worker}"
+        self._error += f" ({place})" * bool(place) + f". {what_to_do}" * bool(what_to_do)
+
+    def _watch_processes(self) -> None:
+        """Notes the error of a process that a script has started, which Python and torch catch."""
+        processes: Any = multiprocessing.process.BaseProcess
+        processes.run = self._noting_errors(processes.run)
+
+        def watch_spawned(module: ModuleType) -> None:
+            wrap = vars(module)["_wrap"]  # is pickled by its name
+
+            @functools.wraps(wrap)
+            def wrapped(fn: Any, *args: object) -> Any:
+                return wrap(self._noting_errors(fn), *args)
+
+            module.__dict__["_wrap"] = wrapped
+
+        ImportWatch({"torch.multiprocessing.spawn": watch_spawned}).start()
+
+    def _noting_errors(self, function: Any) -> Any:
+        @functools.wraps(function)
+        def noted(*args: object, **options: object) -> Any:
+            try:
+                return function(*args, **options)
+            except Exception as error:
+                self._note_error(error)
+                raise
+
+        return noted
 
     def _tell(self) -> None:
         """Writes what is known now and then: the process may be killed.

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from residency._errors import SimulatorError
 from residency.sim import _allocator
-from residency.sim._cuda import _bindings, _graphs, _types
+from residency.sim._cuda import _bindings, _graphs, _tensor_types, _types
 from residency.sim._gpus import Gpu
 
 NAME = "cuda"
@@ -53,6 +53,7 @@ def register(core: Any, model: Callable[[], Gpu]) -> None:
         model: Says which GPU the device stands for.
     """
     _types.install(core, model)
+    _tensor_types.install()
     names = _bindings.bindings(core)
     torch._C.__dict__.update(names, _has_cuda=True)
     # What these modules took from torch._C when they were imported.

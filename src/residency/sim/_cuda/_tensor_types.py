@@ -39,10 +39,11 @@ class CudaTensorType(type):
         device = torch.device("cuda", torch.cuda.current_device())
         if all(isinstance(each, int | torch.Size) for each in args):
             return torch.empty(*args, dtype=cls.dtype, device=device) if args else cls(0)
-        if isinstance(args[0], torch.Tensor):
-            if not isinstance(args[0], cls):
-                raise TypeError(f"expected {cls.__name__} (got {args[0].type()})")
-            return args[0].detach()
+        other = args[0]
+        if isinstance(other, torch.Tensor):
+            if other.type() != cls.__name__:
+                raise TypeError(f"expected {cls.__name__} (got {other.type()})")
+            return other.detach()
         host = getattr(torch, cls.__name__.removeprefix(_PREFIX))
         made: torch.Tensor = host(*args).to(device)
         return made

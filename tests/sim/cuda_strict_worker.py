@@ -284,8 +284,10 @@ def types_of_tensors_make_some() -> None:
     with pytest.warns(UserWarning, match="deprecated"):
         torch.set_default_tensor_type("torch.cuda.DoubleTensor")
     assert torch.zeros(2).type() == nn.Linear(2, 2).weight.type() == "torch.cuda.DoubleTensor"
+    made = [torch.Tensor([1.0]), torch.Tensor(2, 3), torch.Tensor(torch.Tensor(2))]
+    assert {each.type() for each in made} == {"torch.cuda.DoubleTensor"}
     torch.set_default_tensor_type(torch.FloatTensor)
-    assert torch.zeros(2).type() == "torch.FloatTensor"
+    assert torch.zeros(2).type() == torch.Tensor(2).type() == "torch.FloatTensor"
 
 
 @case

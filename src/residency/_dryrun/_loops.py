@@ -15,7 +15,7 @@ import threading
 from collections.abc import Collection, ItemsView, Iterable, Iterator, KeysView
 from types import FrameType
 
-from residency._dryrun._places import is_generator
+from residency._dryrun._places import is_generator, is_script, outwards
 
 _MOST_NAMES = 16  # more are data
 
@@ -23,6 +23,8 @@ _MOST_NAMES = 16  # more are data
 # for as long as its loops, but for a `map` that is handed on: the loop follows the frame that asks,
 # and another function's frame that takes the memory meanwhile has other code.
 _Place = tuple[int, int]
+# Where a frame is: its code, what it runs there, and the rounds of its loops.
+_Position = tuple[int, int, list[tuple[int, int]]]
 
 
 def _place_of(frame: FrameType) -> _Place:
@@ -90,6 +92,7 @@ class Loops:
         """Begins with none."""
         self._open: dict[_Place, list[Loop]] = {}  # of each frame; the innermost comes last
         self._ending: set[Loop] = set()
+        self._waits: list[_Position] | None = None  # for a library, where its loops are ended
 
     @property
     def is_ending(self) -> bool:
@@ -109,15 +112,15 @@ class Loops:
 
     def _rounds(self, iterator: Iterator[object], *, has_names: bool) -> Iterator[object]:
         with Loop(self, sys._getframe(1), has_names=has_names) as loop:
-            loop.is_asking = True
-            for item in iterator:
-                loop.is_asking = False
-                loop.num_rounds += 1
-                yield item
-                if loop.is_ended:
-                    break
+            while not loop.is_ended:
                 loop.follow(sys._getframe(1))
                 loop.is_asking = True
+                item = list(itertools.islice(iterator, 1))
+                loop.is_asking = False
+                if not item:
+                    break
+                loop.num_rounds += 1
+                yield item.pop()  # the script alone keeps it
 
     def repeat(self) -> Loop:
         """Returns the context of a ``while`` loop."""
@@ -166,10 +169,49 @@ class Loops:
         """
         around = self.around()
         ended = [e for e in around if e not in but and (e is around[0] or not e.has_names)]
+        if ended:
+            self._waits = self._waiting_for(ended[-1])
         for loop in ended:
             loop.is_ended = True
         self._ending.update(ended)
         return bool(ended)
+
+    @property
+    def are_in_library(self) -> bool:
+        """Whether the library whose loops were ended last has not returned to the script yet.
+
+        A loop of it that is not rewritten may be around them, and begin them anew.
+        """
+        if self._waits is None:
+            return False
+        here = self._positions(outwards(sys._getframe(1)))
+        return here[len(here) - len(self._waits) :] == self._waits
+
+    def _waiting_for(self, loop: Loop) -> list[_Position] | None:
+        """Returns where the script waits for the library that a loop is of; None if it is its own.
+
+        As each round of the script's loops is counted, it is there once.
+        """
+        frames = outwards(sys._getframe(1))
+        for frame in frames:
+            if loop in self._open.get(_place_of(frame), ()):
+                break
+        else:
+            return None  # another thread's
+        if is_script(frame.f_code.co_filename):
+            return None
+        outer = itertools.dropwhile(lambda each: not is_script(each.f_code.co_filename), frames)
+        return self._positions(outer)
+
+    def _positions(self, frames: Iterable[FrameType]) -> list[_Position]:
+        return [
+            (
+                id(frame.f_code),
+                frame.f_lasti,
+                [(id(loop), loop.num_rounds) for loop in self._open.get(_place_of(frame), ())],
+            )
+            for frame in frames
+        ]
 
     def go_on(self) -> None:
         """Gives further rounds to the loops that are in their last one."""

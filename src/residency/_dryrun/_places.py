@@ -46,7 +46,7 @@ def place_of_now() -> tuple[str, str]:
     operation = node.name() if node is not None else ""
     main = sys._current_frames().get(threading.main_thread().ident or 0)
     for first in (sys._getframe(1), main):  # of a pass that recomputes, the first one has the line
-        frames = [frame for frame in _outwards(first) if not is_ours(_file(frame))]
+        frames = [frame for frame in outwards(first) if not is_ours(_file(frame))]
         inside = list(itertools.takewhile(lambda frame: not is_script(_file(frame)), frames))
         if len(inside) == len(frames):
             continue
@@ -59,9 +59,14 @@ def place_of_now() -> tuple[str, str]:
 
 def is_script(name: str) -> bool:
     """Returns whether a file is the script's own: no library's, and none of ours."""
-    if "site-packages" in name or "dist-packages" in name or name.startswith("<"):
+    if is_installed(name) or name.startswith("<"):
         return False
     return not name.startswith(_LIBRARIES)
+
+
+def is_installed(name: str) -> bool:
+    """Returns whether a file is one of a package that is installed."""
+    return "site-packages" in name or "dist-packages" in name
 
 
 def is_ours(name: str) -> bool:
@@ -78,13 +83,14 @@ def is_for_script(frame: FrameType | None) -> bool:
     """Returns whether what a frame asks for goes to the script, by way of generators or not, and
     not to a loop of a library.
     """
-    for each in _outwards(frame):
+    for each in outwards(frame):
         if not is_ours(_file(each)) and not is_generator(each):
             return is_script(_file(each))
     return False
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yields a frame, and those that wait for it."""
     while frame is not None:
         yield frame
         frame = frame.f_back

@@ -2,8 +2,11 @@
 
 ``for x in items`` goes over ``each(items)``; ``while test`` becomes ``while goes_on() and test``,
 in a context that says when it is over. An endless one that a ``return`` alone leaves returns that
-once it is ended. Lines stay as they are. Code of libraries is loaded as it is, and so is a script
-that does not come from a file.
+once it is ended. Lines stay as they are. A script that does not come from a file is loaded as it
+is.
+
+Of libraries, modules that train are rewritten, too (``_trains``), but for those of torch and of
+frameworks whose trainers are asked to stop. What cannot be rewritten stays as it is.
 
 Python looks for a module ``__main__`` at the path of the script that it is to run, as it may be an
 archive. A finder of ours says that there is one, and loads it.
@@ -18,6 +21,7 @@ import builtins
 import copy
 import functools
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -25,13 +29,21 @@ from types import CodeType, TracebackType
 from typing import Any, TypeVar
 
 from residency._dryrun._loops import loops
-from residency._dryrun._places import is_ours, is_script
+from residency._dryrun._places import is_installed, is_ours, is_script
 
 _ASKED = (loops.each, loops.goes_on, loops.mapped, loops.repeat)  # by a script, by these names
 _NAME = "__residency_{}__"
 _AS_A_SCRIPT = "__spec__ = __package__ = __cached__ = None"  # which an archive's module has
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+# Libraries that are left as they are: they end by themselves, or train nothing.
+_LEFT = frozenset({"torch", "functorch", "torchgen", "residency", "accelerate", "deepspeed"}) | {
+    *("transformers", "lightning", "lightning_fabric", "pytorch_lightning", "ultralytics"),
+}
+_COMPILERS = frozenset({"numba", "triton", "taichi"})  # which read a function's code
+_PASSES = frozenset({"backward", "zero_grad"})
+_TRAINING = re.compile(r"(?:train|fit)(?:_\w+)?")  # what a loop of epochs calls
+_IS_FUNCTION = 0x1  # inspect.CO_OPTIMIZED, which the code of a class or of a module has not
 _Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 _Kind = TypeVar("_Kind", bound=ast.AST)
@@ -82,6 +94,29 @@ def rewritten(source: bytes, file: str, *, is_main: bool = False) -> CodeType:
         first = _first_to_run(tree.body)
         tree.body[first:first] = ast.parse(_AS_A_SCRIPT).body
     return compile(ast.fix_missing_locations(tree), file, "exec", dont_inherit=True)
+
+
+def _trains(code: CodeType) -> bool:
+    """Returns whether a module trains: a function of it makes a backward pass or, where the module
+    imports torch, calls one that trains.
+    """
+    of_module = set(code.co_names)
+    of_functions: set[str] = set()
+    for each in _codes_in(code):
+        names = of_functions if each.co_flags & _IS_FUNCTION else of_module
+        names.update(each.co_names)
+    if _COMPILERS & (of_module | of_functions):
+        return False
+    if _PASSES & of_functions:
+        return True
+    return "torch" in of_module and any(map(_TRAINING.fullmatch, of_functions))
+
+
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield each
+            yield from _codes_in(each)
 
 
 def _inside(node: ast.AST, kind: type[_Kind], but: tuple[type, ...] = ()) -> Iterator[_Kind]:
@@ -181,11 +216,15 @@ def rewrite_loops() -> None:
     @functools.wraps(load)
     def get_code(self: Any, fullname: str) -> Any:
         file = self.get_filename(fullname)
+        found = None
         if not is_script(file):
-            return load(self, fullname)
+            found = load(self, fullname)
+            is_plain = type(self) is SourceFileLoader and is_installed(file)
+            if fullname.partition(".")[0] in _LEFT or not (is_plain and _trains(found)):
+                return found
         try:
             return rewritten(self.get_data(file), file)
         except (OSError, SyntaxError, ValueError, RecursionError):
-            return load(self, fullname)
+            return found or load(self, fullname)
 
     loader.get_code = get_code

@@ -158,6 +158,10 @@ class Stopping:
     @property
     def is_past(self) -> bool:
         """Whether the script has left the loops of the training that has ended."""
+        return self._has_left_loops and not loops.are_in_library
+
+    @property
+    def _has_left_loops(self) -> bool:
         return self.is_ending and self._has_ended_loops and not loops.is_ending
 
     def _begin_training(self) -> None:
@@ -186,7 +190,8 @@ class Stopping:
         if not self.is_ending:
             return
         self._num_late += 1
-        if loops.is_ending or self._end_loops():  # they are in their last round
+        # They are in their last round, unless a library has begun them anew.
+        if not self._has_left_loops and (loops.is_ending or self._end_loops()):
             is_known = self._num_late <= _PATIENCE * self._wanted
         else:  # a loader that is over may have given out one more batch, to who looks ahead
             is_known = self._loaders.have_trained and optimizer not in self._ahead

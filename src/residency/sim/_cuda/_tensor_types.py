@@ -63,9 +63,27 @@ def install() -> None:
 def _choosing_device(choose: Any) -> Any:
     @functools.wraps(choose)
     def chosen(kind: Any) -> None:
-        name = kind if isinstance(kind, str) else kind.__name__
-        is_ours = isinstance(kind, CudaTensorType) or name.startswith(_PREFIX)
+        name = kind if isinstance(kind, str) else torch.typename(kind)
+        of_device = vars(torch.cuda).get(name.removeprefix(_PREFIX))
+        is_ours = name.startswith(_PREFIX) and isinstance(of_device, CudaTensorType)
         choose(name.replace(_PREFIX, "torch.") if is_ours else kind)
         torch.set_default_device("cuda" if is_ours else None)
+        _make_by(of_device if is_ours else None)
 
     return chosen
+
+
+def _make_by(kind: Any) -> None:
+    """Makes ``torch.Tensor(...)`` a tensor of a type, or of the host's where it is None."""
+    tensors: Any = torch.Tensor
+    make = torch._C.TensorBase.__new__
+    if "__new__" in vars(tensors):
+        del tensors.__new__
+    if kind is None:
+        return
+
+    def new(*args: Any, **options: Any) -> Any:  # any signature, as Dynamo compares them
+        is_plain = args[0] is tensors and not options
+        return kind(*args[1:]) if is_plain else make(*args, **options)
+
+    tensors.__new__ = staticmethod(new)

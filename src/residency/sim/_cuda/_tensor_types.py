@@ -76,7 +76,7 @@ def _choosing_device(choose: Any) -> Any:
 def _make_by(kind: Any) -> None:
     """Makes ``torch.Tensor(...)`` a tensor of a type, or of the host's where it is None."""
     tensors: Any = torch.Tensor
-    make = torch._C.TensorBase.__new__
+    make = torch._C.TensorBase.__new__  # torch.Tensor has none of its own, and no other way here
     if "__new__" in vars(tensors):
         del tensors.__new__
     if kind is None:

@@ -319,12 +319,9 @@ def libraries_are_there_in_each_build_of_torch() -> None:
     assert torch.backends.cudnn.is_available()
     assert torch.backends.cudnn.version() >= 9000
     assert torch.backends.cuda.is_flash_attention_available()
-    torch.backends.cudnn.enabled = True  # as scripts write at their top
-    try:
+    with torch.backends.cudnn.flags(enabled=True, benchmark_limit=3):
         lstm = nn.LSTM(4, 4).cuda()
         assert lstm(torch.ones(2, 4, device="cuda"))[0].shape == (2, 4)
-    finally:
-        torch.backends.cudnn.enabled = False
 
 
 @case

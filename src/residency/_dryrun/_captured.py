@@ -27,7 +27,11 @@ class _Seeing(TorchFunctionMode):
         self.seen: dict[int, torch.Tensor] = {}
 
     def __torch_function__(
-        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+        self,
+        function: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> object:
         """Calls the function and notes which tensors it was given."""
         result = function(*args, **(kwargs or {}))
@@ -47,7 +51,11 @@ class _Replacing(TorchFunctionMode):
         self._others = others
 
     def __torch_function__(
-        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+        self,
+        function: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> object:
         """Calls the function with what stands for its arguments."""
         given = pytree.tree_map(self._other, (tuple(args), kwargs or {}))

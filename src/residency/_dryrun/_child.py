@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -150,16 +150,16 @@ class Run:
             wrap = vars(module)["_wrap"]  # is pickled by its name
 
             @functools.wraps(wrap)
-            def wrapped(fn: Any, *args: object) -> Any:
+            def wrapped(fn: Callable[..., object], *args: object) -> object:
                 return wrap(self._noting_errors(fn), *args)
 
             module.__dict__["_wrap"] = wrapped
 
         ImportWatch({"torch.multiprocessing.spawn": watch_spawned}).start()
 
-    def _noting_errors(self, function: Any) -> Any:
+    def _noting_errors(self, function: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(function)
-        def noted(*args: object, **options: object) -> Any:
+        def noted(*args: object, **options: object) -> object:
             try:
                 return function(*args, **options)
             except Exception as error:

@@ -63,7 +63,7 @@ class LoadsOfTrained:
         load = vars(module)["load"]
 
         @functools.wraps(load)
-        def loaded(state_dict: Any, *args: object, **options: object) -> Any:
+        def loaded(state_dict: object, *args: object, **options: object) -> object:
             result = load(state_dict, *args, **options)
             self._note(state_dict)
             if self._is_trained(_tensors(state_dict)):
@@ -77,16 +77,16 @@ class LoadsOfTrained:
         restore = checkpointers.restore
 
         @functools.wraps(restore)
-        def restored(*args: object, **options: object) -> Any:
+        def restored(*args: object, **options: object) -> object:
             result = restore(*args, **options)
             self._resume()  # it fills what it is given, which is the run
             return result
 
         checkpointers.restore = restored
 
-    def _noting(self, load: Any) -> Any:
+    def _noting(self, load: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(load)
-        def loaded(*args: object, **options: object) -> Any:
+        def loaded(*args: object, **options: object) -> object:
             result = load(*args, **options)
             self._note(result)
             return result
@@ -97,9 +97,11 @@ class LoadsOfTrained:
         self._loaded = [each for each in self._loaded if each() is not None]
         self._loaded += map(weakref.ref, _tensors(value))
 
-    def _taking(self, take: Any, parameters: Callable[[Any], Iterable[Tensor]]) -> Any:
+    def _taking(
+        self, take: Callable[..., object], parameters: Callable[[Any], Iterable[Tensor]]
+    ) -> Callable[..., object]:
         @functools.wraps(take)
-        def taken(owner: Any, state_dict: Any, *args: object, **options: object) -> Any:
+        def taken(owner: Any, state_dict: object, *args: object, **options: object) -> object:
             is_loaded = self._is_loading() or self._holds_loaded(state_dict)
             result = take(owner, state_dict, *args, **options)
             if is_loaded and self._is_trained(parameters(owner)):

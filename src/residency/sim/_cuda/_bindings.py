@@ -6,6 +6,7 @@ Those that are left out have nothing behind them in the simulator, and are missi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from residency.sim import _allocator
 from residency.sim._cuda import _communication
 from residency.sim._cuda._types import DEVICE_TYPE, CudaDeviceProperties
 
+_CUDNN_TRIALS = 10  # torch's default of `torch.backends.cudnn.benchmark_limit`
 NCCL_VERSION = (2, 27, 5)  # a placeholder, of the release that torch 2.13 is built with
 
 
@@ -56,6 +58,7 @@ def _device_bindings(core: Any) -> dict[str, Callable[..., Any]]:
         torch.accelerator.set_device_index(device)
 
     major, minor, patch = NCCL_VERSION
+    trials = [_CUDNN_TRIALS]
     return {
         "_cuda_init": initialise,
         "_cuda_isInBadFork": core.is_in_bad_fork,
@@ -74,6 +77,8 @@ def _device_bindings(core: Any) -> dict[str, Callable[..., Any]]:
         "_cuda_getCurrentBlasHandle": lambda: 0,
         "_cuda_getCurrentSolverHandle": lambda: 0,
         "_cuda_clearCublasWorkspaces": core.clear_workspaces,
+        "_cuda_get_cudnn_benchmark_limit": lambda: trials[0],
+        "_cuda_set_cudnn_benchmark_limit": functools.partial(trials.__setitem__, 0),
         "_is_flash_attention_available": lambda: True,  # its memory is modelled
         "_nccl_version": lambda: major << 32 | minor << 16 | patch,
         "_nccl_version_suffix": lambda: b"",

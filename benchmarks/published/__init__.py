@@ -1,0 +1,1 @@
+"""Dry runs of public scripts beside the peaks that their authors published."""

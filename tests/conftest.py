@@ -42,7 +42,11 @@ from residency.sim import BuildError
 from residency.sim._build import build_extension
 from residency.testing import simulated_device_type
 
-pytest_plugins = ["residency.testing.plugin", "pytester"]  # the first also where not installed
+pytest_plugins = [
+    "residency.testing.plugin",
+    "pytester",
+    "hangs",
+]  # the first also where not installed
 
 # [Note: ends of processes] A thread of autograd's that meets the end of the interpreter sleeps for
 # good (python.cpp), and torch waits ten seconds for it. Tests start hundreds of processes, and each

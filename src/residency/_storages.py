@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from residency._modes import callers_modes_off
 
@@ -59,6 +60,42 @@ def storage_key(tensor: Tensor) -> int:
     # The address of torch's own object; an address of bytes is 0 where there are none, and two
     # storages may lie on the same. torch has no public name for it (2.13).
     return int(tensor.untyped_storage()._cdata)
+
+
+def weak_reference(storage: torch.UntypedStorage) -> StorageWeakRef:
+    """Returns a reference that keeps no storage alive."""
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch's
+
+
+def is_gone(reference: StorageWeakRef) -> bool:
+    """Returns whether the storage of a weak reference is no more."""
+    return bool(reference.expired())  # type: ignore[no-untyped-call]  # torch's
+
+
+class WeakRange:
+    """The bytes of a tensor, none of which it keeps alive."""
+
+    def __init__(self, whole: Tensor) -> None:
+        """Takes a plain ``uint8`` tensor of one dimension."""
+        self._storage = weak_reference(whole.untyped_storage())
+        self._offset = int(whole.storage_offset())
+        self._num_bytes = whole.numel()
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the bytes are no more."""
+        return is_gone(self._storage)
+
+    def meets(self, span: Span) -> bool:
+        """Returns whether a range of host memory has one of the bytes."""
+        # The address is asked for anew: a caller may have put the storage elsewhere. torch has no
+        # public way back from a weak reference (2.13).
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        return (
+            storage is not None
+            and (first := storage.data_ptr() + self._offset) < span.last
+            and span.first < first + self._num_bytes
+        )
 
 
 def strided_as(tensor: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:

@@ -252,3 +252,27 @@ def test_a_tag_is_text_or_joins_the_users_mapping(
     assert current[-1] == written
     _device.untag_memory_history(found)
     assert current[-1] == before
+
+
+@pytest.mark.timeout(60)
+def test_a_generator_in_a_phase_may_be_collected_while_another_phase_ends(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def abandoned() -> Iterator[None]:
+        with residency.phase("abandoned"):
+            yield
+
+    left = abandoned()
+    next(left)
+    peak_of = _phase._peak
+
+    def peak(*states: Any) -> tuple[int, bool]:  # a tuple, at which Python may collect
+        nonlocal left
+        left = iter(())  # type: ignore[assignment]
+        return peak_of(*states)
+
+    monkeypatch.setattr(_phase, "_peak", peak)
+    with residency.phase("outer") as visit:
+        pass
+    assert visit.is_over
+    assert not open_phases()

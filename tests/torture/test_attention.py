@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,27 +31,13 @@ from tests.torture.attention_oracle import (
     bytes_of,
     is_aligned,
 )
+from tests.torture.card_programs import found_on
 
 Torture = Callable[[Callable[[random.Random], None]], None]
 
 PROGRAM = Path(__file__).parent / "attention_program.py"
-
-
-def found_on(card: str, cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """Runs cases in one dry run and returns what each took."""
-    (folder / "cases.json").write_text(json.dumps(cases))
-    found = folder / "found.json"
-    found.unlink(missing_ok=True)
-    files = [str(folder / "cases.json"), str(found)]
-    options = ["--json", "--quiet", "--steps", "0", "--device", card]
-    command = [sys.executable, "-m", "residency", "dry-run", *options]
-    command += ["--", "python", str(PROGRAM), *files]
-    # Deterministic matrix products want it; its size is the default one's.
-    environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUDA_VISIBLE_DEVICES": ""}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr[-6000:]
-    answers: list[dict[str, Any]] = json.loads(found.read_text())
-    return answers
+# Deterministic matrix products want it; its size is the default one's.
+WORKSPACE = ":4096:8"
 
 
 def check_call(case: dict[str, Any], found: dict[str, Any], card: Card) -> None:
@@ -156,7 +139,8 @@ def judged(torture: Torture, folder: Path, draw_some: Callable[..., list[dict[st
     def judge(chance: random.Random) -> None:
         card = chance.choice(list(CARDS))
         cases = draw_some(chance)
-        for case, found in zip(cases, found_on(card, cases, folder), strict=True):
+        answers = found_on(card, PROGRAM, cases, folder, CUBLAS_WORKSPACE_CONFIG=WORKSPACE)
+        for case, found in zip(cases, answers, strict=True):
             try:
                 CHECKS[case.get("kind", "call")](case, found, CARDS[card])
             except AssertionError as error:

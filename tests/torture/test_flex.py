@@ -9,14 +9,12 @@ not compiled has its matrices, whatever else the script compiles.
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.torture.card_programs import found_on
 from tests.torture.flex_cases import draw
 from tests.torture.flex_oracle import figures, given, matrices
 
@@ -26,22 +24,6 @@ PROGRAM = Path(__file__).parent / "flex_program.py"
 CARDS = {"l4": 58, "rtx4090": 128, "a100-80g": 108, "h100-80g": 132}  # multiprocessors
 # Single numbers: with which a function that changes scores is looked at, or that stand for rows.
 SINGLE = 64
-
-
-def found_on(card: str, cases: list[dict[str, Any]], folder: Path) -> list[dict[str, int]]:
-    """Runs cases in one dry run and returns what each took."""
-    (folder / "cases.json").write_text(json.dumps(cases))
-    found = folder / "found.json"
-    found.unlink(missing_ok=True)
-    files = [str(folder / "cases.json"), str(found)]
-    options = ["--json", "--quiet", "--steps", "0", "--device", card]
-    command = [sys.executable, "-m", "residency", "dry-run", *options]
-    command += ["--", "python", str(PROGRAM), *files]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr[-6000:]
-    answers: list[dict[str, int]] = json.loads(found.read_text())
-    return answers
 
 
 def check(case: dict[str, Any], found: dict[str, int], num_processors: int) -> None:
@@ -64,7 +46,7 @@ def test_calls_take_what_the_code_of_torchs_compiler_takes(
     def judge(chance: random.Random) -> None:
         card = chance.choice(list(CARDS))
         cases = [draw(chance) for _ in range(30)]
-        for case, found in zip(cases, found_on(card, cases, tmp_path), strict=True):
+        for case, found in zip(cases, found_on(card, PROGRAM, cases, tmp_path), strict=True):
             try:
                 check(case, found, CARDS[card])
             except AssertionError as error:

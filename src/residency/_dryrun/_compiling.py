@@ -87,7 +87,7 @@ class Compiling:
         context.__init__ = made
 
     def _watch_checkpoints(self, module: ModuleType) -> None:
-        """Lets what is recomputed in a backward pass be inside of what it was inside before."""
+        """Counts what a backward pass recomputes as compiled where its first run was."""
         checkpoint = vars(module)["checkpoint"]
 
         @functools.wraps(checkpoint)

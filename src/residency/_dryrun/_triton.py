@@ -29,7 +29,7 @@ _WARP_SIZE = 32
 
 
 def launch_nothing() -> None:
-    """Lets Triton's kernels be launched without a driver, once Triton is imported."""
+    """Gives Triton a driver, once a script imports it, whose launches run nothing."""
     watched = {"triton.runtime.jit": _watch_launches, "triton.testing": _watch_benchmarks}
     ImportWatch(watched).start()
 

@@ -87,7 +87,8 @@ class Boundaries:
         self.ledger: Ledger | None = None
         self.is_enabled = True
         self._watchers: list[tuple[Callable[[Visit], None], Callable[[Visit], None]]] = []
-        self._lock = threading.Lock()
+        # Reentrant: Python may collect, wherever this is held, a generator that is in a phase.
+        self._lock = threading.RLock()
         self._visits: list[Visit] = []  # open ones of every thread, while peaks are exact
         # The last error that left a phase, without a reference to it, which would keep its frames
         # and their tensors; and the phase.
@@ -169,7 +170,7 @@ class Boundaries:
         state = _state.measure(device)
         if device is not None and ledger is not None and ledger.peaks == "exact":
             with self._lock:
-                for visit in self._visits:
+                for visit in tuple(self._visits):
                     visit._seen_peak = max(visit._seen_peak, state.peak_held)
                 _device.reset_peak(device)
         return state

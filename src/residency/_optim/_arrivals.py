@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from residency._dtensor import write_count
-from residency._storages import span_of
+from residency._storages import is_gone, span_of, weak_reference
 
 
 class Arrival(NamedTuple):
@@ -37,7 +37,7 @@ class Arrival(NamedTuple):
 
     @property
     def is_over(self) -> bool:
-        return bool(self.storage.expired())  # type: ignore[no-untyped-call]  # torch's
+        return is_gone(self.storage)
 
 
 class Arrivals:
@@ -56,7 +56,7 @@ class Arrivals:
         storage = tensor.untyped_storage()
         near = self._by_storage.setdefault(storage.data_ptr(), [])
         near[:] = [each for each in near if not each.is_over and each[1:3] != span[1:]]
-        weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch's
+        weak = weak_reference(storage)
         near.append(Arrival(weak, span.first, span.last, write_count(tensor), weakref.ref(home)))
 
     def find(self, tensor: Tensor) -> tuple[Any, int] | None:

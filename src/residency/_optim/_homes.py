@@ -23,13 +23,20 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from residency._dtensor import is_sharded, local_of, wrapped_like, write_count
 from residency._errors import RefusedError
 from residency._modes import callers_modes_off
 from residency._optim._arrivals import Arrivals
-from residency._storages import bytes_over, is_dense, laid_over, overlapping, span_of, strided_as
+from residency._storages import (
+    WeakRange,
+    bytes_over,
+    is_dense,
+    laid_over,
+    overlapping,
+    span_of,
+    strided_as,
+)
 from residency._transfer import (
     Gate,
     Lanes,
@@ -121,7 +128,7 @@ class Homes:
         self._held_views: weakref.WeakSet[Home] = weakref.WeakSet()
         self._of_callers: weakref.WeakSet[Home] = weakref.WeakSet()
         # What they lie in, for longer: its storage, the first byte in that, and how many.
-        self._callers_memory: list[tuple[StorageWeakRef, int, int]] = []
+        self._callers_memory: list[WeakRange] = []
         self._by_address: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
 
     def allocate(
@@ -285,9 +292,8 @@ class Homes:
         region = Region(Slab.over(whole), 0, align_up(whole.numel()))
         home = Home(tensor, region, wrapped_like(tensor, value), is_callers=True)
         self._of_callers.add(home)
-        known = [each for each in self._callers_memory if not each[0].expired()]  # type: ignore[no-untyped-call]  # torch's
-        weak = StorageWeakRef(whole.untyped_storage())  # type: ignore[no-untyped-call]  # torch's
-        self._callers_memory = [*known, (weak, int(whole.storage_offset()), whole.numel())]
+        known = [each for each in self._callers_memory if not each.is_gone]
+        self._callers_memory = [*known, WeakRange(whole)]
         self._note_shown(home, value)
         return home
 
@@ -353,17 +359,7 @@ class Homes:
     def _is_callers(self, tensor: Tensor) -> bool:
         """Returns whether a host tensor has bytes of a caller's memory that is, or was, a home."""
         span = span_of(tensor)
-        if span is None:
-            return False
-        for weak, offset, num_bytes in self._callers_memory:
-            # Its address is asked for anew: a caller may have put the storage elsewhere. torch has
-            # no public way back from a weak reference.
-            storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
-            if storage is not None:
-                first = storage.data_ptr() + offset
-                if first < span.last and span.first < first + num_bytes:
-                    return True
-        return False
+        return span is not None and any(each.meets(span) for each in self._callers_memory)
 
     def beside(self, home: Home) -> list[Home]:
         """Returns a home and those that share bytes with it; none where it is alone."""

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from residency._errors import RefusedError
 from residency._modes import callers_modes_off
-from residency._storages import storage_key
+from residency._storages import is_gone, storage_key, weak_reference
 from residency._transfer import align_up, gate_of
 
 
@@ -91,10 +91,7 @@ _Watched = list[tuple[StorageWeakRef, int]]
 
 def watched(ties: Iterable[Tie]) -> _Watched:
     """Returns a weak reference to each storage, with the bytes that the allocator counts for it."""
-    return [
-        (StorageWeakRef(tie.storage), tie.allocated_bytes)  # type: ignore[no-untyped-call]  # torch's
-        for tie in ties
-    ]
+    return [(weak_reference(tie.storage), tie.allocated_bytes) for tie in ties]
 
 
 def gone_bytes(storages: _Watched) -> int:
@@ -103,8 +100,7 @@ def gone_bytes(storages: _Watched) -> int:
     The device's figure from before and after would count what others free meanwhile, such as a
     garbage collection that begins in between.
     """
-    gone = [num_bytes for weak, num_bytes in storages if weak.expired()]  # type: ignore[no-untyped-call]  # torch's
-    return sum(gone)
+    return sum(num_bytes for weak, num_bytes in storages if is_gone(weak))
 
 
 class Rebound:

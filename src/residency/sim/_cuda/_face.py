@@ -76,7 +76,7 @@ def register(core: Any, model: Callable[[], Gpu]) -> None:
 
 
 def _show_cudnn() -> None:
-    """Lets torch find the same cuDNN, of which nothing runs, in each of its builds."""
+    """Shows torch one version of cuDNN, whichever the build has; no kernel of it runs."""
     torch.backends.cudnn.enabled = False
     names: dict[str, Any] = torch.backends.cudnn.version.__globals__  # those of torch's own module
     names.update(_init=lambda: True, __cudnn_version=_CUDNN_VERSION)

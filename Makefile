@@ -73,7 +73,7 @@ torture: $(STAMP)
 # every operator, module and optimizer of torch over the simulated accelerator. Long runs and dry runs
 # of random scripts take minutes for each seed, or many seeds: `make torture` alone judges them.
 test-all: $(STAMP)
-	$(RUN) TORTURE_FROM=$(TORTURE_FROM) python -m pytest --timeout=300 -m whole -n $(JOBS) \
+	$(RUN) TORTURE_FROM=$(TORTURE_FROM) python -m pytest --timeout=900 -m whole -n $(JOBS) \
 		$(BY_FILE) --ignore tests/torture/test_long_runs.py --ignore tests/torture/test_dry_runs.py \
 		$(TEST_ARGS)
 

@@ -73,9 +73,9 @@ CASES = {
         "Trainer(..., callbacks=[ResidencyCallback(resident=",
     ),
     "batches of a Trainer": (
-        ("best_adapter.py", "--rows", "8", "--sequence", "256"), (), 1100,
+        ("best_adapter.py", "--rows", "2", "--sequence", "1024"), (), 1100,
         "batches of 1/2, with 2 times the accumulation",
-        "TrainingArguments(..., per_device_train_batch_size=4, gradient_accumulation_steps=2)",
+        "TrainingArguments(..., per_device_train_batch_size=1, gradient_accumulation_steps=2)",
     ),
     "recomputed blocks of a Trainer": (
         ("best_adapter.py", "--rows", "2", "--sequence", "1024", "--vocabulary", "4096",

@@ -80,8 +80,9 @@ class _Search:
 
     The bounds leave few sets open where runs are made in this order: after the cheapest set that
     may fit the one with all that can help; where that fits, one without each of its offers, the
-    dearest first, beside all that are cheaper; then what is still open, since an offer of the
-    others may take more than it gives, the set with most offers first.
+    dearest first, beside all that are cheaper, and, where that offer has to stay, one without all
+    that are cheaper; then what is still open, since an offer of the others may take more than it
+    gives, the set with most offers first.
     """
 
     def __init__(self, known: Sequence[Offer], answer: Answer) -> None:
@@ -147,7 +148,8 @@ class _Search:
             self._fitting = number
 
     def _cheaper(self, number: int) -> Iterator[int]:
-        """Yields a set without each of its offers, or with a lesser one, and all cheaper offers.
+        """Yields a set without each of its offers, or with a lesser one, and all cheaper offers;
+        then with it and no cheaper one.
 
         The dearest offer comes first. Of lesser ones in its place the cheapest does.
         """
@@ -161,6 +163,7 @@ class _Search:
             below = self._pool & (1 << first) - 1
             for instead in (0, *(1 << lesser for lesser in range(first, index))):
                 yield self._strongest(above | instead & self._pool | below)
+            yield above | 1 << index
 
     def _strongest(self, number: int) -> int:
         """Returns the offers of which each does most in its group."""

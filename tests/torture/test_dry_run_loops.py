@@ -27,23 +27,30 @@ Torture = Callable[[Judge], None]
 LONGEST = 240  # seconds: a run takes about three, and this machine may be busy
 
 
+def answer_of(folder: Path, steps: int, *command: str, path: str = "") -> tuple[Any, str]:
+    """Runs Python in a folder in a dry run and returns the JSON, and what to print of a failure."""
+    number = () if steps == 2 else ("--steps", str(steps))
+    words = ["dry-run", "--json", "--capacity", "24GiB", *number, "--", "python", *command]
+    set_for_it = {"CUDA_VISIBLE_DEVICES": ""}
+    if path:
+        set_for_it["PYTHONPATH"] = os.pathsep.join([path, os.environ.get("PYTHONPATH", "")])
+    ended = subprocess.run(
+        [sys.executable, "-m", "residency", *words],
+        cwd=folder, env=os.environ | set_for_it, capture_output=True, text=True, check=False,
+        timeout=LONGEST,
+    )  # fmt: skip
+    shown = f"{folder}\n{ended.stderr[-4000:]}"
+    assert ended.returncode == 0, f"status {ended.returncode}: {shown}"
+    return json.loads(ended.stdout), shown
+
+
 def dry_run(script: Script, folder: Path) -> tuple[Any, str]:
     """Runs a script in a folder and returns the JSON, and what to print of a failure."""
     place = folder / "training" if script.as_module else folder
     place.mkdir(exist_ok=True)
     (place / "train.py").write_text(script.text(full=True))
-    steps = () if script.steps == 2 else ("--steps", str(script.steps))
-    command = ["dry-run", "--json", "--capacity", "24GiB", *steps, "--", "python"]
-    command += ["-m", "training.train"] if script.as_module else ["train.py"]
-    hidden = {"CUDA_VISIBLE_DEVICES": ""}
-    ended = subprocess.run(
-        [sys.executable, "-m", "residency", *command],
-        cwd=folder, env=os.environ | hidden, capture_output=True, text=True, check=False,
-        timeout=LONGEST,
-    )  # fmt: skip
-    shown = f"{place}/train.py\n{ended.stderr[-4000:]}"
-    assert ended.returncode == 0, f"status {ended.returncode}: {shown}"
-    return json.loads(ended.stdout), shown
+    command = ["-m", "training.train"] if script.as_module else ["train.py"]
+    return answer_of(folder, script.steps, *command)
 
 
 def difference(written: list[str], expected: list[str]) -> str:

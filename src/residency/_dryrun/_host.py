@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from residency._dryrun._methods import replace_method
 from residency._units import MIB
 
 # What `Tensor.to` reads its arguments with. Torch does not annotate it.
@@ -18,24 +19,24 @@ _LARGE = MIB
 
 def leave_out_weights() -> None:
     """Makes large host tensors of floating-point numbers without filling them."""
-    tensors: Any = torch.Tensor
     for name in ("normal_", "uniform_"):
-        setattr(tensors, name, _unfilled(getattr(torch.Tensor, name)))
+        replace_method(name, _unfilled(getattr(torch.Tensor, name)))
     # Torch's own draws again until all numbers lie inside, which unfilled ones never need to.
     init: Any = torch.nn.init
     init._no_grad_trunc_normal_ = _unfilled(init._no_grad_trunc_normal_)
-    tensors.to = _unconverted(torch.Tensor.to)
+    replace_method("to", _unconverted(torch.Tensor.to))
     for name, dtype in (
         ("bfloat16", torch.bfloat16),
         ("half", torch.float16),
         ("float", torch.float32),
     ):
-        setattr(tensors, name, _unconverted(getattr(torch.Tensor, name), dtype))
+        replace_method(name, _unconverted(getattr(torch.Tensor, name), dtype))
 
 
 def _is_large(tensor: torch.Tensor) -> bool:
     return (
-        tensor.device.type == "cpu"
+        not torch.nn.parameter.is_lazy(tensor)
+        and tensor.device.type == "cpu"
         and tensor.is_floating_point()
         and tensor.numel() * tensor.element_size() >= _LARGE
     )

@@ -1,7 +1,8 @@
 """Which loads of a script are a resume: those that reach what is trained.
 
-A file's tensors are known weakly. They reach a module or an optimizer when a state dict with them
-is loaded into it; their names may be others then, and the state dict another. What a script loads
+A file's tensors, and what is made of them, are known weakly (``_from_files``). They reach a module
+or an optimizer when a state dict with them is loaded into it, or one is copied into a parameter;
+their names may be others then, and the state dict another. What a script loads
 beside that is no resume: a pipeline for pictures, a judge, the best weights for a last evaluation
 by another module.
 """
@@ -9,7 +10,6 @@ by another module.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from residency._dryrun._from_files import FromFiles, address_of
 from residency._memory import ImportWatch, open_phases
 
 _DEEPEST = 6  # of the dicts and lists of a checkpoint
@@ -28,17 +29,22 @@ class LoadsOfTrained:
     """The watch over loads that reach what a script trains."""
 
     def __init__(
-        self, is_trained: Callable[[Iterable[Tensor]], bool], resume: Callable[[], None]
+        self,
+        reach: Callable[[Iterable[Tensor]], bool],
+        resume: Callable[[], None],
     ) -> None:
         """Prepares; nothing is changed until `start`.
 
         Args:
-            is_trained: Returns whether an optimizer steps one of some parameters.
-            resume: What is called after each load that reaches some.
+            reach: What is called with the parameters that a load has reached; returns whether
+                they are trained.
+            resume: What is called after a load of all that is trained.
         """
-        self._is_trained = is_trained
+        self._reach = reach
         self._resume = resume
-        self._loaded: list[weakref.ref[Tensor]] = []
+        self._from_files = FromFiles(self._copied)
+        self._is_new = False  # whether a file was read since copies of one were a resume
+        self._num_taking = 0  # state dicts that are being loaded
 
     def start(self) -> None:
         """Watches from now on, also in modules that are imported later."""
@@ -49,11 +55,43 @@ class LoadsOfTrained:
         optimizers: Any = Optimizer
         optimizers.load_state_dict = self._taking(optimizers.load_state_dict, _of_optimizer)
         watched = {
+            "safetensors": self._watch_opened,
             "safetensors.torch": self._watch_files,
             "torch.distributed.checkpoint": self._watch_distributed,
             "residency._checkpoint._checkpointer": self._watch_checkpointer,
         }
         ImportWatch(watched).start()
+        self._from_files.watch()
+
+    def forget(self, parameters: Iterable[Tensor]) -> None:
+        """Takes parameters as from no file any more, as they are trained."""
+        self._from_files.forget(parameters)
+
+    def _watch_opened(self, module: ModuleType) -> None:
+        """Notes each tensor that is read of an open file: the class is native, and takes no other
+        method.
+        """
+        native: Any = vars(module)["safe_open"]
+        note = self._noting
+
+        class safe_open:  # noqa: N801 - stands in for the class of that name
+            """A file opened as by ``safetensors.safe_open``."""
+
+            def __init__(self, *args: Any, **options: Any) -> None:
+                self._file = native(*args, **options)
+
+            def __enter__(self) -> Any:
+                self._file.__enter__()
+                return self
+
+            def __exit__(self, *error: Any) -> Any:
+                return self._file.__exit__(*error)
+
+            def __getattr__(self, name: str) -> Any:
+                found = getattr(self._file, name)
+                return note(found) if name.startswith("get_tensor") else found
+
+        module.__dict__["safe_open"] = safe_open
 
     def _watch_files(self, module: ModuleType) -> None:
         module.__dict__["load_file"] = self._noting(vars(module)["load_file"])
@@ -66,8 +104,7 @@ class LoadsOfTrained:
         def loaded(state_dict: object, *args: object, **options: object) -> object:
             result = load(state_dict, *args, **options)
             self._note(state_dict)
-            if self._is_trained(_tensors(state_dict)):
-                self._resume()
+            self._reach(_tensors(state_dict))
             return result
 
         module.__dict__["load"] = loaded
@@ -94,18 +131,27 @@ class LoadsOfTrained:
         return loaded
 
     def _note(self, value: object) -> None:
-        self._loaded = [each for each in self._loaded if each() is not None]
-        self._loaded += map(weakref.ref, _tensors(value))
+        self._is_new = True
+        self._from_files.add(_tensors(value))
+
+    def _copied(self, into: Tensor) -> None:
+        """Takes a tensor that a script has copied into what is trained by itself for a resume."""
+        if self._is_new and not self._num_taking and self._reach([into]):
+            self._is_new = False  # for all parameters once
 
     def _taking(
         self, take: Callable[..., object], parameters: Callable[[Any], Iterable[Tensor]]
     ) -> Callable[..., object]:
         @functools.wraps(take)
         def taken(owner: Any, state_dict: object, *args: object, **options: object) -> object:
-            is_loaded = self._is_loading() or self._holds_loaded(state_dict)
-            result = take(owner, state_dict, *args, **options)
-            if is_loaded and self._is_trained(parameters(owner)):
-                self._resume()
+            is_loaded = self._is_loading() or any(map(self._from_files.has, _tensors(state_dict)))
+            self._num_taking += 1
+            try:
+                result = take(owner, state_dict, *args, **options)
+            finally:
+                self._num_taking -= 1
+            if is_loaded:
+                self._reach(parameters(owner))
             return result
 
         return taken
@@ -113,19 +159,15 @@ class LoadsOfTrained:
     def _is_loading(self) -> bool:
         return any(visit.name.endswith(_LOAD) for visit in open_phases())
 
-    def _holds_loaded(self, state_dict: object) -> bool:
-        found = (each() for each in self._loaded)
-        return share(_tensors(state_dict), (each for each in found if each is not None))
-
 
 def share(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
     """Returns whether one of some tensors is one of others, or has its bytes."""
     ids, addresses = set(), {0}
     for each in others:
         ids.add(id(each))
-        addresses.add(_address(each))
+        addresses.add(address_of(each))
     addresses.discard(0)
-    return any(id(each) in ids or _address(each) in addresses for each in tensors)
+    return any(id(each) in ids or address_of(each) in addresses for each in tensors)
 
 
 def _of_module(module: nn.Module) -> Iterable[Tensor]:
@@ -134,14 +176,6 @@ def _of_module(module: nn.Module) -> Iterable[Tensor]:
 
 def _of_optimizer(optimizer: Optimizer) -> Iterable[Tensor]:
     return (each for group in optimizer.param_groups for each in group["params"])
-
-
-def _address(tensor: Tensor) -> int:
-    """Returns where a tensor's bytes are; 0 of one that has none of its own."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):
-        return 0
 
 
 def _tensors(value: object, depth: int = 0) -> Iterator[Tensor]:

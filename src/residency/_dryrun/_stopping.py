@@ -75,7 +75,7 @@ class Stopping:
         self._wanted = num_steps
         self._optimizers = optimizers
         self._loaders = Loaders(self, held)
-        self._loads = LoadsOfTrained(self._is_trained, self.resume)
+        self._loads = LoadsOfTrained(self._reach, self.resume)
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._has_ended_loops = False  # as this training has ended
         self._num_trainings = 0  # that have ended
@@ -88,6 +88,8 @@ class Stopping:
         # The loops around the place where an optimizer was made, and their rounds.
         self._made_in: weakref.WeakKeyDictionary[Any, list[tuple[weakref.ref[Loop], int]]]
         self._made_in = weakref.WeakKeyDictionary()
+        # The loops around loads into what is not trained yet, their rounds, and the parameters.
+        self._loaded_in: list[tuple[weakref.ref[Loop], int, list[weakref.ref[torch.Tensor]]]] = []
         self._made_since: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # the end
         self._groups: list[weakref.WeakSet[Optimizer]] = []  # that stepped in one training
         self._ahead: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # with a step after the end
@@ -202,8 +204,9 @@ class Stopping:
     def _after_step(self, optimizer: Optimizer, args: object, options: object) -> None:
         if _is_template():
             return
-        if optimizer is not self._by_hand:
+        if optimizer is not self._by_hand and optimizer not in self._stepped:
             self._stepped.add(optimizer)
+            self._loads.forget(_parameters([optimizer]))
         count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         since = self._since_load[optimizer] = self._since_load.get(optimizer, 0) + 1
         self.num_steps = max(self.num_steps, self._num_before_load + since)
@@ -218,7 +221,8 @@ class Stopping:
     def _end_loops(self) -> bool:
         """Ends the loops that led here, each after this round of it.
 
-        One goes on if in this round the optimizer was made: the next one trains anew.
+        One goes on if in this round the optimizer was made, or what it trains was loaded before
+        its first step: the next one trains anew.
 
         Returns:
             Whether there is one that is ended.
@@ -229,9 +233,38 @@ class Stopping:
             for loop, number in self._made_in.get(optimizer, ())
             if self._num_trainings < _MOST_TRAININGS
         ]
-        is_ended = loops.end(but=[e for e, number in made_in if e and e.num_rounds == number])
+        go_on = {e for e, number in made_in if e and e.num_rounds == number}
+        is_ended = loops.end(but=go_on | self._loops_that_load())
         self._has_ended_loops |= is_ended
         return is_ended
+
+    def _reach(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Resumes where a load has reached what is trained, and returns whether it has.
+
+        Of one before the first step of a training, the loops around it are noted: whether it
+        reaches what is trained is seen later.
+        """
+        of = list(parameters)
+        if self.is_past or not len(self._counts):
+            weak = [weakref.ref(each) for each in of]
+            self._loaded_in = [each for each in self._loaded_in if each[0]() is not None]
+            self._loaded_in += [(weakref.ref(e), e.num_rounds, weak) for e in loops.around()]
+        is_trained = self._is_trained(of)
+        if is_trained:
+            self.resume()
+        return is_trained
+
+    def _loops_that_load(self) -> set[Loop]:
+        """Returns the loops in whose round what is trained was loaded before its training."""
+        found = set()
+        for reference, number, parameters in self._loaded_in:
+            loop = reference()
+            if loop is None or loop.num_rounds != number or number > _MOST_RESUMES:
+                continue
+            there = (each() for each in parameters)
+            if self._is_trained([each for each in there if each is not None]):
+                found.add(loop)
+        return found
 
     def see_optimizers(self) -> None:
         """Begins training anew where an optimizer was made after passes that were counted."""
@@ -257,9 +290,7 @@ class Stopping:
 
     def _is_trained(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Returns whether an optimizer has stepped one of some parameters."""
-        groups = (group for each in list(self._stepped) for group in each.param_groups)
-        trained = (parameter for group in groups for parameter in group["params"])
-        return self.is_by_hand or share(parameters, trained)
+        return self.is_by_hand or share(parameters, _parameters(list(self._stepped)))
 
     def leave(self) -> NoReturn:
         """Leaves the script in the middle of its loop."""
@@ -336,6 +367,11 @@ class Stopping:
             return begin(*args, **options)
 
         return begun
+
+
+def _parameters(optimizers: Iterable[Optimizer]) -> Iterable[torch.Tensor]:
+    groups = (group for each in optimizers for group in each.param_groups)
+    return (parameter for group in groups for parameter in group["params"])
 
 
 def _is_template() -> bool:

@@ -17,7 +17,7 @@ _MAKERS = ["to", "cuda", "cpu", "half", "float", "bfloat16", "double", "type", "
 
 
 class FromFiles:
-    """Tensors that are from files, each known weakly, by itself and by the address of its bytes."""
+    """The tensors that are from files, known weakly, by themselves and by where their bytes are."""
 
     def __init__(self, copied: Callable[[Tensor], None]) -> None:
         """Begins with none.

@@ -68,30 +68,12 @@ class LoadsOfTrained:
         self._from_files.forget(parameters)
 
     def _watch_opened(self, module: ModuleType) -> None:
-        """Notes each tensor that is read of an open file: the class is native, and takes no other
-        method.
-        """
-        native: Any = vars(module)["safe_open"]
-        note = self._noting
-
-        class safe_open:  # noqa: N801 - stands in for the class of that name
-            """A file opened as by ``safetensors.safe_open``."""
-
-            def __init__(self, *args: Any, **options: Any) -> None:
-                self._file = native(*args, **options)
-
-            def __enter__(self) -> Any:
-                self._file.__enter__()
-                return self
-
-            def __exit__(self, *error: Any) -> Any:
-                return self._file.__exit__(*error)
-
-            def __getattr__(self, name: str) -> Any:
-                found = getattr(self._file, name)
-                return note(found) if name.startswith("get_tensor") else found
-
-        module.__dict__["safe_open"] = safe_open
+        """Notes each tensor that is read of an open file."""
+        own = {
+            "native": staticmethod(vars(module)["safe_open"]),
+            "note": staticmethod(self._noting),
+        }
+        module.__dict__["safe_open"] = type("safe_open", (_OpenFile,), own)
 
     def _watch_files(self, module: ModuleType) -> None:
         module.__dict__["load_file"] = self._noting(vars(module)["load_file"])
@@ -158,6 +140,32 @@ class LoadsOfTrained:
 
     def _is_loading(self) -> bool:
         return any(visit.name.endswith(_LOAD) for visit in open_phases())
+
+
+class _OpenFile:
+    """A file opened as by ``safetensors.safe_open``, whose class is native and cannot be changed.
+
+    Attributes:
+        native: That class.
+        note: Returns a function that notes what another one reads.
+    """
+
+    native: Callable[..., Any]
+    note: Callable[[Callable[..., object]], Callable[..., object]]
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._file = self.native(*args, **options)
+
+    def __enter__(self) -> Any:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._file.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._file, name)
+        return self.note(found) if name.startswith("get_tensor") else found
 
 
 def share(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:

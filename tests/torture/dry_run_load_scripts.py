@@ -137,7 +137,9 @@ class Script:
     def _read(self, file: str, bring: int) -> str:
         """Returns the expression that reads a file, and counts what it brings to the device."""
         of = TENSORS_ALONE if file.endswith(".safetensors") else READS
-        text, is_here = of[self.chance.choice(list(of))]
+        # The host's state of an optimizer stays in a mapped file, which the next save writes over.
+        usable = [each for each in of if each != "mapped" or file != "last.pt"]
+        text, is_here = of[self.chance.choice(usable)]
         self.is_here = is_here
         self.is_moved = "device" in text or '"cuda")' in text
         self.loaded = max(self.loaded, bring * is_here)

@@ -155,7 +155,7 @@ class Script:
         """Puts the lines of a load where it stands, with the names that it needs."""
         definition, call = PLACES[self.chance.choice(list(PLACES))]
         if not definition:
-            return [*lines, "state = own = part = None"]
+            return [*lines, "state = own = part = p = None"]
         name = f"load_{len(self.functions)}"
         arguments = ", ".join(names)
         pairs = {"INNER": "\n".join(inside(lines, 2)), "BODY": "\n".join(inside(lines)),

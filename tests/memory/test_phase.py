@@ -275,4 +275,6 @@ def test_a_generator_in_a_phase_may_be_collected_while_another_phase_ends(
     with residency.phase("outer") as visit:
         pass
     assert visit.is_over
-    assert not open_phases()
+    with residency.phase("next") as following:
+        assert open_phases() == (following,)
+    assert following.path == "next"

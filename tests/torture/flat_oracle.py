@@ -85,7 +85,7 @@ def passing(case: dict[str, Any], num_ranks: int) -> tuple[int, int]:
 
     Inputs and results of each operation, three of each block and two of a norm; in the backward
     pass as many gradients, and of one unit those that autograd makes a flat one of, one of them
-    once more as a column, and the flat one where it is added to another.
+    once more as a column, and the flat one, which is the unit's once all are copied into it.
     """
     width, longest = case["width"], max([*case["hidden"], case["width"]])
     one = block(_WHOLE * width) * 6 + block(_WHOLE * longest) * 3
@@ -94,6 +94,5 @@ def passing(case: dict[str, Any], num_ranks: int) -> tuple[int, int]:
     for numels in units_of(case):
         unit = _unit(case, numels, num_ranks)
         of_parts = sum(block(numel * _WHOLE) for numel in [*numels, max(numels)])
-        of_parts += block(unit.whole * _WHOLE) if case["accumulates"] else 0
-        parts = max(parts, of_parts)
+        parts = max(parts, of_parts + block(unit.whole * _WHOLE))
     return forward, 2 * forward + parts

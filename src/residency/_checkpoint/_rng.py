@@ -73,6 +73,16 @@ def sizes(node: Node) -> dict[str, tuple[int, ...]]:
     return wanted
 
 
+def check(values: Mapping[str, Any]) -> None:
+    """Tries states on generators of its own; raises what they raise."""
+    random.Random(0).setstate(_as_tuples(values["python"]))
+    if type(values.get("numpy")) is tuple:  # else that of a generator of the user's choice
+        import numpy
+
+        numpy.random.RandomState(0).set_state(values["numpy"])
+    torch.Generator().set_state(values["torch"])
+
+
 def restore(values: Mapping[str, Any]) -> None:
     """Sets the generators to states that ``capture`` returned.
 

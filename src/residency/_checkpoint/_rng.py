@@ -76,11 +76,16 @@ def sizes(node: Node) -> dict[str, tuple[int, ...]]:
 def check(values: Mapping[str, Any]) -> None:
     """Tries states on generators of its own; raises what they raise."""
     random.Random(0).setstate(_as_tuples(values["python"]))
-    if type(values.get("numpy")) is tuple:  # else that of a generator of the user's choice
+    if values.get("numpy") is not None:
         import numpy
 
-        numpy.random.RandomState(0).set_state(values["numpy"])
+        here: Any = numpy.random.get_state(legacy=False)
+        if here["bit_generator"] == "MT19937":  # else one of the user's choice
+            numpy.random.RandomState(0).set_state(values["numpy"])
     torch.Generator().set_state(values["torch"])
+    saved = values.get("accelerator")
+    if saved is not None and saved["state"].dtype != torch.uint8:
+        raise TypeError(f"the accelerator's state is of {saved['state'].dtype}")
 
 
 def restore(values: Mapping[str, Any]) -> None:

@@ -143,13 +143,16 @@ class DocumentPlan:
         each: no order of filling would be right.
         """
         pairs = pairs_if_alike(seen.node, node)
-        if pairs is None or not all(
-            is_same_stored(self._plan, *pair, staging_bytes=self._staging_bytes) for pair in pairs
-        ):
-            self._plan.differing.append(
-                f"{seen.path} and {path}: they are one {type(seen.here).__name__} here, and differ "
-                "in what was saved"
-            )
+        plan, most = self._plan, self._staging_bytes
+        others = (p for p in pairs or () if not is_same_stored(plan, *p, staging_bytes=most))
+        other = next(others, None)
+        if pairs is not None and other is None:
+            return
+        where = "" if other is None else f" ({other[0]} and {other[1]})"
+        plan.differing.append(
+            f"{seen.path} and {path}: they are one {type(seen.here).__name__} here, and differ in "
+            f"what was saved{where}"
+        )
 
     def _visit(self, path: str, node: Any, value: Any) -> Thunk:
         kind = kind_of(node)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -98,6 +99,7 @@ def plan_optimizer(
     coming = _ComingOptimizer(
         plan, path, optimizer, settings, states, tensors, others, loose, groups
     )
+    plan.checks.append(coming.rehearse)
     plan.before.append(coming.make_room)
     return coming.finish
 
@@ -134,6 +136,37 @@ class _ComingOptimizer:
     groups: Sequence[Callable[[], None]]
     reception: Reception | None = None
 
+    def rehearse(self) -> None:
+        """Gives another object of a class of torch the states: what it cannot use is damage.
+
+        The classes of torch change nothing there but what they are given; of others, it is seen
+        when the states are in place.
+        """
+        optimizer = self.optimizer
+        if type(optimizer).__module__.partition(".")[0] != "torch" or owner_of(optimizer):
+            return
+        states: dict[Tensor, dict[str, Any]] = {}
+        for parameter, entries in self.states.items():
+            states[parameter] = {
+                key: self.others[parameter, key].thunk()
+                if incoming is None
+                else torch.empty(incoming.shape, dtype=incoming.dtype, device="meta")
+                for key, incoming in entries.items()
+            }
+        groups = [dict(group) for group in optimizer.param_groups]
+        other = object.__new__(type(optimizer))
+        other.__dict__.update(optimizer.__dict__, defaults=dict(optimizer.defaults))
+        self._give(other, {**states, **self.loose()}, groups)
+
+    def _give(
+        self, optimizer: Optimizer, state: Mapping[Any, Any], groups: list[dict[str, Any]]
+    ) -> None:
+        """Lets a class repair what its older versions did not save."""
+        with unusable_is_damage(
+            f"{self.path}, of {type(optimizer).__name__}, cannot use the states"
+        ):
+            optimizer.__setstate__({"state": state, "param_groups": groups})
+
     def make_room(self) -> None:
         """Makes the targets of the states, and plans what fills them."""
         self.reception = _receive(self.optimizer, self.states, self.settings)
@@ -152,10 +185,7 @@ class _ComingOptimizer:
         for put in self.groups:
             put()
         if owner_of(optimizer) is None:
-            # The class' own repairs, such as settings that its older versions did not save.
-            groups = optimizer.param_groups
-            with unusable_is_damage(f"{type(optimizer).__name__} cannot use the states"):
-                optimizer.__setstate__({"state": optimizer.state, "param_groups": groups})
+            self._give(optimizer, optimizer.state, optimizer.param_groups)
         _run_hooks(self.path, optimizer)
 
 

@@ -126,6 +126,7 @@ class RestorePlan:
         of_values: What fills those.
         late: Memory that is written after all assignments, by name; no assignment may lie in it.
         seen: What is here and was planned already, by ``id``.
+        checks: What looks at the values once they are understood, with nothing changed.
         before: What makes room for bytes once the plan stands; it may refuse, with nothing changed.
         after: What puts values in place once all bytes are there.
     """
@@ -138,6 +139,7 @@ class RestorePlan:
     of_values: list[Assignment] = field(default_factory=list)
     late: list[tuple[str, Tensor]] = field(default_factory=list)
     seen: dict[int, Seen] = field(default_factory=dict)
+    checks: list[Callable[[], object]] = field(default_factory=list)
     before: list[Callable[[], object]] = field(default_factory=list)
     after: list[Callable[[], object]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -169,7 +171,7 @@ class RestorePlan:
         """Lets go of every tensor."""
         for each in (self.assignments, self.of_values, self.values, self.late):
             each.clear()
-        for later in (self.fresh, self.seen, self.before, self.after):
+        for later in (self.fresh, self.seen, self.checks, self.before, self.after):
             later.clear()
 
     def differences(self) -> Differences:

@@ -112,6 +112,8 @@ def settled(plan: RestorePlan, what: str, *, strict: bool, staging_bytes: int) -
     with torch.no_grad():
         for each in plan.values:
             each.understand(plan.fresh.__getitem__)
+        for check in plan.checks:
+            check()
     return found
 
 

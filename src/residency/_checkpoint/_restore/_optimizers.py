@@ -162,9 +162,7 @@ class _ComingOptimizer:
         self, optimizer: Optimizer, state: Mapping[Any, Any], groups: list[dict[str, Any]]
     ) -> None:
         """Lets a class repair what its older versions did not save."""
-        with unusable_is_damage(
-            f"{self.path}, of {type(optimizer).__name__}, cannot use the states"
-        ):
+        with unusable_is_damage(f"{type(optimizer).__name__} cannot use the states"):
             optimizer.__setstate__({"state": state, "param_groups": groups})
 
     def make_room(self) -> None:

@@ -2,9 +2,7 @@
 
 A value is understood while nothing has been changed: its bytes are read, it is made, and what it is
 for has had a look at it. So what makes no sense is damage that is found before any other byte
-moves, and the save before it can be tried. Invariant, which
-``tests/checkpoint/restore/test_senseless_documents.py`` tries to break: no value is decoded after
-the first byte of what is here was written.
+moves, and the save before it can be tried; ``test_senseless_documents.py`` draws such documents.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def _plain(writer: Writer, name: str, value: object) -> Node:
     return value
 
 
-def _no_node(reader: NodeReader, node: Any) -> Any:
+def _no_node(reader: NodeReader, node: Node) -> object:
     raise CorruptSaveError(f"a {node[KIND]} stands for itself in a save, and here has a node.")
 
 
@@ -165,7 +165,7 @@ def _encode_bytes(writer: Writer, name: str, value: bytes | bytearray) -> Node:
     return {KIND: label, **writer.bytes_of(name, bytearray(value))}
 
 
-def _stored(reader: NodeReader, node: Any) -> Any:
+def _stored(reader: NodeReader, node: Node) -> Any:
     """Returns the bytes of a node, wherever they are, as what others make a copy of."""
     if "tensor" not in node:
         return _of_base64(node["value"])
@@ -223,7 +223,7 @@ def _encode_array(writer: Writer, name: str, value: Any) -> Node:
 
 @dataclass(frozen=True, slots=True)
 class ArrayForm:
-    """What a node says of an array but for its bytes.
+    """An array but for its bytes, as a node tells of it.
 
     Attributes:
         dtype: Numpy's.
@@ -240,7 +240,7 @@ class ArrayForm:
         return math.prod(self.shape) * int(self.dtype.itemsize)
 
 
-def array_form(node: Any) -> ArrayForm:
+def array_form(node: Node) -> ArrayForm:
     """Returns the form of an array's node.
 
     Raises:
@@ -255,7 +255,7 @@ def array_form(node: Any) -> ArrayForm:
     return ArrayForm(dtype, tuple(node["shape"]), order)
 
 
-def _decode_array(reader: NodeReader, node: Any) -> Any:
+def _decode_array(reader: NodeReader, node: Node) -> Any:
     import numpy
 
     form, data = array_form(node), _stored(reader, node)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from residency._checkpoint._document._kinds import array_form
-from residency._checkpoint._document._nodes import NDARRAY, kind_of
+from residency._checkpoint._document._nodes import NDARRAY, Node, kind_of
 from residency._checkpoint._restore._boxes import Box
 from residency._checkpoint._restore._plan import Assignment, RestorePlan, Target
 from residency._checkpoint._restore._values import senseless_is_damage, understood
@@ -29,7 +29,7 @@ def is_array(value: object) -> bool:
     return numpy is not None and type(value) is numpy.ndarray
 
 
-def fill_memory(plan: RestorePlan, path: str, node: Any, there: Any) -> bool:
+def fill_memory(plan: RestorePlan, path: str, node: Node, there: Any) -> bool:
     """Plans to fill an array or a bytearray from its node, where it has the form of what was saved.
 
     Args:
@@ -62,7 +62,7 @@ def fill_memory(plan: RestorePlan, path: str, node: Any, there: Any) -> bool:
     return True
 
 
-def _array_memory(path: str, node: Any, there: Any) -> tuple[Tensor, bool] | None:
+def _array_memory(path: str, node: Node, there: Any) -> tuple[Tensor, bool] | None:
     """Returns an array's bytes, of shape ``[*shape, itemsize]`` in the order in which those of its
     node are, and whether some dimension of it runs backwards, which no tensor's does.
     """
@@ -88,7 +88,7 @@ def _bytes_memory(there: Any) -> tuple[Tensor, bool] | None:
         return torch.frombuffer(there, dtype=torch.uint8), False
 
 
-def _stored(plan: RestorePlan, path: str, node: Any, num_bytes: int) -> StoredTensor | None:
+def _stored(plan: RestorePlan, path: str, node: Node, num_bytes: int) -> StoredTensor | None:
     """Returns where the bytes of a node are; None where they are of another number."""
     if "tensor" in node:
         [stored, *others] = plan.tensors[node["tensor"]]

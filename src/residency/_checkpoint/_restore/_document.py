@@ -55,7 +55,7 @@ from residency._checkpoint._restore._modules import (
 )
 from residency._checkpoint._restore._optimizers import RestoreSettings, Thunk, plan_optimizer
 from residency._checkpoint._restore._overlaps import is_same_stored
-from residency._checkpoint._restore._plan import Assignment, RestorePlan, Seen, target_of
+from residency._checkpoint._restore._plan import Assignment, MetObject, RestorePlan, target_of
 from residency._checkpoint._restore._values import SavedValue, understood
 from residency._checkpoint._sources._own import SavedForRank
 from residency._errors import RefusedError
@@ -118,7 +118,7 @@ class DocumentPlan:
         self._plan.values.append(made)
         return made
 
-    def visit(self, path: str, node: Any, value: Any) -> Thunk:
+    def visit(self, path: str, node: Node, value: Any) -> Thunk:
         """Plans to fill a value from its node; the thunk returns what is to stand in its place.
 
         An object that was met under another name is planned once, and both names get it.
@@ -135,10 +135,10 @@ class DocumentPlan:
         if first is not None:
             self._compare(first, path, node)
             return lambda: value if kind in _OBJECTS else first.result
-        seen = self._plan.seen[id(one)] = Seen(path, node, one)
+        seen = self._plan.seen[id(one)] = MetObject(path, node, one)
         return _noted(seen, self._visit(path, node, value))
 
-    def _compare(self, seen: Seen, path: str, node: Node) -> None:
+    def _compare(self, seen: MetObject, path: str, node: Node) -> None:
         """Notes where one object that is here has two names, and something else was saved under
         each: no order of filling would be right.
         """
@@ -154,7 +154,7 @@ class DocumentPlan:
             f"what was saved{where}"
         )
 
-    def _visit(self, path: str, node: Any, value: Any) -> Thunk:
+    def _visit(self, path: str, node: Node, value: Any) -> Thunk:
         kind = kind_of(node)
         if kind == MODULE:
             return self._module(path, node, value)
@@ -248,7 +248,7 @@ class DocumentPlan:
 
         return finish
 
-    def _mapping(self, path: str, node: Any, value: MutableMapping[Any, Any]) -> Thunk:
+    def _mapping(self, path: str, node: Node, value: MutableMapping[Any, Any]) -> Thunk:
         pairs = pairs_of(node)
         has_metadata = "metadata" in node and kind_of(node)
         metadata = self.value(node["metadata"], f"{path}._metadata") if has_metadata else None
@@ -287,7 +287,7 @@ class DocumentPlan:
 
         return finish
 
-    def _tuple(self, path: str, node: Any, value: tuple[Any, ...]) -> Thunk:
+    def _tuple(self, path: str, node: Node, value: tuple[Any, ...]) -> Thunk:
         items = node["items"]
         if len(items) != len(value):
             return self._new(path, node)
@@ -389,7 +389,7 @@ def _then(thunk: Thunk, value: object) -> Thunk:
     return finish
 
 
-def _noted(seen: Seen, thunk: Thunk) -> Thunk:
+def _noted(seen: MetObject, thunk: Thunk) -> Thunk:
     def finish() -> object:
         seen.result = thunk()
         return seen.result

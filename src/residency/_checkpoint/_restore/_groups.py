@@ -46,7 +46,9 @@ class GroupValues:
     staging_bytes: int
     taken: dict[object, Node]
 
-    def add(self, path: str, saved: Mapping[str, Any], group: dict[str, Any]) -> Callable[[], None]:
+    def add(
+        self, path: str, saved: Mapping[str, Node], group: dict[str, Any]
+    ) -> Callable[[], None]:
         """Plans what is saved of one group.
 
         Returns:
@@ -84,7 +86,7 @@ class GroupValues:
 
         return finish
 
-    def _stored(self, path: str, node: Any, before: Tensor) -> Sequence[StoredTensor] | None:
+    def _stored(self, path: str, node: Node, before: Tensor) -> Sequence[StoredTensor] | None:
         """Returns what a tensor is filled with; None where something else takes its place."""
         shape = tuple(before.shape)
         if kind_of(node) == TENSOR:
@@ -115,5 +117,5 @@ class GroupValues:
         )
 
 
-def _as_number(value: Any) -> Any:
+def _as_number(value: object) -> object:
     return value.item() if isinstance(value, Tensor) and value.dim() == 0 else value

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from residency._checkpoint._capture._walk import ParameterName
 from residency._checkpoint._document._decode import tensor_nodes
-from residency._checkpoint._document._nodes import kind_of
+from residency._checkpoint._document._nodes import Node, kind_of
 from residency._checkpoint._restore._groups import GroupValues
 from residency._checkpoint._restore._plain_optimizers import PlainReception, receive_plain, replaced
 from residency._checkpoint._restore._plan import RestorePlan
@@ -47,7 +47,7 @@ class RestoreSettings:
 
     names: Mapping[Tensor, ParameterName]
     fetch: Callable[[str], Tensor]
-    value: Callable[[Any, str], Thunk]
+    value: Callable[[Node, str], Thunk]
     groups: GroupValues
     eager: bool
     staging_bytes: int

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from residency._checkpoint._capture._walk import layout_problem
 from residency._checkpoint._disk._read import Checksums
+from residency._checkpoint._document._nodes import Node
 from residency._checkpoint._restore._boxes import Box
 from residency._checkpoint._restore._values import SavedValue
 from residency._checkpoint._sources._source import StoredTensor
@@ -55,8 +56,8 @@ class Assignment:
 
 
 @dataclass(slots=True, eq=False)
-class Seen:
-    """What is here and has been planned under one name; another name may be the same object.
+class MetObject:
+    """An object that is here and is planned under one name; another name may be the same object.
 
     Attributes:
         path: The name.
@@ -66,7 +67,7 @@ class Seen:
     """
 
     path: str
-    node: Any
+    node: Node
     here: object
     result: object = None
 
@@ -138,7 +139,7 @@ class RestorePlan:
     fresh: dict[str, Tensor] = field(default_factory=dict)
     of_values: list[Assignment] = field(default_factory=list)
     late: list[tuple[str, Tensor]] = field(default_factory=list)
-    seen: dict[int, Seen] = field(default_factory=dict)
+    seen: dict[int, MetObject] = field(default_factory=dict)
     checks: list[Callable[[], object]] = field(default_factory=list)
     before: list[Callable[[], object]] = field(default_factory=list)
     after: list[Callable[[], object]] = field(default_factory=list)

@@ -233,8 +233,8 @@ class Checkpointer:
         restore the same save, or none does.
 
         Args:
-            state: What was given to ``save``, or a part of it. Mappings and lists in it are filled
-                in place, too.
+            state: What was given to ``save``, or a part of it. Mappings, lists and arrays in it are
+                filled in place, too; what is one object under two names is filled once.
             step: Which save; None is the newest whole one: where one turns out to be damaged, the
                 one before it is restored, with a warning.
             strict: Whether names, shapes and dtypes that do not match are refused; else they are
@@ -249,7 +249,8 @@ class Checkpointer:
         Raises:
             RefusedError: There is no save, or it does not fit the state, here or on another rank;
                 nothing was changed. Or there is no room; nothing was changed on this rank.
-            CorruptSaveError: The save is damaged, or all are. Tensors may hold some of its bytes.
+            CorruptSaveError: The save is damaged, or all are. Tensors may hold some of its bytes,
+                where those of a file are damaged; nothing was changed where a value makes no sense.
 
         Memory:
             Device: the ring (64 MiB) at the most, and no state of an optimizer unless ``eager``.

@@ -73,6 +73,21 @@ def sizes(node: Node) -> dict[str, tuple[int, ...]]:
     return wanted
 
 
+def check(values: Mapping[str, Any]) -> None:
+    """Tries states on generators of its own; raises what they raise."""
+    random.Random(0).setstate(_as_tuples(values["python"]))
+    if values.get("numpy") is not None:
+        import numpy
+
+        here: Any = numpy.random.get_state(legacy=False)
+        if here["bit_generator"] == "MT19937":  # else one of the user's choice
+            numpy.random.RandomState(0).set_state(values["numpy"])
+    torch.Generator().set_state(values["torch"])
+    saved = values.get("accelerator")
+    if saved is not None and saved["state"].dtype != torch.uint8:
+        raise TypeError(f"the accelerator's state is of {saved['state'].dtype}")
+
+
 def restore(values: Mapping[str, Any]) -> None:
     """Sets the generators to states that ``capture`` returned.
 

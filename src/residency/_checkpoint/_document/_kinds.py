@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 import struct
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from residency._checkpoint._document import _nodes
+from residency._checkpoint._document._dtypes import dtype_named, name_of
 from residency._checkpoint._document._nodes import (
     KIND,
     Node,
@@ -32,6 +34,8 @@ from residency._errors import CorruptSaveError, RefusedError
 _MAX_INLINE_BYTES = 4096
 _MAX_PLAIN_BITS = 64  # Python alone reads longer numbers, and those of 4300 digits not even it
 _NAN = struct.pack(">d", math.nan)
+# Numbers, texts, dates and raw bytes, as numpy spells them in `dtype.str`: all that is written.
+_ARRAY_DTYPE = re.compile(r"[<>|][biufcmMSUV]\d{1,9}(\[\d{0,9}[A-Za-z]{1,3}\])?")
 
 # What a defaultdict may call for a key that it does not have. None of them can run other code.
 _FACTORIES: dict[str, Any] = {
@@ -107,8 +111,8 @@ def _plain(writer: Writer, name: str, value: object) -> Node:
     return value
 
 
-def _value(reader: NodeReader, node: Any) -> Any:
-    return node["value"]
+def _no_node(reader: NodeReader, node: Node) -> object:
+    raise CorruptSaveError(f"a {node[KIND]} stands for itself in a save, and here has a node.")
 
 
 def _encode_str(writer: Writer, name: str, value: str) -> Node:
@@ -118,7 +122,7 @@ def _encode_str(writer: Writer, name: str, value: str) -> Node:
 
 
 def _decode_str(reader: NodeReader, node: Any) -> str:
-    return base64.b64decode(node["value"]).decode("utf-8", "surrogatepass")
+    return _of_base64(node["value"]).decode("utf-8", "surrogatepass")
 
 
 def _encode_int(writer: Writer, name: str, value: int) -> Node:
@@ -161,10 +165,14 @@ def _encode_bytes(writer: Writer, name: str, value: bytes | bytearray) -> Node:
     return {KIND: label, **writer.bytes_of(name, bytearray(value))}
 
 
-def _decode_bytes(reader: NodeReader, node: Any) -> bytes:
-    if "tensor" in node:
-        return bytes(reader.fetch(node["tensor"]).numpy())
-    return base64.b64decode(node["value"])
+def _stored(reader: NodeReader, node: Node) -> Any:
+    """Returns the bytes of a node, wherever they are, as what others make a copy of."""
+    if "tensor" not in node:
+        return _of_base64(node["value"])
+    found = reader.fetch(node["tensor"])
+    if found.dtype != torch.uint8 or found.dim() != 1 or not found.is_contiguous():
+        raise CorruptSaveError(f"the tensor {node['tensor']!r} is not the bytes of a value.")
+    return found.numpy()
 
 
 def inline_bytes(value: bytes) -> dict[str, Any]:
@@ -176,16 +184,16 @@ def _in_base64(value: bytes) -> str:
     return base64.b64encode(value).decode("ascii")
 
 
+def _of_base64(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
 def _put_bytearray(there: bytearray, found: bytearray) -> bool:
-    there[:] = found
+    try:
+        there[:] = found
+    except BufferError:  # of another length, and an array lies over it
+        return False
     return True
-
-
-def _decode_dtype(reader: NodeReader, node: Any) -> torch.dtype:
-    found = getattr(torch, node["value"], None)
-    if not isinstance(found, torch.dtype):
-        raise CorruptSaveError(f"this torch has no dtype {node['value']!r}, which the save names.")
-    return found
 
 
 def _encode_array(writer: Writer, name: str, value: Any) -> Node:
@@ -213,19 +221,51 @@ def _encode_array(writer: Writer, name: str, value: Any) -> Node:
     }
 
 
-def _decode_array(reader: NodeReader, node: Any) -> Any:
+@dataclass(frozen=True, slots=True)
+class ArrayForm:
+    """An array but for its bytes, as a node tells of it.
+
+    Attributes:
+        dtype: Numpy's.
+        shape: The array's.
+        order: In which its bytes were written: "C", rows first, or "F", columns first.
+    """
+
+    dtype: Any
+    shape: tuple[int, ...]
+    order: Any
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * int(self.dtype.itemsize)
+
+
+def array_form(node: Node) -> ArrayForm:
+    """Returns the form of an array's node.
+
+    Raises:
+        CorruptSaveError: It is none that is written.
+    """
     import numpy
 
+    spelled, order = node["dtype"], node.get("order", "C")
+    dtype = numpy.dtype(spelled) if _ARRAY_DTYPE.fullmatch(spelled) else None
+    if dtype is None or dtype.str != spelled or order not in ("C", "F"):
+        raise CorruptSaveError(f"the save has no array of dtype {spelled[:40]!r} in {order!r}.")
+    return ArrayForm(dtype, tuple(node["shape"]), order)
+
+
+def _decode_array(reader: NodeReader, node: Node) -> Any:
+    import numpy
+
+    form, data = array_form(node), _stored(reader, node)
+    if len(data) != form.num_bytes:
+        raise CorruptSaveError(f"an array of {form.num_bytes} bytes has {len(data)} in the save.")
     # A copy: the array owns what it has, as the one that was saved did.
-    data = bytearray(_decode_bytes(reader, node))
-    dtype = numpy.dtype(node["dtype"])
-    if not data:
-        return _scalar_of(numpy.zeros(node["shape"], dtype), node)
-    array = numpy.frombuffer(data, dtype).copy()
-    return _scalar_of(array.reshape(node["shape"], order=node.get("order", "C")), node)
-
-
-def _scalar_of(array: Any, node: Any) -> Any:
+    array = numpy.empty(form.shape, form.dtype, order=form.order)
+    if form.num_bytes:
+        flat = array.reshape(-1, order=form.order).view("u1")
+        flat[:] = numpy.frombuffer(data, "u1")
     return array[()] if node.get("is_scalar") else array
 
 
@@ -317,28 +357,30 @@ def _labelled(label: str) -> Callable[[Writer, str, Any], Node]:
 
 
 _KINDS = (
-    Kind("none", type(None), _plain, _value),
-    Kind("bool", bool, _plain, _value),
+    Kind("none", type(None), _plain, _no_node),
+    Kind("bool", bool, _plain, _no_node),
     Kind(_nodes.INT, int, _encode_int, lambda reader, node: int(node["value"], 16)),
     Kind(_nodes.FLOAT, float, _encode_float, _decode_float),
     Kind(_nodes.STR, str, _encode_str, _decode_str),
     Kind(_nodes.COMPLEX, complex, _encode_complex, _decode_complex),
-    Kind(_nodes.BYTES, bytes, _encode_bytes, _decode_bytes),
+    Kind(
+        _nodes.BYTES,
+        bytes,
+        _encode_bytes,
+        lambda reader, node: bytes(_stored(reader, node)),
+    ),
     Kind(
         _nodes.BYTEARRAY,
         bytearray,
         _encode_bytes,
-        lambda reader, node: bytearray(_decode_bytes(reader, node)),
+        lambda reader, node: bytearray(_stored(reader, node)),
         _put_bytearray,
     ),
     Kind(
         _nodes.DTYPE,
         torch.dtype,
-        lambda writer, name, value: {
-            KIND: _nodes.DTYPE,
-            "value": str(value).removeprefix("torch."),
-        },
-        _decode_dtype,
+        lambda writer, name, value: {KIND: _nodes.DTYPE, "value": name_of(value)},
+        lambda reader, node: dtype_named(node["value"]),
     ),
     Kind(
         _nodes.DEVICE,
@@ -347,7 +389,7 @@ _KINDS = (
         lambda reader, node: torch.device(node["value"]),
     ),
     Kind(_nodes.NDARRAY, None, _encode_array, _decode_array, _put_array),
-    Kind(_nodes.LIST, list, lambda w, name, value: w.items(name, value), _items),
+    Kind(_nodes.LIST, list, lambda w, name, value: w.items(name, value), _no_node),
     Kind(
         _nodes.TUPLE,
         tuple,

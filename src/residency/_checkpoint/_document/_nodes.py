@@ -84,6 +84,11 @@ def is_count(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
+def is_number(value: object) -> bool:
+    """Returns whether a value of JSON is a number."""
+    return type(value) in (int, float)
+
+
 def is_counts(values: object) -> bool:
     """Returns whether a value of JSON is a list of whole numbers from 0 on."""
     return isinstance(values, list) and all(map(is_count, values))
@@ -141,7 +146,7 @@ def _check_nodes(tree: Node) -> None:
             for name, is_fit in (fields or {}).items():
                 if name not in node or not is_fit(node[name]):
                     raise _senseless(node)
-            if not (_has_own_bytes(node) and _is_whole_scaler(node) and _is_matched(node)):
+            if not all(is_fit(node) for is_fit in _FITS):
                 raise _senseless(node)
             pending += _below(node.values(), depth)
 
@@ -167,7 +172,26 @@ def _is_matched(node: Mapping[str, Any]) -> bool:
 
 
 def _is_whole_scaler(node: Mapping[str, object]) -> bool:
-    return node.get(KIND) != SCALER or not node["enabled"] or all(map(node.__contains__, _SCALER))
+    if node.get(KIND) != SCALER or not node["enabled"]:
+        return True
+    return all(name in node and is_number(node[name]) for name in _SCALER) and all(
+        name in node and (kind_of(node[name]) in (TENSOR, FLOAT, INT) or is_number(node[name]))
+        for name in _SCALER_TENSORS
+    )
+
+
+def _is_whole_optimizer(node: Mapping[str, Any]) -> bool:
+    """Returns whether an optimizer has the states of its own parameters, and only those."""
+    if node.get(KIND) != OPTIMIZER:
+        return True
+    names = {name for group in node["parameters"] for name in group}
+    loose, others = node.get("loose") or {}, node.get("others") or {}
+    return (
+        node["state"].keys() <= names
+        and not any("params" in group for group in node["groups"])
+        and (is_plain_dict(loose) or kind_of(loose) in MAPPINGS)
+        and is_plain_dict(others)
+    )
 
 
 def _senseless(node: Node) -> CorruptSaveError:
@@ -206,7 +230,9 @@ def _is_object_of_objects(value: Any) -> bool:
     return is_plain_dict(value) and all(map(is_plain_dict, value.values()))
 
 
-_SCALER = ("scale", "growth_tracker", "growth_factor", "backoff_factor", "growth_interval")
+_SCALER = ("growth_factor", "backoff_factor", "growth_interval")
+_SCALER_TENSORS = ("scale", "growth_tracker")
+_FITS = (_has_own_bytes, _is_whole_scaler, _is_whole_optimizer, _is_matched)
 _MAX_DEPTH = 900  # of JSON; a node takes one or two levels, and Python's stack ends before it
 # What the nodes of each kind have, at the least.
 _FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {

@@ -1,7 +1,8 @@
 """Reads saves and other checkpoints back into live objects, in place.
 
 Read ``_plan`` first (what goes where, and every difference, before a byte moves), then ``_fill``
-(the bytes), ``_document`` (values and containers) and ``_optimizers``.
+(the bytes), ``_values`` (what is understood before that), ``_document`` (containers) and
+``_optimizers``.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from residency._lazy import door
 
 if TYPE_CHECKING:
     from residency._checkpoint._restore._plain_optimizers import PlainReception, receive_plain
+    from residency._checkpoint._restore._values import understood
 
-__all__ = ["PlainReception", "receive_plain"]
+__all__ = ["PlainReception", "receive_plain", "understood"]
 
 __getattr__ = door(
     __name__,
     {
         "_plain_optimizers": ["PlainReception", "receive_plain"],
+        "_values": ["understood"],
     },
 )

@@ -11,7 +11,7 @@ take what was saved: a longer list, more keys. Invariant, which
 from __future__ import annotations
 
 import sys
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -19,11 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from residency._checkpoint._capture._walk import class_name, parameters_of, plain_optimizer
-from residency._checkpoint._document._decode import decode, tensor_names
+from residency._checkpoint._capture._walk import (
+    class_name,
+    parameters_of,
+    plain_module,
+    plain_optimizer,
+)
+from residency._checkpoint._document._decode import pairs_if_alike, tensor_names
 from residency._checkpoint._document._encode import joined
 from residency._checkpoint._document._kinds import kind_for
 from residency._checkpoint._document._nodes import (
+    BYTEARRAY,
     COUNTER,
     DEFAULTDICT,
     MAPPING,
@@ -35,19 +41,24 @@ from residency._checkpoint._document._nodes import (
     STATEFUL,
     TENSOR,
     TUPLE,
+    Node,
     is_plain_dict,
     kind_of,
     pairs_of,
 )
+from residency._checkpoint._restore._arrays import fill_memory, is_array
+from residency._checkpoint._restore._groups import GroupValues
 from residency._checkpoint._restore._modules import (
     extra_state_names,
     plan_module,
     set_extra_state,
 )
 from residency._checkpoint._restore._optimizers import RestoreSettings, Thunk, plan_optimizer
-from residency._checkpoint._restore._plan import RestorePlan
+from residency._checkpoint._restore._overlaps import is_same_stored
+from residency._checkpoint._restore._plan import Assignment, MetObject, RestorePlan, target_of
+from residency._checkpoint._restore._values import SavedValue, understood
 from residency._checkpoint._sources._own import SavedForRank
-from residency._errors import CorruptSaveError, RefusedError
+from residency._errors import RefusedError
 
 _OWN_CLASSES: dict[str | None, type] = {COUNTER: Counter, DEFAULTDICT: defaultdict}
 _OBJECTS: dict[str, tuple[str, type | None]] = {
@@ -71,6 +82,7 @@ class DocumentPlan:
         self._fresh = plan.fresh
         self._names = parameters_of(state)
         self._eager, self._staging_bytes = eager, staging_bytes
+        self._taken: dict[object, Node] = {}
 
     def add(self, state: Mapping[str, object]) -> None:
         """Plans to fill what the state names; what else the save has is left alone.
@@ -90,19 +102,60 @@ class DocumentPlan:
                 continue
             self._plan.after.append(_setter(state, name, self.visit(name, node, value)))
 
-    def value(self, node: Any) -> Thunk:
-        """Plans to read a node's value anew; the tensors in it are on the host."""
+    def value(
+        self, node: Node, path: str, check: Callable[[Any], object] | None = None
+    ) -> SavedValue:
+        """Plans to read a node's value anew; the tensors in it are on the host.
+
+        Args:
+            node: The node.
+            path: Where it stands in the state.
+            check: Raises where a value cannot be used; called before anything is changed.
+        """
         for name in tensor_names(node):
             self._make_fresh(name)
-        return lambda: decode(node, self._fetch)
+        made = SavedValue(path, node, check)
+        self._plan.values.append(made)
+        return made
 
-    def visit(self, path: str, node: Any, value: Any) -> Thunk:
-        """Plans to fill a value from its node; the thunk returns what is to stand in its place."""
+    def visit(self, path: str, node: Node, value: Any) -> Thunk:
+        """Plans to fill a value from its node; the thunk returns what is to stand in its place.
+
+        An object that was met under another name is planned once, and both names get it.
+        """
         kind = kind_of(node)
         if not _is_fit(kind, node, value):
             expected = _OBJECTS[kind][0] if kind in _OBJECTS else "a plain value or a container"
             self._plan.differing.append(f"{path}: saved {expected}, here a {type(value).__name__}")
             return lambda: value
+        one = plain_optimizer(plain_module(value) if isinstance(value, nn.Module) else value)
+        if not _has_identity(kind, one):
+            return self._visit(path, node, value)
+        first = self._plan.seen.get(id(one))
+        if first is not None:
+            self._compare(first, path, node)
+            return lambda: value if kind in _OBJECTS else first.result
+        seen = self._plan.seen[id(one)] = MetObject(path, node, one)
+        return _noted(seen, self._visit(path, node, value))
+
+    def _compare(self, seen: MetObject, path: str, node: Node) -> None:
+        """Notes where one object that is here has two names, and something else was saved under
+        each: no order of filling would be right.
+        """
+        pairs = pairs_if_alike(seen.node, node)
+        plan, most = self._plan, self._staging_bytes
+        others = (p for p in pairs or () if not is_same_stored(plan, *p, staging_bytes=most))
+        other = next(others, None)
+        if pairs is not None and other is None:
+            return
+        where = "" if other is None else f" ({other[0]} and {other[1]})"
+        plan.differing.append(
+            f"{seen.path} and {path}: they are one {type(seen.here).__name__} here, and differ in "
+            f"what was saved{where}"
+        )
+
+    def _visit(self, path: str, node: Node, value: Any) -> Thunk:
+        kind = kind_of(node)
         if kind == MODULE:
             return self._module(path, node, value)
         if kind == OPTIMIZER:
@@ -124,6 +177,8 @@ class DocumentPlan:
         if kind == NDARRAY and _is_read_only(node, value):
             self._plan.differing.append(f"{path}: the array that is here is read-only")
             return lambda: value
+        if kind in (NDARRAY, BYTEARRAY) and fill_memory(self._plan, path, node, value):
+            return lambda: value
         return _in_place(value, self._new(path, node))
 
     def _new(self, path: str, node: object) -> Thunk:
@@ -132,7 +187,7 @@ class DocumentPlan:
         if objects:
             self._plan.unexpected.append(f"{path} ({objects[0]}, which must exist to be filled)")
             return lambda: None
-        return self.value(node)
+        return self.value(node, path)
 
     def _module(self, path: str, node: Any, module: nn.Module) -> Thunk:
         names = dict(zip(node["keys"], node["names"], strict=True))
@@ -145,7 +200,7 @@ class DocumentPlan:
             fresh=self._make_fresh,
             fetch=self._fetch,
         )
-        extra = {name: self.value(each) for name, each in node["extra"].items()}
+        extra = {n: self.value(each, joined(path, n)) for n, each in node["extra"].items()}
         here = extra_state_names(module)
         self._plan.missing += [joined(path, name) for name in sorted(here - extra.keys())]
         self._plan.unexpected += [joined(path, name) for name in sorted(extra.keys() - here)]
@@ -163,7 +218,8 @@ class DocumentPlan:
         if not node["enabled"]:
             self._plan.differing.append(f"{path}: saved a disabled GradScaler, here an enabled one")
             return lambda: scaler
-        scale, tracker = self.value(node["scale"]), self.value(node["growth_tracker"])
+        scale = self.value(node["scale"], f"{path}.scale", float)
+        tracker = self.value(node["growth_tracker"], f"{path}.growth_tracker", int)
 
         def finish() -> torch.amp.GradScaler:
             scaler.load_state_dict(
@@ -184,7 +240,7 @@ class DocumentPlan:
         if saved != here:
             self._plan.differing.append(f"{path}: saved a {node['class']}, here a {here}")
             return lambda: value
-        state = self.value(node["state"])
+        state = self.value(node["state"], path)
 
         def finish() -> Any:
             value.load_state_dict(state())
@@ -192,12 +248,13 @@ class DocumentPlan:
 
         return finish
 
-    def _mapping(self, path: str, node: Any, value: MutableMapping[Any, Any]) -> Thunk:
+    def _mapping(self, path: str, node: Node, value: MutableMapping[Any, Any]) -> Thunk:
         pairs = pairs_of(node)
-        metadata = self.value(node["metadata"]) if "metadata" in node and kind_of(node) else None
+        has_metadata = "metadata" in node and kind_of(node)
+        metadata = self.value(node["metadata"], f"{path}._metadata") if has_metadata else None
         thunks: dict[Any, Thunk] = {}
         for key_node, each in pairs:
-            key = decode(key_node, self._no_tensor) if kind_of(node) else key_node
+            key = understood(path, key_node, check=hash) if kind_of(node) else key_node
             # Not `get`, of which a class may make something else, as ConfigParser does.
             there = value[key] if key in value else _MISSING  # noqa: SIM401
             below = joined(path, key)
@@ -230,7 +287,7 @@ class DocumentPlan:
 
         return finish
 
-    def _tuple(self, path: str, node: Any, value: tuple[Any, ...]) -> Thunk:
+    def _tuple(self, path: str, node: Node, value: tuple[Any, ...]) -> Thunk:
         items = node["items"]
         if len(items) != len(value):
             return self._new(path, node)
@@ -249,7 +306,8 @@ class DocumentPlan:
         return RestoreSettings(
             names=self._names,
             fetch=self._fetch,
-            fresh=self._make_fresh,
+            value=self.value,
+            groups=GroupValues(self._plan, self.value, self._staging_bytes, self._taken),
             eager=self._eager,
             staging_bytes=self._staging_bytes,
         )
@@ -261,26 +319,18 @@ class DocumentPlan:
         view = self._saved.views.get(name)
         if view is not None and view.start % view.dtype.itemsize == 0:
             self._make_fresh(view.of)
-            base = self._fresh.get(view.of)
-            if base is None:
-                return
+            base = self._fresh[view.of]
             flat = base.reshape(-1).view(torch.uint8)[view.start :]
             whole = flat[: flat.numel() // view.dtype.itemsize * view.dtype.itemsize]
             self._fresh[name] = whole.view(view.dtype).as_strided(view.shape, view.stride)
             return
-        shards = self._plan.tensors.get(name)
-        if not shards:
-            self._plan.missing.append(name)
-            return
+        shards = self._plan.tensors[name]
         made = torch.empty(tuple(shards[0].whole_shape), dtype=shards[0].dtype, device="cpu")
         self._fresh[name] = made
-        self._plan.fill(name, made)
+        self._plan.of_values.append(Assignment(target_of(name, made), shards))
 
     def _fetch(self, name: str) -> Tensor:
         return self._fresh[name]
-
-    def _no_tensor(self, name: str) -> Tensor:
-        raise CorruptSaveError(f"the save has the tensor {name} where a key is expected.")
 
 
 def _is_filled(node: Any, value: MutableMapping[Any, Any]) -> bool:
@@ -291,6 +341,14 @@ def _is_filled(node: Any, value: MutableMapping[Any, Any]) -> bool:
     if any(next(tensor_names(key), None) for key, _ in node.get("items", ())):
         return False  # as older releases wrote numpy's numbers: a key that is read with the bytes
     return kind in MAPPINGS and type(value) is _OWN_CLASSES.get(kind, type(value))
+
+
+def _has_identity(kind: str | None, value: object) -> bool:
+    """Returns whether a value is an object that is changed where it is, so that it matters whether
+    two names have one; a tensor's memory tells of itself.
+    """
+    is_filled = isinstance(value, MutableMapping | list | set | deque | bytearray)
+    return kind in _OBJECTS or is_filled or is_array(value)
 
 
 def _is_fit(kind: str | None, node: Any, value: Any) -> bool:
@@ -327,6 +385,14 @@ def _then(thunk: Thunk, value: object) -> Thunk:
     def finish() -> object:
         thunk()
         return value
+
+    return finish
+
+
+def _noted(seen: MetObject, thunk: Thunk) -> Thunk:
+    def finish() -> object:
+        seen.result = thunk()
+        return seen.result
 
     return finish
 

@@ -16,9 +16,8 @@ from residency._checkpoint._document._nodes import MODULE, kind_of
 from residency._checkpoint._restore._document import DocumentPlan
 from residency._checkpoint._restore._fill import staging_bytes_of
 from residency._checkpoint._restore._modules import plan_module
-from residency._checkpoint._restore._overlaps import settle_overlaps
 from residency._checkpoint._restore._plan import Differences, RestorePlan
-from residency._checkpoint._restore._restore import carry_out
+from residency._checkpoint._restore._restore import carry_out, settled
 from residency._checkpoint._sources import open_source
 from residency._checkpoint._sources._own import (
     PublishedSave,
@@ -84,8 +83,8 @@ def load_save(
     name = _module_in(saved, module)
     document = DocumentPlan(plan, saved, {}, eager=False, staging_bytes=staging_bytes)
     plan.after.append(document.visit(name, saved.tree[name], module))
-    plan.differing += settle_overlaps(plan, staging_bytes=staging_bytes)
-    found = plan.check(f"{saved.folder.name}, {name}", strict=strict)
+    what = f"{saved.folder.name}, {name}"
+    found = settled(plan, what, strict=strict, staging_bytes=staging_bytes)
     carry_out(plan, staging_bytes=staging_bytes)
     return found
 
@@ -105,8 +104,7 @@ def _load_by_names(
         fresh=lambda name: _plan_fresh(plan, name),
         fetch=plan.fresh.__getitem__,
     )
-    plan.differing += settle_overlaps(plan, staging_bytes=staging_bytes)
-    found = plan.check(what, strict=strict)
+    found = settled(plan, what, strict=strict, staging_bytes=staging_bytes)
     carry_out(plan, staging_bytes=staging_bytes)
     return found
 

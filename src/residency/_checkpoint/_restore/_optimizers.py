@@ -3,7 +3,8 @@
 States find their parameters by name, or by position where one side has no module to name them. The
 classes' own ``load_state_dict`` is not called: it casts, moves everything to the device and keeps a
 second copy. Its post-hooks run; its pre-hooks do not, as there is no state dict to give them.
-Settings that say how a step computes (`_HOW`) stay those of the optimizer that is restored.
+Settings that say how a step computes (``foreach`` and the like) stay those of the optimizer that is
+restored.
 """
 
 from __future__ import annotations
@@ -13,22 +14,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from residency._checkpoint._capture._walk import ParameterName
-from residency._checkpoint._document._decode import decode, tensor_names, tensor_nodes
-from residency._checkpoint._document._nodes import kind_of
+from residency._checkpoint._document._decode import tensor_nodes
+from residency._checkpoint._document._nodes import Node, kind_of
+from residency._checkpoint._restore._groups import GroupValues
 from residency._checkpoint._restore._plain_optimizers import PlainReception, receive_plain, replaced
 from residency._checkpoint._restore._plan import RestorePlan
 from residency._checkpoint._restore._unusable import unusable_is_damage
 from residency._dtensor import moved
 from residency._errors import warn
-from residency._transfer import Incoming, Reception, copy_across, owner_of
+from residency._transfer import Incoming, Reception, owner_of
 
 Thunk = Callable[[], Any]
-
-_HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +39,16 @@ class RestoreSettings:
     Attributes:
         names: What the parameters of the modules in the state are called.
         fetch: Returns the host tensor of a name, once its bytes are there.
-        fresh: Plans a host tensor for a name.
+        value: Plans to read a node's value anew; the thunk returns it.
+        groups: Plans the values of groups.
         eager: Whether plain optimizers get their state on the device at once.
         staging_bytes: The ring's.
     """
 
     names: Mapping[Tensor, ParameterName]
     fetch: Callable[[str], Tensor]
-    fresh: Callable[[str], None]
+    value: Callable[[Node, str], Thunk]
+    groups: GroupValues
     eager: bool
     staging_bytes: int
 
@@ -81,17 +84,32 @@ def plan_optimizer(
         if kind_of(each) == "tensor"
     }
     others = {
-        (by_name[name], key): each
+        (by_name[name], key): _Value(each, settings.value(each, f"{path}.state.{name}.{key}"))
         for name, values in node["state"].items()
         for key, each in values.items()
         if kind_of(each) != "tensor"
     }
-    for each in (*others.values(), node["groups"], node.get("loose") or {}):
-        for name in tensor_names(each):
-            settings.fresh(name)
-    coming = _ComingOptimizer(plan, path, node, optimizer, settings, order, states, tensors, others)
+    loose = settings.value(node.get("loose") or {}, f"{path}.loose")
+    groups = [
+        settings.groups.add(
+            f"{path}.param_groups.{index}", saved, optimizer.param_groups[order[index].group]
+        )
+        for index, saved in enumerate(node["groups"])
+    ]
+    coming = _ComingOptimizer(
+        plan, path, optimizer, settings, states, tensors, others, loose, groups
+    )
+    plan.checks.append(coming.rehearse)
     plan.before.append(coming.make_room)
     return coming.finish
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """A state that is no tensor: its node, and what returns it."""
+
+    node: Mapping[str, Any]
+    thunk: Thunk
 
 
 @dataclass(slots=True)
@@ -99,23 +117,53 @@ class _ComingOptimizer:
     """An optimizer whose restore is planned.
 
     Attributes:
-        order: Where in the optimizer each saved group is.
         states: What its states will be, for its owner.
         tensors: The name of each stored state.
-        others: The nodes of states that are no tensors.
+        others: States that are no tensors.
+        loose: What returns the state by other keys than parameters.
+        groups: What puts values into the groups.
         reception: Where its states arrive, once there is room for them.
     """
 
     plan: RestorePlan
     path: str
-    node: Mapping[str, Any]
     optimizer: Optimizer
     settings: RestoreSettings
-    order: Sequence[_GroupMatch]
     states: Mapping[Tensor, Mapping[str, Incoming | None]]
     tensors: Mapping[tuple[Tensor, str], str]
-    others: Mapping[tuple[Tensor, str], Mapping[str, Any]]
+    others: Mapping[tuple[Tensor, str], _Value]
+    loose: Thunk
+    groups: Sequence[Callable[[], None]]
     reception: Reception | None = None
+
+    def rehearse(self) -> None:
+        """Gives another object of a class of torch the states: what it cannot use is damage.
+
+        The classes of torch change nothing there but what they are given; of others, it is seen
+        when the states are in place.
+        """
+        optimizer = self.optimizer
+        if type(optimizer).__module__.partition(".")[0] != "torch" or owner_of(optimizer):
+            return
+        states: dict[Tensor, dict[str, Any]] = {}
+        for parameter, entries in self.states.items():
+            states[parameter] = {
+                key: self.others[parameter, key].thunk()
+                if incoming is None
+                else torch.empty(incoming.shape, dtype=incoming.dtype, device="meta")
+                for key, incoming in entries.items()
+            }
+        groups = [dict(group) for group in optimizer.param_groups]
+        other = object.__new__(type(optimizer))
+        other.__dict__.update(optimizer.__dict__, defaults=dict(optimizer.defaults))
+        self._give(other, {**states, **self.loose()}, groups)
+
+    def _give(
+        self, optimizer: Optimizer, state: Mapping[Any, Any], groups: list[dict[str, Any]]
+    ) -> None:
+        """Lets a class repair what its older versions did not save."""
+        with unusable_is_damage(f"{type(optimizer).__name__} cannot use the states"):
+            optimizer.__setstate__({"state": state, "param_groups": groups})
 
     def make_room(self) -> None:
         """Makes the targets of the states, and plans what fills them."""
@@ -125,44 +173,38 @@ class _ComingOptimizer:
 
     def finish(self) -> None:
         """Puts groups and states in place, once bytes are there."""
-        reception, fetch = self.reception, self.settings.fetch
+        reception = self.reception
         assert reception is not None
-        values = {path: decode(each, fetch) for path, each in self.others.items()}
+        values = {entry: each.thunk() for entry, each in self.others.items()}
         _settle_nested(reception, values, self.others, self.settings)
         self.reception = None
-        reception.finish(values, decode(self.node.get("loose") or {}, fetch))
+        reception.finish(values, self.loose())
         optimizer = self.optimizer
-        for index, saved in enumerate(self.node["groups"]):
-            group = optimizer.param_groups[self.order[index].group]
-            for key, each in saved.items():
-                if key not in _HOW or key not in group:
-                    _set(group, key, decode(each, fetch))
+        for put in self.groups:
+            put()
         if owner_of(optimizer) is None:
-            # The class' own repairs, such as settings that its older versions did not save.
-            groups = optimizer.param_groups
-            with unusable_is_damage(f"{type(optimizer).__name__} cannot use the states"):
-                optimizer.__setstate__({"state": optimizer.state, "param_groups": groups})
+            self._give(optimizer, optimizer.state, optimizer.param_groups)
         _run_hooks(self.path, optimizer)
 
 
 def _settle_nested(
     reception: Reception,
     values: dict[tuple[Tensor, str], object],
-    nodes: Mapping[tuple[Tensor, str], object],
+    others: Mapping[tuple[Tensor, str], _Value],
     settings: RestoreSettings,
 ) -> None:
     """Sees to it that tensors within lists and the like get where the step needs them."""
     for (parameter, key), value in values.items():
         on_device = [
             settings.fetch(each["name"])
-            for each in tensor_nodes(nodes[parameter, key])
+            for each in tensor_nodes(others[parameter, key].node)
             if not parameter.is_cpu and each.get("place") != "host"
         ]
         if isinstance(reception, PlainReception) and not settings.eager:
             reception.nested[parameter, key] = on_device
         else:
-            others = {id(each): moved(each, parameter.device) for each in on_device}
-            values[parameter, key] = replaced(value, others)
+            there = {id(each): moved(each, parameter.device) for each in on_device}
+            values[parameter, key] = replaced(value, there)
 
 
 def _receive(
@@ -287,19 +329,6 @@ def _names_in(
     if len(set(found.values())) < len(found):
         found = {p: str(index) for index, p in enumerate(parameters)}
     return [[found[p] for p in group["params"]] for group in optimizer.param_groups]
-
-
-def _set(group: dict[str, Any], key: str, value: Any) -> None:
-    """Sets a value of a group; a rate that is a tensor here stays that tensor."""
-    before = group.get(key)
-    if isinstance(before, Tensor) and not isinstance(value, Tensor):
-        before.fill_(value)
-    elif isinstance(before, Tensor) and before.shape == value.shape:
-        copy_across(before, value)
-    elif isinstance(before, float) and isinstance(value, Tensor) and value.dim() == 0:
-        group[key] = value.item()
-    else:
-        group[key] = value
 
 
 def _run_hooks(path: str, optimizer: Optimizer) -> None:

@@ -37,7 +37,7 @@ def settle_overlaps(plan: RestorePlan, *, staging_bytes: int) -> list[str]:
     Raises:
         CorruptSaveError: What had to be compared is damaged.
     """
-    problems: list[str] = []
+    problems = _late_conflicts(plan)
     dropped: set[int] = set()
     for group in sharing([each.target.local for each in plan.assignments]):
         last_of: dict[object, int] = {}
@@ -59,6 +59,51 @@ def settle_overlaps(plan: RestorePlan, *, staging_bytes: int) -> list[str]:
         remaining = [each for index, each in enumerate(plan.assignments) if index not in dropped]
         plan.assignments[:] = remaining
     return problems
+
+
+def is_same_stored(plan: RestorePlan, left: str, right: str, *, staging_bytes: int) -> bool:
+    """Returns whether a save has equal tensors under two names.
+
+    Raises:
+        CorruptSaveError: What had to be compared is damaged.
+
+    Memory:
+        Host: a quarter of ``staging_bytes``.
+    """
+    mine, theirs = plan.tensors[left], plan.tensors[right]
+    dtype, shape = mine[0].dtype, tuple(mine[0].whole_shape)
+    if (theirs[0].dtype, tuple(theirs[0].whole_shape)) != (dtype, shape):
+        return False
+    if _places(mine) == _places(theirs) or 0 in shape:
+        return True
+    whole = Box((0,) * len(shape), shape)
+    most = max(staging_bytes // 8 // dtype.itemsize, 1)
+    for span in spans(whole, whole, row_major(shape), most):
+        target = _scratch(left, dtype, span.box, shape)
+        other = _scratch(right, dtype, span.box, shape)
+        fill(
+            [Assignment(target, mine), Assignment(other, theirs)],
+            checksums=plan.checksums,
+            staging_bytes=staging_bytes,
+        )
+        first, second = (each.local.reshape(-1).view(torch.uint8) for each in (target, other))
+        if not torch.equal(first, second):
+            return False
+    return True
+
+
+def _late_conflicts(plan: RestorePlan) -> list[str]:
+    """Returns what lies in memory that is written after the rest, whatever was saved of it."""
+    if not plan.late:
+        return []
+    names = [each.target.name for each in plan.assignments] + [name for name, _ in plan.late]
+    tensors = [each.target.local for each in plan.assignments] + [each for _, each in plan.late]
+    return [
+        f"{' and '.join(names[i] for i in group)}: they share memory here, of which one is read in "
+        "another order"
+        for group in sharing(tensors)
+        if group[-1] >= len(plan.assignments)
+    ]
 
 
 def _conflict(left: Assignment, right: Assignment) -> str:
@@ -109,16 +154,24 @@ def _bytes_of(shard: StoredTensor) -> tuple[object, int, tuple[int, ...]]:
     return shard.file, shard.start, stride
 
 
+def _places(shards: Sequence[StoredTensor]) -> list[object]:
+    return [(_bytes_of(each), each.offsets, each.shape) for each in shards]
+
+
+def _scratch(name: str, dtype: torch.dtype, box: Box, whole_shape: tuple[int, ...]) -> Target:
+    """Makes a place on the host for a box of a tensor."""
+    with callers_modes_off():
+        made = torch.empty(box.shape, dtype=dtype, device="cpu")
+    return Target(name, made, made, box, whole_shape)
+
+
 def _is_same_saved(
     plan: RestorePlan, left: Assignment, right: Assignment, staging_bytes: int
 ) -> bool:
     """Returns whether two assignments bring the same bytes to the memory that both lie in."""
-    if _geometry(left.target) == _geometry(right.target):
-        sources = [
-            [(_bytes_of(s), s.offsets, s.shape) for s in each.shards] for each in (left, right)
-        ]
-        if sources[0] == sources[1]:
-            return True
+    is_one_place = _geometry(left.target) == _geometry(right.target)
+    if is_one_place and _places(left.shards) == _places(right.shards):
+        return True
     most_bytes = staging_bytes // 8
     areas = [_areas(each.target, most_bytes) for each in (left, right)]
     for mine, theirs in _meeting(*areas):
@@ -176,11 +229,11 @@ def _laid(
     target = assignment.target
     dtype, stride = target.local.dtype, target.local.stride()
     numel = (area.last - area.first) // target.local.element_size()
+    scratch = _scratch(target.name, dtype, area.box, target.whole_shape)
+    read = scratch.local
     with callers_modes_off():
-        read = torch.empty(area.box.shape, dtype=dtype, device="cpu")
         data = torch.zeros(numel, dtype=dtype, device="cpu")
         is_set = torch.zeros((numel, dtype.itemsize), dtype=torch.bool, device="cpu")
-    scratch = Target(target.name, read, read, area.box, target.whole_shape)
     fill(
         [Assignment(scratch, assignment.shards)],
         checksums=plan.checksums,

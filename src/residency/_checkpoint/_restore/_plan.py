@@ -17,7 +17,9 @@ from torch.nn.parameter import is_lazy
 
 from residency._checkpoint._capture._walk import layout_problem
 from residency._checkpoint._disk._read import Checksums
+from residency._checkpoint._document._nodes import Node
 from residency._checkpoint._restore._boxes import Box
+from residency._checkpoint._restore._values import SavedValue
 from residency._checkpoint._sources._source import StoredTensor
 from residency._dtensor import is_sharded, local_of
 from residency._errors import RefusedError, in_short, warn
@@ -51,6 +53,23 @@ class Assignment:
 
     target: Target
     shards: Sequence[StoredTensor]
+
+
+@dataclass(slots=True, eq=False)
+class MetObject:
+    """An object that is here and is planned under one name; another name may be the same object.
+
+    Attributes:
+        path: The name.
+        node: What is saved under it.
+        here: The object, which lives as long as its ``id`` is asked for.
+        result: What stands in its place, once that is there.
+    """
+
+    path: str
+    node: Node
+    here: object
+    result: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +122,12 @@ class RestorePlan:
         tensors: What is stored, by name.
         checksums: Those of the files, where they are known.
         assignments: Tensors to fill.
+        values: What is read anew: understood before any assignment is carried out.
         fresh: Host tensors that are made for values, by name.
+        of_values: What fills those.
+        late: Memory that is written after all assignments, by name; no assignment may lie in it.
+        seen: What is here and was planned already, by ``id``.
+        checks: What looks at the values once they are understood, with nothing changed.
         before: What makes room for bytes once the plan stands; it may refuse, with nothing changed.
         after: What puts values in place once all bytes are there.
     """
@@ -111,7 +135,12 @@ class RestorePlan:
     tensors: Mapping[str, Sequence[StoredTensor]]
     checksums: Mapping[Path, Checksums] = field(default_factory=dict)
     assignments: list[Assignment] = field(default_factory=list)
+    values: list[SavedValue] = field(default_factory=list)
     fresh: dict[str, Tensor] = field(default_factory=dict)
+    of_values: list[Assignment] = field(default_factory=list)
+    late: list[tuple[str, Tensor]] = field(default_factory=list)
+    seen: dict[int, MetObject] = field(default_factory=dict)
+    checks: list[Callable[[], object]] = field(default_factory=list)
     before: list[Callable[[], object]] = field(default_factory=list)
     after: list[Callable[[], object]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -141,8 +170,10 @@ class RestorePlan:
 
     def clear(self) -> None:
         """Lets go of every tensor."""
-        for each in (self.assignments, self.fresh, self.before, self.after):
+        for each in (self.assignments, self.of_values, self.values, self.late):
             each.clear()
+        for later in (self.fresh, self.seen, self.checks, self.before, self.after):
+            later.clear()
 
     def differences(self) -> Differences:
         """Returns all that was noted."""

@@ -89,9 +89,32 @@ def plan_state(
     document.add(state)
     if rng and RNG not in state and _rng.is_saved(saved.tree.get(RNG)):
         _plan_generators(plan, document, saved)
-    plan.differing += settle_overlaps(plan, staging_bytes=staging_bytes)
-    found = plan.check(f"the save {save.folder.name}", strict=strict)
+    found = settled(
+        plan, f"the save {save.folder.name}", strict=strict, staging_bytes=staging_bytes
+    )
     return PlannedState(plan, found, staging_bytes)
+
+
+def settled(plan: RestorePlan, what: str, *, strict: bool, staging_bytes: int) -> Differences:
+    """Refuses a plan that cannot be carried out, and reads the values in it; changes nothing.
+
+    Returns:
+        What is left out.
+
+    Raises:
+        RefusedError: There are differences, and ``strict`` is set.
+        CorruptSaveError: A value makes no sense, or cannot be read.
+    """
+    plan.differing += settle_overlaps(plan, staging_bytes=staging_bytes)
+    found = plan.check(what, strict=strict)
+    if plan.of_values:
+        fill(plan.of_values, checksums=plan.checksums, staging_bytes=staging_bytes)
+    with torch.no_grad():
+        for each in plan.values:
+            each.understand(plan.fresh.__getitem__)
+        for check in plan.checks:
+            check()
+    return found
 
 
 def carry_out(
@@ -158,7 +181,7 @@ def _plan_generators(plan: RestorePlan, document: DocumentPlan, saved: SavedForR
                 f"{name}: saved a state of {tuple(stored.shape)} bytes, here of {size}"
             )
             return
-    thunk = document.value(node)
+    thunk = document.value(node, RNG, _rng.check)
 
     def restore_generators() -> None:
         values = thunk()

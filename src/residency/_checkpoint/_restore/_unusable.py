@@ -9,12 +9,13 @@ import torch
 
 from residency import _device
 from residency._checkpoint._disk._manifest import MANIFEST
-from residency._errors import CorruptSaveError
+from residency._errors import CheckpointError, CorruptSaveError
 
 
 @contextmanager
 def unusable_is_damage(what: str) -> Iterator[None]:
-    """Takes what a block raises for damage of the save, but for a lack of memory or a lost device.
+    """Takes what a block raises for damage of the save, but for a lack of memory, a lost device and
+    the damage of a file.
 
     Args:
         what: The sentence that the error begins with, without its end.
@@ -24,8 +25,12 @@ def unusable_is_damage(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (MemoryError, torch.OutOfMemoryError):
+    except (MemoryError, OSError, torch.OutOfMemoryError):
         raise
+    except CheckpointError as error:
+        if not isinstance(error, CorruptSaveError) or error.file is not None:
+            raise
+        raise CorruptSaveError(f"{what}: {error}", file=MANIFEST, tensor=error.tensor) from error
     except Exception as error:  # each class raises its own
         if _device.is_lost(error):
             raise

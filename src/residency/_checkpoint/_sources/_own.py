@@ -20,6 +20,7 @@ from residency._checkpoint._disk._naming import damage_named, unreadable
 from residency._checkpoint._disk._open_save import open_save
 from residency._checkpoint._disk._published import newest_save
 from residency._checkpoint._disk._read import Checksums
+from residency._checkpoint._document._decode import tensor_names
 from residency._checkpoint._document._nodes import Node, read_document
 from residency._checkpoint._document._notes import PLAIN, TensorNote, read_note, senseless
 from residency._checkpoint._sources._safetensors import stored_at
@@ -150,6 +151,11 @@ def saved_for_rank(save: PublishedSave, *, rank: int = 0, world_size: int = 1) -
         for name, note in notes[source_rank].items()
         if note.of is not None and note.dtype is not None
     }
+    for name in tensor_names(list(tree.values())):
+        if name not in tensors:
+            raise CorruptSaveError(
+                f"{save.folder} has no bytes for {name!r}, which its document names.", tensor=name
+            )
     checksums = {
         save.folder / name: Checksums(record.num_bytes, record.chunk_bytes, record.crc32)
         for name, record in save.files.items()
@@ -176,6 +182,8 @@ def _located(
     for rank, (entries_here, notes_here) in enumerate(zip(by_rank, notes, strict=True)):
         for name in dict.fromkeys((*entries_here, *notes_here)):
             note = notes_here.get(name, PLAIN)
+            if note.of is not None and notes_here.get(note.of, PLAIN).of is not None:
+                raise senseless(name, note)  # what a view lies in is stored, and no view itself
             if note.of_rank is not None:
                 continue
             found = entries_here.get(note.of or name, [])

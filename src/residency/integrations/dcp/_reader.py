@@ -35,7 +35,8 @@ from residency._checkpoint._disk import (
     new_token,
     read_files,
 )
-from residency._checkpoint._document import TENSOR, Node, decode, kind_of
+from residency._checkpoint._document import TENSOR, Node, kind_of
+from residency._checkpoint._restore import understood
 from residency._checkpoint._sources import Source, StoredTensor, open_source
 from residency._errors import CheckpointError, CorruptSaveError, RefusedError
 from residency._transfer import memory_of
@@ -139,7 +140,7 @@ class ResidencyStorageReader(StorageReader):
             if item.type == LoadItemType.BYTE_IO:
                 blob = io.BytesIO()
                 node = self._nodes[item.storage_index.fqn]
-                torch.save(decode(node, self._read_whole), blob)
+                torch.save(understood(item.storage_index.fqn, node, self._read_whole), blob)
                 blob.seek(0)
                 planner.load_bytes(item, blob)
         tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]

@@ -27,6 +27,7 @@ import contextlib
 import gc
 import importlib.metadata
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -86,6 +87,10 @@ def pytest_configure(config: pytest.Config) -> None:
     limits.follow(config.getoption("timeout", None))  # None where pytest-timeout is not installed
     torch.set_num_threads(1)  # [Note: threads]
     os.environ.setdefault(AUTOGRADS_LAST_WAIT, "0.1")  # seconds [Note: ends of processes]
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        # As a shell's background jobs have it. Processes of the tests would inherit that, and
+        # those that are to be interrupted would go on for good.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header() -> str:

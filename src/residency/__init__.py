@@ -58,7 +58,7 @@ __all__ = [
     "unpark",
 ]
 
-_SUBMODULES = frozenset({"sim", "testing", "types"})
+_SUBMODULES = frozenset({"optim", "sim", "testing", "types"})
 _NAMES = {
     "_checkpoint": ["Checkpointer", "Retention", "load_into", "snapshot"],
     "_handoff": ["hand_off", "reclaim", "take_over"],

@@ -127,8 +127,6 @@ def test_an_interrupt_prints_what_is_known(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # A shell's background jobs, of which the tests may be one, ignore it.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     with process:
         try:

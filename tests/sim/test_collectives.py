@@ -85,6 +85,8 @@ tensor = torch.ones(5, device="{device}")
 dist.all_reduce(tensor)
 dist.barrier()
 assert tensor.tolist() == [2.0] * 5
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(5, 1, device="{device}"))
+model(tensor).sum().backward()  # asks the group for its default backend
 dist.all_reduce(tensor, async_op=True)
 {end}
 """

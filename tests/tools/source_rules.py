@@ -28,7 +28,7 @@ LAYERS = (
     ("_park",),
     ("_optim", "_checkpoint", "_handoff"),  # strangers to each other
     ("_report",),
-    ("types",),
+    ("types", "optim"),
     ("",),  # the public door, residency/__init__.py
     ("testing",),
     ("integrations",),

@@ -76,6 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     files = records_of(output)
     for file in files:
         print(f"residency: recorded {file}", file=sys.stderr)
+    _say_where_nothing_was(files)
     if not files:
         print(
             f"residency: {output} was not written: no Python process of the command has used torch "
@@ -83,6 +84,15 @@ def run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return status if status >= 0 else _SIGNALLED - status
+
+
+def _say_where_nothing_was(files: list[Path]) -> None:
+    """Says so where no process of the command had an accelerator."""
+    from residency import _report
+
+    runs = [_report.read_run(file) for file in files]
+    if any(run.visits for run in runs) and not _report.has_device(runs):
+        print(f"residency: {_report.NO_DEVICE}", file=sys.stderr)
 
 
 def _run(command: list[str], output: Path, peaks: str, earlier: dict[Path, _Identity]) -> int:

@@ -120,7 +120,8 @@ def _parts(tensor: object) -> Iterator[tuple[object, str]]:
     if tensor is None or not _objects.is_a(tensor, torch.Tensor):
         return
     yield tensor, ""
-    for name, value in list((_objects.attributes(tensor) or {}).items()):
+    own = (_objects.attributes(tensor) or {}).items()
+    for name, value in [*own, *_objects.slots(tensor)]:  # DTensor has its own in a slot
         if type(name) is str and _objects.is_a(value, torch.Tensor):
             yield value, f".{name}"
 

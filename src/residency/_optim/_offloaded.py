@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from residency import _device
 from residency._dtensor import local_of, moved
-from residency._errors import RefusedError
+from residency._errors import InvalidArgumentError, RefusedError
 from residency._modes import inference_mode_off
 from residency._optim._loading import prepare_load
 from residency._optim._offload_record import Loading, Offload, record_of
@@ -48,6 +48,13 @@ class OffloadedOptimizer(Optimizer):
         the optimizer is not element-wise or the parameter not contiguous. Between steps they are
         the resident ones alone. The first step, which makes the state, keeps to the same bound.
     """
+
+    def __init__(self, *_: object, **__: object) -> None:
+        raise InvalidArgumentError(
+            f"{type(self).__name__} is the class of optimizers that are offloaded already, and "
+            "makes none. Call residency.offload_optimizer(optimizer), or make and offload one by "
+            "residency.optim.AdamW(params, lr=...)."
+        )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one step, bit for bit the step of the optimizer's own class.

@@ -1,5 +1,6 @@
 """Shows what a run recorded: tables, a page with a timeline, and files for other viewers."""
 
+from residency._report._about import NO_DEVICE, has_device
 from residency._report._exports import write_tensorboard, write_trace
 from residency._report._growth import Growth, find_growth
 from residency._report._html import write_page
@@ -9,10 +10,12 @@ from residency._report._table import compare, print_report
 
 __all__ = [
     "Growth",
+    "NO_DEVICE",
     "Row",
     "RecordedRun",
     "compare",
     "find_growth",
+    "has_device",
     "print_report",
     "read_run",
     "read_runs",

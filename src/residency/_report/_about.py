@@ -12,11 +12,20 @@ from residency._report._summary import Row, whole_run
 from residency._units import format_bytes
 
 _LONGEST_ERROR = 300
+NO_DEVICE = (
+    "there was no accelerator, so no device memory was used. What a GPU would show, this says on a "
+    "machine without one: residency dry-run --device l4 -- python train.py"
+)
 
 
 def capacity_of(runs: list[RecordedRun]) -> int:
     """Returns the bytes of the device, the largest of all ranks."""
     return max((b.bytes_of("capacity") for run in runs for b in run.boundaries()), default=0)
+
+
+def has_device(runs: list[RecordedRun]) -> bool:
+    """Returns whether an accelerator was there at any boundary of a phase."""
+    return capacity_of(runs) > 0
 
 
 def peak_text(row: Row) -> str:
@@ -28,6 +37,9 @@ def peak_lines(runs: list[RecordedRun]) -> Iterator[str]:
     """Yields the peak of the whole run, of the rank that has the most, and the capacity."""
     highest = whole_run(runs)
     if highest is None:
+        return
+    if not has_device(runs):
+        yield NO_DEVICE
         return
     when = "in or before a phase"
     if highest.is_peak_exact:

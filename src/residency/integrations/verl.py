@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from residency import offload_optimizer
+from residency import optim
 from residency._errors import InvalidArgumentError
 from residency.integrations._common._framework import named_with_version
 from residency.integrations._common._options import OURS, options_of, unknown_options
@@ -33,28 +33,18 @@ _PREFIX = "Offloaded"
 @cache
 def _makers() -> Mapping[str, Callable[..., Optimizer]]:
     """Returns what makes each offloaded optimizer, by the name that a configuration gives it."""
-    classes = [value for value in vars(torch.optim).values() if isinstance(value, type)]
-    return {
-        _PREFIX + base.__name__: _maker(base)
-        for base in classes
-        if issubclass(base, Optimizer) and base is not Optimizer
-    }
+    return {_PREFIX + name: _maker(getattr(torch.optim, name)) for name in dir(optim)}
 
 
 def _maker(base: type[Optimizer]) -> Callable[..., Optimizer]:
+    offloading: Callable[..., Optimizer] = getattr(optim, base.__name__)
+
     def make(params: Iterable[Any], **options: Any) -> Optimizer:
         _check_options(base, options)
-        own = {name: options.pop(name) for name in OURS & options.keys()}
-        return offload_optimizer(base(params, **options), **own)
+        return offloading(params, **options)
 
     make.__name__ = make.__qualname__ = _PREFIX + base.__name__
-    make.__doc__ = f"""Makes a ``torch.optim.{base.__name__}`` whose state lives on the host.
-
-    Takes the options of both it and `residency.offload_optimizer`, raises and needs what they do.
-
-    Raises:
-        InvalidArgumentError: An option is one of neither.
-    """
+    make.__doc__ = offloading.__doc__
     return make
 
 

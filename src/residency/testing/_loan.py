@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from residency._errors import BuildError, InvalidArgumentError, RefusedError
@@ -105,6 +105,18 @@ class Lender:
     def owes_settings(self) -> bool:
         """Whether settings from before an earlier test are still to come back."""
         return self._owed_settings is not None
+
+    def bring(self, options: Mapping[str, object]) -> None:
+        """Enables the simulated accelerator for good, with these options of ``sim.enable``.
+
+        Where it cannot be built, the tests that take it say so.
+
+        Raises:
+            InvalidArgumentError: An option is invalid.
+            SimulatorError: A real device is in its place.
+        """
+        with suppress(BuildError):
+            self._enable(options)
 
     def _restore(self) -> None:
         from residency import sim

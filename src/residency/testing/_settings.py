@@ -16,6 +16,7 @@ SCHEDULES = ("late", "overtake", "eager")  # as residency.sim has them, without 
 ALL = "all"
 
 _VARIABLE = "RESIDENCY_TEST_DEVICE"
+_AS_CUDA = "sim-as-cuda"
 _SIM_OPTIONS = frozenset(
     {"capacity", "check_races", "clock", "context", "dry", "schedule", "share", "workspaces"}
 )
@@ -29,7 +30,29 @@ def tested_device_type() -> str:
 
 def simulated_device_type() -> str | None:
     """Returns the type that the simulated accelerator has, None where tests run on a real one."""
-    return {"": "sim", "sim": "sim", "sim-as-cuda": "cuda"}.get(os.environ.get(_VARIABLE, ""))
+    return {"": "sim", "sim": "sim", _AS_CUDA: "cuda"}.get(os.environ.get(_VARIABLE, ""))
+
+
+def name_device(name: str) -> bool:
+    """Makes the simulated accelerator ``sim`` or ``cuda`` where the variable says nothing.
+
+    Returns:
+        Whether the variable was set for that, which processes of the tests inherit.
+
+    Raises:
+        InvalidArgumentError: It is neither.
+    """
+    if name not in ("sim", "cuda"):
+        raise InvalidArgumentError(f"residency_device is {name!r}; expected sim or cuda.")
+    is_set = name == "cuda" and not os.environ.get(_VARIABLE)
+    if is_set:
+        os.environ[_VARIABLE] = _AS_CUDA
+    return is_set
+
+
+def forget_name() -> None:
+    """Takes back what ``name_device`` set."""
+    os.environ.pop(_VARIABLE, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +121,11 @@ def _merged(
         merged |= given
     unknown = sorted(set(merged) - known)
     if unknown:
+        more = " A process has one device: residency_device = cuda, in pytest's configuration, has "
+        more += "code that says 'cuda' find it."
         raise InvalidArgumentError(
             f"{marker} does not know {', '.join(unknown)}; it takes {', '.join(sorted(known))}."
+            + more * ("device" in unknown)
         )
     return merged
 

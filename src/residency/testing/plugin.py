@@ -25,7 +25,9 @@ from residency.testing._loan import Lender
 from residency.testing._settings import (
     Request,
     expand_schedules,
+    forget_name,
     make_request,
+    name_device,
     simulated_device_type,
     tested_device_type,
 )
@@ -51,6 +53,11 @@ _MARKERS = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the project's defaults."""
+    parser.addini(
+        "residency_device",
+        "what the simulated accelerator is called: sim, or cuda, for code that says 'cuda'",
+        default="sim",
+    )
     parser.addini("residency_capacity", "bytes of the simulated accelerator", default="8GiB")
     parser.addini(
         "residency_workspaces",
@@ -86,6 +93,11 @@ def pytest_configure(config: pytest.Config) -> None:
         _default_schedules(config)
     except InvalidArgumentError as error:
         raise pytest.UsageError(f"residency_capacity, _context or _schedules: {error}") from None
+    try:
+        if name_device(config.getini("residency_device")):
+            config.add_cleanup(forget_name)
+    except InvalidArgumentError as error:
+        raise pytest.UsageError(str(error)) from None
     if config.getini("residency_missing") not in ("fail", "skip"):
         raise pytest.UsageError(
             f"residency_missing is {config.getini('residency_missing')!r}; expected fail or skip."
@@ -101,6 +113,18 @@ def _default_schedules(config: pytest.Config) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------- collection
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Puts the device into CUDA's place before a test file asks whether CUDA is there."""
+    config = session.config
+    if config.getini("residency_device") == "cuda" and simulated_device_type() == "cuda":
+        options = {name: config.getini(f"residency_{name}") for name in ("capacity", "context")}
+        try:
+            config.stash[_LENDER].bring({"device": "cuda", **options})
+        except ResidencyError as error:
+            raise pytest.UsageError(f"residency_device is 'cuda': {error}") from None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

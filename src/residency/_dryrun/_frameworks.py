@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from residency._dryrun._native import leave_out_kernels
+from residency._dryrun._random_weights import make_weights
 from residency._dryrun._settings import RunSettings
 from residency._memory import ImportWatch
 
@@ -21,11 +22,13 @@ def change(settings: RunSettings) -> None:
     """Makes the changes that the settings ask for, also in modules that are imported later."""
     watched: dict[str, Callable[[ModuleType], None]] = {}
     if settings.random_weights:
-        watched["transformers.modeling_utils"] = _make_weights
-        watched["transformers.models.auto.auto_factory"] = _refuse_hub
+        watched["transformers.modeling_utils"] = functools.partial(
+            make_weights, is_real=settings.is_real
+        )
         watched["timm.models._builder"] = _keep_weights
         leave_out_downloads()
     if not settings.is_real:
+        leave_out_kernels()
         for trainer in ("GRPOTrainer", "RLOOTrainer"):
             name = trainer.removesuffix("Trainer").lower()
             watched[f"trl.trainer.{name}_trainer"] = functools.partial(complete_answers, trainer)
@@ -94,74 +97,3 @@ def _keep_weights(module: ModuleType) -> None:
     """Makes timm load no weights: a model keeps those that it was made with."""
     load: Any = vars(module)["load_pretrained"]
     module.__dict__["load_pretrained"] = functools.wraps(load)(lambda *args, **options: None)
-
-
-def _check_is_folder(name: object) -> None:
-    if not isinstance(name, str | os.PathLike) or not os.path.isdir(name):
-        raise FileNotFoundError(
-            f"--random-weights needs a folder with the model's config.json; {name!r} is "
-            "none here. Make one, and give the script its path for the model's name."
-        )
-
-
-def _refuse_hub(module: ModuleType) -> None:
-    """Keeps model classes of transformers from asking the hub what a name means."""
-
-    def asked_of_a_folder(ask: Any) -> Any:
-        @functools.wraps(ask)
-        def asked(name: object, *args: object, **options: object) -> Any:
-            _check_is_folder(name)
-            return ask(name, *args, **options)
-
-        return asked
-
-    for first in ("resolve_revision", "cached_file"):  # of transformers 5, and of 4
-        if first in vars(module):
-            module.__dict__[first] = asked_of_a_folder(vars(module)[first])
-
-
-def _make_weights(module: ModuleType) -> None:
-    models: Any = vars(module)["PreTrainedModel"]
-    load = models.from_pretrained.__func__
-
-    @functools.wraps(load)
-    def from_pretrained(
-        cls: Any, name: object, *args: object, config: Any = None, **options: Any
-    ) -> torch.nn.Module:
-        dtype = options.pop("dtype", options.pop("torch_dtype", None))
-        place = _one_place(options.pop("device_map", None))
-        if options.get("quantization_config") is not None:
-            raise NotImplementedError(
-                "--random-weights makes no quantised weights. Leave quantization_config out, or "
-                "give the script a folder with the weights and leave the option out."
-            )
-        if config is None:
-            _check_is_folder(name)
-            config, options = cls.config_class.from_pretrained(
-                name, return_unused_kwargs=True, **options
-            )
-        kept = {key: options[key] for key in ("attn_implementation",) if key in options}
-        if dtype not in (None, "auto"):
-            kept["dtype"] = dtype
-        if name is not None:
-            config.name_or_path = str(name)
-        # On the device at once, as weights from a file come.
-        with torch.device(place):
-            model: torch.nn.Module = cls._from_config(config, **kept)
-        return model.eval()
-
-    made: Any = from_pretrained
-    models.from_pretrained = classmethod(made)
-
-
-def _one_place(device_map: object) -> Any:
-    """Returns the device that a map of a model's modules names."""
-    places = list(device_map.values()) if isinstance(device_map, dict) else [device_map]
-    if len(set(map(str, places))) > 1:
-        raise NotImplementedError(
-            f"--random-weights puts a model on one device; device_map={device_map!r} has several. "
-            "Give one, such as {'': 0}."
-        )
-    if places[0] in ("auto", "balanced", "balanced_low_0", "sequential"):
-        return "cuda"
-    return "cpu" if places[0] is None else places[0]

@@ -14,7 +14,7 @@ from residency._memory import ImportWatch
 
 _INSTEAD = "Leave it out of the dry run by the script's flags"
 _ATTENTION = f'{_INSTEAD}, such as attn_implementation="sdpa", whose memory a dry run knows.'
-_QUANTIZED = f"{_INSTEAD}: load the model in bfloat16, and take the difference of the weights off."
+_QUANTIZED = "Leave --real out: a dry run that computes nothing knows what its kernels take."
 _KERNELS = f"{_INSTEAD}, or call plain PyTorch in its place."
 OF_CRASH = f"CUDA code that the script brings may have read the device's memory. {_KERNELS}"
 # Packages with kernels of their own, by the name that is imported.

@@ -122,7 +122,7 @@ class Saves:
                 save(tensors, filename, metadata, **options)
             else:
                 self._writes.begin()
-                _write_holes(tensors, filename, metadata)
+                write_holes(tensors, filename, metadata)
                 self._writes.end(tensors)
             self._count(filename)
 
@@ -309,11 +309,12 @@ def _loading(load: Any) -> Any:
     return loaded
 
 
-def _write_holes(
+def write_holes(
     tensors: dict[str, torch.Tensor],
     filename: str | os.PathLike[str],
     metadata: dict[str, str] | None,
 ) -> None:
+    """Writes a file of safetensors in which large tensors, and those without bytes, are holes."""
     # In the library's order: the last of its types first, then by name.
     order = list(STORED_DTYPES)
     names = sorted(tensors, key=lambda name: (-order.index(tensors[name].dtype), name))
@@ -325,7 +326,7 @@ def _write_holes(
     with open(filename, "wb") as file:
         file.write(header)
         for record in records:
-            if 0 < record.num_bytes < _LARGE:
+            if 0 < record.num_bytes < _LARGE and not tensors[record.name].is_meta:
                 host = tensors[record.name].detach().cpu().contiguous()
                 file.write(ctypes.string_at(host.data_ptr(), record.num_bytes))
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
@@ -10,6 +11,7 @@ from residency._units import parse_bytes
 
 LARGEST_BUCKET = parse_bytes("128MiB")  # which `offload_optimizer` takes by default
 VARIABLE = "RESIDENCY_DRY_RUN"
+_OFFLINE = "HF_HUB_OFFLINE"  # of the Hugging Face Hub's library, read as it is imported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,8 @@ class RunSettings:
     def variables(self) -> dict[str, str]:
         """Returns the environment variables that carry the settings."""
         variables = {VARIABLE: json.dumps(asdict(self)), **self.environment}
+        if self.random_weights:  # names are those of the cache: no retry takes a minute
+            variables |= {_OFFLINE: os.environ.get(_OFFLINE, "1")}
         if self.ranks > 1:
             size = str(self.ranks)
             variables |= {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": size}

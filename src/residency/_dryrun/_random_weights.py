@@ -1,0 +1,144 @@
+"""Models of Transformers without their weights: ``from_pretrained`` reads a file of their sizes.
+
+The file takes no room: its tensors are holes. All else is the library's own way, so that a device
+map, a quantisation and what loading takes on the device are those of a model with weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from residency._dryrun._saves import write_holes
+from residency._errors import RefusedError
+
+# What `from_pretrained` itself takes of its options; a configuration is made with the others.
+_OF_LOAD = frozenset({
+    *("attn_implementation", "device_map", "dtype", "experts_implementation", "max_memory"),
+    *("low_cpu_mem_usage", "offload_folder", "quantization_config", "torch_dtype", "tp_plan"),
+    *("distributed_config", "offload_state_dict", "key_mapping", "output_loading_info"),
+})  # fmt: skip
+_OF_FILES = ("subfolder", "use_safetensors", "variant")
+_KIND = "bitsandbytes"  # the one that quantises what it loads
+
+
+def make_weights(module: ModuleType, *, is_real: bool) -> None:
+    """Makes models of Transformers load weights that are not there.
+
+    Args:
+        module: ``transformers.modeling_utils``.
+        is_real: Whether kernels compute: the weights are then random numbers.
+    """
+    models: Any = vars(module)["PreTrainedModel"]
+    load = models.from_pretrained.__func__
+
+    @functools.wraps(load)
+    def from_pretrained(
+        cls: Any, name: Any, *args: object, config: Any = None, **options: Any
+    ) -> object:
+        if name is None or options.get("state_dict") is not None:  # there are no weights to read
+            return load(cls, name, *args, config=config, **options)
+        if config is None or isinstance(config, str | os.PathLike):
+            of_load = {key: options.pop(key) for key in _OF_LOAD & options.keys()}
+            config, options = cls.config_class.from_pretrained(
+                name if config is None else config, return_unused_kwargs=True, **options
+            )
+            options |= of_load
+        config = _quantised_here(config, options)
+        for key in _OF_FILES:
+            options.pop(key, None)
+        with _folder(cls, name, config, is_real) as folder:
+            made = load(cls, folder, *args, config=config, **options)
+        for each in made if isinstance(made, tuple) else (made,):  # with what loading says
+            if isinstance(each, torch.nn.Module):
+                named: Any = each
+                named.name_or_path = named.config.name_or_path = str(name)
+        return made
+
+    wrapped: Any = from_pretrained
+    models.from_pretrained = classmethod(wrapped)
+
+
+def _quantised_here(config: Any, options: dict[str, Any]) -> Any:
+    """Returns the configuration of weights that are quantised as they are loaded.
+
+    Raises:
+        RefusedError: The weights themselves would be quantised, in a way of their own.
+    """
+    kind: Any = getattr(config, "quantization_config", None)
+    if kind is None:
+        return config
+    told = kind if isinstance(kind, dict) else kind.to_dict()
+    if _KIND not in str(told.get("quant_method")):
+        raise RefusedError(
+            f"--random-weights makes no weights that are quantised by {told.get('quant_method')}. "
+            "Give the script a folder with the weights and leave the option out."
+        )
+    config = type(config).from_dict(config.to_dict())
+    del config.quantization_config
+    options.setdefault("quantization_config", kind)
+    return config
+
+
+@contextmanager
+def _folder(cls: Any, name: Any, config: Any, is_real: bool) -> Iterator[str]:
+    """Makes a folder of a model whose weights are holes, for the time of a load."""
+    with torch.device("meta"):
+        tensors: Mapping[str, torch.Tensor] = cls(
+            type(config).from_dict(config.to_dict())
+        ).state_dict()
+    said = getattr(config, "dtype", None)  # also as its name
+    dtype = getattr(torch, said, None) if isinstance(said, str) else said
+    dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32
+    kept: dict[int, tuple[str, torch.Tensor]] = {}
+    for key, each in tensors.items():  # of a tied one, the first name
+        bare = each.detach()
+        kept.setdefault(id(each), (key, bare.to(dtype) if bare.is_floating_point() else bare))
+    folder = tempfile.mkdtemp(prefix="residency-weights-")
+    try:
+        file = Path(folder, "model.safetensors")
+        if is_real:
+            _write_random(dict(kept.values()), file)
+        else:
+            write_holes(dict(kept.values()), file, {"format": "pt"})
+        config.to_json_file(Path(folder, "config.json"))
+        _link(name, "generation_config.json", folder)
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def _write_random(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(0)
+    made = {
+        key: torch.empty(each.shape, dtype=each.dtype, device="cpu")
+        for key, each in tensors.items()
+    }
+    for each in made.values():
+        if each.is_floating_point():
+            each.normal_(std=0.02, generator=generator)
+        else:
+            each.zero_()
+    save_file(made, file, {"format": "pt"})
+
+
+def _link(name: Any, file: str, folder: str) -> None:
+    from transformers.utils.hub import cached_file
+
+    found = cached_file(
+        name, file, local_files_only=True, _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )  # fmt: skip
+    if found is not None:
+        os.symlink(os.path.abspath(found), Path(folder, file))

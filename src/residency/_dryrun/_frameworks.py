@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from residency._dryrun._methods import around
 from residency._dryrun._settings import RunSettings
 from residency._memory import ImportWatch
 
@@ -47,7 +48,7 @@ def complete_answers(trainer: str, module: ModuleType) -> None:
     trainers: Any = vars(module)[trainer]
     generate = trainers._generate_single_turn
 
-    @functools.wraps(generate)
+    @around(generate)
     def generated(self: Any, *args: object, **options: object) -> Any:
         found = generate(self, *args, **options)
         # Trainers before TRL 1.16 ask their tokenizer.
@@ -77,11 +78,11 @@ def leave_out_downloads() -> None:
     modules: Any = torch.nn.Module
     download, load = hub.load_state_dict_from_url, modules.load_state_dict
 
-    @functools.wraps(download)
+    @around(download)
     def downloaded(*args: object, **options: object) -> _AnyWeights:
         return _AnyWeights()
 
-    @functools.wraps(load)
+    @around(load)
     def loaded(module: Any, state_dict: Any, *args: object, **options: object) -> Any:
         if isinstance(state_dict, _AnyWeights):
             state_dict = module.state_dict()
@@ -93,7 +94,7 @@ def leave_out_downloads() -> None:
 def _keep_weights(module: ModuleType) -> None:
     """Makes timm load no weights: a model keeps those that it was made with."""
     load: Any = vars(module)["load_pretrained"]
-    module.__dict__["load_pretrained"] = functools.wraps(load)(lambda *args, **options: None)
+    module.__dict__["load_pretrained"] = around(load)(lambda *args, **options: None)
 
 
 def _check_is_folder(name: object) -> None:
@@ -108,7 +109,7 @@ def _refuse_hub(module: ModuleType) -> None:
     """Keeps model classes of transformers from asking the hub what a name means."""
 
     def asked_of_a_folder(ask: Any) -> Any:
-        @functools.wraps(ask)
+        @around(ask)
         def asked(name: object, *args: object, **options: object) -> Any:
             _check_is_folder(name)
             return ask(name, *args, **options)
@@ -124,7 +125,7 @@ def _make_weights(module: ModuleType) -> None:
     models: Any = vars(module)["PreTrainedModel"]
     load = models.from_pretrained.__func__
 
-    @functools.wraps(load)
+    @around(load)
     def from_pretrained(
         cls: Any, name: object, *args: object, config: Any = None, **options: Any
     ) -> torch.nn.Module:

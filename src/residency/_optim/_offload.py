@@ -24,9 +24,11 @@ from residency._optim._offloaded import (
     OffloadedOptimizer,
     adopt_foreign_state,
     refuse_foreign_step,
+    step_like,
 )
 from residency._optim._placement import follow_parameters, members_of, place_state, plain_state
 from residency._optim._step_patch import remake_step_patch, validate_step_patch
+from residency._optim._trial._borrowed import refuse_borrowed
 from residency._optim._trial._separable import separability
 from residency._optim._validate import check_groups, device_of
 from residency._optim._whole import done_whole
@@ -99,6 +101,7 @@ def offload_optimizer(
     kind = separability(optimizer, base, optimizer.param_groups)
     offload = Offload(base, kind, **settings)
     check_masters(base.__name__, master_weights, device, members_of(optimizer))
+    refuse_borrowed(base.__name__, optimizer.param_groups, optimizer.state)
     _install(optimizer, offload, swapped, device)
     return optimizer
 
@@ -228,6 +231,7 @@ def _offloaded_class(base: type[Optimizer]) -> type[Optimizer]:
     if found is None:
         # Same names: the profiler's range and torch.save's errors are made of them.
         namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+        namespace["step"] = step_like(base)
         try:
             metaclass: Any = type(base)
             found = _metaclass_of(metaclass)(base.__name__, (base, OffloadedOptimizer), namespace)

@@ -230,8 +230,8 @@ def _offloaded_class(base: type[Optimizer]) -> type[Optimizer]:
     found = _classes.get(base)
     if found is None:
         # Same names: the profiler's range and torch.save's errors are made of them.
-        namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-        namespace["step"] = step_like(base)
+        namespace: dict[str, Any] = {"__module__": base.__module__, "step": step_like(base)}
+        namespace["__qualname__"] = base.__qualname__
         try:
             metaclass: Any = type(base)
             found = _metaclass_of(metaclass)(base.__name__, (base, OffloadedOptimizer), namespace)

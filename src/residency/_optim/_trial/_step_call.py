@@ -86,8 +86,8 @@ class StepCall:
     @property
     def closure(self) -> Callable[[], object] | None:
         """The closure that is to be evaluated before the parts."""
-        found: Any = None if self.closure_name is None else self.values[self.closure_name]
-        return found
+        found = None if self.closure_name is None else self.values[self.closure_name]
+        return found if callable(found) else None
 
     @property
     def kind(self) -> Hashable:

@@ -101,7 +101,6 @@ def offload_optimizer(
     kind = separability(optimizer, base, optimizer.param_groups)
     offload = Offload(base, kind, **settings)
     check_masters(base.__name__, master_weights, device, members_of(optimizer))
-    refuse_borrowed(base.__name__, optimizer.param_groups, optimizer.state)
     _install(optimizer, offload, swapped, device)
     return optimizer
 
@@ -161,6 +160,7 @@ def _install(
     optimizer: Optimizer, offload: Offload, swapped: type[Optimizer], device: torch.device
 ) -> None:
     """Places the state and swaps the class; after an exception everything is as it was."""
+    refuse_borrowed(offload.base.__name__, optimizer.param_groups, optimizer.state)
     before = dict(optimizer.__dict__)
     try:
         if device.type != "cpu":

@@ -7,10 +7,11 @@ So the device copies of a save that is under way meet those of the next one, as 
 
 from __future__ import annotations
 
-import functools
 import threading
 from concurrent import futures
 from typing import Any
+
+from residency._dryrun._methods import around
 
 
 class BackgroundWrites:
@@ -38,7 +39,7 @@ class BackgroundWrites:
             self._held.append(saved)
 
     def _ending(self, wait: Any) -> Any:
-        @functools.wraps(wait)
+        @around(wait)
         def waited(*args: Any, **options: Any) -> Any:
             try:
                 return wait(*args, **options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import functools
 import itertools
 import json
 import logging
@@ -29,6 +28,7 @@ from residency._dryrun._books import KINDS, OTHER, Books
 from residency._dryrun._compiling import Compiling
 from residency._dryrun._flex import fuse_attention, name_captured
 from residency._dryrun._levers import Levers
+from residency._dryrun._methods import around
 from residency._dryrun._owners import OwnersOfBlocks
 from residency._dryrun._phases import BACKWARD, Phases
 from residency._dryrun._places import place_of, place_of_now
@@ -110,6 +110,7 @@ class Run:
         self._compiling.start()
         before = sys.excepthook
 
+        @around(before)
         def hook(
             kind: type[BaseException], error: BaseException, trace: TracebackType | None
         ) -> None:
@@ -122,6 +123,7 @@ class Run:
         atexit.register(self._finish)
         leave = os._exit
 
+        @around(leave)
         def leave_at_once(status: int) -> NoReturn:
             self._finish()
             leave(status)
@@ -149,16 +151,16 @@ class Run:
         def watch_spawned(module: ModuleType) -> None:
             wrap = vars(module)["_wrap"]  # is pickled by its name
 
-            @functools.wraps(wrap)
-            def wrapped(fn: Callable[..., object], *args: object) -> object:
-                return wrap(self._noting_errors(fn), *args)
+            @around(wrap)
+            def wrapped(fn: Callable[..., object], *args: object, **options: object) -> object:
+                return wrap(self._noting_errors(fn), *args, **options)
 
             module.__dict__["_wrap"] = wrapped
 
         ImportWatch({"torch.multiprocessing.spawn": watch_spawned}).start()
 
     def _noting_errors(self, function: Callable[..., object]) -> Callable[..., object]:
-        @functools.wraps(function)
+        @around(function)
         def noted(*args: object, **options: object) -> object:
             try:
                 return function(*args, **options)

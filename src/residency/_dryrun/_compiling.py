@@ -7,7 +7,6 @@ autograd then takes for a change of what it has saved.
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from residency._dryrun._methods import around
 from residency._dryrun._places import is_script
 from residency._memory import ImportWatch
 
@@ -48,13 +48,13 @@ class Compiling:
         torch_module: Any = torch
         compile_function = torch_module.compile
 
-        @functools.wraps(compile_function)
-        def compiled(*args: Any, **options: Any) -> Any:
+        @around(compile_function)
+        def compiled(model: Any = None, **options: Any) -> Any:
             caller = _caller(sys._getframe(1))
-            if (args[0] if args else options.get("model")) is None:
-                return compile_function(*args, **options)  # a decorator, which comes here again
+            if model is None:
+                return compile_function(**options)  # a decorator, which comes here again
             if _is_of_torch(caller):
-                return self._unnoted(compile_function)(*args, **options)
+                return self._unnoted(compile_function)(model, **options)
             if not self._is_eager:
                 # Not earlier: it imports Dynamo, which takes as long as torch itself.
                 torch.compiler.set_stance("force_eager")
@@ -62,7 +62,7 @@ class Compiling:
             make = compile_function
             if options.get("backend") in _FUSE_NOTHING:
                 make = self._unnoted(compile_function)
-            made = make(*args, **options)
+            made = make(model, **options)
             self.is_used |= not _is_of_import(caller)
             return made
 
@@ -78,7 +78,7 @@ class Compiling:
         context: Any = vars(module)["OptimizeContext"]
         make = context.__init__
 
-        @functools.wraps(make)
+        @around(make)
         def made(this: Any, *args: object, **options: object) -> None:
             make(this, *args, **options)
             if not vars(self._of_thread).get("is_unnoted"):
@@ -90,7 +90,7 @@ class Compiling:
         """Counts what a backward pass recomputes as compiled where its first run was."""
         checkpoint = vars(module)["checkpoint"]
 
-        @functools.wraps(checkpoint)
+        @around(checkpoint)
         def checkpointed(function: Callable[..., object], *args: object, **options: object) -> Any:
             kept = self._within(function) if self.is_inside else function
             return checkpoint(kept, *args, **options)
@@ -109,7 +109,7 @@ class Compiling:
         return lambda: own.update(depth=before)
 
     def _within(self, function: Callable[..., object]) -> Callable[..., object]:
-        @functools.wraps(function)
+        @around(function)
         def called(*args: object, **options: object) -> object:
             leave = self._deepen()
             try:
@@ -122,7 +122,7 @@ class Compiling:
     def _unnoted(self, make: Callable[..., object]) -> Callable[..., object]:
         """Returns a function whose compiled ones run on a GPU operation by operation, too."""
 
-        @functools.wraps(make)
+        @around(make)
         def made(*args: object, **options: object) -> object:
             own = vars(self._of_thread)
             before = own.get("is_unnoted", False)

@@ -13,7 +13,6 @@ Source: ``torch/_inductor/kernel/flex`` of torch 2.13, whose buffers these are: 
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -23,6 +22,7 @@ import torch
 
 from residency._dryrun._captured import captured_by, with_others
 from residency._dryrun._compiling import Compiling
+from residency._dryrun._methods import around
 from residency._memory import ImportWatch
 
 _Function = Callable[..., object]
@@ -77,21 +77,26 @@ def name_captured(compiling: Compiling) -> None:
 
 
 def _choosing(plain: _Function, compiling: Compiling) -> _Function:
-    @functools.wraps(plain)
-    def kernel(query: torch.Tensor, *args: Any) -> object:
-        is_fused = query.is_cuda and compiling.is_inside
-        return _attend(query, *args) if is_fused else plain(query, *args)
+    signature = inspect.signature(plain)
+
+    @around(plain)
+    def kernel(*args: Any, **options: Any) -> object:
+        given = signature.bind(*args, **options)
+        is_fused = given.arguments["query"].is_cuda and compiling.is_inside
+        return _attend(*given.args) if is_fused else plain(*args, **options)
 
     return kernel
 
 
 def _choosing_back(plain: _Function, compiling: Compiling) -> _Function:
     """Chooses by the forward pass: a backward pass is called by autograd, not by a function."""
+    signature = inspect.signature(plain)
 
-    @functools.wraps(plain)
-    def kernel(*args: Any) -> object:
-        is_fused = any(each is _fused_graph for each in args)
-        return _go_back(*args) if is_fused else plain(*args)
+    @around(plain)
+    def kernel(*args: Any, **options: Any) -> object:
+        given = signature.bind(*args, **options).args
+        is_fused = any(each is _fused_graph for each in given)
+        return _go_back(*given) if is_fused else plain(*args, **options)
 
     return kernel
 
@@ -101,10 +106,12 @@ def _fused_graph(*args: object) -> None:
 
 
 def _tracing(trace: _Function, compiling: Compiling) -> _Function:
-    @functools.wraps(trace)
-    def traced(score: object, examples: Sequence[torch.Tensor], *args: object) -> object:
+    @around(trace)
+    def traced(
+        score: object, examples: Sequence[torch.Tensor], *args: object, **options: object
+    ) -> object:
         is_fused = examples[0].is_cuda and compiling.is_inside
-        return (score, _fused_graph) if is_fused else trace(score, examples, *args)
+        return (score, _fused_graph) if is_fused else trace(score, examples, *args, **options)
 
     return traced
 
@@ -115,17 +122,20 @@ def _naming_captured(call: _Function, compiling: Compiling) -> _Function:
     Dynamo finds them in what a function that changes scores has captured, and runs no more once a
     script has compiled anything (`Compiling`).
     """
+    signature = inspect.signature(call)
 
-    @functools.wraps(call)
-    def called(
-        self: object, query: Any, key: object, value: object, score: Any, *others: Any
-    ) -> object:
-        if len(others) < 4 and compiling.is_used and query.is_cuda and torch.is_grad_enabled():
-            captured = captured_by(score, query)
+    @around(call)
+    def called(*args: Any, **options: Any) -> object:
+        bound = signature.bind(*args, **options)
+        given = bound.arguments
+        is_asked = "score_mod_other_buffers" not in given and torch.is_grad_enabled()
+        if is_asked and compiling.is_used and given["query"].is_cuda:
+            captured = captured_by(given["score_mod"], given["query"])
             if captured:
-                score = with_others(score, captured)
-                return call(self, query, key, value, score, *others[:3], tuple(captured), ())
-        return call(self, query, key, value, score, *others)
+                given["score_mod"] = with_others(given["score_mod"], captured)
+                given["score_mod_other_buffers"] = tuple(captured)
+                given["mask_mod_other_buffers"] = ()
+        return call(*bound.args, **bound.kwargs)
 
     return called
 
@@ -134,7 +144,7 @@ def _making_blocks(create: _Function, masks: Any, compiling: Compiling) -> _Func
     """Returns a function that makes a mask on the device of its blocks, where that is compiled."""
     signature = inspect.signature(create)
 
-    @functools.wraps(create)
+    @around(create)
     def created(*args: object, **options: object) -> object:
         given = signature.bind(*args, **options)
         given.apply_defaults()

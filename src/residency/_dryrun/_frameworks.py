@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from residency._dryrun._methods import around
 from residency._dryrun._native import leave_out_kernels
 from residency._dryrun._random_weights import make_weights
 from residency._dryrun._settings import RunSettings
@@ -50,7 +51,7 @@ def complete_answers(trainer: str, module: ModuleType) -> None:
     trainers: Any = vars(module)[trainer]
     generate = trainers._generate_single_turn
 
-    @functools.wraps(generate)
+    @around(generate)
     def generated(self: Any, *args: object, **options: object) -> Any:
         found = generate(self, *args, **options)
         # Trainers before TRL 1.16 ask their tokenizer.
@@ -80,11 +81,11 @@ def leave_out_downloads() -> None:
     modules: Any = torch.nn.Module
     download, load = hub.load_state_dict_from_url, modules.load_state_dict
 
-    @functools.wraps(download)
+    @around(download)
     def downloaded(*args: object, **options: object) -> _AnyWeights:
         return _AnyWeights()
 
-    @functools.wraps(load)
+    @around(load)
     def loaded(module: Any, state_dict: Any, *args: object, **options: object) -> Any:
         if isinstance(state_dict, _AnyWeights):
             state_dict = module.state_dict()
@@ -96,4 +97,4 @@ def leave_out_downloads() -> None:
 def _keep_weights(module: ModuleType) -> None:
     """Makes timm load no weights: a model keeps those that it was made with."""
     load: Any = vars(module)["load_pretrained"]
-    module.__dict__["load_pretrained"] = functools.wraps(load)(lambda *args, **options: None)
+    module.__dict__["load_pretrained"] = around(load)(lambda *args, **options: None)

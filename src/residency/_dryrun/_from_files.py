@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residency._dryrun._methods import replace_method
+from residency._dryrun._methods import around, replace_method
 
 _MAKERS = ["to", "cuda", "cpu", "half", "float", "bfloat16", "double", "type", "clone",
            "contiguous", "__deepcopy__"]  # fmt: skip
@@ -34,7 +34,7 @@ class FromFiles:
             replace_method(name, self._following(getattr(Tensor, name)))
         copy = Tensor.copy_
 
-        @functools.wraps(copy)
+        @around(copy, names=("self", "other"))
         def copied(tensor: Tensor, source: Any, *args: Any, **options: Any) -> Tensor:
             result = copy(tensor, source, *args, **options)
             if self.has(source):
@@ -44,7 +44,7 @@ class FromFiles:
         replace_method("copy_", copied)
 
     def _following(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(make)
+        @around(make)
         def made(tensor: Tensor, *args: object, **options: object) -> Any:
             result = make(tensor, *args, **options)
             if isinstance(result, Tensor) and self.has(tensor):

@@ -4,12 +4,11 @@ conversion of such weights, whose values mean nothing. Their memory is asked for
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 
-from residency._dryrun._methods import replace_method
+from residency._dryrun._methods import around, replace_method
 from residency._units import MIB
 
 # What `Tensor.to` reads its arguments with. Torch does not annotate it.
@@ -43,7 +42,7 @@ def _is_large(tensor: torch.Tensor) -> bool:
 
 
 def _unfilled(fill: Any) -> Any:
-    @functools.wraps(fill)
+    @around(fill)
     def filled(tensor: torch.Tensor, *args: object, **options: object) -> Any:
         return tensor if _is_large(tensor) else fill(tensor, *args, **options)
 
@@ -53,7 +52,7 @@ def _unfilled(fill: Any) -> Any:
 def _unconverted(convert: Any, target: torch.dtype | None = None) -> Any:
     """Returns a conversion that leaves out the numbers where a large weight stays on the host."""
 
-    @functools.wraps(convert)
+    @around(convert)
     def converted(self: torch.Tensor, *args: object, **options: object) -> Any:
         if isinstance(self, torch.nn.Parameter) and not torch.is_grad_enabled() and _is_large(self):
             device, dtype = (target and (self.device, target)) or _parsed(args, options)

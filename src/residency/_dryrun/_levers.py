@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 import residency
+from residency._dryrun._methods import around
 from residency._dryrun._resumes import Loads, Templates, defer_state
 from residency._dryrun._settings import RunSettings
 from residency._dryrun._trainers import Trainers
@@ -94,7 +95,7 @@ class Levers:
         parsers: Any = argparse.ArgumentParser
         parse = parsers.parse_known_args
 
-        @functools.wraps(parse)
+        @around(parse)
         def parsed(parser: Any, *args: object, **options: object) -> tuple[Any, list[str]]:
             values, rest = parse(parser, *args, **options)
             for action in parser._actions:  # argparse shows its options in no other way
@@ -134,7 +135,7 @@ def _offload(resident: int, bucket: int) -> Callable[[], None]:
     optimizers: Any = Optimizer
     make, load = optimizers.__init__, optimizers.load_state_dict
 
-    @functools.wraps(make)
+    @around(make)
     def init(optimizer: Any, *args: object, **options: object) -> None:
         make(optimizer, *args, **options)
         if not isinstance(optimizer, residency.OffloadedOptimizer):
@@ -146,7 +147,7 @@ def _offload(resident: int, bucket: int) -> Callable[[], None]:
             if record_of(optimizer) is None:
                 residency.offload_optimizer(optimizer, resident=resident, bucket=bucket)
 
-    @functools.wraps(load)
+    @around(load)
     def load_state_dict(optimizer: Any, state_dict: Any) -> None:
         if optimizer in made:
             offload_all()
@@ -171,7 +172,7 @@ def _clone_on_host() -> None:
     tensors: Any = Tensor
 
     def on_host(copy: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        @functools.wraps(copy)
+        @around(copy)
         def copied(tensor: Tensor, *args: object, **options: object) -> Tensor:
             # What a pass computes with has a graph, and an optimizer's own copies are in its step.
             is_for_save = (
@@ -246,7 +247,7 @@ def _let_recompute(kind: Any) -> None:
     if getattr(forward, _RECOMPUTES, False):
         return
 
-    @functools.wraps(forward)
+    @around(forward)
     def called(module: nn.Module, *args: Any, **options: Any) -> Any:
         if not vars(module).get(_RECOMPUTES):
             return forward(module, *args, **options)

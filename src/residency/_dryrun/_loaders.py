@@ -11,7 +11,6 @@ iterator below for each batch with ``next`` has no answer for its end; Python ma
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 import weakref
@@ -22,6 +21,7 @@ from typing import Any, Protocol
 from torch.utils.data import dataloader
 
 from residency._dryrun._loops import loops
+from residency._dryrun._methods import around
 from residency._dryrun._places import is_for_script
 from residency._dryrun._ranks import be_first_rank
 from residency._units import MIB
@@ -95,12 +95,12 @@ class Loaders:
         base: Any = dataloader._BaseDataLoaderIter
         make, following = base.__init__, base.__next__
 
-        @functools.wraps(make)
+        @around(make)
         def made(iterator: Any, loader: object, *args: object, **options: object) -> None:
             make(iterator, loader, *args, **options)
             iterator._residency_loader = weakref.ref(loader)
 
-        @functools.wraps(following)
+        @around(following)
         def follow(iterator: object) -> object:
             reference = getattr(iterator, "_residency_loader", None)
             loader = None if reference is None else reference()
@@ -117,7 +117,7 @@ class Loaders:
         loaders: Any = dataloader.DataLoader
         begin = loaders.__iter__
 
-        @functools.wraps(begin)
+        @around(begin)
         def begun(loader: object) -> object:
             if self._is_over(loader, sys._getframe(1)):
                 self._note_empty_pass()  # `while step < last: for batch in loader` has no end
@@ -126,6 +126,7 @@ class Loaders:
                 self._begin_pass(loader)
             return begin(loader)
 
+        @around(loaders.__init_subclass__)
         def watch(cls: Any, /, **options: object) -> None:
             super(loaders, cls).__init_subclass__(**options)
             own = vars(cls).get("__iter__")
@@ -138,7 +139,7 @@ class Loaders:
     def _watched(self, iterate: Callable[..., Iterator[object]]) -> object:
         """Returns a loader's own ``__iter__``, whose end is one. [Note: own generators]"""
 
-        @functools.wraps(iterate)
+        @around(iterate)
         def iterated(loader: object) -> Iterator[object]:
             if _iterates_by(type(loader)) is iterated:  # and not what that one asks
                 if self._is_over(loader, sys._getframe(1)):

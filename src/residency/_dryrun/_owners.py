@@ -5,7 +5,6 @@ A block is known by its address, which is that of a tensor's storage.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from residency._dryrun._methods import around
 from residency._dtensor import local_of
 from residency._optim import record_of
 
@@ -65,7 +65,7 @@ class OwnersOfBlocks:
 
 
 def _telling(make: Any, add: Any) -> Any:
-    @functools.wraps(make)
+    @around(make)
     def made(self: Any, *args: object, **options: object) -> None:
         make(self, *args, **options)
         add(self)

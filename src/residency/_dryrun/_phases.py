@@ -4,13 +4,13 @@ rest forward and backward passes, which no library names.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from residency._dryrun._methods import around
 from residency._memory import KnownCalls, Visit, boundaries
 
 SET_UP, BACKWARD, STEP = "set up", "backward", "optimizer step"
@@ -66,7 +66,7 @@ class Phases:
             self._enter()
 
     def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
+        @around(function)
         def called(*args: object, **options: object) -> Any:
             if self._open and self._open[-1] in _WHOLE:
                 return function(*args, **options)  # of a recomputed part, or of an optimizer's own

@@ -6,7 +6,6 @@ map, a quantisation and what loading takes on the device are those of a model wi
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import tempfile
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from residency._dryrun._methods import around
 from residency._dryrun._saves import write_holes
 from residency._errors import RefusedError
 
@@ -41,7 +41,7 @@ def make_weights(module: ModuleType, *, is_real: bool) -> None:
     models: Any = vars(module)["PreTrainedModel"]
     load = models.from_pretrained.__func__
 
-    @functools.wraps(load)
+    @around(load)
     def from_pretrained(
         cls: Any, name: Any, *args: object, config: Any = None, **options: Any
     ) -> object:
@@ -77,10 +77,10 @@ def _quantised_here(config: Any, options: dict[str, Any]) -> Any:
     kind: Any = getattr(config, "quantization_config", None)
     if kind is None:
         return config
-    told = kind if isinstance(kind, dict) else kind.to_dict()
-    if _KIND not in str(told.get("quant_method")):
+    method = (kind if isinstance(kind, dict) else kind.to_dict()).get("quant_method")
+    if _KIND not in str(method):
         raise RefusedError(
-            f"--random-weights makes no weights that are quantised by {told.get('quant_method')}. "
+            f"--random-weights makes no weights that are quantised by {method}. "
             "Give the script a folder with the weights and leave the option out."
         )
     config = type(config).from_dict(config.to_dict())

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 from torch.distributed import distributed_c10d
 
 from residency import sim
+from residency._dryrun._methods import around
 from residency._memory import ImportWatch
 
 _PORT = "29500"  # no process listens there
@@ -49,12 +50,14 @@ def be_one_rank(num_ranks: int) -> None:
         "ProcessGroupNCCL": _without_peers(nccl, wrap=nccl),
     }
     for name, function in _objects().items():
-        changed[name] = functools.wraps(names[name])(function)
-    distributed_c10d.__dict__.update(changed, rendezvous=_meet_nobody)
-    dist.__dict__.update(changed)
+        changed[name] = around(names[name])(function)
+    changed["rendezvous"] = around(names["rendezvous"])(_meet_nobody)
+    distributed_c10d.__dict__.update(changed)
+    dist.__dict__.update({name: each for name, each in changed.items() if name in vars(dist)})
     # Calls are numbered to find ranks that have made different ones; a group without peers cannot.
     group: Any = FakeProcessGroup
-    group._set_sequence_number_for_group = lambda self: None
+    count = group._set_sequence_number_for_group
+    group._set_sequence_number_for_group = around(count)(lambda self: None)
     here = functools.partial(_launch_here, num_ranks)
     watched: dict[str, Callable[[ModuleType], None]] = {"torch.distributed.launcher.api": here}
     if num_ranks > 1:
@@ -73,7 +76,7 @@ def be_first_rank() -> None:
     names: Any = vars(distributed_c10d)
     ask = names["get_rank"]
 
-    @functools.wraps(ask)
+    @around(ask)
     def get_rank(group: Any = None) -> int:
         is_alone = group is None and not dist.is_initialized()
         rank: int = 0 if is_alone else ask(group)
@@ -143,14 +146,15 @@ def _objects() -> dict[str, Callable[..., Any]]:
 
 def _accept_plans(module: ModuleType) -> None:
     """Accepts the plans of a distributed checkpoint, of which all but this rank's are copies."""
-    module.__dict__["_validate_global_plan"] = lambda plan, metadata: []
+    check = vars(module)["_validate_global_plan"]
+    module.__dict__["_validate_global_plan"] = around(check)(lambda plan, metadata: [])
 
 
 def _spawn_first(num_ranks: int, module: ModuleType) -> None:
     """Starts the first process alone of a script that starts one for each rank."""
     start = vars(module)["start_processes"]
 
-    @functools.wraps(start)
+    @around(start)
     def start_processes(
         fn: object, args: object = (), nprocs: int = 1, *others: object, **options: object
     ) -> object:
@@ -186,8 +190,9 @@ def _run_script(file: str) -> None:
 def _launch_here(num_ranks: int, module: ModuleType) -> None:
     """Makes ``torchrun`` and what calls it run the script in this process, as the first rank."""
 
+    @around(vars(module)["launch_agent"])
     def launch_agent(
-        config: Any, entrypoint: Any, args: list[Any], **options: object
+        config: Any, entrypoint: Any, args: list[Any], *others: object, **options: object
     ) -> dict[int, object]:
         size = max(num_ranks, config.nproc_per_node * config.max_nodes)
         os.environ.update(RANK="0", LOCAL_RANK="0", GROUP_RANK="0", WORLD_SIZE=str(size))

@@ -9,7 +9,6 @@ by another module.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from residency._dryrun._from_files import FromFiles, address_of
+from residency._dryrun._methods import around
 from residency._memory import ImportWatch, open_phases
 
 _DEEPEST = 6  # of the dicts and lists of a checkpoint
@@ -82,7 +82,7 @@ class LoadsOfTrained:
         """Takes what is loaded in place as read, and as taken where it is a parameter itself."""
         load = vars(module)["load"]
 
-        @functools.wraps(load)
+        @around(load)
         def loaded(state_dict: object, *args: object, **options: object) -> object:
             result = load(state_dict, *args, **options)
             self._note(state_dict)
@@ -95,7 +95,7 @@ class LoadsOfTrained:
         checkpointers: Any = vars(module)["Checkpointer"]
         restore = checkpointers.restore
 
-        @functools.wraps(restore)
+        @around(restore)
         def restored(*args: object, **options: object) -> object:
             result = restore(*args, **options)
             self._resume()  # it fills what it is given, which is the run
@@ -104,7 +104,7 @@ class LoadsOfTrained:
         checkpointers.restore = restored
 
     def _noting(self, load: Callable[..., object]) -> Callable[..., object]:
-        @functools.wraps(load)
+        @around(load)
         def loaded(*args: object, **options: object) -> object:
             result = load(*args, **options)
             self._note(result)
@@ -124,7 +124,7 @@ class LoadsOfTrained:
     def _taking(
         self, take: Callable[..., object], parameters: Callable[[Any], Iterable[Tensor]]
     ) -> Callable[..., object]:
-        @functools.wraps(take)
+        @around(take)
         def taken(owner: Any, state_dict: object, *args: object, **options: object) -> object:
             is_loaded = self._is_loading() or any(map(self._from_files.has, _tensors(state_dict)))
             self._num_taking += 1

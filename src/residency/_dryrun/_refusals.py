@@ -4,12 +4,12 @@ and what is on the network. The script's own error is shown as it is; this is th
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator
 from types import ModuleType, TracebackType
 
+from residency._dryrun._methods import around
 from residency._memory import ImportWatch
 
 _INSTEAD = "Leave it out of the dry run by the script's flags"
@@ -98,7 +98,7 @@ def _watch_builds(module: ModuleType) -> None:
 def _refusing(build: Callable[..., object]) -> Callable[..., object]:
     signature = inspect.signature(build)
 
-    @functools.wraps(build)
+    @around(build)
     def built(*args: object, **options: object) -> object:
         given = signature.bind(*args, **options).arguments
         sources = given.get("sources", ())

@@ -7,7 +7,6 @@ In every run it is noted whether torch made the state of an optimizer by a step,
 
 from __future__ import annotations
 
-import functools
 import io
 from collections.abc import Callable
 from types import ModuleType
@@ -19,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import residency
+from residency._dryrun._methods import around
 from residency._dtensor import is_sharded, local_of, moved
 from residency._memory import ImportWatch
 from residency._optim import record_of
@@ -49,7 +49,7 @@ class Loads:
         torch_module: Any = torch
         load = torch_module.load
 
-        @functools.wraps(load)
+        @around(load)
         def loaded(f: Any, map_location: Any = None, *args: object, **options: object) -> Any:
             # Of bytes in memory it is a small value of a checkpoint that others read.
             place = map_location if isinstance(f, io.BytesIO) else self._place(map_location)
@@ -60,7 +60,7 @@ class Loads:
         optimizers: Any = Optimizer
         take = optimizers.load_state_dict
 
-        @functools.wraps(take)
+        @around(take)
         def taken(optimizer: Any, state_dict: Any) -> None:
             take(optimizer, state_dict)
             # Accelerate gives each optimizer that it prepares its own state, which is empty.
@@ -71,7 +71,7 @@ class Loads:
     def _watch(self, module: ModuleType) -> None:
         read = vars(module)["load_file"]
 
-        @functools.wraps(read)
+        @around(read)
         def load_file(filename: Any, device: Any = "cpu", **options: object) -> Any:
             return read(filename, device=self._place(device), **options)
 
@@ -91,6 +91,7 @@ def defer_state() -> None:
     optimizers: Any = Optimizer
     place = Optimizer._process_value_according_to_param_policy  # torch asks it where a value goes
 
+    @around(place)
     def placed(
         param: Tensor, value: Tensor, param_id: int, param_groups: Any, key: Any = None
     ) -> Tensor:
@@ -136,7 +137,7 @@ class Templates:
         # have no hook for it.
         make = vars(module)["_init_optim_state"]
 
-        @functools.wraps(make)
+        @around(make)
         def made(optim: Any, *args: object, **options: object) -> None:
             if self._before is not None:
                 self._before()

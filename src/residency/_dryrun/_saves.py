@@ -9,7 +9,6 @@ written, and counted alone.
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import threading
 from collections.abc import Iterator
@@ -31,6 +30,7 @@ from residency._checkpoint import (
 )
 from residency._dryrun._background import BackgroundWrites
 from residency._dryrun._files import files_of_run
+from residency._dryrun._methods import around
 from residency._memory import ImportWatch
 from residency._units import MIB
 
@@ -92,7 +92,7 @@ class Saves:
                 self.files += 1
 
     def _saving(self, save: Any) -> Any:
-        @functools.wraps(save)
+        @around(save)
         def saved(obj: object, f: Any, *args: object, **options: object) -> None:
             is_file = isinstance(f, str | os.PathLike)
             _state.leaves_holes = is_file
@@ -109,7 +109,7 @@ class Saves:
     def _watch_files(self, module: ModuleType) -> None:
         save = vars(module)["save_file"]
 
-        @functools.wraps(save)
+        @around(save)
         def save_file(
             tensors: dict[str, torch.Tensor],
             filename: str | os.PathLike[str],
@@ -132,7 +132,7 @@ class Saves:
         files, reader = vars(module)["FileSystem"], vars(module)["FileSystemReader"]
         create, read = files.create_stream, reader.read_data
 
-        @functools.wraps(create)
+        @around(create)
         @contextmanager
         def create_stream(file_system: object, path: object, mode: str) -> Iterator[object]:
             with create(file_system, path, mode) as stream:
@@ -140,7 +140,7 @@ class Saves:
             if "w" in mode:
                 self._count(path)
 
-        @functools.wraps(read)
+        @around(read)
         def read_data(storage: Any, plan: Any, planner: Any) -> object:
             return read(storage, _without_holes(storage, plan, planner), planner)
 
@@ -157,7 +157,7 @@ def _note_save(file: object, *, is_new: bool) -> None:
 
 
 def _noting(save: Any) -> Any:
-    @functools.wraps(save)
+    @around(save)
     def saved(module: object, f: object, *args: object, **options: object) -> None:
         _note_save(f, is_new=True)
         save(module, f, *args, **options)
@@ -169,7 +169,7 @@ def _keep_snapshots(module: ModuleType) -> None:
     """Keeps the files in which a script records its memory: the run is made for them."""
     dump = vars(module)["_dump_snapshot"]
 
-    @functools.wraps(dump)
+    @around(dump)
     def dumped(filename: str = "dump_snapshot.pickle", *args: object, **options: object) -> None:
         files = files_of_run()
         if files is not None:
@@ -184,7 +184,7 @@ def _watch_tokenizers(module: ModuleType) -> None:
     tokenizers = vars(module)["PreTrainedTokenizerBase"]
     save = tokenizers.save_pretrained
 
-    @functools.wraps(save)
+    @around(save)
     def saved(tokenizer: object, save_directory: Any, *args: object, **options: object) -> object:
         files = files_of_run()
         if files is not None and os.path.isdir(save_directory):
@@ -200,7 +200,7 @@ def _save_at_once(module: ModuleType) -> None:
     """Makes Lightning save to a file, and not by way of the file's bytes in memory."""
     save = vars(module)["_atomic_save"]
 
-    @functools.wraps(save)
+    @around(save)
     def saved(checkpoint: object, path: str | os.PathLike[str]) -> None:
         if "://" in str(path):
             save(checkpoint, path)
@@ -233,7 +233,7 @@ def _watch_ranks(module: ModuleType) -> None:
         # A load's plan stays: it says what a rank reads.
         return replace(given, items=[]) if type(given).__name__ == "SavePlan" else given
 
-    @functools.wraps(gather)
+    @around(gather)
     def gather_object(wrapper: object, given: object) -> object:
         gathered = gather(wrapper, given)
         return gathered and [gathered[0], *map(nothing, gathered[1:])]
@@ -283,7 +283,7 @@ class _FileWithHoles:
 
 
 def _with_holes(save: Any) -> Any:
-    @functools.wraps(save)
+    @around(save)
     def saved(obj: object, zip_file: Any, *args: object, **options: object) -> None:
         save(obj, _FileWithHoles(zip_file), *args, **options)
 
@@ -296,7 +296,7 @@ def _loading(load: Any) -> Any:
     The script may write the file anew while it has what was loaded.
     """
 
-    @functools.wraps(load)
+    @around(load)
     def loaded(f: Any, *args: object, **options: object) -> Any:
         if "mmap" not in options and isinstance(f, str | os.PathLike):
             with open(f, "rb") as file:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from residency._dryrun._books import GATHERED
+from residency._dryrun._methods import around
 from residency._dryrun._owners import GRADIENTS
 from residency._memory import ImportWatch
 
@@ -48,8 +49,7 @@ def _watch_groups(making: Making, module: ModuleType) -> None:
     group: Any = vars(module)["FSDPParamGroup"]
     for name in ("unshard", "wait_for_unshard"):
         setattr(group, name, _in(making, GATHERED, getattr(group, name)))
-    # Its second argument is a list of the whole gradients, which then go into its buffer.
-    module.__dict__["foreach_reduce"] = _in(making, GRADIENTS, vars(module)["foreach_reduce"])
+    module.__dict__["foreach_reduce"] = _reducing(making, vars(module)["foreach_reduce"])
 
 
 def _watch_flat_parameters(making: Making, module: ModuleType) -> None:
@@ -71,22 +71,30 @@ def _watch_flat_gradients(making: Making, module: ModuleType) -> None:
     """
     go_on = vars(module)["_post_backward_hook"]
 
-    @functools.wraps(go_on)
-    def going_on(state: object, handle: Any, *args: object) -> object:
+    @around(go_on)
+    def going_on(state: object, handle: Any, *args: object, **options: object) -> object:
         with making(GRADIENTS, _addresses([handle.flat_param.grad])):
-            return go_on(state, handle, *args)
+            return go_on(state, handle, *args, **options)
 
     module.__dict__["_post_backward_hook"] = going_on
 
 
 def _in(making: Making, kind: str, function: Callable[..., object]) -> Callable[..., object]:
-    @functools.wraps(function)
+    @around(function)
     def called(*args: object, **options: object) -> object:
-        whole = args[1] if len(args) > 1 and kind == GRADIENTS else ()
-        with making(kind, _addresses(whole) if isinstance(whole, list) else ()):
+        with making(kind, ()):
             return function(*args, **options)
 
     return called
+
+
+def _reducing(making: Making, reduce: Callable[..., object]) -> Callable[..., object]:
+    @around(reduce)
+    def reduced(of: object, whole: Any, *args: object, **options: object) -> object:
+        with making(GRADIENTS, _addresses(whole)):  # of the gradients, which go into its buffer
+            return reduce(of, whole, *args, **options)
+
+    return reduced
 
 
 def _addresses(tensors: Iterable[object]) -> Iterator[int]:

@@ -11,7 +11,6 @@ Once the loops are over, a backward pass begins the next training, which makes i
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable
 from types import ModuleType
@@ -26,6 +25,7 @@ from torch.optim.optimizer import (
 
 from residency._dryrun._loaders import Loaders
 from residency._dryrun._loops import Loop, loops
+from residency._dryrun._methods import around
 from residency._dryrun._reaching import LoadsOfTrained, share
 from residency._dryrun._resumes import TEMPLATE
 from residency._memory import ImportWatch, open_phases
@@ -301,7 +301,7 @@ class Stopping:
         kind: Any = Optimizer
         make = kind.__init__
 
-        @functools.wraps(make)
+        @around(make)
         def made(optimizer: Any, *args: object, **options: object) -> None:
             make(optimizer, *args, **options)
             around = loops.around()
@@ -318,7 +318,7 @@ class Stopping:
         flow: Any = vars(module)["DefaultFlowCallback"]
         before: Callable[..., Any] = flow.on_step_end
 
-        @functools.wraps(before)
+        @around(before)
         def on_step_end(
             callback: Any, args: Any, state: Any, control: Any, **options: object
         ) -> Any:
@@ -336,7 +336,7 @@ class Stopping:
         trainer: Any = vars(module)["Trainer"]
         make = trainer.__init__
 
-        @functools.wraps(make)
+        @around(make)
         def made(self_of_trainer: Any, *args: object, **options: object) -> None:
             make(self_of_trainer, *args, **options)
             self._trainers.add(self_of_trainer)
@@ -349,7 +349,7 @@ class Stopping:
         trainer: Any = vars(module)["BaseTrainer"]
         step: Callable[[Any], None] = trainer.optimizer_step
 
-        @functools.wraps(step)
+        @around(step)
         def stepped(self_of_trainer: Any) -> None:
             step(self_of_trainer)
             if self.is_ending:
@@ -360,7 +360,7 @@ class Stopping:
     def _beginning(self, begin: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function of a framework with which a training begins."""
 
-        @functools.wraps(begin)
+        @around(begin)
         def begun(*args: object, **options: object) -> Any:
             self._has_framework = True
             self._begin_training()
@@ -383,9 +383,10 @@ def _generate_all(module: ModuleType) -> None:
     """Ends generation where the longest sequence does: no token says that one has ended."""
     criteria: Any = vars(module)["StoppingCriteriaList"]
 
+    @around(criteria.__call__)
     def ask(self: Any, input_ids: torch.Tensor, scores: Any, **options: object) -> torch.Tensor:
         longest = self.max_length
         is_over = longest is None or input_ids.shape[1] >= longest
         return torch.full((input_ids.shape[0],), is_over, device=input_ids.device)
 
-    criteria.__call__ = functools.wraps(criteria.__call__)(ask)
+    criteria.__call__ = ask

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from types import ModuleType
 from typing import Any
 
+from residency._dryrun._methods import around
 from residency._dryrun._numbers import NUMBERS
 from residency._dryrun._settings import RunSettings
 from residency._memory import ImportWatch
@@ -41,7 +41,7 @@ class Trainers:
         kind: Any = vars(module)["TrainingArguments"]
         check = kind.__post_init__
 
-        @functools.wraps(check)
+        @around(check)
         def checked(arguments: Any) -> None:
             values = {name: getattr(arguments, name, None) for name in NUMBERS}
             numbers = {name: each for name, each in values.items() if isinstance(each, int)}
@@ -59,7 +59,7 @@ class Trainers:
         signature = inspect.signature(make)
         settings = self._settings
 
-        @functools.wraps(make)
+        @around(make)
         def init(trainer: Any, *args: Any, **options: Any) -> None:
             self.found["class"] = type(trainer).__name__
             if not settings.calls_back:
@@ -84,7 +84,7 @@ class Trainers:
         kind: Any = vars(module)["Trainer"]
         make = kind.__init__
 
-        @functools.wraps(make)
+        @around(make)
         def init(trainer: Any, *args: object, callbacks: Any = None, **options: object) -> None:
             from residency.integrations.lightning import ResidencyCallback
 

@@ -13,7 +13,6 @@ Source: ``triton/runtime`` and ``triton/testing.py`` of Triton 3.7.
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from residency._dryrun._methods import around
 from residency._memory import ImportWatch
 from residency._units import MIB
 
@@ -46,7 +46,7 @@ def _watch_benchmarks(module: ModuleType) -> None:
 
 
 def _launching(run: Callable[..., object]) -> Callable[..., object]:
-    @functools.wraps(run)
+    @around(run)
     def launched(self: Any, *args: object, grid: object, warmup: bool, **options: object) -> object:
         if not any(map(_is_on_device, (*args, *options.values()))):
             return run(self, *args, grid=grid, warmup=warmup, **options)

@@ -24,6 +24,7 @@ from residency._optim._offload_record import Offload
 from residency._optim._residents import Residents
 from residency._optim._state import State
 from residency._optim._together import fill_together, moved_together, stay_together, tied_among
+from residency._optim._trial._borrowed import refuse_borrowed
 from residency._optim._trial._first_step import Schema, Schemas, planned_bytes
 from residency._optim._trial._partial_step import PRIVATE, is_torchs_own
 from residency._optim._validate import check_flags
@@ -97,7 +98,8 @@ def prepare_load(
         others: What else is set on the optimizer, ``param_groups`` among it.
 
     Raises:
-        RefusedError: A value cannot be kept in a home, or the host has no room.
+        RefusedError: A value cannot be kept in a home, or is something else, too; or the host has
+            no room.
     """
     plain = {k: dict(v) if isinstance(v, dict) else v for k, v in values.items()}
     repaired = _repaired(optimizer, offload.base, {**others, "state": defaultdict(dict, plain)})
@@ -108,6 +110,9 @@ def prepare_load(
         and optimizer.__dict__.get(name, repaired) is not value
     }
     check_flags(offload.base.__name__, repaired.param_groups)
+    refuse_borrowed(
+        offload.base.__name__, repaired.param_groups, repaired.state, refused="load this"
+    )
     prepared = PreparedLoad(repaired.param_groups, attributes, Residents(offload.resident_bytes))
     group_of = {p: group for group in repaired.param_groups for p in group["params"]}
     memo: dict[int, object] = {}
@@ -217,7 +222,9 @@ def device_rule(
 
     def needs_device(key: str, value: Tensor) -> bool:
         if schema is not None and key not in schema.unseen:
-            return key in schema.device or value.dim() > 0
+            made = schema.values.get(key)
+            is_of_host = isinstance(made, Tensor) and made.is_cpu
+            return key in schema.device or (value.dim() > 0 and not is_of_host)
         if inner is not None and isinstance(dict.get(inner, key), Tensor):
             return inner.is_on_device(key)
         return value.dim() > 0 or (parameter.dim() == 0 and key != "step")

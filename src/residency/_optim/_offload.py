@@ -24,9 +24,11 @@ from residency._optim._offloaded import (
     OffloadedOptimizer,
     adopt_foreign_state,
     refuse_foreign_step,
+    step_like,
 )
 from residency._optim._placement import follow_parameters, members_of, place_state, plain_state
 from residency._optim._step_patch import remake_step_patch, validate_step_patch
+from residency._optim._trial._borrowed import refuse_borrowed
 from residency._optim._trial._separable import separability
 from residency._optim._validate import check_groups, device_of
 from residency._optim._whole import done_whole
@@ -158,6 +160,7 @@ def _install(
     optimizer: Optimizer, offload: Offload, swapped: type[Optimizer], device: torch.device
 ) -> None:
     """Places the state and swaps the class; after an exception everything is as it was."""
+    refuse_borrowed(offload.base.__name__, optimizer.param_groups, optimizer.state)
     before = dict(optimizer.__dict__)
     try:
         if device.type != "cpu":
@@ -227,7 +230,8 @@ def _offloaded_class(base: type[Optimizer]) -> type[Optimizer]:
     found = _classes.get(base)
     if found is None:
         # Same names: the profiler's range and torch.save's errors are made of them.
-        namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+        namespace: dict[str, Any] = {"__module__": base.__module__, "step": step_like(base)}
+        namespace["__qualname__"] = base.__qualname__
         try:
             metaclass: Any = type(base)
             found = _metaclass_of(metaclass)(base.__name__, (base, OffloadedOptimizer), namespace)

@@ -6,7 +6,7 @@ It never refers to the optimizer, so that an optimizer still dies with its last 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from residency._dtensor import layout_of, locals_of, sharded_among
+from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes
 from residency._optim._masters import needs_master, refuse_shared_masters
 from residency._optim._plan import Member, Members, Plan, make_plan, members_with_gradient
@@ -25,7 +26,8 @@ from residency._optim._statistics import Timeline
 from residency._optim._ties import Ties, ties_of
 from residency._optim._trial._first_step import Schema, Schemas, StateSize
 from residency._optim._trial._partial_step import PRIVATE, is_torchs_own
-from residency._optim._trial._separable import Separability
+from residency._optim._trial._separable import Separability, separability
+from residency._optim._trial._step_call import NO_ARGUMENTS, StepCall
 
 
 class Loading:
@@ -70,6 +72,7 @@ class Offload:
         is_entered: Whether a step came in through the offloaded class.
         loading: The call of ``load_state_dict`` that runs. A dead one is over, however it ended.
         logged_for: The device for which the log says what the offload saves; None until it does.
+        call: What the newest step was called with, of a class from outside of ``torch.optim``.
     """
 
     base: type[Optimizer]
@@ -91,6 +94,8 @@ class Offload:
     copied_to_device_bytes: int = 0
     copied_to_host_bytes: int = 0
     timeline: Timeline | None = None
+    call: StepCall = NO_ARGUMENTS
+    _tried: set[Hashable] = field(default_factory=lambda: {()})
     _plan: Plan | None = None
     _plan_key: tuple[Any, ...] = ()
     _plan_ties: Ties = ()
@@ -142,7 +147,7 @@ class Offload:
         step itself allocates then fits one bucket too.
         """
         settings = tuple(_settings_of(group) for group in optimizer.param_groups)
-        key = (self.on_host.homes.version, is_template, self._seated, settings)
+        key = (self.on_host.homes.version, is_template, self._seated, settings, self.call.kind)
         plan, ties = self._plan if key == self._plan_key else None, self._plan_ties
         # What goes through one step is in the list of the plain one, whatever shares bytes in it.
         if plan is None or ties or self.master_weights or not plan.is_one_list:
@@ -177,6 +182,30 @@ class Offload:
             has_master=self.has_master,
             ties=ties,
         )
+
+    def take_call(
+        self, optimizer: Optimizer, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> StepCall:
+        """Takes in what a step is called with, which is tried out where no step had its like.
+
+        Raises:
+            TypeError: The class' own step does not take these arguments.
+            RefusedError: Parts of a step cannot be given them, or they couple the parameters.
+        """
+        call = StepCall.of(self.base, args, kwargs)
+        if is_torchs_own(self.base):
+            return call  # a closure changes nothing of what they do
+        if call.kind not in self._tried:
+            try:
+                separability(optimizer, self.base, optimizer.param_groups, call)
+            except RefusedError as error:
+                raise RefusedError(
+                    f"{self.base.__name__}.step was given {sorted(call.values)}, and nothing was "
+                    f"stepped, because with these {error}"
+                ) from error
+            self._tried.add(call.kind)
+        self.call = call
+        return call
 
     def leave_plan(self) -> None:
         """Lets go of the parameters of the step that the newest plan was used for."""
@@ -244,6 +273,7 @@ class Offload:
             parameter,
             is_local=self.is_local,
             has_master=self.has_master(parameter),
+            call=self.call,
         )
 
     def has_master(self, parameter: Tensor) -> bool:

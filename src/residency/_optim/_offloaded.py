@@ -30,8 +30,8 @@ from residency._optim._savings import tell_savings
 from residency._optim._state import ParameterState
 from residency._optim._statistics import OffloadStatistics, Timeline, bytes_per_second
 from residency._optim._stream import StreamedStep
-from residency._optim._trial._partial_step import raw_step
 from residency._optim._trial._separable import separability
+from residency._optim._trial._step_call import raw_step
 from residency._optim._validate import check_flags, check_groups, device_of
 from residency._optim._whole import done_whole
 from residency._units import format_bytes
@@ -56,28 +56,35 @@ class OffloadedOptimizer(Optimizer):
             "residency.optim.AdamW(params, lr=...)."
         )
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         """Takes one step, bit for bit the step of the optimizer's own class.
 
         Args:
-            closure: Evaluated once, first, with gradients enabled.
+            args: What the class' own step takes. One may be a closure (a function to be called with
+                nothing), which is evaluated once, first, with gradients enabled; the parts of the
+                step get the others, and what it returned.
+            kwargs: The same by name.
 
         Returns:
             What the closure returned, or None.
 
         Raises:
-            RefusedError: A gradient is sparse, the parameters are on several devices, one has
-                another shape or dtype than its state was made for, a group was made ``capturable``
-                or ``differentiable``, or the host has no room for the state that this step makes.
-                Nothing was stepped, and a step after the cause is gone continues exactly. Only for
-                a class whose first step could not be foreseen (its own code fails on meta and on
-                small host tensors), the last may come midway.
+            TypeError: The class' own step does not take these arguments.
+            RefusedError: An argument is no number, text or scalar tensor, or with it a step couples
+                its parameters, or evaluates its closure more than once. Or a gradient is sparse,
+                the parameters are on several devices, one has another shape or dtype than its state
+                was made for, a group was made ``capturable`` or ``differentiable``, or the host has
+                no room for the state that this step makes. Nothing was stepped, and a step after
+                the cause is gone continues exactly. Only for a class whose first step could not be
+                foreseen (its own code fails on meta and on small host tensors), the last may come
+                midway.
             torch.OutOfMemoryError: The device has no room for the slots, then nothing was stepped;
                 or none for what the step itself allocates. Then, as in torch's own step, some
                 parameters have been stepped and others not; group values and attributes are as
                 before.
-            ResidencyError: The step turned out to couple its parameters, or to change a tensor that
-                its parts share. Some parameters have been stepped.
+            ResidencyError: The step turned out to couple its parameters, to change a tensor that
+                its parts share, or to make a state of what is something else, too, such as a
+                gradient. Some parameters have been stepped.
 
         Whatever exception ends a step midway, each parameter is stepped, wholly and with its state,
         or as it was; one that is stepped in cuts may be so up to an element. Only those that the
@@ -90,7 +97,7 @@ class OffloadedOptimizer(Optimizer):
         try:
             offload.is_entered = True
             with inference_mode_off():
-                return _hooked_step(self) if closure is None else _hooked_step(self, closure)
+                return _hooked_step(self, *args, **kwargs)
         finally:
             offload.is_entered = False
 
@@ -301,22 +308,24 @@ OffloadedOptimizer.step.hooked = True  # type: ignore[attr-defined]  # it runs t
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # what torch.optim itself uses
-def _step(optimizer: OffloadedOptimizer, closure: Callable[[], object] | None = None) -> object:
+def _step(optimizer: OffloadedOptimizer, *args: object, **kwargs: object) -> object:
     offload = offload_of(optimizer)
     adopt_foreign_state(optimizer, offload)
     follow_parameters(optimizer, offload)
     if offload.host is None:
         offload.num_steps += 1
-        loss = raw_step(offload.base)(optimizer, *([] if closure is None else [closure]))
+        loss = raw_step(offload.base)(optimizer, *args, **kwargs)
         tell_savings(optimizer, offload)
         return loss
+    call = offload.take_call(optimizer, args, kwargs)
     loss = None
-    if closure is not None:
+    if call.closure is not None:
         with torch.enable_grad():
-            loss = closure()
+            loss = call.closure()
     adopt_foreign_state(optimizer, offload)
     check_flags(offload.base.__name__, optimizer.param_groups)
-    StreamedStep(optimizer, offload, offload.on_host.homes, offload.on_host.state).run()
+    host = offload.on_host
+    StreamedStep(optimizer, offload, host.homes, host.state, call.after(loss)).run()
     tell_savings(optimizer, offload)
     return loss
 
@@ -354,6 +363,21 @@ def _is_asked_for_copies() -> bool:
 
 
 _hooked_step: Callable[..., Any] = Optimizer.profile_hook_step(_step)
+
+
+def step_like(base: type[Optimizer]) -> Callable[..., Any]:
+    """Returns the ``step`` of a class' offloaded one, which says that it takes what the class' own
+    does: ``GradScaler`` looks for a parameter by its name.
+    """
+
+    def step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
+        return OffloadedOptimizer.step(self, *args, **kwargs)
+
+    made: Any = step
+    made.__doc__ = OffloadedOptimizer.step.__doc__
+    made.__signature__ = inspect.signature(raw_step(base))
+    made.hooked = True  # as that of ``OffloadedOptimizer``
+    return step
 
 
 def refuse_foreign_step(optimizer: Optimizer, args: object, kwargs: object) -> None:

@@ -27,6 +27,7 @@ from residency._optim._plan import Member
 from residency._optim._residents import Residents
 from residency._optim._state import ParameterState, State
 from residency._optim._together import fill_together, moved_together, stay_together, tied_among
+from residency._optim._trial._borrowed import refuse_borrowed
 from residency._optim._trial._first_step import Schema, StateSize
 from residency._optim._validate import check_flags, device_of
 from residency._optim._whole import done_whole
@@ -55,7 +56,8 @@ def place_state(optimizer: Optimizer, offload: Offload, device: torch.device) ->
         device: Where all parameters are.
 
     Raises:
-        RefusedError: The host has no room for the homes; nothing has moved.
+        RefusedError: The host has no room for the homes, or a state is something else, too; nothing
+            has moved.
     """
     if device.type == "cpu":
         check_masters(offload.base.__name__, offload.master_weights, device, ())
@@ -63,6 +65,7 @@ def place_state(optimizer: Optimizer, offload: Offload, device: torch.device) ->
         offload.host, offload.resident = None, Residents()
         offload.forget_plan()
         return
+    refuse_borrowed(offload.base.__name__, optimizer.param_groups, optimizer.state)
     homes = Homes(device, pin=offload.pin, spare_bytes=_SPARE_BUCKETS * offload.bucket_bytes)
     resident = _choose_resident(offload, optimizer)
     on_device = _values_on_device(offload, optimizer)

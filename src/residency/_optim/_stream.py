@@ -33,6 +33,7 @@ from residency._optim._state import State
 from residency._optim._statistics import Timeline
 from residency._optim._together import move_entries, writable
 from residency._optim._trial._partial_step import Commit
+from residency._optim._trial._step_call import StepCall
 from residency._optim._unit_step import Copy, Shared, UnitStep
 from residency._optim._validate import has_no_rate
 from residency._transfer import CopyRun, lending
@@ -41,7 +42,9 @@ from residency._transfer import CopyRun, lending
 class StreamedStep:
     """One step of an offloaded optimizer."""
 
-    def __init__(self, optimizer: Optimizer, offload: Offload, homes: Homes, state: State) -> None:
+    def __init__(
+        self, optimizer: Optimizer, offload: Offload, homes: Homes, state: State, call: StepCall
+    ) -> None:
         self._optimizer = optimizer
         self._offload = offload
         self._homes = homes
@@ -50,7 +53,7 @@ class StreamedStep:
         self._state = state
         self._current = _device.current_stream(homes.device)
         self._shared = Shared(
-            optimizer, offload, homes, state, Commit(optimizer), StandIns(offload, state)
+            optimizer, offload, homes, state, Commit(optimizer), StandIns(offload, state), call
         )
         self._progress = Progress(())
         self._alive: deque[list[Tensor]] = deque()

@@ -37,7 +37,8 @@ from residency._optim._slots import apart, by_key, views_in
 from residency._optim._stand_ins import StandIns
 from residency._optim._state import ParameterState, State
 from residency._optim._trial._first_step import planned_bytes
-from residency._optim._trial._partial_step import MIDWAY, Commit, Shadow, is_torchs_own, raw_step
+from residency._optim._trial._partial_step import MIDWAY, Commit, Shadow, is_torchs_own
+from residency._optim._trial._step_call import StepCall
 from residency._transfer import CopyRun, raw_bytes
 
 Copy = tuple[Tensor, Sequence[CopyRun]]
@@ -69,6 +70,7 @@ class Shared:
     Attributes:
         commit: Collects what the parts leave outside of state.
         stand_ins: Makes what the step gets in the place of parameters.
+        call: What the step is called with.
         making: Homes for states that are complete with a parameter's last piece.
         held: Homes that callers can reach without a new look.
         company: Parameters without elements that each part steps along; see ``_company``.
@@ -80,6 +82,7 @@ class Shared:
     state: State
     commit: Commit
     stand_ins: StandIns
+    call: StepCall
     making: dict[Tensor, dict[str, Home]] = field(default_factory=dict)
     held: set[Home] = field(default_factory=set)
     company: Company = ()
@@ -165,9 +168,10 @@ class UnitStep:
         for index, parameter in self._shared.company:
             groups[index]["params"].append(parameter)
         base = self._offload.base
-        self._shadow = Shadow(self._optimizer, base, groups, state, self._is_copied)
+        call = self._shared.call
+        self._shadow = Shadow(self._optimizer, base, groups, state, self._is_copied, call)
         # One statement: an interrupt finds the step run and known to be, or neither.
-        self._result = (raw_step(base)(self._shadow.optimizer),)
+        self._result = (self._shadow.step(),)
 
     def roll_back(self) -> list[Piece]:
         """Undoes on the host what a step did that failed, and returns the pieces whose parameter,

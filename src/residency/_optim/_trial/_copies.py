@@ -61,6 +61,13 @@ def reachable(value: object) -> Iterator[Any]:
             pending.append(getattr(found, "__dict__", None))
 
 
+def is_of_atoms(value: object) -> bool:
+    """Returns whether a value is one that no code can change, or a tuple of such."""
+    if isinstance(value, tuple):
+        return all(map(is_of_atoms, value))
+    return value is None or isinstance(value, _ATOMS)
+
+
 def share(tensor: Tensor) -> Tensor:
     """Returns what a part of a step sees of a tensor: a number's copy, or the tensor itself."""
     return tensor.clone() if tensor.is_cpu and tensor.numel() == 1 else tensor

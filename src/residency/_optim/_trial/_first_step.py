@@ -28,6 +28,7 @@ from residency._optim._trial._partial_step import (
     stand_in,
 )
 from residency._optim._trial._separable import host_group
+from residency._optim._trial._step_call import NO_ARGUMENTS, StepCall
 from residency._transfer import align_up
 
 _SMALL = 8  # a side of the real tensor that is stepped where meta tensors cannot be
@@ -81,7 +82,7 @@ class Schemas:
     """The schemas of one optimizer: parameters that are alike have one, from one trial."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[Hashable, bool, bool], Schema | None] = {}
+        self._found: dict[tuple[Hashable, ...], Schema | None] = {}
 
     def of(
         self,
@@ -92,12 +93,19 @@ class Schemas:
         *,
         is_local: bool,
         has_master: bool = False,
+        call: StepCall = NO_ARGUMENTS,
     ) -> Schema | None:
         """Returns what ``state_schema`` does; the optimizer and its class are always the same."""
-        key = _kind_of(base, group, parameter), is_local, has_master
+        key = _kind_of(base, group, parameter), is_local, has_master, call.kind
         if key not in self._found:
             self._found[key] = state_schema(
-                optimizer, base, group, parameter, is_local=is_local, has_master=has_master
+                optimizer,
+                base,
+                group,
+                parameter,
+                is_local=is_local,
+                has_master=has_master,
+                call=call,
             )
         return self._found[key]
 
@@ -142,6 +150,7 @@ def state_schema(
     *,
     is_local: bool,
     has_master: bool = False,
+    call: StepCall = NO_ARGUMENTS,
 ) -> Schema | None:
     """Returns what the first step will make for a parameter.
 
@@ -152,6 +161,7 @@ def state_schema(
         parameter: One without state.
         is_local: Whether the step sees a sharded parameter's local tensor.
         has_master: Whether it sees a float32 master instead, which is then part of the state.
+        call: What the step is called with.
 
     Returns:
         None where it cannot be known.
@@ -166,7 +176,8 @@ def state_schema(
                 dtype=torch.float32 if has_master else seen.dtype,
                 device="meta",
             )
-            schema = _tried_out(optimizer, base, dict(group), parameter, stand)
+            on_trial = call.on_trial(lambda: None)
+            schema = _tried_out(optimizer, base, dict(group), parameter, stand, on_trial)
             if schema is None or not has_master:
                 return schema
             master = {MASTER: master_like(parameter)}
@@ -183,8 +194,9 @@ def _tried_out(
     group: dict[str, object],
     parameter: Tensor,
     stand: Tensor,
+    call: StepCall,
 ) -> Schema | None:
-    found, is_whole, later = _state_after(optimizer, base, group, stand)
+    found, is_whole, later = _state_after(optimizer, base, group, stand, call)
     is_fused = bool(group.get("fused"))
     made = {
         key: torch.empty_like(value, device="meta", memory_format=torch.preserve_format)
@@ -195,7 +207,7 @@ def _tried_out(
     unseen: frozenset[str] = frozenset()
     if not is_whole:
         small = torch.ones([_SMALL] * parameter.dim(), dtype=stand.dtype)
-        states, is_whole, _ = _state_after(optimizer, base, group, small)
+        states, is_whole, _ = _state_after(optimizer, base, group, small, call)
         if not is_whole:
             return None
         if states.keys() != found.keys():
@@ -244,7 +256,11 @@ def _as_shards(
 
 
 def _state_after(
-    optimizer: Optimizer, base: type[Optimizer], group: dict[str, object], stand: Tensor
+    optimizer: Optimizer,
+    base: type[Optimizer],
+    group: dict[str, object],
+    stand: Tensor,
+    call: StepCall,
 ) -> tuple[dict[str, object], bool, dict[str, Tensor]]:
     """Returns the state that a first step makes for a stand-in, whether it ended well, and what
     later steps of a class outside of torch make on the device.
@@ -262,14 +278,14 @@ def _state_after(
         groups = [{**host_group(group, base), "params": [made]}]
         if lender is not optimizer:
             lender.param_groups = groups
-        outcome = shadow_step(lender, base, groups, state, False)
+        outcome = shadow_step(lender, base, groups, state, False, call)
         is_whole = True  # whatever becomes of the later ones
         first = dict(next(iter(state.values()), {}))
         for _ in range(_NUM_LATER_STEPS if lender is not optimizer else 0):
             commit = Commit(lender)
             commit.add(outcome)
             commit.write()
-            outcome = shadow_step(lender, base, groups, state, False)
+            outcome = shadow_step(lender, base, groups, state, False, call)
             for key, value in next(iter(state.values()), {}).items():
                 if key not in first and isinstance(value, Tensor) and not value.is_cpu:
                     later[key] = torch.empty_like(value, device="meta")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,9 @@ from torch.optim import Optimizer
 
 from residency._dtensor import local_of, write_count
 from residency._errors import RefusedError, ResidencyError
+from residency._optim._trial._borrowed import borrowed
 from residency._optim._trial._copies import copied, is_equal, on_host, reachable
+from residency._optim._trial._step_call import StepCall
 from residency._registries import WeakRegistry
 from residency._storages import sharing
 
@@ -36,17 +38,6 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OWN = frozenset({"step", "state", "param_groups", PRIVATE, *_HOOKS})
 _MISSING = object()
 MIDWAY = "Some parameters have been stepped: reload a checkpoint, and do not offload it."
-
-
-def raw_step(base: type[Optimizer]) -> Callable[..., Any]:
-    """Returns a class' ``step`` without the layer that runs the hooks.
-
-    Source: torch wraps exactly the outermost layer (``Optimizer._patch_step_function``); the
-    ``no_grad`` layers inside belong to the step.
-    """
-    step: Any = base.step
-    raw: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
-    return raw
 
 
 _shadows: WeakRegistry[Optimizer] = WeakRegistry()
@@ -88,11 +79,12 @@ def is_torchs_own(base: type[Optimizer]) -> bool:
 
 @dataclass(slots=True)
 class Outcome:
-    """The state that one shadow step left behind, with all attributes and group values."""
+    """The state that one shadow step left behind, with all attributes, group values, arguments."""
 
     state: Mapping[Tensor, dict[str, Any]]
     group_values: list[dict[str, Any]]
     attributes: dict[str, Any]
+    arguments: Mapping[str, object]
 
 
 class Shadow:
@@ -109,11 +101,13 @@ class Shadow:
         groups: Sequence[dict[str, Any]],
         state: Mapping[Tensor, dict[str, Any]],
         is_copied: bool,
+        call: StepCall,
     ) -> None:
         """Makes a shadow; for the arguments see ``shadow_step``."""
         shadow = object.__new__(base)
         lent = {k: v for k, v in optimizer.__dict__.items() if k not in _OWN}
         values = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        self._call, self._arguments = call, call.values
         if is_copied:
             instead: dict[int, object] = {id(optimizer): shadow}
             # No part of a step may change hooks, which hold whatever users put there.
@@ -121,6 +115,7 @@ class Shadow:
             others = {k: v for k, v in lent.items() if k not in hooks}
             lent = {**hooks, **copied(others, owner=base.__name__, instead=instead)}
             values = [copied(each, owner=base.__name__, instead=instead) for each in values]
+            self._arguments = copied(call.values, owner=base.__name__, instead=instead)
         shadow.__dict__.update(lent)
         for name, value in lent.items():
             if isinstance(value, types.MethodType) and value.__self__ is optimizer:
@@ -134,13 +129,19 @@ class Shadow:
         self.optimizer = shadow
         _leave_out_of_global_hooks(shadow)
         self._base = base
-        self._watch = () if is_torchs_own(base) else _watched(optimizer, lent, values)
+        shared = (lent, *values, call.values)
+        self._watch = () if is_torchs_own(base) else _watched(optimizer, shared)
+
+    def step(self) -> Any:
+        """Runs the class' own step."""
+        return self._call.run(self._base, self.optimizer, self._arguments)
 
     def outcome(self) -> Outcome:
         """Returns what a step that ran left behind.
 
         Raises:
-            ResidencyError: The step changed a shared tensor in place.
+            ResidencyError: The step changed a shared tensor in place, or left a state that is a
+                gradient, or whatever else ``borrowed`` finds.
         """
         for name, tensor, version in self._watch:
             if write_count(tensor) != version:
@@ -150,9 +151,17 @@ class Shadow:
                     "tensor in the step, or keep it in the state of a parameter."
                 )
         groups = self.optimizer.param_groups
+        found = None
+        if not is_torchs_own(self._base):
+            found = borrowed(groups, self.optimizer.state, self._arguments)
+        if found is not None:
+            raise ResidencyError(
+                f"{self._base.__name__}.step left a state that is something else, too: {found}. A "
+                "state moves by itself, so keep a copy in it (`clone()`)."
+            )
         after = [{k: v for k, v in g.items() if k != "params"} for g in groups]
         attributes = {k: v for k, v in self.optimizer.__dict__.items() if k not in _OWN}
-        return Outcome(self.optimizer.state, after, attributes)
+        return Outcome(self.optimizer.state, after, attributes, self._arguments)
 
 
 def shadow_step(
@@ -161,6 +170,7 @@ def shadow_step(
     groups: Sequence[dict[str, Any]],
     state: Mapping[Tensor, dict[str, Any]],
     is_copied: bool,
+    call: StepCall,
 ) -> Outcome:
     """Steps some parameters with the optimizer's own code.
 
@@ -171,6 +181,7 @@ def shadow_step(
         state: The state of those parameters, on the device that the step expects; a defaultdict
             is used itself, so that what a failing step left there can be read.
         is_copied: Whether the step works on copies of the attributes and group values.
+        call: What the step is called with.
 
     Returns:
         The state, the attributes and the group values after the step.
@@ -179,18 +190,18 @@ def shadow_step(
         RefusedError: An attribute cannot be copied; nothing was stepped.
         ResidencyError: The step changed a shared tensor in place.
     """
-    shadow = Shadow(optimizer, base, groups, state, is_copied)
-    raw_step(base)(shadow.optimizer)
+    shadow = Shadow(optimizer, base, groups, state, is_copied, call)
+    shadow.step()
     return shadow.outcome()
 
 
 def _watched(
-    optimizer: Optimizer, attributes: dict[str, Any], values: Sequence[dict[str, Any]]
+    optimizer: Optimizer, shared: Sequence[Mapping[str, object]]
 ) -> list[tuple[str, Tensor, int]]:
     """Lists the shared tensors with their versions, parameters aside: a step is to change those."""
     return [
         (name, found, write_count(found))
-        for names in (attributes, *values)
+        for names in shared
         for name, found in tensors_beside(optimizer, names)
         if not found.is_inference() and not (found.is_cpu and found.numel() == 1)
     ]
@@ -298,12 +309,13 @@ class Commit:
         Raises:
             ResidencyError: It differs from the first part's, so the step couples its parameters.
         """
-        self._last = Outcome({}, outcome.group_values, outcome.attributes)
+        self._last = replace(outcome, state={})
         if self._first is None:
             self._first = self._last
             return
         pairs = [
             ("attribute", self._first.attributes, outcome.attributes),
+            ("argument", self._first.arguments, outcome.arguments),
             *(
                 (f"value of param_groups[{i}]", a, b)
                 for i, (a, b) in enumerate(

@@ -30,6 +30,7 @@ from residency._optim._trial._partial_step import (
     shadow_step,
     stand_in,
 )
+from residency._optim._trial._step_call import NO_ARGUMENTS, StepCall
 from residency._storages import sharing
 from residency._transfer import ELEMENT_WISE
 
@@ -61,7 +62,10 @@ _REFUSED = {
 
 
 def separability(
-    optimizer: Optimizer, base: type[Optimizer], groups: Sequence[dict[str, Any]]
+    optimizer: Optimizer,
+    base: type[Optimizer],
+    groups: Sequence[dict[str, Any]],
+    call: StepCall = NO_ARGUMENTS,
 ) -> Separability:
     """Finds out how an optimizer may be cut.
 
@@ -69,6 +73,7 @@ def separability(
         optimizer: Is not changed.
         base: The class that it has, or had before it was offloaded.
         groups: Its groups, or those that it is to get.
+        call: What its step is called with.
 
     Raises:
         RefusedError: Its step couples the parameters, or cannot be tried out.
@@ -81,12 +86,15 @@ def separability(
     if base in ELEMENT_WISE:
         return Separability.ELEMENT_WISE
     if base not in _PER_PARAMETER:
-        _try_out(optimizer, base, groups)
+        _try_out(optimizer, base, groups, call)
     return Separability.PER_PARAMETER
 
 
 def _try_out(
-    optimizer: Optimizer, base: type[Optimizer], groups: Sequence[dict[str, object]]
+    optimizer: Optimizer,
+    base: type[Optimizer],
+    groups: Sequence[dict[str, object]],
+    call: StepCall,
 ) -> None:
     random_state = torch.get_rng_state()
     try:
@@ -94,11 +102,11 @@ def _try_out(
         with callers_modes_off(), torch.enable_grad():
             refuse_shared_bytes(optimizer, base)
             _refuse_what_is_paged(optimizer, base)
-            _compare(optimizer, base, groups, _NUM_STEPS, None)
+            _compare(optimizer, base, groups, call, _NUM_STEPS, None)
             # [Note: the second trial] In float32 a global factor may round to 1 in the first steps,
             # measured with pytorch_optimizer's Ranger21, or come only every fifth step.
             with contextlib.suppress(_FailedError):  # many classes compute in float32 only
-                _compare(optimizer, base, groups, _NUM_PRECISE_STEPS, torch.float64)
+                _compare(optimizer, base, groups, call, _NUM_PRECISE_STEPS, torch.float64)
     except RefusedError:
         raise
     except _FailedError as error:
@@ -120,13 +128,14 @@ def _compare(
     optimizer: Optimizer,
     base: type[Optimizer],
     groups: Sequence[dict[str, object]],
+    call: StepCall,
     num_steps: int,
     dtype: torch.dtype | None,
 ) -> None:
     name = base.__name__
     before = torch.get_rng_state()
     try:
-        together = _Trial(optimizer, base, groups, dtype)
+        together = _Trial(optimizer, base, groups, call, dtype)
         together.run([[*together.parameters, *together.idle]], num_steps)
         if not torch.equal(before, torch.get_rng_state()):
             raise RefusedError(
@@ -138,7 +147,7 @@ def _compare(
                 f"{name} cannot be offloaded: its step changes parameters that have no gradient. "
                 "Keep its state on the device."
             )
-        apart = _Trial(optimizer, base, groups, dtype)
+        apart = _Trial(optimizer, base, groups, call, dtype)
         apart.run([[p] for p in apart.parameters], num_steps)
         if not together.is_equal(apart) and together.shares_states():
             raise RefusedError(
@@ -184,9 +193,12 @@ class _Trial:
         optimizer: Optimizer,
         base: type[Optimizer],
         groups: Sequence[dict[str, Any]],
+        call: StepCall,
         dtype: torch.dtype | None,
     ) -> None:
         self._base = base
+        self._num_evaluations = 0
+        self._call = call.on_trial(self._count_evaluation)
         self._dtype = dtype
         self._groups: list[dict[str, Any]] = []
         self._state: dict[Tensor, dict[str, Any]] = {}
@@ -247,7 +259,10 @@ class _Trial:
                 state = {p: self._state[p] for p in part if p in self._state}
                 lent = [v for values in state.values() for v in values.values() if _moves(v)]
                 is_last = index == len(parts) - 1
-                outcome = shadow_step(self._model, self._base, groups, state, not is_last)
+                self._num_evaluations = 0
+                outcome = shadow_step(
+                    self._model, self._base, groups, state, not is_last, self._call
+                )
                 if not outcome.state.keys() <= members:
                     raise RefusedError(
                         f"{self._base.__name__} cannot be offloaded: its step keeps state for "
@@ -260,10 +275,18 @@ class _Trial:
                 commit.add(outcome)
             commit.write()
 
+    def _count_evaluation(self) -> None:
+        self._num_evaluations += 1
+        if self._num_evaluations > 1:
+            raise RefusedError(
+                f"{self._base.__name__} cannot be offloaded: its step evaluates its closure more "
+                "than once, between changes of all parameters. Keep its state on the device."
+            )
+
     def shares_states(self) -> bool:
-        """Returns whether a buffer is the state of two keys or parameters, or a parameter's own."""
+        """Returns whether a buffer is the state of two keys or parameters."""
         states = [v for values in self._state.values() for v in values.values() if _moves(v)]
-        return bool(sharing([*states, *self.parameters]))
+        return bool(sharing(states))
 
     def has_moved_idle(self) -> bool:
         """Returns whether a parameter without a gradient was changed."""

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from residency._dryrun import Answer, RunSettings, TriedNumber
 
-_EXIT_DOES_NOT_FIT = 1
-_EXIT_INCOMPLETE = 3
 _ROOM = 1 << 44  # bytes of a device that holds everything
 _SITE = Path(__file__).parent / "_site"
 
@@ -39,8 +37,8 @@ def add_parser(
         description=(
             "Runs an unmodified training script that says cuda on a simulated GPU, for shapes "
             "only: its peak of memory in every phase, who holds it, and where it runs out. Status: "
-            "0 where it fits, 1 where it does not, 3 where the script failed for another reason, "
-            "2 when the run cannot be made."
+            "0 where it fits, 1 where it does not, 3 where neither was seen, as the script failed, "
+            "trained nothing or was interrupted, 2 when the run cannot be made."
         ),
     )
     device = parser.add_argument_group("the device")
@@ -113,15 +111,13 @@ def run(arguments: argparse.Namespace) -> int:
     answer = runner.answer(words, settings)
     _dryrun.print_answer(answer, console)
     made = answer.as_dict()
-    if arguments.fit and not answer.fits:
+    if arguments.fit and answer.is_too_large:
         made["fit"] = _fit(words, settings, answer, runner, console)
     if arguments.json:
         print(json.dumps(made))
     if arguments.html:
         _dryrun.write_page(answer, arguments.html, words)
-    if answer.fits:
-        return 0 if answer.is_complete else _EXIT_INCOMPLETE
-    return _EXIT_DOES_NOT_FIT
+    return answer.verdict.status
 
 
 def _check_file(file: Path | None) -> None:
@@ -163,16 +159,16 @@ def _fit(
     ):
         outcome = tried.answer
         _say(console, f"  {tried.name}: {_verdict(outcome)}")
-        if outcome.is_good:
+        if outcome.fits:
             _say(console, f"    costs: {tried.cost}")
             for line in tried.lines:
                 console.print(f"    {line}", highlight=False, markup=False, soft_wrap=True)
-        if outcome.is_good or (outcome.needed < nearest.needed and not outcome.fits):
+        if outcome.fits or (outcome.needed < nearest.needed and outcome.is_too_large):
             nearest = outcome
         made.append(
             {"name": tried.name, "lines": tried.lines, "cost": tried.cost} | _in_short(outcome)
         )
-    if not nearest.is_good:
+    if not nearest.fits:
         missing = format_bytes(max(0, -nearest.headroom))
         with_it = "nothing comes nearer" if nearest is answer else "the nearest"
         _say(console, f"  nothing that is known here; {with_it}: {missing} are missing still")
@@ -198,14 +194,14 @@ def _largest(
     ):
         tried.append(each)
         _say(console, f"{what} {each.number}: {_verdict(each.answer)}")
-    best = max((each for each in tried if each.answer.is_good), key=_number, default=None)
+    best = max((each for each in tried if each.answer.fits), key=_number, default=None)
     above = [each for each in tried if best is None or each.number > best.number]
     if best is None:
         _say(console, f"[bold]no {what} fits[/]")
     else:
         spare = format_bytes(best.answer.headroom)
         _say(console, f"[bold]largest {what} that fits: {best.number}[/], {spare} to spare")
-    failed = sorted(each.number for each in above if each.answer.fits)
+    failed = sorted(each.number for each in above if not each.answer.is_too_large)
     if failed:
         numbers = ", ".join(map(str, failed))
         _say(console, f"of {numbers} nothing is known: the script fails for a reason of its own")
@@ -221,7 +217,7 @@ def _largest(
         _dryrun.write_page(best.answer, arguments.html, words)
     if best is not None:
         return 0
-    return _EXIT_INCOMPLETE if failed else _EXIT_DOES_NOT_FIT
+    return max(each.answer.verdict.status for each in tried)
 
 
 def _number(tried: TriedNumber) -> int:
@@ -235,18 +231,23 @@ def _say(console: Console, text: str) -> None:
 def _verdict(answer: Answer) -> str:
     from rich.markup import escape
 
-    if answer.is_good:
-        return f"[green]fits[/], peak {format_bytes(answer.needed)}"
     if answer.fits:
-        return f"the script failed: {escape(str(answer.found['error']))}"
-    if answer.headroom < 0:
-        return f"does not fit, peak {format_bytes(answer.needed)}"
-    return "does not fit"  # it ended before its peak, or its free bytes lie in pieces
+        return f"[green]fits[/], peak {format_bytes(answer.needed)}"
+    words = answer.verdict.value
+    if not answer.is_too_large:
+        return f"{words}: {escape(str(answer.found['error']))}" if answer.found["error"] else words
+    # Its peak is not known where it ended before, or where its free bytes lie in pieces.
+    return words + f", peak {format_bytes(answer.needed)}" * (answer.headroom < 0)
 
 
 def _in_short(answer: Answer) -> dict[str, Any]:
-    error = answer.found["error"] if answer.fits and not answer.is_complete else None
-    return {"fits": answer.is_good, "needed_bytes": answer.needed, "error": error}
+    error = None if answer.fits or answer.is_too_large else answer.found["error"]
+    return {
+        "verdict": answer.verdict.value,
+        "fits": answer.fits,
+        "needed_bytes": answer.needed,
+        "error": error,
+    }
 
 
 class _Runner:
@@ -271,12 +272,11 @@ class _Runner:
         words = [settings.words.get(index, word) for index, word in enumerate(words)]
         command = self._dryrun.Command(words, settings, _SITE, quiet, sys.stderr, tries)
         found = self._dryrun.dry_run(command)
-        roomy = None
-        is_over = found["was_interrupted"] or found["ended"] in ("finished", "left")
-        if found["out_of_memory"] and has_second and not is_over:
+        answer: Answer = self._dryrun.answer_of(found, settings, self._title)
+        if answer.is_too_large and has_second:
             ample = replace(settings, capacity=_ROOM)
             roomy = self._dryrun.dry_run(replace(command, settings=ample, is_quiet=True))
-        answer: Answer = self._dryrun.answer_of(found, settings, self._title, roomy)
+            answer = self._dryrun.answer_of(found, settings, self._title, roomy)
         return answer
 
 

@@ -27,6 +27,7 @@ from residency._device import memory_allocated
 from residency._dryrun import _frameworks, _host, _ranks, _sharding
 from residency._dryrun._books import KINDS, OTHER, Books
 from residency._dryrun._compiling import Compiling
+from residency._dryrun._evidence import Evidence
 from residency._dryrun._flex import fuse_attention, name_captured
 from residency._dryrun._levers import Levers
 from residency._dryrun._owners import OwnersOfBlocks
@@ -71,8 +72,9 @@ class Run:
         self._core: Any = sim.core
         self._owners = OwnersOfBlocks()
         self._books = Books(self._core.take_journal)
-        self._phases = Phases(self._end_phase)
         self._saves = Saves(is_real=settings.is_real)
+        self._evidence = Evidence(lambda: self._phases.name, lambda: self._saves.files)
+        self._phases = Phases(self._end_phase, self._evidence.note_backward)
         self._stopping = Stopping(settings.steps, self._owners.optimizers, _held)
         self._levers = Levers(settings)
         self._compiling = Compiling()
@@ -96,6 +98,7 @@ class Run:
         self._core.attach_observer(self._note_out_of_memory)
         self._owners.start()
         self._stopping.start()
+        self._evidence.start()
         self._saves.start()
         self._phases.start()  # around all that is in place of a save
         _sharding.watch_buffers(self._making)
@@ -205,6 +208,7 @@ class Run:
             yield
 
     def _note_out_of_memory(self, device: int, asked: int, allowed: int, free: int) -> None:
+        self._evidence.note_out_of_memory()
         if len(self._out_of_memory) >= _MOST_ERRORS:
             return
         line, operation = place_of_now()
@@ -280,6 +284,8 @@ class Run:
             "is_cut": self._stopping.was_cut,
             "has_compiled": sim.has_compiled() or self._compiling.is_used,
             "has_no_optimizer": self._stopping.is_by_hand,
+            "has_optimizer": self._owners.has_optimizer,
+            **self._evidence.found(),
             "warnings": self._warnings.texts,
             **self._levers.found(),
         }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from residency._dryrun._answer import Answer
 from residency._dryrun._numbers import BATCH, SEQUENCE, number_in_command, number_in_script
 from residency._dryrun._settings import RunSettings
+from residency._dryrun._verdict import Verdict
 from residency._errors import InvalidArgumentError
 
 _NAMES = {"batch": BATCH, "sequence": SEQUENCE}
@@ -59,15 +60,15 @@ def largest_that_fits(
     while number:
         answer = run_with(number)
         yield TriedNumber(number, answer)
-        if answer.is_good:
+        if answer.fits:
             fitting = number
+        elif number == first and not answer.is_too_large:
+            return  # the script fails as it stands
+        elif answer.verdict is Verdict.INTERRUPTED:
+            return
         else:
             failing = number
-            step *= 2 if answer.fits else 1
-        if number == first and answer.fits and not answer.is_good:
-            return  # the script fails as it stands
-        if answer.found.get("was_interrupted"):
-            return
+            step *= 1 if answer.is_too_large else 2
         is_long = what == "sequence" and fitting >= _LONG
         number = _next(fitting, failing, max(step, _LONG) if is_long else step)
 

@@ -1,4 +1,4 @@
-"""What a training process finds, as far as a verdict asks: of a training that fits, or as changed."""
+"""What a training process finds of a training that fits, or as changed, where a verdict asks."""
 
 from typing import Any
 
@@ -11,6 +11,8 @@ def facts(**changed: Any) -> dict[str, Any]:
         "ended": "finished",
         "error": None,
         "has_optimizer": True,
+        "is_cut": False,
+        "left_out": {"loops": [], "evaluations": 0},
         "out_of_memory": [],
         "peak_reserved": 1,
         "phase_of_error": "",

@@ -18,6 +18,7 @@ from residency._dryrun._verdict import (
     Verdict,
     aim_of,
     is_whole,
+    left_out,
     verdict_of,
 )
 from residency._units import format_bytes, parse_bytes
@@ -144,8 +145,7 @@ def print_answer(answer: Answer, console: Console) -> None:
     begin, rest = first_line(answer)
     console.print(f"[bold {_COLOURS.get(answer.verdict, 'yellow')}]{begin}[/]", end="")
     console.print(rest, highlight=False, markup=False, soft_wrap=True)
-    if answer.is_too_large:
-        _say_plainly(console, errors_of(answer))
+    _say_plainly(console, below_first_line(answer))
     table = _table(answer)
     wide = console.options.update(width=_WIDEST)
     # In a file or a narrow terminal, too: no figure of it may be cut.
@@ -183,6 +183,8 @@ def _conditions(answer: Answer) -> Iterator[str]:
     number = len(answer.errors)
     if number:
         yield f"the script caught {number} out-of-memory error{'s' * (number > 1)} and went on"
+    if answer.found["ended"] == "left":
+        yield "it was left in its loop"
     aim = aim_of(answer.first)
     if aim != STEPS:
         seen = answer.first["seen"][aim]
@@ -190,8 +192,18 @@ def _conditions(answer: Answer) -> Iterator[str]:
         yield f"no training: {seen} {kind} pass{'es' * (seen > 1)} and no optimizer step"
 
 
-def errors_of(answer: Answer) -> Iterator[str]:
-    """Yields where the first run ran out of memory, the first time first."""
+def below_first_line(answer: Answer) -> Iterator[str]:
+    """Yields what stands below the first line: where the device ran out of memory, the first time
+    first, and what was left out.
+    """
+    if answer.is_too_large:
+        yield from _errors_of(answer)
+    said = left_out(answer.found)
+    if said:
+        yield said
+
+
+def _errors_of(answer: Answer) -> Iterator[str]:
     for error in answer.errors[:_OF_ERRORS]:
         where = f" at {error['line']}" if error["line"] else ""
         operation = f" ({error['operation']})" if error["operation"] else ""

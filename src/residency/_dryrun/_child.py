@@ -282,6 +282,7 @@ class Run:
             "saved": self._saves.num_bytes,
             "files": self._saves.files,
             "is_cut": self._stopping.was_cut,
+            "left_out": self._stopping.left_out(),
             "has_compiled": sim.has_compiled() or self._compiling.is_used,
             "has_no_optimizer": self._stopping.is_by_hand,
             "has_optimizer": self._owners.has_optimizer,

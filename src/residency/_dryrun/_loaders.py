@@ -54,7 +54,11 @@ class Training(Protocol):
 
 
 class Loaders:
-    """The data loaders of a process's script."""
+    """The data loaders of a process's script.
+
+    Attributes:
+        num_cut: Passes of evaluations that have ended early.
+    """
 
     def __init__(self, training: Training, held: Callable[[], int]) -> None:
         """Watches none yet.
@@ -63,6 +67,7 @@ class Loaders:
             training: What is under way.
             held: Returns the bytes that tensors hold on the device.
         """
+        self.num_cut = 0
         self._now = training
         self._held = held
         self._last: object = None  # the loader that gave out a batch last
@@ -108,6 +113,7 @@ class Loaders:
                 raise StopIteration
             if loader is not None and self._has_enough(iterator, loader):
                 be_first_rank()
+                self.num_cut += 1
                 raise StopIteration
             self._last = None  # after a last batch, of an evaluation, too
             batch = following(iterator)

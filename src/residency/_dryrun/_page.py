@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from residency import __version__
-from residency._dryrun._answer import Answer, errors_of, first_line, notes
+from residency._dryrun._answer import Answer, below_first_line, first_line, notes
 from residency._errors import InvalidArgumentError
 from residency._units import MIB, format_bytes
 
@@ -60,7 +60,7 @@ def write_page(answer: Answer, file: Path, words: Sequence[str]) -> None:
         f"<title>residency dry-run</title><style>{_STYLE}</style></head><body>",
         f"<h1><code>{escape(shlex.join(words))}</code></h1>",
         f"<p><b class='{colour}'>{begin}</b>{escape(rest)}</p>",
-        *(f"<p class='no'>{escape(text)}</p>" for text in errors_of(answer)),
+        *(f"<p class='no'>{escape(text)}</p>" for text in below_first_line(answer)),
         *(f"<p class='muted'>{escape(text)}</p>" for text in notes(answer)),
         f"<p class='muted'>made on {datetime.now():%Y-%m-%d %H:%M} by residency {__version__}, "
         f"with torch {escape(found['torch'])}</p>",

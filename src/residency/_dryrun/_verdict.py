@@ -82,3 +82,27 @@ def went_on(found: Found) -> bool:
     if not found["seen"][STEPS]:
         return False
     return bool((phase in _PASSES and since[FORWARD]) or (phase == "save" and since[SAVES]))
+
+
+def left_out(found: Found) -> str:
+    """Returns a sentence on what was left out of a script, for the line below the first; or none.
+
+    A later round may have larger inputs: a schedule of sizes, a longest batch.
+    """
+    parts = [f"{_rounds(each)} the loop at {each['line']}" for each in found["left_out"]["loops"]]
+    number = found["left_out"]["evaluations"]
+    if number:
+        parts.append(f"batches of {number} pass{'es' * (number > 1)} of an evaluation")
+    if found["is_cut"] and not found["left_out"]["loops"]:
+        parts.append("what a trainer does after these steps")
+    if found["ended"] == "left":
+        parts.append("all that comes after the loop in which the script was left")
+    if not parts:
+        return ""
+    return f"left out: {', '.join(parts)}. Where the inputs are larger there, it takes more"
+
+
+def _rounds(cut: Mapping[str, Any]) -> str:
+    if cut["left"] is None:
+        return f"what comes after round {cut['rounds']:,} of"
+    return f"{cut['left']:,} of {cut['rounds'] + cut['left']:,} rounds of"

@@ -71,7 +71,6 @@ class Run:
         self._settings = settings
         self._core: Any = sim.core
         self._owners = OwnersOfBlocks()
-        self._books = Books(self._core.take_journal)
         self._saves = Saves(is_real=settings.is_real)
         self._evidence = Evidence(lambda: self._phases.name, lambda: self._saves.files)
         self._phases = Phases(self._end_phase, self._evidence.note_backward)
@@ -79,17 +78,42 @@ class Run:
         self._levers = Levers(settings)
         self._compiling = Compiling()
         self._warnings = _Warnings()
+        self._first_host = _host_bytes()
+        self._be_of_this_process()
+        self._begin()
+
+    def _be_of_this_process(self) -> None:
+        """Knows nothing yet: at the start, and in a forked child, as its parent's are not its."""
+        self._books = Books(self._core.take_journal)
         self._num_written = (0, 0, 0)  # of the timeline's points, marks and owners
         self._lock = threading.RLock()  # of the books
         self._ended = "running"
         self._error: str | None = None
         self._out_of_memory: list[dict[str, Any]] = []
         self._started = time.monotonic()  # which processes of one machine share
-        self._first_host = _host_bytes()
         self._most_host = 0
         self._pid = os.getpid()
-        self._file = Path(settings.folder, f"{self._pid}.json")
+        self._file = Path(self._settings.folder, f"{self._pid}.json")
+        self._has_begun = False
+
+    def _begin(self) -> None:
+        """Makes the process's files."""
+        self._has_begun = True
         self._crash = self._file.with_suffix(".crash").open("w")
+
+    def _follow_fork(self) -> None:
+        self._be_of_this_process()
+        self._evidence.begin_anew()
+
+    def _is_watched(self) -> bool:
+        """Returns whether this process has figures: a forked one from when it uses the device on.
+
+        Most never do, as a loader's workers. One whose parent had used it may not, as on CUDA.
+        """
+        if not self._has_begun and not self._core.is_in_bad_fork() and self._core.has_context(0):
+            self._begin()
+            self._tell_from_now_on()
+        return self._has_begun
 
     def start(self) -> None:
         """Watches the process from now on, to its end."""
@@ -130,6 +154,10 @@ class Run:
             leave(status)
 
         os._exit = leave_at_once
+        os.register_at_fork(after_in_child=self._follow_fork)
+        self._tell_from_now_on()
+
+    def _tell_from_now_on(self) -> None:
         # An extension that takes a simulated address for a real one ends the process at once.
         faulthandler.enable(self._crash)
         self.write()
@@ -189,8 +217,8 @@ class Run:
         self._most_host = max(self._most_host, _host_bytes() - self._first_host)
 
     def _end_phase(self, name: str) -> None:
-        if os.getpid() != self._pid:
-            return  # a forked child has no device
+        if not self._is_watched():
+            return
         if name.endswith("load"):
             self._stopping.note_load()
         with self._lock:
@@ -224,7 +252,7 @@ class Run:
         )
 
     def _finish(self) -> None:
-        if os.getpid() != self._pid:
+        if not self._is_watched():
             return
         if self._ended == "running":
             self._ended = "left" if self._stopping.was_left else "finished"

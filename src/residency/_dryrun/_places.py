@@ -18,6 +18,7 @@ _LIBRARIES = tuple(
     for folder in (_OURS, sysconfig.get_path("stdlib"), os.path.dirname(sys.executable))
 )
 _GENERATOR = 0x20  # inspect.CO_GENERATOR, without a module that most processes here never need
+_texts: set[str] = set()  # names of what the script has run that is no file
 _LONGEST = 60  # letters of an operation that is a piece of the script
 
 
@@ -59,9 +60,16 @@ def place_of_now() -> tuple[str, str]:
 
 def is_script(name: str) -> bool:
     """Returns whether a file is the script's own: no library's, and none of ours."""
+    if name in _texts:
+        return True
     if is_installed(name) or name.startswith("<"):
         return False
     return not name.startswith(_LIBRARIES)
+
+
+def note_text(name: str) -> None:
+    """Notes that what has this name in place of a file's is the script's own."""
+    _texts.add(name)
 
 
 def is_installed(name: str) -> bool:
@@ -102,7 +110,7 @@ def _file(frame: FrameType) -> str:
 
 def line_of(name: str, line: int) -> str:
     """Returns how a line of a file is called in what a reader sees."""
-    return f"{os.path.relpath(name)}:{line}"
+    return f"{name if name in _texts else os.path.relpath(name)}:{line}"
 
 
 def _piece(frame: FrameType) -> str:

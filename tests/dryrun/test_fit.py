@@ -5,50 +5,17 @@ from __future__ import annotations
 import functools
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.dryrun.facts import SEEN, facts
+from tests.dryrun.facts import KINDS, MIB, NOTHING, answered, phase
 
-from residency._dryrun import RunSettings, largest_that_fits, settings_that_fit
+from residency._dryrun import RunSettings, settings_that_fit
 from residency._dryrun._answer import Answer, first_line
 from residency._dryrun._lines import lines_of
 from residency._dryrun._offers import offers
-from residency._errors import InvalidArgumentError
-
-MIB = 1 << 20
-KINDS = ("parameters", "gradients", "optimizer state", "activations", "other")
-NOTHING = RunSettings(folder="", capacity=0)
-
-
-def phase(name: str, *held: int, reserved: int | None = None) -> dict[str, Any]:
-    """Makes a phase of MiB of each kind; what is reserved is what is allocated, or more."""
-    at_peak = {kind: size * MIB for kind, size in zip(KINDS, held, strict=True)}
-    allocated = sum(at_peak.values())
-    return {
-        "name": name,
-        "visits": 1,
-        "at_peak": at_peak,
-        "peak_allocated": allocated,
-        "peak_reserved": allocated if reserved is None else reserved * MIB,
-    }
-
-
-def answered(
-    phases: Sequence[dict[str, Any]], capacity: int, *, error: str | None = None, **found: Any
-) -> Answer:
-    """Makes the answer of a run with such phases on a device of so many MiB."""
-    over = any(each["peak_reserved"] > capacity * MIB for each in phases)
-    known = facts() | {"libraries": [], "arguments": {}, "recomputed": [], **found}
-    has_load = any(each["name"] == "load" for each in phases)
-    known = {"trainer": {"numbers": {}}, "has_template": False, **known}
-    known |= {"loads_on_device": has_load, "loads_state": has_load}
-    known |= {"phases": list(phases), "error": error, "ended": "error" if error else "finished"}
-    first = {**known, "out_of_memory": [{"phase": "forward"}] if over and not error else []}
-    first["since_error"] = dict.fromkeys(SEEN, 0) if first["out_of_memory"] else None
-    return Answer(known, first, capacity * MIB, 0, "a device")
 
 
 class Script:
@@ -333,79 +300,6 @@ def test_the_how_to_shows_the_lines_that_are_printed_today() -> None:
     trainer = {"class": "Trainer", "arguments": "TrainingArguments"}
     lines = lines_of(settings, {"libraries": ["transformers.trainer"], "trainer": trainer})
     assert [line.strip() for line in shown.splitlines()[3:-1]] == list(lines)
-
-
-class Sizes:
-    """A script that takes a batch: its need grows with it, and it may refuse some."""
-
-    def __init__(self, most: int, refuses: Callable[[int], bool] = lambda number: False) -> None:
-        self.most, self.refuses = most, refuses
-        self.arguments: dict[str, Any] = {}
-        self.seen: list[int] = []
-
-    def run(self, words: Sequence[str], settings: RunSettings) -> Answer:
-        words = [settings.words.get(index, word) for index, word in enumerate(words)]
-        numbers = [int(word.partition("=")[2] or word) for word in words if word[-1].isdigit()]
-        number = settings.arguments.get("batch_size") or (numbers[0] if numbers else 8)
-        self.seen.append(number)
-        refused = self.refuses(number)
-        need = phase("forward", 0, 0, 0, 1 if refused else number, 0)
-        error = "ValueError: must divide" if refused else None
-        return answered([need], self.most, error=error, arguments=self.arguments)
-
-    def largest(self, *words: str, what: str = "batch") -> tuple[int | None, list[Any]]:
-        tried = list(largest_that_fits(words, NOTHING, what, self.run))
-        good = [each.number for each in tried if each.answer.fits]
-        return max(good, default=None), tried
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("train.py", "--batch-size", "8"),
-        ("train.py", "--batch_size=8"),
-        ("train.py", "--per-device-train-batch-size", "8", "--lr", "3"),
-        ("train.py", "--train.micro_batch_size=8"),
-        ("train.py", "batch_size=8"),
-        ("train.py", "-bs", "8"),
-        ("train.py", "--mine={batch}"),
-        ("train.py", "{batch}"),
-    ],
-)
-@pytest.mark.parametrize("most", [1, 7, 8, 37, 1000])
-def test_the_largest_batch_is_found_by_the_usual_forms_of_a_flag(words, most) -> None:
-    assert Sizes(most).largest(*words)[0] == most
-
-
-@pytest.mark.parametrize("form", ["--seq-len", "--block_size", "--max-length"])
-def test_a_long_sequence_is_looked_for_in_multiples_of_64(form: str) -> None:
-    assert Sizes(1000).largest("train.py", form, "256", what="sequence")[0] == 960
-
-
-def test_a_number_that_only_the_scripts_parser_has_is_found_there() -> None:
-    sizes = Sizes(37)
-    sizes.arguments = {"batch_size": {"flag": "--batch-size", "value": 8}}
-    assert sizes.largest("train.py")[0] == 37
-
-
-def test_a_number_in_a_configuration_file_is_refused_with_what_to_write() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"write \{batch\}.*configuration files"):
-        Sizes(8).largest("train.py", "config.yaml")
-
-
-def test_numbers_that_the_script_refuses_are_not_taken_for_too_large() -> None:
-    sizes = Sizes(100, refuses=lambda number: number % 16 != 0)
-    largest, tried = sizes.largest("train.py", "--batch-size", "16")
-    assert largest == 96
-    failed = [each for each in tried if not each.answer.fits and not each.answer.is_too_large]
-    assert 0 < len(failed) <= 2  # each time the numbers get rounder
-    assert all(each.number > 96 for each in failed)
-
-
-def test_a_script_that_fails_as_it_stands_is_tried_once() -> None:
-    sizes = Sizes(100, refuses=lambda number: True)
-    assert sizes.largest("train.py", "--batch-size", "16")[0] is None
-    assert sizes.seen == [16]
 
 
 def test_a_script_that_failed_is_not_said_to_fit() -> None:

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from residency._dryrun import Answer, RunSettings, TriedNumber
 
+_LEFT_BY_LARGEST = "300MiB"  # as docs/reference/dry-run.md asks for: what is not modelled
 _ROOM = 1 << 44  # bytes of a device that holds everything
 _SITE = Path(__file__).parent / "_site"
 
@@ -50,8 +51,9 @@ def add_parser(
         "--capacity", metavar="BYTES", help="memory of any card, or in place of its own, as 24GiB"
     )
     device.add_argument(
-        "--others", metavar="BYTES", default="0B",
-        help="memory that other programs hold, such as a display (0B)",
+        "--others", metavar="BYTES",
+        help="memory that other programs hold, such as a display (0B; with --largest 300MiB, "
+        "for what is not modelled)",
     )  # fmt: skip
     device.add_argument(
         "--ranks", metavar="N", type=int, default=1,
@@ -194,22 +196,21 @@ def _largest(
     ):
         tried.append(each)
         _say(console, f"{what} {each.number}: {_verdict(each.answer)}")
-    best = max((each for each in tried if each.answer.fits), key=_number, default=None)
-    above = [each for each in tried if best is None or each.number > best.number]
-    if best is None:
-        _say(console, f"[bold]no {what} fits[/]")
-    else:
-        spare = format_bytes(best.answer.headroom)
-        _say(console, f"[bold]largest {what} that fits: {best.number}[/], {spare} to spare")
-    failed = sorted(each.number for each in above if not each.answer.is_too_large)
-    if failed:
-        numbers = ", ".join(map(str, failed))
-        _say(console, f"of {numbers} nothing is known: the script fails for a reason of its own")
+    best, end = _dryrun.largest_seen(tried)
+    for line in _said_of_largest(what, tried, best, end):
+        _say(console, line)
+    if best is not None and settings.others:
+        left = format_bytes(settings.others)
+        _say(console, f"besides, {left} are left for other programs and what is not modelled")
     if arguments.json:
         made = {
             "largest": None if best is None else best.number,
             "of": what,
-            "tried": [{"number": each.number} | _in_short(each.answer) for each in tried],
+            "ends_at": end or None,
+            "tried": [
+                {"number": each.number, "is_seen": each.is_seen} | _in_short(each.answer)
+                for each in tried
+            ],
             "answer": None if best is None else best.answer.as_dict(),
         }
         print(json.dumps(made))
@@ -220,8 +221,29 @@ def _largest(
     return max(each.answer.verdict.status for each in tried)
 
 
-def _number(tried: TriedNumber) -> int:
-    return tried.number
+def _said_of_largest(
+    what: str, tried: Sequence[TriedNumber], best: TriedNumber | None, end: int
+) -> Iterator[str]:
+    """Yields what came of the numbers that were tried, of which those above an end say nothing."""
+    above = [each for each in tried if best is None or each.number > best.number]
+    failed = [each for each in above if each.is_seen and not each.answer.is_too_large]
+    failed = [each for each in failed if not each.answer.fits]
+    if best is not None:
+        words = "that was seen to fit" if end else "that fits"
+        spare = format_bytes(best.answer.headroom)
+        yield f"[bold]largest {what} {words}: {best.number}[/], {spare} to spare"
+    elif any(each.answer.is_too_large for each in tried):
+        yield f"[bold]no {what} fits[/]"
+    else:
+        yield f"[bold]no {what} was seen to fit[/]"
+    if end:
+        yield (
+            f"the script's data end at {end}, or the number does not reach what it computes: "
+            "larger ones take no more, and were not seen. Give it more data, made-up ones do"
+        )
+    if failed:
+        numbers = ", ".join(str(number) for number in sorted(each.number for each in failed))
+        yield f"of {numbers} nothing is known: {_verdict(failed[-1].answer)}"
 
 
 def _say(console: Console, text: str) -> None:
@@ -300,11 +322,14 @@ def _settings(arguments: argparse.Namespace) -> tuple[RunSettings, str]:
         capacity = parse_bytes(arguments.capacity, name="--capacity")
     if capacity == 0:
         raise InvalidArgumentError("--capacity is 0; expected a device with room for something.")
+    others = arguments.others
+    if others is None:
+        others = _LEFT_BY_LARGEST if arguments.largest else "0B"
     settings = RunSettings(
         folder="",
         capacity=capacity,
         gpu=name,
-        others=parse_bytes(arguments.others, name="--others"),
+        others=parse_bytes(others, name="--others"),
         steps=arguments.steps,
         ranks=arguments.ranks,
         is_real=arguments.real,

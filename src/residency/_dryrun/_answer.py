@@ -198,9 +198,7 @@ def below_first_line(answer: Answer) -> Iterator[str]:
     """
     if answer.is_too_large:
         yield from _errors_of(answer)
-    said = left_out(answer.found)
-    if said:
-        yield said
+    yield from left_out(answer.found)
 
 
 def _errors_of(answer: Answer) -> Iterator[str]:

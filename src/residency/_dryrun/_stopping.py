@@ -103,6 +103,7 @@ class Stopping:
         """Returns what was left out of the script, as the answer has it: the outermost loop first,
         with its rounds and how many of it are left, if that is known.
         """
+        short = self._loaders.short
         cut = list(loops.cut.items())[: -_MOST_LOOPS - 1 : -1]
         return {
             "loops": [
@@ -110,6 +111,7 @@ class Stopping:
                 for line, (num_rounds, left) in cut
             ],
             "evaluations": self._loaders.num_cut,
+            "data": short and {"samples": short[0], "batch": short[1]},
         }
 
     @property

@@ -8,7 +8,7 @@ forward pass of one that only infers. `tests/dryrun/test_verdict.py` tries to ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -84,11 +84,18 @@ def went_on(found: Found) -> bool:
     return bool((phase in _PASSES and since[FORWARD]) or (phase == "save" and since[SAVES]))
 
 
-def left_out(found: Found) -> str:
-    """Returns a sentence on what was left out of a script, for the line below the first; or none.
+def left_out(found: Found) -> Iterator[str]:
+    """Yields what was left out of a script, for the lines below the first.
 
-    A later round may have larger inputs: a schedule of sizes, a longest batch.
+    A later round may have larger inputs: a schedule of sizes, a longest batch. A batch is smaller
+    than it was asked for where the data at hand are few.
     """
+    data = found["left_out"]["data"]
+    if data:
+        yield (
+            f"the data set has {data['samples']:,} samples, fewer than a batch of "
+            f"{data['batch']:,}: no batch was that large"
+        )
     parts = [f"{_rounds(each)} the loop at {each['line']}" for each in found["left_out"]["loops"]]
     number = found["left_out"]["evaluations"]
     if number:
@@ -97,9 +104,8 @@ def left_out(found: Found) -> str:
         parts.append("what a trainer does after these steps")
     if found["ended"] == "left":
         parts.append("all that comes after the loop in which the script was left")
-    if not parts:
-        return ""
-    return f"left out: {', '.join(parts)}. Where the inputs are larger there, it takes more"
+    if parts:
+        yield f"left out: {', '.join(parts)}. Where the inputs are larger there, it takes more"
 
 
 def _rounds(cut: Mapping[str, Any]) -> str:

@@ -29,6 +29,7 @@ REGISTRIES = {
     "_checkpoint/_disk/_system.py:_libc": "one entry",
     "_checkpoint/_save.py:unreported": "failed saves that nobody was told of; no tensors",
     "_cli/_site/sitecustomize.py:_asked": "two entries",
+    "_dryrun/_caught.py:caught": "the words of one error",
     "_dryrun/_evidence.py:_thread": "a thread's own, the id of a module whose pass is open",
     "_dryrun/_files.py:_watch": "one entry, of the process's own",
     "_dryrun/_loops.py:loops": "the loops that are under way, and ids of their frames",

@@ -14,6 +14,7 @@ SEEN = {"steps": 2, "backward_passes": 2, "forward_passes": 2, "begun_passes": 2
 def facts(**changed: Any) -> dict[str, Any]:
     """Makes what a run finds in which nothing went wrong, but for what is changed."""
     found: dict[str, Any] = {
+        "caught": "",
         "ended": "finished",
         "error": None,
         "has_optimizer": True,

@@ -96,7 +96,7 @@ for batch, in loader:
     ("script", "status", "verdict", "said"),
     [
         (SWALLOWED, 1, "does not fit", "out of memory in optimizer step, step 1"),
-        (BEFORE_THE_STEP, 3, "nothing of a training was seen", "an optimizer, 1 forward and 0"),
+        (BEFORE_THE_STEP, 3, "nothing of a training was seen", "base 10: '' (script.py:7)"),
         (INTERRUPTED, 3, "interrupted", "SIGINT ended the run"),
         (INFERRING, 0, "fits", "no training: 3 forward passes and no optimizer step"),
         (GROWING, 0, "fits", "left out: 3 of 4 rounds of the loop at script.py:5, 1 of 3 rounds"),

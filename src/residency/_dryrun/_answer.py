@@ -32,7 +32,7 @@ _SIZES = {"asked", "at_peak", "context", "free", "host_peak", "peak_allocated", 
 _SIZES |= {"pinned_peak", "saved"}
 _INNER = {"timeline", "marks", "kinds", "pid", "started", "arguments", "libraries", "recomputed"}
 _INNER |= {"trainer", "has_template", "loads_on_device", "loads_state", "has_optimizer"}
-_INNER |= {"since_error", "phase_of_error"}
+_INNER |= {"since_error", "phase_of_error", "caught"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,18 +311,26 @@ def _notes_of_aim(answer: Answer) -> Iterator[str]:
             "arguments with which it uses CUDA, such as --cuda or --device cuda"
         )
         return
-    seen = answer.first["seen"]
-    if answer.fits and not seen[STEPS] and not answer.found["steps"]:
+    if answer.fits and not answer.first["seen"][STEPS] and not answer.found["steps"]:
         yield "the script made no optimizer step: there is no peak of training in these figures"
-    elif not answer.fits and answer.first["has_optimizer"]:
-        passes = f"{seen[FORWARD]} forward and {seen[BACKWARD]} backward passes"
-        yield (
-            f"the script made an optimizer, {passes} and no step. Look for an error in what it "
-            "prints, or give it the arguments with which it trains"
-        )
     elif not answer.fits:
+        yield from _notes_of_nothing(answer.first)
+
+
+def _notes_of_nothing(found: dict[str, Any]) -> Iterator[str]:
+    """Yields how far a script came that made no step, and what to look for."""
+    seen = found["seen"]
+    if found["has_optimizer"]:
+        came = (
+            f"the script made an optimizer, {seen[FORWARD]} forward and {seen[BACKWARD]} backward "
+        )
+        came += "passes and no step"
+    else:
+        came = "no optimizer was made, and no model on the device came to the end of a forward pass"
+    if found["caught"]:
+        yield f"{came}. The last error that it caught: {found['caught']}"
+    else:
         yield (
-            "no optimizer was made, and no model on the device came to the end of a forward pass. "
-            "Look for an error in what the script prints, or give it the arguments with which it "
+            f"{came}. Look for an error in what it prints, or give it the arguments with which it "
             "trains"
         )

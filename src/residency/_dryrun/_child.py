@@ -26,6 +26,7 @@ from residency import sim
 from residency._device import memory_allocated
 from residency._dryrun import _frameworks, _host, _ranks, _sharding
 from residency._dryrun._books import KINDS, OTHER, Books
+from residency._dryrun._caught import caught
 from residency._dryrun._compiling import Compiling
 from residency._dryrun._evidence import Evidence
 from residency._dryrun._flex import fuse_attention, name_captured
@@ -285,6 +286,7 @@ class Run:
             "torch": torch.__version__,
             "ended": self._ended,
             "error": self._error,
+            "caught": caught.last,
             "phase": self._phases.name,
             "steps": self._stopping.num_steps,
             "kinds": list(KINDS),

@@ -3,6 +3,7 @@
 ``for x in items`` goes over ``each(items)``; ``while test`` becomes ``while goes_on() and test``,
 in a context that says when it is over. An endless one that a ``return`` alone leaves returns that
 once it is ended. Lines stay as they are. What comes from no file has its own room (``_texts``).
+An ``except`` says first what it has caught (``_caught``).
 
 Of libraries, modules that train are rewritten, too (``_trains``), but for those of torch and of
 frameworks whose trainers are asked to stop. What cannot be rewritten stays as it is.
@@ -27,10 +28,12 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, TracebackType
 from typing import Any, TypeVar
 
+from residency._dryrun._caught import caught
 from residency._dryrun._loops import loops
 from residency._dryrun._places import is_installed, is_ours, is_script
 
-_ASKED = (loops.each, loops.goes_on, loops.mapped, loops.repeat)  # by a script, by these names
+# By a script, by these names.
+_ASKED = (caught.caught, loops.each, loops.goes_on, loops.mapped, loops.repeat)
 _NAME = "__residency_{}__"
 _AS_A_SCRIPT = "__spec__ = __package__ = __cached__ = None"  # which an archive's module has
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -75,6 +78,8 @@ class _Rewriting(ast.NodeTransformer):
         elif isinstance(node, ast.Call) and _name(node.func) == "exec" and node.args:
             if not isinstance(node.args[0], ast.Starred):
                 node.args[0] = self.ask("text", node.args[0], node.func, node.args[0])
+        elif isinstance(node, ast.ExceptHandler):
+            node.body.insert(0, ast.copy_location(ast.Expr(self.ask("caught", node)), node))
         elif isinstance(node, _Comprehension) and _calls([node]):
             for each in node.generators:
                 if not each.is_async:

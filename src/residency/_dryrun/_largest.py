@@ -65,7 +65,7 @@ def largest_that_fits(
         InvalidArgumentError: There is no such number, or the script fails before it is changed.
     """
     number, run_with = _place(words, settings, what, run)
-    search = _Search(number, is_long=what == "sequence")
+    search = _NumberSearch(number, is_long=what == "sequence")
     while number := search.next():
         answer = run_with(number)
         yield TriedNumber(number, answer, search.note(number, answer))
@@ -81,7 +81,7 @@ def largest_seen(tried: Sequence[TriedNumber]) -> tuple[TriedNumber | None, int]
     return max(within, key=lambda each: each.number, default=None), end
 
 
-class _Search:
+class _NumberSearch:
     """The numbers that are known to fit, the smallest one that is not, and what to try between.
 
     The need of a script is nearly a straight line over a number, or steeper: where two numbers fit,

@@ -112,8 +112,8 @@ class Evidence:
     # ------------------------------------------------------------------------------------- signals
 
     def _hear_signals(self) -> None:
-        """Has Python write the number of each signal that it gets to a pipe, whatever is done about
-        them: a script may catch what Ctrl-C raises.
+        """Makes Python write the number of each signal that it gets to a pipe, whatever comes of
+        it: a script may catch what Ctrl-C raises.
         """
         self._pipe = os.pipe()
         for end in self._pipe:

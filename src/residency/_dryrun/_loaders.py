@@ -213,13 +213,12 @@ class Loaders:
 
 def _unfilled(loader: Any) -> tuple[int, int] | None:
     """Returns the samples of a loader's data and its batch, which is larger; else None."""
-    batch = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    batch: object = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     try:
         num_samples = len(loader.dataset)
     except Exception:  # a class's own, of the script: one without a length may say so by any error
         return None
-    is_short = isinstance(batch, int) and num_samples < batch
-    return (num_samples, batch) if is_short else None
+    return (num_samples, batch) if isinstance(batch, int) and num_samples < batch else None
 
 
 def _iterates_by(cls: type) -> object:

@@ -32,6 +32,11 @@ class Outcome:
     answer: dict[str, Any]
     errors: str
 
+    @property
+    def has_run(self) -> bool:
+        """Whether the script came to its end, be it one that trains or not."""
+        return self.answer.get("ended") == "finished" and self.status in (0, 3)
+
     def phase(self, name: str) -> dict[str, Any]:
         found: dict[str, Any] = next(p for p in self.answer["phases"] if p["name"] == name)
         return found

@@ -5,48 +5,17 @@ from __future__ import annotations
 import functools
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.dryrun.facts import KINDS, MIB, NOTHING, answered, phase
 
-from residency._dryrun import RunSettings, largest_that_fits, settings_that_fit
-from residency._dryrun._answer import Answer, _headline
+from residency._dryrun import RunSettings, settings_that_fit
+from residency._dryrun._answer import Answer, first_line
 from residency._dryrun._lines import lines_of
 from residency._dryrun._offers import offers
-from residency._errors import InvalidArgumentError
-
-MIB = 1 << 20
-KINDS = ("parameters", "gradients", "optimizer state", "activations", "other")
-NOTHING = RunSettings(folder="", capacity=0)
-
-
-def phase(name: str, *held: int, reserved: int | None = None) -> dict[str, Any]:
-    """Makes a phase of MiB of each kind; what is reserved is what is allocated, or more."""
-    at_peak = {kind: size * MIB for kind, size in zip(KINDS, held, strict=True)}
-    allocated = sum(at_peak.values())
-    return {
-        "name": name,
-        "visits": 1,
-        "at_peak": at_peak,
-        "peak_allocated": allocated,
-        "peak_reserved": allocated if reserved is None else reserved * MIB,
-    }
-
-
-def answered(
-    phases: Sequence[dict[str, Any]], capacity: int, *, error: str | None = None, **found: Any
-) -> Answer:
-    """Makes the answer of a run with such phases on a device of so many MiB."""
-    over = any(each["peak_reserved"] > capacity * MIB for each in phases)
-    known = {"libraries": [], "arguments": {}, "recomputed": [], "out_of_memory": [], **found}
-    has_load = any(each["name"] == "load" for each in phases)
-    known = {"trainer": {"numbers": {}}, "has_template": False, **known}
-    known |= {"loads_on_device": has_load, "loads_state": has_load}
-    known |= {"phases": list(phases), "error": error, "ended": "error" if error else "finished"}
-    errors = [{"phase": "forward"}] if over and not error else []
-    return Answer(known, errors, capacity * MIB, 0, "a device")
 
 
 class Script:
@@ -86,7 +55,7 @@ def test_no_more_is_tried_than_what_can_suffice_and_as_much_stays_resident_as_fi
     script = Script(training, 3500)
     tried = script.fit()
     assert [each.name for each in tried] == ["the optimizer's state on the host"]
-    assert tried[-1].answer.is_good
+    assert tried[-1].answer.fits
     # The state may take 3500 - 1000 - 1000 - 100 MiB, and is found to one part in 64.
     resident = script.runs[-1].offload // MIB
     assert 1400 - 2000 // 64 <= resident <= 1400
@@ -103,7 +72,7 @@ def test_what_stays_resident_is_what_was_run_and_fits_where_the_need_is_no_strai
 
     script = Script(stepped, 3250)
     tried = script.fit()
-    assert tried[-1].answer.is_good
+    assert tried[-1].answer.fits
     resident = max(
         run.offload for run in script.runs if answered(stepped(run), script.capacity).fits
     )
@@ -120,7 +89,7 @@ def test_two_changes_are_made_together_where_neither_is_enough() -> None:
     script = Script(both, 2400)
     script.found = {"recomputed": ["layers"]}
     (tried,) = script.fit()
-    assert tried.answer.is_good
+    assert tried.answer.fits
     assert tried.name == "the optimizer's state on the host and gradient checkpointing"
     assert "for block in model.layers:  # once the model is made" in tried.lines
     assert script.runs[-1].offload // MIB == 1300
@@ -163,7 +132,7 @@ def test_a_change_that_takes_more_than_it_gives_does_not_hide_what_fits_without_
         "arguments": {name: {"flag": f"--{name}", "value": numbers[name]} for name in numbers}
     }
     tried = script.fit()
-    assert [each.answer.is_good for each in tried] == [False, False, False, True]
+    assert [each.answer.fits for each in tried] == [False, False, False, True]
     assert {"batch_size": 1, "accumulation": 16} in [each.arguments for each in script.runs]
     assert tried[-1].name == "gradient checkpointing"
 
@@ -179,7 +148,7 @@ def test_a_change_with_which_the_script_fails_is_not_taken_for_one_that_fits() -
 
     first = answered(training(NOTHING), 3500)
     tried = list(settings_that_fit(NOTHING, first, failing))
-    assert [each.answer.is_good for each in tried] == [False]
+    assert [each.answer.fits for each in tried] == [False]
 
 
 def test_the_scripts_own_flags_are_used_where_it_has_them() -> None:
@@ -196,8 +165,8 @@ def test_the_scripts_own_flags_are_used_where_it_has_them() -> None:
     script.found = {"arguments": argument}
     tried = script.fit()
     assert script.runs[0].arguments == {"gradient_checkpointing": True}
-    assert not tried[0].answer.is_good  # the script does nothing with it
-    assert tried[-1].answer.is_good
+    assert not tried[0].answer.fits  # the script does nothing with it
+    assert tried[-1].answer.fits
     assert tried[-1].lines == ("--batch-size 3 --accumulation 8",)
 
 
@@ -287,10 +256,10 @@ def test_the_cheapest_of_all_sets_is_found_by_few_runs(first: int) -> None:
             continue
         expected = script.cheapest()
         tried = script.fit()
-        fitting = [each.name for each in tried if each.answer.is_good]
+        fitting = [each.name for each in tried if each.answer.fits]
         assert fitting == ([expected] if expected else []), seed
         if expected:
-            assert tried[-1].answer.is_good
+            assert tried[-1].answer.fits
         sets = [
             name for name, run in zip(script.names, script.runs, strict=True) if not run.offload
         ]
@@ -311,7 +280,7 @@ def helped_by_nothing() -> Invented:
 def test_two_runs_show_that_nothing_helps_where_no_change_does_what_it_could() -> None:
     script = helped_by_nothing()
     tried = script.fit()
-    assert [each.answer.is_good for each in tried] == [False, False]
+    assert [each.answer.fits for each in tried] == [False, False]
     assert script.names == [each.name for each in tried]
     assert len(script.runs[1].arguments) == 2
     assert script.runs[1].checkpointing
@@ -333,82 +302,8 @@ def test_the_how_to_shows_the_lines_that_are_printed_today() -> None:
     assert [line.strip() for line in shown.splitlines()[3:-1]] == list(lines)
 
 
-class Sizes:
-    """A script that takes a batch: its need grows with it, and it may refuse some."""
-
-    def __init__(self, most: int, refuses: Callable[[int], bool] = lambda number: False) -> None:
-        self.most, self.refuses = most, refuses
-        self.arguments: dict[str, Any] = {}
-        self.seen: list[int] = []
-
-    def run(self, words: Sequence[str], settings: RunSettings) -> Answer:
-        words = [settings.words.get(index, word) for index, word in enumerate(words)]
-        numbers = [int(word.partition("=")[2] or word) for word in words if word[-1].isdigit()]
-        number = settings.arguments.get("batch_size") or (numbers[0] if numbers else 8)
-        self.seen.append(number)
-        refused = self.refuses(number)
-        need = phase("forward", 0, 0, 0, 1 if refused else number, 0)
-        error = "ValueError: must divide" if refused else None
-        return answered([need], self.most, error=error, arguments=self.arguments)
-
-    def largest(self, *words: str, what: str = "batch") -> tuple[int | None, list[Any]]:
-        tried = list(largest_that_fits(words, NOTHING, what, self.run))
-        good = [each.number for each in tried if each.answer.is_good]
-        return max(good, default=None), tried
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("train.py", "--batch-size", "8"),
-        ("train.py", "--batch_size=8"),
-        ("train.py", "--per-device-train-batch-size", "8", "--lr", "3"),
-        ("train.py", "--train.micro_batch_size=8"),
-        ("train.py", "batch_size=8"),
-        ("train.py", "-bs", "8"),
-        ("train.py", "--mine={batch}"),
-        ("train.py", "{batch}"),
-    ],
-)
-@pytest.mark.parametrize("most", [1, 7, 8, 37, 1000])
-def test_the_largest_batch_is_found_by_the_usual_forms_of_a_flag(words, most) -> None:
-    assert Sizes(most).largest(*words)[0] == most
-
-
-@pytest.mark.parametrize("form", ["--seq-len", "--block_size", "--max-length"])
-def test_a_long_sequence_is_looked_for_in_multiples_of_64(form: str) -> None:
-    assert Sizes(1000).largest("train.py", form, "256", what="sequence")[0] == 960
-
-
-def test_a_number_that_only_the_scripts_parser_has_is_found_there() -> None:
-    sizes = Sizes(37)
-    sizes.arguments = {"batch_size": {"flag": "--batch-size", "value": 8}}
-    assert sizes.largest("train.py")[0] == 37
-
-
-def test_a_number_in_a_configuration_file_is_refused_with_what_to_write() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"write \{batch\}.*configuration files"):
-        Sizes(8).largest("train.py", "config.yaml")
-
-
-def test_numbers_that_the_script_refuses_are_not_taken_for_too_large() -> None:
-    sizes = Sizes(100, refuses=lambda number: number % 16 != 0)
-    largest, tried = sizes.largest("train.py", "--batch-size", "16")
-    assert largest == 96
-    failed = [each for each in tried if each.answer.fits and not each.answer.is_good]
-    assert 0 < len(failed) <= 2  # each time the numbers get rounder
-    assert all(each.number > 96 for each in failed)
-
-
-def test_a_script_that_fails_as_it_stands_is_tried_once() -> None:
-    sizes = Sizes(100, refuses=lambda number: True)
-    assert sizes.largest("train.py", "--batch-size", "16")[0] is None
-    assert sizes.seen == [16]
-
-
 def test_a_script_that_failed_is_not_said_to_fit() -> None:
     phases = [phase("set up", 100, 0, 0, 0, 0)]
-    assert _headline(answered(phases, 1000, error="ValueError")).startswith(
-        "[bold yellow]the script failed[/]: peak 100.00 MiB"
-    )
-    assert _headline(answered(phases, 1000)).startswith("[bold green]fits[/]")
+    begin, rest = first_line(answered(phases, 1000, error="ValueError"))
+    assert (begin, rest[:18]) == ("the script failed", ": peak 100.00 MiB ")
+    assert first_line(answered(phases, 1000))[0] == "fits"

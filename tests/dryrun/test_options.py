@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.dryrun.facts import SEEN, facts
 
 from residency._cli import main
 from residency._dryrun import print_answer, write_page
@@ -69,16 +70,17 @@ def answer(*, errors: list[dict[str, Any]]) -> Answer:
     at_peak = dict(zip(KINDS, (100 * MIB, 0, 0, 0, 300 * MIB, 0), strict=True))
     phase = {"name": "forward", "visits": 2, "at_peak": at_peak}
     phase |= {"peak_allocated": 400 * MIB, "peak_reserved": 500 * MIB}
-    found = {"kinds": KINDS, "phases": [phase], "torch": "2.99", "steps": 2, "seconds": 3.0}
-    found |= {"ended": "finished", "error": None, "was_interrupted": False, "retries": 0}
-    found |= {"host_peak": 0, "pinned_peak": 0, "files": 0, "saved": 0, "out_of_memory": []}
-    found |= {"has_compiled": False, "has_no_optimizer": False, "is_cut": False, "is_real": False}
+    found = facts() | {"kinds": KINDS, "phases": [phase], "torch": "2.99", "steps": 2}
+    found |= {"seconds": 3.0, "retries": 0}
+    found |= {"host_peak": 0, "pinned_peak": 0, "files": 0, "saved": 0}
+    found |= {"has_compiled": False, "has_no_optimizer": False, "is_real": False}
     found |= {"warnings": []}
     found |= {
         "timeline": [[0, 100 * MIB, 0, 0, 0, 0, 0, 500 * MIB], [1, *at_peak.values(), 500 * MIB]]
     }
     found |= {"marks": [[1, "set up"], [2, "forward"]]}
-    return Answer(found, errors, 450 * MIB if errors else 1000 * MIB, 34 * MIB, "a <device>")
+    first = found | {"out_of_memory": errors, "since_error": errors and dict.fromkeys(SEEN, 0)}
+    return Answer(found, first, 450 * MIB if errors else 1000 * MIB, 34 * MIB, "a <device>")
 
 
 def test_the_page_has_the_verdict_the_command_versions_and_names(tmp_path: Path) -> None:
@@ -144,7 +146,7 @@ def test_the_line_of_a_run_names_what_is_tried_and_has_room(tmp_path: Path, monk
 def test_each_key_of_the_answer_that_is_a_size_says_so() -> None:
     error = {"phase": "forward", "asked": 1, "free": 2}
     made = answer(errors=[error]).as_dict()
-    assert made["schema"] == 1
+    assert made["schema"] == 2
     assert made["out_of_memory"] == [{"phase": "forward", "asked_bytes": 1, "free_bytes": 2}]
     (phase,) = made["phases"]
     assert phase["headroom_bytes"] == (450 - 34 - 500) * MIB

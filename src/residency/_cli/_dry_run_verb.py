@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
     from residency._dryrun import Answer, RunSettings, TriedNumber
 
-_EXIT_DOES_NOT_FIT = 1
-_EXIT_INCOMPLETE = 3
+_LEFT_BY_LARGEST = "300MiB"  # as docs/reference/dry-run.md asks for: what is not modelled
 _ROOM = 1 << 44  # bytes of a device that holds everything
 _SITE = Path(__file__).parent / "_site"
 
@@ -39,8 +38,8 @@ def add_parser(
         description=(
             "Runs an unmodified training script that says cuda on a simulated GPU, for shapes "
             "only: its peak of memory in every phase, who holds it, and where it runs out. Status: "
-            "0 where it fits, 1 where it does not, 3 where the script failed for another reason, "
-            "2 when the run cannot be made."
+            "0 where it fits, 1 where it does not, 3 where neither was seen, as the script failed, "
+            "trained nothing or was interrupted, 2 when the run cannot be made."
         ),
     )
     device = parser.add_argument_group("the device")
@@ -52,8 +51,9 @@ def add_parser(
         "--capacity", metavar="BYTES", help="memory of any card, or in place of its own, as 24GiB"
     )
     device.add_argument(
-        "--others", metavar="BYTES", default="0B",
-        help="memory that other programs hold, such as a display (0B)",
+        "--others", metavar="BYTES",
+        help="memory that other programs hold, such as a display (0B; with --largest 300MiB, "
+        "for what is not modelled)",
     )  # fmt: skip
     device.add_argument(
         "--ranks", metavar="N", type=int, default=1,
@@ -113,15 +113,13 @@ def run(arguments: argparse.Namespace) -> int:
     answer = runner.answer(words, settings)
     _dryrun.print_answer(answer, console)
     made = answer.as_dict()
-    if arguments.fit and not answer.fits:
+    if arguments.fit and answer.is_too_large:
         made["fit"] = _fit(words, settings, answer, runner, console)
     if arguments.json:
         print(json.dumps(made))
     if arguments.html:
         _dryrun.write_page(answer, arguments.html, words)
-    if answer.fits:
-        return 0 if answer.is_complete else _EXIT_INCOMPLETE
-    return _EXIT_DOES_NOT_FIT
+    return answer.verdict.status
 
 
 def _check_file(file: Path | None) -> None:
@@ -163,16 +161,16 @@ def _fit(
     ):
         outcome = tried.answer
         _say(console, f"  {tried.name}: {_verdict(outcome)}")
-        if outcome.is_good:
+        if outcome.fits:
             _say(console, f"    costs: {tried.cost}")
             for line in tried.lines:
                 console.print(f"    {line}", highlight=False, markup=False, soft_wrap=True)
-        if outcome.is_good or (outcome.needed < nearest.needed and not outcome.fits):
+        if outcome.fits or (outcome.needed < nearest.needed and outcome.is_too_large):
             nearest = outcome
         made.append(
             {"name": tried.name, "lines": tried.lines, "cost": tried.cost} | _in_short(outcome)
         )
-    if not nearest.is_good:
+    if not nearest.fits:
         missing = format_bytes(max(0, -nearest.headroom))
         with_it = "nothing comes nearer" if nearest is answer else "the nearest"
         _say(console, f"  nothing that is known here; {with_it}: {missing} are missing still")
@@ -198,22 +196,21 @@ def _largest(
     ):
         tried.append(each)
         _say(console, f"{what} {each.number}: {_verdict(each.answer)}")
-    best = max((each for each in tried if each.answer.is_good), key=_number, default=None)
-    above = [each for each in tried if best is None or each.number > best.number]
-    if best is None:
-        _say(console, f"[bold]no {what} fits[/]")
-    else:
-        spare = format_bytes(best.answer.headroom)
-        _say(console, f"[bold]largest {what} that fits: {best.number}[/], {spare} to spare")
-    failed = sorted(each.number for each in above if each.answer.fits)
-    if failed:
-        numbers = ", ".join(map(str, failed))
-        _say(console, f"of {numbers} nothing is known: the script fails for a reason of its own")
+    best, end = _dryrun.largest_seen(tried)
+    for line in _said_of_largest(what, tried, best, end):
+        _say(console, line)
+    if best is not None and settings.others:
+        left = format_bytes(settings.others)
+        _say(console, f"besides, {left} are left for other programs and what is not modelled")
     if arguments.json:
         made = {
             "largest": None if best is None else best.number,
             "of": what,
-            "tried": [{"number": each.number} | _in_short(each.answer) for each in tried],
+            "ends_at": end or None,
+            "tried": [
+                {"number": each.number, "is_seen": each.is_seen} | _in_short(each.answer)
+                for each in tried
+            ],
             "answer": None if best is None else best.answer.as_dict(),
         }
         print(json.dumps(made))
@@ -221,11 +218,32 @@ def _largest(
         _dryrun.write_page(best.answer, arguments.html, words)
     if best is not None:
         return 0
-    return _EXIT_INCOMPLETE if failed else _EXIT_DOES_NOT_FIT
+    return max(each.answer.verdict.status for each in tried)
 
 
-def _number(tried: TriedNumber) -> int:
-    return tried.number
+def _said_of_largest(
+    what: str, tried: Sequence[TriedNumber], best: TriedNumber | None, end: int
+) -> Iterator[str]:
+    """Yields what came of the numbers that were tried, of which those above an end say nothing."""
+    above = [each for each in tried if best is None or each.number > best.number]
+    failed = [each for each in above if each.is_seen and not each.answer.is_too_large]
+    failed = [each for each in failed if not each.answer.fits]
+    if best is not None:
+        words = "that was seen to fit" if end else "that fits"
+        spare = format_bytes(best.answer.headroom)
+        yield f"[bold]largest {what} {words}: {best.number}[/], {spare} to spare"
+    elif any(each.answer.is_too_large for each in tried):
+        yield f"[bold]no {what} fits[/]"
+    else:
+        yield f"[bold]no {what} was seen to fit[/]"
+    if end:
+        yield (
+            f"the script's data end at {end}, or the number does not reach what it computes: "
+            "larger ones take no more, and were not seen. Give it more data, made-up ones do"
+        )
+    if failed:
+        numbers = ", ".join(str(number) for number in sorted(each.number for each in failed))
+        yield f"of {numbers} nothing is known: {_verdict(failed[-1].answer)}"
 
 
 def _say(console: Console, text: str) -> None:
@@ -235,18 +253,23 @@ def _say(console: Console, text: str) -> None:
 def _verdict(answer: Answer) -> str:
     from rich.markup import escape
 
-    if answer.is_good:
-        return f"[green]fits[/], peak {format_bytes(answer.needed)}"
     if answer.fits:
-        return f"the script failed: {escape(str(answer.found['error']))}"
-    if answer.headroom < 0:
-        return f"does not fit, peak {format_bytes(answer.needed)}"
-    return "does not fit"  # it ended before its peak, or its free bytes lie in pieces
+        return f"[green]fits[/], peak {format_bytes(answer.needed)}"
+    words = answer.verdict.value
+    if not answer.is_too_large:
+        return f"{words}: {escape(str(answer.found['error']))}" if answer.found["error"] else words
+    # Its peak is not known where it ended before, or where its free bytes lie in pieces.
+    return words + f", peak {format_bytes(answer.needed)}" * (answer.headroom < 0)
 
 
 def _in_short(answer: Answer) -> dict[str, Any]:
-    error = answer.found["error"] if answer.fits and not answer.is_complete else None
-    return {"fits": answer.is_good, "needed_bytes": answer.needed, "error": error}
+    error = None if answer.fits or answer.is_too_large else answer.found["error"]
+    return {
+        "verdict": answer.verdict.value,
+        "fits": answer.fits,
+        "needed_bytes": answer.needed,
+        "error": error,
+    }
 
 
 class _Runner:
@@ -271,12 +294,11 @@ class _Runner:
         words = [settings.words.get(index, word) for index, word in enumerate(words)]
         command = self._dryrun.Command(words, settings, _SITE, quiet, sys.stderr, tries)
         found = self._dryrun.dry_run(command)
-        roomy = None
-        is_over = found["was_interrupted"] or found["ended"] in ("finished", "left")
-        if found["out_of_memory"] and has_second and not is_over:
+        answer: Answer = self._dryrun.answer_of(found, settings, self._title)
+        if answer.is_too_large and has_second:
             ample = replace(settings, capacity=_ROOM)
             roomy = self._dryrun.dry_run(replace(command, settings=ample, is_quiet=True))
-        answer: Answer = self._dryrun.answer_of(found, settings, self._title, roomy)
+            answer = self._dryrun.answer_of(found, settings, self._title, roomy)
         return answer
 
 
@@ -300,11 +322,14 @@ def _settings(arguments: argparse.Namespace) -> tuple[RunSettings, str]:
         capacity = parse_bytes(arguments.capacity, name="--capacity")
     if capacity == 0:
         raise InvalidArgumentError("--capacity is 0; expected a device with room for something.")
+    others = arguments.others
+    if others is None:
+        others = _LEFT_BY_LARGEST if arguments.largest else "0B"
     settings = RunSettings(
         folder="",
         capacity=capacity,
         gpu=name,
-        others=parse_bytes(arguments.others, name="--others"),
+        others=parse_bytes(others, name="--others"),
         steps=arguments.steps,
         ranks=arguments.ranks,
         is_real=arguments.real,

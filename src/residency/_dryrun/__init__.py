@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from residency._dryrun._answer import Answer, answer_of, print_answer
     from residency._dryrun._child import start_child
     from residency._dryrun._fit import TriedChange, settings_that_fit
-    from residency._dryrun._largest import TriedNumber, largest_that_fits
+    from residency._dryrun._largest import TriedNumber, largest_seen, largest_that_fits
     from residency._dryrun._launch import Command, NoAnswerError, dry_run
     from residency._dryrun._page import write_page
     from residency._dryrun._settings import RunSettings
@@ -31,6 +31,7 @@ __all__ = [
     "TriedNumber",
     "answer_of",
     "dry_run",
+    "largest_seen",
     "largest_that_fits",
     "print_answer",
     "settings_that_fit",
@@ -44,7 +45,7 @@ __getattr__ = door(
         "_answer": ["Answer", "answer_of", "print_answer"],
         "_child": ["start_child"],
         "_fit": ["TriedChange", "settings_that_fit"],
-        "_largest": ["TriedNumber", "largest_that_fits"],
+        "_largest": ["TriedNumber", "largest_seen", "largest_that_fits"],
         "_launch": ["Command", "NoAnswerError", "dry_run"],
         "_page": ["write_page"],
         "_settings": ["RunSettings"],

@@ -11,17 +11,28 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from residency._dryrun._settings import RunSettings
+from residency._dryrun._verdict import (
+    BACKWARD,
+    FORWARD,
+    STEPS,
+    Verdict,
+    aim_of,
+    is_whole,
+    left_out,
+    verdict_of,
+)
 from residency._units import format_bytes, parse_bytes
 
-_ENDED = ("finished", "left")  # as the script has it, or in its loop
+_COLOURS = {Verdict.FITS: "green", Verdict.DOES_NOT_FIT: "red"}
 _WIDEST = 1000  # columns, of which the table takes what it needs
 _OF_ERRORS = 3  # out-of-memory errors that are shown
-_SCHEMA = 1  # of the JSON: it grows with a key that is renamed, removed or means something else
+_SCHEMA = 2  # of the JSON: it grows with a key that is renamed, removed or means something else
 # Of what a child found, which keys are bytes, and which are for this package alone.
 _SIZES = {"asked", "at_peak", "context", "free", "host_peak", "peak_allocated", "peak_reserved"}
 _SIZES |= {"pinned_peak", "saved"}
 _INNER = {"timeline", "marks", "kinds", "pid", "started", "arguments", "libraries", "recomputed"}
-_INNER |= {"trainer", "has_template", "loads_on_device", "loads_state"}
+_INNER |= {"trainer", "has_template", "loads_on_device", "loads_state", "has_optimizer"}
+_INNER |= {"since_error", "phase_of_error", "caught"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +42,14 @@ class Answer:
     Attributes:
         found: What the training process found; of a run that failed for memory, of one that had
             enough of it.
-        errors: The out-of-memory errors of the run with the capacity that was asked about.
+        first: What it found with the capacity that was asked about.
         capacity: Bytes of the device.
         context: Bytes of it that are not torch's.
         title: What the device is called.
     """
 
     found: dict[str, Any]
-    errors: list[dict[str, Any]]
+    first: dict[str, Any]
     capacity: int
     context: int
     title: str
@@ -59,24 +70,30 @@ class Answer:
         return self.peak_reserved + self.context
 
     @property
-    def fits(self) -> bool:
-        """Whether no allocation failed, or the script made room and went on to its end."""
-        return not self.errors or self.was_caught
+    def errors(self) -> list[dict[str, Any]]:
+        """The out-of-memory errors with the capacity that was asked about."""
+        errors: list[dict[str, Any]] = self.first["out_of_memory"]
+        return errors
 
     @property
-    def was_caught(self) -> bool:
-        """Whether the script came to its end in spite of out-of-memory errors."""
-        return bool(self.found["out_of_memory"]) and self.found["ended"] in _ENDED
+    def verdict(self) -> Verdict:
+        """What may be said of the script."""
+        return verdict_of(self.first)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the verdict is that it fits."""
+        return self.verdict is Verdict.FITS
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether the verdict is that it does not fit; neither may be known."""
+        return self.verdict is Verdict.DOES_NOT_FIT
 
     @property
     def is_complete(self) -> bool:
-        """Whether the script came to its end, or to where enough was seen."""
-        return self.found["ended"] in (*_ENDED, "stopped")
-
-    @property
-    def is_good(self) -> bool:
-        """Whether it fits, and the script did not fail for a reason of its own."""
-        return self.fits and self.is_complete
+        """Whether the figures are of a script that came to its end, or to where enough was seen."""
+        return is_whole(self.found)
 
     @property
     def headroom(self) -> int:
@@ -92,6 +109,7 @@ class Answer:
         ]
         figures = {
             "schema": _SCHEMA,
+            "verdict": self.verdict.value,
             "fits": self.fits,
             "is_complete": self.is_complete,
             "device": self.title,
@@ -110,7 +128,7 @@ def answer_of(
 ) -> Answer:
     """Makes the answer of a run, and of the one with room enough where the first had too little."""
     complete = found if roomy is None else roomy
-    return Answer(complete, found["out_of_memory"], settings.capacity, found["context"], title)
+    return Answer(complete, found, settings.capacity, found["context"], title)
 
 
 def _with_units(value: Any) -> Any:
@@ -124,9 +142,10 @@ def _with_units(value: Any) -> Any:
 
 def print_answer(answer: Answer, console: Console) -> None:
     """Prints the answer for a reader."""
-    console.print(_headline(answer), highlight=False, soft_wrap=True)
-    if not answer.fits:
-        _say_plainly(console, errors_of(answer))
+    begin, rest = first_line(answer)
+    console.print(f"[bold {_COLOURS.get(answer.verdict, 'yellow')}]{begin}[/]", end="")
+    console.print(rest, highlight=False, markup=False, soft_wrap=True)
+    _say_plainly(console, below_first_line(answer))
     table = _table(answer)
     wide = console.options.update(width=_WIDEST)
     # In a file or a narrow terminal, too: no figure of it may be cut.
@@ -141,28 +160,48 @@ def _say_plainly(console: Console, texts: Iterable[str]) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def _headline(answer: Answer) -> str:
-    device = f"{answer.title}, {format_bytes(answer.capacity)}"
-    needed, spare = format_bytes(answer.needed), answer.headroom
-    what = f"peak {needed} with a context of {format_bytes(answer.context)}"
+def first_line(answer: Answer) -> tuple[str, str]:
+    """Returns the first line of an answer: what may be said of the script, and its figures."""
+    spare = answer.headroom
+    what = f": peak {format_bytes(answer.needed)} with a context of {format_bytes(answer.context)}"
     if not answer.is_complete:
         what += ", as far as the script came"
-    if answer.was_caught:
-        number = len(answer.errors)
-        what += f"; the script caught {number} out-of-memory error{'s' * (number > 1)} and went on"
-    if answer.fits and answer.found["ended"] == "error":
-        # Nothing says what the rest takes, and nothing at all where it failed at once.
-        return f"[bold yellow]the script failed[/]: {what} ({device})"
+    if answer.is_too_large and spare < 0:
+        what += f", {format_bytes(-spare)} more than there is"
+    elif answer.is_too_large:
+        what = f": the free bytes lie in pieces; {what[2:]}"
+    elif answer.fits:
+        what += f", {format_bytes(spare)} to spare"
+    what += f" ({answer.title}, {format_bytes(answer.capacity)})"
     if answer.fits:
-        return f"[bold green]fits[/]: {what}, {format_bytes(spare)} to spare ({device})"
-    if spare < 0:
-        much = f"{format_bytes(-spare)} more than there is"
-        return f"[bold red]does not fit[/]: {what}, {much} ({device})"
-    return f"[bold red]does not fit[/]: the free bytes lie in pieces; {what} ({device})"
+        what += "".join(f"; {each}" for each in _conditions(answer))
+    return answer.verdict.value, what
 
 
-def errors_of(answer: Answer) -> Iterator[str]:
-    """Yields where the first run ran out of memory, the first time first."""
+def _conditions(answer: Answer) -> Iterator[str]:
+    """Yields what is to be known of a script that fits, beside its figures."""
+    number = len(answer.errors)
+    if number:
+        yield f"the script caught {number} out-of-memory error{'s' * (number > 1)} and went on"
+    if answer.found["ended"] == "left":
+        yield "it was left in its loop"
+    aim = aim_of(answer.first)
+    if aim != STEPS:
+        seen = answer.first["seen"][aim]
+        kind = aim.removesuffix("_passes")
+        yield f"no training: {seen} {kind} pass{'es' * (seen > 1)} and no optimizer step"
+
+
+def below_first_line(answer: Answer) -> Iterator[str]:
+    """Yields what stands below the first line: where the device ran out of memory, the first time
+    first, and what was left out.
+    """
+    if answer.is_too_large:
+        yield from _errors_of(answer)
+    yield from left_out(answer.found)
+
+
+def _errors_of(answer: Answer) -> Iterator[str]:
     for error in answer.errors[:_OF_ERRORS]:
         where = f" at {error['line']}" if error["line"] else ""
         operation = f" ({error['operation']})" if error["operation"] else ""
@@ -246,8 +285,9 @@ def notes(answer: Answer) -> Iterator[str]:
 def _notes_of_end(answer: Answer) -> Iterator[str]:
     """Yields how the run ended, and what it was too short or too little for."""
     found = answer.found
-    if found["was_interrupted"]:
-        yield "you interrupted the run: the figures are what was known by then"
+    if answer.verdict is Verdict.INTERRUPTED or found["was_interrupted"]:
+        by = " and ".join(answer.first["signals"]) or "Ctrl-C"
+        yield f"{by} ended the run before its time: the figures are what was known by then"
     elif found["ended"] == "left":
         yield (
             "the script was left in its loop after these steps. More: --steps, or the script's own "
@@ -255,17 +295,42 @@ def _notes_of_end(answer: Answer) -> Iterator[str]:
         )
     elif found["ended"] == "stopped" and found["error"]:
         yield f"the script ended in {found['error']}, after what was to be seen"
-    elif found["ended"] == "error" and answer.fits:
+    elif answer.verdict is Verdict.FAILED:
         yield f"the script failed for a reason of its own: {found['error']}"
-    elif found["ended"] == "running" and not answer.errors:
+    elif answer.verdict is Verdict.KILLED:
         yield "the process was killed: the figures are what was known by then"
-    if answer.peak_reserved == 0 and found["ended"] not in ("running", "error"):
+    if answer.verdict in (Verdict.FITS, Verdict.UNSEEN):
+        yield from _notes_of_aim(answer)
+
+
+def _notes_of_aim(answer: Answer) -> Iterator[str]:
+    """Yields what was not seen of a training, and what to give the script for that."""
+    if answer.peak_reserved == 0:
         yield (
             "nothing was put on the device: what the script did, it did on the CPU. Give it the "
             "arguments with which it uses CUDA, such as --cuda or --device cuda"
         )
-    elif found["steps"] == 0 and found["ended"] not in ("running", "error"):
+        return
+    if answer.fits and not answer.first["seen"][STEPS] and not answer.found["steps"]:
+        yield "the script made no optimizer step: there is no peak of training in these figures"
+    elif not answer.fits:
+        yield from _notes_of_nothing(answer.first)
+
+
+def _notes_of_nothing(found: dict[str, Any]) -> Iterator[str]:
+    """Yields how far a script came that made no step, and what to look for."""
+    seen = found["seen"]
+    if found["has_optimizer"]:
+        came = (
+            f"the script made an optimizer, {seen[FORWARD]} forward and {seen[BACKWARD]} backward "
+        )
+        came += "passes and no step"
+    else:
+        came = "no optimizer was made, and no model on the device came to the end of a forward pass"
+    if found["caught"]:
+        yield f"{came}. The last error that it caught: {found['caught']}"
+    else:
         yield (
-            "the script made no optimizer step: there is no peak of training in these figures. "
-            "Give it the arguments with which it trains"
+            f"{came}. Look for an error in what it prints, or give it the arguments with which it "
+            "trains"
         )

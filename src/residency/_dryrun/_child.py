@@ -25,7 +25,9 @@ from residency import sim
 from residency._device import memory_allocated
 from residency._dryrun import _frameworks, _host, _ranks, _sharding
 from residency._dryrun._books import KINDS, OTHER, Books
+from residency._dryrun._caught import caught
 from residency._dryrun._compiling import Compiling
+from residency._dryrun._evidence import Evidence
 from residency._dryrun._flex import fuse_attention, name_captured
 from residency._dryrun._levers import Levers
 from residency._dryrun._methods import around
@@ -70,24 +72,49 @@ class Run:
         self._settings = settings
         self._core: Any = sim.core
         self._owners = OwnersOfBlocks()
-        self._books = Books(self._core.take_journal)
-        self._phases = Phases(self._end_phase)
         self._saves = Saves(is_real=settings.is_real)
+        self._evidence = Evidence(lambda: self._phases.name, lambda: self._saves.files)
+        self._phases = Phases(self._end_phase, self._evidence.note_backward)
         self._stopping = Stopping(settings.steps, self._owners.optimizers, _held)
         self._levers = Levers(settings)
         self._compiling = Compiling()
         self._warnings = _Warnings()
+        self._first_host = _host_bytes()
+        self._be_of_this_process()
+        self._begin()
+
+    def _be_of_this_process(self) -> None:
+        """Knows nothing yet: at the start, and in a forked child, as its parent's are not its."""
+        self._books = Books(self._core.take_journal)
         self._num_written = (0, 0, 0)  # of the timeline's points, marks and owners
         self._lock = threading.RLock()  # of the books
         self._ended = "running"
         self._error: str | None = None
         self._out_of_memory: list[dict[str, Any]] = []
         self._started = time.monotonic()  # which processes of one machine share
-        self._first_host = _host_bytes()
         self._most_host = 0
         self._pid = os.getpid()
-        self._file = Path(settings.folder, f"{self._pid}.json")
+        self._file = Path(self._settings.folder, f"{self._pid}.json")
+        self._has_begun = False
+
+    def _begin(self) -> None:
+        """Makes the process's files."""
+        self._has_begun = True
         self._crash = self._file.with_suffix(".crash").open("w")
+
+    def _follow_fork(self) -> None:
+        self._be_of_this_process()
+        self._evidence.begin_anew()
+
+    def _is_watched(self) -> bool:
+        """Returns whether this process has figures: a forked one from when it uses the device on.
+
+        Most never do, as a loader's workers. One whose parent had used it may not, as on CUDA.
+        """
+        if not self._has_begun and not self._core.is_in_bad_fork() and self._core.has_context(0):
+            self._begin()
+            self._tell_from_now_on()
+        return self._has_begun
 
     def start(self) -> None:
         """Watches the process from now on, to its end."""
@@ -96,6 +123,7 @@ class Run:
         self._core.attach_observer(self._note_out_of_memory)
         self._owners.start()
         self._stopping.start()
+        self._evidence.start()
         self._saves.start()
         self._phases.start()  # around all that is in place of a save
         _sharding.watch_buffers(self._making)
@@ -129,6 +157,10 @@ class Run:
             leave(status)
 
         os._exit = leave_at_once
+        os.register_at_fork(after_in_child=self._follow_fork)
+        self._tell_from_now_on()
+
+    def _tell_from_now_on(self) -> None:
         # An extension that takes a simulated address for a real one ends the process at once.
         faulthandler.enable(self._crash)
         self.write()
@@ -188,8 +220,8 @@ class Run:
         self._most_host = max(self._most_host, _host_bytes() - self._first_host)
 
     def _end_phase(self, name: str) -> None:
-        if os.getpid() != self._pid:
-            return  # a forked child has no device
+        if not self._is_watched():
+            return
         if name.endswith("load"):
             self._stopping.note_load()
         with self._lock:
@@ -207,6 +239,7 @@ class Run:
             yield
 
     def _note_out_of_memory(self, device: int, asked: int, allowed: int, free: int) -> None:
+        self._evidence.note_out_of_memory()
         if len(self._out_of_memory) >= _MOST_ERRORS:
             return
         line, operation = place_of_now()
@@ -222,7 +255,7 @@ class Run:
         )
 
     def _finish(self) -> None:
-        if os.getpid() != self._pid:
+        if not self._is_watched():
             return
         if self._ended == "running":
             self._ended = "left" if self._stopping.was_left else "finished"
@@ -255,6 +288,7 @@ class Run:
             "torch": torch.__version__,
             "ended": self._ended,
             "error": self._error,
+            "caught": caught.last,
             "phase": self._phases.name,
             "steps": self._stopping.num_steps,
             "kinds": list(KINDS),
@@ -280,8 +314,11 @@ class Run:
             "saved": self._saves.num_bytes,
             "files": self._saves.files,
             "is_cut": self._stopping.was_cut,
+            "left_out": self._stopping.left_out(),
             "has_compiled": sim.has_compiled() or self._compiling.is_used,
             "has_no_optimizer": self._stopping.is_by_hand,
+            "has_optimizer": self._owners.has_optimizer,
+            **self._evidence.found(),
             "warnings": self._warnings.texts,
             **self._levers.found(),
         }

@@ -11,6 +11,7 @@ from residency._dryrun._answer import Answer
 from residency._dryrun._lines import Found, lines_of
 from residency._dryrun._offers import Offer, Phase, offers, state_bytes
 from residency._dryrun._settings import RunSettings
+from residency._dryrun._verdict import Verdict
 from residency._units import MIB
 
 Run = Callable[[RunSettings, str], Answer]
@@ -59,7 +60,7 @@ def settings_that_fit(
         chosen = search.members(number)
         tried = _try(chosen, settings, run)
         search.note(number, tried.answer)
-        if tried.answer.is_good:
+        if tried.answer.fits:
             best = chosen, tried
         else:
             yield tried
@@ -136,12 +137,12 @@ class _Search:
 
     def note(self, number: int, answer: Answer) -> None:
         """Notes what a run with a set has shown."""
-        if answer.fits and not answer.is_good:
+        if not answer.fits and not answer.is_too_large:
             suspects = number & ~self._working or number
             self._refused |= 1 << suspects.bit_length() - 1
             return
         self._working |= number
-        if not answer.is_good:
+        if not answer.fits:
             self._too_large[number] = answer.found
         else:
             self._is_over = len(self._too_large) == 1  # it was the cheapest that may fit
@@ -226,7 +227,7 @@ class _Search:
 
 
 def _was_interrupted(tried: TriedChange) -> bool:
-    return bool(tried.answer.found.get("was_interrupted"))
+    return tried.answer.verdict is Verdict.INTERRUPTED
 
 
 def _tight(phases: Sequence[Phase], room: int) -> list[Phase]:
@@ -301,7 +302,7 @@ def _with_resident(
         tried = _try(chosen, settings, run, resident=resident)
         if _was_interrupted(tried):
             break
-        if tried.answer.is_good:
+        if tried.answer.fits:
             low, best = resident, tried
         else:
             high, need = resident, max(tried.answer.needed, best.answer.capacity + MIB)

@@ -54,7 +54,13 @@ class Training(Protocol):
 
 
 class Loaders:
-    """The data loaders of a process's script."""
+    """The data loaders of a process's script.
+
+    Attributes:
+        num_cut: Passes of evaluations that have ended early.
+        short: The samples of a data set and the batch of its loader, which they do not fill: of
+            one that steps are made of, or of any where there is no step; None for none.
+    """
 
     def __init__(self, training: Training, held: Callable[[], int]) -> None:
         """Watches none yet.
@@ -63,6 +69,9 @@ class Loaders:
             training: What is under way.
             held: Returns the bytes that tensors hold on the device.
         """
+        self.num_cut = 0
+        self.short: tuple[int, int] | None = None
+        self._has_steps = False
         self._now = training
         self._held = held
         self._last: object = None  # the loader that gave out a batch last
@@ -81,8 +90,12 @@ class Loaders:
 
     def note_step(self) -> None:
         """Takes the loader that gave out a batch last as one that the training is made of."""
-        if self._last is not None:
-            self._of_steps.add(self._last)
+        if self._last is None or self._last in self._of_steps:
+            return
+        self._of_steps.add(self._last)
+        if not self._has_steps or self.short is None:
+            self.short = _unfilled(self._last)
+        self._has_steps = True
 
     def begin_training(self) -> None:
         """Forgets what was of the training before."""
@@ -108,6 +121,7 @@ class Loaders:
                 raise StopIteration
             if loader is not None and self._has_enough(iterator, loader):
                 be_first_rank()
+                self.num_cut += 1
                 raise StopIteration
             self._last = None  # after a last batch, of an evaluation, too
             batch = following(iterator)
@@ -122,6 +136,8 @@ class Loaders:
             if self._is_over(loader, sys._getframe(1)):
                 self._note_empty_pass()  # `while step < last: for batch in loader` has no end
                 return iter(())
+            if not self._has_steps and self.short is None:
+                self.short = _unfilled(loader)
             if _iterates_by(type(loader)) not in self._own:
                 self._begin_pass(loader)
             return begin(loader)
@@ -194,6 +210,16 @@ class Loaders:
             held = now
         self._given[iterator] = number_of_pass, number + 1, held
         return False
+
+
+def _unfilled(loader: Any) -> tuple[int, int] | None:
+    """Returns the samples of a loader's data and its batch, which is larger; else None."""
+    batch: object = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    try:
+        num_samples = len(loader.dataset)
+    except Exception:  # a class's own, of the script: one without a length may say so by any error
+        return None
+    return (num_samples, batch) if isinstance(batch, int) and num_samples < batch else None
 
 
 def _iterates_by(cls: type) -> object:

@@ -10,6 +10,7 @@ Loaded by its path in processes that may never import torch: nothing but the sta
 from __future__ import annotations
 
 import itertools
+import operator
 import sys
 import threading
 from collections.abc import Collection, ItemsView, Iterable, Iterator, KeysView
@@ -41,6 +42,7 @@ class Loop:
         has_names: Whether it goes over a few names or numbers, as of phases: each of its rounds
             does something else.
         is_while: Whether it is a ``while`` loop.
+        line: Where it stands: the file and the number of its line.
     """
 
     __slots__ = (
@@ -51,6 +53,7 @@ class Loop:
         "is_asking",
         "is_ended",
         "is_while",
+        "line",
         "num_rounds",
     )
 
@@ -67,6 +70,7 @@ class Loop:
         self.is_asking = False
         self.has_names = has_names
         self.is_while = is_while
+        self.line = frame.f_code.co_filename, frame.f_lineno
         self._loops = loops
         self._place = _place_of(frame)
 
@@ -86,10 +90,16 @@ class Loop:
 
 
 class Loops:
-    """The loops of a process's script that are under way."""
+    """The loops of a process's script that are under way.
+
+    Attributes:
+        cut: Those that were ended before their time, by their lines: the rounds that they had, and
+            how many were left, or None where nothing says that. The last one that ended comes last.
+    """
 
     def __init__(self) -> None:
         """Begins with none."""
+        self.cut: dict[tuple[str, int], tuple[int, int | None]] = {}
         self._open: dict[_Place, list[Loop]] = {}  # of each frame; the innermost comes last
         self._ending: set[Loop] = set()
         self._waits: list[_Position] | None = None  # for a library, where its loops are ended
@@ -103,24 +113,25 @@ class Loops:
 
     def each(self, iterable: Iterable[object]) -> Iterator[object]:
         """Yields what a ``for`` loop goes over until the loop is ended."""
-        return self._rounds(iter(iterable), has_names=_are_names(iterable))
+        return self._rounds(iterable, iter(iterable))
 
     def mapped(self, function: object, iterable: Iterable[object]) -> Iterable[object]:
         """Returns what ``map`` goes over until the loop is ended; as it is for another function."""
         is_loop = function is map or function is itertools.starmap
         return self.each(iterable) if is_loop else iterable
 
-    def _rounds(self, iterator: Iterator[object], *, has_names: bool) -> Iterator[object]:
-        with Loop(self, sys._getframe(1), has_names=has_names) as loop:
+    def _rounds(self, iterable: Iterable[object], iterator: Iterator[object]) -> Iterator[object]:
+        with Loop(self, sys._getframe(1), has_names=_are_names(iterable)) as loop:
             while not loop.is_ended:
                 loop.follow(sys._getframe(1))
                 loop.is_asking = True
                 item = list(itertools.islice(iterator, 1))
                 loop.is_asking = False
                 if not item:
-                    break
+                    return
                 loop.num_rounds += 1
                 yield item.pop()  # the script alone keeps it
+            self._note_cut(loop, _left_of(iterable, loop.num_rounds))
 
     def repeat(self) -> Loop:
         """Returns the context of a ``while`` loop."""
@@ -130,8 +141,16 @@ class Loops:
         """Returns whether the caller's ``while`` loop has a further round, and counts it."""
         here = reversed(self._open[_place_of(sys._getframe(1))])
         loop = next(each for each in here if each.is_while)  # a `map` may have been begun in it
+        if loop.is_ended:
+            self._note_cut(loop, None)
+            return False
         loop.num_rounds += 1
-        return not loop.is_ended
+        return True
+
+    def _note_cut(self, loop: Loop, num_left: int | None) -> None:
+        self.cut.pop(loop.line, None)
+        if num_left != 0:
+            self.cut[loop.line] = loop.num_rounds, num_left
 
     # ------------------------------------------------------------------------- what ends them
 
@@ -238,6 +257,25 @@ class Loops:
         loops.remove(loop)
         if not loops:
             del self._open[place]
+
+
+def _left_of(iterable: object, num_rounds: int) -> int | None:
+    """Returns how many rounds are left of what a loop goes over; None where it does not say.
+
+    An iterator of Python's own knows what is left; a list, a loader or a progress bar how many it
+    has in all.
+    """
+    if isinstance(iterable, enumerate | zip | map):
+        # A copy of one is made of what it goes over.
+        parts: tuple[object, ...] = iterable.__reduce__()[1]  # type: ignore[assignment]
+        known = [_left_of(each, num_rounds) for each in parts if isinstance(each, Iterator)]
+        return min((each for each in known if each is not None), default=None)
+    try:
+        if hasattr(type(iterable), "__length_hint__"):
+            return operator.length_hint(iterable)
+        return max(0, len(iterable) - num_rounds)  # type: ignore[arg-type]
+    except Exception:  # a class's own, of the script: one without a length may say so by any error
+        return None
 
 
 def _are_names(iterable: object) -> bool:

@@ -11,7 +11,10 @@ from typing import Any
 from residency._dryrun._settings import RunSettings
 
 # What scripts call these, with "_" for "-".
-BATCH = ("per_device_train_batch_size", "micro_batch_size", "train_batch_size", "batch_size", "bs")
+BATCH = (
+    "per_device_train_batch_size", "micro_batch_size", "train_batch_size", "batch_size", "bs",
+    "batchsize", "batch", "b",
+)  # fmt: skip
 SEQUENCE = (
     "seq_len", "seq_length", "sequence_length", "block_size", "max_length", "max_seq_length",
     "max_seq_len", "context_length", "length",

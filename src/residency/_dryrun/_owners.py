@@ -26,6 +26,7 @@ class OwnersOfBlocks:
 
     Attributes:
         optimizers: Those that there are, whether or not they have made a step.
+        has_optimizer: Whether one was made, which may be gone.
     """
 
     def __init__(self) -> None:
@@ -34,16 +35,21 @@ class OwnersOfBlocks:
         self._modules: weakref.WeakValueDictionary[int, torch.nn.Module]
         self._modules = weakref.WeakValueDictionary()
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.has_optimizer = False
 
     def start(self) -> None:
         """Gets to know all that is made from now on, as a copy or from a pickle, too."""
         kinds: tuple[tuple[Any, Any], ...] = (
             (torch.nn.Module, lambda module: self._modules.update({id(module): module})),
-            (Optimizer, self.optimizers.add),
+            (Optimizer, self._add_optimizer),
         )
         for kind, add in kinds:
             for name in ("__init__", "__setstate__"):
                 setattr(kind, name, _telling(getattr(kind, name), add))
+
+    def _add_optimizer(self, optimizer: Optimizer) -> None:
+        self.optimizers.add(optimizer)
+        self.has_optimizer = True
 
     def kinds(self) -> dict[int, str]:
         """Returns what the blocks are that parameters, gradients and states begin at."""

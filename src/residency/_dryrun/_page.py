@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from residency import __version__
-from residency._dryrun._answer import Answer, errors_of, notes
+from residency._dryrun._answer import Answer, below_first_line, first_line, notes
 from residency._errors import InvalidArgumentError
 from residency._units import MIB, format_bytes
 
@@ -53,16 +53,14 @@ def write_page(answer: Answer, file: Path, words: Sequence[str]) -> None:
         InvalidArgumentError: The file cannot be written.
     """
     found = answer.found
-    verdict = "<b class='yes'>fits</b>" if answer.fits else "<b class='no'>does not fit</b>"
-    spare = "to spare" if answer.headroom >= 0 else "more than there is"
+    begin, rest = first_line(answer)
+    colour = "yes" if answer.fits else "no"
     parts = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
         f"<title>residency dry-run</title><style>{_STYLE}</style></head><body>",
         f"<h1><code>{escape(shlex.join(words))}</code></h1>",
-        f"<p>{verdict}: peak {format_bytes(answer.needed)} with a context of "
-        f"{format_bytes(answer.context)}, {format_bytes(abs(answer.headroom))} {spare} "
-        f"({escape(answer.title)}, {format_bytes(answer.capacity)})</p>",
-        *(f"<p class='no'>{escape(text)}</p>" for text in errors_of(answer)),
+        f"<p><b class='{colour}'>{begin}</b>{escape(rest)}</p>",
+        *(f"<p class='no'>{escape(text)}</p>" for text in below_first_line(answer)),
         *(f"<p class='muted'>{escape(text)}</p>" for text in notes(answer)),
         f"<p class='muted'>made on {datetime.now():%Y-%m-%d %H:%M} by residency {__version__}, "
         f"with torch {escape(found['torch'])}</p>",

@@ -26,10 +26,16 @@ class Phases:
         name: The phase of now.
     """
 
-    def __init__(self, on_end: Callable[[str], None]) -> None:
-        """Takes the function that is called with a phase's name when it ends."""
+    def __init__(self, on_end: Callable[[str], None], on_backward: Callable[[], None]) -> None:
+        """Begins with what comes before the first pass.
+
+        Args:
+            on_end: Called with a phase's name when it ends.
+            on_backward: Called when a backward pass has come to its end without an error.
+        """
         self.name = SET_UP
         self._on_end = on_end
+        self._on_backward = on_backward
         self._open: list[str] = []
         self._pass = SET_UP  # what goes on outside known calls
         self._calls = KnownCalls()
@@ -73,7 +79,9 @@ class Phases:
             self._open.append(BACKWARD)
             self._enter()
             try:
-                return function(*args, **options)
+                result = function(*args, **options)
+                self._on_backward()
+                return result
             finally:
                 if BACKWARD in self._open:
                     self._open.remove(BACKWARD)

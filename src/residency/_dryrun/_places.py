@@ -18,6 +18,7 @@ _LIBRARIES = tuple(
     for folder in (_OURS, sysconfig.get_path("stdlib"), os.path.dirname(sys.executable))
 )
 _GENERATOR = 0x20  # inspect.CO_GENERATOR, without a module that most processes here never need
+_texts: set[str] = set()  # names of what the script has run that is no file
 _LONGEST = 60  # letters of an operation that is a piece of the script
 
 
@@ -27,7 +28,7 @@ def place_of(trace: TracebackType | None) -> str:
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
         if is_script(name):
-            place = _place(name, trace.tb_lineno)
+            place = line_of(name, trace.tb_lineno)
         trace = trace.tb_next
     return place
 
@@ -53,15 +54,22 @@ def place_of_now() -> tuple[str, str]:
         script = frames[len(inside)]
         if inside and (not operation or first is not main):
             operation = inside[0].f_code.co_qualname.split(".<locals>")[0]
-        return _place(_file(script), script.f_lineno), operation or _piece(script)
+        return line_of(_file(script), script.f_lineno), operation or _piece(script)
     return "", operation
 
 
 def is_script(name: str) -> bool:
     """Returns whether a file is the script's own: no library's, and none of ours."""
+    if name in _texts:
+        return True
     if is_installed(name) or name.startswith("<"):
         return False
     return not name.startswith(_LIBRARIES)
+
+
+def note_text(name: str) -> None:
+    """Notes that what has this name in place of a file's is the script's own."""
+    _texts.add(name)
 
 
 def is_installed(name: str) -> bool:
@@ -100,8 +108,9 @@ def _file(frame: FrameType) -> str:
     return frame.f_code.co_filename
 
 
-def _place(name: str, line: int) -> str:
-    return f"{os.path.relpath(name)}:{line}"
+def line_of(name: str, line: int) -> str:
+    """Returns how a line of a file is called in what a reader sees."""
+    return f"{name if name in _texts else os.path.relpath(name)}:{line}"
 
 
 def _piece(frame: FrameType) -> str:

@@ -2,8 +2,8 @@
 
 ``for x in items`` goes over ``each(items)``; ``while test`` becomes ``while goes_on() and test``,
 in a context that says when it is over. An endless one that a ``return`` alone leaves returns that
-once it is ended. Lines stay as they are. A script that does not come from a file is loaded as it
-is.
+once it is ended. Lines stay as they are. What comes from no file has its own room (``_texts``).
+An ``except`` says first what it has caught (``_caught``).
 
 Of libraries, modules that train are rewritten, too (``_trains``), but for those of torch and of
 frameworks whose trainers are asked to stop. What cannot be rewritten stays as it is.
@@ -28,10 +28,12 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, TracebackType
 from typing import Any, TypeVar
 
+from residency._dryrun._caught import caught
 from residency._dryrun._loops import loops
 from residency._dryrun._places import is_installed, is_ours, is_script
 
-_ASKED = (loops.each, loops.goes_on, loops.mapped, loops.repeat)  # by a script, by these names
+# By a script, by these names.
+_ASKED = (caught.caught, loops.each, loops.goes_on, loops.mapped, loops.repeat)
 _NAME = "__residency_{}__"
 _AS_A_SCRIPT = "__spec__ = __package__ = __cached__ = None"  # which an archive's module has
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -50,28 +52,46 @@ _Kind = TypeVar("_Kind", bound=ast.AST)
 
 
 class _Rewriting(ast.NodeTransformer):
-    """The rewriting of a syntax tree in place; loops that call nothing stay as they are."""
+    """The rewriting of a syntax tree in place; loops that call nothing stay as they are.
+
+    Attributes:
+        num_changes: How many nodes ask now.
+    """
+
+    def __init__(self) -> None:
+        """Begins with no change."""
+        self.num_changes = 0
+
+    def ask(self, name: str, at: ast.AST, *arguments: ast.expr) -> ast.Call:
+        """Returns a call of what the script asks, in the place of a node."""
+        self.num_changes += 1
+        return _call(name, at, *arguments)
 
     def visit(self, node: ast.AST) -> ast.AST:
         """Rewrites a node and what is in it."""
         self.generic_visit(node)
         if isinstance(node, ast.For) and _calls(node.body):
-            node.iter = _call("each", node.iter, node.iter)
+            node.iter = self.ask("each", node.iter, node.iter)
         elif isinstance(node, ast.Call) and _name(node.func) in ("map", "starmap"):
             if len(node.args) > 1 and not any(isinstance(e, ast.Starred) for e in node.args[:2]):
-                node.args[1] = _call("mapped", node.args[1], node.func, node.args[1])
+                node.args[1] = self.ask("mapped", node.args[1], node.func, node.args[1])
+        elif isinstance(node, ast.Call) and _name(node.func) == "exec" and node.args:
+            if not isinstance(node.args[0], ast.Starred):
+                node.args[0] = self.ask("text", node.args[0], node.func, node.args[0])
+        elif isinstance(node, ast.ExceptHandler):
+            node.body.insert(0, ast.copy_location(ast.Expr(self.ask("caught", node)), node))
         elif isinstance(node, _Comprehension) and _calls([node]):
             for each in node.generators:
                 if not each.is_async:
-                    each.iter = _call("each", each.iter, each.iter)
+                    each.iter = self.ask("each", each.iter, each.iter)
         elif isinstance(node, ast.While) and _calls([node.test, *node.body]):
             is_endless = isinstance(node.test, ast.Constant) and bool(node.test.value)
             if is_endless and not any(_inside(node, ast.Break, but=_LOOPS)):
                 returned = list(_inside(node, ast.Return))[-1:]
                 node.orelse = [copy.deepcopy(each) for each in returned]
-            test = ast.BoolOp(ast.And(), [_call("goes_on", node.test), node.test])
+            test = ast.BoolOp(ast.And(), [self.ask("goes_on", node.test), node.test])
             node.test = ast.copy_location(test, node.test)
-            context = ast.withitem(_call("repeat", node.test))
+            context = ast.withitem(self.ask("repeat", node.test))
             return ast.copy_location(ast.With([context], [node]), node)
         return node
 
@@ -89,11 +109,19 @@ def rewritten(source: bytes, file: str, *, is_main: bool = False) -> CodeType:
         ValueError: It is no text.
     """
     tree = ast.parse(source, file)
-    _Rewriting().visit(tree)
+    has_rewritten(tree)
     if is_main:
         first = _first_to_run(tree.body)
         tree.body[first:first] = ast.parse(_AS_A_SCRIPT).body
     return compile(ast.fix_missing_locations(tree), file, "exec", dont_inherit=True)
+
+
+def has_rewritten(tree: ast.AST) -> bool:
+    """Rewrites a syntax tree in place, and returns whether anything in it was to be."""
+    rewriting = _Rewriting()
+    rewriting.visit(tree)
+    ast.fix_missing_locations(tree)
+    return rewriting.num_changes > 0
 
 
 def _trains(code: CodeType) -> bool:
@@ -171,13 +199,7 @@ class _Script(SourceFileLoader):
         if sys.path and sys.path[0] == self._path:  # as of an archive
             folder = os.path.dirname(os.path.realpath(self.path))
             sys.path[:1] = [] if sys.flags.safe_path else [folder]
-        before = sys.excepthook
-
-        def hook(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
-            at = _of_script(at)
-            before(kind, error.with_traceback(at), at)
-
-        sys.excepthook = hook
+        hide_ours_from_errors()
         return self._code
 
 
@@ -190,6 +212,17 @@ def _find_script(path: str) -> _Script:
         return _Script(file, path)
     except (OSError, SyntaxError, ValueError, RecursionError) as error:
         raise ImportError from error  # Python runs it by itself, and says what is wrong
+
+
+def hide_ours_from_errors() -> None:
+    """Leaves what loads and ends loops out of the traceback that Python shows of an error."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+        at = _of_script(at)
+        before(kind, error.with_traceback(at), at)
+
+    sys.excepthook = hook
 
 
 def _of_script(at: TracebackType | None) -> TracebackType | None:
@@ -205,10 +238,15 @@ def _of_script(at: TracebackType | None) -> TracebackType | None:
     return shown[0] if shown else None
 
 
+def let_ask(name: str, function: object) -> None:
+    """Gives rewritten code a function that it asks."""
+    setattr(builtins, _NAME.format(name), function)
+
+
 def rewrite_loops() -> None:
     """Rewrites what is loaded of the script from now on."""
     for each in _ASKED:
-        setattr(builtins, _NAME.format(each.__name__), each)
+        let_ask(each.__name__, each)
     sys.path_hooks.append(_find_script)
     loader: Any = SourceFileLoader
     load = loader.get_code

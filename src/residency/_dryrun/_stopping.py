@@ -26,10 +26,12 @@ from torch.optim.optimizer import (
 from residency._dryrun._loaders import Loaders
 from residency._dryrun._loops import Loop, loops
 from residency._dryrun._methods import around
+from residency._dryrun._places import line_of
 from residency._dryrun._reaching import LoadsOfTrained, share
 from residency._dryrun._resumes import TEMPLATE
 from residency._memory import ImportWatch, open_phases
 
+_MOST_LOOPS = 4  # that the answer names
 _MOST_RESUMES = 3  # of a loop that loads in its rounds
 _MOST_TRAININGS = 10  # until a loop that makes an optimizer in each round is ended, too
 _PATIENCE = 10  # times the steps that were asked for, until each optimizer has made as many
@@ -96,6 +98,21 @@ class Stopping:
         self._trainers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._by_hand: Any = _StepByHand()
         self._num_by_hand = 0
+
+    def left_out(self) -> dict[str, object]:
+        """Returns what was left out of the script, as the answer has it: the outermost loop first,
+        with its rounds and how many of it are left, if that is known.
+        """
+        short = self._loaders.short
+        cut = list(loops.cut.items())[: -_MOST_LOOPS - 1 : -1]
+        return {
+            "loops": [
+                {"line": line_of(*line), "rounds": num_rounds, "left": left}
+                for line, (num_rounds, left) in cut
+            ],
+            "evaluations": self._loaders.num_cut,
+            "data": short and {"samples": short[0], "batch": short[1]},
+        }
 
     @property
     def is_by_hand(self) -> bool:

@@ -48,8 +48,10 @@ def _watch_script() -> None:
     _load_first("_files").watch_files_of_run(run["folder"])
     if run["steps"]:
         _load_first("_places")
+        _load_first("_caught")
         _load_first("_loops")
         _load_first("_rewriting").rewrite_loops()
+        _load_first("_texts").follow_texts()
 
 
 def _load_first(name: str) -> ModuleType:

@@ -1,0 +1,64 @@
+"""What a training process finds of a training that fits, or as changed, where a verdict asks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from residency._dryrun import RunSettings
+from residency._dryrun._answer import Answer
+
+SEEN = {"steps": 2, "backward_passes": 2, "forward_passes": 2, "begun_passes": 2, "saves": 0}
+
+
+def facts(**changed: Any) -> dict[str, Any]:
+    """Makes what a run finds in which nothing went wrong, but for what is changed."""
+    found: dict[str, Any] = {
+        "caught": "",
+        "ended": "finished",
+        "error": None,
+        "has_optimizer": True,
+        "is_cut": False,
+        "left_out": {"loops": [], "evaluations": 0, "data": None},
+        "out_of_memory": [],
+        "peak_reserved": 1,
+        "phase_of_error": "",
+        "seen": dict(SEEN),
+        "signals": [],
+        "since_error": None,
+        "was_interrupted": False,
+    }
+    return found | changed
+
+
+MIB = 1 << 20
+KINDS = ("parameters", "gradients", "optimizer state", "activations", "other")
+NOTHING = RunSettings(folder="", capacity=0)
+
+
+def phase(name: str, *held: int, reserved: int | None = None) -> dict[str, Any]:
+    """Makes a phase of MiB of each kind; what is reserved is what is allocated, or more."""
+    at_peak = {kind: size * MIB for kind, size in zip(KINDS, held, strict=True)}
+    allocated = sum(at_peak.values())
+    return {
+        "name": name,
+        "visits": 1,
+        "at_peak": at_peak,
+        "peak_allocated": allocated,
+        "peak_reserved": allocated if reserved is None else reserved * MIB,
+    }
+
+
+def answered(
+    phases: Sequence[dict[str, Any]], capacity: int, *, error: str | None = None, **found: Any
+) -> Answer:
+    """Makes the answer of a run with such phases on a device of so many MiB."""
+    over = any(each["peak_reserved"] > capacity * MIB for each in phases)
+    known = facts() | {"libraries": [], "arguments": {}, "recomputed": [], **found}
+    has_load = any(each["name"] == "load" for each in phases)
+    known = {"trainer": {"numbers": {}}, "has_template": False, **known}
+    known |= {"loads_on_device": has_load, "loads_state": has_load}
+    known |= {"phases": list(phases), "error": error, "ended": "error" if error else "finished"}
+    first = {**known, "out_of_memory": [{"phase": "forward"}] if over and not error else []}
+    first["since_error"] = dict.fromkeys(SEEN, 0) if first["out_of_memory"] else None
+    return Answer(known, first, capacity * MIB, 0, "a device")

@@ -2,8 +2,9 @@
 
 To hand an action is one call into C: an interrupt comes before it, and nothing happened, or after
 it, and the thread has the action. A caller that cannot know which of the two it was hands another
-action, which comes after the first and finds out. Invariant, which ``tests/checkpoint/test_background.py``
-tries to break: of all threads that were ever begun for one of these, one does the actions.
+action, which comes after the first and finds out. Invariant, which
+``tests/checkpoint/test_background.py`` tries to break: of all threads that were ever begun for one
+of these, one does the actions.
 
 [Note: who ends the thread] ``end`` does; else the last reference to its ``Background``; else the
 end of the interpreter, which waits for what was handed before.
@@ -69,7 +70,7 @@ class Background:
             self._has_none = False
         except RuntimeError as error:  # of the system, or of an interpreter that ends
             self._has_none = not any(each.is_alive() for each in self._threads)
-            _logger.warning("%s: %s does its work in the calls that ask for it", error, self._name)
+            _logger.warning("%s does its work in the calls for it: %s", self._name, str(error))
 
     def hand(self, action: Action) -> None:
         """Has an action done after all that was handed before; start the thread first.

@@ -20,8 +20,8 @@ from residency._checkpoint._files import plan_files
 from residency._checkpoint._save import (
     PUBLISHED,
     SKIPPED,
-    SaveOutcome,
     Save,
+    SaveOutcome,
     SaveStatistics,
     failed,
     let_locals_go,

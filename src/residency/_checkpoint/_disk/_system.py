@@ -199,7 +199,7 @@ def close_quietly(system: System, fd: Descriptor) -> None:
 
 
 def sync_folder(system: System, path: Path) -> None:
-    """Returns when a directory's entries are on the disk."""
+    """Returns when a directory's entries, or a file's bytes, are on the disk."""
     fd = system.open(path, os.O_RDONLY)
     try:
         system.fsync(fd)

@@ -12,6 +12,7 @@ import torch
 import residency
 from residency._checkpoint import _background
 from residency._checkpoint._background import Background
+from residency._registries import WeakRegistry
 
 
 def test_an_interrupt_before_the_thread_began_leaves_one_that_is_begun_again_and_ended(
@@ -59,6 +60,7 @@ def test_of_two_threads_that_were_begun_one_does_the_actions() -> None:
 def ending(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Returns what lets the interpreter end, as far as this package can tell, for this test."""
     monkeypatch.setattr(_background._interpreter, "is_ending", False)
+    monkeypatch.setattr(_background, "_alive", WeakRegistry())  # of no other test
     return _background._end_all
 
 

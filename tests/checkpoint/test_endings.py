@@ -29,7 +29,7 @@ PROGRAM = """
     )
     def fail(self, request, **kwargs):
         raise OSError(28, "No space left on device")
-    def late():
+    def outlive():
         threading.main_thread().join()
         if fails:
             CheckpointDirectory.save = fail
@@ -41,12 +41,22 @@ PROGRAM = """
             print("refused:", error)
     used.save(1, {"x": torch.ones(9)})
     closed.save(1, {"x": torch.ones(9)})
-    threading.Thread(target=late).start()
+    threading.Thread(target=outlive).start()
     if not fails:
         atexit.register(lambda: used.save(3, {"x": torch.ones(9)}))
         atexit.register(lambda: unused.save(1, {"x": torch.ones(9)}).wait())
     atexit.register(refused)
     atexit.register(closed.close)
+    class Late:
+        def __init__(self):
+            self.used = used
+        def __del__(self):
+            try:
+                self.used.save(9, {"x": 1})
+            except Exception as error:
+                print("too late:", error)
+            self.used.close()
+    late = Late()
     early.append(lambda: last.save(1, {"x": torch.ones(9)}))
 """
 
@@ -68,6 +78,7 @@ def test_saves_of_exit_handlers_and_of_threads_that_outlive_the_main_one_are_mad
     assert ended.returncode == 0, ended.stderr
     assert not ended.stderr
     assert "refused: this checkpointer" in ended.stdout
+    assert "too late: save was called while Python takes its modules apart" in ended.stdout
     expected = {"used": [1, 2, 3], "unused": [1], "last": [1], "closed": [1]}
     for name, steps in expected.items():
         checkpointer = residency.Checkpointer(tmp_path / name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -461,6 +462,11 @@ class Checkpointer:
             )
         self._check_process()
         self._check_is_no_inner_call(call)
+        if sys.is_finalizing():
+            raise RefusedError(
+                f"{call} was called while Python takes its modules apart, by a finalizer, when no "
+                f"thread runs any more. Nothing was done; call {call} in an exit handler (atexit)."
+            )
 
     def _check_is_no_inner_call(self, call: str) -> None:
         """Raises RefusedError where this thread could not go on: it would wait for itself."""

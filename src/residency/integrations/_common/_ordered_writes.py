@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from residency import _device
 from residency._checkpoint import Background, Once, check_count
@@ -41,15 +42,29 @@ class OrderedWrites:
 
     def make_room(self) -> None:
         """Blocks until one more write may be under way."""
-        while self._writes and (
-            self._writes[0][1].value or len(self._writes) >= self.max_in_flight
-        ):
-            self._writes[0][1].wait()
-            self._writes.popleft()
+        while len(pending := self._under_way()) >= self.max_in_flight:
+            pending[0][1].wait()
 
     def is_pending(self, path: object) -> bool:
         """Returns whether a write to a path is not over."""
-        return any(to == str(path) and not is_over.value for to, is_over in self._writes.copy())
+        return any(to == str(path) for to, _ in self._under_way())
+
+    def is_current(self) -> bool:
+        """Returns whether the calling thread is the one that writes."""
+        return self._background is not None and self._background.is_current()
+
+    def _under_way(self) -> list[tuple[str, Once[bool]]]:
+        """Returns the writes that are not over, and lets go of the others, step by step: a signal
+        handler that writes may come in the midst.
+        """
+        pending = []
+        for each in self._writes.copy():
+            if not each[1].value:
+                pending.append(each)
+            else:
+                with suppress(ValueError):
+                    self._writes.remove(each)
+        return pending
 
     def write(self, path: object, action: Callable[[], object]) -> None:
         """Queues a write after all that was asked for before.

@@ -104,7 +104,7 @@ class ResidencyCheckpointIO:
                 or the save is inside of another call, and a file of this name is on its way.
         """
         with phase_unless_inside("save"):
-            if call_under_way(self) is None:
+            if call_under_way(self) is None and not self._writes.is_current():
                 self._begin(checkpoint, path, storage_options)
             elif self._writes.is_pending(path):
                 refuse_inside(f"a save of {path}, which is still being written,", self)

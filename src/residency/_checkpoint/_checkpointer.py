@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -189,8 +189,8 @@ class Checkpointer:
             CheckpointError, OSError: An earlier save failed. This one was not begun, and the next
                 one will be; of several ranks, in which different calls may raise, this one was.
         """
-        begun = time.perf_counter()
         self._check_open("save")
+        begun = time.perf_counter()
         with self._lock:
             save = self._save(step, state, metrics, rng, begun)
         if progress:
@@ -269,7 +269,7 @@ class Checkpointer:
         Raises:
             CheckpointError, OSError: A save failed, and no call has raised that yet.
         """
-        if self._has_ended or os.getpid() != self._process:
+        if self._has_ended or self._is_too_late() or os.getpid() != self._process:
             return
         self._check_is_no_inner_call("close")
         with self._lock:  # each line again without effect, after an interrupt
@@ -455,18 +455,22 @@ class Checkpointer:
         # A plain dict, of whatever class the state is: each name in it has a file.
         return {**state, RNG: _rng.random_states()} if rng else dict(state)
 
-    def _check_open(self, call: str) -> None:
+    def _check_open(self, call: str, refused: type[Exception] = RefusedError) -> None:
+        if self._is_too_late():
+            raise refused(
+                f"{call} was called while Python takes its modules apart, by a finalizer, when no "
+                f"thread runs any more. Nothing was done; call {call} in an exit handler (atexit)."
+            )
         if self._is_closed:
             raise RefusedError(
                 f"this checkpointer of {str(self._directory.path)!r} is closed; make another one."
             )
         self._check_process()
         self._check_is_no_inner_call(call)
-        if sys.is_finalizing():
-            raise RefusedError(
-                f"{call} was called while Python takes its modules apart, by a finalizer, when no "
-                f"thread runs any more. Nothing was done; call {call} in an exit handler (atexit)."
-            )
+
+    def _is_too_late(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> bool:
+        """Returns whether modules may be empty by now: the saves of before are written."""
+        return is_finalizing()
 
     def _check_is_no_inner_call(self, call: str) -> None:
         """Raises RefusedError where this thread could not go on: it would wait for itself."""

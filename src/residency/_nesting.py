@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Mark(NamedTuple):
-    """What is half done while a function runs.
+    """A thing that is half done while a function runs.
 
     Attributes:
         part_of: What the caller knows it as.

@@ -9,7 +9,7 @@ of these, one does the actions.
 [Note: who ends the thread] ``end`` does; else the last reference to its ``Background``; else the
 end of the interpreter, which waits for what was handed before.
 
-[Note: without a thread] Once the interpreter has begun to end, nobody would end another thread, and
+[Note: without a thread] Once the interpreter has begun to end, nothing would end another thread, and
 later versions of Python begin none. What is handed from then on, by exit handlers and by threads
 that outlive the main one, is done in the call that hands it, after all that was handed before. So
 it is where the system lets no thread begin.
@@ -73,7 +73,7 @@ class Background:
             _logger.warning("%s does its work in the calls for it: %s", self._name, str(error))
 
     def hand(self, action: Action) -> None:
-        """Has an action done after all that was handed before; start the thread first.
+        """Queues an action, to be done after all that was handed before; start the thread first.
 
         [Note: without a thread]
         """
@@ -158,7 +158,7 @@ _alive: WeakRegistry[Background] = WeakRegistry()
 
 
 class _Interpreter:
-    """What is known of the interpreter. [Note: without a thread]"""
+    """The state of the interpreter. [Note: without a thread]"""
 
     is_ending = False
 

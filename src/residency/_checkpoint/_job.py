@@ -43,8 +43,7 @@ class Job:
     writer's thread's from then on. What ends a job asks that alone, so that an interrupt at
     whatever line finds one owner. ``finish`` ends it, on whichever thread: the memory comes back
     first, and nothing that goes wrong there keeps a thread waiting that waits for the save. It says
-    "published" of what ``write`` has seen published, and of what nobody gave an outcome that it
-    failed.
+    "published" of what ``write`` has seen published, and of what has no outcome that it failed.
 
     Attributes:
         save: What the caller has of it.

@@ -2,7 +2,7 @@
 
 Python's ``Event`` holds a lock while it is asked: a handler that interrupts one question and waits
 for what another thread is about to set would wait for ever. Here each who waits has a queue of its
-own, whose methods are single calls into C, and nobody holds anything.
+own, whose methods are single calls into C, and no thread holds a lock.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class SaveStatistics:
 
 @dataclass(frozen=True, slots=True)
 class SaveOutcome:
-    """How a save ended: published, skipped, or failed with an error. There is no other end.
+    """The end of a save: published, skipped, or failed with an error. There is no other.
 
     Attributes:
         word: Which of them.
@@ -164,12 +164,12 @@ def raise_unreported(folder: Path) -> None:
 
 
 def nobody_tells() -> bool:
-    """Returns whether the process has told of failures for the last time, and is ending."""
+    """Returns whether the process has reported failures for the last time, and is ending."""
     return _exit.has_told
 
 
 class _Exit:
-    """What the end of the process has done."""
+    """The last words of the process."""
 
     has_told = False
 

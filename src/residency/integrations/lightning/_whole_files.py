@@ -1,7 +1,7 @@
 """Files of checkpoints that get their names when they are whole and on the disk.
 
 A file is written into a directory of its own beside its place, which its writer keeps locked: what
-a dead writer left can be told from what is being written, and goes with the next write beside it.
+a dead writer left can be distinguished from what is being written, and goes with the next write beside it.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ of these, one does the actions.
 [Note: who ends the thread] ``end`` does; else the last reference to its ``Background``; else the
 end of the interpreter, which waits for what was handed before.
 
-[Note: without a thread] Once the interpreter has begun to end, nothing would end another thread, and
-later versions of Python begin none. What is handed from then on, by exit handlers and by threads
-that outlive the main one, is done in the call that hands it, after all that was handed before. So
-it is where the system lets no thread begin.
+[Note: without a thread] Once the interpreter has begun to end, nothing would end another thread,
+and later versions of Python begin none. What is handed from then on, by exit handlers and by
+threads that outlive the main one, is done in the call that hands it, after all that was handed
+before. So it is where the system lets no thread begin.
 """
 
 from __future__ import annotations

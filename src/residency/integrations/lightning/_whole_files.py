@@ -1,7 +1,8 @@
 """Files of checkpoints that get their names when they are whole and on the disk.
 
-A file is written into a directory of its own beside its place, which its writer keeps locked: what
-a dead writer left can be distinguished from what is being written, and goes with the next write beside it.
+A file is written into a directory of its own beside its place, which its writer keeps locked. So
+what a dead writer left can be distinguished from what is being written; it goes with
+the next write.
 """
 
 from __future__ import annotations

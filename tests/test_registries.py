@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1] / "src" / "residency"
 # Every mutable object of a module, and why it cannot grow without end or keep a tensor alive.
 REGISTRIES = {
     "_checkpoint/_background.py:_alive": "weak",
+    "_checkpoint/_background.py:_interpreter": "a flag",
     "_checkpoint/_capture/_capture.py:_of_thread": "a thread's own, the index of its device",
     "_checkpoint/_disk/_dry.py:_dry": "one entry",
     "_checkpoint/_disk/_dry.py:_observers": "those of a dry run's process, which it has one of",
@@ -27,6 +28,7 @@ REGISTRIES = {
     "_checkpoint/_disk/_lock.py:_locks": "weak",
     "_checkpoint/_disk/_read.py:_pools": "weak",
     "_checkpoint/_disk/_system.py:_libc": "one entry",
+    "_checkpoint/_save.py:_exit": "a flag",
     "_checkpoint/_save.py:unreported": "failed saves that nobody was told of; no tensors",
     "_cli/_site/sitecustomize.py:_asked": "two entries",
     "_dryrun/_caught.py:caught": "the words of one error",
@@ -51,6 +53,7 @@ REGISTRIES = {
     "_memory/_history.py:held_history": "a few numbers for each of 256 phases at most",
     "_memory/_phase.py:_open": "the phases that are open",
     "_memory/_phase.py:boundaries": "the ledgers that are open",
+    "_nesting.py:_marks": "one entry a function that is marked",
     "_optim/_offload.py:_classes": "weak keys; classes, no tensors",
     "_optim/_offload.py:_metaclass_of": "one entry a metaclass; no tensors",
     "_optim/_offloaded.py:_hooked_step": "a function",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-import threading
 import types
 
 import pytest
 
 from residency._checkpoint import progress_bar
+from residency._checkpoint._once import Once
 from residency._checkpoint._progress import follow
+from residency._checkpoint._save import PUBLISHED
 
 
 def test_sizes_and_rates_of_a_bar_are_in_binary_units(capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,12 +31,12 @@ def test_a_bar_that_is_not_to_be_shown_says_nothing(capsys: pytest.CaptureFixtur
 
 
 def test_a_bar_follows_a_save_to_its_end_and_no_further() -> None:
-    written, save = iter([3, 5, 8]), types.SimpleNamespace(_done=threading.Event())
+    written, save = iter([3, 5, 8]), types.SimpleNamespace(_outcome=Once())
 
     def statistics() -> types.SimpleNamespace:
         count = next(written)  # a fourth look is an error
         if count == 5:
-            save._done.set()
+            save._outcome.set(PUBLISHED)
         return types.SimpleNamespace(written_bytes=count)
 
     save.statistics = statistics

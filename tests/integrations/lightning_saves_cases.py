@@ -249,6 +249,57 @@ def a_write_that_failed_is_told_once_and_the_next_ones_work() -> None:
 
 
 @case
+def a_disk_that_fills_up_leaves_the_file_of_before_and_none_that_is_half_written() -> None:
+    clouds = importlib.import_module(PLUGINS.TorchCheckpointIO.save_checkpoint.__module__)
+    save = clouds._atomic_save
+
+    def save_half(checkpoint: Any, path: Any) -> None:
+        save(checkpoint, path)
+        half = Path(path).read_bytes()[:100]
+        Path(path).write_bytes(half)
+        raise OSError(28, "No space left on device")
+
+    with folder() as at:
+        io = ResidencyCheckpointIO()
+        io.save_checkpoint({"state_dict": {"a": torch.ones(3)}}, at / "a.ckpt")
+        io.wait()
+        clouds._atomic_save = save_half
+        try:
+            for name in ("a.ckpt", "b.ckpt"):
+                io.save_checkpoint({"state_dict": {"a": torch.zeros(3)}}, at / name)
+                with pytest.raises(residency.CheckpointError, match="No space left"):
+                    io.wait()
+        finally:
+            clouds._atomic_save = save
+        assert [path.name for path in at.iterdir()] == ["a.ckpt"]
+        assert bool((read(at / "a.ckpt")["state_dict"]["a"] == 1).all())
+        io.teardown()
+
+
+@case
+def a_save_inside_of_a_save_is_there_when_it_returns() -> None:
+    """As in Lightning's handler of the signal by which Slurm says that the job is to end."""
+    with folder() as at:
+        io = ResidencyCheckpointIO()
+
+        class Rings:
+            def __getstate__(self) -> dict[str, Any]:
+                io.save_checkpoint({"state_dict": {"a": torch.ones(3)}}, at / "inner.ckpt")
+                found.append(read(at / "inner.ckpt")["state_dict"]["a"].tolist())
+                return {}
+
+        found: list[Any] = []
+        rings = Rings()
+        with pytest.raises(residency.RefusedError, match="Rings"):  # a class of a function
+            io.save_checkpoint({"rings": rings}, at / "outer.ckpt")
+        assert found
+        assert all(each == [1.0] * 3 for each in found)
+        io.save_checkpoint({"state_dict": {"a": torch.ones(3)}}, at / "next.ckpt")
+        io.teardown()
+        assert sorted(path.name for path in at.iterdir()) == ["inner.ckpt", "next.ckpt"]
+
+
+@case
 def a_failure_of_the_last_write_ends_fit_and_what_it_was_to_replace_is_kept() -> None:
     class Failing(PLUGINS.TorchCheckpointIO):  # type: ignore[misc]
         def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:

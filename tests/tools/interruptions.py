@@ -60,13 +60,27 @@ class _Tracer:
             if len(self.places) == self._at:
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
                 sys.settrace(None)
-                assert self._error is not None
-                raise self._error
+                self._happen()
         return self._line
+
+    def _happen(self) -> None:
+        assert self._error is not None
+        raise self._error
 
     def let_go(self) -> None:
         """Keeps the exception, and so what its frames have, no longer."""
         self._error = None
+
+
+class _Caller(_Tracer):
+    """Calls a function at one of the lines, as Python calls the handler of a signal."""
+
+    def __init__(self, at: int, handler: Callable[[], object]) -> None:
+        super().__init__(at, None)
+        self._handler = handler
+
+    def _happen(self) -> None:
+        self._handler()
 
 
 def _is_leaving_a_with(frame: FrameType) -> bool:
@@ -139,6 +153,13 @@ def interrupted_at(
     finally:
         tracer.let_go()
     return ""
+
+
+def called_at(line: int, action: Callable[[], Any], handler: Callable[[], object]) -> str:
+    """Runs an action and calls a function at its ``line``-th line of the library; returns where."""
+    tracer = _Caller(line, handler)
+    _traced(tracer, action)
+    return tracer.where
 
 
 def spread(count: int, most: int, seed: int) -> Iterator[int]:

@@ -76,8 +76,9 @@ BREAKS = (
     Break(
         "_checkpoint/_checkpointer.py",
         "tests/checkpoint/test_failed_saves.py",
-        "        unreported[:] = [save for save in unreported if save not in mine]\n",
+        "    unreported[:] = [save for save in unreported if save not in mine]\n",
         "",
+        "_checkpoint/_save.py",
     ),
     Break(
         "_checkpoint/_disk/_write.py",

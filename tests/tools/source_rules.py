@@ -14,6 +14,7 @@ LAYERS = (
     ("_errors",),
     ("_units",),
     ("_registries",),
+    ("_nesting",),
     ("_commands",),
     ("_lazy",),
     ("_modes",),

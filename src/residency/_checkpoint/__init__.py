@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from residency._checkpoint._disk._manifest import Record
     from residency._checkpoint._disk._publish import Retention
     from residency._checkpoint._document._dtypes import DTYPES, STORED_DTYPES
+    from residency._checkpoint._once import Once
     from residency._checkpoint._progress import progress_bar
     from residency._checkpoint._restore._load_into import load_into
     from residency._checkpoint._rng import random_states
@@ -31,6 +32,7 @@ __all__ = [
     "Background",
     "Checkpointer",
     "DTYPES",
+    "Once",
     "Record",
     "Retention",
     "STORED_DTYPES",
@@ -60,6 +62,7 @@ __getattr__ = door(
         "_disk._manifest": ["Record"],
         "_disk._publish": ["Retention"],
         "_document._dtypes": ["DTYPES", "STORED_DTYPES"],
+        "_once": ["Once"],
         "_progress": ["progress_bar"],
         "_restore._load_into": ["load_into"],
         "_rng": ["random_states"],

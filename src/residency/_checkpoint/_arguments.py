@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, SupportsIndex, cast
 
 from residency._checkpoint._disk._header import METADATA
 from residency._checkpoint._disk._publish import Retention
@@ -73,10 +74,23 @@ def _figure(name: str, value: Any) -> float:
     ) from error
 
 
-def check_state(step: object, state: object, rng: bool) -> None:
-    """Raises InvalidArgumentError unless these can be saved as a step and a state."""
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+def check_step(step: object) -> int:
+    """Returns a step as Python's own integer; numpy's and others' are taken, too.
+
+    Raises:
+        InvalidArgumentError: It is no whole number of at least 0.
+    """
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(cast(SupportsIndex, step))
+    except TypeError:
+        number = -1
+    if number < 0:
         raise InvalidArgumentError(f"step is {step!r}; expected a whole number of at least 0.")
+    return number
+
+
+def check_state(state: object, rng: bool) -> None:
+    """Raises InvalidArgumentError unless this can be saved as a state."""
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         raise InvalidArgumentError(
             f"the state is a {type(state).__name__}; expected a mapping with names as keys, such "

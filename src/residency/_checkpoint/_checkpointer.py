@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -26,6 +27,7 @@ from residency._checkpoint._arguments import (
     check_metrics,
     check_seconds,
     check_state,
+    check_step,
     retention,
     spare_bytes,
 )
@@ -38,10 +40,11 @@ from residency._checkpoint._document._encode import check_is_finite
 from residency._checkpoint._job import Job, Ranks
 from residency._checkpoint._progress import follow, progress_bar
 from residency._checkpoint._restore._attempts import Attempts
-from residency._checkpoint._save import Save, unreported
+from residency._checkpoint._save import PUBLISHED, SKIPPED, Save, nobody_tells, raise_unreported
 from residency._checkpoint._save_memory import SaveMemory, memory_for_next
 from residency._errors import InvalidArgumentError, RefusedError, ResidencyError
 from residency._modes import inference_mode_off
+from residency._nesting import half_done, refuse_inside
 from residency._transfer import SlabArena, owner_of, states_to_come
 
 _POLICIES = ("wait", "skip", "replace")
@@ -150,28 +153,9 @@ class Checkpointer:
         Raises:
             RefusedError: Something in the state cannot be saved, or the host has no room.
         """
-        self._check_open()
+        self._check_open("prepare")
         with self._lock:
-            self._give_up_unfinished()
-            self._use_directory()
-            looked_at = Capture(SlabArena(pin=False))
-            try:
-                looked_at.describe(self._with_rng(state, True), rank=self._ranks.rank_to_write)
-                sizes = sizes_of(looked_at.blocks.blocks)
-                is_on_device = any(not block.span.is_cpu for block in looked_at.blocks.blocks)
-            finally:
-                looked_at.release()
-            for optimizer in optimizers_in(state):
-                self._set_spare(optimizer)
-                groups = optimizer.param_groups
-                is_on_device |= any(not p.is_cpu for group in groups for p in group["params"])
-                sizes += [like.numel() * like.element_size() for like in states_to_come(optimizer)]
-            for memory in self._memories:
-                if memory.is_free:
-                    memory.arena = memory.emptied()
-                    memory.arena.pin_for(is_on_device)
-                    for region in make_room(memory.arena, sizes):
-                        region.touch()
+            self._prepare(state)
 
     def save(
         self,
@@ -205,12 +189,14 @@ class Checkpointer:
             CheckpointError, OSError: An earlier save failed. This one was not begun, and the next
                 one will be; of several ranks, in which different calls may raise, this one was.
         """
+        self._check_open("save")
         begun = time.perf_counter()
-        self._check_open()
         with self._lock:
             save = self._save(step, state, metrics, rng, begun)
         if progress:
-            with progress_bar(f"saving step {step}", save._num_bytes, is_shown=True) as advance:
+            with progress_bar(
+                f"saving step {step}", lambda: save._num_bytes, is_shown=True
+            ) as advance:
                 follow(save, advance)
             save.wait()
         return save
@@ -256,13 +242,10 @@ class Checkpointer:
             Device: the ring (64 MiB) at the most, and no state of an optimizer unless ``eager``.
             Host: the ring, and what optimizers need to live.
         """
-        self._check_open()
+        self._check_open("restore")
         with self._lock:
-            self._give_up_unfinished()
-            self._background.drain()
             attempts = Attempts(self._directory, self._ranks, state, strict, rng, eager, progress)
-            with inference_mode_off():
-                return attempts.restore(step)
+            return self._restore(attempts, step)
 
     def steps(self) -> list[int]:
         """Returns the steps of the published saves, ascending."""
@@ -275,10 +258,11 @@ class Checkpointer:
             CheckpointError, OSError: A save failed, and no call has raised that yet.
         """
         self._check_process()
+        self._check_is_no_inner_call("wait")
         with self._lock:
             self._give_up_unfinished()
             self._background.drain()
-            self._raise_failure()
+            raise_unreported(self._directory.path)
 
     def close(self) -> None:
         """Waits for saves on their way, then gives memory and directory back; again, does nothing.
@@ -286,8 +270,9 @@ class Checkpointer:
         Raises:
             CheckpointError, OSError: A save failed, and no call has raised that yet.
         """
-        if self._has_ended or os.getpid() != self._process:
+        if self._has_ended or self._is_too_late() or os.getpid() != self._process:
             return
+        self._check_is_no_inner_call("close")
         with self._lock:  # each line again without effect, after an interrupt
             self._give_up_unfinished()
             self._is_closed = True
@@ -297,8 +282,39 @@ class Checkpointer:
             self._directory.unlock()
             _device.give_back_pinned(pinned_bytes)
             self._has_ended = True
-            self._raise_failure()
+            raise_unreported(self._directory.path)
 
+    @half_done("a prepare", of_object=True)
+    def _prepare(self, state: object) -> None:
+        self._give_up_unfinished()
+        self._use_directory()
+        looked_at = Capture(SlabArena(pin=False))
+        try:
+            looked_at.describe(self._with_rng(state, True), rank=self._ranks.rank_to_write)
+            sizes = sizes_of(looked_at.blocks.blocks)
+            is_on_device = any(not block.span.is_cpu for block in looked_at.blocks.blocks)
+        finally:
+            looked_at.release()
+        for optimizer in optimizers_in(state):
+            self._set_spare(optimizer)
+            groups = optimizer.param_groups
+            is_on_device |= any(not p.is_cpu for group in groups for p in group["params"])
+            sizes += [like.numel() * like.element_size() for like in states_to_come(optimizer)]
+        for memory in self._memories:
+            if memory.is_free:
+                memory.arena = memory.emptied()
+                memory.arena.pin_for(is_on_device)
+                for region in make_room(memory.arena, sizes):
+                    region.touch()
+
+    @half_done("a restore", of_object=True)
+    def _restore(self, attempts: Attempts, step: int | None) -> int:
+        self._give_up_unfinished()
+        self._background.drain()
+        with inference_mode_off():
+            return attempts.restore(step)
+
+    @half_done("a save", of_object=True)
     def _save(
         self,
         step: int,
@@ -309,22 +325,23 @@ class Checkpointer:
     ) -> Save:
         self._give_up_unfinished()
         if self._ranks.world_size == 1:
-            self._raise_failure()
+            raise_unreported(self._directory.path)
         self._num_saves += 1
         self._last_call = step, self._num_saves
         try:
-            check_state(step, state, rng)
+            number = check_step(step)
+            check_state(state, rng)
             figures = check_metrics(metrics)
-            save = Save(step, self._directory.path / step_name(step))
+            save = Save(number, self._directory.path / step_name(number))
             job = self._begin(save, state, figures, rng, begun)
         except BaseException as error:
             self._give_up_unfinished()
             self._directory.give_up(self._ranks.request(step), error)
             raise
-        if self._ranks.world_size > 1:
-            self._raise_failure()
+        if self._ranks.world_size > 1 or nobody_tells():
+            raise_unreported(self._directory.path)
         if job is None:
-            return Save(step, save.path, is_skipped=True)
+            save._outcome.set(SKIPPED)
         return save
 
     def _begin(
@@ -373,7 +390,7 @@ class Checkpointer:
                     before.skip()
                     memory.job = job
                     return
-            before.save._done.wait()  # the writer came first
+            before.save._outcome.wait()  # the writer came first
         self._make_room(memory, job)
         memory.job = job
 
@@ -401,7 +418,7 @@ class Checkpointer:
             job.write(
                 self._directory, self._ranks, self._timeout_seconds, partial(self._is_repeated, job)
             )
-            if job.save._error is None:
+            if job.save._outcome.value is PUBLISHED:
                 self._retire(job.save.step)
 
     def _is_repeated(self, job: Job) -> bool:
@@ -419,23 +436,8 @@ class Checkpointer:
             self._directory.apply(self._retention, spare=step)
         except (OSError, ResidencyError) as error:  # old ones go another time
             _logger.warning(
-                "an old save in %s could not be removed: %s", self._directory, str(error)
+                "an old save in %s could not be removed: %s", self._directory.path, str(error)
             )
-
-    def _raise_failure(self) -> None:
-        """Raises the first failure of a save of this checkpointer that no call has raised yet."""
-        mine = [save for save in unreported if save.path.parent == self._directory.path]
-        if not mine:
-            return
-        error = mine[0]._error
-        assert error is not None
-        for save in mine[1:]:
-            error.add_note(f"The save of step {save.step} failed, too: {save._error}")
-        unreported[:] = [save for save in unreported if save not in mine]
-        try:
-            raise error
-        finally:
-            del error, mine  # an error that this frame keeps would keep the frame
 
     def _use_directory(self) -> None:
         if self._ranks.rank == 0 and not self._directory.is_locked:
@@ -454,12 +456,32 @@ class Checkpointer:
         # A plain dict, of whatever class the state is: each name in it has a file.
         return {**state, RNG: _rng.random_states()} if rng else dict(state)
 
-    def _check_open(self) -> None:
+    def _check_open(self, call: str, refused: type[Exception] = RefusedError) -> None:
+        if self._is_too_late():
+            raise refused(
+                f"{call} was called while Python takes its modules apart, by a finalizer, when no "
+                f"thread runs any more. Nothing was done; call {call} in an exit handler (atexit)."
+            )
         if self._is_closed:
             raise RefusedError(
                 f"this checkpointer of {str(self._directory.path)!r} is closed; make another one."
             )
         self._check_process()
+        self._check_is_no_inner_call(call)
+
+    def _is_too_late(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> bool:
+        """Returns whether modules may be empty by now: the saves of before are written."""
+        return is_finalizing()
+
+    def _check_is_no_inner_call(self, call: str) -> None:
+        """Raises RefusedError where this thread could not go on: it would wait for itself."""
+        refuse_inside(call, self)
+        if self._background.is_current():
+            raise RefusedError(
+                f"{call} was called on the thread that writes the saves of {self._directory.path}, "
+                f"by a finalizer or a callback. Nothing was done; call {call} on a thread of your "
+                "own."
+            )
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:

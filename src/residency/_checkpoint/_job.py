@@ -17,7 +17,16 @@ from residency._checkpoint._capture._capture import Capture
 from residency._checkpoint._disk._publish import CheckpointDirectory, SaveRequest
 from residency._checkpoint._document._notes import TensorNote, read_note
 from residency._checkpoint._files import plan_files
-from residency._checkpoint._save import Save, SaveStatistics, let_locals_go, unreported
+from residency._checkpoint._save import (
+    PUBLISHED,
+    SKIPPED,
+    Save,
+    SaveOutcome,
+    SaveStatistics,
+    failed,
+    let_locals_go,
+    unreported,
+)
 from residency._errors import CheckpointError, CorruptSaveError
 from residency._ranks import failures_of_ranks, rank_and_world_size
 from residency._transfer import SlabArena
@@ -33,7 +42,8 @@ class Job:
     [Note: whose a job is] The caller's until ``is_handed`` is set, which is one statement; the
     writer's thread's from then on. What ends a job asks that alone, so that an interrupt at
     whatever line finds one owner. ``finish`` ends it, on whichever thread: the memory comes back
-    first, and nothing that goes wrong there keeps a thread waiting that waits for the save.
+    first, and nothing that goes wrong there keeps a thread waiting that waits for the save. It says
+    "published" of what ``write`` has seen published, and of what has no outcome that it failed.
 
     Attributes:
         save: What the caller has of it.
@@ -62,6 +72,7 @@ class Job:
         self.is_begun = False
         self.is_lost = False
         self.claim = threading.Lock()
+        self._outcome: SaveOutcome | None = None
 
     def describe(self, state: object, *, rank: int | None) -> None:
         """Finds what is to be saved, and borrows what optimizers lend."""
@@ -79,7 +90,7 @@ class Job:
     def begin(self) -> bool:
         """Returns whether the job is still to be written; no other takes its place then."""
         with self.claim:
-            if self.save.is_skipped:
+            if self._outcome is not None:
                 self.finish()  # an interrupt may have come in the way
             if self.is_begun or self.save.is_done():
                 return False
@@ -99,18 +110,21 @@ class Job:
             directory.save(
                 # Kept by no frame of this thread once it is written: who waits is woken below.
                 replace(self.request(ranks), is_repeated=is_repeated),
+                on_total=self.expect,
                 on_bytes=self.count,
                 timeout_seconds=timeout_seconds,
             )
         except BaseException as error:
-            self.save._error = error
+            self._outcome = failed(error)
             unreported.append(self.save)
             let_locals_go(error)
+        else:
+            self._outcome = PUBLISHED
         finally:
             try:
                 self.finish()
             finally:
-                self.save._done.set()
+                self._tell()
 
     def finish(self) -> None:
         """Gives everything back and lets those go on who wait; raises nothing of its own, and after
@@ -124,12 +138,26 @@ class Job:
         if self.is_begun and not self.save.is_done():
             seconds = time.perf_counter() - self.begun
             self.save._figures = replace(self.save._figures, write_seconds=seconds)
-        self.save._done.set()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Sets the save's outcome; what has none was given up."""
+        if self._outcome is None:
+            error = CheckpointError(
+                f"the call that began the save of step {self.save.step} did not come to its end. "
+                "It was not written; the saves before are as they were."
+            )
+            self._outcome = failed(error)
+        self.save._outcome.set(self._outcome)
 
     def skip(self) -> None:
         """Ends the job as one that is not carried out."""
-        self.save.is_skipped = True
+        self._outcome = SKIPPED
         self.finish()
+
+    def expect(self, num_bytes: int) -> None:
+        """Notes the size of the files, headers included."""
+        self.save._num_bytes = num_bytes
 
     def count(self, num_bytes: int) -> None:
         self.save._written_bytes += num_bytes

@@ -17,8 +17,16 @@ _REFRESH_SECONDS = 0.1
 
 
 @contextmanager
-def progress_bar(what: str, num_bytes: int, *, is_shown: bool) -> Iterator[Callable[[int], None]]:
-    """Draws a bar on standard error, and yields what to call with the bytes of each advance."""
+def progress_bar(
+    what: str, num_bytes: int | Callable[[], int], *, is_shown: bool
+) -> Iterator[Callable[[int], None]]:
+    """Draws a bar on standard error, and yields what to call with the bytes of each advance.
+
+    Args:
+        what: The text before it.
+        num_bytes: The total, or what says it at each advance, where it is not yet known.
+        is_shown: Whether there is a bar at all.
+    """
     if not is_shown:
         yield lambda _: None
         return
@@ -39,8 +47,9 @@ def progress_bar(what: str, num_bytes: int, *, is_shown: bool) -> Iterator[Calla
         RateColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(what, total=num_bytes)
-        yield lambda advance: bar.update(task, advance=advance)
+        total = num_bytes if callable(num_bytes) else lambda: num_bytes
+        task = bar.add_task(what, total=total())
+        yield lambda advance: bar.update(task, advance=advance, total=total())
 
 
 def _rate_of(task: Task) -> str:
@@ -51,7 +60,7 @@ def follow(save: Save, advance: Callable[[int], None]) -> None:
     """Reports the bytes that a save writes, until it is done."""
     reported = 0
     while True:
-        is_done = save._done.wait(_REFRESH_SECONDS)
+        is_done = save._outcome.wait(_REFRESH_SECONDS) is not None
         written = save.statistics().written_bytes
         advance(written - reported)
         reported = written

@@ -6,12 +6,13 @@ import atexit
 import logging
 import os
 import sys
-import threading
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from residency._checkpoint._once import Once
+from residency._nesting import refuse_inside
 from residency._units import format_figures
 
 _MEANINGS = {
@@ -51,23 +52,40 @@ class SaveStatistics:
         return format_figures("a save", self, _MEANINGS)
 
 
+@dataclass(frozen=True, slots=True)
+class SaveOutcome:
+    """The end of a save: published, skipped, or failed with an error. There is no other.
+
+    Attributes:
+        word: Which of them.
+        error: Why it failed; None where it did not.
+    """
+
+    word: str
+    error: BaseException | None = None
+
+
+PUBLISHED = SaveOutcome("published")
+SKIPPED = SaveOutcome("skipped")
+
+
+def failed(error: BaseException) -> SaveOutcome:
+    """Returns the end of a save that is not in the directory, and was to be."""
+    return SaveOutcome("failed", error)
+
+
 class Save:
     """One save; made by ``Checkpointer.save``.
 
     Attributes:
         step: The training step that it was given.
         path: The directory where it is, once it is published.
-        is_skipped: Whether it was not carried out, because others were still being written.
     """
 
-    def __init__(self, step: int, path: Path, *, is_skipped: bool = False) -> None:
+    def __init__(self, step: int, path: Path) -> None:
         self.step = step
         self.path = path
-        self.is_skipped = is_skipped
-        self._done = threading.Event()
-        if is_skipped:
-            self._done.set()
-        self._error: BaseException | None = None
+        self._outcome: Once[SaveOutcome] = Once()
         self._num_bytes = 0  # as far as is known when the call is over
         self._written_bytes = 0
         self._figures = SaveStatistics(0.0, 0, 0, 0, 0, 0, None)
@@ -78,29 +96,43 @@ class Save:
         Raises:
             CheckpointError: It could not be written or published; earlier saves are as they were.
             OSError: The system refused, such as a disk without room.
+            RefusedError: It is on its way, and the calling thread is inside of another save, as a
+                signal handler may be: what is to end the wait may itself wait for that call.
         """
-        self._done.wait()
-        if self._error is not None:
+        if not self.is_done():
+            refuse_inside("wait")
+            self._outcome.wait()
+        error = self._error
+        if error is not None:
             with suppress(ValueError):  # another thread has raised it, or a save's call
                 unreported.remove(self)
-            raise self._error
+            raise error
         return self
 
     def is_done(self) -> bool:
         """Returns whether the save is published, or has failed, or was skipped."""
-        return self._done.is_set()
+        return self._outcome.value is not None
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether it was not carried out, because others were still being written."""
+        return self._outcome.value is SKIPPED
+
+    @property
+    def _error(self) -> BaseException | None:
+        """Why it failed; None before, and where it did not."""
+        outcome = self._outcome.value
+        return None if outcome is None else outcome.error
 
     def statistics(self) -> SaveStatistics:
         """Returns the figures of this save so far."""
         return replace(self._figures, written_bytes=self._written_bytes)
 
     def __repr__(self) -> str:
-        if self.is_skipped:
-            state = "skipped"
-        elif not self.is_done():
-            state = "on its way"
-        else:
-            state = "published" if self._error is None else f"failed: {self._error}"
+        outcome = self._outcome.value
+        state = "on its way" if outcome is None else outcome.word
+        if outcome is not None and outcome.error is not None:
+            state = f"{state}: {outcome.error}"
         return f"<Save of step {self.step} at {str(self.path)!r}, {state}>"
 
 
@@ -115,8 +147,39 @@ def let_locals_go(error: BaseException) -> None:
 unreported: list[Save] = []  # those that failed, which no call has raised
 
 
+def raise_unreported(folder: Path) -> None:
+    """Raises the first failure of a save into a directory that no call has raised yet."""
+    mine = [save for save in unreported if save.path.parent == folder]
+    if not mine:
+        return
+    error = mine[0]._error
+    assert error is not None
+    for save in mine[1:]:
+        error.add_note(f"The save of step {save.step} failed, too: {save._error}")
+    unreported[:] = [save for save in unreported if save not in mine]
+    try:
+        raise error
+    finally:
+        del error, mine  # an error that this frame keeps would keep the frame
+
+
+def nobody_tells() -> bool:
+    """Returns whether the process has reported failures for the last time, and is ending."""
+    return _exit.has_told
+
+
+class _Exit:
+    """The last words of the process."""
+
+    has_told = False
+
+
+_exit = _Exit()
+
+
 def _tell_at_exit() -> None:
     """Ends the process with an error when a save failed and no call raised that."""
+    _exit.has_told = True
     if not unreported:
         return
     for save in unreported:

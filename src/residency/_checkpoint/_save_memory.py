@@ -7,6 +7,7 @@ is free when that job's save is over, whichever thread ended it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from residency._checkpoint._job import Job
 from residency._transfer import SlabArena
@@ -48,8 +49,8 @@ def memory_for_next(memories: list[SaveMemory], policy: str) -> SaveMemory | Non
         free = next((memory for memory in memories if memory.is_free), None)
         if free is not None or policy == "skip":
             return free
-        taken = sorted((job.number, memory, job) for memory in memories if (job := memory.job))
-        _, memory, newest = taken[-1]
+        taken = [(job.number, memory, job) for memory in memories if (job := memory.job)]
+        _, memory, newest = max(taken, key=itemgetter(0))
         if policy == "replace" and not newest.is_begun:
             return memory
-        taken[0][2].save._done.wait()
+        min(taken, key=itemgetter(0))[2].save._outcome.wait()

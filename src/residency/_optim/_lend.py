@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from residency._dtensor import is_sharded, local_of
+from residency._nesting import half_done
 from residency._optim._homes import Home
 from residency._optim._offload_record import record_of
 from residency._optim._offloaded import OffloadedOptimizer, adopt_foreign_state, offload_of
@@ -38,6 +39,7 @@ from residency._transfer import (
 class OffloadOwner:
     """The owner of an ``OffloadedOptimizer``'s state."""
 
+    @half_done("a save")
     def lend(
         self, optimizer: Any, loans: Loans, *, is_lasting: bool = False, is_watched: bool = False
     ) -> Mapping[Any, Mapping[str, Any]]:
@@ -80,6 +82,7 @@ class OffloadOwner:
         return None if offload.host is None else receive_state(optimizer, offload, states)
 
 
+@half_done("a save")
 def lend_homes(
     addresses: Collection[int], loans: Loans, spare_bytes: int | None = None
 ) -> dict[int, Lent]:

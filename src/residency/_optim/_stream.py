@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from residency import _device
 from residency._dtensor import local_gradient, sharded_among
+from residency._nesting import half_done
 from residency._optim._company import company_of
 from residency._optim._homes import Home, Homes
 from residency._optim._offload_record import Offload
@@ -65,6 +66,7 @@ class StreamedStep:
         self._left_homes: dict[Tensor, list[tuple[Home, Home]]] = {}
         self._num_steps_before = offload.num_steps
 
+    @half_done("a step of an offloaded optimizer")
     def run(self) -> None:
         """Steps every parameter that has a gradient, then commits group values and attributes."""
         members = members_with_gradient(self._optimizer)

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
+from residency._nesting import half_done
+
 
 class Lending:
     """The loans of each storage, by who has borrowed it."""
@@ -35,6 +37,7 @@ class Lending:
             self._collect()
             return any(self._loans.values())
 
+    @half_done("a save or a step")
     def lend(self, tensor: Tensor, borrower: object, *, is_lasting: bool = False) -> None:
         """Begins a loan of a host tensor's storage; the borrower keeps the tensor until it ends.
 
@@ -52,6 +55,7 @@ class Lending:
                 self._lasting.add(address)
             self._loans.setdefault(address, set()).add(borrower)
 
+    @half_done("a save or a step")
     def make_lasting(self, tensor: Tensor) -> None:
         """Notes of a loan that it may last for good after all, and ends the waits for its end."""
         with self._lock:
@@ -73,6 +77,7 @@ class Lending:
         with self._lock:
             self._returned.notify_all()
 
+    @half_done("a save or a step")
     def _collect(self) -> None:
         """Takes out the loans that ended; the caller has the lock."""
         while self._ended:

@@ -16,7 +16,7 @@ from types import ModuleType
 
 import pytest
 
-from residency._checkpoint._disk import _write
+from residency._checkpoint._disk import _image, _write
 from residency._checkpoint._disk._manifest import FileRecord, Record
 from residency._checkpoint._disk._parts import FilePlan, Part, leased
 from residency._checkpoint._disk._system import O_DIRECT, System
@@ -136,12 +136,12 @@ def test_a_buffer_that_is_swapped_behind_the_sum_is_noticed(
 ) -> None:
     # What once went wrong: the sum is of the pieces, and the write takes another buffer.
     stale = saves.in_pages(bytes(4096))
-    own = _write._Image.buffers
+    own = _image.Image.buffers
 
-    def swapped(image: _write._Image, *, padded: bool) -> list[memoryview]:
+    def swapped(image: _image.Image, *, padded: bool) -> list[memoryview]:
         return [stale] if padded and image.num_bytes < 4096 else own(image, padded=padded)
 
-    monkeypatch.setattr(_write._Image, "buffers", swapped)
+    monkeypatch.setattr(_image.Image, "buffers", swapped)
     views = {"t": saves.in_pages(random.Random(0).randbytes(CHUNK_BYTES - 4096 + 512))}
     record, data = write_tensors(tmp_path, views, Disk(512))
     with pytest.raises(AssertionError):

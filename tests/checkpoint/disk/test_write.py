@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from residency._checkpoint._disk import _write
+from residency._checkpoint._disk import _image
 from residency._checkpoint._disk._manifest import Record
 from residency._checkpoint._disk._parts import FilePlan, Part, leased
 from residency._checkpoint._disk._system import System
@@ -213,8 +213,8 @@ def test_memory_goes_to_the_disk_uncopied_where_the_file_system_takes_it(
     home = memory[512 : 512 + 2 * CHUNK_BYTES]  # no page begins there
     home[:] = random.Random(0).randbytes(home.nbytes)
     gathered = []
-    gather = _write._gather
-    monkeypatch.setattr(_write, "_gather", lambda *given: gathered.append(given) or gather(*given))
+    gather = _image._gather
+    monkeypatch.setattr(_image, "_gather", lambda *given: gathered.append(given) or gather(*given))
     system = Aligned(alignment)
     written = write(tmp_path, [part("w", home.nbytes, lambda: home)], system)
     if written.is_direct:  # not every file system has direct writes

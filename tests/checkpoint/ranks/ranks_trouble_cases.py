@@ -121,7 +121,7 @@ def a_failure_that_ranks_are_told_of_at_different_calls_leaves_them_in_step() ->
                     failed.wait()
                 checkpointer.save(2, x)
             else:
-                failed._done.wait()
+                failed._outcome.wait()
                 with pytest.raises(OSError, match="the disk is gone"):
                     checkpointer.save(2, x)
             checkpointer.save(3, x)

@@ -35,6 +35,7 @@ from residency._checkpoint._document._nodes import (
 )
 from residency._dtensor import is_sharded, local_of
 from residency._errors import RefusedError
+from residency._nesting import refuse_inside
 from residency._storages import is_wrapper, storage_key
 from residency._transfer import Lent, Loans, owner_of
 
@@ -88,6 +89,7 @@ def describe(
     Raises:
         RefusedError: Something in it cannot be saved, by its name. Loans made so far are ended.
     """
+    refuse_inside("a save or a snapshot", object())
     check_is_finite(tree)
     found = Description({}, {}) if into is None else into
     walk = _StateWalk(tree, found.loans, is_lasting)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from residency._checkpoint._disk._publish import CheckpointDirectory, Retention
     from residency._checkpoint._disk._published import new_token, saving_name, step_of
     from residency._checkpoint._disk._read import FileReads, Wanted, read_files
-    from residency._checkpoint._disk._system import SYSTEM, sync_folder, write_file
+    from residency._checkpoint._disk._system import SYSTEM, make_folders, sync_folder, write_file
     from residency._checkpoint._disk._verify import Verification, verify_save
     from residency._checkpoint._disk._write import write_files
 
@@ -54,6 +54,7 @@ __all__ = [
     "dump_manifest",
     "file_name",
     "leased",
+    "make_folders",
     "new_token",
     "read_files",
     "remove_own",
@@ -85,7 +86,7 @@ __getattr__ = door(
         "_parts": ["FilePlan", "Part", "leased"],
         "_publish": ["CheckpointDirectory", "Retention"],
         "_read": ["FileReads", "Wanted", "read_files"],
-        "_system": ["SYSTEM", "sync_folder", "write_file"],
+        "_system": ["SYSTEM", "make_folders", "sync_folder", "write_file"],
         "_verify": ["Verification", "verify_save"],
         "_write": ["write_files"],
     },

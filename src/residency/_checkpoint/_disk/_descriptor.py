@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 
 # With this, a pipe in the place of a file is opened at once and reads as an empty file; without it,
@@ -50,6 +52,7 @@ class Descriptor:
         if self._numbers:
             deque(map(os.close, map(list.pop, (self._numbers,))), maxlen=0)
 
-    def __del__(self) -> None:
-        with suppress(OSError):
-            self.close()
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # modules are empty then, and the system closes it
+            with suppress(OSError):
+                self.close()

@@ -44,6 +44,7 @@ from residency._checkpoint._disk._system import (
     System,
     close_quietly,
     exists,
+    make_folders,
     sync_folder,
     write_file,
 )
@@ -186,7 +187,7 @@ class CheckpointDirectory:
         """
         probe = self.path / f".probe-{new_token()}"
         try:
-            self._make_folder(self.path)
+            make_folders(self._system, self.path)
             self._published.names()
             close_quietly(self._system, self._system.open(probe, os.O_WRONLY | os.O_CREAT))
             with suppress(FileNotFoundError):
@@ -209,6 +210,7 @@ class CheckpointDirectory:
         self,
         request: SaveRequest,
         *,
+        on_total: Callable[[int], None] | None = None,
         on_bytes: Callable[[int], None] | None = None,
         timeout_seconds: float,
         direct: bool = True,
@@ -217,6 +219,7 @@ class CheckpointDirectory:
 
         Args:
             request: What to write. Every part is released exactly once, whatever happens.
+            on_total: Is called once, before, with the size of this rank's files.
             on_bytes: Is called with each number of bytes written, one call at a time.
             timeout_seconds: How long to wait for other ranks, once this one has written; a tenth
                 of it, and at most 10 s, for one that said that it failed and may try again.
@@ -228,17 +231,18 @@ class CheckpointDirectory:
                 published before are as they were; a save that replaces another step's has either
                 not happened or wholly.
         """
+        notes = on_total, on_bytes
         with leased(request.files) as files:
             request.check()
             attempt = self._attempt_at(request, timeout_seconds)
             try:
                 with self._explaining(f"take the save of step {request.step}"):
                     if request.rank != 0:
-                        return self._save(request, attempt, files, on_bytes, direct)
+                        return self._save(request, attempt, files, notes, direct)
                     with self._locked():
                         # Not this step's own: another rank may have failed, and said so.
                         self._clean_up(spare=f"{saving_name(request.step, request.token)}-")
-                        return self._save(request, attempt, files, on_bytes, direct)
+                        return self._save(request, attempt, files, notes, direct)
             except BaseException as error:
                 attempt.fail(error)
                 if request.rank == 0 and request.world_size > 1:
@@ -258,7 +262,7 @@ class CheckpointDirectory:
             return
         with suppress(CheckpointError, OSError, InvalidArgumentError):
             request.check()
-            self._make_folder(self.path)
+            make_folders(self._system, self.path)
             attempt = self._attempt_at(request)
             attempt.fail(error)
             self._failed.append(attempt)
@@ -291,9 +295,10 @@ class CheckpointDirectory:
         request: SaveRequest,
         attempt: Attempt,
         files: list[tuple[str, list[Lease]]],
-        on_bytes: Callable[[int], None] | None,
+        notes: tuple[Callable[[int], None] | None, Callable[[int], None] | None],
         direct: bool,
     ) -> SaveFigures:
+        on_total, on_bytes = notes
         needed = sum(lease.record.num_bytes for _, leases in files for lease in leases)
         self.check_writable(needed + _ROOM_BESIDE_TENSORS_BYTES)
         begin = self._system.now_seconds()
@@ -302,6 +307,7 @@ class CheckpointDirectory:
             attempt.folder.path,
             files,
             system=self._system,
+            on_total=on_total,
             on_bytes=on_bytes,
             direct=direct,
             chunk_bytes=self._chunk_bytes,
@@ -460,10 +466,3 @@ class CheckpointDirectory:
                 f"{self.path} could not {what}: {error}. Check the path, its permissions and the "
                 "free space."
             ) from error
-
-    def _make_folder(self, path: Path) -> None:
-        if exists(self._system, path):
-            return
-        self._make_folder(path.parent)
-        with suppress(FileExistsError):
-            self._system.mkdir(path)

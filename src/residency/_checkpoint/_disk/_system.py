@@ -199,12 +199,30 @@ def close_quietly(system: System, fd: Descriptor) -> None:
 
 
 def sync_folder(system: System, path: Path) -> None:
-    """Returns when a directory's entries are on the disk."""
+    """Returns when a directory's entries, or a file's bytes, are on the disk."""
     fd = system.open(path, os.O_RDONLY)
     try:
         system.fsync(fd)
     finally:
         close_quietly(system, fd)
+
+
+def make_folders(system: System, path: Path) -> None:
+    """Makes a directory and those above it that are missing; returns when all are on the disk.
+
+    The entry of a new directory is one of the directory above, which a loss of power may undo
+    otherwise, with all that was written below.
+    """
+    if exists(system, path):
+        return
+    make_folders(system, path.parent)
+    with suppress(FileExistsError):
+        system.mkdir(path)
+    try:
+        sync_folder(system, path.parent)
+    except OSError as error:  # where entries may be made and not be read, or never are synced
+        if error.errno not in UNSUPPORTED | {errno.EACCES, errno.EPERM}:
+            raise
 
 
 def read_file(system: System, path: Path) -> bytes:

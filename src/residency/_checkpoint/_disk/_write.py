@@ -9,7 +9,7 @@ through a buffer of one chunk that each thread has. So do all from then on where
 take bytes from where they are: memory that a driver has mapped, as page-locked memory may be.
 
 Invariant, which ``tests/checkpoint/disk/test_alignment.py`` tries to break: the bytes that are
-summed are those that are handed to the system. An `_Image` has both the sum and the write of a
+summed are those that are handed to the system. An `Image` has both the sum and the write of a
 chunk, over the same buffers, padding included; there is no other way to either
 (`test_what_is_summed_is_what_is_handed_to_the_system`).
 
@@ -18,7 +18,6 @@ Memory: 4 x (chunk + 4 KiB) on the host for buffers, plus the files' headers.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import mmap
@@ -33,14 +32,13 @@ from residency._checkpoint._disk._crc import crc32
 from residency._checkpoint._disk._descriptor import Descriptor
 from residency._checkpoint._disk._dry import (
     around_holes,
-    crc32_of_hole,
     hole,
     is_dry,
-    is_hole,
     is_left_out,
     note_file,
 )
 from residency._checkpoint._disk._header import ALIGNMENT, layout_order, make_header
+from residency._checkpoint._disk._image import Image
 from residency._checkpoint._disk._manifest import FileRecord
 from residency._checkpoint._disk._parts import FilePlan, Lease, Part
 from residency._checkpoint._disk._system import (
@@ -57,9 +55,6 @@ __all__ = ["CHUNK_BYTES", "FilePlan", "Part", "Written", "write_files"]
 
 CHUNK_BYTES = 4 * MIB
 NUM_THREADS = 4  # two keep a disk busy, while two sum
-
-_MAX_BUFFERS = 64  # of one call; far below what any system allows
-_MIN_FOREIGN_COPY_BYTES = 65536  # a shorter copy is quicker than letting other threads run
 
 _logger = logging.getLogger("residency")
 
@@ -226,6 +221,7 @@ def write_files(
     files: Sequence[tuple[str, Sequence[Lease]]],
     *,
     system: System = SYSTEM,
+    on_total: Callable[[int], None] | None = None,
     on_bytes: Callable[[int], None] | None = None,
     direct: bool = True,
     chunk_bytes: int = CHUNK_BYTES,
@@ -236,6 +232,7 @@ def write_files(
         folder: The directory, which exists and has no such files yet.
         files: The name of each file and the leases of its parts.
         system: Makes the system calls.
+        on_total: Is called once, first, with the size of all files.
         on_bytes: Is called with the size of each piece written, one call at a time. One that raises
             is logged and not called again.
         direct: Whether to bypass the page cache where the file system lets us.
@@ -249,6 +246,8 @@ def write_files(
         _File(system, folder / name, leases, chunk_bytes=chunk_bytes, direct=direct)
         for name, leases in files
     ]
+    if on_total is not None:
+        on_total(sum(image.num_bytes for image in images))
     crew = _Crew(system, images, on_bytes, chunk_bytes)
     try:
         crew.run()
@@ -287,10 +286,11 @@ class _Crew:
             for index in range(NUM_THREADS)
         ]
         try:
+            if not _begin(threads):
+                self._work()
             for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+                if thread.ident is not None:  # it was begun
+                    thread.join()
         except BaseException as error:  # an interrupt: the threads end with their present chunk
             self._fail(error)
             raise
@@ -351,7 +351,7 @@ class _Crew:
             buffers.append(view)
             start, left = 0, left - view.nbytes
         alignment = file.memory_alignment if direct else None
-        image = _Image(buffers, bounce, alignment, copy=self._copies_all)
+        image = Image(buffers, bounce, alignment, copy=self._copies_all)
         try:
             self._write_image(chunk, image, direct=direct)
         except OSError as error:
@@ -361,7 +361,7 @@ class _Crew:
                 raise
             self._copies_all = True
             image.let_go()
-            image = _Image(buffers, bounce, alignment, copy=True)
+            image = Image(buffers, bounce, alignment, copy=True)
             self._write_image(chunk, image, direct=file.is_direct)
         image.let_go()  # no thread looks at a part's bytes after its release
         buffers.clear()
@@ -371,14 +371,14 @@ class _Crew:
         file.written()
         return True
 
-    def _write_image(self, chunk: _Chunk, image: _Image, *, direct: bool) -> None:
+    def _write_image(self, chunk: _Chunk, image: Image, *, direct: bool) -> None:
         chunk.file.crc32[chunk.index] = image.crc32()
         if not (direct and self._write_direct(chunk, image)):
             fd = chunk.file.descriptor(direct=False)
             for offset, buffers in around_holes(image.buffers(padded=False), chunk.offset):
                 _write_all(self._system, fd, buffers, offset, multiple=1)
 
-    def _write_direct(self, chunk: _Chunk, image: _Image) -> bool:
+    def _write_direct(self, chunk: _Chunk, image: Image) -> bool:
         """Returns whether the file system took it; if not, it has to go through the page cache."""
         fd = chunk.file.descriptor(direct=True)
         buffers = image.buffers(padded=True)
@@ -390,56 +390,6 @@ class _Crew:
             chunk.file.is_direct = False
             return False
         return True
-
-
-class _Image:
-    """The bytes of one chunk, as they are summed and as they are handed to the system.
-
-    Args:
-        views: The bytes, one behind the other; at least one is.
-        bounce: The thread's own buffer, of one chunk and a page more.
-        alignment: What a direct write asks of memory; None for a write through the page cache.
-        copy: Whether the views go through the buffer though they lie as they should.
-
-    Attributes:
-        is_copy: Whether they do.
-    """
-
-    def __init__(
-        self,
-        views: Sequence[memoryview],
-        bounce: memoryview,
-        alignment: int | None,
-        *,
-        copy: bool,
-    ) -> None:
-        self.num_bytes = sum(view.nbytes for view in views)
-        self._padding = 0 if alignment is None else -self.num_bytes % ALIGNMENT
-        is_fit = len(views) <= _MAX_BUFFERS and self._padding == 0 and not copy
-        self.is_copy = not is_fit or not (
-            alignment is None or all(_is_aligned(each, alignment) for each in views)
-        )
-        self._buffers = [_gather(views, bounce, self._padding)] if self.is_copy else list(views)
-
-    def crc32(self) -> int:
-        """Returns the checksum of the chunk, without its padding."""
-        if all(map(is_hole, self._buffers)):
-            return crc32_of_hole(self.num_bytes)
-        summed = 0
-        for buffer in self.buffers(padded=False):
-            summed = crc32(buffer, summed)
-        return summed
-
-    def buffers(self, *, padded: bool) -> list[memoryview]:
-        """Returns the bytes, with zeros up to the end of a page where it is padded."""
-        if padded or not self._padding:
-            return list(self._buffers)
-        (gathered,) = self._buffers  # what has padding is in one piece
-        return [gathered[: self.num_bytes]]
-
-    def let_go(self) -> None:
-        """Drops all views of the parts' memory."""
-        self._buffers.clear()
 
 
 def _write_all(
@@ -461,30 +411,14 @@ def _write_all(
             left[0] = left[0][num_bytes:]
 
 
-def _gather(buffers: Sequence[memoryview], bounce: memoryview, num_zeros: int) -> memoryview:
-    """Copies buffers one behind the other, puts zeros behind, and returns where all this lies."""
-    start = 0
-    for buffer in buffers:
-        stop = start + buffer.nbytes
-        if buffer.nbytes < _MIN_FOREIGN_COPY_BYTES or buffer.readonly:
-            bounce[start:stop] = buffer
-        else:
-            # A copy of megabytes, in which the training thread can run.
-            ctypes.memmove(_address(bounce[start:stop]), _address(buffer), buffer.nbytes)
-        start = stop
-    bounce[start : start + num_zeros] = bytes(num_zeros)
-    return bounce[: start + num_zeros]
-
-
-def _is_aligned(buffer: memoryview, alignment: int) -> bool:
-    # The address of memory that is read-only cannot be had without looking behind Python's back.
-    if buffer.readonly or buffer.nbytes % alignment:
-        return False
-    return _address(buffer) % alignment == 0
-
-
-def _address(buffer: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+def _begin(threads: Sequence[threading.Thread]) -> bool:
+    """Begins threads; returns False where none can be, as while the interpreter ends."""
+    for begun, thread in enumerate(threads):
+        try:
+            thread.start()
+        except RuntimeError:
+            return begun > 0
+    return True
 
 
 @contextmanager

@@ -12,9 +12,10 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from residency import _device
-from residency._checkpoint import Background, check_count
+from residency._checkpoint import Background, Once, check_count
 from residency._errors import CheckpointError
 
 _log = logging.getLogger("residency")
@@ -32,19 +33,38 @@ class OrderedWrites:
         check_count("max_in_flight", max_in_flight)
         self.max_in_flight = max_in_flight
         self._background: Background | None = None
-        self._writes: deque[threading.Event] = deque()  # each is set once its write is over
+        # Where to, and what is set once the write is over.
+        self._writes: deque[tuple[str, Once[bool]]] = deque()
         self._failures: deque[CheckpointError] = deque()
         self._num_failed = 0
         self._num_raised = 0  # of those
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may come in the midst
 
     def make_room(self) -> None:
         """Blocks until one more write may be under way."""
-        while self._writes and (
-            self._writes[0].is_set() or len(self._writes) >= self.max_in_flight
-        ):
-            self._writes[0].wait()
-            self._writes.popleft()
+        while len(pending := self._under_way()) >= self.max_in_flight:
+            pending[0][1].wait()
+
+    def is_pending(self, path: object) -> bool:
+        """Returns whether a write to a path is not over."""
+        return any(to == str(path) for to, _ in self._under_way())
+
+    def is_current(self) -> bool:
+        """Returns whether the calling thread is the one that writes."""
+        return self._background is not None and self._background.is_current()
+
+    def _under_way(self) -> list[tuple[str, Once[bool]]]:
+        """Returns the writes that are not over, and lets go of the others, step by step: a signal
+        handler that writes may come in the midst.
+        """
+        pending = []
+        for each in self._writes.copy():
+            if not each[1].value:
+                pending.append(each)
+            else:
+                with suppress(ValueError):
+                    self._writes.remove(each)
+        return pending
 
     def write(self, path: object, action: Callable[[], object]) -> None:
         """Queues a write after all that was asked for before.
@@ -58,7 +78,7 @@ class OrderedWrites:
         """
         failure = self._take_failure()
         index = _device.current_index()
-        is_over = threading.Event()
+        is_over: Once[bool] = Once()
 
         def run() -> None:
             nonlocal action
@@ -69,10 +89,10 @@ class OrderedWrites:
                 self._fail(f"the checkpoint {path} could not be written", error)
             finally:
                 del action
-                is_over.set()
+                is_over.set(True)
 
         self._hand(run)
-        self._writes.append(is_over)
+        self._writes.append((str(path), is_over))
         if failure is not None:
             raise failure
 

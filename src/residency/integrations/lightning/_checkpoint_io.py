@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
 
 from residency import _device
+from residency._checkpoint._disk import SYSTEM, make_folders
 from residency._errors import CheckpointError, InvalidArgumentError, RefusedError
 from residency._memory import open_phases, phase
+from residency._nesting import call_under_way, half_done, refuse_inside
 from residency._ranks import all_ranks
 from residency._transfer import SlabArena
 from residency.integrations._common._ordered_writes import OrderedWrites
@@ -25,6 +26,7 @@ from residency.integrations.lightning._trees import (
     trees_in_use,
     version_of,
 )
+from residency.integrations.lightning._whole_files import local_path, named_when_whole
 
 
 class ResidencyCheckpointIO:
@@ -33,7 +35,8 @@ class ResidencyCheckpointIO:
     ``Trainer(plugins=[ResidencyCheckpointIO()])``; of the class tree that is imported when it is
     made, ``lightning`` or ``pytorch_lightning``, or of both. The files are those that the plugin
     writes to which this one hands the checkpoint, by default Lightning's own; their tensors are
-    host tensors.
+    host tensors. A local file of Lightning's own has its name once it is whole and on the disk: one
+    that fails, or whose process dies, leaves what had the name before.
 
     A save returns when the copies to the host are queued. What it saw stays as it was, whatever
     the current stream does then; state of an offloaded optimizer is lent, and a write into it in
@@ -92,13 +95,21 @@ class ResidencyCheckpointIO:
     ) -> None:
         """Begins a save; returns when the copies to the host are queued, before the file is there.
 
+        Inside of another call of this plugin, as in a handler of a signal that saves (Lightning's
+        own, where Slurm requeues a job), it returns when the file is there.
+
         Raises:
             CheckpointError: An earlier write failed; this save is begun all the same.
-            RefusedError: Something in the checkpoint cannot be pickled, or the host has no room.
+            RefusedError: Something in the checkpoint cannot be pickled, or the host has no room;
+                or the save is inside of another call, and a file of this name is on its way.
         """
         with phase_unless_inside("save"):
-            self._writes.make_room()
-            self._write(self._freeze(checkpoint), path, storage_options)
+            if call_under_way(self) is None and not self._writes.is_current():
+                self._begin(checkpoint, path, storage_options)
+            elif self._writes.is_pending(path):
+                refuse_inside(f"a save of {path}, which is still being written,", self)
+            else:
+                self._write_whole(checkpoint, path, storage_options)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
         """Loads as the plugin that writes does, once all writes are done, on all ranks.
@@ -143,6 +154,11 @@ class ResidencyCheckpointIO:
         self._base.teardown()
         self._writes.raise_failure(beside=error_of_training())
 
+    @half_done("a save", of_object=True)
+    def _begin(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
+        self._writes.make_room()
+        self._write(self._freeze(checkpoint), path, storage_options)
+
     def _freeze(self, checkpoint: dict[str, object]) -> Frozen:
         if self._arena is None:
             self._arena = SlabArena(reuse=True)
@@ -150,15 +166,44 @@ class ResidencyCheckpointIO:
 
     def _write(self, frozen: Frozen, path: Any, storage_options: Any) -> None:
         def write() -> None:
-            self._base.save_checkpoint(frozen.thaw(), path, storage_options=storage_options)
-            try:
-                frozen.check()
-            except CheckpointError:
-                self._base.remove_checkpoint(path)  # a reader that finds it would trust it
-                raise
+            self._write_whole(frozen.thaw(), path, storage_options, check=frozen.check)
 
         make_parent_of(path)
         self._writes.write(path, write)
+
+    def _write_whole(
+        self,
+        checkpoint: Any,
+        path: Any,
+        storage_options: Any,
+        *,
+        check: Callable[[], object] = bool,
+    ) -> None:
+        """Lets the plugin write; a local file of Lightning's own gets its name when it is whole.
+
+        Args:
+            checkpoint: What is written.
+            path: Where to.
+            storage_options: For the plugin.
+            check: Raises where what was written is not what it should be.
+        """
+        final = local_path(path)
+        if final is not None and _writes_one_file(self._base):
+            with named_when_whole(final) as draft:
+                self._base.save_checkpoint(checkpoint, draft, storage_options=storage_options)
+                check()
+            return
+        self._base.save_checkpoint(checkpoint, path, storage_options=storage_options)
+        try:
+            check()
+        except CheckpointError:
+            self._base.remove_checkpoint(path)  # a reader that finds it would trust it
+            raise
+
+
+def _writes_one_file(base: Any) -> bool:
+    """Returns whether a plugin writes as Lightning's own does: a file, at the path that it gets."""
+    return isinstance(base, tuple(tree.torch_checkpoint_io for tree in trees_in_use()))
 
 
 def _meet_ranks() -> None:
@@ -173,9 +218,10 @@ def make_parent_of(path: Any) -> None:
     ``ModelCheckpoint(save_last="link")`` makes a link there right after the call. Where the folder
     cannot be made, the write fails, and says so.
     """
-    if "://" not in str(path):
+    place = local_path(path)
+    if place is not None:
         with suppress(OSError):
-            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+            make_folders(SYSTEM, place.parent)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from residency._checkpoint._capture import Description, Snapshot, capture_descri
 from residency._checkpoint._document import tensor_node
 from residency._dtensor import is_sharded
 from residency._errors import CheckpointError, RefusedError
+from residency._nesting import refuse_inside
 from residency._transfer import Lent, Loans, SlabArena, owned_optimizers, owner_of
 from residency.integrations._common._pickled import Freezer, Thawer, address_of
 
@@ -74,6 +75,7 @@ def freeze(checkpoint: Mapping[str, object], *, arena: SlabArena) -> Frozen:
         Device: none. Host: the bytes of all tensors, each storage's overlapping ones once, rounded
         up to 512; state that an offloaded optimizer keeps on the host is lent, not copied.
     """
+    refuse_inside("a save", object())
     loans = Loans()
     file = io.BytesIO()
     try:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from residency._checkpoint._disk import SYSTEM, make_folders
 from residency._errors import CheckpointError
 from residency._optim import OffloadedOptimizer
 from residency._ranks import failures_of_ranks, has_ranks
@@ -26,6 +27,7 @@ from residency.integrations._common._ordered_writes import OrderedWrites
 from residency.integrations.lightning._checkpoint_io import make_parent_of, phase_unless_inside
 from residency.integrations.lightning._freeze import Frozen, freeze
 from residency.integrations.lightning._trees import error_of_training, trees_in_use
+from residency.integrations.lightning._whole_files import named_when_whole
 
 _OVERRIDDEN = (
     "lightning_module_state_dict",
@@ -214,7 +216,9 @@ def _write(frozen: Frozen, key: str, path: Path, group: Any) -> None:
             state[f"optimizer_{index}"] = values
         if path.is_file():
             path.unlink(missing_ok=True)
-        path.mkdir(parents=True, exist_ok=True)
+        make_folders(SYSTEM, path.absolute())
+        if dist.get_rank() == 0:
+            (path / _METADATA).unlink(missing_ok=True)  # of shards that are about to be others
     except Exception as error:
         failure = error
     _agree(failure, group)
@@ -226,7 +230,8 @@ def _write(frozen: Frozen, key: str, path: Path, group: Any) -> None:
     _agree(failure, group)
     try:
         if dist.get_rank() == 0:
-            torch.save(checkpoint, path / _METADATA)  # last: from now on it is a checkpoint
+            with named_when_whole(path / _METADATA) as draft:
+                torch.save(checkpoint, draft)  # last: from now on it is a checkpoint
     except Exception as error:
         failure = error
     _agree(failure, group)

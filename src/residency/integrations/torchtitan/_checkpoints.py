@@ -23,7 +23,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from residency._checkpoint import spare_bytes
-from residency._checkpoint._disk import MANIFEST, CheckpointDirectory, Retention
+from residency._checkpoint._disk import (
+    MANIFEST,
+    SYSTEM,
+    CheckpointDirectory,
+    Retention,
+    make_folders,
+)
 from residency._dtensor import local_of, wrapped_like
 from residency._errors import CheckpointError, CorruptSaveError, RefusedError, warn
 from residency.integrations.dcp import (
@@ -134,7 +140,7 @@ class ResidencyCheckpointManager(_Manager):  # type: ignore[misc]  # known when 
             return super().dcp_save(
                 state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
             )
-        Path(checkpoint_id).parent.mkdir(parents=True, exist_ok=True)
+        make_folders(SYSTEM, Path(checkpoint_id).absolute().parent)
         writer = ResidencyStorageWriter(checkpoint_id, overwrite=True)
         saving: Any = None
         if async_mode == _AsyncMode.DISABLED:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from residency import _device
 from residency._checkpoint import check_count
 from residency._checkpoint._capture import Capture, capture_described, describe, tree_of
-from residency._checkpoint._disk import SYSTEM, sync_folder
+from residency._checkpoint._disk import SYSTEM, make_folders, sync_folder
 from residency._errors import InvalidArgumentError
 from residency._storages import storage_key
 from residency._transfer import SlabArena, memory_of
@@ -182,6 +182,7 @@ class BackgroundSaves:
         """
         self._writes.make_room()
         self._writes.raise_failure()
+        make_folders(SYSTEM, run_dir.absolute())
         return Draft(run_dir, name, self._arenas)
 
     def submit(self, draft: Draft, rotate: Callable[[], None]) -> None:

@@ -31,7 +31,7 @@ from residency._optim._trial._separable import separability
 from residency._optim._validate import check_groups, device_of
 from residency._optim._whole import done_whole
 from residency._optim._wrappers import reaching_inside
-from residency._transfer import note_owned
+from residency._transfer import note_owned, state_stays
 from residency._units import parse_bytes
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -41,6 +41,7 @@ _classes: weakref.WeakKeyDictionary[type[Optimizer], type[Optimizer]] = weakref.
 
 @inference_mode_off()
 @reaching_inside
+@state_stays()
 def offload_optimizer(
     optimizer: OptimizerT,
     *,

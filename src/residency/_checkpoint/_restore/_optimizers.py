@@ -19,12 +19,12 @@ from torch.optim import Optimizer
 from residency._checkpoint._capture._walk import ParameterName
 from residency._checkpoint._document._decode import decode, tensor_names, tensor_nodes
 from residency._checkpoint._document._nodes import kind_of
-from residency._checkpoint._restore._plain_optimizers import PlainReception, receive_plain, replaced
+from residency._checkpoint._restore._plain_optimizers import PlainReception, receive_plain
 from residency._checkpoint._restore._plan import RestorePlan
 from residency._checkpoint._restore._unusable import unusable_is_damage
 from residency._dtensor import moved
 from residency._errors import warn
-from residency._transfer import Incoming, Reception, copy_across, owner_of
+from residency._transfer import Incoming, Reception, copy_across, owner_of, replaced, state_stays
 
 Thunk = Callable[[], Any]
 
@@ -128,7 +128,7 @@ class _ComingOptimizer:
         reception, fetch = self.reception, self.settings.fetch
         assert reception is not None
         values = {path: decode(each, fetch) for path, each in self.others.items()}
-        _settle_nested(reception, values, self.others, self.settings)
+        _settle_nested(reception, values, self.others, self.settings.fetch)
         self.reception = None
         reception.finish(values, decode(self.node.get("loose") or {}, fetch))
         optimizer = self.optimizer
@@ -140,7 +140,8 @@ class _ComingOptimizer:
         if owner_of(optimizer) is None:
             # The class' own repairs, such as settings that its older versions did not save.
             groups = optimizer.param_groups
-            with unusable_is_damage(f"{type(optimizer).__name__} cannot use the states"):
+            damage = unusable_is_damage(f"{type(optimizer).__name__} cannot use the states")
+            with damage, state_stays():
                 optimizer.__setstate__({"state": optimizer.state, "param_groups": groups})
         _run_hooks(self.path, optimizer)
 
@@ -149,16 +150,16 @@ def _settle_nested(
     reception: Reception,
     values: dict[tuple[Tensor, str], object],
     nodes: Mapping[tuple[Tensor, str], object],
-    settings: RestoreSettings,
+    fetch: Callable[[str], Tensor],
 ) -> None:
     """Sees to it that tensors within lists and the like get where the step needs them."""
     for (parameter, key), value in values.items():
         on_device = [
-            settings.fetch(each["name"])
+            fetch(each["name"])
             for each in tensor_nodes(nodes[parameter, key])
-            if not parameter.is_cpu and each.get("place") != "host"
+            if each.get("place") != "host"
         ]
-        if isinstance(reception, PlainReception) and not settings.eager:
+        if isinstance(reception, PlainReception) and not reception.eager:
             reception.nested[parameter, key] = on_device
         else:
             others = {id(each): moved(each, parameter.device) for each in on_device}

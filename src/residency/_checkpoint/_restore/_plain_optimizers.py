@@ -1,8 +1,7 @@
 """The restored state of a plain optimizer until it is first used: on the host, and then not.
 
 A resumed run's first forward and backward, which compile and allocate for the first time, so have
-the room that a fresh run's have. Invariant, which ``tests/checkpoint/restore/test_document.py``
-tries to break: whoever uses the state, the first step as any other, finds it where a step needs it.
+the room that a fresh run's have. What a use is stands in ``_transfer/_waiting.py``.
 """
 
 from __future__ import annotations

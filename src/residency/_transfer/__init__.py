@@ -47,6 +47,7 @@ from residency._transfer._slab import (
 from residency._transfer._waiting import (
     Waiting,
     can_wait,
+    is_away,
     is_looked_at,
     let_wait,
     register_away,
@@ -92,6 +93,7 @@ __all__ = [
     "fitting_bucket",
     "gate_of",
     "host_bytes",
+    "is_away",
     "is_looked_at",
     "is_only_one",
     "let_wait",

@@ -141,6 +141,11 @@ def register_away(is_away: Callable[[Tensor], bool]) -> None:
     _away[:] = [is_away]
 
 
+def is_away(parameter: Tensor) -> bool:
+    """Returns whether a parameter is on the host for a while only."""
+    return parameter.is_cpu and any(is_away(parameter) for is_away in _away)
+
+
 def waiting_of(optimizer: Optimizer) -> list[Waiting]:
     """Returns what of an optimizer's state waits on the host."""
     record = _records.get(optimizer)
@@ -221,11 +226,7 @@ def _bring(optimizer: Optimizer, state: dict[Any, Any]) -> None:
     if owner_of(optimizer) is not None:  # it was offloaded since: the state has its home
         found = []
     going = [each for each in found if not each.parameter.is_cpu]
-    staying = {
-        (id(each.parameter), each.key)
-        for each in found
-        if each.parameter.is_cpu and any(is_away(each.parameter) for is_away in _away)
-    }
+    staying = {(id(each.parameter), each.key) for each in found if is_away(each.parameter)}
     num_bytes = sum(local_of(each.tensor).nbytes for each in going)
     if going:
         found.clear()  # the move lets host memory go as it goes on

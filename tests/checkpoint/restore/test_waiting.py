@@ -342,7 +342,7 @@ def test_a_compiled_step_takes_what_waits(device, saved, is_before):
         run.num_steps = 2
         for _ in range(2):
             run.step(compiled)
-        # The compiler puts `step` onto the device when it compiles, which it does anew after a load.
+        # The compiler puts `step` onto the device when it compiles: anew after a load of torch's.
         found.append([each if isinstance(each, torch.Tensor) else each[2] for each in run.read()])
     assert_same(*found)
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from residency import _device
 from residency._errors import InvalidArgumentError, RefusedError
 from residency._modes import inference_mode_off
+from residency._optim._exchange import exchanges_of
 from residency._optim._masters import check_masters
 from residency._optim._offload_record import Offload, put_record, record_of
 from residency._optim._offloaded import (
@@ -228,7 +229,8 @@ def _offloaded_class(base: type[Optimizer]) -> type[Optimizer]:
     found = _classes.get(base)
     if found is None:
         # Same names: the profiler's range and torch.save's errors are made of them.
-        namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+        namespace: dict[str, Any] = {"__module__": base.__module__}
+        namespace |= {"__qualname__": base.__qualname__, **exchanges_of(base)}
         try:
             metaclass: Any = type(base)
             found = _metaclass_of(metaclass)(base.__name__, (base, OffloadedOptimizer), namespace)

@@ -34,6 +34,8 @@ from residency._storages import sharing
 PRIVATE = "_residency"
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OWN = frozenset({"step", "state", "param_groups", PRIVATE, *_HOOKS})
+# What classes that exchange parameters with their state do so in.
+EXCHANGES = ("train", "eval")
 _MISSING = object()
 MIDWAY = "Some parameters have been stepped: reload a checkpoint, and do not offload it."
 
@@ -162,7 +164,7 @@ def shadow_step(
     state: Mapping[Tensor, dict[str, Any]],
     is_copied: bool,
 ) -> Outcome:
-    """Steps some parameters with the optimizer's own code.
+    """Steps some parameters with the optimizer's own code, to try it out.
 
     Args:
         optimizer: Lends its attributes.
@@ -180,6 +182,8 @@ def shadow_step(
         ResidencyError: The step changed a shared tensor in place.
     """
     shadow = Shadow(optimizer, base, groups, state, is_copied)
+    if all(callable(getattr(base, name, None)) for name in EXCHANGES):
+        shadow.optimizer.train()  # type: ignore[attr-defined]  # as callers do before a step
     raw_step(base)(shadow.optimizer)
     return shadow.outcome()
 

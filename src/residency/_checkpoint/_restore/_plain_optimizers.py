@@ -21,7 +21,15 @@ from residency._checkpoint._sources._source import StoredTensor
 from residency._dtensor import local_of, wrapped_like
 from residency._errors import RefusedError
 from residency._modes import callers_modes_off
-from residency._transfer import Incoming, Waiting, can_wait, let_wait, state_stays, waiting_of
+from residency._transfer import (
+    ELEMENT_WISE,
+    Incoming,
+    Waiting,
+    can_wait,
+    let_wait,
+    state_stays,
+    waiting_of,
+)
 
 # States that the element-wise classes of torch.optim make in the parameter's shape.
 _LIKE_PARAMETER = {
@@ -103,7 +111,7 @@ def receive_plain(
         for key, incoming in entries.items():
             if incoming is None:
                 continue
-            _check(parameter, key, incoming)
+            _check(optimizer, parameter, key, incoming)
             there = dict.get(state, parameter, {}).get(key)
             is_waiting = id(there) in still_waiting  # of a restore before, without a step since
             on_device = is_waiting or _needs_device(
@@ -120,14 +128,15 @@ def receive_plain(
     return made
 
 
-def _check(parameter: Tensor, key: str, incoming: Incoming) -> None:
+def _check(optimizer: Optimizer, parameter: Tensor, key: str, incoming: Incoming) -> None:
     if key == _MASTER:
         raise RefusedError(
             "the saved optimizer has float32 master weights, which a plain one has no place for: "
             "it would go on from rounded parameters. Nothing was changed: offload it with "
             "master_weights=True before the restore."
         )
-    if key in _LIKE_PARAMETER and incoming.shape != tuple(parameter.shape):
+    is_like = key in _LIKE_PARAMETER and isinstance(optimizer, tuple(ELEMENT_WISE))
+    if is_like and incoming.shape != tuple(parameter.shape):
         raise RefusedError(
             f"the saved state {key!r} has the shape {incoming.shape}, and its parameter's is "
             f"{tuple(parameter.shape)} here. Nothing was changed; restore into the "

@@ -2,7 +2,7 @@
 with which torch makes the state of an optimizer before a load.
 
 What ``dcp.load`` fills are the parameters themselves, the homes of an offloaded optimizer, or host
-tensors that wait for a plain optimizer's first step. Invariant, which
+tensors that wait for the first use of a plain optimizer's state. Invariant, which
 ``tests/integrations/test_dcp_training.py`` tries to break: whatever stands against a load is said
 while it is planned, before a byte is read, because names of the state dict say what it is of.
 
@@ -70,7 +70,7 @@ class TrainState(Stateful):
 
     Memory:
         Device: none at a save and at a load, but what stays there (``resident=``). Host: at a load
-        into a plain optimizer its state, until its first step moves it to the device, a bucket at a
+        into a plain optimizer its state, until its first use moves it to the device, a bucket at a
         time; into an offloaded one none beside its homes.
     """
 

@@ -1,8 +1,8 @@
 """A class' own ``train`` and ``eval``, with the state of one parameter at a time on the device.
 
 Schedule-free classes exchange parameters with their state there, outside of a step, and some expect
-the state beside the parameters. Invariant, which ``tests/optim/test_third_party.py`` tries to
-break: the ends are those of the plain optimizer, and the device has one parameter's state at most.
+the state beside the parameters. Invariant, which ``tests/optim/test_train_and_eval.py`` tries
+to break: the ends are the plain optimizer's, and the device has one parameter's state at most.
 """
 
 from __future__ import annotations

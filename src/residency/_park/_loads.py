@@ -1,8 +1,8 @@
 """What an optimizer loads while its parameters are parked.
 
 Torch puts a state to where its parameters are, which is the host for as long as they are parked; it
-follows them when it is used after they are back. Invariant, which ``tests/park/test_uses.py`` tries
-to break: after ``unpark`` the state is where a load without the parking would have put it.
+follows them when it is used after they are back. Invariant, which ``tests/park/test_loads.py``
+tries to break: after ``unpark`` the state is where a load without the parking would have put it.
 
 A function stands in the place of ``Optimizer.__setstate__``, to which every load comes, while
 anything is parked. [Note: no hook in the module]

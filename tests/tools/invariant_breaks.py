@@ -125,7 +125,7 @@ BREAKS = (
     Break(
         "_transfer/_waiting.py",
         "tests/checkpoint/restore/test_waiting.py -k touches_the_state",
-        '                if vars(waiting).get("state") is state:\n',
+        '                if waiting.__dict__.get("state") is state:\n',
         "                if waiting is optimizer and optimizer.state is not state:\n",
     ),
     Break(

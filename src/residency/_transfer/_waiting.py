@@ -61,10 +61,10 @@ class _Entry(NamedTuple):
     key: str
     nested: weakref.ref[Tensor] | None
 
-    def found(self, state: Mapping[Any, Any]) -> Waiting | None:
+    def found(self, state: dict[Any, Any]) -> Waiting | None:
         """Returns what of this entry lies on the host."""
         parameter = self.parameter()
-        values = None if parameter is None else dict.get(state, parameter)  # type: ignore[arg-type]
+        values = None if parameter is None else dict.get(state, parameter)
         value = values.get(self.key) if isinstance(values, dict) else None
         if self.nested is not None:
             nested = self.nested()
@@ -143,7 +143,7 @@ def register_away(is_away: Callable[[Tensor], bool]) -> None:
 
 def is_away(parameter: Tensor) -> bool:
     """Returns whether a parameter is on the host for a while only."""
-    return parameter.is_cpu and any(is_away(parameter) for is_away in _away)
+    return parameter.is_cpu and any(says(parameter) for says in _away)
 
 
 def waiting_of(optimizer: Optimizer) -> list[Waiting]:
@@ -205,7 +205,7 @@ def replaced(value: object, others: Mapping[int, Tensor]) -> Any:
 @torch._disable_dynamo  # type: ignore[attr-defined]  # what torch.optim itself uses
 def _read(optimizer: Optimizer) -> Any:
     try:
-        state = optimizer.__dict__["state"]
+        state: dict[Any, Any] = optimizer.__dict__["state"]
     except KeyError:
         text = f"{type(optimizer).__name__!r} object has no attribute 'state'"
         raise AttributeError(text, name="state", obj=optimizer) from None
@@ -213,7 +213,8 @@ def _read(optimizer: Optimizer) -> Any:
         with _lock:
             # Another optimizer may have been given the same mapping before it was filled.
             for waiting in list(_records):
-                if vars(waiting).get("state") is state:
+                mapping: Any = waiting.__dict__.get("state")
+                if mapping is state:
                     _bring(waiting, state)
             _put_or_take()
     return state

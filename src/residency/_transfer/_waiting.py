@@ -54,7 +54,7 @@ _Put = Callable[[Waiting, Tensor], None]
 _Move = Callable[[list[Waiting], _Put], None]
 
 
-class _Entry(NamedTuple):
+class _WaitingValue(NamedTuple):
     """A value that is to go to its parameter's device; of a container, one tensor within."""
 
     parameter: weakref.ref[Tensor]
@@ -74,12 +74,12 @@ class _Entry(NamedTuple):
         return Waiting(parameter, self.key, value)
 
 
-class _Record(NamedTuple):
-    entries: list[_Entry]
+class _WaitingState(NamedTuple):
+    entries: list[_WaitingValue]
     move: _Move
 
 
-_records: weakref.WeakKeyDictionary[Optimizer, _Record] = weakref.WeakKeyDictionary()
+_records: weakref.WeakKeyDictionary[Optimizer, _WaitingState] = weakref.WeakKeyDictionary()
 _away: list[Callable[[Tensor], bool]] = []
 _lock = threading.RLock()  # reentrant: whatever Python collects may read a state
 _looks = threading.local()
@@ -124,13 +124,13 @@ def let_wait(
             ends it stays so, and the rest waits on.
     """
     made = [
-        _Entry(weakref.ref(p), key, None if nested is None else weakref.ref(nested))
+        _WaitingValue(weakref.ref(p), key, None if nested is None else weakref.ref(nested))
         for p, key, nested in entries
     ]
     with _lock:
         _records.pop(optimizer, None)
         if made:
-            _records[optimizer] = _Record(made, move)
+            _records[optimizer] = _WaitingState(made, move)
         _put_or_take()
 
 

@@ -215,7 +215,8 @@ class Checkpointer:
 
         Tensors get the saved bytes where they are; identity, ties, hooks and shards are kept. An
         offloaded optimizer's state goes to its homes on the host; a plain one's waits on the host
-        and goes onto the device at the first step. Every chunk that is read is checked. All ranks
+        and goes onto the device at its first use, a step or any read of ``optimizer.state``, also
+        one by ``copy.deepcopy``. Every chunk that is read is checked. All ranks
         restore the same save, or none does.
 
         Args:
@@ -226,7 +227,8 @@ class Checkpointer:
             strict: Whether names, shapes and dtypes that do not match are refused; else they are
                 left out, with a warning.
             rng: Whether the random number generators go back, too.
-            eager: Whether a plain optimizer's state goes onto the device at once.
+            eager: Whether a plain optimizer's state goes onto the device at once; that of a class
+                which copies or pickles itself in a way of its own always does.
             progress: Whether to draw a progress bar.
 
         Returns:

@@ -33,6 +33,7 @@ from residency._transfer import (
     owned_optimizers,
     register_forecast,
     register_owner,
+    state_stays,
 )
 
 
@@ -157,6 +158,7 @@ def _loan(
     return lent
 
 
+@state_stays()
 def _states_to_come(optimizer: Optimizer) -> list[Tensor]:
     """Returns what first steps will make and a save will copy; of an offloaded optimizer, that is
     what does not live in homes.

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from residency import _device
 from residency._errors import InvalidArgumentError, RefusedError
 from residency._modes import inference_mode_off
+from residency._optim._exchange import exchanges_of
 from residency._optim._masters import check_masters
 from residency._optim._offload_record import Offload, put_record, record_of
 from residency._optim._offloaded import (
@@ -33,7 +34,7 @@ from residency._optim._trial._separable import separability
 from residency._optim._validate import check_groups, device_of
 from residency._optim._whole import done_whole
 from residency._optim._wrappers import reaching_inside
-from residency._transfer import note_owned
+from residency._transfer import note_owned, state_stays
 from residency._units import parse_bytes
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -43,6 +44,7 @@ _classes: weakref.WeakKeyDictionary[type[Optimizer], type[Optimizer]] = weakref.
 
 @inference_mode_off()
 @reaching_inside
+@state_stays()
 def offload_optimizer(
     optimizer: OptimizerT,
     *,
@@ -231,7 +233,7 @@ def _offloaded_class(base: type[Optimizer]) -> type[Optimizer]:
     if found is None:
         # Same names: the profiler's range and torch.save's errors are made of them.
         namespace: dict[str, Any] = {"__module__": base.__module__, "step": step_like(base)}
-        namespace["__qualname__"] = base.__qualname__
+        namespace |= {"__qualname__": base.__qualname__, **exchanges_of(base)}
         try:
             metaclass: Any = type(base)
             found = _metaclass_of(metaclass)(base.__name__, (base, OffloadedOptimizer), namespace)

@@ -32,7 +32,7 @@ from residency._optim._trial._first_step import Schema, StateSize
 from residency._optim._validate import check_flags, device_of
 from residency._optim._whole import done_whole
 from residency._storages import overlapping
-from residency._transfer import copy_to_host
+from residency._transfer import copy_to_host, is_away
 
 _SPARE_BUCKETS = 2
 _Values = Mapping[str, Any]
@@ -90,6 +90,8 @@ def place_state(optimizer: Optimizer, offload: Offload, device: torch.device) ->
 def follow_parameters(optimizer: Optimizer, offload: Offload) -> None:
     """Places the state anew when the parameters are on another device than it was placed for.
 
+    Those that are parked count as where they were: they come back, and the homes are on the host.
+
     Raises:
         RefusedError: They are on several devices, or the host has no room; nothing has moved.
     """
@@ -97,7 +99,7 @@ def follow_parameters(optimizer: Optimizer, offload: Offload) -> None:
     placed_for = torch.device("cpu") if offload.host is None else offload.host.homes.device
     if offload.host is not None and {placed_for.index} == set(map(Tensor.get_device, parameters)):
         return  # as nearly always; of what is no accelerator's the index is negative
-    if all(parameter.device == placed_for for parameter in parameters):
+    if all(p.device == placed_for or is_away(p) for p in parameters):
         return
     device = device_of(type(optimizer).__name__, parameters)
     if device.type != "cpu":

@@ -49,15 +49,16 @@ class StandIns:
         stand_in.requires_grad_(parameter.requires_grad)
         if not has_master:  # torch lets a gradient have another dtype, where the parameter says so
             stand_in.grad_dtype = parameter.grad_dtype
-        stand_in.grad = gradient.float() if has_master else gradient
+        stand_in.grad = gradient.float() if has_master and gradient is not None else gradient
         return stand_in
 
-    def _gradient_of(self, piece: Piece, is_local: bool) -> Tensor:
+    def _gradient_of(self, piece: Piece, is_local: bool) -> Tensor | None:
         """Returns the gradient that a step sees: of the local tensor, cut as the piece is, or of
-        the whole shard.
+        the whole shard; None outside of a step, where a parameter may have none.
         """
         parameter = piece.parameter
-        assert parameter.grad is not None
+        if parameter.grad is None:
+            return None
         if not is_local:
             return parameter.grad.detach()
         gradient = self.gradients.get(parameter, parameter.grad).detach()

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from residency import _device
 from residency._dtensor import is_sharded, local_of
 from residency._errors import InvalidArgumentError, RefusedError
+from residency._transfer import is_away
 
 _FLAGS = {
     "capturable": "a captured step replays fixed addresses, and streamed state has none",
@@ -147,8 +148,10 @@ def device_of(name: str, parameters: Sequence[Tensor]) -> torch.device:
         raise RefusedError(f"{name} has no parameters; add a group with some first.")
     devices = {p.device for p in parameters}
     if len(devices) != 1:
+        num_away = sum(map(is_away, parameters))
         raise RefusedError(
             f"{name} has parameters on {sorted(map(str, devices))}; expected them on one device."
+            + f" {num_away} are parked: call residency.unpark first." * bool(num_away)
         )
     device: torch.device = devices.pop()
     accelerator = _device.accelerator()

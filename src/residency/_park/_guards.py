@@ -26,7 +26,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from residency._dtensor import local_of
 from residency._errors import RefusedError
+from residency._park._loads import watch_loads
 from residency._registries import WeakRegistry
+from residency._transfer import register_away
 
 _MAX_NAMES = 3  # in a message
 _lock = threading.RLock()  # reentrant: a parking may die, and say so, wherever Python collects
@@ -87,6 +89,9 @@ def is_parked(tensor: Tensor) -> bool:
     return tensor.is_cpu and any(notices.is_parked(tensor) for notices in _standing)
 
 
+register_away(is_parked)
+
+
 def _watch_calls() -> None:
     """Puts our function in the place of torch's while anything is parked, and takes it away after.
 
@@ -94,6 +99,7 @@ def _watch_calls() -> None:
     """
     global _torch_call, _is_in_place
     with _lock:
+        watch_loads(is_on=bool(len(_standing)))
         now: Any = nn.Module.__call__
         if len(_standing):
             if now is not _call and (not _is_in_place or now is _torch_call):

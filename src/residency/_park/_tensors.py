@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from residency._dtensor import local_of
 from residency._errors import RefusedError
 from residency._storages import storage_key
-from residency._transfer import owner_of
+from residency._transfer import owner_of, state_stays
 
 Owner = nn.Module | Optimizer
 Gradients = Literal["move", "drop"]
@@ -120,7 +120,9 @@ def _attributes(module: nn.Module) -> _Named:
 def _state(optimizer: Optimizer) -> _Named:
     if owner_of(optimizer) is not None:
         return  # at home on the host already
-    for index, values in enumerate(optimizer.state.values()):
+    with state_stays():  # what waits is on the host already
+        state = optimizer.state
+    for index, values in enumerate(state.values()):
         yield from _values(f"state.{index}", values)
 
 

@@ -24,6 +24,7 @@ from residency._registries import WeakRegistry
 from residency._transfer._gate import gates
 from residency._transfer._lending import lending
 from residency._transfer._owner import owner_of
+from residency._transfer._waiting import state_stays
 
 _stepped: WeakRegistry[Optimizer] = WeakRegistry()
 
@@ -119,6 +120,8 @@ def _waiting_after(closure: Callable[[], object], optimizer: Optimizer) -> Calla
 def _written_by(optimizer: Optimizer) -> Iterator[Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
-    for values in optimizer.state.values():
+    with state_stays():  # what waits on the host is not behind the gate
+        state = optimizer.state
+    for values in state.values():
         if isinstance(values, dict):
             yield from (v for v in values.values() if isinstance(v, Tensor) and not v.is_cpu)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import ChainMap, Counter, deque
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,7 @@ from residency._dtensor import is_sharded, local_of
 from residency._errors import RefusedError
 from residency._nesting import refuse_inside
 from residency._storages import is_wrapper, storage_key
-from residency._transfer import Lent, Loans, owner_of
+from residency._transfer import Lent, Loans, owner_of, state_stays, waiting_of
 
 # Wrappers that put themselves into the names of what they wrap, by the files that define them: who
 # has not loaded these has none. Source: torch._dynamo, checkpoint_wrapper, torch.distributed.fsdp.
@@ -290,12 +290,13 @@ class _StateWalk:
             names = index_names
         by_parameter, others, by_other_key = self._state_of(optimizer)
         state = {}
+        going = {storage_key(local_of(each.tensor)) for each in waiting_of(optimizer)}
         for parameter, values in by_parameter.items():
             name = names[parameter]
             inner_path = joined(joined(path, "state"), name)
             is_on_host = parameter.is_cpu
             state[name] = {
-                key: self._state(joined(inner_path, key), v, is_on_host)
+                key: self._state(joined(inner_path, key), v, is_on_host, going)
                 for key, v in values.items()
             }
             if parameter in self._replicated_parameters:
@@ -329,7 +330,8 @@ class _StateWalk:
             lent = owner.lend(optimizer, self._loans, is_lasting=self._is_lasting)
             by_other_key = {k: v for k, v in lent.items() if not isinstance(k, Tensor)}
             return {k: v for k, v in lent.items() if isinstance(k, Tensor)}, {}, by_other_key
-        saved = optimizer.state_dict()
+        with state_stays():
+            saved = optimizer.state_dict()
         parameters = {
             index: parameter
             for group, theirs in zip(saved["param_groups"], optimizer.param_groups, strict=True)
@@ -343,7 +345,7 @@ class _StateWalk:
             {k: v for k, v in saved["state"].items() if k not in parameters},
         )
 
-    def _state(self, name: str, value: object, is_on_host: bool) -> Node:
+    def _state(self, name: str, value: object, is_on_host: bool, going: Collection[object]) -> Node:
         if isinstance(value, Lent):
             return self.encoder.tensor(name, value.value, is_early=False, lent=value)
         if isinstance(value, Tensor):
@@ -351,9 +353,10 @@ class _StateWalk:
         else:
             node = self._value(name, value)
         if not is_on_host:
-            # Beside a parameter on a device, what is on the host belongs there.
+            # Beside a parameter on a device, what is on the host belongs there, or waits for it.
             for each in tensor_nodes(node):
-                if local_of(self.encoder.leaves[each["name"]].value).is_cpu:
+                leaf = local_of(self.encoder.leaves[each["name"]].value)
+                if leaf.is_cpu and storage_key(leaf) not in going:
                     each["place"] = "host"
         return node
 

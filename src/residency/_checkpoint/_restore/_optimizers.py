@@ -22,12 +22,12 @@ from residency._checkpoint._capture._walk import ParameterName
 from residency._checkpoint._document._decode import tensor_nodes
 from residency._checkpoint._document._nodes import Node, kind_of
 from residency._checkpoint._restore._groups import GroupValues
-from residency._checkpoint._restore._plain_optimizers import PlainReception, receive_plain, replaced
+from residency._checkpoint._restore._plain_optimizers import PlainReception, receive_plain
 from residency._checkpoint._restore._plan import RestorePlan
 from residency._checkpoint._restore._unusable import unusable_is_damage
 from residency._dtensor import moved
 from residency._errors import warn
-from residency._transfer import Incoming, Reception, owner_of
+from residency._transfer import Incoming, Reception, owner_of, replaced, state_stays
 
 Thunk = Callable[[], Any]
 
@@ -162,7 +162,8 @@ class _ComingOptimizer:
         self, optimizer: Optimizer, state: Mapping[Any, Any], groups: list[dict[str, Any]]
     ) -> None:
         """Lets a class repair what its older versions did not save."""
-        with unusable_is_damage(f"{type(optimizer).__name__} cannot use the states"):
+        damage = unusable_is_damage(f"{type(optimizer).__name__} cannot use the states")
+        with damage, state_stays():
             optimizer.__setstate__({"state": state, "param_groups": groups})
 
     def make_room(self) -> None:
@@ -176,7 +177,7 @@ class _ComingOptimizer:
         reception = self.reception
         assert reception is not None
         values = {entry: each.thunk() for entry, each in self.others.items()}
-        _settle_nested(reception, values, self.others, self.settings)
+        _settle_nested(reception, values, self.others, self.settings.fetch)
         self.reception = None
         reception.finish(values, self.loose())
         optimizer = self.optimizer
@@ -191,16 +192,16 @@ def _settle_nested(
     reception: Reception,
     values: dict[tuple[Tensor, str], object],
     others: Mapping[tuple[Tensor, str], _Value],
-    settings: RestoreSettings,
+    fetch: Callable[[str], Tensor],
 ) -> None:
     """Sees to it that tensors within lists and the like get where the step needs them."""
     for (parameter, key), value in values.items():
         on_device = [
-            settings.fetch(each["name"])
+            fetch(each["name"])
             for each in tensor_nodes(others[parameter, key].node)
-            if not parameter.is_cpu and each.get("place") != "host"
+            if each.get("place") != "host"
         ]
-        if isinstance(reception, PlainReception) and not settings.eager:
+        if isinstance(reception, PlainReception) and not reception.eager:
             reception.nested[parameter, key] = on_device
         else:
             there = {id(each): moved(each, parameter.device) for each in on_device}

@@ -1,23 +1,19 @@
-"""The restored state of a plain optimizer until its first step: on the host, and then not.
+"""The restored state of a plain optimizer until it is first used: on the host, and then not.
 
 A resumed run's first forward and backward, which compile and allocate for the first time, so have
-the room that a fresh run's have. Invariant, which ``tests/checkpoint/restore/test_document.py``
-tries to break: ``optimizer.state`` holds ordinary tensors at every moment, and the first step finds
-each where the step needs it.
+the room that a fresh run's have. What a use is stands in ``_transfer/_waiting.py``.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from residency._checkpoint._restore._fill import Staging, fill
 from residency._checkpoint._restore._plan import Assignment, target_of
@@ -25,7 +21,15 @@ from residency._checkpoint._sources._source import StoredTensor
 from residency._dtensor import local_of, wrapped_like
 from residency._errors import RefusedError
 from residency._modes import callers_modes_off
-from residency._transfer import Incoming, owner_of
+from residency._transfer import (
+    ELEMENT_WISE,
+    Incoming,
+    Waiting,
+    can_wait,
+    let_wait,
+    state_stays,
+    waiting_of,
+)
 
 # States that the element-wise classes of torch.optim make in the parameter's shape.
 _LIKE_PARAMETER = {
@@ -41,12 +45,14 @@ class PlainReception:
     """The place for the state of an optimizer that keeps it itself; see ``Reception``.
 
     Attributes:
+        eager: Whether the state goes to the device at once.
         waiting: What is on the host and is needed on the device, by parameter and key.
         nested: The same of tensors within values that are none, such as lists.
     """
 
     optimizer: Optimizer
     states: Mapping[Tensor, Mapping[str, Incoming | None]]
+    eager: bool
     staging_bytes: int
     targets: dict[tuple[Tensor, str], Tensor] = field(default_factory=dict)
     waiting: dict[tuple[Tensor, str], Tensor] = field(default_factory=dict)
@@ -56,7 +62,8 @@ class PlainReception:
         self, values: Mapping[tuple[Tensor, str], Any], by_other_key: Mapping[Any, Any]
     ) -> None:
         """Makes what was filled the optimizer's state; see ``Reception``."""
-        state: Any = self.optimizer.state
+        with state_stays():
+            state: Any = self.optimizer.state
         for stale in [key for key in state if key not in self.states]:
             del state[stale]
         for parameter, entries in self.states.items():
@@ -66,12 +73,10 @@ class PlainReception:
                 for key, value in found.items()
             }
         state.update(by_other_key)
-        _drop_first_steps(self.optimizer)
-        waiting = [*self.waiting.items()]
-        waiting += [(entry, each) for entry, values in self.nested.items() for each in values]
-        if waiting:
-            hook = _FirstStep(waiting, self.staging_bytes)
-            hook.handle = self.optimizer.register_step_pre_hook(hook)
+        direct = [(parameter, key, None) for parameter, key in self.waiting]
+        within = [(*entry, each) for entry, values in self.nested.items() for each in values]
+        move = partial(_move, self.staging_bytes)
+        let_wait(self.optimizer, [*direct, *within], move)
 
 
 def receive_plain(
@@ -86,7 +91,8 @@ def receive_plain(
     Args:
         optimizer: Is not changed.
         states: By parameter and key, in the saved order; None stands for what is no tensor.
-        eager: Whether device memory is taken at once, and not by the first step.
+        eager: Whether device memory is taken at once, and not by the first use; it is where the
+            class could use its state without a read of ``optimizer.state``.
         staging_bytes: The ring of the first step's copies.
 
     Raises:
@@ -95,15 +101,18 @@ def receive_plain(
     Memory:
         None for what fits the state there is; the host's for the rest, or the device's if eager.
     """
-    made = PlainReception(optimizer, states, staging_bytes)
+    eager = eager or not can_wait(optimizer)
+    made = PlainReception(optimizer, states, eager, staging_bytes)
+    with state_stays():
+        state = optimizer.state
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
-    still_waiting = {id(v) for each in _first_steps(optimizer) for v in each.waiting()}
+    still_waiting = {id(each.tensor) for each in waiting_of(optimizer)}
     for parameter, entries in states.items():
         for key, incoming in entries.items():
             if incoming is None:
                 continue
-            _check(parameter, key, incoming)
-            there = dict.get(optimizer.state, parameter, {}).get(key)
+            _check(optimizer, parameter, key, incoming)
+            there = dict.get(state, parameter, {}).get(key)
             is_waiting = id(there) in still_waiting  # of a restore before, without a step since
             on_device = is_waiting or _needs_device(
                 optimizer, group_of[parameter], parameter, key, incoming, there
@@ -119,14 +128,15 @@ def receive_plain(
     return made
 
 
-def _check(parameter: Tensor, key: str, incoming: Incoming) -> None:
+def _check(optimizer: Optimizer, parameter: Tensor, key: str, incoming: Incoming) -> None:
     if key == _MASTER:
         raise RefusedError(
             "the saved optimizer has float32 master weights, which a plain one has no place for: "
             "it would go on from rounded parameters. Nothing was changed: offload it with "
             "master_weights=True before the restore."
         )
-    if key in _LIKE_PARAMETER and incoming.shape != tuple(parameter.shape):
+    is_like = key in _LIKE_PARAMETER and isinstance(optimizer, tuple(ELEMENT_WISE))
+    if is_like and incoming.shape != tuple(parameter.shape):
         raise RefusedError(
             f"the saved state {key!r} has the shape {incoming.shape}, and its parameter's is "
             f"{tuple(parameter.shape)} here. Nothing was changed; restore into the "
@@ -185,122 +195,37 @@ def _empty(parameter: Tensor, incoming: Incoming, device: torch.device) -> Tenso
     return wrapped_like(local, parameter)
 
 
-_Key = tuple[Tensor, str]
-_Entry = tuple[_Key, Tensor]
-
-
-class _FirstStep:
-    """The hook that moves the state onto the device when the first step begins; a closure's own
-    forward and backward follow.
-
-    A move that ends midway goes on at the next step, with what is on the host still.
-    """
-
-    handle: RemovableHandle
-
-    def __init__(self, waiting: Iterable[_Entry], staging_bytes: int) -> None:
-        # By the tensors themselves: a caller may have put others into the state by then.
-        self._entries = [(weakref.ref(p), key, weakref.ref(v)) for (p, key), v in waiting]
-        self._staging_bytes = staging_bytes
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if owner_of(optimizer) is None:  # else it was offloaded since: the state has its home
-            _move(optimizer, self._still_there(optimizer), self._staging_bytes)
-        self._entries.clear()
-        # Torch is going through its hooks: only the last one may go. Another one does nothing
-        # from now on, and goes at the next restore.
-        hooks: Any = optimizer._optimizer_step_pre_hooks  # torch shows it in no other way
-        if next(reversed(hooks), None) == self.handle.id:
-            self.handle.remove()
-
-    def waiting(self) -> Iterator[Tensor]:
-        """Yields what is still to be moved."""
-        yield from (value for _, _, ref in self._entries if (value := ref()) is not None)
-
-    def _still_there(self, optimizer: Optimizer) -> list[_Entry]:
-        found: list[_Entry] = []
-        for parameter_ref, key, value_ref in self._entries:
-            parameter, value = parameter_ref(), value_ref()
-            if parameter is None or value is None or parameter.is_cpu:
-                continue
-            there = dict.get(optimizer.state, parameter, {}).get(key)
-            if any(each is value for each in tensors_in(there)):
-                found.append(((parameter, key), value))
-        return found
-
-
-def _drop_first_steps(optimizer: Optimizer) -> None:
-    """Removes what an earlier restore left to do at the first step, and what has been done."""
-    for hook in _first_steps(optimizer):
-        hook.handle.remove()
-
-
-def _first_steps(optimizer: Optimizer) -> list[_FirstStep]:
-    hooks: Any = optimizer._optimizer_step_pre_hooks  # torch shows it in no other way
-    return [each for each in hooks.values() if isinstance(each, _FirstStep)]
-
-
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """Yields the tensors of a state's value, which may be one or a container of them."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
-    elif isinstance(value, list | tuple | deque):
-        for each in value:
-            yield from tensors_in(each)
-
-
-def replaced(value: object, others: Mapping[int, Tensor]) -> Any:
-    """Returns a value with other tensors in the place of some, in the containers that it has.
-
-    Args:
-        value: A state's value.
-        others: What takes a tensor's place, by that tensor's ``id``.
-    """
-    if isinstance(value, Tensor):
-        return others.get(id(value), value)
-    if isinstance(value, dict):
-        for key in list(value):
-            value[key] = replaced(value[key], others)
-    elif isinstance(value, list | deque):
-        for index in range(len(value)):
-            value[index] = replaced(value[index], others)
-    elif type(value) is tuple:
-        return tuple(replaced(each, others) for each in value)
-    return value
-
-
-def _move(optimizer: Optimizer, entries: list[_Entry], staging_bytes: int) -> None:
-    ring = Staging(staging_bytes, pin=True) if entries else None
-    entries.reverse()
-    for bucket in _buckets(entries, _BUCKETS * staging_bytes):
-        moved: dict[_Key, dict[int, Tensor]] = {}
+def _move(
+    staging_bytes: int, waiting: list[Waiting], put: Callable[[Waiting, Tensor], None]
+) -> None:
+    """Brings waiting tensors to the device; see ``let_wait``."""
+    ring = Staging(staging_bytes, pin=True)
+    waiting.reverse()
+    for bucket in _buckets(waiting, _BUCKETS * staging_bytes):
+        made: list[Tensor] = []
         assignments = []
-        for entry, value in bucket:
-            local = local_of(value)
+        for each in bucket:
+            local = local_of(each.tensor)
             with callers_modes_off():
-                made = torch.empty_like(
-                    local, device=entry[0].device, memory_format=torch.preserve_format
+                target = torch.empty_like(
+                    local, device=each.parameter.device, memory_format=torch.preserve_format
                 )
-            moved.setdefault(entry, {})[id(value)] = wrapped_like(made, value)
-            assignments.append(Assignment(target_of(entry[1], made), [_stored(entry[1], local)]))
+            made.append(wrapped_like(target, each.tensor))
+            assignments.append(Assignment(target_of(each.key, target), [_stored(each.key, local)]))
         fill(assignments, checksums={}, staging_bytes=staging_bytes, ring=ring)
-        for (parameter, key), others in moved.items():
-            inner = optimizer.state[parameter]
-            inner[key] = replaced(inner[key], others)
+        for each, value in zip(bucket, made, strict=True):
+            put(each, value)
         bucket.clear()
 
 
-def _buckets(entries: list[_Entry], most_bytes: int) -> Iterator[list[_Entry]]:
-    """Yields entries from the end of a list, which then holds them no more."""
-    while entries:
-        bucket: list[_Entry] = []
+def _buckets(waiting: list[Waiting], most_bytes: int) -> Iterator[list[Waiting]]:
+    """Yields tensors from the end of a list, which then holds them no more."""
+    while waiting:
+        bucket: list[Waiting] = []
         num_bytes = 0
-        while entries and (not bucket or num_bytes < most_bytes):
-            bucket.append(entries.pop())
-            num_bytes += local_of(bucket[-1][1]).nbytes
+        while waiting and (not bucket or num_bytes < most_bytes):
+            bucket.append(waiting.pop())
+            num_bytes += local_of(bucket[-1].tensor).nbytes
         yield bucket
 
 

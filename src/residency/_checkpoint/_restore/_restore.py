@@ -74,7 +74,7 @@ def plan_state(
         strict: Whether differences are refused; else they are left out, with a warning.
         staging: The ring's bytes, rounded down to a power of two.
         eager: Whether plain optimizers get their state on the device at once, not at their first
-            step.
+            use.
         rng: Whether the random number generators go back, too, last of all.
 
     Raises:

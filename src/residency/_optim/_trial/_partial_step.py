@@ -36,6 +36,8 @@ from residency._storages import sharing
 PRIVATE = "_residency"
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OWN = frozenset({"step", "state", "param_groups", PRIVATE, *_HOOKS})
+# What classes that exchange parameters with their state do so in.
+EXCHANGES = ("train", "eval")
 _MISSING = object()
 MIDWAY = "Some parameters have been stepped: reload a checkpoint, and do not offload it."
 
@@ -172,7 +174,7 @@ def shadow_step(
     is_copied: bool,
     call: StepCall,
 ) -> Outcome:
-    """Steps some parameters with the optimizer's own code.
+    """Steps some parameters with the optimizer's own code, to try it out.
 
     Args:
         optimizer: Lends its attributes.
@@ -191,6 +193,8 @@ def shadow_step(
         ResidencyError: The step changed a shared tensor in place.
     """
     shadow = Shadow(optimizer, base, groups, state, is_copied, call)
+    if all(callable(getattr(base, name, None)) for name in EXCHANGES):
+        shadow.optimizer.train()  # type: ignore[attr-defined]  # as callers do before a step
     shadow.step()
     return shadow.outcome()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -148,7 +149,7 @@ def _compare(
                 "Keep its state on the device."
             )
         apart = _Trial(optimizer, base, groups, call, dtype)
-        apart.run([[p] for p in apart.parameters], num_steps)
+        _run_apart(apart, name, num_steps)
         if not together.is_equal(apart) and together.shares_states():
             raise RefusedError(
                 f"{name} cannot be offloaded: its step keeps one buffer under two keys, or views "
@@ -166,6 +167,20 @@ def _compare(
         raise RefusedError(f"{name} cannot be offloaded: {error}") from error
     except Exception as error:
         raise _FailedError from error
+
+
+def _run_apart(trial: _Trial, name: str, num_steps: int) -> None:
+    try:
+        trial.run([[p] for p in trial.parameters], num_steps)
+    except ResidencyError:
+        raise
+    except Exception as error:  # with all parameters there was none
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise RefusedError(
+            f"{name} cannot be offloaded: its step takes all parameters at once and fails with one "
+            f"of them ({type(error).__name__}: {error}, in {where.name}), so it couples the "
+            "parameters. Keep its state on the device."
+        ) from error
 
 
 def _refuse_what_is_paged(optimizer: Optimizer, base: type[Optimizer]) -> None:

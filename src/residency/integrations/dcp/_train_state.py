@@ -2,7 +2,7 @@
 with which torch makes the state of an optimizer before a load.
 
 What ``dcp.load`` fills are the parameters themselves, the homes of an offloaded optimizer, or host
-tensors that wait for a plain optimizer's first step. Invariant, which
+tensors that wait for the first use of a plain optimizer's state. Invariant, which
 ``tests/integrations/test_dcp_training.py`` tries to break: whatever stands against a load is said
 while it is planned, before a byte is read, because names of the state dict say what it is of.
 
@@ -36,7 +36,7 @@ from residency._dtensor import is_sharded, local_of, wrapped_like
 from residency._errors import InvalidArgumentError, RefusedError, warn
 from residency._optim import OffloadedOptimizer, record_of
 from residency._optim._trial import Schema, Schemas
-from residency._transfer import Incoming, before_write, copy_across, lending, owner_of
+from residency._transfer import Incoming, before_write, copy_across, lending, owner_of, state_stays
 from residency._units import parse_bytes
 
 _ABOUT = "about this state"
@@ -70,7 +70,7 @@ class TrainState(Stateful):
 
     Memory:
         Device: none at a save and at a load, but what stays there (``resident=``). Host: at a load
-        into a plain optimizer its state, until its first step moves it to the device, a bucket at a
+        into a plain optimizer its state, until its first use moves it to the device, a bucket at a
         time; into an offloaded one none beside its homes.
     """
 
@@ -194,7 +194,8 @@ class TrainState(Stateful):
         stateless = {p for p in everything if _is_stateless(optimizer, p)}
         if stateless and isinstance(optimizer, OffloadedOptimizer):
             optimizer.prime()
-        saved = optimizer.state_dict()
+        with state_stays():
+            saved = optimizer.state_dict()
         state: _State = {}
         schemas = Schemas()
         for mine, packed, called in zip(
@@ -328,7 +329,8 @@ def _free_to_fill(value: Any) -> Any:
 def _is_stateless(optimizer: Optimizer, parameter: Tensor) -> bool:
     if not parameter.requires_grad:
         return False
-    values: Any = dict.get(optimizer.state, parameter)
+    with state_stays():
+        values: Any = dict.get(optimizer.state, parameter)
     return not values or (isinstance(optimizer, OffloadedOptimizer) and values.is_template())
 
 
@@ -364,6 +366,7 @@ def schema_of(
     return schemas.of(optimizer, base, group, parameter, is_local=is_sharded(parameter))
 
 
+@state_stays()
 def put_state(optimizer: Optimizer, filled: Mapping[Tensor, Mapping[str, Any]]) -> None:
     """Makes what was filled the optimizer's state, where each value belongs."""
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}

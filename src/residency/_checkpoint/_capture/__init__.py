@@ -13,13 +13,8 @@ from residency._lazy import door
 if TYPE_CHECKING:
     from residency._checkpoint._capture._capture import Capture, Held, capture_described
     from residency._checkpoint._capture._snapshot import Snapshot, tree_of
-    from residency._checkpoint._capture._walk import (
-        Description,
-        describe,
-        parameter_names,
-        plain_module,
-        plain_optimizer,
-    )
+    from residency._checkpoint._capture._walk import Description, describe, parameter_names
+    from residency._checkpoint._capture._wrappers import plain_module, plain_optimizer
 
 __all__ = [
     "Capture",
@@ -39,6 +34,7 @@ __getattr__ = door(
     {
         "_capture": ["Capture", "Held", "capture_described"],
         "_snapshot": ["Snapshot", "tree_of"],
-        "_walk": ["Description", "describe", "parameter_names", "plain_module", "plain_optimizer"],
+        "_walk": ["Description", "describe", "parameter_names"],
+        "_wrappers": ["plain_module", "plain_optimizer"],
     },
 )

@@ -15,7 +15,7 @@ from residency._checkpoint._disk._open_save import open_save
 from residency._checkpoint._document._nodes import MODULE, kind_of
 from residency._checkpoint._restore._document import DocumentPlan
 from residency._checkpoint._restore._fill import staging_bytes_of
-from residency._checkpoint._restore._modules import plan_module
+from residency._checkpoint._restore._modules import SavedModule, plan_module
 from residency._checkpoint._restore._overlaps import settle_overlaps
 from residency._checkpoint._restore._plan import Differences, RestorePlan
 from residency._checkpoint._restore._restore import carry_out
@@ -96,15 +96,13 @@ def _load_by_names(
     """Fills a module from tensors that have its names, or its names behind one prefix."""
     names = list(plan.tensors)
     prefix = find_prefix(module, names)
-    plan_module(
-        plan,
-        module,
-        prefix="",
-        saved=[name[len(prefix) :] for name in names if name.startswith(prefix)],
+    saved = SavedModule(
+        [name[len(prefix) :] for name in names if name.startswith(prefix)],
         stored_name=lambda name: prefix + name,
         fresh=lambda name: _plan_fresh(plan, name),
         fetch=plan.fresh.__getitem__,
     )
+    plan.after.append(plan_module(plan, module, saved, prefix=""))
     plan.differing += settle_overlaps(plan, staging_bytes=staging_bytes)
     found = plan.check(what, strict=strict)
     carry_out(plan, staging_bytes=staging_bytes)

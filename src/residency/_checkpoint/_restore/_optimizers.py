@@ -1,8 +1,9 @@
 """Restores optimizers: their groups at once, their states where each optimizer keeps them.
 
-States find their parameters by name, or by position where one side has no module to name them. The
-classes' own ``load_state_dict`` is not called: it casts, moves everything to the device and keeps a
-second copy. Its post-hooks run; its pre-hooks do not, as there is no state dict to give them.
+States find their parameters by name, or by position where one side has no module to name them.
+Torch's own ``load_state_dict`` is not called: it casts, moves everything to the device and keeps a
+second copy. A class with an own one, or with hooks, has it called with the states that are there.
+[Note: an object's own pair]
 Settings that say how a step computes (`_HOW`) stay those of the optimizer that is restored.
 """
 
@@ -16,18 +17,21 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from residency._checkpoint._capture._own_pairs import has_own_pair
 from residency._checkpoint._capture._walk import ParameterName
 from residency._checkpoint._document._decode import decode, tensor_names, tensor_nodes
 from residency._checkpoint._document._nodes import kind_of
+from residency._checkpoint._restore._modules import decode_placed
+from residency._checkpoint._restore._own_loads import load_through, set_value
 from residency._checkpoint._restore._plain_optimizers import PlainReception, receive_plain, replaced
-from residency._checkpoint._restore._plan import RestorePlan
+from residency._checkpoint._restore._plan import Remedied, RestorePlan
 from residency._checkpoint._restore._unusable import unusable_is_damage
 from residency._dtensor import moved
-from residency._errors import warn
-from residency._transfer import Incoming, Reception, copy_across, owner_of
+from residency._transfer import Incoming, Reception, owner_of
 
 Thunk = Callable[[], Any]
 
+_AS_SAVED = "make the groups as they were when it was saved (add_param_group, unfreeze) before"
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
@@ -64,7 +68,7 @@ def plan_optimizer(
     """
     problem, order = _match(node, optimizer, settings.names)
     if problem is not None:
-        plan.differing.append(f"{path}: {problem}")
+        plan.differing.append(Remedied(f"{path}: {problem}"))
         return lambda: None
     by_name: dict[str, Tensor] = {}
     for index, group in enumerate(node["parameters"]):
@@ -86,7 +90,8 @@ def plan_optimizer(
         for key, each in values.items()
         if kind_of(each) != "tensor"
     }
-    for each in (*others.values(), node["groups"], node.get("loose") or {}):
+    own = node.get("others") or {}
+    for each in (*others.values(), node["groups"], node.get("loose") or {}, own):
         for name in tensor_names(each):
             settings.fresh(name)
     coming = _ComingOptimizer(plan, path, node, optimizer, settings, order, states, tensors, others)
@@ -136,13 +141,16 @@ class _ComingOptimizer:
             group = optimizer.param_groups[self.order[index].group]
             for key, each in saved.items():
                 if key not in _HOW or key not in group:
-                    _set(group, key, decode(each, fetch))
-        if owner_of(optimizer) is None:
+                    set_value(group, key, decode(each, fetch))
+        if has_own_pair(optimizer):
+            devices = (p.device for group in optimizer.param_groups for p in group["params"])
+            others = decode_placed(self.node.get("others") or {}, fetch, next(devices, None))
+            load_through(optimizer, others, is_plain=isinstance(reception, PlainReception))
+        elif owner_of(optimizer) is None:
             # The class' own repairs, such as settings that its older versions did not save.
             groups = optimizer.param_groups
             with unusable_is_damage(f"{type(optimizer).__name__} cannot use the states"):
                 optimizer.__setstate__({"state": optimizer.state, "param_groups": groups})
-        _run_hooks(self.path, optimizer)
 
 
 def _settle_nested(
@@ -221,15 +229,13 @@ def _match(
 ) -> tuple[str | None, list[_GroupMatch]]:
     """Finds the saved groups in the optimizer; returns what stands against it, or None."""
     if node.get("class") != type(optimizer).__name__:
-        return f"saved a {node.get('class')}, here a {type(optimizer).__name__}", []
-    if node.get("others"):
-        keys = ", ".join(sorted(node["others"]))
-        return f"its state dict has {keys}, which only its own load_state_dict takes", []
+        here = type(optimizer).__name__
+        return f"saved a {node.get('class')}, here a {here}; pass an optimizer of that class", []
     saved: list[list[str]] = node["parameters"]
     mine = _names_in(optimizer, names, saved)
     if len(saved) != len(mine):
         sizes = [[len(group) for group in side] for side in (saved, mine)]
-        return f"saved groups of {sizes[0]} parameters, here of {sizes[1]}", []
+        return f"saved groups of {sizes[0]} parameters, here of {sizes[1]}; {_AS_SAVED}", []
     left = set(range(len(mine)))
     matches = []
     for index, group in enumerate(saved):
@@ -240,11 +246,36 @@ def _match(
         where = {name: position for position, name in enumerate(mine[candidates[0]])}
         matches.append(_GroupMatch(candidates[0], [where[name] for name in group]))
     if len(matches) == len(saved):
-        return None, matches
+        return _against_others(node, optimizer, matches), matches
     is_nameless = any(all(n.isdecimal() for g in side for n in g) for side in (saved, mine))
     if is_nameless and [len(g) for g in saved] == [len(g) for g in mine]:
-        return None, [_GroupMatch(index, range(len(group))) for index, group in enumerate(saved)]
+        places = [_GroupMatch(index, range(len(group))) for index, group in enumerate(saved)]
+        return _against_others(node, optimizer, places), places
     return _unlike(saved, mine), []
+
+
+def _against_others(
+    node: Mapping[str, Any], optimizer: Optimizer, matches: Sequence[_GroupMatch]
+) -> str | None:
+    """Returns what stands against the keys beside ``state`` and ``param_groups``, or None."""
+    keys = ", ".join(sorted(map(str, node.get("others") or {})))
+    if not keys:
+        return None
+    if not has_own_pair(optimizer):
+        return (
+            f"its state dict has {keys}, which only a load_state_dict of its own takes; pass an "
+            "optimizer of the class that was saved"
+        )
+    is_moved = any(
+        match.group != index or list(match.positions) != list(range(len(match.positions)))
+        for index, match in enumerate(matches)
+    )
+    if is_moved:  # its own keys may mean parameters by their numbers
+        return (
+            f"its state dict has {keys}, of parameters in another order than here; give them in the "
+            "order in which they were saved"
+        )
+    return None
 
 
 def _same(left: Sequence[str], right: Sequence[str]) -> bool:
@@ -255,13 +286,13 @@ def _unlike(saved: Sequence[Sequence[str]], mine: Sequence[Sequence[str]]) -> st
     ours = {name for group in mine for name in group}
     theirs = {name for group in saved for name in group}
     if ours == theirs:
-        return "the saved groups have the same parameters, shared out in another way"
+        return f"the saved groups have the same parameters, shared out in another way; {_AS_SAVED}"
     only = [
         f"{what} {', '.join(sorted(names)[:8])}"
         for what, names in (("only saved:", theirs - ours), ("only here:", ours - theirs))
         if names
     ]
-    return f"other parameters than were saved ({'; '.join(only)})"
+    return f"other parameters than were saved ({'; '.join(only)}); {_AS_SAVED}"
 
 
 def _names_in(
@@ -287,27 +318,3 @@ def _names_in(
     if len(set(found.values())) < len(found):
         found = {p: str(index) for index, p in enumerate(parameters)}
     return [[found[p] for p in group["params"]] for group in optimizer.param_groups]
-
-
-def _set(group: dict[str, Any], key: str, value: Any) -> None:
-    """Sets a value of a group; a rate that is a tensor here stays that tensor."""
-    before = group.get(key)
-    if isinstance(before, Tensor) and not isinstance(value, Tensor):
-        before.fill_(value)
-    elif isinstance(before, Tensor) and before.shape == value.shape:
-        copy_across(before, value)
-    elif isinstance(before, float) and isinstance(value, Tensor) and value.dim() == 0:
-        group[key] = value.item()
-    else:
-        group[key] = value
-
-
-def _run_hooks(path: str, optimizer: Optimizer) -> None:
-    hooks: Any = optimizer.__dict__
-    if hooks.get("_optimizer_load_state_dict_pre_hooks"):
-        warn(
-            f"{path} has load_state_dict pre-hooks, which a restore does not run: it reads into "
-            "the state in place and has no state dict for them.",
-        )
-    for hook in list((hooks.get("_optimizer_load_state_dict_post_hooks") or {}).values()):
-        hook(optimizer)

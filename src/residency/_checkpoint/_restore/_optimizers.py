@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -70,6 +70,8 @@ def plan_optimizer(
     if problem is not None:
         plan.differing.append(Remedied(f"{path}: {problem}"))
         return lambda: None
+    if has_own_pair(optimizer):  # whose methods expect the state where its steps do
+        settings = replace(settings, eager=True)
     by_name: dict[str, Tensor] = {}
     for index, group in enumerate(node["parameters"]):
         mine = optimizer.param_groups[order[index].group]["params"]
@@ -272,8 +274,8 @@ def _against_others(
     )
     if is_moved:  # its own keys may mean parameters by their numbers
         return (
-            f"its state dict has {keys}, of parameters in another order than here; give them in the "
-            "order in which they were saved"
+            f"its state dict has {keys}, of parameters in another order than here; give them in "
+            "the order in which they were saved"
         )
     return None
 

@@ -263,7 +263,7 @@ class _StateWalk:
                 self.replicated |= {joined(inner_path, key) for key in values}
         hyper = [
             {
-                key: self._value(joined(joined(path, f"param_groups.{index}"), key), value)
+                key: self._placed(joined(joined(path, f"param_groups.{index}"), key), value)
                 for key, value in group.items()
             }
             for index, group in enumerate(found.groups)
@@ -274,7 +274,7 @@ class _StateWalk:
             "parameters": [[names[p] for p in group["params"]] for group in optimizer.param_groups],
             "groups": hyper,
             "state": state,
-            "loose": self._value(joined(path, "loose"), found.by_other_key),
+            "loose": self._placed(joined(path, "loose"), found.by_other_key),
             "others": self._placed(path, dict(found.others)),
         }
 

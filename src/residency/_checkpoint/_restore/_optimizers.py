@@ -137,16 +137,18 @@ class _ComingOptimizer:
         values = {path: decode(each, fetch) for path, each in self.others.items()}
         _settle_nested(reception, values, self.others, self.settings)
         self.reception = None
-        reception.finish(values, decode(self.node.get("loose") or {}, fetch))
         optimizer = self.optimizer
+        devices = (p.device for group in optimizer.param_groups for p in group["params"])
+        device = next(devices, None)
+        loose = self.node.get("loose") or {}
+        reception.finish(values, decode_placed(loose, fetch, device))
         for index, saved in enumerate(self.node["groups"]):
             group = optimizer.param_groups[self.order[index].group]
             for key, each in saved.items():
                 if key not in _HOW or key not in group:
-                    set_value(group, key, decode(each, fetch))
+                    set_value(group, key, decode_placed(each, fetch, device))
         if has_own_pair(optimizer):
-            devices = (p.device for group in optimizer.param_groups for p in group["params"])
-            others = decode_placed(self.node.get("others") or {}, fetch, next(devices, None))
+            others = decode_placed(self.node.get("others") or {}, fetch, device)
             load_through(optimizer, others, is_plain=isinstance(reception, PlainReception))
         elif owner_of(optimizer) is None:
             # The class' own repairs, such as settings that its older versions did not save.

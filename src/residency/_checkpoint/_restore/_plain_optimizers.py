@@ -102,7 +102,7 @@ def receive_plain(
         for key, incoming in entries.items():
             if incoming is None:
                 continue
-            _check(parameter, key, incoming)
+            _check(optimizer, parameter, key, incoming)
             there = dict.get(optimizer.state, parameter, {}).get(key)
             is_waiting = id(there) in still_waiting  # of a restore before, without a step since
             on_device = is_waiting or _needs_device(
@@ -119,19 +119,27 @@ def receive_plain(
     return made
 
 
-def _check(parameter: Tensor, key: str, incoming: Incoming) -> None:
+def _check(optimizer: Optimizer, parameter: Tensor, key: str, incoming: Incoming) -> None:
     if key == _MASTER:
         raise RefusedError(
             "the saved optimizer has float32 master weights, which a plain one has no place for: "
             "it would go on from rounded parameters. Nothing was changed: offload it with "
             "master_weights=True before the restore."
         )
-    if key in _LIKE_PARAMETER and incoming.shape != tuple(parameter.shape):
+    # Another class may keep a state of any shape under such a name.
+    is_like = key in _LIKE_PARAMETER and _is_of_torch(optimizer)
+    if is_like and incoming.shape != tuple(parameter.shape):
         raise RefusedError(
             f"the saved state {key!r} has the shape {incoming.shape}, and its parameter's is "
             f"{tuple(parameter.shape)} here. Nothing was changed; restore into the "
             "model that was saved."
         )
+
+
+def _is_of_torch(optimizer: Optimizer) -> bool:
+    known = vars(torch.optim)
+    kinds = [kind for kind in type(optimizer).__mro__ if kind is not Optimizer]
+    return any(known.get(kind.__name__) is kind for kind in kinds)
 
 
 def _needs_device(

@@ -229,8 +229,9 @@ class Checkpointer:
 
         Tensors get the saved bytes where they are; identity, ties, hooks and shards are kept. An
         offloaded optimizer's state goes to its homes on the host; a plain one's waits on the host
-        and goes onto the device at the first step. Every chunk that is read is checked. All ranks
-        restore the same save, or none does.
+        and goes onto the device at the first step. Where an object has a ``load_state_dict`` of its
+        own, or hooks in it, that is called when the tensors are in place. Every chunk that is read
+        is checked. All ranks restore the same save, or none does.
 
         Args:
             state: What was given to ``save``, or a part of it. Mappings and lists in it are filled
@@ -252,8 +253,9 @@ class Checkpointer:
             CorruptSaveError: The save is damaged, or all are. Tensors may hold some of its bytes.
 
         Memory:
-            Device: the ring (64 MiB) at the most, and no state of an optimizer unless ``eager``.
-            Host: the ring, and what optimizers need to live.
+            Device: the ring (64 MiB) at the most, and no state of an optimizer unless ``eager``, or
+            it has methods of its own. Host: the ring, and what optimizers need to live. What is no
+            tensor of an object, and its own method takes, is on both once more until that returns.
         """
         self._check_open()
         with self._lock:

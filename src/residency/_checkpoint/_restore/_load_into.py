@@ -38,8 +38,9 @@ def load_into(
     """Fills a module's parameters and persistent buffers from a checkpoint, in place.
 
     Parameters keep their identity, ties, hooks, shards and ``requires_grad``. Every difference is
-    found before a byte moves. Names are those of the module's ``state_dict()``, with its hooks;
-    load hooks run only for tensors that such a hook made and the module does not have.
+    found before a byte moves. Names are those of the module's ``state_dict()``, with its hooks.
+    Where parts of it load in a way of their own (hooks, ``_load_from_state_dict``, lazy parameters,
+    buffers of another size), its ``load_state_dict`` is called once the tensors are in place.
 
     Args:
         module: On a device or the host, sharded or not.
@@ -60,7 +61,8 @@ def load_into(
         CheckpointError: A file cannot be read.
 
     Memory:
-        At most the ring on the device and on the host, page-locked.
+        At most the ring on the device and on the host, page-locked. What the module makes for its
+        state dict, and is no memory that it has, is on the host once more, and on its device.
     """
     staging_bytes = staging_bytes_of(staging)
     path = Path(path)

@@ -178,10 +178,10 @@ class OptimizerState:
         others: What stands beside ``state`` and ``param_groups``.
     """
 
-    by_parameter: Mapping[Tensor, Mapping[str, Any]]
-    by_other_key: Mapping[Any, Any]
-    groups: list[dict[str, Any]]
-    others: Mapping[str, Any]
+    by_parameter: Mapping[Tensor, Mapping[str, object]]
+    by_other_key: Mapping[object, object]
+    groups: list[dict[str, object]]
+    others: Mapping[str, object]
 
 
 def has_own_pair(value: object) -> bool:

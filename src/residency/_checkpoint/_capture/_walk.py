@@ -229,8 +229,8 @@ class _StateWalk:
     def _check_is_taken(
         self, name: str, module: nn.Module, state: ModuleState, entry: ModuleEntry
     ) -> None:
-        """Refuses what a module puts into its state dict and takes from none; a snapshot is given
-        back to nobody.
+        """Refuses what a module puts into its state dict and takes from none; of a snapshot, no
+        restore is promised.
         """
         if not entry.is_made or self._is_lasting or is_lazy(entry.value):
             return

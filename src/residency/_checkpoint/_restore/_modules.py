@@ -23,8 +23,6 @@ from residency._checkpoint._restore._plan import RestorePlan
 from residency._dtensor import moved
 from residency._errors import warn
 
-Thunk = Callable[[], Any]
-
 
 @dataclass(frozen=True, slots=True)
 class SavedModule:
@@ -44,10 +42,12 @@ class SavedModule:
     fresh: Callable[[str], None]
     fetch: Callable[[str], Tensor]
     values: Mapping[str, Any] = field(default_factory=dict)
-    metadata: Any = None
+    metadata: object = None
 
 
-def plan_module(plan: RestorePlan, module: nn.Module, saved: SavedModule, *, prefix: str) -> Thunk:
+def plan_module(
+    plan: RestorePlan, module: nn.Module, saved: SavedModule, *, prefix: str
+) -> Callable[[], None]:
     """Plans to fill a module's parameters and persistent buffers.
 
     Args:
@@ -123,7 +123,7 @@ class _ComingModule:
         entries = self.state.entries
         if not (self.made or self.state.is_loaded):
             return
-        values: OrderedDict[str, Any] = OrderedDict()
+        values: OrderedDict[str, object] = OrderedDict()
         for name, entry in entries.items():
             if name in self.made:
                 value = self._value_of(name, entry)
@@ -141,7 +141,7 @@ class _ComingModule:
         else:
             self.module.load_state_dict(values, strict=False)
 
-    def _value_of(self, name: str, entry: ModuleEntry) -> Any:
+    def _value_of(self, name: str, entry: ModuleEntry) -> object:
         """Returns what was saved, on the device where it is here, or was."""
         saved = self.saved
         if name in saved.values:
@@ -162,7 +162,7 @@ class _ComingModule:
         return True
 
 
-def decode_placed(node: Any, fetch: Callable[[str], Tensor], device: torch.device | None) -> Any:
+def decode_placed(node: object, fetch: Callable[[str], Tensor], device: torch.device | None) -> Any:
     """Returns the value of a node, its tensors on a device where they were on one.
 
     Args:

@@ -14,7 +14,7 @@ from residency._dtensor import moved
 from residency._transfer import copy_across
 
 
-def load_through(optimizer: Optimizer, others: Mapping[str, Any], *, is_plain: bool) -> None:
+def load_through(optimizer: Optimizer, others: Mapping[str, object], *, is_plain: bool) -> None:
     """Lets an optimizer take its state, of which all but ``others`` is in place.
 
     Args:
@@ -25,7 +25,7 @@ def load_through(optimizer: Optimizer, others: Mapping[str, Any], *, is_plain: b
     Memory:
         What the optimizer's own methods make. Of an offloaded one, none beside its homes.
     """
-    numbers: dict[Any, int] = {}
+    numbers: dict[object, int] = {}
     groups = []
     for group in optimizer.param_groups:
         params = [numbers.setdefault(p, len(numbers)) for p in group["params"]]
@@ -60,12 +60,12 @@ class _InPlace:
         adapted: The state dict as the hooks left it; None where torch's part did not run.
     """
 
-    def __init__(self, optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
+    def __init__(self, optimizer: Optimizer, state: Mapping[object, object]) -> None:
         self._optimizer = optimizer
         self._there = {id(v) for values in state.values() for v in _values_of(values)}
         self.adapted: Mapping[str, Any] | None = None
 
-    def load(self, state_dict: dict[str, Any]) -> None:
+    def load(self, state_dict: dict[str, object]) -> None:
         """Calls the method."""
         optimizer = self._optimizer
         handle = optimizer.register_load_state_dict_pre_hook(self._take_state)  # the last one
@@ -97,7 +97,7 @@ class _InPlace:
             values = {**values, "state": state}
         optimizer.__setstate__(values)
 
-    def _placed(self, parameter: Tensor | None, values: Any) -> Any:
+    def _placed(self, parameter: Tensor | None, values: object) -> object:
         """Returns a parameter's values; what a hook has made goes to the parameter."""
         if parameter is None or not isinstance(values, dict):
             return values

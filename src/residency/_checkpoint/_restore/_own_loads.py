@@ -30,7 +30,7 @@ def load_through(optimizer: Optimizer, others: Mapping[str, object], *, is_plain
     for group in optimizer.param_groups:
         params = [numbers.setdefault(p, len(numbers)) for p in group["params"]]
         groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": params})
-    state = {
+    state: dict[object, object] = {
         numbers[key] if isinstance(key, Tensor) and key in numbers else key: (
             dict(values) if isinstance(values, dict) else values
         )

@@ -53,7 +53,7 @@ class ModuleEntry:
 
 
 class ModuleState:
-    """What a module says that its state is.
+    """The state of a module, as its own ``state_dict`` gives it.
 
     Args:
         module: Without wrappers around it.

@@ -66,7 +66,7 @@ def plain_optimizer(optimizer: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where in a module a name of its state dict is.
+    """The place in a module of a name of its state dict.
 
     Attributes:
         parts: The parts on the way there, the module first, wrappers among them.

@@ -26,7 +26,7 @@ from residency._errors import warn
 
 @dataclass(frozen=True, slots=True)
 class SavedModule:
-    """What a checkpoint has of a module, by names without what wrappers add.
+    """The part of a checkpoint that is a module, by names without what wrappers add.
 
     Attributes:
         names: The names of its tensors.

@@ -204,23 +204,29 @@ def scheduler_cases() -> list[tuple[str, Callable[[torch.optim.Optimizer], Any]]
 # ---------------------------------------------------------------------------------- optimizers
 
 # What a class cannot be made without.
-_NEEDED: dict[str, dict[str, Any]] = {
-    "Ranger21": {"num_iterations": 100},
-    "AdamC": {},
-}
+_NEEDED: dict[str, dict[str, Any]] = {"Ranger21": {"num_iterations": 100}}
 
 
-def optimizer_classes() -> list[tuple[str, Callable[[list[nn.Parameter]], Any]]]:
+def optimizer_classes(
+    *, own_pairs_alone: bool = False
+) -> list[tuple[str, Callable[[list[nn.Parameter]], Any]]]:
+    """Returns what makes each class, by name: all, or those alone that override a method."""
+    base: Any = torch.optim.Optimizer
     found: dict[str, Callable[[list[nn.Parameter]], Any]] = {}
     for package in ("torch.optim", "schedulefree", "pytorch_optimizer"):
         if importlib.util.find_spec(package.partition(".")[0]) is None:
             continue
         library = importlib.import_module(package)
         for name, kind in sorted(vars(library).items()):
-            is_one = inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer)
-            if is_one and kind is not torch.optim.Optimizer:
-                settings = _NEEDED.get(name, {})
-                found[f"{package}.{name}"] = lambda p, k=kind, s=settings: k(p, **s)
+            if not (inspect.isclass(kind) and issubclass(kind, base) and kind is not base):
+                continue
+            methods = [
+                (getattr(kind, n), getattr(base, n)) for n in ("state_dict", "load_state_dict")
+            ]
+            if own_pairs_alone and all(mine is torchs for mine, torchs in methods):
+                continue
+            settings = _NEEDED.get(name, {})
+            found[f"{package}.{name}"] = lambda p, k=kind, s=settings: k(p, **s)
     if "pytorch_optimizer.Lookahead" in found:
         library = importlib.import_module("pytorch_optimizer")
         for name in ("Lookahead", "TRAC", "ScheduleFreeWrapper", "Magma"):

@@ -209,7 +209,7 @@ def test_optimizers_go_on_as_by_their_own_pair(
         if name in found:
             assert found.pop(name) == "DIFFERENT"
     report(found)
-    assert sum(said == "equal" for said in found.values()) > 5
+    assert sum(said == "equal" for said in found.values()) > (1 if offloaded else 60)
 
 
 def test_schedulers_go_on_as_by_their_own_pair(device: torch.device, tmp_path: Path) -> None:

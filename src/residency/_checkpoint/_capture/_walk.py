@@ -182,8 +182,9 @@ class _StateWalk:
             return self._module(path, value)
         if isinstance(value, Optimizer):
             return self._optimizer(path, plain_optimizer(value))
-        if isinstance(value, torch.amp.GradScaler) and not is_whole_object(value):
-            return self._scaler(path, value)
+        if isinstance(value, torch.amp.GradScaler):
+            is_whole = is_whole_object(value)
+            return self._whole(path, value) if is_whole else self._scaler(path, value)
         if isinstance(value, Tensor):
             return None
         if all(callable(getattr(value, name, None)) for name in _STATE_METHODS):

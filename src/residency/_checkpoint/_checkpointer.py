@@ -216,8 +216,9 @@ class Checkpointer:
         Tensors get the saved bytes where they are; identity, ties, hooks and shards are kept. An
         offloaded optimizer's state goes to its homes on the host; a plain one's waits on the host
         and goes onto the device at its first use, a step or any read of ``optimizer.state``, also
-        one by ``copy.deepcopy``. Every chunk that is read is checked. All ranks
-        restore the same save, or none does.
+        one by ``copy.deepcopy``. Where an object has a ``load_state_dict`` of its own, or hooks in
+        it, that is called when the tensors are in place. Every chunk that is read is checked. All
+        ranks restore the same save, or none does.
 
         Args:
             state: What was given to ``save``, or a part of it. Mappings, lists and arrays in it are
@@ -241,8 +242,9 @@ class Checkpointer:
                 where those of a file are damaged; nothing was changed where a value makes no sense.
 
         Memory:
-            Device: the ring (64 MiB) at the most, and no state of an optimizer unless ``eager``.
-            Host: the ring, and what optimizers need to live.
+            Device: the ring (64 MiB) at the most, and no state of an optimizer unless ``eager``, or
+            it has methods of its own. Host: the ring, and what optimizers need to live. What is no
+            tensor of an object, and its own method takes, is on both once more until that returns.
         """
         self._check_open("restore")
         with self._lock:

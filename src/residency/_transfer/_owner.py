@@ -211,6 +211,13 @@ def owner_of(optimizer: object) -> StateOwner | None:
     return next((owner for kind, owner in _owners.items() if isinstance(optimizer, kind)), None)
 
 
+def defining_class(kind: type, name: str) -> type:
+    """Returns the class that a method comes from, those left out that keep an optimizer's state
+    elsewhere: they hand on what the optimizer's own class does.
+    """
+    return next(each for each in kind.__mro__ if name in vars(each) and each not in _owners)
+
+
 def note_owned(optimizer: object, *, is_owned: bool) -> None:
     """Takes an optimizer among those of ``owned_optimizers``, or out of them."""
     (_owned.add if is_owned else _owned.discard)(optimizer)

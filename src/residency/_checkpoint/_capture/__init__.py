@@ -12,14 +12,10 @@ from residency._lazy import door
 
 if TYPE_CHECKING:
     from residency._checkpoint._capture._capture import Capture, Held, capture_described
+    from residency._checkpoint._capture._own_pairs import has_own_pair, own_state
     from residency._checkpoint._capture._snapshot import Snapshot, tree_of
-    from residency._checkpoint._capture._walk import (
-        Description,
-        describe,
-        parameter_names,
-        plain_module,
-        plain_optimizer,
-    )
+    from residency._checkpoint._capture._walk import Description, describe, parameter_names
+    from residency._checkpoint._capture._wrappers import plain_module, plain_optimizer
 
 __all__ = [
     "Capture",
@@ -28,6 +24,8 @@ __all__ = [
     "Snapshot",
     "capture_described",
     "describe",
+    "has_own_pair",
+    "own_state",
     "parameter_names",
     "plain_module",
     "plain_optimizer",
@@ -38,7 +36,9 @@ __getattr__ = door(
     __name__,
     {
         "_capture": ["Capture", "Held", "capture_described"],
+        "_own_pairs": ["has_own_pair", "own_state"],
         "_snapshot": ["Snapshot", "tree_of"],
-        "_walk": ["Description", "describe", "parameter_names", "plain_module", "plain_optimizer"],
+        "_walk": ["Description", "describe", "parameter_names"],
+        "_wrappers": ["plain_module", "plain_optimizer"],
     },
 )

@@ -7,19 +7,32 @@ their parameters, so that they find their way back in another order, and in anot
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections import ChainMap, Counter, deque
+from collections import ChainMap, Counter
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from residency._checkpoint._capture._own_pairs import (
+    ModuleEntry,
+    ModuleState,
+    OptimizerState,
+    has_own_pair,
+    is_whole_object,
+    own_state,
+)
+from residency._checkpoint._capture._wrappers import (
+    clean_name,
+    compiled_module,
+    plain_module,
+    plain_optimizer,
+)
 from residency._checkpoint._document._decode import tensor_nodes
 from residency._checkpoint._document._encode import Encoder, Leaf, check_is_finite, joined
 from residency._checkpoint._document._nodes import (
@@ -36,24 +49,9 @@ from residency._checkpoint._document._nodes import (
 from residency._dtensor import is_sharded, local_of
 from residency._errors import RefusedError
 from residency._nesting import refuse_inside
-from residency._storages import is_wrapper, storage_key
+from residency._storages import is_wrapper, storage_key, strided_as
 from residency._transfer import Lent, Loans, owner_of, state_stays, waiting_of
 
-# Wrappers that put themselves into the names of what they wrap, by the files that define them: who
-# has not loaded these has none. Source: torch._dynamo, checkpoint_wrapper, torch.distributed.fsdp.
-_WRAPPERS = (
-    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
-    (
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-        "ActivationWrapper",
-        "_checkpoint_wrapped_module",
-    ),
-    (
-        "torch.distributed.fsdp.fully_sharded_data_parallel",
-        "FullyShardedDataParallel",
-        "_fsdp_wrapped_module",
-    ),
-)
 _STATE_METHODS = ("state_dict", "load_state_dict")
 
 
@@ -100,63 +98,6 @@ def describe(
         raise
     found.leaves, found.replicated = walk.encoder.leaves, walk.replicated
     return found
-
-
-def plain_module(module: nn.Module) -> nn.Module:
-    """Returns the module inside of wrappers that only change how it is called."""
-    while True:
-        if isinstance(module, DistributedDataParallel | DataParallel):
-            module = module.module
-        elif (inner := _compiled(module)) is not None:
-            module = inner
-        else:
-            return module
-
-
-def _compiled(module: nn.Module) -> nn.Module | None:
-    """Returns the module that ``torch.compile`` made another one of."""
-    found = _wrapped(module)
-    return found[1] if found is not None and found[0] == "_orig_mod" else None
-
-
-def _wrapped(module: nn.Module) -> tuple[str, nn.Module] | None:
-    """Returns what a wrapper wraps, and how it calls it; by its class, as others may have a part
-    of the same name.
-    """
-    for file, kind, name in _WRAPPERS:
-        loaded: Any = sys.modules.get(file)
-        if loaded is not None and isinstance(module, getattr(loaded, kind, ())):
-            inner: Any = module._modules[name]
-            return name, inner
-    return None
-
-
-def plain_optimizer(optimizer: Any) -> Any:
-    """Returns the optimizer inside of accelerate's wrapper, or what it is given."""
-    accelerate: Any = sys.modules.get("accelerate.optimizer")
-    if accelerate is not None and isinstance(optimizer, accelerate.AcceleratedOptimizer):
-        return optimizer.optimizer
-    return optimizer
-
-
-def clean_name(module: nn.Module, name: str) -> str:
-    """Returns the name of a part or parameter of a module without what wrappers add.
-
-    A hook of the wrapper may have taken its own word away already.
-    """
-    named: list[str] = []
-    words = deque(name.split("."))
-    part: nn.Module | None = module
-    while words and part is not None:
-        found = _wrapped(part)
-        if found is not None:
-            part = found[1]
-            if words[0] == found[0]:
-                words.popleft()
-            continue
-        named.append(words.popleft())
-        part = part._modules.get(named[-1])
-    return ".".join((*named, *words))
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,11 +185,12 @@ class _StateWalk:
         if isinstance(value, Optimizer):
             return self._optimizer(path, plain_optimizer(value))
         if isinstance(value, torch.amp.GradScaler):
-            return self._scaler(path, value)
+            is_whole = is_whole_object(value)
+            return self._whole(path, value) if is_whole else self._scaler(path, value)
         if isinstance(value, Tensor):
             return None
         if all(callable(getattr(value, name, None)) for name in _STATE_METHODS):
-            return self._stateful(path, value)
+            return self._whole(path, value)
         if _takes_its_values(value):
             node = mapping_node(MAPPING, self.encoder.pairs(path, value))
             return {**node, "class": class_name(value)}
@@ -259,17 +201,19 @@ class _StateWalk:
         module = plain_module(module)
         parameters = set(module.parameters())
         storages = {_storage_of(p) for p in parameters}
+        state = ModuleState(module)
         keys, names, extra = [], [], {}
-        for raw, value in module.state_dict(keep_vars=True).items():
-            name = clean_name(module, raw)
+        for name, entry in state.entries.items():
             full = joined(path, name)
             if has_halves(name):
                 raise RefusedError(
                     f"{full} has half a surrogate pair in its name, which UTF-8 cannot write. "
                     "Nothing was saved; rename that part of the module."
                 )
+            self._check_is_taken(full, module, state, entry)
+            value = entry.value
             if not isinstance(value, Tensor):
-                extra[name] = self._value(full, value)
+                extra[name] = self._placed(full, value)
                 continue
             # A hook may hand out views of parameters; anything else may change in forward.
             storage = _storage_of(value)
@@ -277,21 +221,41 @@ class _StateWalk:
             self.encoder.tensor(full, value, is_early=not is_own)
             keys.append(name)
             names.append(full)
-            if raw in common:
+            if entry.raw in common:
                 self.replicated.add(full)
         self._replicated_parameters |= {p for n, p in module.named_parameters() if n in common}
-        return {KIND: MODULE, "keys": keys, "names": names, "extra": extra}
+        node = {KIND: MODULE, "keys": keys, "names": names, "extra": extra}
+        if state.is_loaded and state.metadata is not None:
+            node["metadata"] = self._value(joined(path, "_metadata"), dict(state.metadata))
+        return node
+
+    def _check_is_taken(
+        self, name: str, module: nn.Module, state: ModuleState, entry: ModuleEntry
+    ) -> None:
+        """Refuses what a module puts into its state dict and takes from none; of a snapshot, no
+        restore is promised.
+        """
+        if not entry.is_made or self._is_lasting or is_lazy(entry.value):
+            return
+        if not (state.is_taken(entry) or state.is_of_a_parameter(entry)):
+            raise RefusedError(
+                f"{name} is in the state_dict() of {type(module).__name__}, and no method or hook "
+                "of it takes that back in load_state_dict. Nothing was saved; give the part that "
+                "adds it a _load_from_state_dict, or leave it out of the state dict."
+            )
 
     def _optimizer(self, path: str, optimizer: Optimizer) -> Node:
+        found = self._state_of(optimizer)
+        if found is None:
+            return self._whole(path, optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         index_names = {p: str(index) for index, p in enumerate(parameters)}
         names = {p: self._names.get(p, index_names[p]) for p in parameters}
         if len(set(names.values())) < len(names):  # a module's parameter that is called "0"
             names = index_names
-        by_parameter, others, by_other_key = self._state_of(optimizer)
         state = {}
         going = {storage_key(local_of(each.tensor)) for each in waiting_of(optimizer)}
-        for parameter, values in by_parameter.items():
+        for parameter, values in found.by_parameter.items():
             name = names[parameter]
             inner_path = joined(joined(path, "state"), name)
             is_on_host = parameter.is_cpu
@@ -303,11 +267,10 @@ class _StateWalk:
                 self.replicated |= {joined(inner_path, key) for key in values}
         hyper = [
             {
-                key: self._value(joined(joined(path, f"param_groups.{index}"), key), value)
+                key: self._placed(joined(joined(path, f"param_groups.{index}"), key), value)
                 for key, value in group.items()
-                if key != "params"
             }
-            for index, group in enumerate(optimizer.param_groups)
+            for index, group in enumerate(found.groups)
         ]
         return {
             KIND: OPTIMIZER,
@@ -315,34 +278,34 @@ class _StateWalk:
             "parameters": [[names[p] for p in group["params"]] for group in optimizer.param_groups],
             "groups": hyper,
             "state": state,
-            "loose": self._value(joined(path, "loose"), by_other_key),
-            "others": {k: self._value(joined(path, k), v) for k, v in others.items()},
+            "loose": self._placed(joined(path, "loose"), found.by_other_key),
+            "others": self._placed(path, dict(found.others)),
         }
 
-    def _state_of(
-        self, optimizer: Optimizer
-    ) -> tuple[Mapping[Tensor, Mapping[str, Any]], dict[str, Any], dict[Any, Any]]:
-        """Returns the states by parameter, other keys of the state dict, and other keys of the
-        state.
+    def _state_of(self, optimizer: Optimizer) -> OptimizerState | None:
+        """Returns the state of an optimizer, in which what is at home on the host is lent; None
+        where only its own methods know it.
         """
-        owner = owner_of(optimizer)
-        if owner is not None:
-            lent = owner.lend(optimizer, self._loans, is_lasting=self._is_lasting)
-            by_other_key = {k: v for k, v in lent.items() if not isinstance(k, Tensor)}
-            return {k: v for k, v in lent.items() if isinstance(k, Tensor)}, {}, by_other_key
+        own = None
         with state_stays():
-            saved = optimizer.state_dict()
-        parameters = {
-            index: parameter
-            for group, theirs in zip(saved["param_groups"], optimizer.param_groups, strict=True)
-            for index, parameter in zip(group["params"], theirs["params"], strict=True)
-        }
-        by_parameter = {parameters[k]: v for k, v in saved["state"].items() if k in parameters}
-        others = {k: v for k, v in saved.items() if k not in ("state", "param_groups")}
-        return (
-            by_parameter,
-            others,
-            {k: v for k, v in saved["state"].items() if k not in parameters},
+            if has_own_pair(optimizer):  # of an offloaded one, this waits for the copies home
+                own = own_state(optimizer)
+                if own is None:
+                    return None
+            owner = owner_of(optimizer)
+            values: Mapping[Any, Any] = optimizer.state
+            if owner is not None:
+                values = owner.lend(optimizer, self._loans, is_lasting=self._is_lasting)
+        if own is not None:
+            lent = {local_of(each.value).data_ptr(): each for each in self._loans}
+            return replace(own, by_parameter=_with_loans(own.by_parameter, lent))
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        in_groups = {p for group in optimizer.param_groups for p in group["params"]}
+        return OptimizerState(
+            {key: each for key, each in values.items() if key in in_groups},
+            {key: each for key, each in values.items() if key not in in_groups},
+            groups,
+            {},
         )
 
     def _state(self, name: str, value: object, is_on_host: bool, going: Collection[object]) -> Node:
@@ -385,12 +348,42 @@ class _StateWalk:
             "enabled": True,
         }
 
-    def _stateful(self, path: str, value: Any) -> Node:
+    def _placed(self, name: str, value: object) -> Node:
+        """Returns the node of what an object's own method takes, where it was: a tensor of a
+        device is given to it on one.
+        """
+        node = self._value(name, value)
+        for each in tensor_nodes(node):
+            if not local_of(self.encoder.leaves[each["name"]].value).is_cpu:
+                each["place"] = "device"
+        return node
+
+    def _whole(self, path: str, value: Any) -> Node:
+        """Returns the node of what is the state dict that it gives. An optimizer of this kind
+        moves what it takes to its parameters itself.
+        """
+        to_node = self._value if isinstance(value, Optimizer) else self._placed
         return {
             KIND: STATEFUL,
             "class": class_name(value),
-            "state": self._value(path, value.state_dict()),
+            "state": to_node(path, value.state_dict()),
         }
+
+
+def _with_loans(value: Any, lent: Mapping[int, Lent]) -> Any:
+    """Returns a value with loans in the place of the tensors that are lent."""
+    if isinstance(value, Tensor):
+        local = local_of(value)
+        if is_wrapper(local) or not local.numel():
+            return value
+        found = lent.get(local.data_ptr())
+        is_it = found is not None and strided_as(local_of(found.value)) == strided_as(local)
+        return found if is_it else value
+    if isinstance(value, Mapping):
+        return {key: _with_loans(each, lent) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_loans(each, lent) for each in value)
+    return value
 
 
 def class_name(value: object) -> str:
@@ -408,7 +401,7 @@ def _storage_of(tensor: Tensor) -> int | None:
 def _names_in_common(module: nn.Module) -> set[str]:
     """Returns the names of what all ranks have, of a module in ``DistributedDataParallel``."""
     while not isinstance(module, DistributedDataParallel):
-        inner = _compiled(module)
+        inner = compiled_module(module)
         if inner is None:
             return set()
         module = inner

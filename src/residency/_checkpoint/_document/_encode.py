@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -180,6 +181,8 @@ def _no_tensor(name: str) -> Tensor:
 
 
 def _hint(value: object) -> str:
+    if isinstance(value, Enum):  # str(it) of one that is a text is another text
+        return "give its .value"
     if is_dataclass(value):
         return "give it these two methods, or save dataclasses.asdict of it"
     if isinstance(value, Mapping):

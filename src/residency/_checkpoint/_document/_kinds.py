@@ -175,6 +175,33 @@ def _stored(reader: NodeReader, node: Node) -> Any:
     return found.numpy()
 
 
+def _encode_generator(writer: Writer, name: str, value: torch.Generator) -> Node:
+    # Of whatever device, it keeps its state on the host.
+    state = _encode_bytes(writer, name, bytearray(value.get_state().numpy()))
+    return {**state, KIND: _nodes.GENERATOR, "device": str(value.device)}
+
+
+def _decode_generator(reader: NodeReader, node: Any) -> torch.Generator:
+    try:
+        found = torch.Generator(node["device"])
+    except RuntimeError as error:
+        raise RefusedError(
+            f"the save has a random generator of {node['device']}, and there is none here "
+            f"({str(error).splitlines()[0]}). Restore on such a device, or leave it out of the "
+            "state."
+        ) from error
+    state = bytearray(_stored(reader, node))
+    found.set_state(torch.frombuffer(state, dtype=torch.uint8))
+    return found
+
+
+def _put_generator(there: torch.Generator, found: torch.Generator) -> bool:
+    if there.device.type != found.device.type:
+        return False
+    there.set_state(found.get_state())
+    return True
+
+
 def inline_bytes(value: bytes) -> dict[str, Any]:
     """Returns what a node has of bytes that stand in it."""
     return {"value": _in_base64(value)}
@@ -388,6 +415,7 @@ _KINDS = (
         lambda writer, name, value: {KIND: _nodes.DEVICE, "value": str(value)},
         lambda reader, node: torch.device(node["value"]),
     ),
+    Kind(_nodes.GENERATOR, torch.Generator, _encode_generator, _decode_generator, _put_generator),
     Kind(_nodes.NDARRAY, None, _encode_array, _decode_array, _put_array),
     Kind(_nodes.LIST, list, lambda w, name, value: w.items(name, value), _no_node),
     Kind(

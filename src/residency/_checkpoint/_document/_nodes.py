@@ -28,6 +28,7 @@ DICT = "dict"
 DTYPE = "dtype"
 FLOAT = "float"
 FROZENSET = "frozenset"
+GENERATOR = "generator"
 INT = "int"
 LIST = "list"
 MAPPING = "mapping"
@@ -46,7 +47,7 @@ TUPLE = "tuple"
 MAPPINGS = (DICT, ORDERED, COUNTER, DEFAULTDICT, MAPPING)
 """Mappings whose keys are nodes, and whose order or class is kept."""
 
-ARRAYS = (NDARRAY, BYTES, BYTEARRAY)
+ARRAYS = (NDARRAY, BYTES, BYTEARRAY, GENERATOR)
 """What may have its bytes in a tensor."""
 
 
@@ -245,6 +246,7 @@ _FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {
     DTYPE: {"value": _is_text},
     FLOAT: {"value": _is_text},
     FROZENSET: {"items": _is_list},
+    GENERATOR: {"device": _is_text},
     INT: {"value": _is_text},
     MAPPING: {"items": _is_pairs, "class": _is_text},
     MODULE: {"keys": _is_texts, "names": _is_texts, "extra": is_plain_dict},

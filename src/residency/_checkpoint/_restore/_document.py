@@ -19,12 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from residency._checkpoint._capture._walk import (
-    class_name,
-    parameters_of,
-    plain_module,
-    plain_optimizer,
-)
+from residency import _device
+from residency._checkpoint._capture._own_pairs import is_whole_object
+from residency._checkpoint._capture._walk import class_name, parameters_of
+from residency._checkpoint._capture._wrappers import plain_module, plain_optimizer
 from residency._checkpoint._document._decode import pairs_if_alike, tensor_names
 from residency._checkpoint._document._encode import joined
 from residency._checkpoint._document._kinds import kind_for
@@ -48,11 +46,7 @@ from residency._checkpoint._document._nodes import (
 )
 from residency._checkpoint._restore._arrays import fill_memory, is_array
 from residency._checkpoint._restore._groups import GroupValues
-from residency._checkpoint._restore._modules import (
-    extra_state_names,
-    plan_module,
-    set_extra_state,
-)
+from residency._checkpoint._restore._modules import SavedModule, plan_module
 from residency._checkpoint._restore._optimizers import RestoreSettings, Thunk, plan_optimizer
 from residency._checkpoint._restore._overlaps import is_same_stored
 from residency._checkpoint._restore._plan import Assignment, MetObject, RestorePlan, target_of
@@ -190,27 +184,18 @@ class DocumentPlan:
         return self.value(node, path)
 
     def _module(self, path: str, node: Any, module: nn.Module) -> Thunk:
-        names = dict(zip(node["keys"], node["names"], strict=True))
-        plan_module(
-            self._plan,
-            module,
-            prefix=f"{path}.",
-            saved=node["keys"],
-            stored_name=names.__getitem__,
+        metadata = None
+        if "metadata" in node:
+            metadata = self.value(node["metadata"], f"{path}._metadata", OrderedDict)
+        saved = SavedModule(
+            node["keys"],
+            stored_name=dict(zip(node["keys"], node["names"], strict=True)).__getitem__,
             fresh=self._make_fresh,
             fetch=self._fetch,
+            values={n: self.value(each, joined(path, n)) for n, each in node["extra"].items()},
+            metadata=metadata,
         )
-        extra = {n: self.value(each, joined(path, n)) for n, each in node["extra"].items()}
-        here = extra_state_names(module)
-        self._plan.missing += [joined(path, name) for name in sorted(here - extra.keys())]
-        self._plan.unexpected += [joined(path, name) for name in sorted(extra.keys() - here)]
-
-        def finish() -> nn.Module:
-            for name, thunk in extra.items():
-                set_extra_state(module, name, thunk())
-            return module
-
-        return finish
+        return _then(plan_module(self._plan, module, saved, prefix=f"{path}."), module)
 
     def _scaler(self, path: str, node: Any, scaler: torch.amp.GradScaler) -> Thunk:
         if not scaler.is_enabled():  # it keeps nothing, as in torch
@@ -236,14 +221,15 @@ class DocumentPlan:
         return finish
 
     def _stateful(self, path: str, node: Any, value: Any) -> Thunk:
-        saved, here = node["class"].rpartition(".")[2], type(value).__qualname__.rpartition(".")[2]
+        inner = plain_optimizer(value)
+        saved, here = node["class"].rpartition(".")[2], type(inner).__qualname__.rpartition(".")[2]
         if saved != here:
             self._plan.differing.append(f"{path}: saved a {node['class']}, here a {here}")
             return lambda: value
         state = self.value(node["state"], path)
 
         def finish() -> Any:
-            value.load_state_dict(state())
+            inner.load_state_dict(state(_device.accelerator()))
             return value
 
         return finish
@@ -357,10 +343,12 @@ def _is_fit(kind: str | None, node: Any, value: Any) -> bool:
         return isinstance(value, Mapping) and class_name(value) == node["class"]
     if kind in _OBJECTS:
         expected = _OBJECTS[kind][1]
-        is_object = isinstance(value, nn.Module | Optimizer | torch.amp.GradScaler)
+        is_pair = isinstance(value, Optimizer | torch.amp.GradScaler)
+        is_object = is_pair and not is_whole_object(value)
         if expected is None:
-            return not is_object and callable(getattr(value, "load_state_dict", None))
-        return isinstance(value, expected)
+            is_filled = is_object or isinstance(value, nn.Module)
+            return not is_filled and callable(getattr(value, "load_state_dict", None))
+        return isinstance(value, expected) and is_object == is_pair
     is_loaded = callable(getattr(value, "load_state_dict", None))
     return isinstance(value, Mapping | Tensor) or not is_loaded
 

@@ -19,7 +19,7 @@ from residency._checkpoint._document._decode import pairs_if_alike
 from residency._checkpoint._document._nodes import COMPLEX, FLOAT, INT, TENSOR, Node, kind_of
 from residency._checkpoint._restore._overlaps import is_same_stored
 from residency._checkpoint._restore._plan import Assignment, RestorePlan, difference, target_of
-from residency._checkpoint._restore._values import senseless_is_damage, understood
+from residency._checkpoint._restore._values import SavedValue, senseless_is_damage, understood
 from residency._checkpoint._sources._source import StoredTensor
 from residency._dtensor import local_of
 from residency._modes import callers_modes_off
@@ -42,7 +42,7 @@ class GroupValues:
     """
 
     plan: RestorePlan
-    value: Callable[[Node, str], Callable[[], Any]]
+    value: Callable[[Node, str], SavedValue]
     staging_bytes: int
     taken: dict[object, Node]
 
@@ -54,8 +54,9 @@ class GroupValues:
         Returns:
             What puts the values into the group, once bytes are there.
         """
+        device = next((p.device for p in group["params"]), None)
         thunks = {
-            key: self._value(f"{path}.{key}", node, group.get(key))
+            key: self._value(f"{path}.{key}", node, group.get(key), device)
             for key, node in saved.items()
             if key not in _HOW or key not in group
         }
@@ -66,13 +67,15 @@ class GroupValues:
 
         return finish
 
-    def _value(self, path: str, node: Node, before: object) -> Callable[[], Any]:
+    def _value(
+        self, path: str, node: Node, before: object, device: torch.device | None
+    ) -> Callable[[], Any]:
         """Plans one value; the thunk returns what is to stand in the group."""
         shards = self._stored(path, node, before) if isinstance(before, Tensor) else None
         if not isinstance(before, Tensor) or shards is None:
             value = self.value(node, path)
             is_number = isinstance(before, float)
-            return lambda: _as_number(value()) if is_number else value()
+            return lambda: _as_number(value()) if is_number else value(device)
         home = self._home(before, node)
         target = target_of(path, home)
         if difference(target, shards) is None:

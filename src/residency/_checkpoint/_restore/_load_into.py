@@ -15,7 +15,7 @@ from residency._checkpoint._disk._open_save import open_save
 from residency._checkpoint._document._nodes import MODULE, kind_of
 from residency._checkpoint._restore._document import DocumentPlan
 from residency._checkpoint._restore._fill import staging_bytes_of
-from residency._checkpoint._restore._modules import plan_module
+from residency._checkpoint._restore._modules import SavedModule, plan_module
 from residency._checkpoint._restore._plan import Differences, RestorePlan
 from residency._checkpoint._restore._restore import carry_out, settled
 from residency._checkpoint._sources import open_source
@@ -37,8 +37,9 @@ def load_into(
     """Fills a module's parameters and persistent buffers from a checkpoint, in place.
 
     Parameters keep their identity, ties, hooks, shards and ``requires_grad``. Every difference is
-    found before a byte moves. Names are those of the module's ``state_dict()``, with its hooks;
-    load hooks run only for tensors that such a hook made and the module does not have.
+    found before a byte moves. Names are those of the module's ``state_dict()``, with its hooks.
+    Where parts of it load in a way of their own (hooks, ``_load_from_state_dict``, lazy parameters,
+    buffers of another size), its ``load_state_dict`` is called once the tensors are in place.
 
     Args:
         module: On a device or the host, sharded or not.
@@ -59,7 +60,8 @@ def load_into(
         CheckpointError: A file cannot be read.
 
     Memory:
-        At most the ring on the device and on the host, page-locked.
+        At most the ring on the device and on the host, page-locked. What the module makes for its
+        state dict, and is no memory that it has, is on the host once more, and on its device.
     """
     staging_bytes = staging_bytes_of(staging)
     path = Path(path)
@@ -95,15 +97,13 @@ def _load_by_names(
     """Fills a module from tensors that have its names, or its names behind one prefix."""
     names = list(plan.tensors)
     prefix = find_prefix(module, names)
-    plan_module(
-        plan,
-        module,
-        prefix="",
-        saved=[name[len(prefix) :] for name in names if name.startswith(prefix)],
+    saved = SavedModule(
+        [name[len(prefix) :] for name in names if name.startswith(prefix)],
         stored_name=lambda name: prefix + name,
         fresh=lambda name: _plan_fresh(plan, name),
         fetch=plan.fresh.__getitem__,
     )
+    plan.after.append(plan_module(plan, module, saved, prefix=""))
     found = settled(plan, what, strict=strict, staging_bytes=staging_bytes)
     carry_out(plan, staging_bytes=staging_bytes)
     return found

@@ -1,8 +1,9 @@
 """Restores optimizers: their groups at once, their states where each optimizer keeps them.
 
-States find their parameters by name, or by position where one side has no module to name them. The
-classes' own ``load_state_dict`` is not called: it casts, moves everything to the device and keeps a
-second copy. Its post-hooks run; its pre-hooks do not, as there is no state dict to give them.
+States find their parameters by name, or by position where one side has no module to name them.
+Torch's own ``load_state_dict`` is not called: it casts, moves everything to the device and keeps a
+second copy. A class with an own one, or with hooks, has it called with the states that are there.
+[Note: an object's own pair]
 Settings that say how a step computes (``foreach`` and the like) stay those of the optimizer that is
 restored.
 """
@@ -11,25 +12,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from residency._checkpoint._capture._own_pairs import has_own_pair
 from residency._checkpoint._capture._walk import ParameterName
 from residency._checkpoint._document._decode import tensor_nodes
 from residency._checkpoint._document._nodes import Node, kind_of
 from residency._checkpoint._restore._groups import GroupValues
+from residency._checkpoint._restore._own_loads import load_through
 from residency._checkpoint._restore._plain_optimizers import PlainReception, receive_plain
-from residency._checkpoint._restore._plan import RestorePlan
+from residency._checkpoint._restore._plan import Remedied, RestorePlan
 from residency._checkpoint._restore._unusable import unusable_is_damage
+from residency._checkpoint._restore._values import SavedValue
 from residency._dtensor import moved
-from residency._errors import warn
 from residency._transfer import Incoming, Reception, owner_of, replaced, state_stays
 
 Thunk = Callable[[], Any]
+
+_AS_SAVED = "make the groups as they were when it was saved (add_param_group, unfreeze) before"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,7 @@ class RestoreSettings:
 
     names: Mapping[Tensor, ParameterName]
     fetch: Callable[[str], Tensor]
-    value: Callable[[Node, str], Thunk]
+    value: Callable[[Node, str], SavedValue]
     groups: GroupValues
     eager: bool
     staging_bytes: int
@@ -67,8 +72,10 @@ def plan_optimizer(
     """
     problem, order = _match(node, optimizer, settings.names)
     if problem is not None:
-        plan.differing.append(f"{path}: {problem}")
+        plan.differing.append(Remedied(f"{path}: {problem}"))
         return lambda: None
+    if has_own_pair(optimizer):  # whose methods expect the state where its steps do
+        settings = replace(settings, eager=True)
     by_name: dict[str, Tensor] = {}
     for index, group in enumerate(node["parameters"]):
         mine = optimizer.param_groups[order[index].group]["params"]
@@ -90,6 +97,7 @@ def plan_optimizer(
         if kind_of(each) != "tensor"
     }
     loose = settings.value(node.get("loose") or {}, f"{path}.loose")
+    own = settings.value(node.get("others") or {}, path)
     groups = [
         settings.groups.add(
             f"{path}.param_groups.{index}", saved, optimizer.param_groups[order[index].group]
@@ -97,7 +105,7 @@ def plan_optimizer(
         for index, saved in enumerate(node["groups"])
     ]
     coming = _ComingOptimizer(
-        plan, path, optimizer, settings, states, tensors, others, loose, groups
+        plan, optimizer, settings, states, tensors, others, loose, own, groups
     )
     plan.checks.append(coming.rehearse)
     plan.before.append(coming.make_room)
@@ -120,19 +128,20 @@ class _ComingOptimizer:
         states: What its states will be, for its owner.
         tensors: The name of each stored state.
         others: States that are no tensors.
-        loose: What returns the state by other keys than parameters.
+        loose: The state by other keys than parameters.
+        own: What its state dict has beside torch's keys.
         groups: What puts values into the groups.
         reception: Where its states arrive, once there is room for them.
     """
 
     plan: RestorePlan
-    path: str
     optimizer: Optimizer
     settings: RestoreSettings
     states: Mapping[Tensor, Mapping[str, Incoming | None]]
     tensors: Mapping[tuple[Tensor, str], str]
     others: Mapping[tuple[Tensor, str], _Value]
-    loose: Thunk
+    loose: SavedValue
+    own: SavedValue
     groups: Sequence[Callable[[], None]]
     reception: Reception | None = None
 
@@ -179,13 +188,17 @@ class _ComingOptimizer:
         values = {entry: each.thunk() for entry, each in self.others.items()}
         _settle_nested(reception, values, self.others, self.settings.fetch)
         self.reception = None
-        reception.finish(values, self.loose())
         optimizer = self.optimizer
+        devices = (p.device for group in optimizer.param_groups for p in group["params"])
+        device = next(devices, None)
+        reception.finish(values, self.loose(device))
         for put in self.groups:
             put()
-        if owner_of(optimizer) is None:
+        if has_own_pair(optimizer):
+            is_plain = isinstance(reception, PlainReception)
+            load_through(optimizer, self.own(device), is_plain=is_plain)
+        elif owner_of(optimizer) is None:
             self._give(optimizer, optimizer.state, optimizer.param_groups)
-        _run_hooks(self.path, optimizer)
 
 
 def _settle_nested(
@@ -264,15 +277,13 @@ def _match(
 ) -> tuple[str | None, list[_GroupMatch]]:
     """Finds the saved groups in the optimizer; returns what stands against it, or None."""
     if node.get("class") != type(optimizer).__name__:
-        return f"saved a {node.get('class')}, here a {type(optimizer).__name__}", []
-    if node.get("others"):
-        keys = ", ".join(sorted(node["others"]))
-        return f"its state dict has {keys}, which only its own load_state_dict takes", []
+        here = type(optimizer).__name__
+        return f"saved a {node.get('class')}, here a {here}; pass an optimizer of that class", []
     saved: list[list[str]] = node["parameters"]
     mine = _names_in(optimizer, names, saved)
     if len(saved) != len(mine):
         sizes = [[len(group) for group in side] for side in (saved, mine)]
-        return f"saved groups of {sizes[0]} parameters, here of {sizes[1]}", []
+        return f"saved groups of {sizes[0]} parameters, here of {sizes[1]}; {_AS_SAVED}", []
     left = set(range(len(mine)))
     matches = []
     for index, group in enumerate(saved):
@@ -283,11 +294,36 @@ def _match(
         where = {name: position for position, name in enumerate(mine[candidates[0]])}
         matches.append(_GroupMatch(candidates[0], [where[name] for name in group]))
     if len(matches) == len(saved):
-        return None, matches
+        return _against_others(node, optimizer, matches), matches
     is_nameless = any(all(n.isdecimal() for g in side for n in g) for side in (saved, mine))
     if is_nameless and [len(g) for g in saved] == [len(g) for g in mine]:
-        return None, [_GroupMatch(index, range(len(group))) for index, group in enumerate(saved)]
+        places = [_GroupMatch(index, range(len(group))) for index, group in enumerate(saved)]
+        return _against_others(node, optimizer, places), places
     return _unlike(saved, mine), []
+
+
+def _against_others(
+    node: Mapping[str, Any], optimizer: Optimizer, matches: Sequence[_GroupMatch]
+) -> str | None:
+    """Returns what stands against the keys beside ``state`` and ``param_groups``, or None."""
+    keys = ", ".join(sorted(map(str, node.get("others") or {})))
+    if not keys:
+        return None
+    if not has_own_pair(optimizer):
+        return (
+            f"its state dict has {keys}, which only a load_state_dict of its own takes; pass an "
+            "optimizer of the class that was saved"
+        )
+    is_moved = any(
+        match.group != index or list(match.positions) != list(range(len(match.positions)))
+        for index, match in enumerate(matches)
+    )
+    if is_moved:  # its own keys may mean parameters by their numbers
+        return (
+            f"its state dict has {keys}, of parameters in another order than here; give them in "
+            "the order in which they were saved"
+        )
+    return None
 
 
 def _same(left: Sequence[str], right: Sequence[str]) -> bool:
@@ -298,13 +334,13 @@ def _unlike(saved: Sequence[Sequence[str]], mine: Sequence[Sequence[str]]) -> st
     ours = {name for group in mine for name in group}
     theirs = {name for group in saved for name in group}
     if ours == theirs:
-        return "the saved groups have the same parameters, shared out in another way"
+        return f"the saved groups have the same parameters, shared out in another way; {_AS_SAVED}"
     only = [
         f"{what} {', '.join(sorted(names)[:8])}"
         for what, names in (("only saved:", theirs - ours), ("only here:", ours - theirs))
         if names
     ]
-    return f"other parameters than were saved ({'; '.join(only)})"
+    return f"other parameters than were saved ({'; '.join(only)}); {_AS_SAVED}"
 
 
 def _names_in(
@@ -330,14 +366,3 @@ def _names_in(
     if len(set(found.values())) < len(found):
         found = {p: str(index) for index, p in enumerate(parameters)}
     return [[found[p] for p in group["params"]] for group in optimizer.param_groups]
-
-
-def _run_hooks(path: str, optimizer: Optimizer) -> None:
-    hooks: Any = optimizer.__dict__
-    if hooks.get("_optimizer_load_state_dict_pre_hooks"):
-        warn(
-            f"{path} has load_state_dict pre-hooks, which a restore does not run: it reads into "
-            "the state in place and has no state dict for them.",
-        )
-    for hook in list((hooks.get("_optimizer_load_state_dict_post_hooks") or {}).values()):
-        hook(optimizer)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from residency._checkpoint._restore._boxes import Box, row_major, spans
 from residency._checkpoint._restore._fill import fill
-from residency._checkpoint._restore._plan import Assignment, RestorePlan, Target
+from residency._checkpoint._restore._plan import Assignment, Remedied, RestorePlan, Target
 from residency._checkpoint._sources._source import StoredTensor
 from residency._modes import callers_modes_off
 from residency._storages import sharing
@@ -107,9 +107,9 @@ def _late_conflicts(plan: RestorePlan) -> list[str]:
 
 
 def _conflict(left: Assignment, right: Assignment) -> str:
-    return (
+    return Remedied(
         f"{left.target.name} and {right.target.name}: they share memory here, and differ in what "
-        "was saved"
+        "was saved; untie them here, as they were when they were saved"
     )
 
 

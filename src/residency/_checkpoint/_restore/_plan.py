@@ -98,6 +98,12 @@ class Differences:
         return "\n".join(parts)
 
 
+class Remedied(str):
+    """A difference that says itself what to do, where neither a cast nor a name would help."""
+
+    __slots__ = ()
+
+
 def _listed(title: str, lines: Sequence[str]) -> list[str]:
     if not lines:
         return []
@@ -190,9 +196,12 @@ class RestorePlan:
             return found
         if strict:
             self.clear()
+            is_remedied = all(isinstance(line, Remedied) for line in found.differing)
+            is_told = is_remedied and not (found.missing or found.unexpected)
+            advice = "Do what each line says" if is_told else "Cast or rename what differs"
             raise RefusedError(
-                f"{what} does not fit; nothing was changed. Cast or rename what differs, or pass "
-                f"strict=False to leave it out.\n{found}"
+                f"{what} does not fit; nothing was changed. {advice}, or pass strict=False to "
+                f"leave it out.\n{found}"
             )
         warn(f"{what} does not fit; this is left out:\n{found}")
         return found

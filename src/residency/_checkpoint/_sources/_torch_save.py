@@ -126,7 +126,9 @@ class Items:
             self._corrupt(found, name, start)
         steps = zip(pickled.shape, pickled.stride, strict=True)
         is_empty = not math.prod(pickled.shape)
-        num_elements = 0 if is_empty else 1 + sum((size - 1) * step for size, step in steps)
+        num_elements = 1 + sum((size - 1) * step for size, step in steps)
+        if is_empty:  # a slice of an empty batch may begin anywhere
+            return whole_in_file(name, pickled.dtype, pickled.shape, self.path, start)
         if pickled.start + num_elements * pickled.dtype.itemsize > num_bytes:
             self._corrupt(
                 f"has {name!r} reach beyond its storage of {num_bytes} bytes", name, start
@@ -157,6 +159,7 @@ class Items:
                         f"has {len(pickles)} pickles named data.pkl, not one", None, start
                     )
                 root = pickles[0].removesuffix("data.pkl")
+                self._check_compression(infos)
                 # Before anything is read: nothing in such a file is longer than it looks.
                 records = {info.filename: self._record(info, start, num_bytes) for info in infos}
                 self._check_kind(archive, root)
@@ -167,6 +170,15 @@ class Items:
                 file=self.path.name,
                 offset=start,
             ) from error
+
+    def _check_compression(self, infos: list[zipfile.ZipInfo]) -> None:
+        packed = next((i.filename for i in infos if i.compress_type != zipfile.ZIP_STORED), None)
+        if packed is not None:
+            raise RefusedError(
+                f"{self.path} is a zip whose records are compressed ({packed!r}), which those of "
+                "torch.save are not: another program packed it. Pack it without compression "
+                "(zip -0), or load it with torch.load and save it again."
+            )
 
     def _check_kind(self, archive: zipfile.ZipFile, root: str) -> None:
         names = set(archive.namelist())
@@ -187,8 +199,8 @@ class Items:
         names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         begin = info.header_offset + _LOCAL_HEADER_BYTES + names
         is_whole = header[:4] == ZIP_MAGIC and info.compress_size == info.file_size
-        if not is_whole or info.compress_type or begin + info.file_size > num_bytes:
-            found = f"has a record {info.filename!r} that is compressed or not within the file"
+        if not is_whole or begin + info.file_size > num_bytes:
+            found = f"has a record {info.filename!r} that is not within the file"
             self._corrupt(found, None, start + info.header_offset)
         return start + begin, info.file_size
 

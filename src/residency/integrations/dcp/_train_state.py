@@ -30,8 +30,14 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from residency._checkpoint._capture import parameter_names, plain_module, plain_optimizer
-from residency._checkpoint._restore import PlainReception, receive_plain
+from residency._checkpoint._capture import (
+    has_own_pair,
+    own_state,
+    parameter_names,
+    plain_module,
+    plain_optimizer,
+)
+from residency._checkpoint._restore import PlainReception, load_through, receive_plain
 from residency._dtensor import is_sharded, local_of, wrapped_like
 from residency._errors import InvalidArgumentError, RefusedError, warn
 from residency._optim import OffloadedOptimizer, record_of
@@ -109,7 +115,8 @@ class TrainState(Stateful):
 
         Raises:
             RefusedError: What a first step of the optimizer makes cannot be foreseen, so that there
-                is no template; or the host has no room for it. Nothing was changed.
+                is no template; or the host has no room for it; or its state dict has keys of its
+                own. Nothing was changed.
         """
         values: dict[str, Any] = {"model": get_model_state_dict(self.model)}
         without_state: list[str] = []
@@ -190,6 +197,7 @@ class TrainState(Stateful):
         """Returns the optimizer's state dict by names, and the names whose state is a template."""
         assert self.optimizer is not None
         optimizer, names = self.optimizer, self._names()
+        _check_has_torchs_form(optimizer)
         everything = [p for group in optimizer.param_groups for p in group["params"]]
         stateless = {p for p in everything if _is_stateless(optimizer, p)}
         if stateless and isinstance(optimizer, OffloadedOptimizer):
@@ -326,6 +334,19 @@ def _free_to_fill(value: Any) -> Any:
     return value
 
 
+def _check_has_torchs_form(optimizer: Optimizer) -> None:
+    if not has_own_pair(optimizer):
+        return
+    state = own_state(optimizer)
+    if state is None or state.others:
+        what = "another form" if state is None else f"{', '.join(map(str, state.others))} besides"
+        raise RefusedError(
+            f"the state dict of {type(optimizer).__name__} has {what}, and those of torch's "
+            "get_state_dict have state and param_groups alone. Nothing was saved; use "
+            "residency.Checkpointer, which gives an optimizer its own state dict back."
+        )
+
+
 def _is_stateless(optimizer: Optimizer, parameter: Tensor) -> bool:
     if not parameter.requires_grad:
         return False
@@ -379,9 +400,10 @@ def put_state(optimizer: Optimizer, filled: Mapping[Tensor, Mapping[str, Any]]) 
         for parameter, values in filled.items()
     }
     owner = owner_of(optimizer)
+    is_own = has_own_pair(optimizer)
     reception = None if owner is None else owner.receive(optimizer, states)
     if reception is None:
-        reception = receive_plain(optimizer, states, eager=False, staging_bytes=_STAGING_BYTES)
+        reception = receive_plain(optimizer, states, eager=is_own, staging_bytes=_STAGING_BYTES)
     others: dict[tuple[Tensor, str], Any] = {}
     for parameter, values in filled.items():
         for key, value in values.items():
@@ -393,6 +415,8 @@ def put_state(optimizer: Optimizer, filled: Mapping[Tensor, Mapping[str, Any]]) 
             elif local_of(reception.targets[entry]).data_ptr() != local_of(value).data_ptr():
                 copy_across(local_of(reception.targets[entry]), local_of(value))
     reception.finish(others, {})
+    if is_own:
+        load_through(optimizer, {}, is_plain=isinstance(reception, PlainReception))
 
 
 def _incoming(

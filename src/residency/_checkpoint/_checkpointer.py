@@ -336,7 +336,7 @@ class Checkpointer:
             number = check_step(step)
             check_state(state, rng)
             figures = check_metrics(metrics)
-            save = Save(number, self._directory.path / step_name(number))
+            save = Save(number, self._directory.path / step_name(number), self)
             job = self._begin(save, state, figures, rng, begun)
         except BaseException as error:
             self._give_up_unfinished()

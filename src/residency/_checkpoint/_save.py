@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import traceback
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -82,9 +83,10 @@ class Save:
         path: The directory where it is, once it is published.
     """
 
-    def __init__(self, step: int, path: Path) -> None:
+    def __init__(self, step: int, path: Path, owner: object = None) -> None:
         self.step = step
         self.path = path
+        self._owner = (lambda: None) if owner is None else weakref.ref(owner)
         self._outcome: Once[SaveOutcome] = Once()
         self._num_bytes = 0  # as far as is known when the call is over
         self._written_bytes = 0
@@ -96,11 +98,11 @@ class Save:
         Raises:
             CheckpointError: It could not be written or published; earlier saves are as they were.
             OSError: The system refused, such as a disk without room.
-            RefusedError: It is on its way, and the calling thread is inside of another save, as a
+            RefusedError: It is on its way, and the calling thread is inside of a call of its checkpointer, as a
                 signal handler may be: what is to end the wait may itself wait for that call.
         """
         if not self.is_done():
-            refuse_inside("wait")
+            refuse_inside("wait", self._owner() or self)
             self._outcome.wait()
         error = self._error
         if error is not None:

@@ -23,6 +23,10 @@ def same(found: Any, expected: Any) -> bool:
         return (found.dtype, found.shape) == (expected.dtype, expected.shape) and raw(found) == raw(
             expected
         )
+    if isinstance(expected, torch.Generator):
+        return found.device == expected.device and torch.equal(
+            found.get_state(), expected.get_state()
+        )
     if isinstance(expected, numpy.ndarray | numpy.generic):
         flags = found.flags.f_contiguous == expected.flags.f_contiguous
         alike = (found.dtype.str, found.shape) == (expected.dtype.str, expected.shape)

@@ -186,7 +186,7 @@ class DocumentPlan:
     def _module(self, path: str, node: Any, module: nn.Module) -> Thunk:
         metadata = None
         if "metadata" in node:
-            metadata = self.value(node["metadata"], f"{path}._metadata", OrderedDict)
+            metadata = self.value(node["metadata"], f"{path}._metadata", _check_versions)
         saved = SavedModule(
             node["keys"],
             stored_name=dict(zip(node["keys"], node["names"], strict=True)).__getitem__,
@@ -317,6 +317,12 @@ class DocumentPlan:
 
     def _fetch(self, name: str) -> Tensor:
         return self._fresh[name]
+
+
+def _check_versions(found: Any) -> None:
+    """Raises unless a value is what a module's parts say of their versions."""
+    if not all(isinstance(each, Mapping) for each in OrderedDict(found).values()):
+        raise TypeError("the versions of a module's parts are mappings")
 
 
 def _is_filled(node: Any, value: MutableMapping[Any, Any]) -> bool:

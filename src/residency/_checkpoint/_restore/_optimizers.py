@@ -171,8 +171,7 @@ class _ComingOptimizer:
         self, optimizer: Optimizer, state: Mapping[Any, Any], groups: list[dict[str, Any]]
     ) -> None:
         """Lets a class repair what its older versions did not save."""
-        damage = unusable_is_damage(f"{type(optimizer).__name__} cannot use the states")
-        with damage, state_stays():
+        with unusable_is_damage(f"{type(optimizer).__name__} cannot use the states"):
             optimizer.__setstate__({"state": state, "param_groups": groups})
 
     def make_room(self) -> None:
@@ -198,7 +197,8 @@ class _ComingOptimizer:
             is_plain = isinstance(reception, PlainReception)
             load_through(optimizer, self.own(device), is_plain=is_plain)
         elif owner_of(optimizer) is None:
-            self._give(optimizer, optimizer.state, optimizer.param_groups)
+            with state_stays():
+                self._give(optimizer, optimizer.state, optimizer.param_groups)
 
 
 def _settle_nested(

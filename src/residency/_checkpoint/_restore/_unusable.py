@@ -9,13 +9,13 @@ import torch
 
 from residency import _device
 from residency._checkpoint._disk._manifest import MANIFEST
-from residency._errors import CheckpointError, CorruptSaveError
+from residency._errors import CheckpointError, CorruptSaveError, RefusedError
 
 
 @contextmanager
 def unusable_is_damage(what: str) -> Iterator[None]:
-    """Takes what a block raises for damage of the save, but for a lack of memory, a lost device and
-    the damage of a file.
+    """Takes what a block raises for damage of the save, but for a lack of memory, a lost device,
+    what is refused by name and the damage of a file.
 
     Args:
         what: The sentence that the error begins with, without its end.
@@ -25,7 +25,7 @@ def unusable_is_damage(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (MemoryError, OSError, torch.OutOfMemoryError):
+    except (MemoryError, OSError, torch.OutOfMemoryError, RefusedError):
         raise
     except CheckpointError as error:
         if not isinstance(error, CorruptSaveError) or error.file is not None:

@@ -208,7 +208,7 @@ def _largest(
     failed = sorted(each.number for each in above if each.answer.fits)
     if failed:
         numbers = ", ".join(map(str, failed))
-        _say(console, f"of {numbers} nothing is known: the script fails for a reason of its own")
+        _say(console, f"of {numbers} nothing is known: the script ends in an error")
     if arguments.json:
         made = {
             "largest": None if best is None else best.number,

@@ -75,7 +75,7 @@ class Answer:
 
     @property
     def is_good(self) -> bool:
-        """Whether it fits, and the script did not fail for a reason of its own."""
+        """Whether it fits, and the script did not fail."""
         return self.fits and self.is_complete
 
     @property
@@ -218,6 +218,7 @@ def notes(answer: Answer) -> Iterator[str]:
         yield "no optimizer was made: each backward pass was taken for one of its steps"
     if found["has_compiled"]:
         yield "torch.compile compiled nothing: the functions ran eagerly, with the memory of that"
+    yield from (f"{each['line']}: {each['what']}" for each in found["guesses"])
     yield from (f"residency warned: {text}" for text in found["warnings"])
     yield from _notes_of_end(answer)
     if found["is_cut"] and not any(each["name"].endswith("save") for each in found["phases"]):
@@ -256,7 +257,7 @@ def _notes_of_end(answer: Answer) -> Iterator[str]:
     elif found["ended"] == "stopped" and found["error"]:
         yield f"the script ended in {found['error']}, after what was to be seen"
     elif found["ended"] == "error" and answer.fits:
-        yield f"the script failed for a reason of its own: {found['error']}"
+        yield f"the script ended in {found['error']}"
     elif found["ended"] == "running" and not answer.errors:
         yield "the process was killed: the figures are what was known by then"
     if answer.peak_reserved == 0 and found["ended"] not in ("running", "error"):

@@ -5,6 +5,7 @@ length where what they say is not computed.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import os
 from collections.abc import Callable
@@ -17,11 +18,17 @@ from residency._dryrun._settings import RunSettings
 from residency._memory import ImportWatch
 
 
-def change(settings: RunSettings) -> None:
-    """Makes the changes that the settings ask for, also in modules that are imported later."""
+def change(settings: RunSettings, note_made: Callable[[object], None]) -> None:
+    """Makes the changes that the settings ask for, also in modules that are imported later.
+
+    Args:
+        settings: How the run is made.
+        note_made: Is called with what stands in the place of another object.
+    """
     watched: dict[str, Callable[[ModuleType], None]] = {}
     if settings.random_weights:
-        watched["transformers.modeling_utils"] = _make_weights
+        make = functools.partial(_make_weights, note_made)
+        watched["transformers.modeling_utils"] = make
         watched["transformers.models.auto.auto_factory"] = _refuse_hub
         watched["timm.models._builder"] = _keep_weights
         leave_out_downloads()
@@ -120,16 +127,19 @@ def _refuse_hub(module: ModuleType) -> None:
             module.__dict__[first] = asked_of_a_folder(vars(module)[first])
 
 
-def _make_weights(module: ModuleType) -> None:
+def _make_weights(note_made: Callable[[object], None], module: ModuleType) -> None:
     models: Any = vars(module)["PreTrainedModel"]
     load = models.from_pretrained.__func__
+    # Some versions leave the map out where a model is on one device: they go by this test.
+    has_map = "len(set(device_map.values())) > 1" not in inspect.getsource(load)
 
     @functools.wraps(load)
     def from_pretrained(
         cls: Any, name: object, *args: object, config: Any = None, **options: Any
     ) -> torch.nn.Module:
         dtype = options.pop("dtype", options.pop("torch_dtype", None))
-        place = _one_place(options.pop("device_map", None))
+        device_map = options.pop("device_map", None)
+        place = _one_place(device_map)
         if options.get("quantization_config") is not None:
             raise NotImplementedError(
                 "--random-weights makes no quantised weights. Leave quantization_config out, or "
@@ -147,8 +157,11 @@ def _make_weights(module: ModuleType) -> None:
             config.name_or_path = str(name)
         # On the device at once, as weights from a file come.
         with torch.device(place):
-            model: torch.nn.Module = cls._from_config(config, **kept)
-        return model.eval()
+            model: Any = cls._from_config(config, **kept)
+        if device_map is not None and has_map:
+            model.hf_device_map = device_map if isinstance(device_map, dict) else {"": place}
+        note_made(model)
+        return model.eval()  # type: ignore[no-any-return]  # of a class that is not imported here
 
     made: Any = from_pretrained
     models.from_pretrained = classmethod(made)
@@ -163,5 +176,7 @@ def _one_place(device_map: object) -> Any:
             "Give one, such as {'': 0}."
         )
     if places[0] in ("auto", "balanced", "balanced_low_0", "sequential"):
-        return "cuda"
+        return 0
+    if places[0] == "cuda":
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     return "cpu" if places[0] is None else places[0]

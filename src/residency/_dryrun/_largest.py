@@ -35,7 +35,7 @@ def largest_that_fits(
     """Tries numbers until the largest one that fits is known.
 
     What fits with a number is taken to fit with each smaller one. A number with which the script
-    fails for a reason of its own, as it must divide another, says nothing of memory: from then on
+    ends in an error, as it must divide another, says nothing of memory: from then on
     rounder ones are tried.
 
     Args:

@@ -27,7 +27,7 @@ def place_of(trace: TracebackType | None) -> str:
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
         if is_script(name):
-            place = _place(name, trace.tb_lineno)
+            place = place_in(name, trace.tb_lineno)
         trace = trace.tb_next
     return place
 
@@ -53,7 +53,7 @@ def place_of_now() -> tuple[str, str]:
         script = frames[len(inside)]
         if inside and (not operation or first is not main):
             operation = inside[0].f_code.co_qualname.split(".<locals>")[0]
-        return _place(_file(script), script.f_lineno), operation or _piece(script)
+        return place_in(_file(script), script.f_lineno), operation or _piece(script)
     return "", operation
 
 
@@ -100,8 +100,10 @@ def _file(frame: FrameType) -> str:
     return frame.f_code.co_filename
 
 
-def _place(name: str, line: int) -> str:
-    return f"{os.path.relpath(name)}:{line}"
+def place_in(name: str, line: int) -> str:
+    """Returns how a line of a file is shown: of a package's file, from the package on."""
+    inside = name.rpartition("-packages" + os.sep)[2]
+    return f"{inside if is_installed(name) else os.path.relpath(name)}:{line}"
 
 
 def _piece(frame: FrameType) -> str:

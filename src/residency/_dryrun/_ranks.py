@@ -55,6 +55,7 @@ def be_one_rank(num_ranks: int) -> None:
     # Calls are numbered to find ranks that have made different ones; a group without peers cannot.
     group: Any = FakeProcessGroup
     group._set_sequence_number_for_group = lambda self: None
+    group._set_default_timeout = lambda self, timeout: None  # nothing is waited for
     here = functools.partial(_launch_here, num_ranks)
     watched: dict[str, Callable[[ModuleType], None]] = {"torch.distributed.launcher.api": here}
     if num_ranks > 1:

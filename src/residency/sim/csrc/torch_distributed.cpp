@@ -418,6 +418,7 @@ void register_distributed(pybind11::module& module) {
       .def(pybind11::init([](const Gloo& gloo) { return c10::make_intrusive<Simccl>(gloo); }))
       .def_property_readonly("uid", [](const Simccl&) { return 0; })
       .def("_add_ephemeral_timeout", [](const Simccl&, std::chrono::milliseconds) {})
+      .def("_set_default_timeout", [](const Simccl&, std::chrono::milliseconds) {})
       .def("_group_start", [](const Simccl&) {})
       .def("_group_end", [](const Simccl&) {});
 }

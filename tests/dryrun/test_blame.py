@@ -124,3 +124,40 @@ def test_random_programs_that_fail_by_an_unknown_number_name_the_line_that_read_
         if not error or not is_right:
             wrong[name] = (error, said, line)
     assert not wrong
+
+
+FAILING = """
+import datetime, torch, torch.distributed as dist
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=60), None)
+bag = torch.nn.EmbeddingBag(100_000, 64, mode="sum", sparse=True).cuda()
+layer = torch.nn.Linear(64, 64).cuda()
+optimizers = torch.optim.SparseAdam(list(bag.parameters())), torch.optim.SGD(layer.parameters())
+for _ in range(3):
+    x = layer(bag(torch.randint(100_000, (256, 8)).cuda()))
+    loss = x[torch.rand(256, device="cuda") < 0.1].square().mean()
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+assert 1 < loss.item() < 2
+"""
+
+
+def test_an_answer_names_masks_and_the_line_that_read_what_is_not_known(dry_run) -> None:
+    outcome = dry_run(FAILING)
+    assert outcome.status == 3, outcome.errors
+    assert outcome.answer["steps"] == 2
+    assert outcome.phase("optimizer step")["visits"] == 2  # of both optimizers together
+    assert outcome.phase("optimizer step")["at_peak"]["gradients"] >= 2048 * 64 * 4
+    line = FAILING.splitlines().index("assert 1 < loss.item() < 2") + 1
+    words = f"script.py:{line} read a value that a dry run does not compute (1 stood for it)"
+    assert words in outcome.errors
+    mask = {
+        "line": "script.py:10",
+        "what": "a mask was taken as all true; the figures from there are",
+    }
+    assert any(
+        each["line"] == mask["line"] and each["what"].startswith(mask["what"])
+        for each in outcome.answer["guesses"]
+    )

@@ -204,3 +204,32 @@ def test_a_load_with_a_higher_peak_says_what_that_one_has() -> None:
     books.close("forward", lambda: {0: "parameters", 4096: "optimizer state"})
     found = books.phases["load"].at_peak
     assert [found[name] for name in ("parameters", "optimizer state", OTHER)] == [512, 1024, 512]
+
+
+def test_activations_outlive_the_steps_of_all_optimizers_but_one() -> None:
+    device = Device(random.Random(0))
+    books = Books(device.take)
+
+    def end(name: str) -> None:
+        device.act()
+        books.close(name, dict, num_optimizers=2)
+
+    for name in ("forward", "optimizer step", "forward"):
+        end(name)
+    first = books.phases["forward"]
+    assert first.at_peak[OTHER] == 0  # of the generator, while the other network has stepped
+    end("optimizer step")
+    end("set up")
+    assert books.phases["set up"].at_peak[ACTIVATIONS] < first.at_peak[ACTIVATIONS]
+
+
+def test_steps_of_several_optimizers_one_after_another_are_one_visit() -> None:
+    books = Books(bytes)
+    for _ in range(2):
+        for name in ("forward", "backward", "between phases", *("optimizer step",) * 3):
+            books.close(name, dict)
+        for _ in range(4):
+            books.close("between phases", dict)
+            books.close("optimizer step", dict)
+    visits = {name: phase.visits for name, phase in books.phases.items()}
+    assert visits == {"forward": 2, "backward": 2, "between phases": 2, "optimizer step": 2}

@@ -315,7 +315,7 @@ def _assignments(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
         yield node.target, node.iter
     elif isinstance(node, ast.withitem) and node.optional_vars is not None:
         yield node.optional_vars, node.context_expr
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        if node.func.attr in _CHANGERS:
-            values = [*node.args, *(keyword.value for keyword in node.keywords)]
-            yield from ((node.func.value, each) for each in values)
+    elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in _CHANGERS:
+        changed = vars(node.func)["value"]
+        yield from ((changed, each) for each in node.args)
+        yield from ((changed, keyword.value) for keyword in node.keywords)

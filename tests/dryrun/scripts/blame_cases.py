@@ -1,21 +1,22 @@
-"""Errors that are the dry run's doing (`d_`) and the script's own (`s_`), each with its right judge.
+"""Errors that are the dry run's doing (`d_`), and the script's own (`s_`).
 
 A dry run's is said to be one; of the script's own nothing is said.
 """
 
 import json
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 
 
 def loss():
     model = nn.Linear(8, 8).cuda()
     given, labels = torch.randn(64, 8, device="cuda"), torch.randint(8, (64,), device="cuda")
-    return F.cross_entropy(model(given), labels)
+    return functional.cross_entropy(model(given), labels)
 
 
 def d_assert_on_the_line(blame):
@@ -62,7 +63,7 @@ def d_tensor_test(blame):
 
 
 def d_numpy(blame):
-    p = F.softmax(loss().repeat(4), 0).detach().cpu().numpy()
+    p = functional.softmax(loss().repeat(4), 0).detach().cpu().numpy()
     np.random.choice(4, p=p)
 
 
@@ -110,7 +111,7 @@ def d_a_branch_that_left_nothing(blame):
 def d_a_length(blame):
     frames = int(loss().clamp_min(1))
     wave = torch.randn(1, 1, frames, device="cuda")
-    F.pad(wave, (384, 384), mode="reflect")
+    functional.pad(wave, (384, 384), mode="reflect")
 
 
 def d_simulators_object(blame):
@@ -128,7 +129,7 @@ def d_nvidia_smi(blame):
 
 
 def d_nvml(blame):
-    class NVMLError_LibraryNotFound(Exception):  # noqa: N801, N818 - as pynvml has it
+    class NVMLError_LibraryNotFound(Exception):  # noqa: N801 - as pynvml has it
         pass
 
     raise NVMLError_LibraryNotFound("NVML Shared Library Not Found")
@@ -158,12 +159,12 @@ def s_shape_after_reads(blame):
     model = nn.Linear(8, 8).cuda()
     for _ in range(3):
         made, wanted = model(torch.randn(4, 8).cuda()), torch.randn(4, 8).cuda()
-        print(F.mse_loss(made, wanted).item())
+        print(functional.mse_loss(made, wanted).item())
     model(torch.randn(4, 9, device="cuda"))
 
 
 def s_file(blame):
-    open("/nowhere/data.json")
+    Path("/nowhere/data.json").read_text()
 
 
 def s_argument(blame):

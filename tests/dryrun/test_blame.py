@@ -144,7 +144,10 @@ assert 1 < loss.item() < 2
 """
 
 
-def test_an_answer_names_masks_and_the_line_that_read_what_is_not_known(dry_run) -> None:
+def test_an_answer_names_masks_and_the_line_that_read_what_is_not_known(
+    dry_run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     outcome = dry_run(FAILING)
     assert outcome.status == 3, outcome.errors
     assert outcome.answer["steps"] == 2
@@ -153,6 +156,7 @@ def test_an_answer_names_masks_and_the_line_that_read_what_is_not_known(dry_run)
     line = FAILING.splitlines().index("assert 1 < loss.item() < 2") + 1
     words = f"script.py:{line} read a value that a dry run does not compute (1 stood for it)"
     assert words in outcome.errors
+    assert "CUDA_VISIBLE_DEVICES hides every GPU" in outcome.errors
     mask = {
         "line": "script.py:10",
         "what": "a mask was taken as all true; the figures from there are",

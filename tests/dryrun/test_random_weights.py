@@ -38,7 +38,8 @@ for options in ({"dtype": torch.bfloat16, "device_map": "cuda"}, {"device_map": 
         weights = list(model.parameters())
         seen.append([str(model.device), str(model.dtype), model.training, type(model).__name__,
                      sum(each.numel() for each in weights), torch.cuda.memory_allocated(),
-                     model.config._attn_implementation, model.config.name_or_path])
+                     model.config._attn_implementation, model.config.name_or_path,
+                     str(getattr(model, "hf_device_map", None))])
         del model, weights
 model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.bfloat16, device_map="cuda")
 model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))

@@ -72,7 +72,8 @@ class Blame:
 
     def __init__(self) -> None:
         """Begins with nothing."""
-        self._places: dict[tuple[CodeType, int], str] = {}  # by instruction: what stood there
+        # By instruction, of code that is kept: what stood there. Code of two files may be equal.
+        self._places: dict[tuple[int, int], tuple[CodeType, str]] = {}
         self._guesses: collections.Counter[tuple[str, str]] = collections.Counter()
         self._stand_ins: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -87,7 +88,7 @@ class Blame:
     def _note(self, what: str, numel: int) -> None:
         frames = list(outwards(sys._getframe(1)))
         for frame in frames:
-            self._places[frame.f_code, frame.f_lasti] = what
+            self._places[id(frame.f_code), frame.f_lasti] = frame.f_code, what
         if what not in _GUESSES:
             return
         files = [frame.f_code.co_filename for frame in frames]
@@ -151,7 +152,7 @@ class Blame:
 
     def _spans(self, file: str) -> Iterator[tuple[_Span, str]]:
         """Yields where a file has read what is not computed, and what stood there."""
-        for (code, instruction), what in list(self._places.items()):
+        for (_, instruction), (code, what) in list(self._places.items()):
             if code.co_filename == file and (span := _span(code, instruction)) is not None:
                 yield span, what
 
@@ -245,8 +246,8 @@ class _Source:
 
     def _assign(self, target: ast.AST, piece: ast.AST) -> None:
         if isinstance(target, ast.Tuple | ast.List):
-            is_pairwise = isinstance(piece, ast.Tuple | ast.List)
-            parts = piece.elts if is_pairwise and len(piece.elts) == len(target.elts) else []
+            given = piece.elts if isinstance(piece, ast.Tuple | ast.List) else []
+            parts = given if len(given) == len(target.elts) else []
             for index, each in enumerate(target.elts):
                 self._assign(each, parts[index] if parts else piece)
         elif isinstance(target, ast.Name):

@@ -3,6 +3,7 @@
 // the current stream, and either reads and writes its tensors there. Gloo itself runs on another
 // thread, once the stream has reached the call.
 #include <ATen/ops/div.h>
+#include <pybind11/chrono.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>

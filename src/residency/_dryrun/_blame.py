@@ -86,7 +86,7 @@ class Blame:
         self._stand_ins.add(made)
 
     def _note(self, what: str, numel: int) -> None:
-        frames = list(outwards(sys._getframe(1)))
+        frames = list(outwards(sys._getframe().f_back))  # none in a thread of autograd
         for frame in frames:
             self._places[id(frame.f_code), frame.f_lasti] = frame.f_code, what
         if what not in _GUESSES:

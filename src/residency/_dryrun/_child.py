@@ -143,7 +143,7 @@ class Run:
         what_to_do = what_to_do or self._blame.of(error)
         lines = str(error).strip().splitlines() or [""]
         of_worker = f" {lines[-1]}" * any(_OF_WORKER in line for line in lines)
-        self._error = f"{type(error).__name__}: {lines[0]}{of_worker}"
+        self._error = f"{type(error).__name__}: {lines[0]}{of_worker}".removesuffix(": ")
         self._error += f" ({place})" * bool(place) + f". {what_to_do}" * bool(what_to_do)
 
     def _watch_processes(self) -> None:

@@ -88,7 +88,7 @@ def _note(kinds: dict[int, str], kind: str, tensors: Any) -> None:
 def _parts(tensor: Any) -> Iterator[torch.Tensor]:
     """Yields a tensor, or those that it is made of: a DTensor's local one, of a sparse one two."""
     tensor = local_of(tensor)
-    if tensor.is_sparse:
+    if tensor.is_sparse:  # by private names: the public ones refuse what is not coalesced
         yield from (tensor._indices(), tensor._values())
         return
     inner = [each for each in vars(tensor).values() if isinstance(each, torch.Tensor)]

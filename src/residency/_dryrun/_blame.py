@@ -61,14 +61,14 @@ _Span = tuple[int, int, int, int]  # line, last line, column, last column, as co
 
 
 class _Value(NamedTuple):
-    """What gives a name, or an attribute, its value: in which function, and by which piece."""
+    """A piece of code that gives a name, or an attribute, its value, and the function it is in."""
 
     scope: ast.AST | None
     piece: ast.AST
 
 
 class Blame:
-    """What a script was given in the place of what a dry run does not have."""
+    """The record of what a script was given in the place of what a dry run does not have."""
 
     def __init__(self) -> None:
         """Begins with nothing."""
@@ -135,14 +135,14 @@ class Blame:
         first = error.__traceback__.tb_frame.f_back if error.__traceback__ else None
         around = [(frame.f_code, frame.f_lasti) for frame in outwards(first)]
         open_calls = {(code.co_filename, _span(code, at)) for code, at in around + frames[:-1]}
-        sources: dict[str, _Source | None] = {}
+        sources: dict[str, _Parsed | None] = {}
         for code, instruction in reversed(frames):
             file, failed = code.co_filename, _span(code, instruction)
             spans = {span: w for span, w in self._spans(file) if (file, span) not in open_calls}
             if not spans or failed is None or file.startswith(_TORCH) or is_ours(file):
                 continue
             if file not in sources:
-                sources[file] = _Source.of(file)
+                sources[file] = _Parsed.of(file)
             source = sources[file]
             for piece in source.behind(failed) if source is not None else ():
                 for span, what in spans.items():
@@ -206,7 +206,7 @@ def _has(piece: Any, span: _Span) -> bool:
     return begin <= (line, column) and (last_line, last_column) <= end
 
 
-class _Source:
+class _Parsed:
     """A file of Python: which pieces of it a statement hangs on."""
 
     def __init__(self, tree: ast.Module) -> None:
@@ -222,7 +222,7 @@ class _Source:
                 self._assign(target, piece)
 
     @classmethod
-    def of(cls, file: str) -> _Source | None:
+    def of(cls, file: str) -> _Parsed | None:
         try:
             return cls(ast.parse("".join(linecache.getlines(file))))
         except (SyntaxError, ValueError):

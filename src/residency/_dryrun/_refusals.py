@@ -88,7 +88,7 @@ def advice(
     if _NVML.search(text):
         return (
             "A machine with a GPU has NVML and its programs, and a dry run has not. "
-            f"{_INSTEAD}, or ask torch.cuda.mem_get_info() in its place."
+            f"{_INSTEAD}, or ask torch in its place: mem_get_info()."
         )
     if _SPARSE.search(text):
         return (

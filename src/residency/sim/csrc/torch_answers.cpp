@@ -1,4 +1,4 @@
-// The answers of dry mode to who reads a value, and who is told of those that are placeholders.
+// Dry mode's answers to a program that reads a value, and the observer of its guesses.
 #include <ATen/ops/_local_scalar_dense_native.h>
 #include <Python.h>
 #include <pybind11/pybind11.h>

@@ -130,8 +130,9 @@ class Books:
         events, self._events = self._events, []
         is_pass = name.endswith(_PASSES)
         if events or not phase.at_peak:
-            num_steps = num_optimizers if name.endswith(STEP) else 0
-            self._name_blocks(is_pass, num_steps, kinds())
+            self._name_blocks(is_pass, kinds())
+        if name.endswith(STEP):
+            self._age(num_optimizers)
         held = list(accumulate((event[1] for event in events), initial=self._held))
         peak = max(held)
         self._held = held[-1]
@@ -195,9 +196,8 @@ class Books:
                 block = known
             events.append((block, num_bytes, reserved))
 
-    def _name_blocks(self, is_pass: bool, num_steps: int, kinds: dict[int, str]) -> None:
-        # Blocks of a pass without an owner are activations; those that are left of them after a
-        # step of as many optimizers as there are are something else: workspaces, buckets.
+    def _name_blocks(self, is_pass: bool, kinds: dict[int, str]) -> None:
+        # Blocks of a pass without an owner are activations.
         unknown = _ACTIVATIONS if is_pass else _OTHER
         for address, block in self._live.items():
             kind = block.kind
@@ -207,7 +207,12 @@ class Books:
                     self._own(block, owner)
             elif kind < 0:
                 block.kind = unknown
-            elif num_steps and kind == _ACTIVATIONS:
+
+    def _age(self, num_steps: int) -> None:
+        # What is left of activations after a step of each optimizer is something else: workspaces,
+        # buckets.
+        for block in self._live.values():
+            if block.kind == _ACTIVATIONS:
                 block.num_steps += 1
                 if block.num_steps >= num_steps:
                     block.kind = _OTHER

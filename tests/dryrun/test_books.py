@@ -204,3 +204,26 @@ def test_a_load_with_a_higher_peak_says_what_that_one_has() -> None:
     books.close("forward", lambda: {0: "parameters", 4096: "optimizer state"})
     found = books.phases["load"].at_peak
     assert [found[name] for name in ("parameters", "optimizer state", OTHER)] == [512, 1024, 512]
+
+
+def test_activations_of_one_network_outlive_the_step_of_the_other() -> None:
+    journal = [struct.pack("5q", 512, 1024, 1024, 1024, 0)]  # the generator's
+    books = Books(lambda: journal.pop() if journal else b"")
+    kinds = []
+    for name in ("forward", "optimizer step", "backward", "optimizer step", "evaluate"):
+        books.close(name, dict, num_optimizers=2)
+        at_peak = books.phases[name].at_peak
+        kinds.append([kind for kind, num_bytes in at_peak.items() if num_bytes])
+    assert kinds == [[ACTIVATIONS]] * 4 + [[OTHER]]
+
+
+def test_steps_of_several_optimizers_one_after_another_are_one_visit() -> None:
+    books = Books(bytes)
+    for _ in range(2):
+        for name in ("forward", "backward", "between phases", *("optimizer step",) * 3):
+            books.close(name, dict)
+        for _ in range(4):
+            books.close("between phases", dict)
+            books.close("optimizer step", dict)
+    visits = {name: phase.visits for name, phase in books.phases.items()}
+    assert visits == {"forward": 2, "backward": 2, "between phases": 2, "optimizer step": 2}

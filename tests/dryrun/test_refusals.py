@@ -35,6 +35,17 @@ def raised(source: str, name: str = "script") -> BaseException:
             "CUDA's own libraries",
         ),
         ("raise ModuleNotFoundError('No module named x', name='boto3')", ""),
+        ("raise RuntimeError('NVML Shared Library Not Found')", "a GPU has NVML"),
+        (
+            "import subprocess\n"
+            "raise subprocess.CalledProcessError(127, 'nvidia-smi --query-gpu=name')",
+            "a GPU has NVML",
+        ),
+        (
+            "raise NotImplementedError('The simulated accelerator does not model aten::addmm of "
+            "sparse tensors.')",
+            "sparse=False",
+        ),
         (
             "import torch.storage\nclass Storage(torch.UntypedStorage):\n"
             "    def _share_cuda_(self): raise RuntimeError('CUDA is not available')\n"
@@ -62,6 +73,12 @@ def test_an_error_of_the_dry_run_says_what_to_do(source: str, said: str) -> None
     found = advice(error, error.__traceback__)
     assert said in found
     assert bool(found) == bool(said)
+
+
+def test_weights_that_are_left_out_already_are_not_advised_to_be() -> None:
+    error = raised("import urllib.error\nraise urllib.error.URLError('not known')")
+    found = advice(error, error.__traceback__, has_random_weights=True)
+    assert "--random-weights does not make it" in found
 
 
 @pytest.mark.parametrize("package", ["triton", "bitsandbytes", "xformers", "flash_attn"])

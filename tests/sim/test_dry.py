@@ -219,7 +219,8 @@ def test_masks_are_true_everywhere_in_dry_mode() -> None:
     assert x[index > 5].shape == (4, 6)
     assert x.masked_select(x > 5).shape == (24,)
     assert [len(part) for part in torch.where(x > 5)] == [24, 24]
-    assert index.unique().shape == (4,)
+    assert index.unique().shape == (1,)
+    assert [len(part) for part in index.unique(return_counts=True)] == [4, 4]
     values, inverse, counts = index.unique_consecutive(return_inverse=True, return_counts=True)
     assert (len(values), len(inverse), len(counts)) == (4, 4, 4)
     assert torch.unique(x, dim=1).shape == (4, 6)

@@ -257,6 +257,7 @@ def notes(answer: Answer) -> Iterator[str]:
         yield "no optimizer was made: each backward pass was taken for one of its steps"
     if found["has_compiled"]:
         yield "torch.compile compiled nothing: the functions ran eagerly, with the memory of that"
+    yield from (f"{each['line']}: {each['what']}" for each in found["guesses"])
     yield from (f"residency warned: {text}" for text in found["warnings"])
     yield from _notes_of_end(answer)
     if found["is_cut"] and not any(each["name"].endswith("save") for each in found["phases"]):
@@ -294,9 +295,9 @@ def _notes_of_end(answer: Answer) -> Iterator[str]:
             "number of steps with --steps 0"
         )
     elif found["ended"] == "stopped" and found["error"]:
-        yield f"the script ended in {found['error']}, after what was to be seen"
+        yield f"after what was to be seen the script ended in {found['error']}"
     elif answer.verdict is Verdict.FAILED:
-        yield f"the script failed for a reason of its own: {found['error']}"
+        yield f"the script ended in {found['error']}"
     elif answer.verdict is Verdict.KILLED:
         yield "the process was killed: the figures are what was known by then"
     if answer.verdict in (Verdict.FITS, Verdict.UNSEEN):

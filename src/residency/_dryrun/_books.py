@@ -21,6 +21,7 @@ GATHERED, ACTIVATIONS, OTHER = "gathered parameters", "activations", "other"
 KINDS: tuple[str, ...] = (PARAMETERS, GATHERED, GRADIENTS, STATE, ACTIVATIONS, OTHER)
 _ENTRY = struct.Struct("5q")  # address, bytes, bytes asked for, bytes reserved, stream
 _MOST_POINTS = 150  # of the timeline, for one visit
+STEP, BETWEEN = "optimizer step", "between phases"
 _PASSES = ("forward", "backward", "evaluate", "generate")  # how the names of such phases end
 
 
@@ -44,12 +45,13 @@ class Phase:
 
 
 class _BlockOfDevice:
-    __slots__ = ("kind", "loaded_at", "num_bytes")
+    __slots__ = ("kind", "loaded_at", "num_bytes", "num_steps")
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.kind = -1  # an index of KINDS, once it is known
         self.loaded_at = -1  # where in the timeline a load has made it
+        self.num_steps = 0  # those of optimizers that it has outlived, as an activation
 
 
 _Event = tuple[_BlockOfDevice, int, int]  # what was made or let go, its bytes, bytes reserved
@@ -83,6 +85,8 @@ class Books:
         self._held = 0  # when it began
         self._reserved = 0
         self._position = 0
+        self._last: Phase | None = None  # that ended, but for what lies between phases
+        self._between: Phase | None = None  # what lay between that one and the one of now
 
     @property
     def held(self) -> int:
@@ -108,21 +112,27 @@ class Books:
                 if num_bytes > 0 and block.kind < 0:
                     block.kind = index
 
-    def close(self, name: str, kinds: Callable[[], dict[int, str]]) -> None:
+    def close(
+        self, name: str, kinds: Callable[[], dict[int, str]], num_optimizers: int = 1
+    ) -> None:
         """Books what happened since the last call under a phase.
 
         Args:
             name: The phase that ends here.
             kinds: Says what the blocks of modules and optimizers are; called where there is
                 something to book.
+            num_optimizers: How many there are: of a GAN the one steps while the passes of the
+                other are under way.
         """
         phase = self.phases.setdefault(name, Phase(name))
-        phase.visits += 1
+        self._count(phase)
         self._read()
         events, self._events = self._events, []
         is_pass = name.endswith(_PASSES)
         if events or not phase.at_peak:
-            self._name_blocks(is_pass, name.endswith("optimizer step"), kinds())
+            self._name_blocks(is_pass, kinds())
+        if name.endswith(STEP):
+            self._age(num_optimizers)
         held = list(accumulate((event[1] for event in events), initial=self._held))
         peak = max(held)
         self._held = held[-1]
@@ -138,6 +148,18 @@ class Books:
             if is_load:
                 self._note_loaded(phase, events[held.index(peak) :])
         self.marks.append((self._position, name))
+
+    def _count(self, phase: Phase) -> None:
+        """Counts a visit; steps of several optimizers, one right after the other, are one."""
+        if phase.name == BETWEEN:
+            self._between = phase
+        elif phase.name.endswith(STEP) and self._last is phase:
+            if self._between is not None:
+                self._between.visits -= 1
+            phase.visits -= 1
+        phase.visits += 1
+        if phase.name != BETWEEN:
+            self._last, self._between = phase, None
 
     def _note_loaded(self, phase: Phase, after_peak: list[_Event]) -> None:
         """Remembers what was held at the peak of a load, and has no owner yet."""
@@ -174,9 +196,8 @@ class Books:
                 block = known
             events.append((block, num_bytes, reserved))
 
-    def _name_blocks(self, is_pass: bool, is_after_step: bool, kinds: dict[int, str]) -> None:
-        # Blocks of a pass without an owner are activations; those that are left of them after the
-        # optimizer's step are something else: workspaces, buckets.
+    def _name_blocks(self, is_pass: bool, kinds: dict[int, str]) -> None:
+        # Blocks of a pass without an owner are activations.
         unknown = _ACTIVATIONS if is_pass else _OTHER
         for address, block in self._live.items():
             kind = block.kind
@@ -186,8 +207,15 @@ class Books:
                     self._own(block, owner)
             elif kind < 0:
                 block.kind = unknown
-            elif is_after_step and kind == _ACTIVATIONS:
-                block.kind = _OTHER
+
+    def _age(self, num_steps: int) -> None:
+        # What is left of activations after a step of each optimizer is something else: workspaces,
+        # buckets.
+        for block in self._live.values():
+            if block.kind == _ACTIVATIONS:
+                block.num_steps += 1
+                if block.num_steps >= num_steps:
+                    block.kind = _OTHER
 
     def _draw(
         self, events: list[_Event], peak_at: int, *, is_pass: bool, is_load: bool

@@ -24,6 +24,7 @@ import torch
 from residency import sim
 from residency._device import memory_allocated
 from residency._dryrun import _frameworks, _host, _ranks, _sharding
+from residency._dryrun._blame import Blame
 from residency._dryrun._books import KINDS, OTHER, Books
 from residency._dryrun._caught import caught
 from residency._dryrun._compiling import Compiling
@@ -78,6 +79,7 @@ class Run:
         self._stopping = Stopping(settings.steps, self._owners.optimizers, _held)
         self._levers = Levers(settings)
         self._compiling = Compiling()
+        self._blame = Blame()
         self._warnings = _Warnings()
         self._first_host = _host_bytes()
         self._be_of_this_process()
@@ -121,6 +123,7 @@ class Run:
         logging.getLogger("residency").addHandler(self._warnings)
         self._core.keep_journal(True)
         self._core.attach_observer(self._note_out_of_memory)
+        self._blame.start(self._core)
         self._owners.start()
         self._stopping.start()
         self._evidence.start()
@@ -169,10 +172,12 @@ class Run:
     def _note_error(self, error: BaseException) -> None:
         # What went wrong when enough had been seen is an empty loop's doing.
         self._ended = "stopped" if self._stopping.is_ending else "error"
-        place, what_to_do = place_of(error.__traceback__), advice(error, error.__traceback__)
+        place, has_none = place_of(error.__traceback__), self._settings.random_weights
+        what_to_do = advice(error, error.__traceback__, has_random_weights=has_none)
+        what_to_do = what_to_do or self._blame.of(error)
         lines = str(error).strip().splitlines() or [""]
         of_worker = f" {lines[-1]}" * any(_OF_WORKER in line for line in lines)
-        self._error = f"{type(error).__name__}: {lines[0]}{of_worker}"
+        self._error = f"{type(error).__name__}: {lines[0]}{of_worker}".removesuffix(": ")
         self._error += f" ({place})" * bool(place) + f". {what_to_do}" * bool(what_to_do)
 
     def _watch_processes(self) -> None:
@@ -225,7 +230,7 @@ class Run:
         if name.endswith("load"):
             self._stopping.note_load()
         with self._lock:
-            self._books.close(name, self._kinds)
+            self._books.close(name, self._kinds, len(self._owners.optimizers))
         self._look_at_host()
         if name.endswith(BACKWARD):
             self._stopping.note_backward()
@@ -320,6 +325,7 @@ class Run:
             "has_optimizer": self._owners.has_optimizer,
             **self._evidence.found(),
             "warnings": self._warnings.texts,
+            "guesses": self._blame.guesses(),
             **self._levers.found(),
         }
 

@@ -99,7 +99,7 @@ class _Search:
         self._known = known
         self._room = answer.capacity - answer.context
         self._too_large: dict[int, Found] = {0: answer.found}  # by the set, what the run found
-        self._refused = 0  # the offers with which the script fails for a reason of its own
+        self._refused = 0  # the offers with which the script ends in an error
         self._working = 0  # those with which it does not
         sets = [0]
         for index, offer in enumerate(known):

@@ -29,6 +29,10 @@ from residency._errors import ResidencyError
 from residency._units import format_bytes
 
 _SECONDS_BETWEEN_LOOKS = 0.5
+_HIDDEN = (
+    "CUDA_VISIBLE_DEVICES hides every GPU, so that on a machine with one the script would find "
+    "none; the dry run has left that out"
+)
 _SECONDS_TO_END = 10.0  # of a child that was interrupted, before it is killed
 
 
@@ -81,6 +85,8 @@ def dry_run(command: Command) -> dict[str, Any]:
     training = _training(found)
     training |= {"status": status, "was_interrupted": was_interrupted, "processes": len(found)}
     training["seconds"] = time.monotonic() - started
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        training["warnings"] = [*training["warnings"], _HIDDEN]
     if training["ended"] == "finished" and status != 0 and not was_interrupted:
         training |= {"ended": "error", "error": f"it ended with status {status}"}
     return training

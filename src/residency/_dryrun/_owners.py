@@ -81,18 +81,22 @@ def _telling(make: Any, add: Any) -> Any:
 
 def _note(kinds: dict[int, str], kind: str, tensors: Any) -> None:
     for tensor in tensors:
-        for part in (tensor,) if type(tensor) in _PLAIN else _parts(tensor):
+        is_dense = type(tensor) in _PLAIN and not tensor.is_sparse
+        for part in (tensor,) if is_dense else _parts(tensor):
             if not part.is_cuda:
                 continue
             try:
                 kinds[part.untyped_storage().data_ptr()] = kind
             except (NotImplementedError, RuntimeError, ValueError):
-                continue  # lazy, sparse, or freed by its framework for the moment
+                continue  # lazy, or freed by its framework for the moment
 
 
 def _parts(tensor: Any) -> Iterator[torch.Tensor]:
-    """Yields a tensor, or those that it is made of: a DTensor's local one."""
+    """Yields a tensor, or those that it is made of: a DTensor's local one, of a sparse one two."""
     tensor = local_of(tensor)
+    if tensor.is_sparse:  # by private names: the public ones refuse what is not coalesced
+        yield from (tensor._indices(), tensor._values())
+        return
     inner = [each for each in vars(tensor).values() if isinstance(each, torch.Tensor)]
     yield from inner if inner and type(tensor) not in _PLAIN else (tensor,)
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from residency._dryrun._books import BETWEEN, STEP
 from residency._dryrun._methods import around
 from residency._memory import KnownCalls, Visit, boundaries
 
-SET_UP, BACKWARD, STEP = "set up", "backward", "optimizer step"
+SET_UP, BACKWARD = "set up", "backward"
 # Inside these a forward pass is part of the phase: recomputed activations, evaluation.
 _WHOLE = frozenset({BACKWARD, "save", "load", "evaluate", "generate"})
 _STEP = "optimizer_step"  # as known calls have it; a closure's passes in it are phases
@@ -96,7 +97,7 @@ class Phases:
             parts.append(self._pass)
         if _STEP in parts[:-1]:
             parts.remove(_STEP)
-        name = "/".join(parts).replace(_STEP, STEP) or "between phases"
+        name = "/".join(parts).replace(_STEP, STEP) or BETWEEN
         if name != self.name:
             ended, self.name = self.name, name  # first, as the script may be left there
             self._on_end(ended)

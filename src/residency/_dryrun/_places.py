@@ -109,8 +109,14 @@ def _file(frame: FrameType) -> str:
 
 
 def line_of(name: str, line: int) -> str:
-    """Returns how a line of a file is called in what a reader sees."""
-    return f"{name if name in _texts else os.path.relpath(name)}:{line}"
+    """Returns how a line of a file is shown: of a package's file, from the package on."""
+    if name in _texts:
+        shown = name
+    elif is_installed(name):
+        shown = name.rpartition("-packages" + os.sep)[2]
+    else:
+        shown = os.path.relpath(name)
+    return f"{shown}:{line}"
 
 
 def _piece(frame: FrameType) -> str:

@@ -56,8 +56,10 @@ def be_one_rank(num_ranks: int) -> None:
     dist.__dict__.update({name: each for name, each in changed.items() if name in vars(dist)})
     # Calls are numbered to find ranks that have made different ones; a group without peers cannot.
     group: Any = FakeProcessGroup
-    count = group._set_sequence_number_for_group
+    count, limit = group._set_sequence_number_for_group, group._set_default_timeout
     group._set_sequence_number_for_group = around(count)(lambda self: None)
+    # Nothing is waited for.
+    group._set_default_timeout = around(limit)(lambda self, timeout: None)
     here = functools.partial(_launch_here, num_ranks)
     watched: dict[str, Callable[[ModuleType], None]] = {"torch.distributed.launcher.api": here}
     if num_ranks > 1:

@@ -44,16 +44,30 @@ _SECOND_DEVICE = re.compile(r"invalid device (ordinal|id|index)|cuda:[1-9]", re.
 _OF_NETWORK = frozenset({"urllib", "requests", "httpx", "huggingface_hub"})
 _NOT_THERE = (
     "This is on the network, where it could not be had. Put it on the disk, and give the script "
-    "its path. For weights alone --random-weights does: the models of Transformers, timm and "
-    "torchvision are then made without them."
+    "its path."
 )
+_WEIGHTS = (
+    " For weights alone --random-weights does: the models of Transformers, timm and torchvision "
+    "are then made without them."
+)
+_NO_WEIGHTS = " --random-weights does not make it: where it is weights, build the model without."
 _TOOL = "nvidia-smi"  # of the driver
+_NVML = re.compile(r"NVML|libnvidia-ml|\bnvidia-smi\b")
+_SPARSE = re.compile(r"of sparse tensors|Sparse(Csr)?(CUDA|PrivateUse1|Meta)|SparseTensorImpl")
 _NO_KERNEL = re.compile(r"'_OpNamespace' '(\w+)' object has no attribute|Could not run '(\w+)::")
 
 
-def advice(error: BaseException, trace: TracebackType | None) -> str:
-    """Returns what to do about an error that a dry run itself causes; nothing for others."""
-    for each in _chain(error):
+def advice(
+    error: BaseException, trace: TracebackType | None, *, has_random_weights: bool = False
+) -> str:
+    """Returns what to do about an error that a dry run itself causes; nothing for others.
+
+    Args:
+        error: What was raised.
+        trace: Where.
+        has_random_weights: Whether models are made without their weights already.
+    """
+    for each in chain(error):
         root = (each.name or "").partition(".")[0] if isinstance(each, ImportError) else ""
         if root in _PACKAGES:
             return f"{root} has CUDA code, and cannot be imported here. {_PACKAGES[root]}"
@@ -66,11 +80,21 @@ def advice(error: BaseException, trace: TracebackType | None) -> str:
             "A process cannot hand tensors of the device to another one in a dry run. Run one "
             "process, or one rank of a script that starts a process for each: --ranks 2."
         )
-    if any(isinstance(e, FileNotFoundError) and e.filename == _TOOL for e in _chain(error)):
+    if any(isinstance(e, FileNotFoundError) and e.filename == _TOOL for e in chain(error)):
         return f"A dry run has no {_TOOL}. {_INSTEAD}, or put an empty program of its name on PATH."
-    if any(type(each).__module__.partition(".")[0] in _OF_NETWORK for each in _chain(error)):
-        return _NOT_THERE
-    text = str(error)
+    if any(type(each).__module__.partition(".")[0] in _OF_NETWORK for each in chain(error)):
+        return _NOT_THERE + (_NO_WEIGHTS if has_random_weights else _WEIGHTS)
+    text = f"{type(error).__name__}: {error}"
+    if _NVML.search(text):
+        return (
+            "A machine with a GPU has NVML and its programs, and a dry run has not. "
+            f"{_INSTEAD}, or ask torch in its place: mem_get_info()."
+        )
+    if _SPARSE.search(text):
+        return (
+            "A dry run has the sparse gradients of embeddings, and of sparse tensors little else. "
+            f"{_INSTEAD}, or take dense tensors: sparse=False."
+        )
     if _SECOND_DEVICE.search(text):
         return (
             "A dry run has one device in a process. Try one rank of a script that starts a "
@@ -113,7 +137,7 @@ def _refusing(build: Callable[..., object]) -> Callable[..., object]:
     return built
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def chain(error: BaseException | None) -> Iterator[BaseException]:
     """Yields an error and those that led to it, the last first."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

@@ -1,6 +1,7 @@
 // The Python side of the extension: settings, figures, the line of Python that issues an operation,
 // and the allocator on its own, driven by a recorded trace.
 #include <ATen/Context.h>
+#include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
@@ -15,6 +16,7 @@
 #include "fork.h"
 #include "registration.h"
 #include "torch_device.h"
+#include "torch_readings.h"
 
 namespace py = pybind11;
 
@@ -265,6 +267,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                Machine::get().replay(captured.graph);
              }));
   module.def("exchange_capture_mode", &exchange_capture_mode);
+  module.def("attach_guess_observer", &attach_guess_observer);
   module.def("now_seconds", [] { return Machine::get().now_seconds(); });
   module.def("default_generator", [] { return default_generator(); });
   module.def("pinned_memory_stats", &pinned_memory_stats);

@@ -2,6 +2,7 @@
 // that is refused leaves torch's dispatcher as it was.
 #pragma once
 
+#include <ATen/core/stack.h>
 #include <torch/library.h>
 
 #include "face.h"  // whose keys callers name
@@ -25,6 +26,9 @@ struct Kernels {
   static const ::sim::Kernels C10_CONCATENATE(kernels_, number)(                 \
       #name_space, [] { return key; }, &C10_CONCATENATE(fill_kernels_, number)); \
   static void C10_CONCATENATE(fill_kernels_, number)(torch::Library & library)
+
+// Runs an operation on the device by torch's kernel for the host, or for its shapes only.
+void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack);  // torch_fallback.cpp
 
 // Registers all of them, once a process.
 void register_kernels();

@@ -3,6 +3,7 @@
 // the current stream, and either reads and writes its tensors there. Gloo itself runs on another
 // thread, once the stream has reached the call.
 #include <ATen/ops/div.h>
+#include <pybind11/chrono.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
@@ -418,6 +419,7 @@ void register_distributed(pybind11::module& module) {
       .def(pybind11::init([](const Gloo& gloo) { return c10::make_intrusive<Simccl>(gloo); }))
       .def_property_readonly("uid", [](const Simccl&) { return 0; })
       .def("_add_ephemeral_timeout", [](const Simccl&, std::chrono::milliseconds) {})
+      .def("_set_default_timeout", [](const Simccl&, std::chrono::milliseconds) {})
       .def("_group_start", [](const Simccl&) {})
       .def("_group_end", [](const Simccl&) {});
 }

@@ -69,11 +69,18 @@ Rule unless_known(Rule rule) {
   };
 }
 
-// Every mask is true everywhere, every element differs from zero and from the others: an upper
-// bound of the rows that CUDA makes. What was noted as zero has none.
+// Every mask is true everywhere, and every element differs from zero: an upper bound of the rows
+// that CUDA makes. [Note: guesses]
+void tell_of_mask(const Tensor& mask) {
+  if (mask.numel() > 1 && dry_reading(mask) != Reading::kTrue) tell_of_guess("mask", mask.numel());
+}
+
+// What was noted as zero has none.
 int64_t num_rows(const DryCall& call) {
-  const bool is_zero = dry_reading(call.arguments[0].toTensor()) == Reading::kZero;
-  return is_zero ? 0 : call.aliased[0].toTensor().numel();
+  const Tensor& given = call.arguments[0].toTensor();
+  if (dry_reading(given) == Reading::kZero) return 0;
+  tell_of_mask(given);
+  return given.numel();
 }
 
 void nonzero(const DryCall& call) {
@@ -89,8 +96,10 @@ int64_t num_selected(const DryCall& call) {
   const auto sizes =
       at::infer_size(call.aliased[0].toTensor().sizes(), call.aliased[1].toTensor().sizes());
   int64_t num = c10::multiply_integers(sizes);
-  const auto mask = known_value(call.arguments[1].toTensor());
+  const Tensor& given = call.arguments[1].toTensor();
+  const auto mask = known_value(given);
   if (mask) as_device_work([&] { num = mask->expand(sizes).count_nonzero().item<int64_t>(); });
+  if (!mask) tell_of_mask(given);
   return num;
 }
 
@@ -101,6 +110,9 @@ void masked_select(const DryCall& call) {
 void masked_select_out(const DryCall& call) { into_out(call, {num_selected(call)}); }
 
 // (input, [dim], .., return_inverse, return_counts) -> (values, inverse, counts)
+// Who asks where each value comes from takes memory for them: each is taken to differ, an upper
+// bound. Who asks for the values alone checks them, or loops over them: they all read as 1, and so
+// are one.
 struct Unique {
   int dim = -1;
   int inverse = -1;
@@ -121,6 +133,9 @@ Rule unique(Unique at) {
       values = input.sizes().vec();
       inverse = {length};
     }
+    const bool is_one = values.size() == 1 && !asked(at.inverse) && !asked(at.counts);
+    if (length > 1) tell_of_guess(is_one ? "one" : "each", length);
+    if (is_one) values[0] = std::min<int64_t>(length, 1);
     call.results.emplace_back(meta(values, input.scalar_type()));
     if (!asked(at.inverse)) inverse = {0};
     call.results.emplace_back(meta(inverse, c10::kLong));
@@ -142,6 +157,8 @@ void bincount(const DryCall& call) {
 // Each row once: the placeholder of a number is 1.
 void repeat_interleave(const DryCall& call) {
   const Tensor& repeats = call.aliased[0].toTensor();
+  const bool is_known = call.aliased[1].isInt();
+  if (!is_known) tell_of_guess("repeats", repeats.numel());
   const int64_t length = option(call.aliased[1], repeats.numel());
   call.results.emplace_back(meta({length}, repeats.scalar_type()));
 }
@@ -240,6 +257,7 @@ int64_t num_true(const std::optional<Tensor>& mask) {
   const auto known = known_value(*mask);
   int64_t num = mask->numel();
   if (known) as_device_work([&] { num = known->count_nonzero().item<int64_t>(); });
+  if (!known) tell_of_mask(*mask);
   return num;
 }
 

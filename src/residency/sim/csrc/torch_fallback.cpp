@@ -424,9 +424,9 @@ class Call {
   mutable std::optional<Draw> draw_;     // what a random operation has reserved
 };
 
-void fallback(const c10::OperatorHandle& op, Stack* stack) { Call(op, stack).run(); }
-
 }  // namespace
+
+void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) { Call(op, stack).run(); }
 
 RESIDENCY_KERNELS(_, face().key, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());

@@ -1,17 +1,13 @@
 #include "torch_readings.h"
 
-#include <ATen/ops/_local_scalar_dense_native.h>
 #include <ATen/core/function_schema.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
-#include <Python.h>
-#include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <map>
 #include <mutex>
 #include <optional>
 #include <unordered_map>
@@ -24,17 +20,10 @@ namespace {
 
 using at::Tensor;
 
-constexpr size_t kMostFilledBytes = size_t(1) << 20;  // a whole checkpoint must not be touched
-constexpr size_t kMostKnownBytes = size_t(4) << 20;   // the pickles that ranks gather
+constexpr size_t kMostKnownBytes = size_t(4) << 20;  // the pickles that ranks gather
 constexpr size_t kMostKnownFractions = size_t(64) << 10;
 constexpr int64_t kMostComputed = 1024;  // elements of what is computed from what is known
 constexpr size_t kMostListed = 64;
-constexpr double kNearlyZero = 1e-30;
-
-// Answers of one kind at one place before another is given. A loss that is nearly 0 once breaks
-// nothing; a count of 0 may be divided by, and a truth value may be of a check.
-constexpr int kMostFractions = 500;
-constexpr int kMostAnswers = 5000;
 
 // ----------------------------------------------------------------------------------------- bytes
 
@@ -286,40 +275,6 @@ Reading reading_after(const std::string& name, const Arguments& arguments) {
   return Reading::kUnknown;
 }
 
-// --------------------------------------------------------------------------------------- answers
-
-// How often the line of Python that runs now has asked.
-bool has_asked_too_often(int most) {
-  static std::mutex lock;
-  static auto* counts = new std::map<std::pair<const void*, int>, int>;
-  if (!Py_IsInitialized()) return false;
-  pybind11::gil_scoped_acquire held;
-  PyFrameObject* frame = PyEval_GetFrame();
-  if (!frame) return false;
-  PyCodeObject* code = PyFrame_GetCode(frame);
-  const std::pair<const void*, int> place{code, PyFrame_GetLasti(frame)};
-  Py_DECREF(code);
-  std::lock_guard<std::mutex> guard(lock);
-  return ++(*counts)[place] % most == 0;
-}
-
-bool is_one(const Tensor& tensor, Reading reading) {
-  if (reading != Reading::kUnknown) return reading != Reading::kZero;
-  return tensor.scalar_type() != at::kBool;
-}
-
-// A mask that the host has is true everywhere, as the device's is where it chooses elements.
-bool is_unknown_mask(const Tensor& tensor, Reading reading) {
-  return reading == Reading::kUnknown && tensor.scalar_type() == at::kBool && tensor.dim() > 0;
-}
-
-bool can_be_filled(const Tensor& tensor) {
-  const auto type = tensor.scalar_type();
-  const bool is_number = c10::isIntegralType(type, /*includeBool=*/true) ||
-                         c10::isFloatingType(type) || c10::isComplexType(type);
-  return is_number && type != c10::ScalarType::Float4_e2m1fn_x2 && !tensor.is_quantized();
-}
-
 }  // namespace
 
 std::optional<Tensor> known_value(const Tensor& tensor) {
@@ -373,6 +328,9 @@ std::optional<Computed> compute_known(const c10::OperatorHandle& op, const Argum
   if (op.hasTag(at::Tag::nondeterministic_seeded)) return std::nullopt;
   const std::string& name = schema.name();
   const bool overwrites = name == "aten::fill_" || name == "aten::zero_";
+  // Sizes that hang on values are worth more work.
+  const bool makes_sizes = op.hasTag(at::Tag::dynamic_output_shape);
+  const auto most = makes_sizes ? static_cast<int64_t>(kMostKnownBytes) : kMostComputed;
   bool is_known = true;
   Computed computed;
   for (const auto i : c10::irange(arguments.size())) {
@@ -383,7 +341,7 @@ std::optional<Computed> compute_known(const c10::OperatorHandle& op, const Argum
     const bool is_overwritten = argument.is_out() || (overwrites && writes);
     auto host_of = [&](const Tensor& tensor) -> Tensor {
       if (!is_known || !tensor.defined() || (tensor.is_cpu() && !writes)) return tensor;
-      is_known = is_sim(tensor) && tensor.numel() <= kMostComputed && !is_viewed;
+      is_known = is_sim(tensor) && tensor.numel() <= most && !is_viewed;
       if (!is_known) return tensor;
       Tensor empty;
       if (is_overwritten) {
@@ -461,39 +419,6 @@ void note_collective(const std::vector<Tensor>& reads, const std::vector<Tensor>
       value = value.reshape(written.sizes());
     });
     note_value(value, written);
-  }
-}
-
-c10::Scalar read_scalar(const Tensor& tensor) {
-  if (const auto known = known_value(tensor)) return at::native::_local_scalar_dense_cpu(*known);
-  const Reading reading = dry_reading(tensor);
-  const bool is_certain = reading == Reading::kZero || reading == Reading::kTrue;
-  const bool is_whole = c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true);
-  bool one = is_one(tensor, reading);
-  if (!is_certain && has_asked_too_often(is_whole ? kMostAnswers : kMostFractions)) {
-    if (!is_whole) return kNearlyZero;
-    one = !one;
-  }
-  if (tensor.scalar_type() == at::kBool) return one;
-  return is_whole ? c10::Scalar(int64_t(one)) : c10::Scalar(one ? 1.0 : 0.0);
-}
-
-void read_to_host(const Tensor& from, const Tensor& to) {
-  if (const auto known = known_value(from)) {
-    return as_device_work([&] { to.copy_(*known); });
-  }
-  if (to.nbytes() > kMostFilledBytes || !to.is_contiguous()) return;
-  if (from.numel() == 1 && from.scalar_type() != at::kBool && can_be_filled(to)) {
-    const c10::Scalar value = read_scalar(from);
-    return as_device_work([&] { to.fill_(value); });
-  }
-  const Reading reading = dry_reading(from);
-  const bool one =
-      is_unknown_mask(from, reading) ? !has_asked_too_often(kMostAnswers) : is_one(from, reading);
-  if (one && can_be_filled(to)) {
-    as_device_work([&] { to.fill_(1); });
-  } else {
-    std::memset(to.mutable_data_ptr(), 0, to.nbytes());
   }
 }
 

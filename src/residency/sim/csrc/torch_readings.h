@@ -4,6 +4,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -48,5 +49,14 @@ void note_collective(const std::vector<at::Tensor>& reads, const std::vector<at:
 // Answers: those of a copy to the host, which leaves large tensors as they are, and of `item()`.
 void read_to_host(const at::Tensor& from, const at::Tensor& to);
 c10::Scalar read_scalar(const at::Tensor& tensor);
+
+// [Note: guesses] Who is shown a figure, or an error, has to know what it hangs on that no kernel
+// has computed. An observer hears of it with the interpreter's lock held: a placeholder that was
+// read, by what stood for it ("1", "False", ..); a "mask" that was taken as all true; values of
+// which "each" was taken to differ from the others, or all to be "one"; "repeats" taken as one
+// each.
+using GuessObserver = std::function<void(const std::string& what, int64_t numel)>;
+void attach_guess_observer(GuessObserver observer);
+void tell_of_guess(const char* what, int64_t numel);
 
 }  // namespace sim

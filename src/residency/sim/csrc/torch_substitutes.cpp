@@ -102,6 +102,23 @@ void call_dropout(const IValue* arguments, torch::jit::Stack* stack) {
   stack->emplace_back(std::move(mask));
 }
 
+// CUDA's counts whole numbers, the CPU's none. Float64 has all that its bounds can tell apart.
+bool is_histogram(const c10::FunctionSchema& schema) { return schema.name() == "aten::histc"; }
+
+void call_histogram(const c10::OperatorHandle& op, c10::DispatchKey key, const IValue* arguments,
+                    size_t num_arguments, torch::jit::Stack* stack) {
+  stack->insert(stack->end(), arguments, arguments + num_arguments);
+  const Tensor& input = arguments[0].toTensor();
+  const auto type = input.scalar_type();
+  const bool is_whole = c10::isIntegralType(type, /*includeBool=*/false);
+  if (key != c10::DispatchKey::CPU || !is_whole || num_arguments > 4) {
+    return op.redispatchBoxed(c10::DispatchKeySet(key), stack);
+  }
+  *(stack->end() - static_cast<std::ptrdiff_t>(num_arguments)) = input.to(c10::kDouble);
+  op.redispatchBoxed(c10::DispatchKeySet(key), stack);
+  stack->back() = stack->back().toTensor().to(type);
+}
+
 // Softmax of half in float32, and the gradient of that: torch has CUDA kernels only.
 bool is_softmax(const c10::FunctionSchema& schema) {
   return schema.name() == "aten::_softmax" || schema.name() == "aten::_log_softmax";
@@ -262,7 +279,7 @@ void check_product(const c10::FunctionSchema& schema, const IValue* arguments,
 bool has_substitute(const c10::FunctionSchema& schema) {
   return names_result_dtype(schema) || is_half_sgd(schema) || is_dropout(schema) ||
          is_softmax(schema) || is_softmax_backward(schema) || is_rms_norm_backward(schema) ||
-         is_norm(schema) || is_norm_backward(schema);
+         is_norm(schema) || is_norm_backward(schema) || is_histogram(schema);
 }
 
 void call_substitute(const c10::OperatorHandle& op, c10::DispatchKey key, const IValue* arguments,
@@ -278,6 +295,7 @@ void call_substitute(const c10::OperatorHandle& op, c10::DispatchKey key, const 
   if (is_norm_backward(op.schema())) {
     return call_norm_backward(op, key, arguments, num_arguments, stack);
   }
+  if (is_histogram(op.schema())) return call_histogram(op, key, arguments, num_arguments, stack);
   call_in_result_dtype(op.schema(), arguments, num_arguments, stack);
 }
 

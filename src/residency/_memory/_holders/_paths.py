@@ -82,6 +82,21 @@ class Paths:
             self._known[position] = text
         return text
 
+    def root_of_graph(self, position: int) -> str | None:
+        """Returns the path of the tensor behind which the graph lies that led here; None for none.
+
+        What an operation saved may have a graph of its own: the outermost is taken.
+        """
+        walk, found, at = self._walk, None, position
+        while True:
+            origin = walk.origin(at)
+            parent = walk.parent(at) if origin is None else origin.after
+            if parent is None:
+                return None if found is None else self.path(found)
+            at = parent
+            if origin is not None and origin.is_of_graph:
+                found = at
+
     def _render(self, text: str, chain: list[object]) -> str:
         at = 0
         while at < len(chain) - 1:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from residency._dryrun._lasting import growth_line, steps_that_fit
 from residency._dryrun._settings import RunSettings
 from residency._units import format_bytes, parse_bytes
 
@@ -100,6 +101,7 @@ class Answer:
             "peak_reserved": self.peak_reserved,
             "needed_bytes": self.needed,
             "headroom_bytes": self.headroom,
+            "steps_that_fit": steps_that_fit(self.found, self.headroom),
         }
         made: dict[str, Any] = _with_units(figures | found | {"out_of_memory": self.errors})
         return made
@@ -154,7 +156,9 @@ def _headline(answer: Answer) -> str:
         # Nothing says what the rest takes, and nothing at all where it failed at once.
         return f"[bold yellow]the script failed[/]: {what} ({device})"
     if answer.fits:
-        return f"[bold green]fits[/]: {what}, {format_bytes(spare)} to spare ({device})"
+        lasts = steps_that_fit(answer.found, spare)
+        verdict = "fits" if lasts is None else f"fits for about {lasts:,} steps"
+        return f"[bold green]{verdict}[/]: {what}, {format_bytes(spare)} to spare ({device})"
     if spare < 0:
         much = f"{format_bytes(-spare)} more than there is"
         return f"[bold red]does not fit[/]: {what}, {much} ({device})"
@@ -218,6 +222,8 @@ def notes(answer: Answer) -> Iterator[str]:
         yield "no optimizer was made: each backward pass was taken for one of its steps"
     if found["has_compiled"]:
         yield "torch.compile compiled nothing: the functions ran eagerly, with the memory of that"
+    if (growing := growth_line(found)) is not None:
+        yield growing
     yield from (f"residency warned: {text}" for text in found["warnings"])
     yield from _notes_of_end(answer)
     if found["is_cut"] and not any(each["name"].endswith("save") for each in found["phases"]):

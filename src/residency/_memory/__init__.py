@@ -23,7 +23,12 @@ if TYPE_CHECKING:
     )
     from residency._memory._groups import HolderGroup, grouped
     from residency._memory._growth import Growth, find_growth
-    from residency._memory._holders._holders import Holder, find_holders, holders
+    from residency._memory._holders._holders import (
+        Holder,
+        addresses_of,
+        find_holders,
+        holders,
+    )
     from residency._memory._imports import ImportWatch
     from residency._memory._kept_errors import errors_kept, let_go_of_errors
     from residency._memory._known_calls import KnownCalls
@@ -41,6 +46,7 @@ if TYPE_CHECKING:
     )
     from residency._memory._post_mortem import describe_device, explain
     from residency._memory._record import record, record_process
+    from residency._memory._remedies import let_go_text
     from residency._memory._state import MemoryState, has_growing_segments, measure, memory_state
 
 __all__ = [
@@ -58,6 +64,7 @@ __all__ = [
     "PEAKS_VARIABLE",
     "VERSION",
     "Visit",
+    "addresses_of",
     "asked_bytes",
     "begin_phase",
     "boundaries",
@@ -74,6 +81,7 @@ __all__ = [
     "holders",
     "is_a",
     "let_go_of_errors",
+    "let_go_text",
     "may_be_replaced",
     "measure",
     "memory_state",
@@ -102,7 +110,7 @@ __getattr__ = door(
         ],
         "_groups": ["HolderGroup", "grouped"],
         "_growth": ["Growth", "find_growth"],
-        "_holders._holders": ["Holder", "find_holders", "holders"],
+        "_holders._holders": ["Holder", "addresses_of", "find_holders", "holders"],
         "_imports": ["ImportWatch"],
         "_kept_errors": ["errors_kept", "let_go_of_errors"],
         "_known_calls": ["KnownCalls"],
@@ -120,6 +128,7 @@ __getattr__ = door(
         ],
         "_post_mortem": ["describe_device", "explain"],
         "_record": ["record", "record_process"],
+        "_remedies": ["let_go_text"],
         "_state": ["MemoryState", "has_growing_segments", "measure", "memory_state"],
     },
 )

@@ -89,11 +89,12 @@ def grouped(holders: Iterable[Holder], *, error: str = "") -> list[HolderGroup]:
 
 
 def _key_of(holder: Holder, error: str) -> tuple[str, str]:
-    kept = kept_error_of(holder.path)
-    if kept is not None and not (error and holder.path.startswith(f"{error}{TRAIL} ")):
+    whole = holder.root or holder.path
+    kept = kept_error_of(whole)
+    if kept is not None and not (error and whole.startswith(f"{error}{TRAIL} ")):
         return _ERROR, kept
     if holder.kind in ("tensor", "autograd"):
-        return "", _INDEX.sub(_ANY, holder.root or holder.path)
+        return "", _INDEX.sub(_ANY, whole)
     return holder.kind, _INDEX.sub(_ANY, holder.path)
 
 

@@ -21,7 +21,7 @@ import torch
 from residency import _device
 from residency._memory import _objects, _state
 from residency._memory._framework_calls import frames_of, integration_lines
-from residency._memory._groups import growing_groups, grouped, holder_lines
+from residency._memory._groups import grouped, growing_groups, holder_lines
 from residency._memory._history import held_history
 from residency._memory._holders._holders import Holder, find_holders
 from residency._memory._messages import asked_bytes, held_bytes, room_below_limit
@@ -81,18 +81,21 @@ def explain_uncaught(tell: Callable[[BaseException], None] = explain) -> None:
     sys.excepthook = hook
 
 
-def describe_device(device: torch.device | None, *, but: Container[int] = ()) -> str:
+def describe_device(device: torch.device | None, *, but: Container[int] | None = None) -> str:
     """Returns the memory's classes, who holds how much, and the largest holders with their paths.
 
     Args:
         device: What `_device.resolve` returned.
-        but: Addresses of storages: where there are any, the holders of others are named first, and
-            alone.
+        but: Addresses of storages. Where they are given, the holders come first, and those of these
+            storages are left out.
     """
     state = _state.measure(device)
     found = find_holders(device, _least_bytes(state), seconds=_SEARCH_SECONDS)
-    named = [holder for holder in found if holder.address not in but or not holder.address]
-    return "\n".join([*holder_lines(grouped(named)), str(state), *_owner_lines(found)])
+    whole = [str(state), *_owner_lines(found)]
+    if but is None:
+        return "\n".join([*whole, *holder_lines(grouped(found))])
+    named = [holder for holder in found if not holder.address or holder.address not in but]
+    return "\n".join([*holder_lines(grouped(named)), *whole])
 
 
 def _is_explained(error: BaseException) -> bool:

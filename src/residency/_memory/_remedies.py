@@ -123,10 +123,11 @@ def _kept_errors(failure: Failure) -> Iterator[Remedy]:
 def _what_grows(failure: Failure) -> Iterator[Remedy]:
     for at, rate in failure.growing.items():
         group = failure.groups[at]
-        yield Remedy(group.num_bytes, f"in {group}, {rate}: {_let_go(group)}")
+        yield Remedy(group.num_bytes, f"in {group}, {rate}: {let_go_text(group)}")
 
 
-def _let_go(group: HolderGroup) -> str:
+def let_go_text(group: HolderGroup) -> str:
+    """Returns how to let go of what a list or a graph keeps."""
     if group.what == "graph":
         return "let go of the graph, with .item() or .detach(), before you keep a value"
     return "let go of it, or keep it on the host, with .detach().cpu()"
@@ -233,7 +234,7 @@ def _lists(failure: Failure) -> Iterator[Remedy]:
         if group.what == "list" and group.kind == "tensor" and at not in failure.growing:
             yield Remedy(
                 group.num_bytes,
-                f"in {group}: {_let_go(group)}",
+                f"in {group}: {let_go_text(group)}",
                 is_sure=len(group.holders) >= _LONG_LIST,
             )
 

@@ -1,8 +1,8 @@
 """The optimizer's step in which memory ran out, and what it was still to take.
 
-An optimizer makes its state in its first step, one parameter after the other, and `foreach`, torch's
-default on an accelerator, takes a list of temporaries of the parameters' size besides. What is
-there when the step fails says little of what it needs.
+An optimizer makes its state in its first step, one parameter after the other, and `foreach`, which
+is torch's default on an accelerator, takes a list of temporaries of the parameters' size besides.
+What is there when the step fails says little of what it needs.
 """
 
 from __future__ import annotations

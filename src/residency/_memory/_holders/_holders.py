@@ -265,6 +265,11 @@ def _group(walk: Walk, device: torch.device) -> list[_SharedStorage]:
     return list(groups.values())
 
 
+def addresses_of(tensor: object) -> set[int]:
+    """Returns where the storages of a tensor begin on its device."""
+    return {address for storage in storages_of(tensor) if (address := _address_of(storage))}
+
+
 def _address_of(storage: object) -> int:
     try:
         return int(_STORAGE.data_ptr(storage))

@@ -87,7 +87,7 @@ class Walk:
         self._seen.update(map(id, things))
 
     def admit(self, things: Iterable[object]) -> None:
-        """Looks into objects that were passed over, once they are added or something leads there."""
+        """Looks into what was passed over, once it is added or something leads there."""
         self._seen.difference_update(map(id, things))
 
     def is_telling(self, cls: type) -> bool:

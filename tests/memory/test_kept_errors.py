@@ -30,6 +30,7 @@ def session(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[A
     module.InteractiveShell = types.SimpleNamespace(_instance=shell)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "IPython.core.interactiveshell", module)
     yield shell
+    shell.InteractiveTB.tb = shell.last_execution_result = None
     for name in ("last_exc", "last_value", "last_traceback"):
         if hasattr(sys, name):
             delattr(sys, name)

@@ -16,12 +16,13 @@ from residency._units import format_bytes
 _MOST_LINES = 8
 _FEWEST = 3  # of a list: fewer are named one by one
 _BLOCK_BYTES = 512  # what the allocator rounds up to
-_INDEX = re.compile(r"\[\d+\]")
+_INDEX = re.compile(r"\[(?:\d+|'[^']*\d[^']*')\]")  # of a list, or a key with a number in it
 _ANY = "[...]"
 _LEAST_SHARE, _MOST_SHARE = 0.7, 1.3  # of a growth: what accounts for it holds about as much
 _SLACK_VISITS = 3  # beside this share: what one step holds for a while
 _INACCURACY = 0.1  # of the growth of a list whose tensors are of one size
-_GRAPH, _ERROR = "graph", "error"
+_GRAPH, _ERROR, _LIST, _CYCLE = "graph", "error", "list", "cycle"
+IN_CYCLES = "reference cycle: "  # begins the paths of what nothing but cycles keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class HolderGroup:
     Attributes:
         holders: The largest first.
         path: What leads to all: the list, the tensor whose graph it is, the error.
-        what: ``"graph"``, ``"error"``, ``"list"``, or ``""`` for a single one.
+        what: ``"graph"``, ``"error"``, ``"list"``, ``"cycle"``, or ``""`` for a single one.
     """
 
     holders: Sequence[Holder]
@@ -80,12 +81,16 @@ def grouped(holders: Iterable[Holder], *, error: str = "") -> list[HolderGroup]:
         is_graph = any(holder.kind == "autograd" for holder in members)
         if what == _ERROR:
             groups.append(HolderGroup(members, path, _ERROR))
-        elif len(members) < _FEWEST or not (is_graph or _ANY in path):
+        elif len(members) < _FEWEST or not (is_graph or _ANY in path or _is_cycle(path)):
             groups += [HolderGroup([holder], holder.path) for holder in members]
         else:
-            kind = _GRAPH if is_graph else "list"
+            kind = _GRAPH if is_graph else _CYCLE if _is_cycle(path) else _LIST
             groups.append(HolderGroup(members, path.removesuffix(_ANY).rstrip(), kind))
     return sorted(groups, key=lambda group: -group.num_bytes)
+
+
+def _is_cycle(path: str) -> bool:
+    return path.startswith(IN_CYCLES)
 
 
 def _key_of(holder: Holder, error: str) -> tuple[str, str]:
@@ -151,7 +156,7 @@ def _may_grow(group: HolderGroup) -> bool:
 
 def _is_alone(group: HolderGroup, growth: SteadyGrowth) -> bool:
     more = _a_visit(group, growth.num_visits)
-    if group.what == "list" and group.each_bytes and more is not None:
+    if group.what in (_LIST, _CYCLE) and group.each_bytes and more is not None:
         return abs(more * group.each_bytes / growth.bytes_per_visit - 1) <= _INACCURACY
     return _accounts(group.num_bytes, growth)
 
@@ -172,6 +177,6 @@ def _a_visit(group: HolderGroup, num_visits: int) -> int | None:
 
 def _rate(group: HolderGroup, growth: SteadyGrowth, num_bytes: int) -> str:
     more = _a_visit(group, growth.num_visits)
-    if group.what == "list" and group.each_bytes and more is not None:
+    if group.what in (_LIST, _CYCLE) and group.each_bytes and more is not None:
         return f"+{more} {growth.when}"
     return f"+{format_bytes(num_bytes)} {growth.when}"

@@ -12,7 +12,7 @@ import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from residency._memory._groups import HolderGroup
+from residency._memory._groups import IN_CYCLES, HolderGroup
 from residency._memory._history import SteadyGrowth
 from residency._memory._holders._holders import Holder
 from residency._memory._state import MemoryState
@@ -130,6 +130,8 @@ def let_go_text(group: HolderGroup) -> str:
     """Returns how to let go of what a list or a graph keeps."""
     if group.what == "graph":
         return "let go of the graph, with .item() or .detach(), before you keep a value"
+    if group.what == "cycle":
+        return "gc.collect() frees it, or break the cycle"
     return "let go of it, or keep it on the host, with .detach().cpu()"
 
 
@@ -143,7 +145,7 @@ def _free_in_cache(failure: Failure) -> Iterator[Remedy]:
 
 
 def _cycles(failure: Failure) -> Iterator[Remedy]:
-    num_bytes = sum(e.num_bytes for e in failure.holders if e.path.startswith("reference cycle: "))
+    num_bytes = sum(e.num_bytes for e in failure.holders if e.path.startswith(IN_CYCLES))
     yield Remedy(num_bytes, "in reference cycles: gc.collect() frees it, or break the cycle")
 
 

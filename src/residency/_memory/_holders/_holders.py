@@ -28,7 +28,7 @@ from residency._memory._holders._cpp import describe_blocks
 from residency._memory._holders._paths import Paths
 from residency._memory._holders._roots import frames_read, named_objects, namespaces
 from residency._memory._holders._walk import Origin, Walk
-from residency._memory._kept_errors import errors_kept
+from residency._memory._kept_errors import TRAIL, errors_kept
 from residency._memory._owners import Owners, gradient_of
 from residency._units import format_bytes, parse_bytes
 
@@ -183,7 +183,12 @@ def _search(
     kept = errors_kept(but=error)
     walk.pass_over(thing for thing, _ in kept)
     if error is not None:
-        walk.add(error, Origin(_objects.type_name(error)))
+        name = _objects.type_name(error)
+        walk.add(error, Origin(name))
+        trace = error.__traceback__
+        while trace is not None:  # a part of it is a local of who handles the error
+            walk.add(trace, Origin(f"{name}{TRAIL}"))
+            trace = trace.tb_next
     for thing, name in named_objects(touched):
         walk.add(thing, Origin(name))
     walk.go()

@@ -177,7 +177,9 @@ class Paths:
         if frame is None:
             return _Step(f".<{_objects.type_name(child)}>")
         names = frame_locals(frame, self._touched)
-        if child is frame.f_locals and at + 2 < len(chain):  # a dict that a caller asked for
+        # A dict that a caller asked for, or the cell of a variable that an inner function has, too.
+        is_between = child is frame.f_locals or type(child) is types.CellType
+        if is_between and at + 2 < len(chain):
             child, length = chain[at + 2], 2
         for name, value in names:
             if value is child:

@@ -20,7 +20,7 @@ _STEPS = ("step", "optimizer_step")  # of a Trainer with `ResidencyCallback`, an
 
 @dataclass(frozen=True, slots=True)
 class SteadyGrowth:
-    """What is held more after each visit of a phase.
+    """The growth of what is held, from visit to visit of a phase.
 
     Attributes:
         phase: Its name.

@@ -45,7 +45,7 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What is known of the moment in which memory ran out, or of any other.
+    """The moment in which memory ran out, as far as it is known.
 
     Attributes:
         state: The memory.

@@ -50,7 +50,7 @@ REGISTRIES = {
     "_handoff/_peer.py:_takers": "one socket a path; no tensors",
     "_handoff/_segments.py:_toggle": "weak",
     "_memory/_holders/_holders.py:_say_that_there_is_none": "one entry",
-    "_memory/_history.py:held_history": "a few numbers for each of 256 phases at most",
+    "_memory/_history.py:held_history": "64 pairs of numbers for each of 256 phases at most",
     "_memory/_phase.py:_open": "the phases that are open",
     "_memory/_phase.py:boundaries": "the ledgers that are open",
     "_nesting.py:_marks": "one entry a function that is marked",

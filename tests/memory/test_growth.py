@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from residency._report._growth import find_growth, growing_classes
+from residency._memory._growth import find_growth, growing_classes
 
 MIB = 1 << 20
 GIB = 1 << 30

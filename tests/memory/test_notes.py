@@ -61,12 +61,13 @@ def test_a_list_that_grows_is_one_line_with_its_bytes_its_length_and_its_growth(
 @pytest.mark.parametrize(
     "sizes", [(2, 1), *(pytest.param((1, b), marks=pytest.mark.whole) for b in (1, 2))]
 )
-def test_where_two_lists_grow_nothing_wrong_is_said(
+def test_where_two_lists_grow_both_are_named_and_a_third_is_not(
     device: torch.device, sizes: tuple[int, int]
 ) -> None:
     note = note_of_steps(device, 7, *sizes)
-    assert "local 'lists' ['b']: 7 tensors\n" in note
-    assert " a step" not in note
+    for name in "ab":
+        assert f"local 'lists' ['{name}']: 7 tensors, +1 a step\n" in note
+    assert "local 'kept': 3 tensors\n" in note
 
 
 def test_lists_of_few_tensors_and_of_many_sizes_tell_no_growth(device: torch.device) -> None:

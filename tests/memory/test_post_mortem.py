@@ -98,7 +98,7 @@ def test_a_clone_for_a_save_is_offered_before_the_optimizers_states(device: torc
     optimizer.step()
     saved = {key: value.clone() for key, value in model.state_dict().items()}
     note = note_of(lambda: megabytes(30, device), "update_actor")
-    assert "      8.00 MiB  in copies of parameters or states, a clone for a save perhaps: " in note
+    assert "      8.00 MiB  in copies of parameters or states, a clone for a save perhaps, " in note
     assert "local 'saved' ['weight']" in note
     assert saved
 

@@ -26,7 +26,7 @@ from residency._demo._progress import Show
 from residency._demo._report import CaseRow, Promise, Report
 from residency._demo._settings import ModelShape, Settings
 from residency._demo._two_processes import Process
-from residency._report import find_growth
+from residency._memory import find_growth
 from residency._units import format_bytes, parse_bytes
 
 SNIPPET = """\

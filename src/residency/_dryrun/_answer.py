@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from residency._dryrun._lasting import growth_line, steps_that_fit
 from residency._dryrun._settings import RunSettings
 from residency._dryrun._verdict import (
     BACKWARD,
@@ -118,6 +119,7 @@ class Answer:
             "peak_reserved": self.peak_reserved,
             "needed_bytes": self.needed,
             "headroom_bytes": self.headroom,
+            "steps_that_fit": steps_that_fit(self.found, self.headroom),
         }
         made: dict[str, Any] = _with_units(figures | found | {"out_of_memory": self.errors})
         return made
@@ -175,7 +177,9 @@ def first_line(answer: Answer) -> tuple[str, str]:
     what += f" ({answer.title}, {format_bytes(answer.capacity)})"
     if answer.fits:
         what += "".join(f"; {each}" for each in _conditions(answer))
-    return answer.verdict.value, what
+    lasts = steps_that_fit(answer.found, spare) if answer.fits else None
+    word = answer.verdict.value
+    return word if lasts is None else f"{word} for about {lasts:,} steps", what
 
 
 def _conditions(answer: Answer) -> Iterator[str]:
@@ -258,6 +262,8 @@ def notes(answer: Answer) -> Iterator[str]:
     if found["has_compiled"]:
         yield "torch.compile compiled nothing: the functions ran eagerly, with the memory of that"
     yield from (f"{each['line']}: {each['what']}" for each in found["guesses"])
+    if (growing := growth_line(found)) is not None:
+        yield growing
     yield from (f"residency warned: {text}" for text in found["warnings"])
     yield from _notes_of_end(answer)
     if found["is_cut"] and not any(each["name"].endswith("save") for each in found["phases"]):

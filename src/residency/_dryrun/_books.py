@@ -45,10 +45,11 @@ class Phase:
 
 
 class _BlockOfDevice:
-    __slots__ = ("kind", "loaded_at", "num_bytes", "num_steps")
+    __slots__ = ("kind", "loaded_at", "num_bytes", "num_steps", "round")
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, number: int) -> None:
         self.num_bytes = num_bytes
+        self.round = number  # of the training loop
         self.kind = -1  # an index of KINDS, once it is known
         self.loaded_at = -1  # where in the timeline a load has made it
         self.num_steps = 0  # those of optimizers that it has outlived, as an activation
@@ -66,6 +67,7 @@ class Books:
         phases: The phases by name, in the order of their first visit.
         timeline: ``[number of allocations and frees so far, bytes of each kind..., reserved]``.
         marks: Where in the timeline each visit ends, as ``[number, name]``.
+        round: The round of the training loop that is under way, as who counts them says.
         owned: What a load brought, and what it became when it was put into place: ``[number when it
             was made, number when it had an owner, index of the kind before, of that of the owner,
             bytes]``. In between the timeline has it as the kind before.
@@ -77,6 +79,7 @@ class Books:
         self.timeline: list[list[int]] = []
         self.marks: list[tuple[int, str]] = []
         self.owned: list[tuple[int, int, int, int, int]] = []
+        self.round = 0
         self._take_journal = take_journal
         self._live: dict[int, _BlockOfDevice] = {}
         self._events: list[_Event] = []  # of the phase that is open
@@ -92,6 +95,19 @@ class Books:
     def held(self) -> int:
         """Bytes that tensors held when the last phase ended."""
         return self._held
+
+    def made_in(self, rounds: range, *, but: str) -> dict[int, dict[int, int]]:
+        """Returns what there still is of some rounds: bytes by address, by round.
+
+        Args:
+            rounds: The numbers of the rounds.
+            but: A kind that is left out.
+        """
+        found: dict[int, dict[int, int]] = {number: {} for number in rounds}
+        for address, block in self._live.items():
+            if block.round in found and block.kind != _INDEX[but]:
+                found[block.round][address] = block.num_bytes
+        return found
 
     @contextmanager
     def making(self, kind: str, blocks: Iterable[int] = ()) -> Iterator[None]:
@@ -188,7 +204,7 @@ class Books:
         live, events = self._live, self._events
         for address, num_bytes, _, reserved, _ in _ENTRY.iter_unpack(self._take_journal()):
             if num_bytes > 0:
-                block = live[address] = _BlockOfDevice(num_bytes)
+                block = live[address] = _BlockOfDevice(num_bytes, self.round)
             else:
                 known = live.pop(address, None)
                 if known is None:  # from before the journal

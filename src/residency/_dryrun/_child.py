@@ -30,6 +30,7 @@ from residency._dryrun._caught import caught
 from residency._dryrun._compiling import Compiling
 from residency._dryrun._evidence import Evidence
 from residency._dryrun._flex import fuse_attention, name_captured
+from residency._dryrun._growing import Growing
 from residency._dryrun._levers import Levers
 from residency._dryrun._methods import around
 from residency._dryrun._owners import OwnersOfBlocks
@@ -77,6 +78,7 @@ class Run:
         self._evidence = Evidence(lambda: self._phases.name, lambda: self._saves.files)
         self._phases = Phases(self._end_phase, self._evidence.note_backward)
         self._stopping = Stopping(settings.steps, self._owners.optimizers, _held)
+        self._growing = Growing(self._books, self._stopping.steps_of_training)
         self._levers = Levers(settings)
         self._compiling = Compiling()
         self._blame = Blame()
@@ -234,6 +236,8 @@ class Run:
         self._look_at_host()
         if name.endswith(BACKWARD):
             self._stopping.note_backward()
+        with self._lock:
+            self._growing.look()
 
     def _kinds(self) -> dict[int, str]:
         return self._owners.kinds() | dict.fromkeys(self._core.blas_workspaces(), OTHER)
@@ -311,6 +315,7 @@ class Run:
                 (phase.peak_reserved for phase in books.phases.values()), default=0
             ),
             "out_of_memory": self._out_of_memory,
+            "growth": self._growing.found,
             "retries": measure(torch.device("cuda", 0)).num_retries,
             "context": sim.settings()["context"],
             "pinned_peak": sim.pinned_memory_stats()["pinned_bytes.peak"],

@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from residency._dryrun._growing import NUM_STEPS as STEPS_OF_GROWTH
 from residency._dryrun._loaders import Loaders
 from residency._dryrun._loops import Loop, loops
 from residency._dryrun._methods import around
@@ -30,11 +31,13 @@ from residency._dryrun._places import line_of
 from residency._dryrun._reaching import LoadsOfTrained, share
 from residency._dryrun._resumes import TEMPLATE
 from residency._memory import ImportWatch, open_phases
+from residency._units import MIB
 
 _MOST_LOOPS = 4  # that the answer names
 _MOST_RESUMES = 3  # of a loop that loads in its rounds
 _MOST_TRAININGS = 10  # until a loop that makes an optimizer in each round is ended, too
 _PATIENCE = 10  # times the steps that were asked for, until each optimizer has made as many
+_MUCH = MIB  # more after a step than after the one before: it may go on so
 _MOST_FREE_PASSES = 20  # backward ones without an optimizer, which may come yet
 
 
@@ -75,6 +78,10 @@ class Stopping:
         self.was_cut = False
         self.was_left = False
         self._wanted = num_steps
+        self._goal = num_steps  # of this training: more where what is held has grown
+        self._held = held
+        self._held_after: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._num_counts = 0  # begun
         self._optimizers = optimizers
         self._loaders = Loaders(self, held)
         self._loads = LoadsOfTrained(self._reach, self.resume)
@@ -196,7 +203,14 @@ class Stopping:
         self._loaders.begin_training()
         self._count_from_here()
 
+    def steps_of_training(self) -> tuple[int, int]:
+        """Returns which count it is, anew with each training and load, and the steps in all."""
+        return self._num_counts, self.num_steps
+
     def _count_from_here(self) -> None:
+        self._num_counts += 1
+        self._goal = self._wanted
+        self._held_after.clear()
         self._since_load.clear()
         self._num_before_load = self.num_steps
 
@@ -228,12 +242,22 @@ class Stopping:
         since = self._since_load[optimizer] = self._since_load.get(optimizer, 0) + 1
         self.num_steps = max(self.num_steps, self._num_before_load + since)
         self._loaders.note_step()
+        self._note_held(optimizer, count)
         if self._wanted and not self.is_ending and self._has_seen_enough(count):
             self.is_ending = self.was_cut = True
             for trainer in list(self._trainers):
                 trainer.should_stop = True
         if self.is_ending and count >= self._wanted:
             self._end_loops()
+
+    def _note_held(self, optimizer: Optimizer, count: int) -> None:
+        """Asks for more steps where the last one of those wanted has left more than the one before:
+        whether that goes on shows in these.
+        """
+        held, before = self._held(), self._held_after.get(optimizer)
+        self._held_after[optimizer] = held
+        if before is not None and count == self._wanted and held - before >= _MUCH:
+            self._goal = max(self._wanted, STEPS_OF_GROWTH)
 
     def _end_loops(self) -> bool:
         """Ends the loops that led here, each after this round of it.
@@ -292,11 +316,11 @@ class Stopping:
 
     def _has_seen_enough(self, count: int) -> bool:
         """Returns whether the steps are made: by each of a GAN's optimizers, too."""
-        if count < self._wanted:
+        if count < self._goal:
             return False
         used = filter(self._is_used, list(self._optimizers))
-        is_each_seen = all(self._counts.get(each, 0) >= self._wanted for each in used)
-        return is_each_seen or count >= _PATIENCE * self._wanted
+        is_each_seen = all(self._counts.get(each, 0) >= self._goal for each in used)
+        return is_each_seen or count >= _PATIENCE * self._goal
 
     def _is_used(self, optimizer: Optimizer) -> bool:
         """Returns whether an optimizer may step in this training: it has not in one before, or it

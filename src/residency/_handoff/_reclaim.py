@@ -17,22 +17,33 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from residency import _device, _private_pools
 from residency._errors import InvalidArgumentError, RefusedError
-from residency._memory import MemoryState, bytes_in_cycles, measure
+from residency._memory import (
+    MemoryState,
+    bytes_in_cycles,
+    errors_kept,
+    let_go_of_errors,
+    measure,
+)
 from residency._units import format_bytes, parse_bytes
 
 # With half a million objects the search takes 0.11 s where a collection takes 0.26 s, and 1.7 s
 # where there are cycles; this is far above both.
 _SEARCH_SECONDS = 10.0
 _COLLECTOR_SECONDS = 1.0  # a collection takes 0.26 s with half a million objects
-_MEANS = ("cache", "draining", "workspaces", "cycles", "parked")
+_MEANS = ("errors", "cache", "draining", "workspaces", "cycles", "parked")
 _GRAPHS = "captured graphs or private pools are alive, and may use the matrix library's workspaces"
 _UNSEARCHED = f"the search for reference cycles did not end in {_SEARCH_SECONDS:.0f} s of work"
 _BUSY_COLLECTOR = "another thread's garbage collection did not end; ask again once it has"
+_KEPT = (
+    "the session keeps its last error, with the values of the functions that it left; "
+    "errors=True lets go of these"
+)
 _NO_FREE = "its backend does not tell the free bytes of the device, so that nothing can be proven"
 
 
@@ -50,6 +61,7 @@ class Reclaimed:
         after: The memory after.
         seconds: How long it took.
         notes: What was not tried, and why.
+        errors: Tensors of functions that an error of before had left, where that was asked for.
     """
 
     cache: int
@@ -61,6 +73,7 @@ class Reclaimed:
     after: MemoryState
     seconds: float
     notes: tuple[str, ...] = ()
+    errors: int = 0
 
     @property
     def total(self) -> int:
@@ -84,6 +97,9 @@ class Reclaimed:
             f"{format_bytes(self.free)} are free"
         ]
         return "\n  ".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # of a notebook
+        printer.text(str(self))
 
 
 class Effort:
@@ -135,6 +151,16 @@ class Effort:
             self._clear_workspaces()
         if not self.is_enough:
             self._collect_cycles()
+
+    def let_go_of_errors(self, *, is_wanted: bool) -> None:
+        """Empties the functions that kept errors left, or notes that there are some."""
+        if not errors_kept() or not self.state.held:
+            return
+        if not is_wanted:
+            self._notes.append(_KEPT)
+            return
+        let_go_of_errors()
+        self.give_back("errors")
 
     def give_back(self, means: str) -> None:
         """Empties the cache if it has something to give."""
@@ -219,12 +245,14 @@ def reclaim(
     *,
     device: torch.device | int | str | None = None,
     collect: bool = True,
+    errors: bool = False,
 ) -> Reclaimed:
     """Gives device memory back that this process does not use, if the figures say that it pays.
 
     Tries, in this order and only as far as `need` asks for: the allocator's whole free segments,
     blocks that wait for a stream, the matrix library's workspaces, and tensors that reference
-    cycles keep. Moves nothing and frees nothing that the program can still reach.
+    cycles keep. Moves nothing and frees nothing that the program can still reach, but
+    what `errors` asks for.
 
     Args:
         need: Bytes, or a size such as ``"2GiB"``, that are to be free on the device by its own
@@ -232,6 +260,9 @@ def reclaim(
         device: The accelerator, by default the current one.
         collect: Whether garbage may be collected. Even then it is only where a search found
             tensors that nothing but cycles keep.
+        errors: Whether to empty the functions that the last error of an interactive session left:
+            a notebook, IPython or the interpreter's prompt keeps it, and their tensors with it. Its
+            text stays, and a debugger shows no values of it any more.
 
     Returns:
         The bytes that went back to the device, by what freed them. Fewer than needed is no error:
@@ -250,5 +281,7 @@ def reclaim(
             "finds one."
         )
     effort = Effort(target, num_bytes, collect=collect)
+    if not effort.is_enough:
+        effort.let_go_of_errors(is_wanted=errors)
     effort.run()
     return effort.result()

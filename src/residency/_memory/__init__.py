@@ -21,8 +21,16 @@ if TYPE_CHECKING:
         may_be_replaced,
         records_of,
     )
-    from residency._memory._holders._holders import Holder, holders
+    from residency._memory._groups import HolderGroup, grouped
+    from residency._memory._growth import Growth, find_growth
+    from residency._memory._holders._holders import (
+        Holder,
+        addresses_of,
+        find_holders,
+        holders,
+    )
     from residency._memory._imports import ImportWatch
+    from residency._memory._kept_errors import errors_kept, let_go_of_errors
     from residency._memory._known_calls import KnownCalls
     from residency._memory._ledger import Ledger
     from residency._memory._messages import asked_bytes
@@ -31,17 +39,21 @@ if TYPE_CHECKING:
         Visit,
         begin_phase,
         boundaries,
+        end_failed,
         end_phase,
         open_phases,
         phase,
     )
     from residency._memory._post_mortem import describe_device, explain
     from residency._memory._record import record, record_process
+    from residency._memory._remedies import let_go_text
     from residency._memory._state import MemoryState, has_growing_segments, measure, memory_state
 
 __all__ = [
     "FORMAT",
+    "Growth",
     "Holder",
+    "HolderGroup",
     "ImportWatch",
     "KnownCalls",
     "LONGEST_LINE",
@@ -52,16 +64,24 @@ __all__ = [
     "PEAKS_VARIABLE",
     "VERSION",
     "Visit",
+    "addresses_of",
     "asked_bytes",
     "begin_phase",
     "boundaries",
     "bytes_in_cycles",
     "describe_device",
+    "end_failed",
     "end_phase",
+    "errors_kept",
     "explain",
+    "find_growth",
+    "find_holders",
+    "grouped",
     "has_growing_segments",
     "holders",
     "is_a",
+    "let_go_of_errors",
+    "let_go_text",
     "may_be_replaced",
     "measure",
     "memory_state",
@@ -88,15 +108,27 @@ __getattr__ = door(
             "may_be_replaced",
             "records_of",
         ],
-        "_holders._holders": ["Holder", "holders"],
+        "_groups": ["HolderGroup", "grouped"],
+        "_growth": ["Growth", "find_growth"],
+        "_holders._holders": ["Holder", "addresses_of", "find_holders", "holders"],
         "_imports": ["ImportWatch"],
+        "_kept_errors": ["errors_kept", "let_go_of_errors"],
         "_known_calls": ["KnownCalls"],
         "_ledger": ["Ledger"],
         "_messages": ["asked_bytes"],
         "_objects": ["is_a", "slot", "type_name"],
-        "_phase": ["Visit", "begin_phase", "boundaries", "end_phase", "open_phases", "phase"],
+        "_phase": [
+            "Visit",
+            "begin_phase",
+            "boundaries",
+            "end_failed",
+            "end_phase",
+            "open_phases",
+            "phase",
+        ],
         "_post_mortem": ["describe_device", "explain"],
         "_record": ["record", "record_process"],
+        "_remedies": ["let_go_text"],
         "_state": ["MemoryState", "has_growing_segments", "measure", "memory_state"],
     },
 )

@@ -95,7 +95,7 @@ def integration_lines(error: BaseException) -> Iterator[str]:
     None is yielded for an integration that the process has imported: what it does is done, or not
     wanted.
     """
-    frames = list(_frames(error))
+    frames = list(frames_of(error))
     for module, function in frames:
         for call in _CALLS:
             if call.module == module and call.function in ("", function):
@@ -117,7 +117,7 @@ def _line(what: str, integration: str, remedy: str) -> Iterator[str]:
         yield f"it failed in {what}: {integration}: {remedy}."
 
 
-def _frames(error: BaseException) -> Iterator[tuple[str, str]]:
+def frames_of(error: BaseException) -> Iterator[tuple[str, str]]:
     """Yields module and function of the frames that an error left, the innermost first."""
     found = []
     trace = error.__traceback__

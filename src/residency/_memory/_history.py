@@ -1,16 +1,63 @@
-"""What live tensors held at the end of the newest visits of each phase, so that growth shows.
+"""What live tensors held at the ends of the visits of each phase, so that growth shows.
 
 A few numbers a phase; they name no tensor, and keep none.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import pairwise
 
+from residency._memory._growth import find_growth
+
 _MOST_PHASES = 256
-_NUM_VISITS = 4  # three differences that are equal are no chance
+_MOST_POINTS = 64  # of a phase; then every other one is left out, and of what follows, too
+_FEWEST_VISITS = 4
+_FEW_POINTS = 8  # of so few the differences have to be alike: batches of many lengths rise, too
+_ALIKE = 1.25
+_STEPS = ("step", "optimizer_step")  # of a Trainer with `ResidencyCallback`, and of any optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class SteadyGrowth:
+    """The growth of what is held, from visit to visit of a phase.
+
+    Attributes:
+        phase: Its name.
+        bytes_per_visit: By how much.
+        total_bytes: By how much since the visits began.
+        num_visits: How many there were.
+    """
+
+    phase: str
+    bytes_per_visit: int
+    total_bytes: int
+    num_visits: int
+
+    @property
+    def is_step(self) -> bool:
+        """Whether the phase is a training step, or one of an optimizer."""
+        return self.phase in _STEPS
+
+    @property
+    def when(self) -> str:
+        """How the growth is said."""
+        return "a step" if self.is_step else f"at each {self.phase!r}"
+
+
+@dataclass(slots=True)
+class _Series:
+    stride: int = 1
+    count: int = 0
+    points: list[tuple[int, int]] = field(default_factory=list)
+
+    def note(self, num_bytes: int) -> None:
+        if self.count % self.stride == 0:
+            self.points.append((self.count, num_bytes))
+        self.count += 1
+        if len(self.points) > _MOST_POINTS:
+            self.points = self.points[::2]
+            self.stride *= 2
 
 
 class HeldHistory:
@@ -18,29 +65,47 @@ class HeldHistory:
 
     def __init__(self) -> None:
         """Knows of none."""
-        self._newest: dict[str, deque[int]] = {}
-        self._counts: dict[str, int] = {}
+        self._series: dict[str, _Series] = {}
 
     def note(self, path: str, num_bytes: int) -> None:
         """Takes in the end of a visit; further phases than 256 are passed over."""
-        if path not in self._newest and len(self._newest) >= _MOST_PHASES:
+        if path not in self._series and len(self._series) >= _MOST_PHASES:
             return
-        self._newest.setdefault(path, deque(maxlen=_NUM_VISITS)).append(num_bytes)
-        self._counts[path] = self._counts.get(path, 0) + 1
+        self._series.setdefault(path, _Series()).note(num_bytes)
 
     def clear(self) -> None:
         """Forgets all."""
-        self._newest.clear()
-        self._counts.clear()
+        self._series.clear()
 
-    def steady(self) -> Iterator[tuple[str, int, int]]:
-        """Yields phases after which the same number of bytes was more each time: path, bytes of a
-        visit, number of visits.
+    def num_visits(self, path: str) -> int:
+        """Returns how many visits of a phase have ended."""
+        return self._series[path].count if path in self._series else 0
+
+    def steady(self) -> SteadyGrowth | None:
+        """Returns how what is held grows, by the steps where these show it, else by the phase that
+        was visited most; None where nothing grows.
         """
-        for path, newest in list(self._newest.items()):
-            grown = {after - before for before, after in pairwise(list(newest))}
-            if len(newest) == _NUM_VISITS and len(grown) == 1 and (num_bytes := grown.pop()) > 0:
-                yield path, num_bytes, self._counts[path]
+        found = [each for path in list(self._series) if (each := self._growth_of(path))]
+        return max(found, key=lambda each: (each.is_step, each.num_visits), default=None)
+
+    def _growth_of(self, path: str) -> SteadyGrowth | None:
+        series = self._series[path]
+        if series.count < _FEWEST_VISITS:
+            return None
+        numbers, values = zip(*series.points, strict=True)
+        growth = find_growth("held", values, numbers)
+        if growth is None or not growth.is_growing:
+            return None
+        if len(values) < _FEW_POINTS:
+            rises = [after - before for before, after in pairwise(values[-_FEWEST_VISITS:])]
+            if max(rises) > _ALIKE * max(0, min(rises)):
+                return None
+        # The first visit ends before there is a state of the optimizer's, or the like: what it and
+        # the second one grew by is taken to be as much.
+        later = values[1:]
+        each = round(growth.bytes_per_visit)
+        total = later[-1] - min(later) + 2 * each
+        return SteadyGrowth(path.rpartition("/")[2], each, total, series.count)
 
 
 held_history = HeldHistory()

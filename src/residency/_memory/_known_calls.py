@@ -8,6 +8,7 @@ other code has put another around by then stays, and does nothing.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -113,12 +114,10 @@ class KnownCalls:
             self._undo.pop()()
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if any(visit._owner is optimizer for visit in open_phases()):
-            # The hook after a step that raised does not run.
-            end_phase(optimizer, RuntimeError("the step did not finish"))
         if self._passes is not None:
             self._passes.end_forward()
-        begin_phase(_STEP, optimizer)
+        # The hook after a step that raises does not run: the frame that calls this one tells.
+        begin_phase(_STEP, optimizer, frame=sys._getframe(1))
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if any(visit._owner is optimizer for visit in open_phases()):

@@ -25,14 +25,16 @@ class Owners:
         """Goes through all modules and optimizers."""
         self._walk = walk
         self._paths = paths
-        self._names: dict[int, tuple[str, str]] = {}
+        self._names: dict[int, tuple[str, str, str]] = {}
         self._short: dict[int, str] = {}  # parameters, without their model's own path
         self._name_modules()
         self._paths.key_names = self._short
         self._name_states()
 
-    def name(self, tensor: object) -> tuple[str, str] | None:
-        """Returns what kind of thing a tensor is, and its path; None for one without an owner."""
+    def name(self, tensor: object) -> tuple[str, str, str] | None:
+        """Returns what kind of thing a tensor is, its path, and that of its owner; None for one
+        without an owner.
+        """
         return self._names.get(id(tensor))
 
     def _name_modules(self) -> None:
@@ -49,37 +51,39 @@ class Owners:
             if id(root) in children:
                 continue
             for kind, name, tensor in _tensors(root):
-                full = f"{self._paths.path(position)}.{name}"
-                for part, trail in _parts(tensor):
-                    self._names.setdefault(id(part), (kind, full + trail))
+                owner = self._paths.path(position)
+                self._note(kind, f"{owner}.{name}", owner, tensor)
                 self._short.setdefault(id(tensor), name)
-                gradients.append((tensor, f"{full}.grad"))
-        for tensor, name in gradients:  # after all parameters: one may be another's gradient
-            gradient = gradient_of(tensor)
-            for part, trail in _parts(gradient):
-                self._names.setdefault(id(part), ("gradient", name + trail))
+                gradients.append((tensor, f"{owner}.{name}.grad", owner))
+        for tensor, name, owner in gradients:  # after all parameters: one may be another's gradient
+            self._note("gradient", name, owner, gradient_of(tensor))
+
+    def _note(self, kind: str, path: str, owner: str, tensor: object) -> None:
+        for part, trail in _parts(tensor):
+            self._names.setdefault(id(part), (kind, path + trail, owner))
 
     def _name_states(self) -> None:
         for position in self._walk.optimizers:
             table = _objects.attributes(self._walk.objects[position]) or {}
             state = table.get("state")
-            unnamed = _paths_in_groups(table.get("param_groups"))
-            prefix = None
-            for param, path in unnamed.items():
-                if param not in self._names:
-                    self._names[param] = ("parameter", f"{self._paths.path(position)}.{path}")
+            params = _paths_in_groups(table.get("param_groups"))
+            unnamed = {id(param): path for param, path in params}
+            owner = None
+            for param, path in params:
+                if id(param) not in self._names:  # of no module, or of one that is gone
+                    owner = owner or self._paths.path(position)
+                    self._note("parameter", f"{owner}.{path}", owner, param)
+                    self._note("gradient", f"{owner}.{path}.grad", owner, gradient_of(param))
             for key, value in _objects.items(state):
                 if key is None:
                     continue
-                prefix = prefix or f"{self._paths.path(position)}.state"
+                owner = owner or self._paths.path(position)
                 name = self._short.get(id(key))
                 where = f"[{unnamed.get(id(key))}]" if name is None else f"[{name!r}]"
                 if name is None and id(key) not in unnamed:
                     where = f"[{self._paths.describe_key(key)}]"
                 for tensor, trail in _leaves(value, 0):
-                    for part, inner in _parts(tensor):
-                        text = f"{prefix}{where}{trail}{inner}"
-                        self._names.setdefault(id(part), ("optimizer state", text))
+                    self._note("optimizer state", f"{owner}.state{where}{trail}", owner, tensor)
 
 
 def gradient_of(tensor: object) -> Any:
@@ -141,12 +145,12 @@ def _leaves(value: Any, depth: int) -> Iterator[tuple[Any, str]]:
                 yield tensor, f"[{key}]{trail}"
 
 
-def _paths_in_groups(groups: object) -> dict[int, str]:
-    """Returns where an optimizer has its parameters, for those that no module names."""
-    paths: dict[int, str] = {}
+def _paths_in_groups(groups: object) -> list[tuple[object, str]]:
+    """Returns an optimizer's parameters, with where it has each."""
+    found = []
     for number, group in enumerate(groups if type(groups) is list else ()):
         for key, params in _objects.items(group):
             if type(key) is str and key == "params" and type(params) is list:
                 for index, param in enumerate(params):
-                    paths[id(param)] = f"param_groups[{number}]['params'][{index}]"
-    return paths
+                    found.append((param, f"param_groups[{number}]['params'][{index}]"))
+    return found

@@ -17,12 +17,15 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
-from types import TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar
+
+import torch
 
 from residency import _device
 from residency._errors import InvalidArgumentError
@@ -77,6 +80,7 @@ class Visit:
         self._started = 0.0
         self._seen_peak = 0
         self._tag: object = None
+        self._frame: tuple[int, CodeType] | None = None  # without which it is over
 
 
 class Boundaries:
@@ -261,20 +265,51 @@ class phase:  # noqa: N801 - used as a function, as torch.no_grad is
         return called
 
 
-def begin_phase(name: str, owner: object, *, is_passing: bool = False) -> Visit:
+def begin_phase(
+    name: str, owner: object, *, is_passing: bool = False, frame: FrameType | None = None
+) -> Visit:
     """Begins a visit that `end_phase` ends when it is given the same owner.
 
     A passing one, such as a forward pass, of which no call says where it ends, also ends at the
     next boundary of its thread.
+
+    Args:
+        name: What the phase is called.
+        owner: What `end_phase` is given.
+        is_passing: Whether it is a passing one.
+        frame: A function's that runs as long as the phase: where an error has left it, the phase
+            ends at the next boundary of its thread, in an error.
     """
+    _leave_failed(frame)
     outer = _open.get()
     if outer and outer[-1]._is_passing:
         boundaries.end(outer[-1])
         outer = outer[:-1]
     visit = Visit(name, outer, owner, is_passing=is_passing)
+    visit._frame = None if frame is None else (id(frame), frame.f_code)
     boundaries.begin(visit)
     _open.set((*outer, visit))
     return visit
+
+
+def _leave_failed(frame: FrameType | None = None) -> None:
+    """Ends the phases of this thread whose function an error has left, which is not known sooner.
+
+    Args:
+        frame: A function's that has just begun: what it is in is looked at, and not itself.
+    """
+    visits = _open.get()
+    if not any(visit._frame is not None and not visit.is_over for visit in visits):
+        return
+    running = set()
+    at = sys._getframe(1) if frame is None else frame.f_back
+    while at is not None:
+        running.add((id(at), at.f_code))
+        at = at.f_back
+    for visit in visits:
+        if visit._frame is not None and not visit.is_over and visit._frame not in running:
+            end_failed(visit)
+            return  # with all that was open in it
 
 
 def end_phase(owner: object, error: BaseException | None) -> None:
@@ -283,6 +318,8 @@ def end_phase(owner: object, error: BaseException | None) -> None:
     Where the visit is another thread's, nothing is ended: its own thread may still do so. Where a
     phase around it has ended, as of two generators in turn, it was ended with that one.
     """
+    if error is None:
+        _leave_failed()
     visits = _open.get()
     last = next((i for i in reversed(range(len(visits))) if visits[i]._owner is owner), None)
     if last is None:
@@ -295,16 +332,32 @@ def end_phase(owner: object, error: BaseException | None) -> None:
         innermost = next((v for v in reversed(visits) if not v.is_over), visits[last])
         explain(error, phase=innermost.path)
         boundaries.note_failure(error, innermost.path)
-    for visit in reversed(visits[last:]):
+    _end_from(visits[last:], None if error is None else text_of(error))
+
+
+def end_failed(visit: Visit) -> None:
+    """Ends a visit that an error left, and what is open in it, where the error itself is not known:
+    the script caught it.
+    """
+    visits = _open.get()
+    number = _state.measure(_device.accelerator()).num_out_of_memory
+    is_of_memory = number > visit.before.num_out_of_memory
+    name = torch.OutOfMemoryError.__name__ if is_of_memory else "an error"
+    _end_from(visits[visits.index(visit) :], f"{name}: the script caught it")
+
+
+def _end_from(visits: tuple[Visit, ...], error: str | None) -> None:
+    """Ends visits, the innermost first, and leaves open what is around them."""
+    for visit in reversed(visits):
         if visit.is_over:
             continue
         if error is not None:
-            visit.error = text_of(error)
-        elif visit is not visits[last] and not visit._is_passing:
+            visit.error = error
+        elif visit is not visits[0] and not visit._is_passing:
             visit.error = "left open"
         boundaries.end(visit)
     # One around it may have ended within its end, as of a generator that was collected there.
-    _open.set(tuple(visit for visit in visits[last]._outer if not visit.is_over))
+    _open.set(tuple(visit for visit in visits[0]._outer if not visit.is_over))
 
 
 def end_recorded(ledger: Ledger, error: BaseException) -> None:

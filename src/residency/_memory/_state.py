@@ -104,6 +104,9 @@ class MemoryState:
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # of a notebook
+        printer.text(str(self))
+
     def _lines(self) -> Iterator[str]:
         yield f"memory of {self.device or 'no device'}"
         for name, num_bytes in {**self.classes(), "capacity": self.capacity}.items():

@@ -2,19 +2,16 @@
 
 from residency._report._about import NO_DEVICE, has_device
 from residency._report._exports import write_tensorboard, write_trace
-from residency._report._growth import Growth, find_growth
 from residency._report._html import write_page
 from residency._report._read import RecordedRun, read_run, read_runs
 from residency._report._summary import Row, summarise
 from residency._report._table import compare, print_report
 
 __all__ = [
-    "Growth",
     "NO_DEVICE",
     "Row",
     "RecordedRun",
     "compare",
-    "find_growth",
     "has_device",
     "print_report",
     "read_run",

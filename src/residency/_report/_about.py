@@ -16,6 +16,7 @@ NO_DEVICE = (
     "there was no accelerator, so no device memory was used. What a GPU would show, this says on a "
     "machine without one: residency dry-run --device l4 -- python train.py"
 )
+_MOST_KINDS = 3  # of errors besides the last
 
 
 def capacity_of(runs: list[RecordedRun]) -> int:
@@ -89,9 +90,24 @@ def _end_of(run: RecordedRun) -> Iterator[str]:
             f"{run.name}: {_count(len(failed), 'visit')} of phases ended in an error, the last in "
             f"{innermost.phase} (visit {innermost.number}): {_said(innermost.error or '')}"
         )
+        yield from (f"{run.name}: {line}" for line in _other_errors(failed, innermost))
     num_failed = _failed_allocations(run)
     if num_failed:
         yield f"{run.name}: {_count(num_failed, 'allocation')} failed, out of memory"
+
+
+def _other_errors(failed: list[RecordedVisit], last: RecordedVisit) -> Iterator[str]:
+    """Yields the kinds of errors that the last one would hide, the newest of each kind."""
+    kinds: dict[str, list[RecordedVisit]] = {}
+    for visit in failed:
+        kinds.setdefault((visit.error or "").partition(":")[0], []).append(visit)
+    kinds.pop((last.error or "").partition(":")[0], None)
+    for name, visits in list(kinds.items())[:_MOST_KINDS]:
+        newest = _innermost(visits) or visits[-1]
+        yield (
+            f"{_count(len(visits), 'visit')} of these in {name}, the last in {newest.phase} "
+            f"(visit {newest.number}): {_said(newest.error or '')}"
+        )
 
 
 def _cut_off(run: RecordedRun) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from residency._report._growth import Growth, find_growth
+from residency._memory import Growth, find_growth
 from residency._report._read import Boundary, RecordedRun, RecordedVisit
 
 # Free is the device's and falls as the others rise.

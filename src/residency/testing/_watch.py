@@ -7,6 +7,7 @@ that what a fixture holds counts on neither side.
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import TYPE_CHECKING
 
 from residency._units import format_bytes
@@ -15,8 +16,6 @@ from residency.testing._settings import Request
 
 if TYPE_CHECKING:
     import torch
-
-_MOST_SHOWN = 5  # tensors in a message
 
 
 class Watch:
@@ -28,7 +27,13 @@ class Watch:
     def __init__(self, request: Request) -> None:
         """Notes the bytes that tensors hold now."""
         self._request = request
-        self._before_bytes = allocated_bytes_at_rest(0) if request.growth is not None else 0
+        self._before_bytes = 0
+        self._before: list[weakref.ref[torch.Tensor]] = []
+        if request.growth is not None:
+            from residency import _device
+
+            self._before_bytes = allocated_bytes_at_rest(0)
+            self._before = _tensors_on(_device.accelerator()) if self._before_bytes else []
 
     def peaks(self) -> dict[str, int]:
         """Returns the test's peaks so far, in bytes, by names for a report: what its tensors held,
@@ -88,28 +93,33 @@ class Watch:
             f"{format_bytes(after_bytes)} after it; "
             f"device_memory(growth={self._request.growth!r}) allows "
             f"{format_bytes(self._request.growth_bytes or 0)}.\n"
-            f"The largest tensors on the device now: {_describe_largest(device)}.\n"
-            f"{describe_device(device)}"
+            "What it left, and then all that is on the device:\n"
+            f"{describe_device(device, but=self._addresses_before())}"
         )
 
+    def _addresses_before(self) -> set[int]:
+        """Returns where the storages begin that there were before the test, and still are."""
+        from residency._memory import addresses_of
+        from residency._modes import callers_modes_off
 
-def _describe_largest(device: torch.device) -> str:
+        with callers_modes_off():
+            alive = [tensor for ref in self._before if (tensor := ref()) is not None]
+            return {address for tensor in alive for address in addresses_of(tensor)}
+
+
+def _tensors_on(device: torch.device | None) -> list[weakref.ref[torch.Tensor]]:
+    """Returns the tensors on a device that Python's garbage collector knows, without keeping one.
+
+    A storage that C++ alone holds is not among them.
+    """
     import torch
 
-    from residency._memory import is_a, slot, type_name
+    from residency._memory import is_a, slot
     from residency._modes import callers_modes_off
 
-    found: list[tuple[int, str]] = []
     with callers_modes_off():  # what a subclass does on a use of it must not run, nor raise
-        for thing in gc.get_objects():
-            if not is_a(thing, torch.Tensor) or slot(thing, "device") != device:
-                continue
-            num_bytes = slot(thing, "nbytes") or 0  # a sparse tensor does not tell
-            dtype = str(slot(thing, "dtype")).removeprefix("torch.")
-            text = f"{type_name(thing)} {tuple(slot(thing, 'shape') or ())} {dtype}"
-            found.append((num_bytes, f"{text} of {format_bytes(num_bytes)}" if num_bytes else text))
-    found.sort(key=lambda pair: -pair[0])
-    shown = [text for _, text in found[:_MOST_SHOWN]]
-    if len(found) > _MOST_SHOWN:
-        shown.append(f"and {len(found) - _MOST_SHOWN} more")
-    return ", ".join(shown) or "none that Python's garbage collector knows of"
+        return [
+            weakref.ref(thing)
+            for thing in gc.get_objects()
+            if is_a(thing, torch.Tensor) and slot(thing, "device") == device
+        ]

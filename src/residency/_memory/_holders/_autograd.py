@@ -56,12 +56,13 @@ class Graphs:
             name = _objects.type_name(node)
             for saved in _saved(node):
                 kind = "saved" if _objects.is_a(saved, torch.Tensor) else "packed"
-                self._walk.add(saved, Origin(f"{kind} by {name} for ", position, "", True))
+                self._walk.add(saved, Origin(f"{kind} by {name} for ", position, "", True, True))
             leaf = _objects.slot(node, "variable")
             if leaf is not None:
-                self._walk.add(leaf, Origin("leaf of the graph of ", position))
+                origin = Origin("leaf of the graph of ", position, is_of_graph=True)
+                self._walk.add(leaf, origin)
             if _objects.is_a(node, torch._C._FunctionBase):  # it may have attributes
-                self._walk.add(node, Origin("", position, f" graph's {name}"))
+                self._walk.add(node, Origin("", position, f" graph's {name}", is_of_graph=True))
             following = _objects.slot(node, "next_functions") or ()
             pending += [entry[0] for entry in following if type(entry) is tuple]
 

@@ -28,6 +28,7 @@ from residency._memory._holders._cpp import describe_blocks
 from residency._memory._holders._paths import Paths
 from residency._memory._holders._roots import frames_read, named_objects, namespaces
 from residency._memory._holders._walk import Origin, Walk
+from residency._memory._kept_errors import TRAIL, errors_kept
 from residency._memory._owners import Owners, gradient_of
 from residency._units import format_bytes, parse_bytes
 
@@ -55,6 +56,9 @@ class Holder:
         shape: Of one of the tensors that share the storage; None where none is known.
         dtype: That tensor's, as ``"float32"``.
         num_tensors: How many tensors that Python knows share the storage.
+        root: The path of the whole that it is a part of: its module, its optimizer, or the tensor
+            whose graph keeps it. None for a tensor that stands alone.
+        address: Where the storage begins on the device; 0 where it has no address of its own.
     """
 
     num_bytes: int
@@ -64,9 +68,14 @@ class Holder:
     shape: tuple[int, ...] | None = None
     dtype: str | None = None
     num_tensors: int = 0
+    root: str | None = None
+    address: int = 0
 
     def __str__(self) -> str:
         return f"{format_bytes(self.num_bytes)}  {self.path}"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # of a notebook
+        printer.text(str(self))
 
 
 @dataclass(slots=True)
@@ -170,12 +179,25 @@ def _search(
     error: BaseException | None,
     touched: list[types.FrameType],
 ) -> None:
+    # What else leads to a tensor names it: a kept error has what goes when it is let go.
+    kept = errors_kept(but=error)
+    walk.pass_over(thing for thing, _ in kept)
     if error is not None:
-        walk.add(error, Origin(_objects.type_name(error)))
+        name = _objects.type_name(error)
+        walk.add(error, Origin(name))
+        trace = error.__traceback__
+        while trace is not None:  # a part of it is a local of who handles the error
+            walk.add(trace, Origin(f"{name}{TRAIL}"))
+            trace = trace.tb_next
     for thing, name in named_objects(touched):
         walk.add(thing, Origin(name))
     walk.go()
     graphs = Graphs(walk)
+    follow_torch(walk, graphs)
+    walk.admit(thing for thing, _ in kept)
+    for thing, name in kept:
+        walk.add(thing, Origin(name))
+        walk.go()
     follow_torch(walk, graphs)
     if walk.is_complete:
         _add_cycles(walk, *add_held_by_cpp(walk, population))
@@ -248,6 +270,11 @@ def _group(walk: Walk, device: torch.device) -> list[_SharedStorage]:
     return list(groups.values())
 
 
+def addresses_of(tensor: object) -> set[int]:
+    """Returns where the storages of a tensor begin on its device."""
+    return {address for storage in storages_of(tensor) if (address := _address_of(storage))}
+
+
 def _address_of(storage: object) -> int:
     try:
         return int(_STORAGE.data_ptr(storage))
@@ -282,7 +309,11 @@ def _holder(
     things = [walk.objects[position] for position in group.positions]
     first = group.positions[0]
     owned = next(filter(None, map(owners.name, things)), None)
-    kind, path = owned or (_kind(walk.origin(first)), paths.path(first))
+    kind, path, root = owned or (
+        _kind(walk.origin(first)),
+        paths.path(first),
+        paths.root_of_graph(first),
+    )
     further: dict[str, None] = {}
     if owned is None:
         for thing in things[:_MOST_ALIASES]:
@@ -297,6 +328,8 @@ def _holder(
         shape=None if tensor is None else tuple(_objects.slot(tensor, "shape")),
         dtype=None if tensor is None else str(_objects.slot(tensor, "dtype"))[len("torch.") :],
         num_tensors=len(things),
+        root=root,
+        address=group.address,
     )
 
 

@@ -82,6 +82,21 @@ class Paths:
             self._known[position] = text
         return text
 
+    def root_of_graph(self, position: int) -> str | None:
+        """Returns the path of the tensor behind which the graph lies that led here; None for none.
+
+        What an operation saved may have a graph of its own: the outermost is taken.
+        """
+        walk, found, at = self._walk, None, position
+        while True:
+            origin = walk.origin(at)
+            parent = walk.parent(at) if origin is None else origin.after
+            if parent is None:
+                return None if found is None else self.path(found)
+            at = parent
+            if origin is not None and origin.is_of_graph:
+                found = at
+
     def _render(self, text: str, chain: list[object]) -> str:
         at = 0
         while at < len(chain) - 1:
@@ -162,7 +177,9 @@ class Paths:
         if frame is None:
             return _Step(f".<{_objects.type_name(child)}>")
         names = frame_locals(frame, self._touched)
-        if child is frame.f_locals and at + 2 < len(chain):  # a dict that a caller asked for
+        # A dict that a caller asked for, or the cell of a variable that an inner function has, too.
+        is_between = child is frame.f_locals or type(child) is types.CellType
+        if is_between and at + 2 < len(chain):
             child, length = chain[at + 2], 2
         for name, value in names:
             if value is child:

@@ -34,13 +34,25 @@ def named_objects(touched: list[types.FrameType]) -> Iterator[tuple[object, str]
     Args:
         touched: Takes the frames whose locals were read, see `frames_read`.
     """
-    yield from named_by_threads(touched)
+    locals_of_torch = []
+    for thing, name, is_of_torch in _locals_of_threads(touched):
+        if is_of_torch:  # which has a user's value under a name that tells a user nothing
+            locals_of_torch.append((thing, name))
+        else:
+            yield thing, name
+    yield from _threads_and_variables()
     yield from named_by_modules()
+    yield from locals_of_torch
 
 
 def named_by_threads(touched: list[types.FrameType]) -> Iterator[tuple[object, str]]:
     """Yields the part of `named_objects` that running code has: locals, threads, variables."""
-    yield from _locals_of_threads(touched)
+    for thing, name, _ in _locals_of_threads(touched):
+        yield thing, name
+    yield from _threads_and_variables()
+
+
+def _threads_and_variables() -> Iterator[tuple[object, str]]:
     yield from _threads()
     for variable, value in contextvars.copy_context().items():
         yield value, f"context variable {variable.name!r}"
@@ -106,12 +118,14 @@ def frame_name(frame: types.FrameType) -> str:
     return f"{code.co_qualname}()"
 
 
-def _locals_of_threads(touched: list[types.FrameType]) -> Iterator[tuple[object, str]]:
+def _locals_of_threads(touched: list[types.FrameType]) -> Iterator[tuple[object, str, bool]]:
+    """Yields each local with its name, and whether the function is one of torch's."""
     for prefix, frame in _running_frames():
+        is_of_torch = str(frame.f_globals.get("__name__")).partition(".")[0] == "torch"
         kind = "global" if frame.f_code.co_name == "<module>" else "local"
         name = frame_name(frame)
         for local, value in frame_locals(frame, touched):
-            yield value, f"{prefix}{name} {kind} {local!r}"
+            yield value, f"{prefix}{name} {kind} {local!r}", is_of_torch
 
 
 def _running_frames() -> list[tuple[str, types.FrameType]]:

@@ -38,12 +38,14 @@ class Origin:
         after: The position of the object whose path follows the text, if one does.
         trail: What follows that path: ``".grad"``.
         is_saved: Whether autograd saved it.
+        is_of_graph: Whether it is part of the graph of the object whose path follows.
     """
 
     text: str
     after: int | None = None
     trail: str = ""
     is_saved: bool = False
+    is_of_graph: bool = False
 
 
 class Walk:
@@ -79,6 +81,14 @@ class Walk:
     def has_seen(self, thing: object) -> bool:
         """Returns whether an object was reached, or is ignored."""
         return id(thing) in self._seen
+
+    def pass_over(self, things: Iterable[object]) -> None:
+        """Does not look into some objects before they are admitted."""
+        self._seen.update(map(id, things))
+
+    def admit(self, things: Iterable[object]) -> None:
+        """Looks into what was passed over, once it is added or something leads there."""
+        self._seen.difference_update(map(id, things))
 
     def is_telling(self, cls: type) -> bool:
         """Returns whether a class's objects are tensors, or what tensors are named by."""

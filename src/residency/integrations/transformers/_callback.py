@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from residency._errors import RefusedError
-from residency._memory import begin_phase, end_phase, explain, open_phases
+from residency._memory import begin_phase, end_failed, end_phase, explain, open_phases
 from residency._optim import OffloadedOptimizer, offload_optimizer, onload_optimizer
 from residency._units import parse_bytes
 from residency.integrations._common._framework import hook_in, load_framework, named_with_version
@@ -228,7 +228,7 @@ def _leave_what_failed() -> None:
     """Ends what a run that an error ended has left open: its callback was not called."""
     for visit in open_phases():
         if isinstance(visit._owner, _Entered):
-            end_phase(visit._owner, RuntimeError("the run before this one did not come to its end"))
+            end_failed(visit)
             return
 
 

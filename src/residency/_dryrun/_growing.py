@@ -1,0 +1,87 @@
+"""Whether what the device holds grows with each step of a training, and by which name.
+
+Blocks have an age: the round of the training loop in which they were made. What was made in a round
+and is still there two rounds later has outlived the values that a loop keeps from one batch to the
+next. Where each of several rounds leaves such blocks, the script keeps them, and a run of more
+steps needs more. The first round is left out, in which caches and states are made, and so is the
+state of optimizers, some of which keep a history of a set length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from residency._dryrun._books import Books
+from residency._dryrun._owners import STATE
+from residency._memory import find_holders, grouped, let_go_text
+from residency._units import MIB
+
+_ROUNDS_OF_A_VALUE = 2  # a batch may be fetched a round before it is used
+_FEWEST_ROUNDS = 3
+_SHARE_OF_ROUNDS = 0.75  # that leave something
+_LEAST_BYTES = MIB  # in all of these rounds
+_SECONDS = 3.0  # of a search for names
+_MOST_NAMES = 3
+NUM_STEPS = 1 + _FEWEST_ROUNDS + _ROUNDS_OF_A_VALUE  # in which growth shows
+
+
+class Growing:
+    """The growth of one process's trainings.
+
+    Attributes:
+        found: Of the training that grew fastest, bytes a step, the steps seen and the names of what
+            grows; None where nothing does.
+    """
+
+    def __init__(self, books: Books, num_steps: Callable[[], tuple[int, int]]) -> None:
+        """Takes the books, whose blocks have an age from now on.
+
+        Args:
+            books: Those of the process.
+            num_steps: Returns which training it is, and how many steps were made in all.
+        """
+        self.found: dict[str, Any] | None = None
+        self._books = books
+        self._num_steps = num_steps
+        self._seen = num_steps()
+        self._first = 0  # round of this training
+
+    def look(self) -> None:
+        """Takes in that a phase has ended; looks at the blocks where a step has, too."""
+        training, steps = self._num_steps()
+        if training != self._seen[0]:
+            self._first = self._books.round
+        elif steps == self._seen[1]:
+            return
+        self._seen = training, steps
+        self._books.round += 1
+        self._count(self._books.round - self._first)
+
+    def _count(self, num_rounds: int) -> None:
+        rounds = range(self._first + 1, self._books.round - _ROUNDS_OF_A_VALUE)
+        if len(rounds) < _FEWEST_ROUNDS:
+            return
+        left = self._books.made_in(rounds, but=STATE)
+        sizes = [sum(blocks.values()) for blocks in left.values()]
+        is_steady = sum(map(bool, sizes)) >= _SHARE_OF_ROUNDS * len(rounds)
+        if not is_steady or sum(sizes) < _LEAST_BYTES:
+            return
+        a_step = sum(sizes) // len(rounds)
+        if self.found is None or self.found["bytes_per_step"] < a_step:
+            addresses = {address for blocks in left.values() for address in blocks}
+            self.found = {"bytes_per_step": a_step, "steps": num_rounds, **_named(addresses)}
+        elif self.found["bytes_per_step"] == a_step:
+            self.found["steps"] = num_rounds
+
+
+def _named(addresses: set[int]) -> Mapping[str, object]:
+    """Returns by which names the storages at some addresses are held, and how to let go of them."""
+    found = find_holders(torch.device("cuda", 0), 1, seconds=_SECONDS)
+    groups = grouped(holder for holder in found if holder.address in addresses)
+    return {
+        "names": [group.path for group in groups[:_MOST_NAMES]],
+        "advice": let_go_text(groups[0]) if groups else "",
+    }

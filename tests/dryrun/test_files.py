@@ -347,7 +347,7 @@ def test_what_is_kept_elsewhere_cannot_be_removed_with_its_folder(tmp_path: Path
 
 
 REPLACING = """
-import io, os, pathlib, shutil, signal, torch
+import io, os, pathlib, shutil, signal, sqlite3, torch
 kept = torch.load("checkpoint.pt", map_location="cuda")
 assert kept["weight"].shape == (1024, 1024)
 model = torch.nn.Linear(1024, 1024, bias=False, device="cuda")
@@ -364,6 +364,10 @@ assert torch.load("best.pt")["epoch"] == 3
 model.load_state_dict(torch.load("checkpoint.pt"))
 assert pathlib.Path("checkpoint.pt").stat().st_size > 4 << 20
 shutil.rmtree("old")
+study = sqlite3.connect("study.db")
+study.execute("delete from t")
+study.commit()
+os.chmod("study.db", 0o600)
 pathlib.Path("seen").touch()
 for process in {"child": [os.getpid()], "parent": [os.getppid()]}.get(os.environ.get("KILLED"), []):
     os.kill(process, signal.SIGKILL)
@@ -380,6 +384,10 @@ def test_a_checkpoint_that_the_script_overwrites_is_the_same_afterwards(
     torch.save(weights, tmp_path / "checkpoint.pt")
     (tmp_path / "old").mkdir()
     torch.save(weights, tmp_path / "old" / "1.pt")
+    with closing(sqlite3.connect(tmp_path / "study.db")) as study:
+        study.execute("create table t(a)")
+        study.execute("insert into t values (1)")
+        study.commit()
     monkeypatch.setenv("KILLED", killed)
     before = tree(tmp_path)
     if killed == "parent":
@@ -388,6 +396,7 @@ def test_a_checkpoint_that_the_script_overwrites_is_the_same_afterwards(
     else:
         outcome = dry_run(REPLACING, options=("--capacity", "4GiB"))
         assert outcome.status == (3 if killed else 0), outcome.errors
+        assert outcome.answer["files_seen_by"] == "audit events"
     found = tree(tmp_path)
     assert "seen" in found
     assert {name: found.get(name) for name in before} == before

@@ -27,6 +27,7 @@ from residency._device import memory_allocated
 from residency._dryrun import _frameworks, _host, _ranks, _sharding
 from residency._dryrun._books import KINDS, OTHER, Books
 from residency._dryrun._compiling import Compiling
+from residency._dryrun._files import SEEN_BY
 from residency._dryrun._flex import fuse_attention, name_captured
 from residency._dryrun._levers import Levers
 from residency._dryrun._owners import OwnersOfBlocks
@@ -277,6 +278,7 @@ class Run:
             "is_real": self._settings.is_real,
             "saved": self._saves.num_bytes,
             "files": self._saves.files,
+            "files_seen_by": SEEN_BY,
             "is_cut": self._stopping.was_cut,
             "has_compiled": sim.has_compiled() or self._compiling.is_used,
             "has_no_optimizer": self._stopping.is_by_hand,

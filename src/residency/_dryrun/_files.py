@@ -26,6 +26,7 @@ from residency._dryrun._hearing import Preceded, Silence
 from residency._dryrun._made import MadePaths, moved
 
 JOURNAL = "files.journal"
+SEEN_BY = "audit events"  # where the watch hears of changes; the answer says so
 _KEPT = ".residency-dry-run-kept"  # how the name of a folder begins that things are set aside in
 # Up to here what is opened to be changed in place is copied: data sets are mapped so, too.
 _MOST_COPIED = 64 << 20

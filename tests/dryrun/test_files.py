@@ -195,7 +195,7 @@ for _ in range(30):
         lambda: shutil.move(one, other), lambda: os.mkdir(one), lambda: os.symlink(other, one),
         lambda: os.link(one, other), lambda: shutil.copyfile(one, other), lambda: save(one),
         lambda: shutil.copytree(one, other), lambda: os.truncate(one, 3),
-        lambda: os.chmod(one, random.choice([0o600, 0o644, 0o751])),
+        lambda: os.chmod(one, random.choice([0o600, 0o644, 0o751, 0o500, 0o400])),
         lambda: os.utime(one, (7, 7), follow_symlinks=random.random() < 0.5),
         lambda: Path(one).touch(), lambda: open_by_flags(one), lambda: open_by_flags(one),
         lambda: cut_by_descriptor(one), lambda: write_row(one), lambda: os.remove("pipe"),

@@ -218,8 +218,9 @@ class FilesWatch:
                 self._note("absent", beside)  # it would be taken for a part of what is put back
 
     def _before_facts(self, path: object, *rest: Any) -> None:
-        for place, found in self._older(path, rest[-1]):
-            if _id(found) not in self._noted:
+        for place, found in self._older(path, rest[-1], has_folders=True):
+            # Each change of a folder, as it may be closed to what is to be undone in it.
+            if stat.S_ISDIR(found.st_mode) or _id(found) not in self._noted:
                 self._noted.add(_id(found))
                 self._note("facts", place, facts_of(found))
 
@@ -233,16 +234,19 @@ class FilesWatch:
                     value = os.getxattr(place, name).hex()
                 self._note("attribute", place, name, value)
 
-    def _older(self, path: object, folder: int) -> Iterator[tuple[str, os.stat_result]]:
+    def _older(
+        self, path: object, folder: int, *, has_folders: bool = False
+    ) -> Iterator[tuple[str, os.stat_result]]:
         """Yields what is older than the run of a link and of what it leads to: an event does not
-        say which of them is meant.
+        say which of them is meant. The run's own folders come, too, where they are asked for.
         """
         name = _place(path, folder)
         for place in sorted({name, os.path.realpath(name)}):
             found = _found(place, follows=False)
             if found is None or (isinstance(path, int) and self._is_kept(place)):
                 continue  # facts of what is kept are known
-            if not self._is_out(place) and not self._is_free(place, found):
+            is_asked = has_folders and stat.S_ISDIR(found.st_mode)
+            if not self._is_out(place) and (is_asked or not self._is_free(place, found)):
                 yield place, found
 
     def _before_remove(self, path: object, folder: int) -> None:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from residency._dryrun._facts import put_facts
+from residency._dryrun._facts import facts_of, put_facts
 from residency._dryrun._files import JOURNAL
 from residency._dryrun._made import MadePaths, moved
 
@@ -91,6 +91,8 @@ class _Undoing:
                 self._steps.append((self._move_back, (place, *rest)))
         elif kind == "kept":
             self._read_kept(place, *rest)
+        elif kind == "facts" and place in self._made:
+            self._steps.append((self._open_own_folder, (place,)))
         elif place not in self._made:
             ways: dict[str, Callable[..., None]] = {
                 "absent": _clear,
@@ -203,9 +205,13 @@ class _Undoing:
                 put_facts(place, facts)
             return
         self._folders[place] = facts
-        mode = os.stat(place).st_mode
-        if mode & stat.S_IRWXU != stat.S_IRWXU:  # things are to be put back in it
-            os.chmod(place, stat.S_IMODE(mode) | stat.S_IRWXU)
+        _give(place, stat.S_IRWXU)  # things are to be put back in it
+
+    def _open_own_folder(self, place: str) -> None:
+        """Opens a folder of the run, in which there may be older things, until the end."""
+        if os.path.isdir(place) and not os.path.islink(place):
+            self._folders.setdefault(place, facts_of(os.stat(place)))
+            _give(place, stat.S_IRWXU)
 
     def _look_at_large(self, place: str, num_bytes: int, changed: int) -> None:
         found = os.stat(place)
@@ -213,6 +219,7 @@ class _Undoing:
             self.failures.append(f"{place} was changed in place, and was too large to be copied")
 
     def _cut(self, place: str, num_bytes: int, facts: Sequence[int]) -> None:
+        _give(place, stat.S_IRUSR | stat.S_IWUSR)
         if os.path.getsize(place) > num_bytes:
             os.truncate(place, num_bytes)
         elif os.path.getsize(place) < num_bytes:
@@ -254,16 +261,29 @@ def _clear(place: str) -> None:
 
 
 def _copy_back(place: str, kept: str, facts: Sequence[int]) -> None:
+    if os.path.exists(place):
+        _give(place, stat.S_IRUSR | stat.S_IWUSR)
     if not os.path.exists(place) or not filecmp.cmp(kept, place, shallow=False):
         shutil.copyfile(kept, place)  # in place: others may have the file open, as a lock
     put_facts(place, facts)
 
 
+def _give(place: str, rights: int) -> None:
+    """Gives the owner rights, which the script may have taken away."""
+    mode = stat.S_IMODE(os.stat(place).st_mode)
+    if mode & rights != rights:
+        os.chmod(place, mode | rights)
+
+
 def _put_attribute(place: str, name: str, value: str | None) -> None:
+    before = stat.S_IMODE(os.stat(place).st_mode)
+    _give(place, stat.S_IRUSR | stat.S_IWUSR)
     if value is not None:
         os.setxattr(place, name, bytes.fromhex(value))
     elif name in os.listxattr(place):
         os.removexattr(place, name)
+    if stat.S_IMODE(os.stat(place).st_mode) != before:
+        os.chmod(place, before)
 
 
 def undo(folder: str, *, has_saves: bool) -> list[str]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import textwrap
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,10 +20,16 @@ from residency._dryrun._undo import undo
 
 # What a process of a dry run does without torch, in the folder of the user.
 BEGIN = """
-import os, random, shutil, sys
+import os, random, shutil, socket, sqlite3, sys
+from contextlib import closing
 from pathlib import Path
 from residency._dryrun._files import files_of_run
 files = files_of_run()
+def write_row(name):
+    with closing(sqlite3.connect(name)) as database:
+        database.execute("create table if not exists t(a)")
+        database.execute("insert into t values (2)")
+        database.commit()
 """
 
 
@@ -30,17 +39,22 @@ def changed(folder: Path, script: str, *arguments: str) -> subprocess.CompletedP
 
 
 def tree(folder: Path) -> dict[str, object]:
-    """Returns what a folder has: bytes, times and modes of files, and where links lead."""
+    """Returns what a folder has: bytes, times and modes of files, and where links lead.
+
+    The time of a folder is that of the last name in it, and new files stay.
+    """
     found: dict[str, object] = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         if path.is_symlink():
-            found[name] = str(path.readlink())
+            found[name] = (str(path.readlink()), path.lstat().st_mtime_ns)
         elif path.is_dir():
             found[name] = path.stat().st_mode
         else:
             facts = path.stat()
-            found[name] = (path.read_bytes(), facts.st_mtime_ns, facts.st_mode)
+            content = path.read_bytes() if path.is_file() else None
+            attributes = {each: os.getxattr(path, each) for each in os.listxattr(path)}
+            found[name] = (content, facts.st_mtime_ns, facts.st_mode, attributes)
     return found
 
 
@@ -53,8 +67,15 @@ def make_tree(folder: Path) -> None:
         (folder / name).mkdir(parents=True, exist_ok=True)
     for name in ("1", "2", "a/1", "a/2", "a/b/1", "c/1"):
         (folder / name).write_text(f"the user's {name}")
+    (folder / "a" / "2").chmod(0o600)
+    (folder / "c").chmod(0o750)
     (folder / "empty").touch()
     (folder / "link").symlink_to("a/1")
+    os.mkfifo(folder / "pipe")
+    for name in ("db", "c/db"):
+        with closing(sqlite3.connect(folder / name)) as database:
+            database.execute("create table t(a)")
+            database.commit()
 
 
 CHANGES = {
@@ -92,6 +113,37 @@ CHANGES = {
         "a = os.open('a', os.O_RDONLY); os.remove('1', dir_fd=a); "
         "os.rename('2', '1', src_dir_fd=a, dst_dir_fd=a)"
     ),
+    "opened in a folder by its descriptor": (
+        "a = os.open('a', os.O_RDONLY); "
+        "os.write(os.open('1', os.O_WRONLY | os.O_TRUNC, dir_fd=a), b'x')"
+    ),
+    "made shorter by who appends": "f = open('a/1', 'a+'); f.truncate(3); f.write('x')",
+    "given another mode": "os.chmod('a/1', 0o400); os.chmod('a', 0o700); os.chmod('link', 0o604)",
+    "given another mode by a descriptor": "f = open('a/1'); os.fchmod(f.fileno(), 0o640)",
+    "given another mode and removed": (
+        "os.chmod('a', 0o701); os.chmod('a/1', 0); shutil.rmtree('a')"
+    ),
+    "given another mode and moved with its folder": (
+        "os.chmod('a/b', 0o700); os.rename('a', 'd'); os.chmod('d', 0o711); os.rename('c', 'a')"
+    ),
+    "given another time": (
+        "os.utime('a/1', (1, 1)); os.utime('link', (2, 2), follow_symlinks=False); "
+        "Path('a/2').touch(); os.utime('a/b', ns=(3, 3))"
+    ),
+    "given another time by a descriptor": "f = open('a/1'); os.utime(f.fileno(), (1, 1))",
+    "written as it was": "text = open('a/1').read(); open('a/1', 'r+').write(text)",
+    "given the facts of another": "shutil.copystat('a/2', '1'); shutil.copymode('a/2', '2')",
+    "changed by sqlite3": "write_row('db'); write_row(Path('c/db'))",
+    "changed by sqlite3, named by a URI": (
+        "d = sqlite3.connect('file:c/%64b?mode=rw', uri=True); "
+        "d.execute('drop table t'); d.commit()"
+    ),
+    "left by sqlite3 in the middle": (
+        "d = sqlite3.connect('db'); d.execute('pragma journal_mode=wal'); "
+        "d.execute('insert into t values (1)'); d.commit(); sys.stdout.flush(); os._exit(0)"
+    ),
+    "a pipe that is removed": "os.remove('pipe'); os.mkfifo('pipe'); os.remove('pipe')",
+    "a pipe in the way of a file": "os.remove('pipe'); open('pipe', 'w').write('x')",
 }
 
 
@@ -109,6 +161,27 @@ def test_a_file_is_as_it_was_though_it_was(change: str, tmp_path: Path) -> None:
 
 ANY_CHANGES = """
 names = ["1", "2", "a", "a/1", "a/2", "a/b", "a/b/1", "c", "c/1", "d", "d/1", "empty", "link"]
+names += ["db", "c/db"]
+FLAGS = [os.O_CREAT, os.O_TRUNC, os.O_APPEND, os.O_EXCL, os.O_NOFOLLOW]
+def open_by_flags(name):
+    flags = random.choice([os.O_RDONLY, os.O_WRONLY, os.O_RDWR]) | os.O_NONBLOCK
+    for flag in FLAGS:
+        flags |= flag * (random.random() < 0.4)
+    folder = os.open(os.path.dirname(name) or ".", os.O_RDONLY)
+    try:
+        descriptor = os.open(os.path.basename(name), flags, dir_fd=folder)
+    finally:
+        os.close(folder)
+    try:
+        os.write(descriptor, b"run")
+        os.ftruncate(descriptor, 2)
+        os.fchmod(descriptor, 0o640)
+    finally:
+        os.close(descriptor)
+def cut_by_descriptor(name):
+    with open(name, random.choice(["a+", "r+"])) as file:
+        file.truncate(1)
+        file.write("run")
 random.seed(int(sys.argv[1]))
 def save(name):
     files.note_save(name)
@@ -122,10 +195,15 @@ for _ in range(30):
         lambda: shutil.move(one, other), lambda: os.mkdir(one), lambda: os.symlink(other, one),
         lambda: os.link(one, other), lambda: shutil.copyfile(one, other), lambda: save(one),
         lambda: shutil.copytree(one, other), lambda: os.truncate(one, 3),
+        lambda: os.chmod(one, random.choice([0o600, 0o644, 0o751, 0o500, 0o400])),
+        lambda: os.utime(one, (7, 7), follow_symlinks=random.random() < 0.5),
+        lambda: Path(one).touch(), lambda: open_by_flags(one), lambda: open_by_flags(one),
+        lambda: cut_by_descriptor(one), lambda: write_row(one), lambda: os.remove("pipe"),
+        lambda: os.setxattr(one, "user.run", b"x"), lambda: shutil.copystat(one, other),
     ])
     try:
         change()
-    except (OSError, shutil.Error, RecursionError):  # a folder into itself
+    except (OSError, shutil.Error, RecursionError, sqlite3.Error):  # a folder into itself
         pass
 """
 
@@ -143,6 +221,80 @@ def test_nothing_that_a_script_does_loses_a_file(seed: int, tmp_path: Path) -> N
         assert {name: after.get(name) for name in before} == before
         saves = [each for each in (folder / "user").rglob("*") if each.is_file() and is_save(each)]
         assert saves == []
+
+
+OPENED = """
+import itertools
+access = [os.O_RDONLY, os.O_WRONLY, os.O_RDWR]
+more = [os.O_CREAT, os.O_TRUNC, os.O_APPEND, os.O_EXCL, os.O_NOFOLLOW, os.O_PATH, os.O_DIRECTORY]
+for first in access:
+    for chosen in itertools.product([False, True], repeat=len(more)):
+        flags = first | sum(flag for flag, is_in in zip(more, chosen) if is_in)
+        for name in ("old", "private", "link", "empty", "two names", "missing", "a"):
+            told = []
+            try:
+                descriptor = os.open(name, flags)
+                told.append("opened")
+                os.write(descriptor, b"x")
+            except OSError as error:
+                told.append(error.errno)
+            if told[0] == "opened":
+                os.close(descriptor)
+            if os.path.isfile(name):
+                told += [open(name).read(), oct(os.stat(name).st_mode)]
+                if name == "missing":
+                    os.remove(name)
+            print(flags, name, *told)
+"""
+
+
+def test_a_script_opens_a_file_by_any_flags_as_always(tmp_path: Path) -> None:
+    told = []
+    for folder in (tmp_path / "plain", tmp_path / "dry"):
+        user = folder / "user"
+        (user / "a").mkdir(parents=True)
+        for name in ("old", "private", "two names"):
+            (user / name).write_text("the user's")
+        (user / "private").chmod(0o600)
+        (user / "empty").touch()
+        (user / "link").symlink_to("old")
+        os.link(user / "two names", user / "a" / "other")
+        before = tree(user)
+        if folder.name == "plain":
+            words = [sys.executable, "-c", "import os\n" + OPENED]
+            done = subprocess.run(words, cwd=user, capture_output=True, text=True, check=True)
+        else:
+            done = changed(folder, OPENED)
+            assert undo(str(folder / "run"), has_saves=False) == []
+            assert tree(user) == before
+        told.append(done.stdout.splitlines())
+        assert len(told[-1]) == 3 * 2**7 * 7, done.stderr
+    assert told[0] == told[1]
+
+
+def test_a_socket_of_the_run_stays_away(tmp_path: Path) -> None:
+    done = changed(tmp_path, "socket.socket(socket.AF_UNIX).bind('here'); os.remove('here')")
+    assert not done.returncode, done.stderr
+    assert undo(str(tmp_path / "run"), has_saves=False) == []
+    assert tree(tmp_path / "user") == {}
+
+
+def test_what_is_too_large_to_copy_is_named_where_it_was_changed(tmp_path: Path) -> None:
+    (tmp_path / "user").mkdir()
+    for name in ("read", "written", "cut", "longer"):
+        with (tmp_path / "user" / name).open("wb") as file:
+            file.truncate(65 << 20)
+    script = """
+    open("read", "r+b").read(1)
+    open("written", "r+b").write(b"x")
+    open("cut", "ab").truncate(1)
+    open("longer", "ab").write(b"x")
+    """
+    done = changed(tmp_path, script)
+    assert not done.returncode, done.stderr
+    failures = undo(str(tmp_path / "run"), has_saves=False)
+    assert [Path(each.split()[0]).name for each in failures] == ["cut", "written"]
+    assert (tmp_path / "user" / "longer").stat().st_size == 65 << 20
 
 
 def test_saves_go_with_the_folders_that_were_made_for_them_and_results_stay(tmp_path: Path) -> None:
@@ -167,7 +319,7 @@ def test_saves_go_with_the_folders_that_were_made_for_them_and_results_stay(tmp_
     )
     assert not done.returncode, done.stderr
     assert undo(str(tmp_path / "run"), has_saves=False) == []
-    files = {name for name, what in tree(tmp_path / "user").items() if isinstance(what, tuple)}
+    files = {name for name in tree(tmp_path / "user") if (tmp_path / "user" / name).is_file()}
     assert files == {"1", "old/1", "new/logs/1", "out/memory.pickle"}
     assert {path.name for path in (tmp_path / "user").iterdir()} == {"1", "new", "old", "out"}
     assert [path.name for path in (tmp_path / "user" / "new").iterdir()] == ["logs"]
@@ -195,7 +347,7 @@ def test_what_is_kept_elsewhere_cannot_be_removed_with_its_folder(tmp_path: Path
 
 
 REPLACING = """
-import io, os, pathlib, shutil, signal, torch
+import io, os, pathlib, shutil, signal, sqlite3, torch
 kept = torch.load("checkpoint.pt", map_location="cuda")
 assert kept["weight"].shape == (1024, 1024)
 model = torch.nn.Linear(1024, 1024, bias=False, device="cuda")
@@ -212,6 +364,10 @@ assert torch.load("best.pt")["epoch"] == 3
 model.load_state_dict(torch.load("checkpoint.pt"))
 assert pathlib.Path("checkpoint.pt").stat().st_size > 4 << 20
 shutil.rmtree("old")
+study = sqlite3.connect("study.db")
+study.execute("delete from t")
+study.commit()
+os.chmod("study.db", 0o600)
 pathlib.Path("seen").touch()
 for process in {"child": [os.getpid()], "parent": [os.getppid()]}.get(os.environ.get("KILLED"), []):
     os.kill(process, signal.SIGKILL)
@@ -228,6 +384,10 @@ def test_a_checkpoint_that_the_script_overwrites_is_the_same_afterwards(
     torch.save(weights, tmp_path / "checkpoint.pt")
     (tmp_path / "old").mkdir()
     torch.save(weights, tmp_path / "old" / "1.pt")
+    with closing(sqlite3.connect(tmp_path / "study.db")) as study:
+        study.execute("create table t(a)")
+        study.execute("insert into t values (1)")
+        study.commit()
     monkeypatch.setenv("KILLED", killed)
     before = tree(tmp_path)
     if killed == "parent":
@@ -236,6 +396,7 @@ def test_a_checkpoint_that_the_script_overwrites_is_the_same_afterwards(
     else:
         outcome = dry_run(REPLACING, options=("--capacity", "4GiB"))
         assert outcome.status == (3 if killed else 0), outcome.errors
+        assert outcome.answer["files_seen_by"] == "audit events"
     found = tree(tmp_path)
     assert "seen" in found
     assert {name: found.get(name) for name in before} == before

@@ -74,7 +74,7 @@ def answer(*, errors: list[dict[str, Any]]) -> Answer:
     found |= {"seconds": 3.0, "retries": 0}
     found |= {"host_peak": 0, "pinned_peak": 0, "files": 0, "saved": 0}
     found |= {"has_compiled": False, "has_no_optimizer": False, "is_real": False}
-    found |= {"warnings": []}
+    found |= {"warnings": [], "guesses": [], "files_seen_by": "audit events"}
     found |= {
         "timeline": [[0, 100 * MIB, 0, 0, 0, 0, 0, 500 * MIB], [1, *at_peak.values(), 500 * MIB]]
     }
@@ -90,7 +90,13 @@ def test_the_page_has_the_verdict_the_command_versions_and_names(tmp_path: Path)
         file = tmp_path / "page.html"
         write_page(answer(errors=errors), file, ["python", "train.py", "--name", "a <b> 'c'"])
         page = file.read_text()
-        for text in ("torch 2.99", "400.00 MiB allocated in forward", *KINDS, "set up"):
+        for text in (
+            "torch 2.99",
+            "400.00 MiB allocated in forward",
+            *KINDS,
+            "set up",
+            "Python's audit events",
+        ):
             assert text in page
         assert "a &lt;device&gt;" in page
         assert "a &lt;b&gt;" in page

@@ -264,6 +264,7 @@ def notes(answer: Answer) -> Iterator[str]:
     yield from (f"{each['line']}: {each['what']}" for each in found["guesses"])
     if (growing := growth_line(found)) is not None:
         yield growing
+    yield _note_of_files(found["files_seen_by"])
     yield from (f"residency warned: {text}" for text in found["warnings"])
     yield from _notes_of_end(answer)
     if found["is_cut"] and not any(each["name"].endswith("save") for each in found["phases"]):
@@ -287,6 +288,14 @@ def notes(answer: Answer) -> Iterator[str]:
             "less than 2 % is to spare: another version of torch or of cuDNN may take as much, and "
             "a display takes some hundred MiB"
         )
+
+
+def _note_of_files(seen_by: str) -> str:
+    """Returns what watched the script's files: what it does not see is not put back."""
+    return (
+        f"changes of files were seen by Python's {seen_by}: what C++ or other programs changed by "
+        "themselves is not put back"
+    )
 
 
 def _notes_of_end(answer: Answer) -> Iterator[str]:

@@ -29,6 +29,7 @@ from residency._dryrun._books import KINDS, OTHER, Books
 from residency._dryrun._caught import caught
 from residency._dryrun._compiling import Compiling
 from residency._dryrun._evidence import Evidence
+from residency._dryrun._files import SEEN_BY
 from residency._dryrun._flex import fuse_attention, name_captured
 from residency._dryrun._growing import Growing
 from residency._dryrun._levers import Levers
@@ -323,6 +324,7 @@ class Run:
             "is_real": self._settings.is_real,
             "saved": self._saves.num_bytes,
             "files": self._saves.files,
+            "files_seen_by": SEEN_BY,
             "is_cut": self._stopping.was_cut,
             "left_out": self._stopping.left_out(),
             "has_compiled": sim.has_compiled() or self._compiling.is_used,

@@ -18,93 +18,22 @@ import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
+from residency._dryrun._facts import facts_of
+from residency._dryrun._hearing import Preceded, Silence
+from residency._dryrun._made import MadePaths, moved
+
 JOURNAL = "files.journal"
+SEEN_BY = "audit events"  # where the watch hears of changes; the answer says so
 _KEPT = ".residency-dry-run-kept"  # how the name of a folder begins that things are set aside in
 # Up to here what is opened to be changed in place is copied: data sets are mapped so, too.
 _MOST_COPIED = 64 << 20
 _CHANGING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_BESIDE_DATABASES = ("-journal", "-shm", "-wal")  # files that sqlite3 makes, and may leave
 _NO_FILES = ("/proc/", "/sys/", "/dev/")
 _watch: list[FilesWatch] = []
-
-
-class MadePaths:
-    """The paths that a run has made, and those of its saves.
-
-    Attributes:
-        saves: Where saves are.
-    """
-
-    def __init__(self) -> None:
-        """Begins with none."""
-        self.saves: set[str] = set()
-        self._made: set[str] = set()
-        self._older: set[str] = set()  # what the run has moved into folders that it has made
-
-    def __contains__(self, path: str) -> bool:
-        """Returns whether the run has made what is there, or the folder that it is in."""
-        while True:
-            if path in self._older:
-                return False
-            if path in self._made:
-                return True
-            path, below = os.path.dirname(path), path
-            if path == below:
-                return False
-
-    def is_itself_made(self, path: str) -> bool:
-        """Returns whether the run has made what is there, by its own name."""
-        return path in self._made and path not in self._older
-
-    def add(self, path: str) -> None:
-        """Takes a path as made."""
-        self._older.discard(path)
-        self._made.add(path)
-
-    def put_back(self, path: str) -> None:
-        """Takes what is at a path as older than the run, though not what is below."""
-        self.saves.discard(path)
-        self._made.discard(path)
-        self._older.add(path)
-
-    def forget(self, path: str) -> None:
-        """Knows nothing any more of a path, and of those below."""
-        for paths in (self.saves, self._made, self._older):
-            paths -= {each for each in paths if _moved(each, path, path)}
-
-    def has_older_in(self, path: str) -> bool:
-        """Returns whether the run has moved something older below a path."""
-        return any(_moved(each, path, path) for each in self._older)
-
-    def all(self) -> list[str]:
-        """Returns the paths by whose own names something was made."""
-        return sorted(self._made - self._older)
-
-    def move(self, source: str, target: str, *, is_folder: bool) -> bool:
-        """Follows a move; a path that was left stays: no other process makes anything there.
-
-        Returns:
-            Whether the run has made what was moved.
-        """
-        is_made = source in self
-        if is_folder:
-            self.forget(target)  # what was below is gone
-        for paths in (self.saves, self._made, self._older):
-            if is_folder:
-                paths |= {_moved(each, source, target) for each in paths} - {""}
-            elif source in paths:
-                paths.add(target)
-        if is_made:
-            self.add(target)
-        else:
-            self._older.add(target)
-        return is_made
-
-
-def _moved(path: str, source: str, target: str) -> str:
-    """Returns where a path is after a folder's move; nothing for one outside the folder."""
-    return target + path[len(source) :] if f"{path}/".startswith(f"{source}/") else ""
 
 
 class FilesWatch:
@@ -118,6 +47,7 @@ class FilesWatch:
         self._journal = os.open(self._path, flags, 0o600)
         self._made = MadePaths()
         self._copied: set[tuple[int, int]] = set()  # files on their devices
+        self._noted: set[tuple[object, ...]] = set()  # of which files facts are
         self._linked: dict[str, tuple[int, int]] = {}
         self._mapped: set[tuple[int, int]] = set()  # whose bytes are read when they are asked for
         self._left: set[str] = set()  # what the run is made for, and stays
@@ -125,19 +55,37 @@ class FilesWatch:
         self._local = threading.local()
         self._handlers: dict[str, Callable[..., None]] = {
             "open": self._before_open,
+            "os.chmod": self._before_facts,
+            "os.chown": self._before_facts,
             "os.link": self._before_link,
             "os.mkdir": self._before_mkdir,
             "os.remove": self._before_remove,
+            "os.removexattr": self._before_attribute,
             "os.rename": self._before_rename,
             "os.rmdir": self._before_rmdir,
+            "os.setxattr": self._before_attribute,
             "os.symlink": self._before_symlink,
             "os.truncate": self._before_truncate,
+            "os.utime": self._before_facts,
             "shutil.copyfile": self._before_copy,
+            "socket.bind": self._before_bind,
+            "sqlite3.connect": self._before_connect,
         }
 
     def start(self) -> None:
         """Watches from now on, to the end of the process: Python lets no such hook go."""
         sys.addaudithook(self._hear)
+        # Python has no events of the last two, and that of the first leaves out the folder.
+        system: Any = os
+        before: dict[str, Callable[..., None]] = {
+            "open": self._before_open_in,
+            "mkfifo": self._before_node,
+            "mknod": self._before_node,
+        }
+        for name, hear in before.items():
+            told = Preceded(getattr(os, name), hear, self._local)
+            setattr(system, name, told)
+            system.supports_dir_fd.add(told)
 
     def note_save(self, path: str, *, is_new: bool = True) -> None:
         """Notes that a file is a save, which goes when the run ends.
@@ -183,18 +131,30 @@ class FilesWatch:
             with self._silently():
                 handler(*arguments)
 
-    def _silently(self) -> _Silence:
-        return _Silence(self._local)
+    def _silently(self) -> Silence:
+        return Silence(self._local)
 
-    def _before_open(self, path: object, mode: object, flags: int) -> None:
-        if not flags & _CHANGING or not isinstance(path, str | bytes):
+    def _before_open(self, path: object, mode: object, flags: int, folder: int = -1) -> None:
+        if not flags & _CHANGING or flags & (os.O_PATH | os.O_DIRECTORY):
             return
-        place = os.path.realpath(os.fsdecode(path))
-        if not self._is_out(place):
-            self._before_write(place, flags)
+        name = _place(path, folder)
+        if flags & os.O_NOFOLLOW and os.path.islink(name):
+            return  # which fails
+        place = os.path.realpath(name)
+        if not os.path.exists(place) or os.access(place, os.W_OK):
+            self._before_change(place, flags)
+
+    def _before_open_in(
+        self, path: object, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
+    ) -> None:
+        self._before_open(path, None, flags, -1 if dir_fd is None else dir_fd)
 
     def _before_truncate(self, path: object, length: int) -> None:
         self._before_open(path, None, os.O_WRONLY)
+
+    def _before_change(self, place: str, flags: int) -> None:
+        if not self._is_out(place):
+            self._before_write(place, flags)
 
     def _before_write(self, place: str, flags: int) -> None:
         found = _found(place)
@@ -208,22 +168,86 @@ class FilesWatch:
         elif self._is_free(place, found):
             if flags & os.O_TRUNC and _id(found) in self._mapped and os.access(place, os.W_OK):
                 os.unlink(place)
+                _make_empty(place, found)
         elif found.st_nlink > 1:  # what other names show must not change
-            kept = self._set_aside(place, os.rename)
-            self._make(place)
-            if not flags & os.O_TRUNC:
-                shutil.copy2(kept, place)
-        elif not found.st_size or (flags & os.O_APPEND and not flags & os.O_TRUNC):
-            # In place, as the file may be a lock, and a log that others append to.
-            self._note("size", place, found.st_size, found.st_mtime_ns)
-        elif flags & os.O_TRUNC:
-            self._set_aside(place, os.rename)
-            self._make(place)
-        elif _id(found) not in self._copied and found.st_size <= _MOST_COPIED:
+            self._replace(place, found, flags)
+        elif not found.st_size:
+            self._note("size", place, 0, facts_of(found))  # in place: it may be a lock
+        elif flags & os.O_TRUNC and os.access(os.path.dirname(place), os.W_OK):
+            self._replace(place, found, flags)
+        elif flags & os.O_TRUNC or found.st_size <= _MOST_COPIED:
+            self._copy(place, found)
+        elif flags & os.O_APPEND:
+            self._note("size", place, found.st_size, facts_of(found))
+        else:
+            self._note("large", place, found.st_size, found.st_mtime_ns)
+
+    def _replace(self, place: str, found: os.stat_result, flags: int) -> None:
+        """Puts a file of the run in the place of another, as who opens it may want one there."""
+        kept = self._set_aside(place, os.rename)
+        self._make(place)
+        if flags & os.O_TRUNC:
+            _make_empty(place, found)
+        else:
+            shutil.copy2(kept, place)
+
+    def _copy(self, place: str, found: os.stat_result) -> None:
+        """Copies a file that may be changed in place: it may be a log that others append to."""
+        if _id(found) not in self._copied:
             self._copied.add(_id(found))
             kept = os.path.join(self._folder, os.urandom(8).hex())
             shutil.copy2(place, kept)
-            self._note("copied", place, kept)
+            self._note("copied", place, kept, facts_of(found))
+
+    def _before_connect(self, database: object) -> None:
+        if not isinstance(database, str | bytes | os.PathLike):
+            return
+        name = os.fsdecode(database)
+        for each in {name, _path_of_uri(name)} - {"", ":memory:"}:
+            self._before_database(os.path.realpath(each))
+
+    def _before_database(self, place: str) -> None:
+        """Sets aside what sqlite3 may write, in C, or remove: the file and those beside it."""
+        found = _found(place)
+        is_older = found is not None and not self._is_free(place, found)
+        self._before_change(place, os.O_RDWR | os.O_CREAT)
+        for beside in (place + each for each in _BESIDE_DATABASES):
+            if os.path.exists(beside):
+                self._before_change(beside, os.O_RDWR)
+            elif is_older and not self._is_out(beside):
+                self._note("absent", beside)  # it would be taken for a part of what is put back
+
+    def _before_facts(self, path: object, *rest: Any) -> None:
+        for place, found in self._older(path, rest[-1], has_folders=True):
+            # Each change of a folder, as it may be closed to what is to be undone in it.
+            if stat.S_ISDIR(found.st_mode) or _id(found) not in self._noted:
+                self._noted.add(_id(found))
+                self._note("facts", place, facts_of(found))
+
+    def _before_attribute(self, path: object, attribute: str | bytes, *rest: object) -> None:
+        name = os.fsdecode(attribute)
+        for place, found in self._older(path, -1):
+            if not stat.S_ISLNK(found.st_mode) and (*_id(found), name) not in self._noted:
+                self._noted.add((*_id(found), name))
+                value = None
+                with suppress(OSError):  # it has none
+                    value = os.getxattr(place, name).hex()
+                self._note("attribute", place, name, value)
+
+    def _older(
+        self, path: object, folder: int, *, has_folders: bool = False
+    ) -> Iterator[tuple[str, os.stat_result]]:
+        """Yields what is older than the run of a link and of what it leads to: an event does not
+        say which of them is meant. The run's own folders come, too, where they are asked for.
+        """
+        name = _place(path, folder)
+        for place in sorted({name, os.path.realpath(name)}):
+            found = _found(place, follows=False)
+            if found is None or (isinstance(path, int) and self._is_kept(place)):
+                continue  # facts of what is kept are known
+            is_asked = has_folders and stat.S_ISDIR(found.st_mode)
+            if not self._is_out(place) and (is_asked or not self._is_free(place, found)):
+                yield place, found
 
     def _before_remove(self, path: object, folder: int) -> None:
         place = _place(path, folder)
@@ -236,10 +260,10 @@ class FilesWatch:
         if found is None or self._is_free(place, found):
             return
         if stat.S_ISLNK(found.st_mode):
-            self._note("link", place, os.readlink(place))
+            self._note("link", place, os.readlink(place), facts_of(found))
         elif stat.S_ISDIR(found.st_mode):
-            self._note("folder", place, stat.S_IMODE(found.st_mode))
-        elif stat.S_ISREG(found.st_mode):
+            self._note("folder", place, facts_of(found))
+        else:
             self._linked[place] = _id(found)
             self._set_aside(place, os.link)
 
@@ -257,7 +281,7 @@ class FilesWatch:
         if found is None or not _can_move(old, new, found):
             return
         for kept in self._kept:
-            if _moved(kept, old, new):
+            if moved(kept, old, new):
                 raise _refusal(f"not moved, as it has what the dry run keeps in {kept}", old)
         self._before_loss(new)
         is_folder = stat.S_ISDIR(found.st_mode)
@@ -269,6 +293,13 @@ class FilesWatch:
 
     def _before_mkdir(self, path: object, mode: int, folder: int) -> None:
         self._before_new(_place(path, folder))
+
+    def _before_node(self, path: object, *rest: object, dir_fd: int = -1, **more: object) -> None:
+        self._before_new(_place(path, dir_fd))
+
+    def _before_bind(self, socket: object, address: object) -> None:
+        if isinstance(address, str | bytes) and os.fsencode(address)[:1] not in (b"", b"\0"):
+            self._before_new(_place(address))
 
     def _before_symlink(self, source: object, target: object, folder: int) -> None:
         self._before_new(_place(target, folder))
@@ -316,9 +347,12 @@ class FilesWatch:
         Raises:
             PermissionError: It is one that the dry run keeps.
         """
-        if any(_moved(place, kept, kept) for kept in self._kept):
+        if self._is_kept(place):
             raise _refusal("this is what the dry run keeps of the files before it", place)
         return place.startswith((f"{self._folder}/", *_NO_FILES))
+
+    def _is_kept(self, place: str) -> bool:
+        return any(moved(place, kept, kept) for kept in self._kept)
 
     def _set_aside(self, place: str, take: Callable[[str, str], None]) -> str:
         """Moves or links a file to where the script does not look; returns its path there.
@@ -326,10 +360,10 @@ class FilesWatch:
         It is noted first, as the process may be killed: a file that is not there is none to put
         back.
         """
-        name = os.urandom(8).hex()
+        name, found = os.urandom(8).hex(), os.lstat(place)
         for folder in self._folders(place):
             kept = os.path.join(folder, name)
-            self._note("kept", place, kept)
+            self._note("kept", place, kept, facts_of(found))
             try:
                 os.makedirs(folder, mode=0o700, exist_ok=True)
                 take(place, kept)
@@ -338,9 +372,11 @@ class FilesWatch:
             if folder != self._folder:
                 self._kept.add(folder)
             return kept
+        if not stat.S_ISREG(found.st_mode):
+            raise _refusal("this has no bytes to copy, and the dry run cannot set it aside", place)
         kept = os.path.join(self._folder, name)
         shutil.copy2(place, f"{kept}~")
-        self._note("kept", place, kept)
+        self._note("kept", place, kept, facts_of(found))
         os.rename(f"{kept}~", kept)
         if take is os.rename:
             os.unlink(place)
@@ -359,21 +395,6 @@ class FilesWatch:
         for each in reversed(outers):
             if os.access(each, os.W_OK):
                 yield os.path.join(each, f"{_KEPT}-{os.path.basename(self._folder)}")
-
-
-class _Silence:
-    """A part of this thread's work whose own events are not heard."""
-
-    def __init__(self, local: threading.local) -> None:
-        self._local = local
-        self._before = False
-
-    def __enter__(self) -> None:
-        self._before = getattr(self._local, "is_silent", False)
-        self._local.is_silent = True
-
-    def __exit__(self, *error: object) -> None:
-        self._local.is_silent = self._before
 
 
 def _refusal(message: str, *place: str) -> PermissionError:
@@ -397,7 +418,7 @@ def _can_move(source: str, target: str, found: os.stat_result) -> bool:
     outers = os.path.dirname(source), os.path.dirname(target)
     if not all(os.access(outer, os.W_OK) for outer in outers):
         return False
-    if os.stat(outers[0]).st_dev != os.stat(outers[1]).st_dev or _moved(target, source, source):
+    if os.stat(outers[0]).st_dev != os.stat(outers[1]).st_dev or moved(target, source, source):
         return False
     there = _found(target, follows=False)
     if there is None:
@@ -408,13 +429,42 @@ def _can_move(source: str, target: str, found: os.stat_result) -> bool:
     return not is_folder or not os.listdir(target)
 
 
-def _place(path: Any, folder: int) -> str:
-    """Returns where a name is, without following what it may link to."""
+def _place(path: Any, folder: int = -1) -> str:
+    """Returns where a name is, without following what it may link to, or a descriptor's file."""
+    if isinstance(path, int):
+        return _path_of(path)
     name = os.fsdecode(path).rstrip("/") or "/"
     if folder != -1:
-        name = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), name)
-    outer, inner = os.path.split(os.path.abspath(name))
+        name = os.path.join(_path_of(folder), name)
+    outer, inner = os.path.split(name)
+    if inner in ("", ".", ".."):
+        return os.path.realpath(name)
     return os.path.join(os.path.realpath(outer), inner)
+
+
+def _path_of(descriptor: int) -> str:
+    path = f"/proc/self/fd/{descriptor}"
+    try:
+        return os.readlink(path)
+    except OSError:  # it is not open
+        return path
+
+
+def _path_of_uri(name: str) -> str:
+    """Returns the path in a database's name, where that is a URI; an event does not say so."""
+    if not name.startswith("file:"):
+        return ""
+    from urllib.parse import unquote, urlsplit  # which few scripts need
+
+    return unquote(urlsplit(name).path)
+
+
+def _make_empty(place: str, found: os.stat_result) -> None:
+    """Makes a file in the place of another, which who opens it to write may want to be there."""
+    os.close(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    with suppress(OSError):  # it may have been another user's
+        os.chown(place, found.st_uid, found.st_gid)
+    os.chmod(place, stat.S_IMODE(found.st_mode))
 
 
 def watch_files_of_run(folder: str) -> None:

@@ -10,14 +10,17 @@ import filecmp
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from residency._dryrun._files import JOURNAL, MadePaths
+from residency._dryrun._facts import facts_of, put_facts
+from residency._dryrun._files import JOURNAL
+from residency._dryrun._made import MadePaths, moved
 
 _DONE = b"."
 _BEGIN = 256  # bytes of a file, which show what it is
@@ -69,6 +72,7 @@ class _Undoing:
         self._names: set[str] = set()  # that the run has given to older files
         self._steps: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._kept: set[str] = set()  # folders
+        self._folders: dict[str, Sequence[int]] = {}  # that are to have these facts at the end
 
     def read(self, kind: str, place: str, *rest: Any) -> None:
         """Follows one entry."""
@@ -87,23 +91,29 @@ class _Undoing:
                 self._steps.append((self._move_back, (place, *rest)))
         elif kind == "kept":
             self._read_kept(place, *rest)
+        elif kind == "facts" and place in self._made:
+            self._steps.append((self._open_own_folder, (place,)))
         elif place not in self._made:
             ways: dict[str, Callable[..., None]] = {
+                "absent": _clear,
+                "attribute": _put_attribute,
                 "copied": _copy_back,
+                "facts": self._put_facts,
                 "folder": self._make_folder,
+                "large": self._look_at_large,
                 "link": self._link,
-                "size": _cut,
+                "size": self._cut,
             }
             self._steps.append((ways[kind], (place, *rest)))
 
-    def _read_kept(self, place: str, kept: str) -> None:
+    def _read_kept(self, place: str, kept: str, facts: Sequence[int]) -> None:
         self._kept.add(os.path.dirname(kept))
         if not os.path.lexists(kept):
             return  # another place was found, or the process was killed before
         if place in self._made:  # by another process of the run
             os.unlink(kept)
             return
-        self._steps.append((self._put_back, (place, kept)))
+        self._steps.append((self._put_back, (place, kept, facts)))
 
     def undo(self) -> None:
         """Undoes all, the last first."""
@@ -137,6 +147,15 @@ class _Undoing:
             if os.path.islink(place) and not os.path.exists(place):
                 self._remove(place)
 
+    def finish_folders(self) -> None:
+        """Gives folders their modes and times: nothing is made in them any more."""
+        for place, facts in self._folders.items():
+            try:
+                if os.path.isdir(place) and not os.path.islink(place):
+                    put_facts(place, facts)
+            except OSError as error:
+                self.failures.append(f"{place} cannot be put back: {error.strerror}")
+
     def _remove(self, place: str) -> None:
         try:
             os.unlink(place)
@@ -153,7 +172,7 @@ class _Undoing:
             with suppress(OSError):  # it has a result
                 os.rmdir(outer)
 
-    def _put_back(self, place: str, kept: str) -> None:
+    def _put_back(self, place: str, kept: str, facts: Sequence[int]) -> None:
         _clear(place)
         os.makedirs(os.path.dirname(place), exist_ok=True)
         try:
@@ -164,19 +183,48 @@ class _Undoing:
         with suppress(FileNotFoundError):
             os.unlink(kept)  # two names of one file
         self._made.put_back(place)
+        put_facts(place, facts)
 
-    def _make_folder(self, place: str, mode: int) -> None:
+    def _make_folder(self, place: str, facts: Sequence[int]) -> None:
         if os.path.islink(place) or not os.path.isdir(place):
             _clear(place)
         os.makedirs(place, exist_ok=True)
-        os.chmod(place, mode)
         self._made.put_back(place)
+        self._put_facts(place, facts)
 
-    def _link(self, place: str, target: str) -> None:
+    def _link(self, place: str, target: str, facts: Sequence[int]) -> None:
         _clear(place)
         os.makedirs(os.path.dirname(place), exist_ok=True)
         os.symlink(target, place)
         self._made.put_back(place)
+        put_facts(place, facts)
+
+    def _put_facts(self, place: str, facts: Sequence[int]) -> None:
+        if os.path.islink(place) or not os.path.isdir(place):
+            if os.path.lexists(place):
+                put_facts(place, facts)
+            return
+        self._folders[place] = facts
+        _give(place, stat.S_IRWXU)  # things are to be put back in it
+
+    def _open_own_folder(self, place: str) -> None:
+        """Opens a folder of the run, in which there may be older things, until the end."""
+        if os.path.isdir(place) and not os.path.islink(place):
+            self._folders.setdefault(place, facts_of(os.stat(place)))
+            _give(place, stat.S_IRWXU)
+
+    def _look_at_large(self, place: str, num_bytes: int, changed: int) -> None:
+        found = os.stat(place)
+        if (found.st_size, found.st_mtime_ns) != (num_bytes, changed):
+            self.failures.append(f"{place} was changed in place, and was too large to be copied")
+
+    def _cut(self, place: str, num_bytes: int, facts: Sequence[int]) -> None:
+        _give(place, stat.S_IRUSR | stat.S_IWUSR)
+        if os.path.getsize(place) > num_bytes:
+            os.truncate(place, num_bytes)
+        elif os.path.getsize(place) < num_bytes:
+            self.failures.append(f"{place} was made shorter, and was too large to be copied")
+        put_facts(place, facts)
 
     def _move_back(self, source: str, target: str, is_folder: bool) -> None:
         is_ours = source in self._made or source in self._names
@@ -185,6 +233,11 @@ class _Undoing:
         _clear(source)
         os.makedirs(os.path.dirname(source), exist_ok=True)
         os.rename(target, source)
+        self._folders = {
+            moved(each, target, source) or each: facts
+            for each, facts in self._folders.items()
+            if not moved(each, source, source)
+        }
         self._made.forget(source)
         self._made.move(target, source, is_folder=is_folder)
         self._made.forget(target)
@@ -207,17 +260,30 @@ def _clear(place: str) -> None:
         os.unlink(place)
 
 
-def _copy_back(place: str, kept: str) -> None:
-    if os.path.exists(place) and filecmp.cmp(kept, place, shallow=False):
-        return
-    shutil.copyfile(kept, place)  # in place: others may have the file open, as a lock
-    shutil.copystat(kept, place)
+def _copy_back(place: str, kept: str, facts: Sequence[int]) -> None:
+    if os.path.exists(place):
+        _give(place, stat.S_IRUSR | stat.S_IWUSR)
+    if not os.path.exists(place) or not filecmp.cmp(kept, place, shallow=False):
+        shutil.copyfile(kept, place)  # in place: others may have the file open, as a lock
+    put_facts(place, facts)
 
 
-def _cut(place: str, num_bytes: int, changed: int) -> None:
-    if os.path.getsize(place) > num_bytes:
-        os.truncate(place, num_bytes)
-        os.utime(place, ns=(changed, changed))
+def _give(place: str, rights: int) -> None:
+    """Gives the owner rights, which the script may have taken away."""
+    mode = stat.S_IMODE(os.stat(place).st_mode)
+    if mode & rights != rights:
+        os.chmod(place, mode | rights)
+
+
+def _put_attribute(place: str, name: str, value: str | None) -> None:
+    before = stat.S_IMODE(os.stat(place).st_mode)
+    _give(place, stat.S_IRUSR | stat.S_IWUSR)
+    if value is not None:
+        os.setxattr(place, name, bytes.fromhex(value))
+    elif name in os.listxattr(place):
+        os.removexattr(place, name)
+    if stat.S_IMODE(os.stat(place).st_mode) != before:
+        os.chmod(place, before)
 
 
 def undo(folder: str, *, has_saves: bool) -> list[str]:
@@ -233,6 +299,7 @@ def undo(folder: str, *, has_saves: bool) -> list[str]:
     undoing.undo()
     if not has_saves:
         undoing.remove_saves()
+    undoing.finish_folders()
     return undoing.failures
 
 

@@ -1,0 +1,48 @@
+"""How the watch over files hears of what Python's audit events leave out, and not of itself.
+
+Loaded by its path in processes that may never import torch: nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+class Silence:
+    """A part of this thread's work whose own events are not heard."""
+
+    def __init__(self, local: threading.local) -> None:
+        self._local = local
+        self._before = False
+
+    def __enter__(self) -> None:
+        self._before = getattr(self._local, "is_silent", False)
+        self._local.is_silent = True
+
+    def __exit__(self, *error: object) -> None:
+        self._local.is_silent = self._before
+
+
+class Preceded:
+    """A function of `os` of whose calls the watch hears first.
+
+    It is no Python function, as one would be bound where a class has it as an attribute.
+    """
+
+    def __init__(
+        self, does: Callable[..., Any], before: Callable[..., None], local: threading.local
+    ) -> None:
+        functools.update_wrapper(self, does)
+        self._does = does
+        self._before = before
+        self._local = local
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if getattr(self._local, "is_silent", False):
+            return self._does(*args, **options)
+        with Silence(self._local):
+            self._before(*args, **options)
+            return self._does(*args, **options)

@@ -88,6 +88,7 @@ REGISTRIES = {
     "integrations/_verl_guard.py:_lock": "a lock",
     "integrations/verl.py:_makers": "one entry",
     "integrations/xtuner.py:_config_class": "one entry",
+    "optim.py:_classes": "one entry",
     "sim/_meta_kernels.py:_registrations": "one entry",
     "sim/_allocator.py:_pool_numbers": "a counter",
     "sim/_backend.py:_state": "one entry a setting",

@@ -1,10 +1,10 @@
-"""State of an optimizer that waits on the host until somebody uses it.
+"""State of an optimizer that waits on the host for its first use.
 
-Whoever uses a state reads ``optimizer.state``: a step, compiled or not, ``copy.deepcopy`` and
-``pickle`` (by torch's own ``__getstate__``), ``state_dict``, what a class does in its ``train`` and
-``eval``, whoever assigns a key or hands the mapping to another optimizer. So that read brings the
-state to its parameters' device, by where a tensor lies and not by which tensor it is. Invariant,
-which ``tests/checkpoint/restore/test_waiting.py`` tries to break: no caller who reads
+A use of a state reads ``optimizer.state``: a step does, compiled or not, ``copy.deepcopy`` and
+``pickle`` do (by torch's own ``__getstate__``), ``state_dict``, a class in its ``train`` and
+``eval``, and code that assigns a key or hands the mapping to another optimizer. That read brings
+the state to its parameters' device, by where a tensor lies and not by which tensor it is.
+Invariant, which ``tests/checkpoint/restore/test_waiting.py`` tries to break: no read of
 ``optimizer.state`` finds a state on the host whose parameter is on a device and that its class
 keeps there.
 
@@ -86,7 +86,7 @@ _looks = threading.local()
 
 
 class _StateOfWaiting:
-    """What stands at ``Optimizer.state`` while anything waits."""
+    """The descriptor at ``Optimizer.state`` while anything waits."""
 
     def __get__(self, optimizer: Optimizer | None, owner: type | None = None) -> Any:
         return self if optimizer is None else _read(optimizer)

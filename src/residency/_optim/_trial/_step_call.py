@@ -37,7 +37,7 @@ def raw_step(base: type[Optimizer]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class StepCall:
-    """What a step was called with.
+    """The arguments of a step.
 
     Attributes:
         values: By the names of the class' own ``step``, those by position first.

@@ -415,7 +415,7 @@ def _is_open(folder: str) -> bool:
 
 
 def _is_closed(place: str) -> bool:
-    """Returns whether nobody here can know what is at a path, as its folder is not open to us."""
+    """Returns whether the folder of a path does not let this process see what is in it."""
     try:
         os.lstat(place)
     except PermissionError:

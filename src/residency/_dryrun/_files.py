@@ -173,7 +173,7 @@ class FilesWatch:
             self._replace(place, found, flags)
         elif not found.st_size:
             self._note("size", place, 0, facts_of(found))  # in place: it may be a lock
-        elif flags & os.O_TRUNC and os.access(os.path.dirname(place), os.W_OK):
+        elif flags & os.O_TRUNC and _is_open(os.path.dirname(place)):
             self._replace(place, found, flags)
         elif flags & os.O_TRUNC or found.st_size <= _MOST_COPIED:
             self._copy(place, found)
@@ -257,7 +257,7 @@ class FilesWatch:
     def _before_loss(self, place: str) -> None:
         """Sets aside what is at a path, which another thing is about to take, or nothing."""
         found = _found(place, follows=False)
-        if found is None or self._is_free(place, found):
+        if found is None or self._is_free(place, found) or not _is_open(os.path.dirname(place)):
             return
         if stat.S_ISLNK(found.st_mode):
             self._note("link", place, os.readlink(place), facts_of(found))
@@ -306,7 +306,7 @@ class FilesWatch:
 
     def _before_link(self, source: object, target: object, first: int, second: int) -> None:
         old, new = _place(source, first), _place(target, second)
-        if self._is_out(new) or _found(new, follows=False) is not None:
+        if self._is_out(new) or _found(new, follows=False) is not None or _is_closed(new):
             return
         if old in self._made:
             self._make(new)
@@ -331,7 +331,7 @@ class FilesWatch:
     # ------------------------------------------------------------------------------ what is noted
 
     def _make(self, place: str) -> None:
-        if not self._made.is_itself_made(place):
+        if not self._made.is_itself_made(place) and not _is_closed(place):
             self._note("new", place)
             self._made.add(place)
 
@@ -393,7 +393,7 @@ class FilesWatch:
                 break
             outer = os.path.dirname(outer)
         for each in reversed(outers):
-            if os.access(each, os.W_OK):
+            if _is_open(each):
                 yield os.path.join(each, f"{_KEPT}-{os.path.basename(self._folder)}")
 
 
@@ -409,6 +409,22 @@ def _found(place: str, *, follows: bool = True) -> os.stat_result | None:
         return None
 
 
+def _is_open(folder: str) -> bool:
+    """Returns whether names can come and go in a folder."""
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+def _is_closed(place: str) -> bool:
+    """Returns whether the folder of a path does not let this process see what is in it."""
+    try:
+        os.lstat(place)
+    except PermissionError:
+        return True
+    except (OSError, ValueError):
+        pass
+    return False
+
+
 def _id(found: os.stat_result) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
@@ -416,7 +432,7 @@ def _id(found: os.stat_result) -> tuple[int, int]:
 def _can_move(source: str, target: str, found: os.stat_result) -> bool:
     """Returns whether the system can do a move, as far as it can be known."""
     outers = os.path.dirname(source), os.path.dirname(target)
-    if not all(os.access(outer, os.W_OK) for outer in outers):
+    if not all(_is_open(outer) for outer in outers):
         return False
     if os.stat(outers[0]).st_dev != os.stat(outers[1]).st_dev or moved(target, source, source):
         return False

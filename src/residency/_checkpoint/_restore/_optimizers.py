@@ -91,7 +91,7 @@ def plan_optimizer(
         if kind_of(each) == "tensor"
     }
     others = {
-        (by_name[name], key): _Value(each, settings.value(each, f"{path}.state.{name}.{key}"))
+        (by_name[name], key): _PlainState(each, settings.value(each, f"{path}.state.{name}.{key}"))
         for name, values in node["state"].items()
         for key, each in values.items()
         if kind_of(each) != "tensor"
@@ -113,7 +113,7 @@ def plan_optimizer(
 
 
 @dataclass(frozen=True, slots=True)
-class _Value:
+class _PlainState:
     """A state that is no tensor: its node, and what returns it."""
 
     node: Mapping[str, Any]
@@ -139,7 +139,7 @@ class _ComingOptimizer:
     settings: RestoreSettings
     states: Mapping[Tensor, Mapping[str, Incoming | None]]
     tensors: Mapping[tuple[Tensor, str], str]
-    others: Mapping[tuple[Tensor, str], _Value]
+    others: Mapping[tuple[Tensor, str], _PlainState]
     loose: SavedValue
     own: SavedValue
     groups: Sequence[Callable[[], None]]
@@ -204,7 +204,7 @@ class _ComingOptimizer:
 def _settle_nested(
     reception: Reception,
     values: dict[tuple[Tensor, str], object],
-    others: Mapping[tuple[Tensor, str], _Value],
+    others: Mapping[tuple[Tensor, str], _PlainState],
     fetch: Callable[[str], Tensor],
 ) -> None:
     """Sees to it that tensors within lists and the like get where the step needs them."""

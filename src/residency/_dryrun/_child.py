@@ -79,7 +79,6 @@ class Run:
         self._evidence = Evidence(lambda: self._phases.name, lambda: self._saves.files)
         self._phases = Phases(self._end_phase, self._evidence.note_backward)
         self._stopping = Stopping(settings.steps, self._owners.optimizers, _held)
-        self._growing = Growing(self._books, self._stopping.steps_of_training)
         self._levers = Levers(settings)
         self._compiling = Compiling()
         self._blame = Blame()
@@ -91,6 +90,7 @@ class Run:
     def _be_of_this_process(self) -> None:
         """Knows nothing yet: at the start, and in a forked child, as its parent's are not its."""
         self._books = Books(self._core.take_journal)
+        self._growing = Growing(self._books, self._stopping.steps_of_training)
         self._num_written = (0, 0, 0)  # of the timeline's points, marks and owners
         self._lock = threading.RLock()  # of the books
         self._ended = "running"

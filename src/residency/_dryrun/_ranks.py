@@ -56,10 +56,13 @@ def be_one_rank(num_ranks: int) -> None:
     dist.__dict__.update({name: each for name, each in changed.items() if name in vars(dist)})
     # Calls are numbered to find ranks that have made different ones; a group without peers cannot.
     group: Any = FakeProcessGroup
-    count, limit = group._set_sequence_number_for_group, group._set_default_timeout
+    count = group._set_sequence_number_for_group
     group._set_sequence_number_for_group = around(count)(lambda self: None)
-    # Nothing is waited for.
-    group._set_default_timeout = around(limit)(lambda self, timeout: None)
+    limit: Any = dist.ProcessGroupGloo  # whose calls a group without peers answers
+    limit = limit._set_default_timeout
+    group._set_default_timeout = around(limit, names=("self", "timeout"))(
+        lambda self, timeout: None
+    )
     here = functools.partial(_launch_here, num_ranks)
     watched: dict[str, Callable[[ModuleType], None]] = {"torch.distributed.launcher.api": here}
     if num_ranks > 1:

@@ -247,6 +247,7 @@ def rewrite_loops() -> None:
     """Rewrites what is loaded of the script from now on."""
     for each in _ASKED:
         let_ask(each.__name__, each)
+    let_ask("text", lambda function, source: source)  # where texts are not followed
     sys.path_hooks.append(_find_script)
     loader: Any = SourceFileLoader
     load = loader.get_code

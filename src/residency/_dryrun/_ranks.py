@@ -58,11 +58,8 @@ def be_one_rank(num_ranks: int) -> None:
     group: Any = FakeProcessGroup
     count = group._set_sequence_number_for_group
     group._set_sequence_number_for_group = around(count)(lambda self: None)
-    limit: Any = dist.ProcessGroupGloo  # whose calls a group without peers answers
-    limit = limit._set_default_timeout
-    group._set_default_timeout = around(limit, names=("self", "timeout"))(
-        lambda self, timeout: None
-    )
+    unlimited = around(gloo._set_default_timeout, names=("self", "timeout"))
+    group._set_default_timeout = unlimited(lambda self, timeout: None)
     here = functools.partial(_launch_here, num_ranks)
     watched: dict[str, Callable[[ModuleType], None]] = {"torch.distributed.launcher.api": here}
     if num_ranks > 1:

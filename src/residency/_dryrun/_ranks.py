@@ -58,8 +58,8 @@ def be_one_rank(num_ranks: int) -> None:
     group: Any = FakeProcessGroup
     count = group._set_sequence_number_for_group
     group._set_sequence_number_for_group = around(count)(lambda self: None)
-    unlimited = around(gloo._set_default_timeout)  # nothing is waited for
-    group._set_default_timeout = unlimited(lambda self, timeout: None)
+    unlimited = around(gloo._set_default_timeout, names=("self", "timeout"))
+    group._set_default_timeout = unlimited(lambda self, unused: None)
     here = functools.partial(_launch_here, num_ranks)
     watched: dict[str, Callable[[ModuleType], None]] = {"torch.distributed.launcher.api": here}
     if num_ranks > 1:

@@ -95,7 +95,7 @@ def test_the_page_has_the_verdict_the_command_versions_and_names(tmp_path: Path)
             "400.00 MiB allocated in forward",
             *KINDS,
             "set up",
-            "Python's audit events",
+            "audit events: what C++ or other programs changed",
         ):
             assert text in page
         assert "a &lt;device&gt;" in page

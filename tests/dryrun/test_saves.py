@@ -139,7 +139,7 @@ def test_a_file_of_holes_has_the_header_of_the_library(tmp_path: Path) -> None:
     }  # fmt: skip
     for name, metadata in (("with", {"format": "pt"}), ("without", None)):
         save_file(tensors, tmp_path / f"{name}-real", metadata)
-        _saves._write_holes(tensors, tmp_path / f"{name}-dry", metadata)
+        _saves.write_holes(tensors, tmp_path / f"{name}-dry", metadata)
         assert (tmp_path / f"{name}-dry").read_bytes() == (tmp_path / f"{name}-real").read_bytes()
     found = load_file(tmp_path / "with-dry")
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)

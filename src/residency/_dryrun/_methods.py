@@ -7,8 +7,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import torch
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -59,6 +57,8 @@ def _first_names(function: Callable[..., Any]) -> list[str]:
 
 def replace_method(name: str, method: Callable[..., Any]) -> None:
     """Puts a function in a method's place, for the parameters of lazy modules, too."""
+    import torch  # which the command itself does without
+
     # Those let through only the methods in this list, which they compare by identity.
     lazy: Any = torch.nn.UninitializedParameter
     allowed = lazy._allowed_methods

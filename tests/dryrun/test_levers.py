@@ -84,7 +84,7 @@ CASES = {
     ),
 }  # fmt: skip
 
-KEYS = ("name", "lines", "cost", "fits", "needed", "error")
+KEYS = ("name", "verdict", "lines", "cost", "fits", "needed", "error")
 
 
 @pytest.mark.whole

@@ -18,7 +18,7 @@ from torch import Tensor
 from residency._dtensor import local_of, locals_of
 from residency._errors import RefusedError
 from residency._optim._trial._copies import is_of_atoms, reachable
-from residency._storages import are_apart, sharing
+from residency._storages import are_apart, is_wrapper, sharing
 
 
 def refuse_borrowed(
@@ -94,7 +94,8 @@ def _are_plainly_apart(values: Sequence[object], others: Sequence[Tensor]) -> bo
     tensors += others
     if any(tensor.layout is not torch.strided for tensor in tensors):
         return False
-    return are_apart(locals_of(tensors))
+    local = locals_of(tensors)
+    return not any(map(is_wrapper, local)) and are_apart(local)
 
 
 def _one_object(
@@ -119,7 +120,8 @@ def _with_bytes(named: Iterable[tuple[str, object]]) -> Iterator[tuple[str, Tens
     for name, value in named:
         if isinstance(value, Tensor) and value.layout is torch.strided:
             local = local_of(value)
-            if not local.is_meta:
+            # Of a class before the bytes of others, the trial says that it is one.
+            if not (local.is_meta or is_wrapper(local)):
                 yield name, local
 
 

@@ -21,7 +21,8 @@ from training_programs import host_copy
 
 import residency
 
-pytestmark = pytest.mark.whole
+# Not about the order of work, and of many classes.
+pytestmark = [pytest.mark.whole, pytest.mark.sim_device(schedule="late")]
 
 
 @pytest.fixture(autouse=True)

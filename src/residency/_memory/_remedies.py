@@ -153,7 +153,8 @@ def _pieces(failure: Failure) -> Iterator[Remedy]:
     yield Remedy(
         failure.state.stuck or 0,
         "free, but in pieces between live tensors: "
-        "PYTORCH_ALLOC_CONF=expandable_segments:True lets it be used",
+        "PYTORCH_ALLOC_CONF=expandable_segments:True lets it be used where they lie side by side",
+        is_sure=False,  # a piece between two tensors stays one
     )
 
 

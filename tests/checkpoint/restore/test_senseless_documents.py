@@ -31,7 +31,7 @@ NONSENSE: dict[str, list[dict[str, Any]]] = {
     "deque": [{"items": [1], "maxlen": -5}, {"items": [], "maxlen": "x"}, {"items": 3}],
     "str": [{"value": "/w=="}, {"value": "!"}, {"value": ["a"]}],
     "bytes": [{"value": "!!!"}, {"value": 7}, {"tensor": "nothing"}, {"tensor": "t"}, {}],
-    "bytearray": [{"value": "a"}, {"tensor": "w"}, {"tensor": 5}],
+    "bytearray": [{"value": "a"}, {"tensor": "t"}, {"tensor": 5}],
     "set": [{"items": [[1]]}, {"items": 7}, {"items": [{"a": 1}]}],
     "frozenset": [{"items": [{"$": "set", "items": []}]}],
     "tuple": [{"items": "ab"}, {"items": [{"$": "tuple"}]}],

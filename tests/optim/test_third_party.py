@@ -63,6 +63,7 @@ WORDS = {
 }
 MODULES = {"bitsandbytes": "bitsandbytes.optim", "torchao": "torchao.optim"}
 SETTINGS = {
+    "LARS": {"lr": 1e-2, "momentum": 0.9},
     "Ranger21": {"num_iterations": 100},
     "SGD": {"lr": 0.01, "momentum": 0.9},
 }

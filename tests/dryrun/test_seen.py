@@ -106,7 +106,8 @@ for batch, in loader:
 )
 def test_the_first_line_says_what_was_seen(dry_run, script, status, verdict, said) -> None:
     words = ["--batch", "32"] if script is FEW else []
-    outcome = dry_run(script, *words, options=("--capacity", "800MiB"))
+    capacity = "4GiB" if script is KILLED else "800MiB"
+    outcome = dry_run(script, *words, options=("--capacity", capacity))
     assert outcome.errors.splitlines()[0].startswith(verdict), outcome.errors
     assert said in outcome.errors
     assert (outcome.status, outcome.answer["verdict"]) == (status, verdict)

@@ -95,7 +95,7 @@ def _folder(cls: Any, name: Any, config: Any, is_real: bool) -> Iterator[str]:
     with torch.device("meta"):
         tensors: Mapping[str, torch.Tensor] = cls(
             type(config).from_dict(config.to_dict())
-        ).state_dict()
+        ).state_dict(keep_vars=True)  # a tied one is one object there
     said = getattr(config, "dtype", None)  # also as its name
     dtype = getattr(torch, said, None) if isinstance(said, str) else said
     dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32

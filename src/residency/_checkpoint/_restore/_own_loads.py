@@ -44,9 +44,8 @@ def load_through(optimizer: Optimizer, others: Mapping[str, object], *, is_plain
         optimizer.load_state_dict(given)
     for old, group in zip(before, optimizer.param_groups, strict=False):
         for key, value in old.items():
-            if (
-                isinstance(value, Tensor) and group.get(key) is not value
-            ):  # a rate that a schedule or a graph holds
+            # A rate that a schedule or a graph holds.
+            if isinstance(value, Tensor) and group.get(key) is not value:
                 set_value(group, key, group.get(key, value), there=value)
 
 

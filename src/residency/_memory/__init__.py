@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         records_of,
     )
     from residency._memory._groups import HolderGroup, grouped
-    from residency._memory._growth import Growth, find_growth
+    from residency._memory._growth import Growth, find_growth, growing_classes
     from residency._memory._holders._holders import (
         Holder,
         addresses_of,
@@ -77,6 +77,7 @@ __all__ = [
     "find_growth",
     "find_holders",
     "grouped",
+    "growing_classes",
     "has_growing_segments",
     "holders",
     "is_a",
@@ -109,7 +110,7 @@ __getattr__ = door(
             "records_of",
         ],
         "_groups": ["HolderGroup", "grouped"],
-        "_growth": ["Growth", "find_growth"],
+        "_growth": ["Growth", "find_growth", "growing_classes"],
         "_holders._holders": ["Holder", "addresses_of", "find_holders", "holders"],
         "_imports": ["ImportWatch"],
         "_kept_errors": ["errors_kept", "let_go_of_errors"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from residency._memory import Growth, find_growth
+from residency._memory import Growth, find_growth, growing_classes
 from residency._report._read import Boundary, RecordedRun, RecordedVisit
 
 # Free is the device's and falls as the others rise.
@@ -90,8 +90,6 @@ def _row(phase: str, rank: int, found: list[tuple[RecordedVisit, Boundary]]) -> 
     highest = max(visit.peak for visit, _ in found)
     ends = [end for _, end in found]
     series = {name: [end.bytes_of(name) for end in ends] for name in _GROWING}
-    growths = [find_growth(name, values) for name, values in series.items()]
-    growing = [growth for growth in growths if growth is not None and growth.is_growing]
     return Row(
         phase=phase,
         rank=rank,
@@ -102,5 +100,5 @@ def _row(phase: str, rank: int, found: list[tuple[RecordedVisit, Boundary]]) -> 
         last=ends[-1],
         seconds=sum(visit.seconds for visit, _ in found),
         total=find_growth("all", [sum(s[i] for s in series.values()) for i in range(len(ends))]),
-        growing=tuple(sorted(growing, key=lambda growth: -growth.bytes_per_visit)),
+        growing=tuple(growing_classes(series)),
     )

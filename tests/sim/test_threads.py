@@ -136,6 +136,38 @@ print("through")
     assert result.stdout == "through\n", result.stderr
 
 
+def test_a_failed_allocation_tells_its_observers_while_another_thread_reads_figures() -> None:
+    result = _run(
+        """
+import sys, threading
+import torch
+from residency import sim
+sim.enable("256MiB", device="cuda", context="0B")
+sys.setswitchinterval(1e-5)
+told = []
+torch._C._cuda_attach_out_of_memory_observer(lambda *figures: told.append(figures))
+ended = threading.Event()
+
+def look():
+    while not ended.is_set():
+        torch.cuda.memory_stats()                      # under the interpreter's lock
+
+thread = threading.Thread(target=look)
+thread.start()
+for _ in range(500):
+    try:
+        torch.empty(1 << 30, device="cuda")
+    except torch.OutOfMemoryError:
+        pass
+ended.set()
+thread.join()
+assert len(told) == 500, len(told)
+print("through")
+"""
+    )
+    assert result.stdout == "through\n", result.stderr
+
+
 def test_an_event_from_before_a_change_of_settings_orders_nothing_after_it() -> None:
     sim.enable("1GiB", schedule="late", check_races=True)
     lane = torch.Stream(device="sim")

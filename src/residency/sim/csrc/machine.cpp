@@ -294,8 +294,9 @@ Machine::Snapshot Machine::snapshot(PoolId only, bool with_entries) {
 }
 
 void Machine::attach_observer(Observer observer) {
+  auto shared = std::make_shared<const Observer>(std::move(observer));
   Guard guard(lock_);
-  observers_.push_back(std::move(observer));
+  observers_.push_back(std::move(shared));
 }
 
 // In the words of CUDA's message.
@@ -327,8 +328,8 @@ void Machine::raise_out_of_memory(std::unique_lock<std::mutex> guard, size_t num
   const size_t capacity = settings_.capacity_bytes;
   const auto observers = observers_;
   guard.unlock();
-  for (const Observer& tell : observers) {
-    tell(asked, allowed_bytes.value_or(capacity), device_free);
+  for (const auto& tell : observers) {
+    (*tell)(asked, allowed_bytes.value_or(capacity), device_free);
   }
   TORCH_CHECK_WITH(
       OutOfMemoryError, false, face().out_of_memory, ". Tried to allocate ", format_size(asked),

@@ -236,7 +236,8 @@ class Machine final : private MemorySource {
   SharedCapacity share_;
   std::vector<std::pair<Ticket, Block*>> draining_;  // freed, but a recorded stream has yet to pass
   Python python_;
-  std::vector<Observer> observers_;
+  // Shared: a copy of an observer of Python's would take the interpreter's lock.
+  std::vector<std::shared_ptr<const Observer>> observers_;
   std::atomic<void (*)()> before_synchronize_ = nullptr;
   std::deque<std::exception_ptr> failures_;  // [Note: failures]
   bool is_fatal_ = false;                    // the last of them ends the device

@@ -101,6 +101,14 @@ class Answer:
         """Bytes that the device still had at the peak; negative where they were missing."""
         return self.capacity - self.needed
 
+    @property
+    def remedy(self) -> str | None:
+        """What would have made room, where the bytes that it gives are as many as are missing."""
+        remedy = self.first["remedy"]
+        if remedy is None or remedy[0] < -self.headroom or not self.is_too_large:
+            return None
+        return f"{format_bytes(remedy[0])} {remedy[1]}"
+
     def as_dict(self) -> dict[str, Any]:
         """Returns the answer for JSON, without the timeline; its keys are documented."""
         found = {key: value for key, value in self.found.items() if key not in _INNER}
@@ -121,7 +129,8 @@ class Answer:
             "headroom_bytes": self.headroom,
             "steps_that_fit": steps_that_fit(self.found, self.headroom),
         }
-        made: dict[str, Any] = _with_units(figures | found | {"out_of_memory": self.errors})
+        first = {"out_of_memory": self.errors, "remedy": self.remedy}
+        made: dict[str, Any] = _with_units(figures | found | first)
         return made
 
 
@@ -202,6 +211,8 @@ def below_first_line(answer: Answer) -> Iterator[str]:
     """
     if answer.is_too_large:
         yield from _errors_of(answer)
+    if answer.remedy is not None:
+        yield f"the cheapest that would have fitted: {answer.remedy}"
     yield from left_out(answer.found)
 
 

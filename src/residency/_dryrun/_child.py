@@ -43,7 +43,7 @@ from residency._dryrun._settings import RunSettings
 from residency._dryrun._stopping import Stopping
 from residency._dryrun._triton import launch_nothing
 from residency._errors import ResidencyError
-from residency._memory import ImportWatch, measure
+from residency._memory import ImportWatch, measure, remedy_for
 from residency._units import parse_bytes
 
 _SECONDS_BETWEEN_LOOKS = 0.05  # at the host's memory
@@ -96,6 +96,7 @@ class Run:
         self._ended = "running"
         self._error: str | None = None
         self._out_of_memory: list[dict[str, Any]] = []
+        self._remedy: tuple[int, str] | None = None
         self._started = time.monotonic()  # which processes of one machine share
         self._most_host = 0
         self._pid = os.getpid()
@@ -175,6 +176,7 @@ class Run:
     def _note_error(self, error: BaseException) -> None:
         # What went wrong when enough had been seen is an empty loop's doing.
         self._ended = "stopped" if self._stopping.is_ending else "error"
+        self._remedy = self._remedy or remedy_for(error, phase=self._phases.name)
         place, has_none = place_of(error.__traceback__), self._settings.random_weights
         what_to_do = advice(error, error.__traceback__, has_random_weights=has_none)
         what_to_do = what_to_do or self._blame.of(error)
@@ -316,6 +318,7 @@ class Run:
                 (phase.peak_reserved for phase in books.phases.values()), default=0
             ),
             "out_of_memory": self._out_of_memory,
+            "remedy": self._remedy,
             "growth": self._growing.found,
             "retries": measure(torch.device("cuda", 0)).num_retries,
             "context": sim.settings()["context"],

@@ -9,7 +9,7 @@ state of optimizers, some of which keep a history of a set length.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ _SHARE_OF_ROUNDS = 0.75  # that leave something
 _LEAST_BYTES = MIB  # in all of these rounds
 _SECONDS = 3.0  # of a search for names
 _MOST_NAMES = 3
+# Source: c10/core/AllocatorConfig.h: kLargeBuffer, kMinLargeAlloc, kRoundLarge.
+_LARGE_SEGMENT, _OF_ONE_BLOCK, _STEP_OF_SEGMENTS = 20 * MIB, 10 * MIB, 2 * MIB
 NUM_STEPS = 1 + _FEWEST_ROUNDS + _ROUNDS_OF_A_VALUE  # in which growth shows
 
 
@@ -32,8 +34,8 @@ class Growing:
     """The growth of one process's trainings.
 
     Attributes:
-        found: Of the training that grew fastest, bytes a step, the steps seen and the names of what
-            grows; None where nothing does.
+        found: Of the training that grew fastest, the bytes of each step and what the allocator
+            takes for them, the steps seen and the names of what grows; None where nothing does.
     """
 
     def __init__(self, books: Books, num_steps: Callable[[], tuple[int, int]]) -> None:
@@ -71,13 +73,27 @@ class Growing:
             return
         a_step = sum(sizes) // len(rounds)
         if self.found is None or self.found["bytes_per_step"] < a_step:
-            addresses = {address for blocks in left.values() for address in blocks}
-            self.found = {"bytes_per_step": a_step, "steps": num_rounds, **_named(addresses)}
+            kept = {address: size for blocks in left.values() for address, size in blocks.items()}
+            self.found = {
+                "bytes_per_step": a_step,
+                "reserved_bytes_per_step": sum(map(_reserved_for, kept.values())) // len(rounds),
+                "steps": num_rounds,
+                **_named(kept),
+            }
         elif self.found["bytes_per_step"] == a_step:
             self.found["steps"] = num_rounds
 
 
-def _named(addresses: set[int]) -> Mapping[str, object]:
+def _reserved_for(num_bytes: int) -> int:
+    """Returns a block's share of the segment that torch's allocator puts it into."""
+    if num_bytes <= MIB:  # which many of them fill
+        return num_bytes
+    if num_bytes < _OF_ONE_BLOCK:
+        return _LARGE_SEGMENT // (_LARGE_SEGMENT // num_bytes)
+    return -(-num_bytes // _STEP_OF_SEGMENTS) * _STEP_OF_SEGMENTS
+
+
+def _named(addresses: Container[int]) -> Mapping[str, object]:
     """Returns by which names the storages at some addresses are held, and how to let go of them."""
     found = find_holders(torch.device("cuda", 0), 1, seconds=_SECONDS)
     groups = grouped(holder for holder in found if holder.address in addresses)

@@ -17,15 +17,15 @@ def steps_that_fit(found: Mapping[str, Any], headroom: int) -> int | None:
         found: What the training process found.
         headroom: Bytes that the device still had at the peak.
     """
-    growth = found.get("growth")
+    growth = found["growth"]
     if not growth or not found["is_cut"] or headroom < 0:
         return None
-    return int(growth["steps"] + headroom // growth["bytes_per_step"])
+    return int(growth["steps"] + headroom // growth["reserved_bytes_per_step"])
 
 
 def growth_line(found: Mapping[str, Any]) -> str | None:
     """Returns what grows, by how much a step, and what to do; None where nothing does."""
-    growth = found.get("growth")
+    growth = found["growth"]
     if not growth:
         return None
     names = ", ".join(growth["names"])

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         open_phases,
         phase,
     )
-    from residency._memory._post_mortem import describe_device, explain
+    from residency._memory._post_mortem import describe_device, explain, remedy_for
     from residency._memory._record import record, record_process
     from residency._memory._remedies import let_go_text
     from residency._memory._state import MemoryState, has_growing_segments, measure, memory_state
@@ -91,6 +91,7 @@ __all__ = [
     "record",
     "record_process",
     "records_of",
+    "remedy_for",
     "slot",
     "type_name",
 ]
@@ -127,7 +128,7 @@ __getattr__ = door(
             "open_phases",
             "phase",
         ],
-        "_post_mortem": ["describe_device", "explain"],
+        "_post_mortem": ["describe_device", "explain", "remedy_for"],
         "_record": ["record", "record_process"],
         "_remedies": ["let_go_text"],
         "_state": ["MemoryState", "has_growing_segments", "measure", "memory_state"],

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Container, Iterator
-from dataclasses import replace
 from types import TracebackType
 
 import torch
@@ -25,7 +24,7 @@ from residency._memory._groups import grouped, growing_groups, holder_lines
 from residency._memory._history import held_history
 from residency._memory._holders._holders import Holder, find_holders
 from residency._memory._messages import asked_bytes, held_bytes, room_below_limit
-from residency._memory._remedies import Failure, Remedy, remedies, remedy_lines
+from residency._memory._remedies import Failure, Remedy, fitting, remedies, remedy_lines
 from residency._memory._state import MemoryState
 from residency._memory._stepping import failed_step
 from residency._units import MIB, format_bytes
@@ -66,6 +65,23 @@ def explain(error: BaseException, *, phase: str | None = None) -> None:
     error.add_note(note)
 
 
+def remedy_for(error: BaseException, *, phase: str | None = None) -> tuple[int, str] | None:
+    """Returns the cheapest change that would have made room for what ran out of memory.
+
+    Args:
+        error: As for `explain`.
+        phase: As for `explain`.
+
+    Returns:
+        The bytes that it gives, and what to do; None where none is reckoned to be enough.
+    """
+    if not isinstance(error, torch.OutOfMemoryError):
+        return None
+    failure, _ = _examined(error, phase)
+    sure, _ = fitting(failure, _remedies(failure))
+    return (sure[0].num_bytes, sure[0].text) if sure else None
+
+
 def explain_uncaught(tell: Callable[[BaseException], None] = explain) -> None:
     """Explains an out-of-memory error that ends the process, before Python prints it.
 
@@ -103,29 +119,49 @@ def _is_explained(error: BaseException) -> bool:
 
 
 def _lines(error: BaseException, phase: str | None) -> Iterator[str]:
+    failure, found = _examined(error, phase)
+    yield _HEADING + (f", in the phase {phase!r}:" if phase else ":")
+    yield str(failure.state)
+    yield from _owner_lines(found)
+    yield from holder_lines(failure.groups, failure.growing)
+    yield from _remedy_lines(error, failure)
+    yield from integration_lines(error)
+
+
+def _examined(error: BaseException, phase: str | None) -> tuple[Failure, list[Holder]]:
+    """Returns what is known of a failure while what filled the device is there, and who holds it.
+
+    Torch's allocator had given back what it could before it failed. What is free now, too, are
+    values without a name, let go as the error passed.
+    """
     device = _device.accelerator()
     state = _state.measure(device)
-    yield _HEADING + (f", in the phase {phase!r}:" if phase else ":")
-    yield str(state)
     found = find_holders(device, _least_bytes(state), seconds=_SEARCH_SECONDS, error=error)
-    yield from _owner_lines(found)
     groups = grouped(found, error=_objects.type_name(error))
     growth = held_history.steady()
-    growing = growing_groups(groups, growth)
-    yield from holder_lines(groups, growing)
+    limited = _limited_room(error, state)
     failure = Failure(
         state=state,
         groups=groups,
-        growing=growing,
+        growing=growing_groups(groups, growth),
         growth=growth,
-        room=state.free,
+        asked=asked_bytes(str(error)),
+        room=state.free if limited is None else limited,
         phase=(phase or "").rpartition("/")[2],
         step=failed_step(error),
         is_backward=_is_in_backward(error),
+        is_outside_known=limited is None,
         is_new=phase is not None and not held_history.num_visits(phase),
+        is_cache_known=held_bytes(str(error)) is None,
     )
-    yield from _remedy_lines(error, failure)
-    yield from integration_lines(error)
+    return failure, found
+
+
+def _limited_room(error: BaseException, state: MemoryState) -> int | None:
+    """Returns what a limit of torch's left of the free bytes; None where it left them all."""
+    limited = room_below_limit(str(error))
+    is_limited = asked_bytes(str(error)) is not None and limited is not None
+    return limited if is_limited and (limited or 0) < state.free else None
 
 
 def _least_bytes(state: MemoryState) -> int:
@@ -145,38 +181,34 @@ def _owner_lines(holders: list[Holder]) -> Iterator[str]:
 
 
 def _remedy_lines(error: BaseException, failure: Failure) -> Iterator[str]:
-    state = failure.state
-    asked, held = asked_bytes(str(error)), held_bytes(str(error))
-    if held is not None:
-        # Torch's allocator had given back what it could before it failed. What is free now, too,
-        # are values without a name, let go as the error passed.
-        failure = replace(failure, is_cache_known=False)
-        if held - state.held >= _LEAST_TOLD:
-            yield (
-                f"{format_bytes(held - state.held)} more were held when it failed, "
-                "by values without a name of their own; they are let go by now."
-            )
-    limited = room_below_limit(str(error))
-    is_limited = asked is not None and limited is not None and limited < state.free
-    if is_limited:
-        failure = replace(failure, room=limited or 0, is_outside_known=False)
-    failure = replace(failure, asked=asked)
-    found = remedies(failure)
-    if is_limited:
-        found.insert(0, Remedy(state.free - failure.room, _BEYOND_LIMIT))
-    if asked is None:
+    held = held_bytes(str(error))
+    if held is not None and held - failure.state.held >= _LEAST_TOLD:
+        yield (
+            f"{format_bytes(held - failure.state.held)} more were held when it failed, "
+            "by values without a name of their own; they are let go by now."
+        )
+    found = _remedies(failure)
+    if failure.asked is None:
         if found:
             yield "what would make room, the cheapest first:"
         for remedy in found:
             yield f"  {format_bytes(remedy.num_bytes):>12}  {remedy.text}"
         return
-    short = max(0, asked - failure.room)
+    short = max(0, failure.asked - failure.room)
     rest = failure.missing - short
     more = f", and about {format_bytes(rest)} to the end of this step" * (rest > 0)
     yield (
-        f"{format_bytes(asked)} were asked for, and {format_bytes(short)} more were needed{more}."
+        f"{format_bytes(failure.asked)} were asked for, and {format_bytes(short)} more were "
+        f"needed{more}."
     )
     yield from remedy_lines(failure, found)
+
+
+def _remedies(failure: Failure) -> list[Remedy]:
+    found = remedies(failure)
+    if not failure.is_outside_known:
+        found.insert(0, Remedy(failure.state.free - failure.room, _BEYOND_LIMIT))
+    return found
 
 
 def _is_in_backward(error: BaseException) -> bool:

@@ -82,6 +82,11 @@ class Failure:
         return short if self.step is None else max(short, self.step.missing_bytes(self.room))
 
     @property
+    def is_of_training(self) -> bool:
+        """Whether a pass or a step failed, which asks for what it computes."""
+        return self.step is not None or self.is_backward or self.phase in _PASSES
+
+    @property
     def holders(self) -> Iterator[Holder]:
         """Those of all groups but of errors that are kept."""
         for group in self.groups:
@@ -175,8 +180,8 @@ def _copies(failure: Failure) -> Iterator[Remedy]:
             num_bytes += holder.num_bytes
             where = where or holder.path
     left = [size for key, size in sizes.items() if owned[key] > 0]
-    if num_bytes and any(_is_size(failure.asked, size) for size in left):
-        num_bytes += failure.asked or 0  # for the next one
+    if num_bytes and not failure.is_of_training:
+        num_bytes += _of_next(failure, left)
     yield Remedy(
         num_bytes,
         "in copies of parameters or states, a clone for a save perhaps, which "
@@ -199,8 +204,8 @@ def _second_model(failure: Failure) -> Iterator[Remedy]:
     ]
     for second, first in pairs[:1]:
         num_bytes = sum(each.num_bytes for each in models[second])
-        if any(_is_size(failure.asked, each.num_bytes) for each in models[first]):
-            num_bytes += failure.asked or 0  # for the next of its tensors
+        if not failure.is_of_training:
+            num_bytes += _of_next(failure, [each.num_bytes for each in models[first]])
         yield Remedy(
             num_bytes,
             f"in a second model of the same shapes, {second}, beside {first}: keep it on the host, "
@@ -290,8 +295,11 @@ def _outside(failure: Failure) -> Iterator[Remedy]:
         )
 
 
-def _is_size(asked: int | None, num_bytes: int) -> bool:
-    return asked is not None and abs(asked - num_bytes) <= max(MIB // 64, _ROUNDING * num_bytes)
+def _of_next(failure: Failure, sizes: Sequence[int]) -> int:
+    """Returns the bytes that were asked for, where they are one of the sizes; else 0."""
+    asked = failure.asked or 0
+    is_next = any(abs(asked - size) <= max(MIB // 64, _ROUNDING * size) for size in sizes)
+    return asked if is_next else 0
 
 
 _TABLE: tuple[Callable[[Failure], Iterator[Remedy]], ...] = (

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from residency._dryrun import _random_weights
+
 OFFLINE = """
 import socket
 def refuse(*args, **options):
@@ -164,3 +166,22 @@ def test_weights_that_cannot_be_downloaded_fail_with_what_to_do(dry_run) -> None
     assert outcome.status == 3
     assert "--random-weights" in outcome.answer["error"]
     assert "script.py:2" in outcome.answer["error"]
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_tied_weight_is_in_the_file_once(tmp_path: Path, is_tied: bool) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=4, tie_word_embeddings=is_tied,
+    )  # fmt: skip
+    with (
+        _random_weights._folder(
+            transformers.LlamaForCausalLM, str(tmp_path), config, is_real=False
+        ) as folder,
+        safetensors.safe_open(Path(folder, "model.safetensors"), "pt") as file,
+    ):
+        names = set(file.keys())
+    assert "model.embed_tokens.weight" in names
+    assert ("lm_head.weight" in names) is not is_tied

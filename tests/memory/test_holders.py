@@ -151,6 +151,19 @@ def test_a_leaf_that_its_graph_alone_keeps_is_named_with_the_graph(make: Make) -
     assert loss.requires_grad
 
 
+def test_a_gradient_whose_model_is_gone_goes_by_what_keeps_its_parameter(
+    device: torch.device,
+) -> None:
+    model = torch.nn.Linear(1024, 1024, bias=False).to(device)
+    model(torch.ones(1, 1024, device=device)).sum().backward()
+    kept = list(model.parameters())
+    del model
+    here = "test_a_gradient_whose_model_is_gone_goes_by_what_keeps_its_parameter() local"
+    paths = {holder.path for holder in residency.holders() if holder.num_bytes == 4 << 20}
+    assert paths == {f"{here} 'kept' [0]", f"{here} 'kept' [0].grad"}
+    assert kept
+
+
 def test_hooks_on_saved_tensors_are_not_called(make: Make) -> None:
     unpacked = []
     weight = make().requires_grad_()

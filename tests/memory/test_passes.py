@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +159,26 @@ def test_an_error_ends_the_pass_and_the_next_one_is_recorded(
     assert first == "ValueError: broken"
     assert second.startswith("RuntimeError: element 0 of tensors does not require grad")
     assert others == [None, None]
+
+
+class BrokenStep(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise ValueError("broken step")
+
+
+def test_a_step_that_fails_ends_its_phase_though_the_script_goes_on(
+    device: torch.device, model: nn.Module, recorded: Recorded
+) -> None:
+    broken, optimizer = (kind(model.parameters()) for kind in (BrokenStep, torch.optim.SGD))
+    with recorded.running():
+        for each in (broken, optimizer):
+            model(batch(device)).sum().backward()
+            with suppress(ValueError):
+                each.step()
+    assert recorded.phases() == ["forward", "backward", "optimizer_step"] * 2
+    errors = [line["error"] for line in recorded.ends()]
+    assert errors[2] is not None  # which one is not known, as the script caught it
+    assert errors[:2] + errors[3:] == [None] * 5
 
 
 def test_a_pass_without_an_end_ends_with_the_recording_in_whichever_thread(

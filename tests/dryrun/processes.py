@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import residency
@@ -14,8 +15,27 @@ SITE = Path(residency.__file__).parent / "_cli" / "_site"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SITE), str(SITE.parents[2])])}
 
 
+_LIBRARY = ctypes.CDLL(None)
+_DROP = 24  # PR_CAPBSET_DROP, of linux/prctl.h
+_OF_ROOT = (1, 2, 3)  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER
+
+
+def be_like_any_user() -> None:
+    """Leaves a process that is about to begin no right to files but those that modes give.
+
+    Where root does not run the tests, none is left already.
+    """
+    for capability in _OF_ROOT:
+        _LIBRARY.prctl(_DROP, capability, 0, 0, 0)
+
+
 def in_dry_run(
-    folder: Path, words: Sequence[str], *, steps: int = 0, text: str | None = None
+    folder: Path,
+    words: Sequence[str],
+    *,
+    steps: int = 0,
+    text: str | None = None,
+    before: Callable[[], None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command in the folder ``user``; what the run keeps is in ``run`` beside it.
 
@@ -24,6 +44,7 @@ def in_dry_run(
         words: The command.
         steps: After how many the loops are ended; 0 leaves them as they are.
         text: What the command reads.
+        before: Is called in the process before the command is.
     """
     for name in ("user", "run"):
         (folder / name).mkdir(exist_ok=True)
@@ -33,6 +54,7 @@ def in_dry_run(
         cwd=folder / "user",
         env=ENVIRONMENT | {"RESIDENCY_DRY_RUN": settings},
         input=text,
+        preexec_fn=before,
         capture_output=True,
         text=True,
         check=False,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.dryrun.processes import in_dry_run
+from tests.dryrun.processes import be_like_any_user, in_dry_run
 
 from residency._dryrun._files import JOURNAL
 from residency._dryrun._undo import undo
@@ -167,6 +167,12 @@ def test_a_file_is_as_it_was_though_it_was(change: str, tmp_path: Path) -> None:
     assert {name: after.get(name) for name in before} == before
 
 
+UNDO = """
+import sys
+from residency._dryrun._undo import undo
+lost = undo(sys.argv[1], has_saves=False)
+sys.exit(str(lost) if lost else 0)
+"""
 ANY_CHANGES = """
 names = ["1", "2", "a", "a/1", "a/2", "a/b", "a/b/1", "c", "c/1", "d", "d/1", "empty", "link"]
 names += ["db", "c/db"]
@@ -216,18 +222,21 @@ for _ in range(30):
 """
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(18))
 def test_nothing_that_a_script_does_loses_a_file(seed: int, tmp_path: Path) -> None:
+    before = be_like_any_user if seed % 3 == 0 else None
     for number in range(3):
         folder = tmp_path / str(number)
         make_tree(folder / "user")
-        before = tree(folder / "user")
-        done = changed(folder, ANY_CHANGES, str(3 * seed + number))
+        there = tree(folder / "user")
+        words = [sys.executable, "-c", BEGIN + ANY_CHANGES, str(3 * seed + number)]
+        done = in_dry_run(folder, words, before=before)
         assert not done.returncode, done.stderr
-        assert undo(str(folder / "run"), has_saves=False) == []
-        open_folders_of_run(folder / "user", before)
+        words = [sys.executable, "-c", UNDO, str(folder / "run")]
+        assert subprocess.run(words, preexec_fn=before, check=False).returncode == 0
+        open_folders_of_run(folder / "user", there)
         after = tree(folder / "user")
-        assert {name: after.get(name) for name in before} == before
+        assert {name: after.get(name) for name in there} == there
         saves = [each for each in (folder / "user").rglob("*") if each.is_file() and is_save(each)]
         assert saves == []
 

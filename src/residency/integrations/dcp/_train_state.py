@@ -19,7 +19,7 @@ import difflib
 import json
 import secrets
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -42,7 +42,15 @@ from residency._dtensor import is_sharded, local_of, wrapped_like
 from residency._errors import InvalidArgumentError, RefusedError, warn
 from residency._optim import OffloadedOptimizer, record_of
 from residency._optim._trial import Schema, Schemas
-from residency._transfer import Incoming, before_write, copy_across, lending, owner_of, state_stays
+from residency._transfer import (
+    Incoming,
+    before_write,
+    copy_across,
+    lending,
+    owner_of,
+    state_stays,
+    tensors_in,
+)
 from residency._units import parse_bytes
 
 _ABOUT = "about this state"
@@ -123,7 +131,7 @@ class TrainState(Stateful):
         if self.optimizer is not None:
             values["optimizer"], without_state = self._optimizer_state()
         # `dcp.load` may write into them: it comes after the copies of a save that is under way.
-        before_write(_tensors_in(values))
+        before_write(tensors_in(values))
         if self.scheduler is not None:
             values["scheduler"] = copy.deepcopy(self.scheduler.state_dict())
         for name, value in self.counters.items():
@@ -310,14 +318,6 @@ def _class_name(optimizer: Optimizer) -> str:
 
 def _has_state_dict(value: Any) -> bool:
     return all(callable(getattr(value, n, None)) for n in ("state_dict", "load_state_dict"))
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors_in(each)
 
 
 def _free_to_fill(value: Any) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from runs import Net
 
 from residency import (
@@ -58,8 +59,6 @@ def write_safetensors(model, folder):
 
 
 def write_dcp(model, folder):
-    import torch.distributed.checkpoint as dcp
-
     dcp.save({"model": values_of(model)}, checkpoint_id=folder / "dcp", no_dist=True)
     return folder / "dcp"
 
@@ -124,10 +123,44 @@ def test_a_staging_that_is_no_ring_is_refused(tmp_path, staging):
 
 def test_a_prefix_is_found_where_most_names_have_one():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    find = _load_into.find_prefix
-    assert find(model, ["0.weight", "0.bias"]) == ""
-    assert find(model, ["net.model.0.weight", "net.model.0.bias", "other.x"]) == "net.model."
-    assert find(model, ["x", "y.z"]) == ""
+    for names, prefix in (
+        (["0.weight", "0.bias"], ""),
+        (["net.model.0.weight", "net.model.0.bias", "other.x"], "net.model."),
+        (["net.0.weight", "net.0.bias", "average.0.weight"], "net."),
+        (["0.weight", "0.bias", "average.0.weight", "average.0.bias"], ""),
+        (["x", "y.z"], ""),
+    ):
+        assert _load_into.find_prefix(model, names, "it") == prefix
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", ["torch.save", "dcp", "safetensors", "ours", "ours, state dicts"])
+def test_of_several_sets_of_weights_one_is_taken_by_its_name_or_none(tmp_path, kind):
+    safetensors = pytest.importorskip("safetensors.torch")
+    made = {name: net("cpu", seed) for seed, name in enumerate(("model", "ema"))}
+    values = {name: values_of(model) for name, model in made.items()}
+    path = tmp_path / "saved"
+    if kind == "torch.save":
+        torch.save(values, path)
+    elif kind == "dcp":
+        dcp.save(values, checkpoint_id=path, no_dist=True)
+    elif kind == "safetensors":
+        flat = {f"{o}.{i}": v for o, inner in values.items() for i, v in inner.items()}
+        path = tmp_path / "saved.safetensors"
+        safetensors.save_file({n: v for n, v in flat.items() if "head.weight" not in n}, path)
+    else:
+        with Checkpointer(path) as checkpointer:
+            checkpointer.save(1, dict(made if kind == "ours" else values)).wait()
+    target = net("cpu", 9)
+    before = values_of(target)
+    for name in (None, "best"):
+        with pytest.raises(RefusedError, match="Nothing was changed") as caught:
+            load_into(target, path, name=name)
+        assert "model" in str(caught.value)
+        assert all(torch.equal(v, before[n]) for n, v in values_of(target).items())
+    for name, model in made.items():
+        assert not load_into(target, path, name=name)
+        assert_same(target, model)
 
 
 def save_runs(folder, *models):

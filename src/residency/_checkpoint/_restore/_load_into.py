@@ -29,10 +29,17 @@ from residency._errors import RefusedError
 from residency._modes import inference_mode_off
 from residency._ranks import rank_and_world_size
 
+_MOST_LISTED = 5  # names
+
 
 @inference_mode_off()
 def load_into(
-    module: nn.Module, path: str | Path, *, strict: bool = True, staging: int | str = "64MiB"
+    module: nn.Module,
+    path: str | Path,
+    *,
+    name: str | None = None,
+    strict: bool = True,
+    staging: int | str = "64MiB",
 ) -> Differences:
     """Fills a module's parameters and persistent buffers from a checkpoint, in place.
 
@@ -46,6 +53,8 @@ def load_into(
         path: A save of this library under any name, a directory of such saves, whose newest is
             taken, a directory of ``torch.distributed.checkpoint``, a safetensors file or directory,
             or a file of ``torch.save``.
+        name: Where in it the module's weights are, such as ``"ema"`` or ``"state_dict.model"``.
+            Without it they are at the top, or below the one name under which they fit.
         strict: Whether missing and unexpected names and other shapes and dtypes are refused; else
             they are left out, with a warning.
         staging: The bytes of the ring through which a device is filled.
@@ -55,7 +64,8 @@ def load_into(
 
     Raises:
         InvalidArgumentError: ``staging`` is no size.
-        RefusedError: The checkpoint does not fit, or cannot be read safely. Nothing was changed.
+        RefusedError: The checkpoint does not fit, has several sets of weights that do, or cannot be
+            read safely. Nothing was changed.
         CorruptSaveError: The files are damaged. Some tensors may have been filled.
         CheckpointError: A file cannot be read.
 
@@ -67,13 +77,21 @@ def load_into(
     path = Path(path)
     if (folder := find_save(path)) is not None:
         with damage_named(folder, file=MANIFEST):
-            return load_save(module, open_save(folder), strict=strict, staging_bytes=staging_bytes)
+            return load_save(
+                module, open_save(folder), name=name, strict=strict, staging_bytes=staging_bytes
+            )
     with damage_named(path), open_source(path) as source:
-        return _load_by_names(module, RestorePlan(source.tensors), str(path), strict, staging_bytes)
+        plan = RestorePlan(source.tensors)
+        return _load_by_names(module, plan, str(path), name, strict, staging_bytes)
 
 
 def load_save(
-    module: nn.Module, save: PublishedSave, *, strict: bool, staging_bytes: int
+    module: nn.Module,
+    save: PublishedSave,
+    *,
+    name: str | None = None,
+    strict: bool,
+    staging_bytes: int,
 ) -> Differences:
     """Fills a module from a save of this library; see ``load_into``."""
     rank, world_size = rank_and_world_size()
@@ -81,8 +99,8 @@ def load_save(
     plan = RestorePlan(saved.tensors, saved.checksums)
     if not any(kind_of(node) == MODULE for node in saved.tree.values()):
         # Of state dicts, as torch's distributed checkpoints save them.
-        return _load_by_names(module, plan, str(saved.folder), strict, staging_bytes)
-    name = _module_in(saved, module)
+        return _load_by_names(module, plan, str(saved.folder), name, strict, staging_bytes)
+    name = _module_in(saved, module, name)
     document = DocumentPlan(plan, saved, {}, eager=False, staging_bytes=staging_bytes)
     plan.after.append(document.visit(name, saved.tree[name], module))
     what = f"{saved.folder.name}, {name}"
@@ -92,11 +110,21 @@ def load_save(
 
 
 def _load_by_names(
-    module: nn.Module, plan: RestorePlan, what: str, strict: bool, staging_bytes: int
+    module: nn.Module,
+    plan: RestorePlan,
+    what: str,
+    name: str | None,
+    strict: bool,
+    staging_bytes: int,
 ) -> Differences:
     """Fills a module from tensors that have its names, or its names behind one prefix."""
     names = list(plan.tensors)
-    prefix = find_prefix(module, names)
+    prefix = find_prefix(module, names, what) if name is None else f"{name}." * bool(name)
+    if name and not any(each.startswith(prefix) for each in names):
+        raise RefusedError(
+            f"{what} has no tensors below {name!r}; its first are {_listed(names)}. "
+            "Nothing was changed."
+        )
     saved = SavedModule(
         [name[len(prefix) :] for name in names if name.startswith(prefix)],
         stored_name=lambda name: prefix + name,
@@ -109,9 +137,12 @@ def _load_by_names(
     return found
 
 
-def find_prefix(module: nn.Module, names: Sequence[str]) -> str:
+def find_prefix(module: nn.Module, names: Sequence[str], what: str) -> str:
     """Returns what stands before the module's names in a checkpoint: nothing, or a path such as
     ``"model."`` under which most of them are.
+
+    Raises:
+        RefusedError: As many are under several paths, and none without one.
     """
     mine = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     mine |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
@@ -125,7 +156,21 @@ def find_prefix(module: nn.Module, names: Sequence[str]) -> str:
                 prefix = name[: cuts[depth] + 1]
                 counts[prefix] = counts.get(prefix, 0) + 1
     best = max(counts.values())
-    return min((p for p, n in counts.items() if n == best), key=len) if best else ""
+    found = [prefix for prefix, number in counts.items() if number == best]
+    if not best or "" in found:
+        return ""
+    if len(found) > 1:
+        paths = [prefix[:-1] for prefix in found]
+        raise RefusedError(
+            f"{what} has tensors of this {type(module).__name__}'s names under {_listed(paths)}. "
+            "Nothing was changed; give load_into the one that you mean, by its argument name."
+        )
+    return found[0]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_LISTED
+    return (", ".join(names[:_MOST_LISTED]) or "none") + f" and {more} more" * (more > 0)
 
 
 def _last_dots(name: str, most: int) -> list[int]:
@@ -137,7 +182,7 @@ def _last_dots(name: str, most: int) -> list[int]:
     return found
 
 
-def _module_in(saved: SavedForRank, module: nn.Module) -> str:
+def _module_in(saved: SavedForRank, module: nn.Module, name: str | None) -> str:
     """Returns the name under which a save has this module.
 
     Raises:
@@ -146,17 +191,20 @@ def _module_in(saved: SavedForRank, module: nn.Module) -> str:
     nodes: Mapping[str, Any] = {
         name: node for name, node in saved.tree.items() if kind_of(node) == MODULE
     }
-    if len(nodes) == 1:
+    if name is None and len(nodes) == 1:
         return next(iter(nodes))
-    mine = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    fitting = [name for name, node in nodes.items() if mine and mine <= set(node["keys"])]
-    if len(fitting) == 1:
+    mine = {each for each, _ in module.named_parameters(remove_duplicate=False)}
+    fitting = [each for each, node in nodes.items() if mine and mine <= set(node["keys"])]
+    if name is None and len(fitting) == 1:
         return fitting[0]
-    there = ", ".join(nodes) or "none"
+    if name in nodes:
+        return str(name)
+    there = _listed(list(nodes))
+    found = f"{len(fitting)} have all parameters of this {type(module).__name__}"
     raise RefusedError(
-        f"{saved.folder} has the modules {there}, of which {len(fitting)} have all parameters of "
-        f"this {type(module).__name__}. Nothing was changed; restore it by its name with "
-        "Checkpointer.restore."
+        f"{saved.folder} has the modules {there}, of which "
+        + (found if name is None else f"none is {name!r}")
+        + ". Nothing was changed; give load_into the name of the one that you mean."
     )
 
 

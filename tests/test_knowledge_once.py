@@ -124,8 +124,8 @@ def test_the_home_for_a_state_is_chosen_by_the_homes_and_found_by_their_record(
         "_optim/_homes.py reserve",
         "_optim/_offload_record.py home_for",
         "_optim/_placement.py prime_state",  # makes a template in what is reserved
-        "_optim/_state.py of",
-        "_optim/_state.py _bind",  # to a parameter
+        "_optim/_states.py of",
+        "_optim/_states.py _bind",  # to a parameter
         "_optim/_unit_step.py _give_home",  # not one that is another entry's, too
     }
     assert sites(package, calls("home_for")) == {

@@ -28,6 +28,7 @@ def facts(**changed: Any) -> dict[str, Any]:
         "seen": dict(SEEN),
         "signals": [],
         "since_error": None,
+        "unstepped": 0,
         "was_interrupted": False,
     }
     return found | changed

@@ -170,7 +170,7 @@ def test_a_file_is_as_it_was_though_it_was(change: str, tmp_path: Path) -> None:
 UNDO = """
 import sys
 from residency._dryrun._undo import undo
-lost = undo(sys.argv[1], has_saves=False)
+lost = undo(sys.argv[1], has_saves=False, leaves_new=sys.argv[2] == "True")
 sys.exit(str(lost) if lost else 0)
 """
 ANY_CHANGES = """
@@ -225,6 +225,7 @@ for _ in range(30):
 @pytest.mark.parametrize("seed", range(18))
 def test_nothing_that_a_script_does_loses_a_file(seed: int, tmp_path: Path) -> None:
     before = be_like_any_user if seed % 3 == 0 else None
+    leaves_new = seed % 2 == 0
     for number in range(3):
         folder = tmp_path / str(number)
         make_tree(folder / "user")
@@ -232,11 +233,12 @@ def test_nothing_that_a_script_does_loses_a_file(seed: int, tmp_path: Path) -> N
         words = [sys.executable, "-c", BEGIN + ANY_CHANGES, str(3 * seed + number)]
         done = in_dry_run(folder, words, before=before)
         assert not done.returncode, done.stderr
-        words = [sys.executable, "-c", UNDO, str(folder / "run")]
+        words = [sys.executable, "-c", UNDO, str(folder / "run"), str(leaves_new)]
         assert subprocess.run(words, preexec_fn=before, check=False).returncode == 0
         open_folders_of_run(folder / "user", there)
         after = tree(folder / "user")
         assert {name: after.get(name) for name in there} == there
+        assert leaves_new or set(after) == set(there)
         saves = [each for each in (folder / "user").rglob("*") if each.is_file() and is_save(each)]
         assert saves == []
 

@@ -292,7 +292,10 @@ class _Runner:
         """Makes a run; a second one, on a device that holds everything, where it does not fit."""
         quiet = is_quiet or self._arguments.quiet or self._arguments.json
         words = [settings.words.get(index, word) for index, word in enumerate(words)]
-        command = self._dryrun.Command(words, settings, _SITE, quiet, sys.stderr, tries)
+        is_searching = bool(self._arguments.fit or self._arguments.largest)
+        command = self._dryrun.Command(
+            words, settings, _SITE, quiet, sys.stderr, tries, is_searching
+        )
         found = self._dryrun.dry_run(command)
         answer: Answer = self._dryrun.answer_of(found, settings, self._title)
         if answer.is_too_large and has_second:

@@ -30,7 +30,7 @@ _OF_ERRORS = 3  # out-of-memory errors that are shown
 _SCHEMA = 2  # of the JSON: it grows with a key that is renamed, removed or means something else
 # Of what a child found, which keys are bytes, and which are for this package alone.
 _SIZES = {"asked", "at_peak", "context", "free", "host_peak", "peak_allocated", "peak_reserved"}
-_SIZES |= {"pinned_peak", "saved"}
+_SIZES |= {"pinned_peak", "saved", "unstepped"}
 _INNER = {"timeline", "marks", "kinds", "pid", "started", "arguments", "libraries", "recomputed"}
 _INNER |= {"trainer", "has_template", "loads_on_device", "loads_state", "has_optimizer"}
 _INNER |= {"since_error", "phase_of_error", "caught"}
@@ -198,6 +198,11 @@ def _conditions(answer: Answer) -> Iterator[str]:
         yield f"the script caught {number} out-of-memory error{'s' * (number > 1)} and went on"
     if answer.found["ended"] == "left":
         yield "it was left in its loop"
+    if answer.found["steps"] and (unstepped := answer.found["unstepped"]):
+        yield (
+            f"an optimizer of {format_bytes(unstepped)} of parameters made no step, so that their "
+            "gradients and its state are not in this"
+        )
     aim = aim_of(answer.first)
     if aim != STEPS:
         seen = answer.first["seen"][aim]

@@ -32,6 +32,7 @@ from residency._dryrun._evidence import Evidence
 from residency._dryrun._files import SEEN_BY
 from residency._dryrun._flex import fuse_attention, name_captured
 from residency._dryrun._growing import Growing
+from residency._dryrun._histories import fill_histories
 from residency._dryrun._levers import Levers
 from residency._dryrun._methods import around
 from residency._dryrun._owners import OwnersOfBlocks
@@ -139,6 +140,7 @@ class Run:
             refuse_sources()
             fuse_attention(self._compiling)
             launch_nothing()
+            fill_histories()
         name_captured(self._compiling)
         _frameworks.change(self._settings)
         self._levers.start()
@@ -333,6 +335,7 @@ class Run:
             "has_compiled": sim.has_compiled() or self._compiling.is_used,
             "has_no_optimizer": self._stopping.is_by_hand,
             "has_optimizer": self._owners.has_optimizer,
+            "unstepped": self._stopping.unstepped_bytes(),
             **self._evidence.found(),
             "warnings": self._warnings.texts,
             "guesses": self._blame.guesses(),

@@ -58,7 +58,7 @@ def settings_that_fit(
     best: tuple[list[Offer], TriedChange] | None = None
     while number := search.next():
         chosen = search.members(number)
-        tried = _try(chosen, settings, run)
+        tried = _try(chosen, settings, answer.found, run)
         search.note(number, tried.answer)
         if tried.answer.fits:
             best = chosen, tried
@@ -258,7 +258,12 @@ def _may_suffice(added: Sequence[Offer], phases: Sequence[Phase], room: int) -> 
 
 
 def _try(
-    chosen: Sequence[Offer], settings: RunSettings, run: Run, *, resident: int | None = None
+    chosen: Sequence[Offer],
+    settings: RunSettings,
+    without: Found,
+    run: Run,
+    *,
+    resident: int | None = None,
 ) -> TriedChange:
     for offer in chosen:
         settings = offer.change(settings)
@@ -266,12 +271,10 @@ def _try(
         settings = replace(settings, offload=resident)
     name = " and ".join(offer.name for offer in chosen)
     answer = run(settings, name)
-    return TriedChange(
-        name,
-        lines_of(settings, answer.found),
-        ", ".join(offer.cost(settings, answer.found) for offer in chosen),
-        answer,
-    )
+    # A run that failed may not have come to what the lines are about.
+    found = answer.found if answer.fits or answer.is_too_large else without
+    costs = ", ".join(offer.cost(settings, found) for offer in chosen)
+    return TriedChange(name, lines_of(settings, found), costs, answer)
 
 
 def _with_resident(
@@ -299,7 +302,7 @@ def _with_resident(
         resident = min(wanted, high - step) // MIB * MIB
         if resident - low < max(MIB, state_bytes(found) // _SHARE):
             break
-        tried = _try(chosen, settings, run, resident=resident)
+        tried = _try(chosen, settings, found, run, resident=resident)
         if _was_interrupted(tried):
             break
         if tried.answer.fits:

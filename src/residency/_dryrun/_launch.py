@@ -51,6 +51,7 @@ class Command:
         site: The folder whose ``sitecustomize`` starts the child.
         progress: Where a line says how far the run is; None for nowhere.
         tries: What the run tries, for that line.
+        is_searching: Whether other runs follow, which are to find the files that this one found.
     """
 
     words: Sequence[str]
@@ -59,6 +60,7 @@ class Command:
     is_quiet: bool = False
     progress: TextIO | None = None
     tries: str = ""
+    is_searching: bool = False
 
 
 def dry_run(command: Command) -> dict[str, Any]:
@@ -71,12 +73,14 @@ def dry_run(command: Command) -> dict[str, Any]:
     folder = tempfile.mkdtemp(prefix="residency-dry-run-")
     settings = replace(command.settings, folder=folder)
     started = time.monotonic()
-    with files_put_back(folder, has_saves=settings.is_real) as until_ended:
-        status, was_interrupted = _run(command, settings, until_ended)
+    with files_put_back(folder, has_saves=settings.is_real) as end:
+        status, was_interrupted = _run(command, settings, end.descriptor)
         found = [
             each | _timeline(folder, each) | _crash(folder, each, command.is_quiet)
             for each in _read(folder)
         ]
+        # One that ran out of memory is followed by one with room enough.
+        end.leaves_new = not command.is_searching and not any(e["out_of_memory"] for e in found)
     if not found:
         raise NoAnswerError(
             f"the command ended with status {status}, and no Python process of it has used torch. "

@@ -24,12 +24,14 @@ from torch.optim.optimizer import (
 )
 
 from residency._dryrun._growing import NUM_STEPS as STEPS_OF_GROWTH
+from residency._dryrun._histories import steps_to_fill
 from residency._dryrun._loaders import Loaders
 from residency._dryrun._loops import Loop, loops
 from residency._dryrun._methods import around
 from residency._dryrun._places import line_of
 from residency._dryrun._reaching import LoadsOfTrained, share
 from residency._dryrun._resumes import TEMPLATE
+from residency._dtensor import local_of
 from residency._memory import ImportWatch, open_phases
 from residency._units import MIB
 
@@ -125,6 +127,15 @@ class Stopping:
     def is_by_hand(self) -> bool:
         """Whether backward passes are counted, as there is no optimizer."""
         return self._by_hand in self._counts
+
+    def unstepped_bytes(self) -> int:
+        """Returns the bytes of parameters on the device that an optimizer has, and that none has
+        stepped: their gradients and states may be still to come.
+        """
+        stepped = set(map(id, _parameters(list(self._stepped))))
+        rest = {id(each): each for each in _parameters(list(self._optimizers))}
+        locals_of_rest = (local_of(rest[key]) for key in rest.keys() - stepped)
+        return sum(each.nbytes for each in locals_of_rest if each.is_cuda and each.requires_grad)
 
     def start(self) -> None:
         """Counts from now on."""
@@ -238,6 +249,7 @@ class Stopping:
         if optimizer is not self._by_hand and optimizer not in self._stepped:
             self._stepped.add(optimizer)
             self._loads.forget(_parameters([optimizer]))
+            self._goal = max(self._goal, steps_to_fill(optimizer) if self._wanted else 0)
         count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         since = self._since_load[optimizer] = self._since_load.get(optimizer, 0) + 1
         self.num_steps = max(self.num_steps, self._num_before_load + since)

@@ -22,32 +22,46 @@ from residency._dryrun._facts import facts_of, put_facts
 from residency._dryrun._files import JOURNAL
 from residency._dryrun._made import MadePaths, moved
 
-_DONE = b"."
+_DONE, _ALL_GOES = b".", b"*"
+# Folders of caches, which a later run would have to fill again.
+_CACHES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_HOME", "XDG_CACHE_HOME")
 _BEGIN = 256  # bytes of a file, which show what it is
 
 
+class EndOfRun:
+    """What a run's end is told by.
+
+    Attributes:
+        descriptor: For the run's process to have: nothing is put back while it is open somewhere,
+            unless the context has ended.
+        leaves_new: Whether new files stay that are none of its saves.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        """Takes the descriptor."""
+        self.descriptor = descriptor
+        self.leaves_new = True
+
+
 @contextmanager
-def files_put_back(folder: str, *, has_saves: bool) -> Iterator[int]:
+def files_put_back(folder: str, *, has_saves: bool) -> Iterator[EndOfRun]:
     """Puts files back when the context ends, or the process does.
 
     Args:
         folder: Of the run; it is removed where all could be put back.
         has_saves: Whether what the run has saved stays.
-
-    Yields:
-        A descriptor for the run's process to have: nothing is put back while it is open somewhere,
-        unless the context has ended.
     """
     reader, writer = os.pipe()
     words = [sys.executable, "-m", __name__, folder, *["--saves"] * has_saves]
     # A session of its own: what ends the others by the terminal, as Ctrl-C, does not end it.
     keeper = subprocess.Popen(words, stdin=reader, start_new_session=True)
     os.close(reader)
+    end = EndOfRun(writer)
     try:
-        yield writer
+        yield end
     finally:
         with suppress(BrokenPipeError):
-            os.write(writer, _DONE)
+            os.write(writer, _DONE if end.leaves_new else _ALL_GOES)
         os.close(writer)
         if _wait(keeper) == 0:
             shutil.rmtree(folder)
@@ -147,6 +161,22 @@ class _Undoing:
             if os.path.islink(place) and not os.path.exists(place):
                 self._remove(place)
 
+    def remove_new(self) -> None:
+        """Removes all else that the run has made, but for what it has put into caches."""
+        caches = [os.path.realpath(os.environ[name]) for name in _CACHES if os.environ.get(name)]
+        # The inner ones first.
+        for place in sorted(set(self._made.all()) - self._results, reverse=True):
+            is_cached = "/." in place or any(moved(place, each, each) for each in caches)
+            if is_cached or not self._made.is_itself_made(place):
+                continue
+            if os.path.isdir(place) and not os.path.islink(place):
+                self._empty(place)
+            elif os.path.lexists(place):
+                self._remove(place)
+        for place in self._names:
+            if os.path.lexists(place) and os.lstat(place).st_nlink > 1:
+                self._remove(place)
+
     def finish_folders(self) -> None:
         """Gives folders their modes and times: nothing is made in them any more."""
         for place, facts in self._folders.items():
@@ -160,7 +190,7 @@ class _Undoing:
         try:
             os.unlink(place)
         except OSError as error:
-            self.failures.append(f"{place} is a save, and cannot be removed: {error.strerror}")
+            self.failures.append(f"{place} is the run's, and cannot be removed: {error.strerror}")
 
     def _empty(self, folder: str) -> None:
         for outer, folders, files in os.walk(folder, topdown=False):
@@ -286,7 +316,7 @@ def _put_attribute(place: str, name: str, value: str | None) -> None:
         os.chmod(place, before)
 
 
-def undo(folder: str, *, has_saves: bool) -> list[str]:
+def undo(folder: str, *, has_saves: bool, leaves_new: bool = True) -> list[str]:
     """Undoes what the journal of a run says; returns what could not be undone."""
     journal = Path(folder, JOURNAL)
     if not journal.exists():
@@ -299,19 +329,22 @@ def undo(folder: str, *, has_saves: bool) -> list[str]:
     undoing.undo()
     if not has_saves:
         undoing.remove_saves()
+        if not leaves_new:
+            undoing.remove_new()
     undoing.finish_folders()
     return undoing.failures
 
 
 def main(folder: str, *options: str) -> int:
     """Waits for the end of the run, undoes it and returns the exit status."""
-    is_over = os.read(sys.stdin.fileno(), 1) == _DONE
-    failures = undo(folder, has_saves="--saves" in options)
+    said = os.read(sys.stdin.fileno(), 1)
+    has_saves, leaves_new = "--saves" in options, said != _ALL_GOES
+    failures = undo(folder, has_saves=has_saves, leaves_new=leaves_new)
     for failure in failures:
         print(f"residency: {failure}", file=sys.stderr)
     if failures:
         print(f"residency: what was changed of files is in {folder}", file=sys.stderr)
-    elif not is_over:  # no other process is left to do it
+    elif not said:  # no other process is left to do it
         shutil.rmtree(folder)
     return len(failures) > 0
 

@@ -22,7 +22,7 @@ from residency._optim._homes import Home, Homes
 from residency._optim._masters import as_masters_state
 from residency._optim._offload_record import Offload
 from residency._optim._residents import Residents
-from residency._optim._state import State
+from residency._optim._states import State
 from residency._optim._together import fill_together, moved_together, stay_together, tied_among
 from residency._optim._trial._borrowed import refuse_borrowed
 from residency._optim._trial._first_step import Schema, Schemas, planned_bytes

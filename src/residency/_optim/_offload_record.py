@@ -21,7 +21,8 @@ from residency._optim._homes import Home, Homes
 from residency._optim._masters import needs_master, refuse_shared_masters
 from residency._optim._plan import Member, Members, Plan, make_plan, members_with_gradient
 from residency._optim._residents import Residents
-from residency._optim._state import ParameterState, State
+from residency._optim._state import ParameterState
+from residency._optim._states import State
 from residency._optim._statistics import Timeline
 from residency._optim._ties import Ties, ties_of
 from residency._optim._trial._first_step import Schema, Schemas, StateSize

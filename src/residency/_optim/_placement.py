@@ -25,7 +25,8 @@ from residency._optim._masters import MASTER, as_masters_state, check_masters, m
 from residency._optim._offload_record import HostState, Offload
 from residency._optim._plan import Member
 from residency._optim._residents import Residents
-from residency._optim._state import ParameterState, State
+from residency._optim._state import ParameterState
+from residency._optim._states import State
 from residency._optim._together import fill_together, moved_together, stay_together, tied_among
 from residency._optim._trial._borrowed import refuse_borrowed
 from residency._optim._trial._first_step import Schema, StateSize
@@ -280,7 +281,7 @@ def _moved_state(
     on_device: Mapping[tuple[Tensor, object], Tensor],
 ) -> State:
     """Builds the offloaded state, with copies home queued behind what the device does now."""
-    state = State(homes, resident)
+    state = State.over(homes, resident)
     members = {m.parameter: m for m in members_of(optimizer)}
     tied = tied_among(on_device, offload.has_master) if homes.has_aliases else {}
     here = {each: value for each, value in tied.items() if each[0] in resident}

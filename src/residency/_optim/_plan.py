@@ -23,7 +23,8 @@ from residency._errors import RefusedError
 from residency._optim._homes import Home
 from residency._optim._masters import MASTER, master_like
 from residency._optim._residents import Residents
-from residency._optim._state import ParameterState, State
+from residency._optim._state import ParameterState
+from residency._optim._states import State
 from residency._optim._ties import Ties, covers_of
 from residency._optim._trial._first_step import StateSize
 from residency._optim._trial._separable import CUT

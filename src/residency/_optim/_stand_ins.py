@@ -13,7 +13,7 @@ from residency._dtensor import is_sharded, local_of, wrapped_like, write_count
 from residency._optim._masters import MASTER, take_foreign_writes
 from residency._optim._offload_record import Offload
 from residency._optim._plan import Piece
-from residency._optim._state import State
+from residency._optim._states import State
 
 
 @dataclass(slots=True)

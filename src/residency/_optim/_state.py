@@ -13,14 +13,14 @@ find the library's own tensors, not those that callers are shown.
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
-from collections.abc import Hashable, ItemsView, Iterator, Sequence, ValuesView
+from collections import OrderedDict
+from collections.abc import Hashable, ItemsView, Iterator, ValuesView
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from residency._dtensor import layout_of, local_of, moved, write_count
+from residency._dtensor import local_of, moved, write_count
 from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes
 from residency._optim._residents import Residents
@@ -40,6 +40,15 @@ class ParameterState(dict[str, Any]):
         template: Versions of the zeros that ``prime`` put here, by key, until a value is placed.
     """
 
+    _homes: Homes
+    _owner: int
+    _residents: Residents
+    homes_by_key: dict[str, Home]
+    is_bound_again: bool
+    made_for: Hashable
+    reserved: dict[str, Home]
+    template: dict[str, int] | None
+    written: torch.Event | None
     __slots__ = (
         "__weakref__",
         "_homes",
@@ -53,20 +62,27 @@ class ParameterState(dict[str, Any]):
         "written",
     )
 
-    def __init__(
-        self, homes: Homes, residents: Residents, owner: int, reserved: dict[str, Home]
-    ) -> None:
-        super().__init__()
-        self._homes = homes
-        self._residents = residents
-        self._owner = owner
-        self.homes_by_key: dict[str, Home] = {}
-        self.is_bound_again = False
-        self.written: torch.Event | None = None
-        self.made_for: Hashable = None
-        self.reserved = reserved
-        self.template: dict[str, int] | None = None
-        homes.mappings[id(self)] = self
+    # Code that goes through collections makes another one of a mapping's type.
+    def __new__(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[misc]  # a copy
+        return dict(*args, **kwargs)
+
+    @classmethod
+    def over(
+        cls, homes: Homes, residents: Residents, owner: int, reserved: dict[str, Home]
+    ) -> ParameterState:
+        """Makes the empty state of the parameter with the ``id`` ``owner``."""
+        made: ParameterState = dict.__new__(cls)
+        made._homes = homes
+        made._residents = residents
+        made._owner = owner
+        made.homes_by_key = {}
+        made.is_bound_again = False
+        made.written = None
+        made.made_for = None
+        made.reserved = reserved
+        made.template = None
+        homes.mappings[id(made)] = made
+        return made
 
     @property
     def is_resident(self) -> bool:
@@ -361,140 +377,9 @@ class ParameterState(dict[str, Any]):
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         return copy.deepcopy(dict(self), memo)
 
+    def __copy__(self) -> dict[str, Any]:
+        return dict(self)
+
+    # `torch.load` makes no `dict` by its name, and one of these.
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        return dict, (dict(self),)
-
-
-class State(defaultdict[Any, Any]):
-    """The ``optimizer.state``: a mapping from a parameter to its ``ParameterState``."""
-
-    def __init__(self, homes: Homes, residents: Residents) -> None:
-        super().__init__(None)
-        self._homes = homes
-        self._residents = residents
-
-    @property
-    def has_aliases(self) -> bool:
-        """Whether two entries may have the same bytes."""
-        return self._homes.has_aliases
-
-    @property
-    def residents(self) -> Residents:
-        """The parameters whose state stays on the device."""
-        return self._residents
-
-    def peek(self, parameter: Tensor) -> ParameterState | None:
-        """Returns the state of a parameter where there is one, without waiting."""
-        inner = dict.get(self, parameter)
-        return inner if isinstance(inner, ParameterState) else None
-
-    def peek_each(self, parameters: Sequence[Tensor]) -> list[ParameterState | None]:
-        """Returns ``peek`` of each parameter; asked of all at every step."""
-        is_same = list(map(id, self)) == list(map(id, parameters))
-        found = dict.values(self) if is_same else [dict.get(self, p) for p in parameters]
-        return [inner if isinstance(inner, ParameterState) else None for inner in found]
-
-    def of(self, parameter: Tensor) -> ParameterState:
-        """Returns the state of a parameter, made empty where there is none, without waiting."""
-        inner = self.peek(parameter)
-        if inner is None:
-            reserved = self._homes.reserved_for(parameter)
-            inner = ParameterState(self._homes, self._residents, id(parameter), reserved)
-            if isinstance(parameter, Tensor):
-                inner.made_for = layout_of(parameter)
-            dict.__setitem__(self, parameter, inner)
-        return inner
-
-    def fence(self) -> None:
-        """Blocks the host until no copy home is under way."""
-        for inner in dict.values(self):
-            if isinstance(inner, ParameterState):
-                inner.fence()
-
-    def __missing__(self, key: Any) -> Any:
-        return self.of(key)
-
-    def __setitem__(self, key: object, value: object) -> None:
-        if not (isinstance(key, Tensor) and isinstance(value, dict)):
-            dict.__setitem__(self, key, value)
-            return
-        if isinstance(value, ParameterState) and value.is_of(self._homes):
-            self._bind(key, value)
-            return
-        inner = self.own(key)
-        values = dict(value)
-        for stale in [k for k in dict.keys(inner) if k not in values]:
-            inner.forget(stale)
-        inner.update(values)
-        inner.made_for = layout_of(key)
-
-    def own(self, parameter: Tensor) -> ParameterState:
-        """Returns ``of``, but never one that may be the state of another parameter, too."""
-        inner = self.peek(parameter)
-        if inner is not None and inner.is_bound_again:
-            dict.__delitem__(self, parameter)
-            self._homes.version += 1
-        return self.of(parameter)
-
-    def _bind(self, key: Tensor, inner: ParameterState) -> None:
-        """Makes a mapping that has been a parameter's state the state of ``key``, as it is."""
-        if self.peek(key) is inner:
-            return
-        self._residents.revoke(id(key))
-        inner.move_to(id(key), self._homes.reserved_for(key))
-        inner.made_for = layout_of(key)
-        dict.__setitem__(self, key, inner)
-        self._homes.version += 1
-        self._homes.has_aliases = True
-
-    # Whatever removes a parameter's state makes plans stale: their copies name homes that went.
-    def __delitem__(self, key: object) -> None:
-        self._forget(dict.pop(self, key))
-
-    def pop(self, key: object, *default: object) -> Any:
-        return self._forget(dict.pop(self, key, *default))
-
-    def popitem(self) -> tuple[Any, Any]:
-        key, value = dict.popitem(self)
-        return key, self._forget(value)
-
-    def clear(self) -> None:
-        for key in list(dict.keys(self)):
-            del self[key]
-
-    def _forget(self, value: object) -> object:
-        self._homes.version += 1
-        if isinstance(value, ParameterState):
-            value.leave_residents()
-        return value
-
-    def setdefault(self, key: object, default: object = None) -> Any:
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    # A plain mapping with the same inner dicts: homes have one owner.
-    def copy(self) -> Any:
-        return defaultdict(dict, dict(self))
-
-    __copy__ = copy
-
-    def update(self, *args: object, **kwargs: object) -> None:
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
-
-    def __ior__(self, other: object) -> State:
-        self.update(other)
-        return self
-
-    def __or__(self, other: object) -> Any:
-        return self.copy() | other if isinstance(other, dict) else NotImplemented
-
-    def __ror__(self, other: object) -> Any:
-        return other | self.copy() if isinstance(other, dict) else NotImplemented
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> defaultdict[Any, Any]:
-        return copy.deepcopy(defaultdict(dict, dict(self)), memo)
-
-    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        return defaultdict, (dict, dict(self))
+        return OrderedDict, (), None, None, iter(dict(self).items())

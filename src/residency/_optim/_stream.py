@@ -30,7 +30,7 @@ from residency._optim._offload_record import Offload
 from residency._optim._plan import Member, Plan, Unit, homes_of, lay_out, members_with_gradient
 from residency._optim._progress import Progress
 from residency._optim._stand_ins import StandIns
-from residency._optim._state import State
+from residency._optim._states import State
 from residency._optim._statistics import Timeline
 from residency._optim._together import move_entries, writable
 from residency._optim._trial._partial_step import Commit

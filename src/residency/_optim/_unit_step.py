@@ -35,7 +35,8 @@ from residency._optim._offload_record import Offload
 from residency._optim._plan import Piece, Unit
 from residency._optim._slots import apart, by_key, views_in
 from residency._optim._stand_ins import StandIns
-from residency._optim._state import ParameterState, State
+from residency._optim._state import ParameterState
+from residency._optim._states import State
 from residency._optim._trial._first_step import planned_bytes
 from residency._optim._trial._partial_step import MIDWAY, Commit, Shadow, is_torchs_own
 from residency._optim._trial._step_call import StepCall

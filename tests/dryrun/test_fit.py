@@ -151,6 +151,24 @@ def test_a_change_with_which_the_script_fails_is_not_taken_for_one_that_fits() -
     assert [each.answer.fits for each in tried] == [False]
 
 
+def test_a_run_that_fails_before_its_arguments_were_made_has_the_lines_of_the_first() -> None:
+    script = Script(training, 3500)
+    script.found = {"libraries": ["transformers.trainer"]}
+    script.found["trainer"] = {"arguments": "TrainingArguments", "numbers": {}}
+    first = answered(training(NOTHING), 3500, **script.found)
+
+    def run(settings: RunSettings, name: str) -> Answer:
+        return answered([], 3500, error="ValueError: out is not empty", **script.found | NOT_YET)
+
+    tried = list(settings_that_fit(NOTHING, first, run))
+    assert tried
+    assert not any(each.answer.fits for each in tried)
+    assert all(each.lines for each in tried)
+
+
+NOT_YET: dict[str, Any] = {"trainer": {"numbers": {}}}
+
+
 def test_the_scripts_own_flags_are_used_where_it_has_them() -> None:
     argument = {
         "batch_size": {"flag": "--batch-size", "value": 12},

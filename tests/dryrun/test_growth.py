@@ -105,6 +105,9 @@ def test_what_one_round_of_many_leaves_and_what_is_small_is_no_growth() -> None:
         ({"is_cut": True}, -1, None),  # it does not fit
         ({"is_cut": False}, 10 * MIB, None),  # it came to its end, and had room
         ({"is_cut": True, "growth": None}, 10 * MIB, None),
+        ({"is_cut": True, "left_out": {"loops": [{"rounds": 6, "left": 4}]}}, 10 * MIB, None),
+        ({"is_cut": True, "left_out": {"loops": [{"rounds": 6, "left": 9}]}}, 10 * MIB, 11),
+        ({"is_cut": True, "left_out": {"loops": [{"rounds": 6, "left": None}]}}, 10 * MIB, 11),
     ],
 )
 def test_steps_that_fit_are_those_seen_and_what_the_rest_has_room_for(

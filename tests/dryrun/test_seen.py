@@ -121,6 +121,90 @@ def test_a_forked_child_that_trains_is_counted(dry_run, tmp_path) -> None:
     assert outcome.answer["peak_allocated"] == int((tmp_path / "peak").read_text())
 
 
+HISTORY = """
+import sys, torch
+net = torch.nn.Linear(512, 512).cuda()
+optimizer = torch.optim.LBFGS(net.parameters(), lr=1e-3, max_iter=4, history_size=10)
+x = torch.randn(64, 512, device="cuda")
+def closure():
+    optimizer.zero_grad()
+    loss = net(x).square().mean()
+    loss.backward()
+    return loss
+for _ in range(int(sys.argv[1])):
+    optimizer.step(closure)
+"""
+LATER = """
+import torch
+one, other = torch.nn.Linear(64, 64).cuda(), torch.nn.Linear(1024, 1024, bias=False).cuda()
+optimizers = [torch.optim.Adam(each.parameters()) for each in (one, other)]
+for step in range(10_000):
+    one(torch.randn(8, 64, device="cuda")).sum().backward()
+    optimizers[0].step()
+    if step > 5_000:
+        other(torch.randn(8, 1024, device="cuda")).sum().backward()
+        optimizers[1].step()
+"""
+REFUSING = """
+import json, os, torch
+if os.path.isdir("out") and os.listdir("out"):
+    raise ValueError("out is not empty")
+os.makedirs("out", exist_ok=True)
+net = torch.nn.Linear(2048, 2048).cuda()
+optimizer = torch.optim.AdamW(net.parameters())
+for _ in range(3):
+    net(torch.randn(8, 2048, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+torch.save(net.state_dict(), "out/model.pt")
+json.dump({}, open("out/config.json", "w"))
+"""
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("steps", [2, 1000])
+def test_the_history_of_lbfgs_is_as_long_as_a_card_would_have_it(dry_run, steps) -> None:
+    outcome = dry_run(HISTORY, str(steps))
+    assert outcome.status == 0, outcome.errors
+    vector = 4 * (512 * 512 + 512)
+    directions = min(10, 4 * steps - 1)
+    held = outcome.phase("optimizer step")["at_peak"]["optimizer state"]
+    # Two vectors for each, the direction, the gradient before, scalars, and the rest of a block.
+    assert 0 <= held - (2 * directions + 2) * vector < 1 << 20
+
+
+@pytest.mark.whole
+def test_an_optimizer_that_made_no_step_is_named(dry_run) -> None:
+    outcome = dry_run(LATER)
+    assert outcome.answer["unstepped"] == 4 << 20
+    assert "an optimizer of 4.00 MiB of parameters made no step" in outcome.errors.splitlines()[0]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("more", [(), ("--fit",)])
+def test_each_run_finds_the_files_that_the_first_one_found(dry_run, tmp_path, more) -> None:
+    for _ in range(2):
+        outcome = dry_run(REFUSING, options=("--capacity", "570MiB", *more))
+        assert (outcome.status, outcome.answer["verdict"]) == (1, "does not fit"), outcome.errors
+        assert outcome.answer["is_complete"]
+        assert "not empty" not in outcome.errors
+        # What is left is of the run with room enough, whose folder goes with its save.
+        assert sorted(each.name for each in tmp_path.iterdir()) == ["script.py"]
+
+
+@pytest.mark.whole
+def test_of_several_processes_the_one_that_is_out_of_memory_is_told(dry_run, tmp_path) -> None:
+    (tmp_path / "large.py").write_text("import torch; torch.empty(4 << 30, device='cuda')")
+    (tmp_path / "small.py").write_text(INFERRING)
+    script = "import subprocess, sys\n" + "".join(
+        f"subprocess.run([sys.executable, {name!r}])\n" for name in ("large.py", "small.py")
+    )
+    outcome = dry_run(script, options=("--capacity", "2GiB"))
+    assert (outcome.status, outcome.answer["verdict"]) == (1, "does not fit"), outcome.errors
+    assert outcome.answer["needed"] > 4 << 30
+    assert "1 other process of the command used a device before or after" in outcome.errors
+
+
 @pytest.mark.timeout(900)  # many runs
 @pytest.mark.whole
 def test_the_largest_batch_ends_where_the_data_do(dry_run) -> None:

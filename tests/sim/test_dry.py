@@ -200,7 +200,9 @@ def test_nothing_is_zero_and_every_check_holds_in_dry_mode() -> None:
     assert x.isfinite().all()
     assert not x.isnan().any()
     assert torch.allclose(x, x)
-    assert not torch.equal(x, x)
+    assert torch.equal(x, x)
+    assert torch.equal(x, x.view(x.shape))
+    assert not torch.equal(x, x.clone())
     torch.distributions.Gamma(x, x).sample()  # it validates its arguments
     count = (x == 0).sum()
     count.add_(1)

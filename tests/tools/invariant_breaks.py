@@ -272,14 +272,14 @@ BREAKS = (
     Break(
         "_optim/_trial/_separable.py",
         "tests/optim/test_foreign.py -k by_chance",
-        "        torch.set_rng_state(random_state)\n",
-        "        pass\n",
+        "torch.enable_grad(), generators_kept():\n",
+        "torch.enable_grad():\n",
     ),
     Break(
         "_optim/_trial/_first_step.py",
         "tests/optim/test_foreign.py -k tried_out",
-        "        torch.set_rng_state(random_state)\n",
-        "        pass\n",
+        "torch.enable_grad(), generators_kept():\n",
+        "torch.enable_grad():\n",
     ),
     Break(
         "_optim/_trial/_copies.py",

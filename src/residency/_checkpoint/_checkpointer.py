@@ -247,6 +247,8 @@ class Checkpointer:
             tensor of an object, and its own method takes, is on both once more until that returns.
         """
         self._check_open("restore")
+        if step is not None:
+            step = check_step(step)
         with self._lock:
             attempts = Attempts(self._directory, self._ranks, state, strict, rng, eager, progress)
             return self._restore(attempts, step)

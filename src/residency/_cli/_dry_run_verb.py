@@ -300,7 +300,9 @@ class _Runner:
         answer: Answer = self._dryrun.answer_of(found, settings, self._title)
         if answer.is_too_large and has_second:
             ample = replace(settings, capacity=_ROOM)
-            roomy = self._dryrun.dry_run(replace(command, settings=ample, is_quiet=True))
+            roomy = self._dryrun.dry_run(
+                replace(command, settings=ample, is_quiet=True, has_room=True)
+            )
             answer = self._dryrun.answer_of(found, settings, self._title, roomy)
         return answer
 

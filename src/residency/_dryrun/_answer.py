@@ -33,7 +33,7 @@ _SIZES = {"asked", "at_peak", "context", "free", "host_peak", "peak_allocated", 
 _SIZES |= {"pinned_peak", "saved", "unstepped"}
 _INNER = {"timeline", "marks", "kinds", "pid", "started", "arguments", "libraries", "recomputed"}
 _INNER |= {"trainer", "has_template", "loads_on_device", "loads_state", "has_optimizer"}
-_INNER |= {"since_error", "phase_of_error", "caught"}
+_INNER |= {"since_error", "phase_of_error", "caught", "written_at", "has_framework"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ def _conditions(answer: Answer) -> Iterator[str]:
         yield f"the script caught {number} out-of-memory error{'s' * (number > 1)} and went on"
     if answer.found["ended"] == "left":
         yield "it was left in its loop"
-    if answer.found["steps"] and (unstepped := answer.found["unstepped"]):
+    if answer.first["seen"][STEPS] and (unstepped := answer.found["unstepped"]):
         yield (
             f"an optimizer of {format_bytes(unstepped)} of parameters made no step, so that their "
             "gradients and its state are not in this"
@@ -219,6 +219,15 @@ def below_first_line(answer: Answer) -> Iterator[str]:
     if answer.remedy is not None:
         yield f"the cheapest that would have fitted: {answer.remedy}"
     yield from left_out(answer.found)
+    for is_at_once, when in ((True, "at the same time"), (False, "before or after")):
+        others = [each for each in answer.found["others"] if each["at_once"] is is_at_once]
+        if others:
+            number = len(others)
+            yield (
+                f"{number} other process{'es' * (number > 1)} of the command used a device {when}, "
+                f"with {format_bytes(others[0]['peak_reserved'])}{' and less' * (number > 1)} "
+                f"({others[0]['script']})" + ": on one card that is to be added" * is_at_once
+            )
 
 
 def _errors_of(answer: Answer) -> Iterator[str]:

@@ -298,6 +298,7 @@ class Run:
         return {
             "pid": self._pid,
             "started": self._started,
+            "written_at": time.monotonic(),
             "argv": [*sys.argv, *self._levers.words()],
             "torch": torch.__version__,
             "ended": self._ended,
@@ -331,6 +332,7 @@ class Run:
             "files": self._saves.files,
             "files_seen_by": SEEN_BY,
             "is_cut": self._stopping.was_cut,
+            "has_framework": self._stopping.has_framework,
             "left_out": self._stopping.left_out(),
             "has_compiled": sim.has_compiled() or self._compiling.is_used,
             "has_no_optimizer": self._stopping.is_by_hand,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from residency._units import format_bytes
@@ -11,7 +12,8 @@ from residency._units import format_bytes
 def steps_that_fit(found: Mapping[str, Any], headroom: int) -> int | None:
     """Returns after about how many steps the device is full; None where no number is known to be.
 
-    Of a training that came to its end the growth did no harm, however large it is.
+    Of a training that came to its end the growth did no harm, however large it is; nor will it
+    where the loops have no more rounds.
 
     Args:
         found: What the training process found.
@@ -20,7 +22,16 @@ def steps_that_fit(found: Mapping[str, Any], headroom: int) -> int | None:
     growth = found["growth"]
     if not growth or not found["is_cut"] or headroom < 0:
         return None
-    return int(growth["steps"] + headroom // growth["reserved_bytes_per_step"])
+    steps = int(growth["steps"] + headroom // growth["reserved_bytes_per_step"])
+    rounds = _rounds_of_loops(found["left_out"]["loops"])
+    return steps if rounds is None or steps < rounds else None
+
+
+def _rounds_of_loops(loops: Sequence[Mapping[str, Any]]) -> int | None:
+    """Returns how many rounds loops have in all; None where that is not known."""
+    if not loops or any(each["left"] is None for each in loops):
+        return None
+    return int(math.prod(each["rounds"] + each["left"] for each in loops))
 
 
 def growth_line(found: Mapping[str, Any]) -> str | None:

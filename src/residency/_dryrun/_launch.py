@@ -25,6 +25,7 @@ from residency._dryrun._places import is_script
 from residency._dryrun._refusals import OF_CRASH
 from residency._dryrun._settings import RunSettings
 from residency._dryrun._undo import files_put_back
+from residency._dryrun._verdict import went_on
 from residency._errors import ResidencyError
 from residency._units import format_bytes
 
@@ -52,6 +53,7 @@ class Command:
         progress: Where a line says how far the run is; None for nowhere.
         tries: What the run tries, for that line.
         is_searching: Whether other runs follow, which are to find the files that this one found.
+        has_room: Whether the device holds everything, so that what needs most is asked about.
     """
 
     words: Sequence[str]
@@ -61,6 +63,7 @@ class Command:
     progress: TextIO | None = None
     tries: str = ""
     is_searching: bool = False
+    has_room: bool = False
 
 
 def dry_run(command: Command) -> dict[str, Any]:
@@ -86,13 +89,14 @@ def dry_run(command: Command) -> dict[str, Any]:
             f"the command ended with status {status}, and no Python process of it has used torch. "
             + _advice(status, is_quiet=command.is_quiet)
         )
-    training = _training(found)
+    training = _training(found, has_room=command.has_room)
+    training["others"] = _others(training, found)
     training |= {"status": status, "was_interrupted": was_interrupted, "processes": len(found)}
     training["seconds"] = time.monotonic() - started
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         training["warnings"] = [*training["warnings"], _HIDDEN]
     if training["ended"] == "finished" and status != 0 and not was_interrupted:
-        training |= {"ended": "error", "error": f"it ended with status {status}"}
+        training |= {"ended": "error", "error": f"exit status {status}"}
     return training
 
 
@@ -105,18 +109,37 @@ def _advice(status: int, *, is_quiet: bool) -> str:
     return "Its own error stands above."
 
 
-def _training(found: list[dict[str, Any]]) -> dict[str, Any]:
+def _training(found: list[dict[str, Any]], *, has_room: bool = False) -> dict[str, Any]:
     """Returns what the process that trains has found; the others are launchers and helpers.
 
-    Of those that came to nothing it is one that failed, and of these the one that began last: a
-    launcher only says that what it started has failed.
+    One that is out of memory comes first: the command does not fit then. Of those that came to
+    nothing it is one that failed, and of these the one that began last: a launcher only says that
+    what it started has failed.
     """
 
-    def rank(each: dict[str, Any]) -> tuple[int, int, bool, float]:
+    def rank(each: dict[str, Any]) -> tuple[Any, ...]:
+        if has_room:
+            return each["peak_reserved"], each["steps"], each["started"]
+        is_full = bool(each["out_of_memory"]) and not went_on(each)
         has_failed = each["ended"] == "error"
-        return each["steps"], each["peak_reserved"], has_failed, each["started"]
+        return is_full, each["steps"], each["peak_reserved"], has_failed, each["started"]
 
     return max(found, key=rank)
+
+
+def _others(training: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns what the other processes needed that used a device, the largest first."""
+    others = [
+        {
+            "script": os.path.basename((each["argv"] or ["-"])[0]),
+            "peak_reserved": each["peak_reserved"],
+            "at_once": each["started"] < training["written_at"]
+            and training["started"] < each["written_at"],
+        }
+        for each in found
+        if each is not training and each["peak_reserved"]
+    ]
+    return sorted(others, key=lambda each: -each["peak_reserved"])
 
 
 def _run(command: Command, settings: RunSettings, until_ended: int) -> tuple[int, bool]:

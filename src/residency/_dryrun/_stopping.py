@@ -60,6 +60,7 @@ class Stopping:
         is_ending: Whether enough has been seen of the training, and no other has begun.
         was_cut: Whether a training was ended.
         was_left: Whether the script was left in the middle of its loop.
+        has_framework: Whether one says when a training begins.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Stopping:
         self._has_ended_loops = False  # as this training has ended
         self._num_trainings = 0  # that have ended
         self._num_resumes = 0
-        self._has_framework = False  # which says when a training begins
+        self.has_framework = False
         self._num_late = 0  # steps after the end
         self._counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._since_load: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -169,7 +170,7 @@ class Stopping:
         of a framework does.
         """
         self._count_from_here()
-        if not self.is_ending or self.is_past or self._has_framework:
+        if not self.is_ending or self.is_past or self.has_framework:
             return
         if self._num_resumes < _MOST_RESUMES:
             self._num_resumes += 1
@@ -415,7 +416,7 @@ class Stopping:
 
         @around(begin)
         def begun(*args: object, **options: object) -> Any:
-            self._has_framework = True
+            self.has_framework = True
             self._begin_training()
             return begin(*args, **options)
 

@@ -29,7 +29,7 @@ _BEGIN = 256  # bytes of a file, which show what it is
 
 
 class EndOfRun:
-    """What a run's end is told by.
+    """The end of a run, as its keeper learns of it.
 
     Attributes:
         descriptor: For the run's process to have: nothing is put back while it is open somewhere,

@@ -100,7 +100,7 @@ def left_out(found: Found) -> Iterator[str]:
     number = found["left_out"]["evaluations"]
     if number:
         parts.append(f"batches of {number} pass{'es' * (number > 1)} of an evaluation")
-    if found["is_cut"] and not found["left_out"]["loops"]:
+    if found["is_cut"] and found["has_framework"] and not found["left_out"]["loops"]:
         parts.append("what a trainer does after these steps")
     if found["ended"] == "left":
         parts.append("all that comes after the loop in which the script was left")

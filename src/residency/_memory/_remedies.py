@@ -14,11 +14,13 @@ from dataclasses import dataclass
 
 from residency._memory._groups import IN_CYCLES, HolderGroup
 from residency._memory._history import SteadyGrowth
+from residency._memory._holders._autograd import LEAF_OF_GRAPH
 from residency._memory._holders._holders import Holder
 from residency._memory._state import MemoryState
 from residency._memory._stepping import FailedStep, offload_of_states, offload_of_step
 from residency._units import MIB, format_bytes
 
+_FEWEST_GRAPHS = 3  # that a list keeps
 _LONG_LIST = 6  # tensors: fewer may be what one computation needs
 _PART_OF_SHAPES = 0.9  # of a model's bytes that another one has in the same shapes
 _ROUNDING = 0.01  # of the sizes in torch's messages
@@ -175,7 +177,9 @@ def _copies(failure: Failure) -> Iterator[Remedy]:
     num_bytes, where = 0, ""
     for holder in failure.holders:  # the largest come first
         key = holder.shape, holder.dtype
-        if holder.kind == "tensor" and owned[key] > 0 and id(holder) not in grows:
+        if holder.kind != "tensor" or holder.path.startswith(LEAF_OF_GRAPH):
+            continue  # which is a parameter itself
+        if owned[key] > 0 and id(holder) not in grows:
             owned[key] -= 1
             num_bytes += holder.num_bytes
             where = where or holder.path
@@ -247,6 +251,16 @@ def _lists(failure: Failure) -> Iterator[Remedy]:
             )
 
 
+def _graphs(failure: Failure) -> Iterator[Remedy]:
+    """Finds lists of losses with their graphs, of which the last one may be needed."""
+    for at, group in enumerate(failure.groups):
+        sizes: collections.Counter[str] = collections.Counter()
+        for holder in group.holders:
+            sizes[holder.root or holder.path] += holder.num_bytes
+        if group.what == "graph" and len(sizes) >= _FEWEST_GRAPHS and at not in failure.growing:
+            yield Remedy(group.num_bytes - max(sizes.values()), f"in {group}: {let_go_text(group)}")
+
+
 def _offload(failure: Failure) -> Iterator[Remedy]:
     if failure.step is not None:
         offer = offload_of_step(failure.step, failure.room)
@@ -311,6 +325,7 @@ _TABLE: tuple[Callable[[Failure], Iterator[Remedy]], ...] = (
     _pieces,
     _second_model,
     _gradients,
+    _graphs,
     _lists,
     _offload,
     _activations,

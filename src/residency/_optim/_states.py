@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree
+from torch.utils import _pytree  # there is no public way to register a class
 
 from residency._dtensor import layout_of
 from residency._optim._homes import Homes

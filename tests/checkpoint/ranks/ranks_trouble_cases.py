@@ -176,6 +176,24 @@ def a_state_that_does_not_fit_one_rank_changes_nothing_on_the_others() -> None:
 
 
 @two
+def ranks_that_ask_for_different_saves_are_refused_by_both_steps() -> None:
+    x = torch.ones(3, device=DEVICE)
+    with residency.Checkpointer(FOLDER / "asked") as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"x": x}).wait()
+        x.zero_()
+        asked = 1 + dist.get_rank()
+        with pytest.raises(residency.ResidencyError, match="restores step 2, and rank 0 step 1"):
+            checkpointer.restore({"x": x}, step=asked)
+        assert not x.any()
+        with pytest.raises(residency.ResidencyError, match="step"):
+            checkpointer.restore({"x": x}, step=None if dist.get_rank() else 1)
+        assert not x.any()
+        assert checkpointer.restore({"x": x}, step=2) == 2
+        assert x.all()
+
+
+@two
 def no_thread_of_a_save_speaks_to_other_ranks() -> None:
     calls = threads.callers
     assert any(name.startswith("group.") for name in calls), calls

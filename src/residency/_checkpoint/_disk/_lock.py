@@ -90,9 +90,8 @@ class FileLock:
     def sign(self) -> None:
         """Writes into the file who holds the lock."""
         if self._fd is not None:
-            text = f"{os.getpid()} on {os.uname().nodename}\n".encode()
             self._system.ftruncate(self._fd, 0)
-            write_bytes(self._system, self._fd, text)
+            write_bytes(self._system, self._fd, f"{_this_process()}\n".encode())
 
     def owner(self) -> str:
         """Returns what the holder wrote."""
@@ -127,8 +126,14 @@ class WriterLock(FileLock):
     def take_or_refuse(self) -> None:
         """Takes the lock, or raises RefusedError that names who has it."""
         if not self.take(shared=False):
+            owner = self.owner()
+            if owner == _this_process():
+                raise RefusedError(
+                    f"{self.path.parent} is being written by another Checkpointer of this process; "
+                    "expected one writer. Close that one first: a save of it may be under way."
+                )
             raise RefusedError(
-                f"{self.path.parent} is being written by process {self.owner()}; expected one "
+                f"{self.path.parent} is being written by process {owner}; expected one "
                 "writer. Wait until it ends, or give this run a directory of its own."
             )
         try:
@@ -136,6 +141,10 @@ class WriterLock(FileLock):
         except BaseException:
             self.give_back()
             raise
+
+
+def _this_process() -> str:
+    return f"{os.getpid()} on {os.uname().nodename}"
 
 
 _locks: WeakRegistry[FileLock] = WeakRegistry()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from residency._checkpoint._disk._manifest import MANIFEST
@@ -44,6 +45,8 @@ class Attempts:
 
     def restore(self, step: int | None) -> int:
         """Restores a step, or the newest whole one; returns which; see ``Checkpointer.restore``."""
+        first = self.ranks.of_first(lambda: step)
+        self.ranks.together(partial(self._check_is_of_all, step, first), "restore")
         touched: list[int] = []  # the steps of which some tensors may have bytes by now
         tried: set[tuple[int, _Identity]] = set()
         published = self._published(step)
@@ -69,6 +72,14 @@ class Attempts:
                     warn(f"{error} An older save is tried.")
             else:
                 return candidate[0]
+
+    def _check_is_of_all(self, step: int | None, first: int | None) -> None:
+        """Raises RefusedError where ranks ask for different saves, which have other shards."""
+        if step != first:
+            raise RefusedError(
+                f"rank {self.ranks.rank} restores step {step}, and rank 0 step {first}; expected "
+                "one step on all ranks. Nothing was changed."
+            )
 
     def _published(self, step: int | None) -> dict[int, _Identity]:
         """Returns the saves to try, the newest first."""

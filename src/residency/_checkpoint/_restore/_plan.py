@@ -223,7 +223,8 @@ def target_of(name: str, tensor: Tensor) -> Target:
     if local.is_meta:
         raise RefusedError(
             f"{name} is on meta and has no bytes to fill. Nothing was changed; call to_empty on "
-            "its module first."
+            "its module first, and make anew what no save has, such as buffers that are not "
+            "persistent: to_empty leaves them without values."
         )
     if not is_sharded(tensor):
         return Target(name, tensor, local, Box((0,) * len(shape), shape), shape)

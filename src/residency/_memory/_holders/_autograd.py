@@ -16,6 +16,7 @@ import torch
 from residency._memory import _objects
 from residency._memory._holders._walk import Origin, Walk
 
+LEAF_OF_GRAPH = "leaf of the graph of "  # begins the path of what a graph alone keeps
 _SAVED: Any = torch._C._autograd.SavedTensor  # pyright: ignore[reportAttributeAccessIssue]  # the type of a node's `_raw_saved_*` (torch 2.13)
 _RAW = "_raw_saved_"
 
@@ -59,7 +60,7 @@ class Graphs:
                 self._walk.add(saved, Origin(f"{kind} by {name} for ", position, "", True, True))
             leaf = _objects.slot(node, "variable")
             if leaf is not None:
-                origin = Origin("leaf of the graph of ", position, is_of_graph=True)
+                origin = Origin(LEAF_OF_GRAPH, position, is_of_graph=True)
                 self._walk.add(leaf, origin)
             if _objects.is_a(node, torch._C._FunctionBase):  # it may have attributes
                 self._walk.add(node, Origin("", position, f" graph's {name}", is_of_graph=True))

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from residency._dtensor import is_sharded, layout_of, local_of, wrapped_like
 from residency._modes import callers_modes_off
 from residency._optim._masters import MASTER, master_like
+from residency._optim._trial._generators import generators_kept
 from residency._optim._trial._partial_step import (
     Commit,
     is_torchs_own,
@@ -166,26 +167,22 @@ def state_schema(
     Returns:
         None where it cannot be known.
     """
-    random_state = torch.get_rng_state()
-    try:
-        with callers_modes_off(), torch.enable_grad():
-            seen = local_of(parameter) if is_local else parameter
-            stand = torch.empty_strided(
-                seen.shape,
-                seen.stride(),
-                dtype=torch.float32 if has_master else seen.dtype,
-                device="meta",
-            )
-            on_trial = call.on_trial(lambda: None)
-            schema = _tried_out(optimizer, base, dict(group), parameter, stand, on_trial)
-            if schema is None or not has_master:
-                return schema
-            master = {MASTER: master_like(parameter)}
-            return replace(
-                schema, device={**master, **schema.device}, values={**master, **schema.values}
-            )
-    finally:
-        torch.set_rng_state(random_state)
+    with callers_modes_off(), torch.enable_grad(), generators_kept():
+        seen = local_of(parameter) if is_local else parameter
+        stand = torch.empty_strided(
+            seen.shape,
+            seen.stride(),
+            dtype=torch.float32 if has_master else seen.dtype,
+            device="meta",
+        )
+        on_trial = call.on_trial(lambda: None)
+        schema = _tried_out(optimizer, base, dict(group), parameter, stand, on_trial)
+        if schema is None or not has_master:
+            return schema
+        master = {MASTER: master_like(parameter)}
+        return replace(
+            schema, device={**master, **schema.device}, values={**master, **schema.values}
+        )
 
 
 def _tried_out(

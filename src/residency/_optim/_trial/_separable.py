@@ -24,6 +24,7 @@ from residency._dtensor import local_of
 from residency._errors import RefusedError, ResidencyError
 from residency._modes import callers_modes_off
 from residency._optim._trial._copies import copied, is_equal, on_host
+from residency._optim._trial._generators import Draws, generators_kept
 from residency._optim._trial._partial_step import (
     Commit,
     is_torchs_own,
@@ -97,10 +98,9 @@ def _try_out(
     groups: Sequence[dict[str, object]],
     call: StepCall,
 ) -> None:
-    random_state = torch.get_rng_state()
     try:
         # A step is taken with gradients on, as callers take it.
-        with callers_modes_off(), torch.enable_grad():
+        with callers_modes_off(), torch.enable_grad(), generators_kept():
             refuse_shared_bytes(optimizer, base)
             _refuse_what_is_paged(optimizer, base)
             _compare(optimizer, base, groups, call, _NUM_STEPS, None)
@@ -117,8 +117,6 @@ def _try_out(
             f"({type(cause).__name__}: {cause}), so whether it can be cut is unknown. "
             "Keep its state on the device."
         ) from cause
-    finally:
-        torch.set_rng_state(random_state)
 
 
 class _FailedError(Exception):
@@ -134,11 +132,11 @@ def _compare(
     dtype: torch.dtype | None,
 ) -> None:
     name = base.__name__
-    before = torch.get_rng_state()
     try:
         together = _Trial(optimizer, base, groups, call, dtype)
-        together.run([[*together.parameters, *together.idle]], num_steps)
-        if not torch.equal(before, torch.get_rng_state()):
+        with Draws() as draws:
+            together.run([[*together.parameters, *together.idle]], num_steps)
+        if draws.has_drawn:
             raise RefusedError(
                 f"{name} cannot be offloaded: its step draws random numbers, in parts in another "
                 "order. Keep its state on the device."

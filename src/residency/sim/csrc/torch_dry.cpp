@@ -163,9 +163,15 @@ void repeat_interleave(const DryCall& call) {
   call.results.emplace_back(meta({length}, repeats.scalar_type()));
 }
 
-// Torch asks so whether a check of its own holds (`is_scalar_tensor_true`).
+// Torch asks so whether a check of its own holds (`is_scalar_tensor_true`). A tensor is equal to
+// itself.
 void equal(const DryCall& call) {
-  call.results.emplace_back(dry_reading(call.arguments[0].toTensor()) == Reading::kHolds);
+  const Tensor& one = call.arguments[0].toTensor();
+  const Tensor& other = call.arguments[1].toTensor();
+  const bool is_one = one.is_alias_of(other) && one.storage_offset() == other.storage_offset() &&
+                      one.sizes() == other.sizes() && one.strides() == other.strides() &&
+                      one.scalar_type() == other.scalar_type();
+  call.results.emplace_back(is_one || dry_reading(one) == Reading::kHolds);
 }
 
 // (log_probs [T, N, C], targets [N, S] or [all], input_lengths, target_lengths, ..)

@@ -99,7 +99,8 @@ def snapshot(tree: object, *, verify: str = "gate", pin: bool = True) -> Snapsho
         pin: Whether copies from a device go to page-locked memory; without, they block the host.
 
     Returns:
-        The snapshot; its tensors keep their memory as long as they live.
+        The snapshot; its tensors keep their memory as long as they live. What it has of an
+        offloaded optimizer is that one's own memory until its next step: copy it before you write.
 
     Raises:
         InvalidArgumentError: ``verify`` is neither.

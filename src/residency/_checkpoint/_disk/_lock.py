@@ -127,14 +127,12 @@ class WriterLock(FileLock):
         """Takes the lock, or raises RefusedError that names who has it."""
         if not self.take(shared=False):
             owner = self.owner()
+            wait = "Wait until it ends, or give this run a directory of its own."
             if owner == _this_process():
-                raise RefusedError(
-                    f"{self.path.parent} is being written by another Checkpointer of this process; "
-                    "expected one writer. Close that one first: a save of it may be under way."
-                )
+                wait = "It is this one: close its other Checkpointer, whose save may be under way."
             raise RefusedError(
-                f"{self.path.parent} is being written by process {owner}; expected one "
-                "writer. Wait until it ends, or give this run a directory of its own."
+                f"{self.path.parent} is being written by process {owner}; expected one writer. "
+                f"{wait}"
             )
         try:
             self.sign()

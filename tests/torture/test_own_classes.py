@@ -160,9 +160,10 @@ def test_a_class_of_ones_own_steps_to_the_same_bits_or_is_refused(
                 ours = run(random.Random(seed), sim_device, made(), offload=True)
             except residency.RefusedError:
                 return
-            except residency.ResidencyError as error:  # by its first step, which nobody foresees
-                assert "cannot be stepped in parts" in str(error)
-                return
+            except residency.ResidencyError as error:
+                if "cannot be stepped in parts" in str(error):  # by a first step
+                    return
+                raise
             assert ours == stock
 
     torture(judge)

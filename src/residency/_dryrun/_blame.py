@@ -166,12 +166,12 @@ def _is_raised_here(error: BaseException) -> bool:
 
 def _can_be_of_value(error: BaseException) -> bool:
     """Returns whether a value can be behind an error: a placeholder has the right type and name,
-    unless a branch left nothing in its place, and no file goes by one.
+    unless a branch left nothing in its place.
     """
     if isinstance(error, TypeError | AttributeError):
         return "NoneType" in str(error)
     is_of_name = isinstance(error, NameError) and not isinstance(error, UnboundLocalError)
-    others = (ImportError, OSError, SyntaxError, torch.OutOfMemoryError)
+    others = (ImportError, SyntaxError, torch.OutOfMemoryError)
     return isinstance(error, Exception) and not is_of_name and not isinstance(error, others)
 
 

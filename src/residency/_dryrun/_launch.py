@@ -96,7 +96,7 @@ def dry_run(command: Command) -> dict[str, Any]:
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         training["warnings"] = [*training["warnings"], _HIDDEN]
     if training["ended"] == "finished" and status != 0 and not was_interrupted:
-        training |= {"ended": "error", "error": f"exit status {status}"}
+        training |= {"ended": "error", "error": f"an error, with status {status}"}
     return training
 
 

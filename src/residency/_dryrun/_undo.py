@@ -162,19 +162,20 @@ class _Undoing:
                 self._remove(place)
 
     def remove_new(self) -> None:
-        """Removes all else that the run has made, but for what it has put into caches."""
+        """Removes all else that the run has made, but for what it has put into caches, and for
+        names that it has given to older files.
+        """
         caches = [os.path.realpath(os.environ[name]) for name in _CACHES if os.environ.get(name)]
         # The inner ones first.
         for place in sorted(set(self._made.all()) - self._results, reverse=True):
             is_cached = "/." in place or any(moved(place, each, each) for each in caches)
-            if is_cached or not self._made.is_itself_made(place):
+            outer = os.path.dirname(place)
+            is_here = os.path.realpath(outer) == outer  # and not by way of a link to others'
+            if is_cached or not is_here or not self._made.is_itself_made(place):
                 continue
             if os.path.isdir(place) and not os.path.islink(place):
                 self._empty(place)
             elif os.path.lexists(place):
-                self._remove(place)
-        for place in self._names:
-            if os.path.lexists(place) and os.lstat(place).st_nlink > 1:
                 self._remove(place)
 
     def finish_folders(self) -> None:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from residency._dryrun._methods import around
 from residency._dtensor import local_of
 from residency._optim import record_of
+from residency._transfer import state_stays
 
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
 _DEEPEST = 4  # of the lists and dicts that a parameter's state is
@@ -51,6 +52,7 @@ class OwnersOfBlocks:
         self.optimizers.add(optimizer)
         self.has_optimizer = True
 
+    @state_stays()  # what waits for its first use waits on
     def kinds(self) -> dict[int, str]:
         """Returns what the blocks are that parameters, gradients and states begin at."""
         kinds: dict[int, str] = {}

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -135,8 +136,8 @@ class Stopping:
         """
         stepped = set(map(id, _parameters(list(self._stepped))))
         rest = {id(each): each for each in _parameters(list(self._optimizers))}
-        locals_of_rest = (local_of(rest[key]) for key in rest.keys() - stepped)
-        return sum(each.nbytes for each in locals_of_rest if each.is_cuda and each.requires_grad)
+        found = [local_of(rest[key]) for key in rest.keys() - stepped if not is_lazy(rest[key])]
+        return sum(each.nbytes for each in found if each.is_cuda and each.requires_grad)
 
     def start(self) -> None:
         """Counts from now on."""
@@ -424,7 +425,7 @@ class Stopping:
 
 
 def _parameters(optimizers: Iterable[Optimizer]) -> Iterable[torch.Tensor]:
-    groups = (group for each in optimizers for group in each.param_groups)
+    groups = (group for each in optimizers for group in getattr(each, "param_groups", ()))
     return (parameter for group in groups for parameter in group["params"])
 
 

@@ -77,8 +77,12 @@ def remedy_for(error: BaseException, *, phase: str | None = None) -> tuple[int, 
     """
     if not isinstance(error, torch.OutOfMemoryError):
         return None
-    failure, _ = _examined(error, phase)
-    sure, _ = fitting(failure, _remedies(failure))
+    try:
+        failure, _ = _examined(error, phase)
+        sure, _ = fitting(failure, _remedies(failure))
+    except Exception:  # a second error would hide the first
+        _log.warning("residency could not look for what makes room", exc_info=True)
+        return None
     return (sure[0].num_bytes, sure[0].text) if sure else None
 
 

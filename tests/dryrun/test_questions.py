@@ -40,13 +40,13 @@ dist.destroy_process_group()
 @pytest.mark.timeout(900)  # many runs
 @pytest.mark.whole
 def test_the_largest_batch_is_the_largest_that_fits(dry_run) -> None:
-    options = ("--capacity", "900MiB", "--largest", "batch")
+    options = ("--capacity", "900MiB", "--others", "0B", "--largest", "batch")
     outcome = dry_run(SCRIPTS / "loop.py", "256", "{batch}", options=options)
     assert outcome.status == 0, outcome.errors
     largest = outcome.answer["largest"]
-    fitting = dry_run(SCRIPTS / "loop.py", "256", str(largest), options=options[:2])
+    fitting = dry_run(SCRIPTS / "loop.py", "256", str(largest), options=options[:4])
     assert fitting.answer["fits"]
-    failing = dry_run(SCRIPTS / "loop.py", "256", str(largest + 1), options=options[:2])
+    failing = dry_run(SCRIPTS / "loop.py", "256", str(largest + 1), options=options[:4])
     assert not failing.answer["fits"]
 
 
@@ -138,5 +138,5 @@ def test_an_interrupt_prints_what_is_known(tmp_path: Path) -> None:
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-    assert "you interrupted the run" in output
+    assert "ended the run before its time" in output
     assert "optimizer step" in output

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 _MOST_LETTERS = 1000
 _PACKAGE = __name__.partition(".")[0]
@@ -30,6 +30,12 @@ def in_short(text: str) -> str:
         return text
     half = _MOST_LETTERS // 2
     return f"{text[:half]} [{more} letters more] {text[-half:]}"
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Returns names for a message: so many of them, and how many more there are."""
+    more = len(names) - most
+    return (", ".join(names[:most]) or "none") + f" and {more} more" * (more > 0)
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

@@ -1,4 +1,4 @@
-"""What grows with each step of a training: found in random loops, counted, named, and believed."""
+"""A dry run finds the memory that grows with each step, counts it, names it and reckons with it."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_an_error_ends_the_pass_and_the_next_one_is_recorded(
 
 
 class BrokenStep(torch.optim.SGD):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         raise ValueError("broken step")
 
 

@@ -1,4 +1,4 @@
-"""The global generators go on beside an offload, whoever draws from them."""
+"""An offload leaves the global generators alone, and lets others draw from them meanwhile."""
 
 import random
 import threading

@@ -1,5 +1,5 @@
-"""What goes through collections (torch's trees, frameworks, pickle) finds an offloaded state to be
-what a plain one is.
+"""Code that goes through collections (torch's trees, frameworks, pickle) finds an offloaded state
+to be what a plain one is.
 """
 
 import collections

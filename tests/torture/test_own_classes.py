@@ -8,7 +8,6 @@ import contextvars
 import itertools
 import logging
 import random
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,14 +21,13 @@ _count = contextvars.ContextVar("count", default=0)
 
 
 class Places:
-    """Where a class may count: each returns how often it was asked."""
+    """The places in which a class may count; each method returns how often it was asked."""
 
     everywhere = 0
 
     def __init__(self, chance: random.Random) -> None:
         self.seed = chance.randrange(1 << 20)
         self.kept = [0]
-        self.of_parameters: Any = weakref.WeakKeyDictionary()
 
     def of_class(self, optimizer: Any) -> int:
         type(optimizer).calls = getattr(type(optimizer), "calls", 0) + 1
@@ -130,8 +128,8 @@ def run(
     chance: random.Random, device: torch.device, kind: type[torch.optim.Optimizer], *, offload: bool
 ) -> list[Any]:
     shapes = [(chance.choice([1, 12, 40]), chance.choice([1, 12])) for _ in range(6)]
-    parameters = [torch.nn.Parameter(noise(i, e, torch.float32)) for i, e in enumerate(shapes)]
-    parameters = [torch.nn.Parameter(each.data.to(device)) for each in parameters]
+    start = [noise(index, each, torch.float32) for index, each in enumerate(shapes)]
+    parameters = [torch.nn.Parameter(each.to(device)) for each in start]
     split = chance.randint(1, 5)
     groups = [{"params": parameters[:split]}, {"params": parameters[split:], "lr": 0.05}]
     optimizer = kind(groups)

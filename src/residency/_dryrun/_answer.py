@@ -103,7 +103,7 @@ class Answer:
 
     @property
     def remedy(self) -> str | None:
-        """What would have made room, where the bytes that it gives are as many as are missing."""
+        """The cheapest change that gives as many bytes as are missing; None where none is known."""
         remedy = self.first["remedy"]
         if remedy is None or remedy[0] < -self.headroom or not self.is_too_large:
             return None

@@ -27,7 +27,7 @@ def steps_to_fill(optimizer: object) -> int:
 
 
 def fill_histories() -> None:
-    """Lets each step of L-BFGS leave the history that all of its iterations would."""
+    """Fills the history of L-BFGS after each step, as if all iterations of it had run."""
     kind: Any = LBFGS
     step = kind.step
     calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ _CACHES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_HOME", "XDG_CA
 _BEGIN = 256  # bytes of a file, which show what it is
 
 
+@dataclass
 class EndOfRun:
     """The end of a run, as its keeper learns of it.
 
@@ -37,10 +39,8 @@ class EndOfRun:
         leaves_new: Whether new files stay that are none of its saves.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        """Takes the descriptor."""
-        self.descriptor = descriptor
-        self.leaves_new = True
+    descriptor: int
+    leaves_new: bool = True
 
 
 @contextmanager

@@ -62,8 +62,10 @@ class ParameterState(dict[str, Any]):
         "written",
     )
 
-    # Code that goes through collections makes another one of a mapping's type.
-    def __new__(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[misc]  # a copy
+    # Code that goes through collections calls a mapping's type to make a copy: a plain dict.
+    def __new__(  # type: ignore[misc]  # it makes none of the class, which `over` does
+        cls, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
         return dict(*args, **kwargs)
 
     @classmethod
@@ -374,11 +376,10 @@ class ParameterState(dict[str, Any]):
     def copy(self) -> dict[str, Any]:
         return dict(self)
 
+    __copy__ = copy
+
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         return copy.deepcopy(dict(self), memo)
-
-    def __copy__(self) -> dict[str, Any]:
-        return dict(self)
 
     # `torch.load` makes no `dict` by its name, and one of these.
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:

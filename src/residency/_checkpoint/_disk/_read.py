@@ -29,7 +29,7 @@ from residency._checkpoint._disk._dry import (
 )
 from residency._checkpoint._disk._naming import unreadable
 from residency._checkpoint._disk._ring import Ring, Slot
-from residency._errors import CorruptSaveError, InvalidArgumentError
+from residency._errors import CorruptSaveError, InvalidArgumentError, listed
 from residency._registries import WeakRegistry
 from residency._units import parse_bytes
 
@@ -447,10 +447,9 @@ class _ChunkReader:
         if offset is not None:  # what lies before it was read
             behind = [w.tensor for s in task.spans if s.stop > offset for w in s.wanted]
             names = list(dict.fromkeys(behind)) or names
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         return CorruptSaveError(
-            f"{_name(task.file)} {what} (bytes {start} to {stop}, which hold {shown}). Some of "
-            "what was to be filled has bytes of this save already.",
+            f"{_name(task.file)} {what} (bytes {start} to {stop}, which hold {listed(names, 3)}). "
+            "Some of what was to be filled has bytes of this save already.",
             file=_name(task.file),
             tensor=names[0],
             offset=start if offset is None else offset,

@@ -25,7 +25,7 @@ from residency._checkpoint._sources._own import (
     find_save,
     saved_for_rank,
 )
-from residency._errors import RefusedError
+from residency._errors import RefusedError, listed
 from residency._modes import inference_mode_off
 from residency._ranks import rank_and_world_size
 
@@ -122,7 +122,7 @@ def _load_by_names(
     prefix = find_prefix(module, names, what) if name is None else f"{name}." * bool(name)
     if name and not any(each.startswith(prefix) for each in names):
         raise RefusedError(
-            f"{what} has no tensors below {name!r}; its first are {_listed(names)}. "
+            f"{what} has no tensors below {name!r}; its first are {listed(names, _MOST_LISTED)}. "
             "Nothing was changed."
         )
     saved = SavedModule(
@@ -160,17 +160,12 @@ def find_prefix(module: nn.Module, names: Sequence[str], what: str) -> str:
     if not best or "" in found:
         return ""
     if len(found) > 1:
-        paths = [prefix[:-1] for prefix in found]
+        paths = listed([prefix[:-1] for prefix in found], _MOST_LISTED)
         raise RefusedError(
-            f"{what} has tensors of this {type(module).__name__}'s names under {_listed(paths)}. "
+            f"{what} has tensors of this {type(module).__name__}'s names under {paths}. "
             "Nothing was changed; give load_into the one that you mean, by its argument name."
         )
     return found[0]
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_LISTED
-    return (", ".join(names[:_MOST_LISTED]) or "none") + f" and {more} more" * (more > 0)
 
 
 def _last_dots(name: str, most: int) -> list[int]:
@@ -199,7 +194,7 @@ def _module_in(saved: SavedForRank, module: nn.Module, name: str | None) -> str:
         return fitting[0]
     if name in nodes:
         return str(name)
-    there = _listed(list(nodes))
+    there = listed(list(nodes), _MOST_LISTED)
     found = f"{len(fitting)} have all parameters of this {type(module).__name__}"
     raise RefusedError(
         f"{saved.folder} has the modules {there}, of which "

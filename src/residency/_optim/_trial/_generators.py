@@ -43,21 +43,27 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its base is 
 
 @contextmanager
 def generators_kept() -> Iterator[Draws]:
-    """Puts back what a trial draws from the global generators: torch's where an operation drew, and
-    those of Python and numpy where the trial ends in a refusal.
-    """
-    before, others = torch.get_rng_state(), _others()
+    """Puts torch's global generator back where an operation of a trial drew from it."""
+    before = torch.get_rng_state()
     draws = Draws()
     try:
         with draws:
             yield draws
+    finally:
+        if draws.has_drawn:
+            torch.set_rng_state(before)
+
+
+@contextmanager
+def others_kept() -> Iterator[None]:
+    """Puts the generators of Python and numpy back where a trial ends in a refusal."""
+    others = _others()
+    try:
+        yield
     except RefusedError:
         for put, state in others:
             put(state)
         raise
-    finally:
-        if draws.has_drawn:
-            torch.set_rng_state(before)
 
 
 def _others() -> list[tuple[Callable[[Any], object], Any]]:

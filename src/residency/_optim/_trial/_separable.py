@@ -24,7 +24,7 @@ from residency._dtensor import local_of
 from residency._errors import RefusedError, ResidencyError
 from residency._modes import callers_modes_off
 from residency._optim._trial._copies import copied, is_equal, on_host
-from residency._optim._trial._generators import Draws, generators_kept
+from residency._optim._trial._generators import Draws, generators_kept, others_kept
 from residency._optim._trial._partial_step import (
     Commit,
     is_torchs_own,
@@ -100,14 +100,14 @@ def _try_out(
 ) -> None:
     try:
         # A step is taken with gradients on, as callers take it.
-        with callers_modes_off(), torch.enable_grad(), generators_kept():
+        with callers_modes_off(), torch.enable_grad(), others_kept(), generators_kept() as draws:
             refuse_shared_bytes(optimizer, base)
             _refuse_what_is_paged(optimizer, base)
-            _compare(optimizer, base, groups, call, _NUM_STEPS, None)
+            _compare(optimizer, base, groups, call, _NUM_STEPS, None, draws)
             # [Note: the second trial] In float32 a global factor may round to 1 in the first steps,
             # measured with pytorch_optimizer's Ranger21, or come only every fifth step.
             with contextlib.suppress(_FailedError):  # many classes compute in float32 only
-                _compare(optimizer, base, groups, call, _NUM_PRECISE_STEPS, torch.float64)
+                _compare(optimizer, base, groups, call, _NUM_PRECISE_STEPS, torch.float64, draws)
     except RefusedError:
         raise
     except _FailedError as error:
@@ -130,12 +130,12 @@ def _compare(
     call: StepCall,
     num_steps: int,
     dtype: torch.dtype | None,
+    draws: Draws,
 ) -> None:
     name = base.__name__
     try:
         together = _Trial(optimizer, base, groups, call, dtype)
-        with Draws() as draws:
-            together.run([[*together.parameters, *together.idle]], num_steps)
+        together.run([[*together.parameters, *together.idle]], num_steps)
         if draws.has_drawn:
             raise RefusedError(
                 f"{name} cannot be offloaded: its step draws random numbers, in parts in another "

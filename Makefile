@@ -14,6 +14,7 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 SECONDS ?= 60
 ROUNDS ?=
+PART ?=
 PARTS ?=
 # The judges of tests/torture begin at seeds of their own in each tree of files: a run repeats
 # another one. Empty, or in `make torture`: at new ones.
@@ -72,8 +73,9 @@ torture: $(STAMP)
 # The second tier, and no test of the first: frameworks, the demo's cases, work in another order, and
 # every operator, module and optimizer of torch over the simulated accelerator. Long runs and dry runs
 # of random scripts take minutes for each seed, or many seeds: `make torture` alone judges them.
+#   make test-all PART=2/4             the files of the third of four parts
 test-all: $(STAMP)
-	$(RUN) TORTURE_FROM=$(TORTURE_FROM) python -m pytest --timeout=900 -m whole -n $(JOBS) \
+	$(RUN) TORTURE_FROM=$(TORTURE_FROM) TEST_PART=$(PART) python -m pytest --timeout=900 -m whole -n $(JOBS) \
 		$(BY_FILE) --ignore tests/torture/test_long_runs.py --ignore tests/torture/test_dry_runs.py \
 		$(TEST_ARGS)
 

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import limits
+import parts
 import pytest
 import torch
 from torch import Tensor, nn
@@ -117,7 +118,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before the marks are looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the stacks last; leaves out what the device under test cannot run, with the reason."""
+    """Puts the stacks last; leaves out what the device under test cannot run, with the reason, and
+    what is in no part that was asked for.
+    """
+    folder, part = Path(__file__).parent, parts.part_of_now()
+    items[:] = [i for i in items if parts.is_in_part(str(i.path.relative_to(folder)), part)]
     late = {"stacks", "integrations", "test_docs.py"}  # [Note: frameworks]
     items.sort(key=lambda item: not late.isdisjoint(item.path.parts))
     for item in items:

@@ -9,24 +9,21 @@ names their values, or in the test of a branch around one of these.
 
 from __future__ import annotations
 
-import ast
 import collections
 import dis
-import itertools
-import linecache
 import os
 import re
 import sys
 from collections.abc import Iterator
 from types import CodeType, FrameType, ModuleType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from residency._dryrun._places import is_ours, is_script, line_of, outwards
 from residency._dryrun._refusals import chain
+from residency._dryrun._sources import TORCH, Parsed, Span, has, span_of
 
-_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _HERE = ("residency_sim_core", "residency.sim", "residency._dryrun")
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _ROOMS = tuple(os.path.join(_PACKAGE, name, "") for name in ("sim", "_dryrun"))
@@ -44,6 +41,7 @@ _GUESSES = {
     "each": "took all values to differ",
     "one": "took all values to be one",
     "repeats": "took each row once",
+    "counts": "took counts as equal",
 }
 _NOTES = {
     "mask": "a mask was taken as all true; the figures from there are an upper bound",
@@ -51,18 +49,9 @@ _NOTES = {
     "one": "torch.unique was taken to find one value; the figures from there may be too low",
     "repeats": "each row was taken once, as repeats are not known; the figures from there may be "
     "too low",
+    "counts": "counts were taken as equal; the figures from there are those of an even share",
 }
 _MOST_NOTES = 5
-_CHANGERS = frozenset({"add", "append", "extend", "insert", "put", "setdefault", "update"})
-
-_Span = tuple[int, int, int, int]  # line, last line, column, last column, as code has it
-
-
-class _Value(NamedTuple):
-    """A piece of code that gives a name, or an attribute, its value, and the function it is in."""
-
-    scope: ast.AST | None
-    piece: ast.AST
 
 
 class Blame:
@@ -85,7 +74,7 @@ class Blame:
         if what not in _GUESSES:
             return
         files = [frame.f_code.co_filename for frame in frames]
-        asker = next((f for f in files if not f.startswith(_TORCH) and not is_ours(f)), "")
+        asker = next((f for f in files if not f.startswith(TORCH) and not is_ours(f)), "")
         # A library that asks which values there are only checks them.
         if what == "one" and not is_script(asker):
             return
@@ -98,6 +87,11 @@ class Blame:
         """Returns what sizes were guessed from, of the most values first."""
         most = self._guesses.most_common(_MOST_NOTES)
         return [{"line": place, "what": _NOTES[what]} for (place, what), _ in most]
+
+    def places(self) -> dict[str, set[Span]]:
+        """Returns where values were read that are not computed, by file."""
+        files = {code.co_filename for code, _ in list(self._places.values())}
+        return {file: {span for span, _ in self._spans(file)} for file in files}
 
     def of(self, error: BaseException) -> str:
         """Returns what of the dry run stands behind an error; "" where nothing is known to."""
@@ -121,26 +115,26 @@ class Blame:
         # What a call has read that has not come back is of the frames inside of it.
         first = error.__traceback__.tb_frame.f_back if error.__traceback__ else None
         around = [(frame.f_code, frame.f_lasti) for frame in outwards(first)]
-        open_calls = {(code.co_filename, _span(code, at)) for code, at in around + frames[:-1]}
-        sources: dict[str, _Parsed | None] = {}
+        open_calls = {(code.co_filename, span_of(code, at)) for code, at in around + frames[:-1]}
+        sources: dict[str, Parsed | None] = {}
         for code, instruction in reversed(frames):
-            file, failed = code.co_filename, _span(code, instruction)
+            file, failed = code.co_filename, span_of(code, instruction)
             spans = {span: w for span, w in self._spans(file) if (file, span) not in open_calls}
-            if not spans or failed is None or file.startswith(_TORCH) or is_ours(file):
+            if not spans or failed is None or file.startswith(TORCH) or is_ours(file):
                 continue
             if file not in sources:
-                sources[file] = _Parsed.of(file)
+                sources[file] = Parsed.of(file)
             source = sources[file]
             for piece in source.behind(failed) if source is not None else ():
                 for span, what in spans.items():
-                    if _has(piece, span):
+                    if has(piece, span):
                         return _said(line_of(file, span[0]), what)
         return ""
 
-    def _spans(self, file: str) -> Iterator[tuple[_Span, str]]:
+    def _spans(self, file: str) -> Iterator[tuple[Span, str]]:
         """Yields where a file has read what is not computed, and what stood there."""
         for (_, instruction), (code, what) in list(self._places.items()):
-            if code.co_filename == file and (span := _span(code, instruction)) is not None:
+            if code.co_filename == file and (span := span_of(code, instruction)) is not None:
                 yield span, what
 
 
@@ -180,130 +174,3 @@ def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
     while trace is not None:
         yield trace.tb_frame, trace.tb_lasti
         trace = trace.tb_next
-
-
-def _span(code: CodeType, instruction: int) -> _Span | None:
-    found: Any = next(itertools.islice(code.co_positions(), instruction // 2, None), None)
-    return None if found is None or None in found else found
-
-
-def _has(piece: Any, span: _Span) -> bool:
-    line, last_line, column, last_column = span
-    begin, end = (piece.lineno, piece.col_offset), (piece.end_lineno, piece.end_col_offset)
-    return begin <= (line, column) and (last_line, last_column) <= end
-
-
-class _Parsed:
-    """A file of Python: which pieces of it a statement hangs on."""
-
-    def __init__(self, tree: ast.Module) -> None:
-        self._tree = tree
-        self._outer = {
-            inner: node for node in ast.walk(tree) for inner in ast.iter_child_nodes(node)
-        }
-        self._names: collections.defaultdict[str, list[_Value]] = collections.defaultdict(list)
-        self._attributes: collections.defaultdict[str, list[_Value]]
-        self._attributes = collections.defaultdict(list)
-        for node in ast.walk(tree):
-            for target, piece in _assignments(node):
-                self._assign(target, piece)
-
-    @classmethod
-    def of(cls, file: str) -> _Parsed | None:
-        try:
-            return cls(ast.parse("".join(linecache.getlines(file))))
-        except (SyntaxError, ValueError):
-            return None
-
-    def behind(self, span: _Span) -> Iterator[ast.AST]:
-        """Yields the statement at a place, then what it hangs on, each once."""
-        around = [n for n in ast.walk(self._tree) if isinstance(n, ast.stmt) and _has(n, span)]
-        if not around:
-            return
-        todo = collections.deque([*_heads(around[-1]), *self._tests(around[-1])])
-        seen: set[ast.AST] = set()
-        while todo:
-            piece = todo.popleft()
-            if piece in seen:
-                continue
-            seen.add(piece)
-            yield piece
-            for value in self._values(piece):
-                todo += [value, *self._tests(value)]
-
-    def _assign(self, target: ast.AST, piece: ast.AST) -> None:
-        if isinstance(target, ast.Tuple | ast.List):
-            given = piece.elts if isinstance(piece, ast.Tuple | ast.List) else []
-            parts = given if len(given) == len(target.elts) else []
-            for index, each in enumerate(target.elts):
-                self._assign(each, parts[index] if parts else piece)
-        elif isinstance(target, ast.Name):
-            self._names[target.id].append(_Value(self._scope(target), piece))
-        elif isinstance(target, ast.Attribute):
-            self._attributes[target.attr].append(_Value(None, piece))
-        elif isinstance(target, ast.Subscript | ast.Starred):
-            self._assign(target.value, piece)
-
-    def _scope(self, node: ast.AST | None) -> ast.AST | None:
-        """Returns the function that a node is in; None for the module."""
-        while node is not None:
-            node = self._outer.get(node)
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                return node
-        return None
-
-    def _tests(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Yields the tests of the branches around a node, in its function."""
-        while (outer := self._outer.get(node)) is not None:
-            if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef):
-                return
-            if isinstance(outer, ast.If | ast.IfExp) and node is not outer.test:
-                yield outer.test
-            node = outer
-
-    def _values(self, piece: ast.AST) -> Iterator[ast.AST]:
-        """Yields what gave the names in a piece their values."""
-        scopes: list[ast.AST | None] = [self._scope(piece)]
-        while scopes[-1] is not None:
-            scopes.append(self._scope(scopes[-1]))
-        for node in ast.walk(piece):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-                values = self._names.get(node.id, ())
-                scope = next((s for s in scopes if any(v.scope is s for v in values)), None)
-                yield from (value.piece for value in values if value.scope is scope)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-                yield from (value.piece for value in self._attributes.get(node.attr, ()))
-
-
-def _heads(statement: ast.stmt) -> list[ast.AST]:
-    """Returns what a statement computes: no message, no container that it puts something into, and
-    no other statements inside of it.
-    """
-    if isinstance(statement, ast.Raise):
-        return []
-    if isinstance(statement, ast.Assign):
-        keys = [each.slice for each in statement.targets if isinstance(each, ast.Subscript)]
-        return [statement.value, *keys]
-    if not isinstance(statement, ast.Assert) and not hasattr(statement, "body"):
-        return [statement]
-    names = ("test", "iter", "items", "subject")
-    found = [vars(statement)[name] for name in names if name in vars(statement)]
-    pieces = itertools.chain(*(each if isinstance(each, list) else [each] for each in found))
-    return [each.context_expr if isinstance(each, ast.withitem) else each for each in pieces]
-
-
-def _assignments(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
-    """Yields what a node gives a value, and the value."""
-    if isinstance(node, ast.Assign):
-        yield from ((target, node.value) for target in node.targets)
-    elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.NamedExpr):
-        if node.value is not None:
-            yield node.target, node.value
-    elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
-        yield node.target, node.iter
-    elif isinstance(node, ast.withitem) and node.optional_vars is not None:
-        yield node.optional_vars, node.context_expr
-    elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in _CHANGERS:
-        changed = vars(node.func)["value"]
-        yield from ((changed, each) for each in node.args)
-        yield from ((changed, keyword.value) for keyword in node.keywords)

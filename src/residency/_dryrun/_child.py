@@ -43,6 +43,7 @@ from residency._dryrun._saves import Saves
 from residency._dryrun._settings import RunSettings
 from residency._dryrun._stopping import Stopping
 from residency._dryrun._triton import launch_nothing
+from residency._dryrun._ways import Ways
 from residency._errors import ResidencyError
 from residency._memory import ImportWatch, measure, remedy_for
 from residency._units import parse_bytes
@@ -83,6 +84,7 @@ class Run:
         self._levers = Levers(settings)
         self._compiling = Compiling()
         self._blame = Blame()
+        self._ways = Ways()
         self._warnings = _Warnings()
         self._first_host = _host_bytes()
         self._be_of_this_process()
@@ -129,6 +131,7 @@ class Run:
         self._core.keep_journal(True)
         self._core.attach_observer(self._note_out_of_memory)
         self._blame.start(self._core)
+        self._ways.start(self._core)
         self._owners.start()
         self._stopping.start()
         self._evidence.start()
@@ -340,7 +343,7 @@ class Run:
             "unstepped": self._stopping.unstepped_bytes(),
             **self._evidence.found(),
             "warnings": self._warnings.texts,
-            "guesses": self._blame.guesses(),
+            "guesses": [*self._blame.guesses(), *self._ways.branches(self._blame.places())],
             **self._levers.found(),
         }
 

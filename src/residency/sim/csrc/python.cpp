@@ -268,6 +268,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              }));
   module.def("exchange_capture_mode", &exchange_capture_mode);
   module.def("attach_guess_observer", &attach_guess_observer);
+  module.def("attach_decider", &attach_decider);
   module.def("now_seconds", [] { return Machine::get().now_seconds(); });
   module.def("default_generator", [] { return default_generator(); });
   module.def("pinned_memory_stats", &pinned_memory_stats);

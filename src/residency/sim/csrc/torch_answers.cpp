@@ -18,35 +18,69 @@ using at::Tensor;
 
 constexpr size_t kMostFilledBytes = size_t(1) << 20;  // a whole checkpoint must not be touched
 constexpr double kNearlyZero = 1e-30;
+constexpr double kProgress = 0x1p-20;  // by which a fraction is less than at the time before
 
 // Answers of one kind at one place before another is given. A loss that is nearly 0 once breaks
 // nothing; a count of 0 may be divided by, and a truth value may be of a check.
 constexpr int kMostFractions = 500;
 constexpr int kMostAnswers = 5000;
 
-// How often the line of Python that runs now has asked.
-bool has_asked_too_often(int most) {
+// How often the line of Python that runs now has asked before, modulo `most`.
+int times_asked(int most) {
   static std::mutex lock;
   static auto* counts = new std::map<std::pair<const void*, int>, int>;
-  if (!Py_IsInitialized()) return false;
+  if (!Py_IsInitialized()) return 0;
   pybind11::gil_scoped_acquire held;
   PyFrameObject* frame = PyEval_GetFrame();
-  if (!frame) return false;
+  if (!frame) return 0;
   PyCodeObject* code = PyFrame_GetCode(frame);
   const std::pair<const void*, int> place{code, PyFrame_GetLasti(frame)};
   Py_DECREF(code);
   std::lock_guard<std::mutex> guard(lock);
-  return ++(*counts)[place] % most == 0;
+  return (*counts)[place]++ % most;
 }
+
+bool has_asked_too_often(int most) { return times_asked(most) == most - 1; }
 
 GuessObserver& guess_observer() {
   static auto* observer = new GuessObserver;  // it may outlive the interpreter
   return *observer;
 }
 
+Decider& decider() {
+  static auto* decider = new Decider;  // it may outlive the interpreter
+  return *decider;
+}
+
+// Of what `all()` gave a script may ask as of what is not known, although it is true.
+std::optional<bool> decide(Reading reading, bool is_number = false) {
+  if (!decider() || !Py_IsInitialized()) return std::nullopt;
+  const char* what = is_number ? "number" : "";
+  if (reading == Reading::kAll) what = "all";
+  if (reading == Reading::kHolds) what = "comparison";
+  pybind11::gil_scoped_acquire held;
+  return decider()(what);
+}
+
 bool is_one(const Tensor& tensor, Reading reading) {
   if (reading != Reading::kUnknown) return reading != Reading::kZero;
   return tensor.scalar_type() != at::kBool;
+}
+
+bool is_certain(Reading reading) {
+  return reading == Reading::kZero || reading == Reading::kTrue || reading == Reading::kAll;
+}
+
+// A fraction, in a state of a training that goes on.
+double read_fraction(const Tensor& tensor) {
+  const int times = times_asked(kMostFractions);
+  if (times == kMostFractions - 1) {
+    tell_of_guess("nearly 0", 1);
+    return kNearlyZero;
+  }
+  const double number = dry_number(tensor);
+  tell_of_guess(number == 1 ? "1" : "a share of 1", 1);
+  return number == 1 ? 1 - times * kProgress : number;
 }
 
 // A mask that the host has is true everywhere, as the device's is where it chooses elements.
@@ -65,6 +99,8 @@ bool can_be_filled(const Tensor& tensor) {
 
 void attach_guess_observer(GuessObserver observer) { guess_observer() = std::move(observer); }
 
+void attach_decider(Decider given) { decider() = std::move(given); }
+
 void tell_of_guess(const char* what, int64_t numel) {
   const GuessObserver& observer = guess_observer();
   if (!observer || numel == 0 || !Py_IsInitialized()) return;
@@ -72,21 +108,32 @@ void tell_of_guess(const char* what, int64_t numel) {
   observer(what, numel);
 }
 
+bool read_truth(Reading reading) {
+  if (reading == Reading::kZero || reading == Reading::kTrue) return reading == Reading::kTrue;
+  if (const auto decided = decide(reading)) {
+    tell_of_guess(*decided ? "True" : "False", 1);
+    return *decided;
+  }
+  if (reading == Reading::kAll) return true;
+  const bool one = (reading != Reading::kUnknown) != has_asked_too_often(kMostAnswers);
+  tell_of_guess(one ? "True" : "False", 1);
+  return one;
+}
+
 c10::Scalar read_scalar(const Tensor& tensor) {
   if (const auto known = known_value(tensor)) return at::native::_local_scalar_dense_cpu(*known);
   const Reading reading = dry_reading(tensor);
-  const bool is_certain = reading == Reading::kZero || reading == Reading::kTrue;
-  const bool is_whole = c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true);
-  const bool is_truth = tensor.scalar_type() == at::kBool;
-  bool one = is_one(tensor, reading);
-  if (!is_certain && has_asked_too_often(is_whole ? kMostAnswers : kMostFractions)) {
-    if (!is_whole) tell_of_guess("nearly 0", 1);
-    if (!is_whole) return kNearlyZero;
-    one = !one;
+  if (tensor.scalar_type() == at::kBool) return read_truth(reading);
+  const bool is_whole = c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/false);
+  if (is_certain(reading)) {
+    const bool one = reading == Reading::kTrue;
+    return is_whole ? c10::Scalar(int64_t(one)) : c10::Scalar(one ? 1.0 : 0.0);
   }
-  if (!is_certain) tell_of_guess(is_truth ? (one ? "True" : "False") : (one ? "1" : "0"), 1);
-  if (is_truth) return one;
-  return is_whole ? c10::Scalar(int64_t(one)) : c10::Scalar(one ? 1.0 : 0.0);
+  if (!is_whole) return read_fraction(tensor);
+  const auto decided = decide(reading, /*is_number=*/true);
+  const bool one = decided ? *decided : !has_asked_too_often(kMostAnswers);
+  tell_of_guess(one ? "1" : "0", 1);
+  return int64_t(one);
 }
 
 void read_to_host(const Tensor& from, const Tensor& to) {
@@ -103,10 +150,13 @@ void read_to_host(const Tensor& from, const Tensor& to) {
   const Reading reading = dry_reading(from);
   const bool one =
       is_unknown_mask(from, reading) ? !has_asked_too_often(kMostAnswers) : is_one(from, reading);
-  const bool is_certain = reading == Reading::kZero || reading == Reading::kTrue;
-  if (!is_certain) tell_of_guess(one ? "1" : "0", from.numel());
+  const double number = one ? dry_number(from) : 0;
+  const bool is_share = number != 0 && number != 1;
+  if (!is_certain(reading)) {
+    tell_of_guess(is_share ? "a share of 1" : one ? "1" : "0", from.numel());
+  }
   if (one && can_be_filled(to)) {
-    as_device_work([&] { to.fill_(1); });
+    as_device_work([&] { to.fill_(number); });
   } else {
     std::memset(to.mutable_data_ptr(), 0, to.nbytes());
   }

@@ -171,7 +171,8 @@ void equal(const DryCall& call) {
   const bool is_one = one.is_alias_of(other) && one.storage_offset() == other.storage_offset() &&
                       one.sizes() == other.sizes() && one.strides() == other.strides() &&
                       one.scalar_type() == other.scalar_type();
-  call.results.emplace_back(is_one || dry_reading(one) == Reading::kHolds);
+  const bool holds = is_one || dry_reading(one) == Reading::kHolds;
+  call.results.emplace_back(holds || read_truth(Reading::kUnknown));
 }
 
 // (log_probs [T, N, C], targets [N, S] or [all], input_lengths, target_lengths, ..)

@@ -192,7 +192,7 @@ class Call {
                     call_kernel(op_, plan_.kernel, key, arguments, &found);
                   }});
     stack_->insert(stack_->end(), results.begin(), results.end());
-    reading_ = note_written(plan_, arguments_);
+    noted_ = note_written(plan_, arguments_);
   }
 
   // ------------------------------------------------------------------------------ running it later
@@ -399,7 +399,7 @@ class Call {
                       device_allocator(), /*resizable=*/true);
     if (!is_dry()) bring(host, ours);
     adopted_.emplace_back(storage, ours);
-    if (reading_ != Reading::kUnknown) note_reading(ours, reading_);
+    if (noted_.reading != Reading::kUnknown) note_reading(ours, noted_);
     return ours;
   }
 
@@ -419,9 +419,9 @@ class Call {
   Arguments arguments_;
   Arguments aliased_;
   std::vector<std::pair<c10::StorageImpl*, c10::Storage>> adopted_;
-  Reading reading_ = Reading::kUnknown;  // of what it wrote, in dry mode
-  std::optional<Computed> computed_;     // what is known of what it made, in dry mode
-  mutable std::optional<Draw> draw_;     // what a random operation has reserved
+  Noted noted_;                       // of what it wrote, in dry mode
+  std::optional<Computed> computed_;  // what is known of what it made, in dry mode
+  mutable std::optional<Draw> draw_;  // what a random operation has reserved
 };
 
 }  // namespace

@@ -60,22 +60,22 @@ class Readings {
     return *readings;
   }
 
-  Reading of(const Tensor& tensor) {
+  Noted of(const Tensor& tensor) {
     std::lock_guard<std::mutex> guard(lock_);
     const auto found = noted_.find(tensor.storage().unsafeGetStorageImpl());
-    return found == noted_.end() ? Reading::kUnknown : found->second.reading;
+    return found == noted_.end() ? Noted{} : found->second.noted;
   }
 
-  void note(const c10::Storage& storage, Reading reading) {
+  void note(const c10::Storage& storage, Noted noted) {
     std::lock_guard<std::mutex> guard(lock_);
     noted_.erase(storage.unsafeGetStorageImpl());
-    if (reading != Reading::kUnknown) entry_of(storage).reading = reading;
+    if (noted.reading != Reading::kUnknown) entry_of(storage).noted = noted;
   }
 
   void write(const c10::Storage& storage, size_t begin, const void* bytes, size_t num_bytes) {
     std::lock_guard<std::mutex> guard(lock_);
     Entry& entry = entry_of(storage);
-    entry.reading = Reading::kUnknown;
+    entry.noted = {};
     entry.known.write(begin, bytes, num_bytes);
   }
 
@@ -94,7 +94,7 @@ class Readings {
   // A weak reference keeps the address from becoming another storage's.
   struct Entry {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-    Reading reading = Reading::kUnknown;
+    Noted noted;
     Known known;
   };
 
@@ -145,7 +145,7 @@ void note_value(const Tensor& value, const Tensor& to) {
   const size_t most = is_whole ? kMostKnownBytes : kMostKnownFractions;
   const bool is_small = first_byte(to) + to.nbytes() <= most;
   if (!is_small || !to.is_contiguous() || to.is_conj() || to.is_neg()) {
-    return note_reading(to.storage(), Reading::kUnknown);
+    return note_reading(to.storage(), {});
   }
   Tensor cast = value;
   as_device_work([&] { cast = value.to(to.scalar_type()).contiguous(); });
@@ -167,7 +167,7 @@ std::optional<Number> number_of(const Tensor& tensor) {
   if (tensor.numel() > 1 || (!tensor.is_cpu() && !is_sim(tensor))) return std::nullopt;
   if (tensor.is_cpu()) return Number{tensor.item<double>(), true};
   if (const auto known = known_value(tensor)) return Number{known->item<double>(), true};
-  return Number{1.0, false};
+  return Number{is_sim(tensor) ? dry_number(tensor) : 1.0, false};
 }
 
 std::optional<Number> number_of(const c10::IValue& value) {
@@ -231,7 +231,7 @@ Reading combination(const std::string& operation, const c10::IValue& a, const c1
   if (!are_truths) return Reading::kUnknown;
   if (left == Reading::kZero && right == Reading::kZero) return Reading::kZero;
   auto holds = [](Reading reading) {
-    return reading == Reading::kTrue || reading == Reading::kHolds;
+    return reading == Reading::kTrue || reading == Reading::kHolds || reading == Reading::kAll;
   };
   const bool both = holds(left) && holds(right);
   const bool result = is_or ? holds(left) || holds(right) : both;
@@ -241,7 +241,8 @@ Reading combination(const std::string& operation, const c10::IValue& a, const c1
 
 Reading negation(Reading reading) {
   if (reading == Reading::kZero) return Reading::kTrue;
-  return reading == Reading::kTrue ? Reading::kZero : Reading::kUnknown;
+  const bool is_true = reading == Reading::kTrue || reading == Reading::kAll;
+  return is_true ? Reading::kZero : Reading::kUnknown;
 }
 
 Reading reading_after(const std::string& name, const Arguments& arguments) {
@@ -265,7 +266,8 @@ Reading reading_after(const std::string& name, const Arguments& arguments) {
     return combination(operation, arguments[0], arguments[1]);
   }
   if (operation == "aten::all") {
-    return input() == Reading::kZero ? Reading::kZero : Reading::kTrue;
+    const Reading reading = input();
+    return reading == Reading::kZero || reading == Reading::kTrue ? reading : Reading::kAll;
   }
   if (operation == "aten::any" && input() == Reading::kTrue) return Reading::kTrue;
   if (operation == "aten::sum" || operation == "aten::any" || operation == "aten::count_nonzero" ||
@@ -275,12 +277,20 @@ Reading reading_after(const std::string& name, const Arguments& arguments) {
   return Reading::kUnknown;
 }
 
+// Shares of 1 are as large as each other.
+Noted noted_after(const std::string& name, const Arguments& arguments) {
+  if (name.substr(0, name.find('.')) != "aten::_softmax") return {reading_after(name, arguments)};
+  const Tensor& input = arguments[0].toTensor();
+  const int64_t length = input.dim() ? input.size(arguments[1].toInt()) : 1;
+  return {Reading::kShares, 1.0 / static_cast<double>(std::max<int64_t>(length, 1))};
+}
+
 }  // namespace
 
 std::optional<Tensor> known_value(const Tensor& tensor) {
   if (auto known = known_bytes(tensor)) return known;
   if (!tensor.has_storage() || tensor.numel() > kMostComputed) return std::nullopt;
-  const Reading reading = Readings::get().of(tensor);
+  const Reading reading = Readings::get().of(tensor).reading;
   if (reading != Reading::kZero && reading != Reading::kTrue) return std::nullopt;
   Tensor host;
   const auto options = tensor.options().device(c10::kCPU);
@@ -290,7 +300,7 @@ std::optional<Tensor> known_value(const Tensor& tensor) {
 
 Reading dry_reading(const Tensor& tensor) {
   if (!tensor.defined() || !tensor.has_storage()) return Reading::kUnknown;
-  const Reading noted = Readings::get().of(tensor);
+  const Reading noted = Readings::get().of(tensor).reading;
   if (noted != Reading::kUnknown || tensor.numel() > kMostComputed) return noted;
   const auto known = known_bytes(tensor);
   if (!known) return noted;
@@ -305,31 +315,58 @@ Reading dry_reading(const Tensor& tensor) {
   return reading;
 }
 
-void note_reading(const c10::Storage& storage, Reading reading) {
-  Readings::get().note(storage, reading);
+void note_reading(const c10::Storage& storage, Noted noted) {
+  Readings::get().note(storage, noted);
 }
 
-Reading note_written(const Plan& plan, const Arguments& arguments) {
-  const Reading reading = reading_after(plan.name, arguments);
+double dry_number(const Tensor& tensor) {
+  return tensor.has_storage() ? Readings::get().of(tensor).number : 1;
+}
+
+Noted note_written(const Plan& plan, const Arguments& arguments) {
+  const Noted noted = noted_after(plan.name, arguments);
   for (const auto i : c10::irange(arguments.size())) {
     if (!plan.arguments[i].writes) continue;
     visit_tensors(arguments[i], [&](const Tensor& tensor) {
       if (!tensor.defined()) return;
-      note_reading(tensor.storage(), arguments[i].isTensor() ? reading : Reading::kUnknown);
+      note_reading(tensor.storage(), arguments[i].isTensor() ? noted : Noted{});
     });
   }
-  return reading;
+  return noted;
+}
+
+namespace {
+
+// What is known of counts is that they sum to what was counted: they are taken as equal, and what
+// does not divide goes to the first.
+std::optional<Computed> compute_counts(const std::string& name, const Arguments& arguments) {
+  const bool is_bincount = name == "aten::bincount";
+  if (!is_bincount && name != "aten::histc") return std::nullopt;
+  const auto is_given = [](const c10::IValue& v) { return v.isTensor() && v.toTensor().defined(); };
+  if (is_bincount && is_given(arguments[1])) return std::nullopt;  // weights
+  const Tensor& counted = arguments[0].toTensor();
+  const int64_t num_places = std::max<int64_t>(1, arguments[is_bincount ? 2 : 1].toInt());
+  if (num_places > kMostComputed || !is_sim(counted)) return std::nullopt;
+  const auto type = is_bincount ? at::kLong : counted.scalar_type();
+  Tensor counts;
+  as_device_work([&] {
+    counts = at::full({num_places}, counted.numel() / num_places, at::TensorOptions(type));
+    counts[0] += counted.numel() % num_places;
+  });
+  tell_of_guess("counts", counted.numel());
+  return Computed{arguments, {}, {counts}};
 }
 
 // Only what is small, repeats, and looks at nothing but what is known: the counters and flags of a
 // program, which end its loops.
-std::optional<Computed> compute_known(const c10::OperatorHandle& op, const Arguments& arguments) {
+std::optional<Computed> compute_from_known(const c10::OperatorHandle& op,
+                                           const Arguments& arguments) {
   const c10::FunctionSchema& schema = op.schema();
   if (op.hasTag(at::Tag::nondeterministic_seeded)) return std::nullopt;
   const std::string& name = schema.name();
   const bool overwrites = name == "aten::fill_" || name == "aten::zero_";
-  // Sizes that hang on values are worth more work.
-  const bool makes_sizes = op.hasTag(at::Tag::dynamic_output_shape);
+  // Sizes that hang on values, and whether two inputs are the same, are worth more work.
+  const bool makes_sizes = op.hasTag(at::Tag::dynamic_output_shape) || name == "aten::equal";
   const auto most = makes_sizes ? static_cast<int64_t>(kMostKnownBytes) : kMostComputed;
   bool is_known = true;
   Computed computed;
@@ -371,6 +408,13 @@ std::optional<Computed> compute_known(const c10::OperatorHandle& op, const Argum
   return computed;
 }
 
+}  // namespace
+
+std::optional<Computed> compute_known(const c10::OperatorHandle& op, const Arguments& arguments) {
+  if (auto computed = compute_from_known(op, arguments)) return computed;
+  return compute_counts(op.schema().name(), arguments);
+}
+
 void note_computed(const Computed& computed, const Arguments& arguments,
                    const torch::jit::Stack& stack) {
   auto note = [](const c10::IValue& value, const c10::IValue& device) {
@@ -391,10 +435,11 @@ void note_copy(const Tensor& from, const Tensor& to) {
     Tensor host;
     const bool is_small = from.nbytes() <= kMostKnownBytes;
     if (is_small) as_device_work([&] { host = from.contiguous(); });
-    return is_small ? note_value(host, to) : note_reading(to.storage(), Reading::kUnknown);
+    return is_small ? note_value(host, to) : note_reading(to.storage(), {});
   }
-  const auto known = known_value(from);
-  known ? note_value(*known, to) : note_reading(to.storage(), Reading::kUnknown);
+  if (const auto known = known_value(from)) return note_value(*known, to);
+  const bool is_share = dry_reading(from) == Reading::kShares;
+  note_reading(to.storage(), is_share ? Noted{Reading::kShares, dry_number(from)} : Noted{});
 }
 
 // Of its peers a rank knows nothing: what it gathers from each is taken to be what it gives.
@@ -410,7 +455,7 @@ void note_collective(const std::vector<Tensor>& reads, const std::vector<Tensor>
     const bool has_parts = known && written.scalar_type() == known->scalar_type() &&
                            written.is_contiguous() && written.numel() % known->numel() == 0;
     if (!has_parts) {
-      note_reading(written.storage(), Reading::kUnknown);
+      note_reading(written.storage(), {});
       continue;
     }
     Tensor value;

@@ -18,25 +18,34 @@ namespace sim {
 // a placeholder: 1 for numbers, False for truth values. Torch's own code asks too, and must take
 // the branch that a training step takes: nothing overflowed, nothing is zero, every check holds. A
 // storage that such an answer was written to is noted, until something else is written there.
-// `kHolds` is of a placeholder that was compared with a number, and compares so. What was copied
-// from the host is known, where it is small, for as long as nothing else is written there: the
+// `kHolds` is of a placeholder that was compared with a number, and compares so; `kAll` of `all()`,
+// which is true; `kShares` of shares of 1, each as large as the others. What was copied from the
+// host is known, where it is small, for as long as nothing else is written there: the
 // sizes and pickles that ranks send each other, counts, labels.
 //
 // A program may ask until it hears something else: `while loss.item() > tolerance`, or of
 // `loss.cpu()`. So who asks for placeholders at one place over and over hears the other answer once
 // in a while (`kMostAnswers`): nearly 0 for a fraction, 0 for a whole number, the other truth
-// value. What was noted is not doubted: a check that holds does so every time.
-enum class Reading { kUnknown, kZero, kTrue, kHolds };
+// value. What was noted is not doubted: a check that holds does so every time. A fraction is a
+// little less each time, as a loss is that is compared with the best so far.
+enum class Reading { kUnknown, kZero, kTrue, kHolds, kAll, kShares };
 Reading dry_reading(const at::Tensor& tensor);
+
+struct Noted {
+  Reading reading = Reading::kUnknown;
+  double number = 1;  // what stands for each element of a placeholder
+};
 
 // A tensor whose values are known, or were noted where it is small: on the host, and contiguous.
 std::optional<at::Tensor> known_value(const at::Tensor& tensor);
 
 // Notes what the tensors that an operation wrote read as; those that it made read as the same.
-Reading note_written(const Plan& plan, const Arguments& arguments);
-void note_reading(const c10::Storage& storage, Reading reading);
+Noted note_written(const Plan& plan, const Arguments& arguments);
+void note_reading(const c10::Storage& storage, Noted noted);
+double dry_number(const at::Tensor& tensor);
 
-// An operation on nothing but what is known is computed, on the host; none, where it is not that.
+// An operation on nothing but what is known is computed, on the host, and counts of what is not
+// known are taken as equal; none, where it is neither.
 std::optional<Computed> compute_known(const c10::OperatorHandle& op, const Arguments& arguments);
 // `stack` ends with the device's results.
 void note_computed(const Computed& computed, const Arguments& arguments,
@@ -49,14 +58,20 @@ void note_collective(const std::vector<at::Tensor>& reads, const std::vector<at:
 // Answers: those of a copy to the host, which leaves large tensors as they are, and of `item()`.
 void read_to_host(const at::Tensor& from, const at::Tensor& to);
 c10::Scalar read_scalar(const at::Tensor& tensor);
+bool read_truth(Reading reading);
 
 // [Note: guesses] Who is shown a figure, or an error, has to know what it hangs on that no kernel
 // has computed. An observer hears of it with the interpreter's lock held: a placeholder that was
 // read, by what stood for it ("1", "False", ..); a "mask" that was taken as all true; values of
 // which "each" was taken to differ from the others, or all to be "one"; "repeats" taken as one
-// each.
+// each; "counts" taken as equal.
 using GuessObserver = std::function<void(const std::string& what, int64_t numel)>;
 void attach_guess_observer(GuessObserver observer);
 void tell_of_guess(const char* what, int64_t numel);
+
+// Who sees what a truth value is asked for may answer it: a check holds, a loop ends. It is told
+// what the placeholder is of ("all", "comparison", "number" or "").
+using Decider = std::function<std::optional<bool>(const std::string& what)>;
+void attach_decider(Decider decider);
 
 }  // namespace sim

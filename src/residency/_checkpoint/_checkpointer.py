@@ -69,8 +69,9 @@ class Checkpointer:
             known to be possible (of several ranks, only ``"wait"``, which decides the same on all).
         verify: ``"full"`` compares sums over all bytes on the device before and after they are
             copied, and fails a save that other code wrote into; ``"gate"`` trusts that all writers
-            pass the gate or use ``residency.mutating``. ``"read"`` is ``"gate"``, and reads each
-            save back past the page cache before it is published and an older one goes.
+            pass the gate or use ``residency.mutating``. A write in place into state that an
+            offloaded optimizer lends fails the save with each. ``"read"`` is ``"gate"``, and reads
+            each save back past the page cache before it is published and an older one goes.
         spare: Host bytes that the steps of an offloaded optimizer may take while a save still reads
             its state; a step that needs more waits for the disk. None is two buckets; ``"all"`` a
             full second set, with which no step ever waits.

@@ -343,7 +343,7 @@ class Checkpointer:
             job = self._begin(save, state, figures, rng, begun)
         except BaseException as error:
             self._give_up_unfinished()
-            self._directory.give_up(self._ranks.request(step), error)
+            self._directory.give_up(self._ranks.request(step, self._num_saves), error)
             raise
         if self._ranks.world_size > 1 or nobody_tells():
             raise_unreported(self._directory.path)

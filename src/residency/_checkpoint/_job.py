@@ -189,7 +189,7 @@ class Job:
         """
         self._check_is_whole()
         return replace(
-            ranks.request(self.save.step),
+            ranks.request(self.save.step, self.number),
             files=plan_files(
                 self.captured.description.tree,
                 self.captured.held,
@@ -226,9 +226,9 @@ class Ranks:
             dist.broadcast_object_list(tokens, src=0)
             self.token = tokens[0]
 
-    def request(self, step: int) -> SaveRequest:
+    def request(self, step: int, number: int) -> SaveRequest:
         """Returns this rank's share of a save, with nothing in it yet."""
-        return SaveRequest(step, [], {}, {}, self.rank, self.world_size, self.token)
+        return SaveRequest(step, [], {}, {}, self.rank, self.world_size, self.token, number)
 
     @property
     def rank_to_write(self) -> int | None:

@@ -57,6 +57,7 @@ def a_rank_that_cannot_begin_fails_the_save_for_all_and_the_next_one_works() -> 
             checkpointer.save(2, {"x": state["x"]}).wait()
             assert checkpointer.steps() == [0, 2]
             dist.barrier()
+            assert [each.name for each in folder.glob(".saving-*")] == []
 
 
 @waiting

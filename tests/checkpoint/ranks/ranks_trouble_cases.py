@@ -195,6 +195,27 @@ def ranks_that_ask_for_different_saves_are_refused_by_both_steps() -> None:
 
 
 @two
+def a_rank_that_makes_a_checkpointer_or_restores_alone_names_the_other() -> None:
+    folder, x = FOLDER / "alone", {"x": torch.ones(3, device=DEVICE)}
+    is_first = dist.get_rank() == 0
+    if is_first:
+        with pytest.raises(residency.CheckpointError, match=r"of 2 ranks, 1 did not come to make"):
+            residency.Checkpointer(folder, timeout_seconds=0.1)
+    dist.barrier()
+    with residency.Checkpointer(folder, timeout_seconds=60) as checkpointer:
+        checkpointer.save(1, x).wait()
+        if is_first:
+            checkpointer._ranks._timeout_seconds = 0.1
+            with pytest.raises(residency.CheckpointError, match=r"1 did not come to restore with"):
+                checkpointer.restore(x)
+            checkpointer._ranks._timeout_seconds = 60
+        dist.barrier()
+        x["x"].zero_()
+        assert checkpointer.restore(x) == 1
+        assert x["x"].all()
+
+
+@two
 def no_thread_of_a_save_speaks_to_other_ranks() -> None:
     calls = threads.callers
     assert any(name.startswith("group.") for name in calls), calls

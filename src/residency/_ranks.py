@@ -63,7 +63,7 @@ def absent_ranks(place: str, *, seconds: float) -> list[int]:
         seconds: How long to wait for them.
 
     Returns:
-        None of them where all have come, or where nobody else can (torch's ``fake`` backend).
+        None of them where all have come, or where no other can (torch's ``fake`` backend).
 
     Raises:
         RuntimeError: The store does not answer, as after the end of the process that has it.

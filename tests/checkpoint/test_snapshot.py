@@ -133,26 +133,18 @@ def test_a_snapshot_takes_no_device_memory(lab, offload):
 
 
 def test_the_state_of_an_offloaded_optimizer_is_handed_over_not_copied(lab, no_loans):
+    def addresses(states):
+        found = [v for state in states.values() for v in state.values() if v.dim()]
+        return {value.data_ptr() for value in found}
+
     run = lab.run(offload=True)
     run.step()
-    homes = {
-        value.data_ptr()
-        for state in run.optimizer.state.values()
-        for value in state.values()
-        if value.dim()
-    }
+    homes = addresses(run.optimizer.state)
     snapshot = residency.snapshot(run.state)
-    tree = snapshot.tree
-    handed = {
-        value.data_ptr()
-        for state in tree["optimizer"]["state"].values()
-        for value in state.values()
-        if value.dim()
-    }
-    assert handed == homes
     run.step()
-    lent = {v.data_ptr() for s in run.optimizer.state.values() for v in s.values() if v.dim()}
-    assert not lent & handed
+    tree = snapshot.tree
+    assert addresses(tree["optimizer"]["state"]) == homes
+    assert not addresses(run.optimizer.state) & homes
     del snapshot, tree
     gc.collect()
     assert no_loans()

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import threading
 
 import pytest
 import torch
@@ -191,3 +192,26 @@ def test_whatever_comes_back_its_longest_stretch_is_one_range_again():
             start = slab.take(longest * ALIGNMENT)
             assert start is not None, chosen
             assert all(chosen[start // ALIGNMENT :][:longest]), chosen
+
+
+@pytest.mark.parametrize("act", ["take", "put_back"])
+def test_a_thread_that_takes_a_range_within_another_ones_call_gets_its_own(act):
+    """A step moves states while another thread asks for a snapshot's tree."""
+    slab = _slab.Slab(2048, pin=False)
+    assert slab.take(512) == 0
+    taken = []
+    other = threading.Thread(target=lambda: taken.append(slab.take(512)))
+
+    class Free(list):
+        def __iter__(self):
+            found = list(super().__iter__())
+            if not other.ident:
+                other.start()
+                other.join(0.2)  # it waits for this call where there is a lock
+            return iter(found)
+
+    slab._free = Free(slab._free)
+    mine = slab.take(512) if act == "take" else slab.put_back([(0, 512)])
+    other.join()
+    assert mine not in taken
+    assert slab.free_bytes == 2048 - 512 * (3 if act == "take" else 1)

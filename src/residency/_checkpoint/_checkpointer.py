@@ -68,17 +68,18 @@ class Checkpointer:
             one, or ``"replace"`` the newest one that is not yet being written, once this one is
             known to be possible (of several ranks, only ``"wait"``, which decides the same on all).
         verify: ``"full"`` compares sums over all bytes on the device before and after they are
-            copied, and fails a save that other code wrote into; ``"gate"`` trusts that all writers
-            pass the gate or use ``residency.mutating``. ``"read"`` is ``"gate"``, and reads each
-            save back past the page cache before it is published and an older one goes.
+            copied, and fails a save that other code wrote into; ``"gate"`` does so for what an
+            offloaded optimizer lends, and trusts that all others use ``residency.mutating``.
+            ``"read"`` is ``"gate"``, and reads each save back before it is published.
         spare: Host bytes that the steps of an offloaded optimizer may take while a save still reads
             its state; a step that needs more waits for the disk. None is two buckets; ``"all"`` a
             full second set, with which no step ever waits.
-        timeout_seconds: How long a rank that has written its share waits for the others. One that
-            said that it failed, and may try again, is waited for a tenth of that, at most 10 s.
+        timeout_seconds: How long a rank waits for others to make theirs, to restore, to write their
+            share. One that failed, and may try again, is waited for a tenth of that, at most 10 s.
 
     Raises:
         InvalidArgumentError: An argument is invalid.
+        CheckpointError: Another rank made none in time.
 
     Memory:
         Device: none; with ``verify="full"``, 8 bytes per 16 KiB and up to 32 KiB for each tensor,
@@ -107,7 +108,7 @@ class Checkpointer:
         self._spare_bytes = spare_bytes(spare)
         self._policy = policy
         self._timeout_seconds = check_seconds("timeout_seconds", timeout_seconds)
-        self._ranks = Ranks()
+        self._ranks = Ranks(self._timeout_seconds)
         if self._ranks.world_size > 1 and policy != "wait":
             raise InvalidArgumentError(
                 f"policy is {policy!r} in a job of {self._ranks.world_size} ranks, which would "
@@ -238,6 +239,7 @@ class Checkpointer:
         Raises:
             RefusedError: There is no save, or it does not fit the state, here or on another rank;
                 nothing was changed. Or there is no room; nothing was changed on this rank.
+            CheckpointError: Another rank did not call it in time, or failed.
             CorruptSaveError: The save is damaged, or all are. Tensors may hold some of its bytes,
                 where those of a file are damaged; nothing was changed where a value makes no sense.
 
@@ -342,7 +344,7 @@ class Checkpointer:
             job = self._begin(save, state, figures, rng, begun)
         except BaseException as error:
             self._give_up_unfinished()
-            self._directory.give_up(self._ranks.request(step), error)
+            self._directory.give_up(self._ranks.request(step, self._num_saves), error)
             raise
         if self._ranks.world_size > 1 or nobody_tells():
             raise_unreported(self._directory.path)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from residency import _device
 from residency._checkpoint._capture._capture import Capture
+from residency._checkpoint._disk._dry import is_dry
 from residency._checkpoint._disk._publish import CheckpointDirectory, SaveRequest
 from residency._checkpoint._document._notes import TensorNote, read_note
 from residency._checkpoint._files import plan_files
@@ -28,7 +29,7 @@ from residency._checkpoint._save import (
     unreported,
 )
 from residency._errors import CheckpointError, CorruptSaveError
-from residency._ranks import failures_of_ranks, rank_and_world_size
+from residency._ranks import absent_ranks, failures_of_ranks, rank_and_world_size
 from residency._transfer import SlabArena
 
 T = TypeVar("T")
@@ -189,7 +190,7 @@ class Job:
         """
         self._check_is_whole()
         return replace(
-            ranks.request(self.save.step),
+            ranks.request(self.save.step, self.number),
             files=plan_files(
                 self.captured.description.tree,
                 self.captured.held,
@@ -218,17 +219,46 @@ class Job:
 class Ranks:
     """This process's place among the ranks, and a token that all of them have, once each."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_seconds: float) -> None:
         self.rank, self.world_size = rank_and_world_size()
+        self._timeout_seconds = timeout_seconds
         self.token = secrets.token_hex(4)
+        self.meet("make a Checkpointer")
         if self.world_size > 1:
             tokens = [self.token]
             dist.broadcast_object_list(tokens, src=0)
             self.token = tokens[0]
 
-    def request(self, step: int) -> SaveRequest:
+    def meet(self, what: str) -> None:
+        """Waits until all ranks are about to do something: a collective would wait for a rank that
+        never comes as long as the process group does.
+
+        Args:
+            what: What they do, for the message.
+
+        Raises:
+            CheckpointError: Ranks did not come in time, or are gone.
+        """
+        if self.world_size == 1 or is_dry():
+            return
+        try:
+            absent = absent_ranks(what, seconds=self._timeout_seconds)
+        except RuntimeError as error:
+            first_line = str(error).partition("\n")[0]
+            raise CheckpointError(
+                f"the store of the ranks does not answer: {first_line}. Nothing was changed; end "
+                "all ranks and start again."
+            ) from error
+        if absent:
+            raise CheckpointError(
+                f"of {self.world_size} ranks, {', '.join(map(str, absent))} did not come to {what} "
+                f"within {self._timeout_seconds:g} s. Nothing was changed; do so on every rank, or "
+                "raise timeout_seconds where they are slow."
+            )
+
+    def request(self, step: int, number: int) -> SaveRequest:
         """Returns this rank's share of a save, with nothing in it yet."""
-        return SaveRequest(step, [], {}, {}, self.rank, self.world_size, self.token)
+        return SaveRequest(step, [], {}, {}, self.rank, self.world_size, self.token, number)
 
     @property
     def rank_to_write(self) -> int | None:

@@ -417,8 +417,9 @@ class Homes:
         self.version += 1
         home.num_entries -= 1
         if not home.num_entries:
-            home.num_writes = self.num_writes(home)
+            num_writes = self.num_writes(home)
             self._shown.pop(home, None)
+            home.num_writes = num_writes  # last: who asks meanwhile counts no write twice
 
     def is_written(self, home: Home) -> bool:
         """Returns whether a caller has written to the shown tensor since the last step."""

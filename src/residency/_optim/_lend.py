@@ -117,7 +117,7 @@ def lend_homes(
             homes.make_spare([home.num_bytes for home, _ in mine])
             found += mine
     return {
-        home.tensor.data_ptr(): loans.lend(home.tensor, home.value, inner.under_way)
+        home.tensor.data_ptr(): _loan(inner, home, loans, is_lasting=False, is_watched=True)
         for home, inner in found
     }
 
@@ -153,8 +153,9 @@ def _loan(
         home.is_watched = is_watched and (home.is_watched or not lending.is_lasting(home.tensor))
     lent = loans.lend(home.tensor, home.value, inner.under_way, is_lasting=is_lasting)
     lent.region = home.region
-    if is_watched:
-        lent.count = partial(inner.num_writes_of, home)
+    lent.watch(partial(inner.num_writes_of, home))
+    if is_lasting and not is_watched:
+        lent.own_bytes = partial(inner.own_bytes, home)
     return lent
 
 

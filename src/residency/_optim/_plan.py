@@ -33,6 +33,7 @@ from residency._transfer import CopyRun, align_up
 
 _WIDEST = torch.complex128.itemsize
 _DENSE = frozenset((torch.strided,))
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD)
 
 
 class Member(NamedTuple):
@@ -191,7 +192,7 @@ def members_with_gradient(optimizer: Optimizer) -> Members:
     """Returns the parameters that this step changes, in group order.
 
     Raises:
-        RefusedError: A gradient is sparse.
+        RefusedError: A gradient is sparse, or lies in an order that a fused step does not take.
     """
     members = Members([], [], [])
     for index, group in enumerate(optimizer.param_groups):
@@ -204,6 +205,8 @@ def members_with_gradient(optimizer: Optimizer) -> Members:
                     f"{gradient.layout}; an offloaded optimizer takes dense gradients only. "
                     "Nothing was stepped: use `sparse=False`, or onload_optimizer first."
                 )
+        if group.get("fused") and isinstance(optimizer, _FUSED):
+            _check_strides(group["params"])
         have_one = (gradient is not None for gradient in gradients)
         is_all = len(found) == len(gradients)
         members.group_indices.extend([index] * len(found))
@@ -212,6 +215,22 @@ def members_with_gradient(optimizer: Optimizer) -> Members:
         )
         members.gradients.extend(found)
     return members
+
+
+def _check_strides(parameters: Iterable[Tensor]) -> None:
+    """Refuses what CUDA's fused kernels would, after the buckets before have been stepped."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None or parameter.is_cpu or gradient.stride() == parameter.stride():
+            continue
+        steps = zip(parameter.shape, gradient.stride(), parameter.stride(), strict=True)
+        if any(size != 1 and one != other for size, one, other in steps):
+            raise RefusedError(
+                f"a parameter of strides {parameter.stride()} has a gradient of strides "
+                f"{gradient.stride()}; a fused step takes gradients that lie as their parameters "
+                "do. Nothing was stepped: copy it into `torch.empty_like(parameter)`, or leave out "
+                "fused."
+            )
 
 
 def make_plan(

@@ -24,7 +24,7 @@ from residency._dtensor import local_of, moved, write_count
 from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes
 from residency._optim._residents import Residents
-from residency._optim._together import apart_from_snapshots, at_home, send_home
+from residency._optim._together import apart_from_snapshots, at_home, own_bytes, send_home
 from residency._optim._trial._first_step import planned_bytes
 
 
@@ -205,6 +205,10 @@ class ParameterState(dict[str, Any]):
     def num_writes_of(self, home: Home) -> int:
         """Returns a number that grows when a caller writes into a home's shown tensor."""
         return self._homes.num_writes(home)
+
+    def own_bytes(self, home: Home, span: Tensor) -> Tensor:
+        """Returns a home's bytes in memory that one borrower alone has."""
+        return own_bytes(self._homes, home, span)
 
     def copy_of(self, home: Home) -> Home:
         """Makes a home with the bytes that another has; ``fence`` comes first."""

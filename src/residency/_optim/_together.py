@@ -201,6 +201,30 @@ def apart_from_snapshots(homes: Homes, home: Home) -> Home:
     return another
 
 
+def own_bytes(homes: Homes, home: Home, span: Tensor) -> Tensor:
+    """Returns the bytes of a home that is lent for good in memory that the borrower alone has: the
+    home's own once the state has moved and other borrowers are done, else a copy in the room of
+    ``Homes.make_second_set``. From any thread.
+
+    Args:
+        homes: Where it is.
+        home: One that no caller has.
+        span: Its bytes, final.
+
+    Raises:
+        RefusedError: Other copies have that room, and the host has no more.
+    """
+    # No step writes into a home that is lent, or returns to it.
+    if not home.num_entries and lending.has_one_borrower(home.tensor):
+        return span
+    region = homes.arena.allocate(span.numel())
+    homes.fence()  # the range may have belonged to a tensor that is still on its way home
+    made = homes.arena.tensor(region, torch.uint8, span.shape, (1,))
+    copy_across(made, span)
+    lending.lend(made, object(), is_lasting=True)
+    return made
+
+
 def at_home(homes: Homes, value: Tensor) -> Tensor:
     """Returns what is at home of a tensor of the device; itself where no byte of it is."""
     state = arrived(homes, value)

@@ -102,6 +102,12 @@ class Lending:
             self._collect()
             return any(map(self._loans.get, map(Tensor.data_ptr, tensors)))
 
+    def has_one_borrower(self, tensor: Tensor) -> bool:
+        """Returns whether one loan of the tensor's storage is left, and no other."""
+        with self._lock:
+            self._collect()
+            return len(self._loans.get(tensor.data_ptr(), ())) == 1
+
     def is_lasting(self, tensor: Tensor) -> bool:
         """Returns whether one of the loans of the tensor's storage may last for good."""
         return self.is_lent(tensor) and tensor.data_ptr() in self._lasting

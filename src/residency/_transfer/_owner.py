@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -30,23 +31,33 @@ class Lent:
         value: What callers see: the tensor, or a ``DTensor`` around it.
         written: The event after which the bytes are final, or None when they are.
         region: The range of a slab that the bytes are, where the owner says so.
-        count: What ``num_writes`` asks, where the owner has other tensors over the bytes, too.
+        own_bytes: Returns the final bytes in memory that the borrower alone has; None of one who
+            reads and no more.
     """
 
     _is_over = True  # of one that an interrupt left half made, which lends nothing
 
     def __init__(self, tensor: Tensor, value: Tensor, written: torch.Event | None) -> None:
         self.region: Region | None = None
-        self.count: Callable[[], int] | None = None
+        self.own_bytes: Callable[[Tensor], Tensor] | None = None
         self.tensor = tensor
         self.value = value
         self.written = written
         self._borrower = object()
+        self.watch(partial(write_count, tensor))
         self._is_over = False
 
-    def num_writes(self) -> int:
-        """Returns a number that grows when a caller writes into it."""
-        return write_count(self.tensor) if self.count is None else self.count()
+    def watch(self, num_writes: Callable[[], int]) -> None:
+        """Takes what ``is_written`` asks, a number that grows when a caller writes into the bytes,
+        where the owner has other tensors over them.
+        """
+        self._num_writes, self._num_before = num_writes, num_writes()
+
+    def is_written(self) -> bool:
+        """Returns whether a caller has written into it in place since the loan began; not through
+        ``.data``. To be asked after the bytes were read, and before the loan ends.
+        """
+        return self._num_writes() > self._num_before
 
     def begin(self, *, is_lasting: bool) -> None:
         """Begins the loan; see ``Lending.lend``."""
@@ -58,9 +69,19 @@ class Lent:
             lending.give_back(self.tensor, self._borrower)
             self._is_over = True  # last: an interrupt before ends it again, without effect
 
-    def leave_to_memory(self) -> None:
-        """Lets the loan last as long as the memory, which the borrower now has for good."""
-        self._is_over = True
+    def for_good(self, final: Tensor) -> Tensor:
+        """Returns the final bytes in memory that the borrower alone has. Where that is the memory
+        which was lent, the loan lasts as long as it does.
+
+        Raises:
+            RefusedError: Others still have them, and the host no room for a copy.
+        """
+        made = final if self.own_bytes is None else self.own_bytes(final)
+        if made is final:
+            self._is_over = True
+        else:
+            self.give_back()
+        return made
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():  # modules are empty then
@@ -157,7 +178,7 @@ class StateOwner(Protocol):
             loans: Who has borrowed it: all loans are among these.
             is_lasting: Whether the loans may last for good: room for a second set is made at once.
             is_watched: Whether the borrower asks the loans for writes of callers, who may hold what
-                is lent; else a copy of it is lent for good.
+                is lent, and only reads; else a copy of it is lent for good.
 
         Returns:
             Device tensors and Python values as they are; states at home on the host as ``Lent``.

@@ -10,7 +10,9 @@ ranges of live entries never overlap, and a range is used again only when no ten
 from __future__ import annotations
 
 import ctypes
+import os
 import resource
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -69,6 +71,19 @@ def _allocate_pages(num_bytes: int) -> Tensor:
     return data
 
 
+class _Ranges:
+    """The lock of all lists of free ranges: a step and a snapshot's reader take some at once."""
+
+    lock = threading.RLock()
+
+
+def _forget_lock() -> None:
+    _Ranges.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget_lock)  # a thread of the parent's may have held it
+
+
 class Slab:
     """One host allocation, page-locked unless that was not wanted.
 
@@ -115,11 +130,12 @@ class Slab:
 
     def take(self, num_bytes: int) -> int | None:
         """Takes the first free range that is large enough; returns its offset, or None."""
-        for index, (offset, size) in enumerate(self._free):
-            if size >= num_bytes:
-                rest = (offset + num_bytes, size - num_bytes)
-                self._free[index : index + 1] = [rest] if rest[1] else []
-                return offset
+        with _Ranges.lock:
+            for index, (offset, size) in enumerate(self._free):
+                if size >= num_bytes:
+                    rest = (offset + num_bytes, size - num_bytes)
+                    self._free[index : index + 1] = [rest] if rest[1] else []
+                    return offset
         return None
 
     def emptied(self) -> Slab:
@@ -131,13 +147,14 @@ class Slab:
 
     def put_back(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Frees ranges, by offset and size, and merges them with their free neighbours."""
-        merged: list[tuple[int, int]] = []
-        for start, size in sorted([*self._free, *ranges]):
-            if merged and merged[-1][0] + merged[-1][1] == start:
-                merged[-1] = (merged[-1][0], merged[-1][1] + size)
-            else:
-                merged.append((start, size))
-        self._free = merged
+        with _Ranges.lock:
+            merged: list[tuple[int, int]] = []
+            for start, size in sorted([*self._free, *ranges]):
+                if merged and merged[-1][0] + merged[-1][1] == start:
+                    merged[-1] = (merged[-1][0], merged[-1][1] + size)
+                else:
+                    merged.append((start, size))
+            self._free = merged
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -57,6 +57,7 @@ def a_rank_that_cannot_begin_fails_the_save_for_all_and_the_next_one_works() -> 
             checkpointer.save(2, {"x": state["x"]}).wait()
             assert checkpointer.steps() == [0, 2]
             dist.barrier()
+            assert [each.name for each in folder.glob(".saving-*")] == []
 
 
 @waiting
@@ -191,6 +192,27 @@ def ranks_that_ask_for_different_saves_are_refused_by_both_steps() -> None:
         assert not x.any()
         assert checkpointer.restore({"x": x}, step=2) == 2
         assert x.all()
+
+
+@two
+def a_rank_that_makes_a_checkpointer_or_restores_alone_names_the_other() -> None:
+    folder, x = FOLDER / "alone", {"x": torch.ones(3, device=DEVICE)}
+    is_first = dist.get_rank() == 0
+    if is_first:
+        with pytest.raises(residency.CheckpointError, match=r"of 2 ranks, 1 did not come to make"):
+            residency.Checkpointer(folder, timeout_seconds=0.1)
+    dist.barrier()
+    with residency.Checkpointer(folder, timeout_seconds=60) as checkpointer:
+        checkpointer.save(1, x).wait()
+        if is_first:
+            checkpointer._ranks._timeout_seconds = 0.1
+            with pytest.raises(residency.CheckpointError, match=r"1 did not come to restore with"):
+                checkpointer.restore(x)
+            checkpointer._ranks._timeout_seconds = 60
+        dist.barrier()
+        x["x"].zero_()
+        assert checkpointer.restore(x) == 1
+        assert x["x"].all()
 
 
 @two

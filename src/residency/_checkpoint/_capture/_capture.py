@@ -142,11 +142,7 @@ class Held:
             wait_asleep(lent.written)
         self.group.finish()
         if self.group.sums is not None and self.group.sums.differs(self.block):
-            names = ", ".join(self.block.names)
-            raise CheckpointError(
-                f"{names} was written while it was being copied, by code that passes no gate. "
-                "The save was dropped; put that write into `with residency.mutating(tensor):`."
-            )
+            self._raise_written()
 
     def is_done(self) -> bool:
         """Returns whether the bytes are final, without a wait."""
@@ -160,14 +156,18 @@ class Held:
         """Hands the final bytes over for good: the tensor that it returns keeps the memory.
 
         Called again, after an interrupt, it returns the same tensor.
+
+        Raises:
+            RefusedError: Others still have the bytes, and the host no room for a copy.
         """
         if self._handed_over is None:
-            self._handed_over = final
-            if self._region is not None:
+            if self.block.lent is not None:
+                self._handed_over = self.block.lent.for_good(final)
+            elif self._region is not None:
                 shape = [self.block.num_bytes]
                 self._handed_over = self._arena.tensor(self._region, torch.uint8, shape, [1])
-        if self.block.lent is not None:
-            self.block.lent.leave_to_memory()
+            else:
+                self._handed_over = final
         self._is_released = True
         return self._handed_over
 
@@ -198,6 +198,22 @@ class Held:
         if region is not None:
             return region.slab.memory(region.offset, block.num_bytes)
         return memory_of(block.span)
+
+    def check(self) -> None:
+        """Asks, once the bytes were read, whether they were final all the time.
+
+        Raises:
+            CheckpointError: Other code wrote into what an optimizer has lent.
+        """
+        if self.block.lent is not None and self.block.lent.is_written():
+            self._raise_written()
+
+    def _raise_written(self) -> None:
+        names = ", ".join(self.block.names)
+        raise CheckpointError(
+            f"{names} was written while it was being copied, by code that passes no gate. "
+            "The save was dropped; put that write into `with residency.mutating(tensor):`."
+        )
 
     def release(self) -> None:
         """Gives the memory back, once no copy into it is under way; raises nothing of its own.

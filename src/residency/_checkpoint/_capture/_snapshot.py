@@ -34,6 +34,8 @@ class Snapshot:
         Raises:
             CheckpointError: With ``verify="full"``, something was written while it was copied by
                 code that passes no gate.
+            RefusedError: The host has no room for a copy of an offloaded optimizer's state, which
+                others have borrowed, too.
         """
         if not self._is_complete:
             spans = {id(held.block): held.final() for held in self._capture.held}
@@ -99,8 +101,7 @@ def snapshot(tree: object, *, verify: str = "gate", pin: bool = True) -> Snapsho
         pin: Whether copies from a device go to page-locked memory; without, they block the host.
 
     Returns:
-        The snapshot; its tensors keep their memory as long as they live. What it has of an
-        offloaded optimizer is that one's own memory until its next step: copy it before you write.
+        The snapshot; its tensors are yours, and keep their memory as long as they live.
 
     Raises:
         InvalidArgumentError: ``verify`` is neither.
@@ -110,12 +111,14 @@ def snapshot(tree: object, *, verify: str = "gate", pin: bool = True) -> Snapsho
     Memory:
         Device: none; with ``verify="full"``, 8 bytes per 16 KiB and up to 32 KiB for each tensor.
         Host: the bytes of the tree, of overlapping tensors their common span once, each rounded up
-        to 512, plus what is left at the end of each slab. The state of an offloaded optimizer is
-        handed over, not copied; its next step moves to a second set of homes. The first call of its
-        size page-locks all that, for which the host waits: seconds for gigabytes on CUDA. Torch
-        keeps the memory once the snapshot is dropped, and the next one of the same sizes takes it
-        from there. ``torch.accelerator.empty_host_cache()`` (torch 2.12 and later) gives it back to
-        the system; so does whatever of this library finds too little host memory.
+        to 512, plus what is left at the end of each slab. Of an offloaded optimizer there is a
+        second set of homes: its next step moves there, and the snapshot has the first; where
+        ``wait`` or ``tree`` comes before a step, the host copies the state there for the snapshot.
+        The first call of its size page-locks all that, for which the host waits: seconds for
+        gigabytes on CUDA. Torch keeps the memory once the snapshot is dropped, and the next one of
+        the same sizes takes it from there. ``torch.accelerator.empty_host_cache()`` (torch 2.12 and
+        later) gives it back to the system; so does whatever of this library finds too little host
+        memory.
     """
     is_verified = check_verify(verify)
     arena = SlabArena(pin=pin)

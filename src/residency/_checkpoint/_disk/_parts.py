@@ -29,6 +29,11 @@ class Stores(Protocol):
         """
         ...
 
+    def check(self) -> None:
+        """Comes once all bytes were written, before ``release``; raises where they changed
+        meanwhile, and the save fails.
+        """
+
     def release(self) -> None:
         """Comes exactly once, from any thread: the bytes were written, or the save failed. It
         must not raise.
@@ -42,6 +47,9 @@ class Part:
     record: Record
     acquire: Callable[[], memoryview]
     release: Callable[[], None]
+
+    def check(self) -> None:
+        """Does nothing: these bytes are not lent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +118,16 @@ class Lease:
         return view
 
     def written(self) -> None:
-        """Says that one chunk's share of the bytes is written; releases after the last."""
+        """Says that one chunk's share of the bytes is written; releases after the last.
+
+        Raises:
+            CheckpointError: The bytes changed meanwhile.
+        """
         with self._counting:
             self._num_pending -= 1
             is_last = self._num_pending == 0
         if is_last:
+            self._part.check()
             self.release()
 
     def release(self) -> None:

@@ -108,6 +108,7 @@ class CheckpointDirectory:
         self._lock = WriterLock(system, self.path / LOCK)
         self._failed: deque[Attempt] = deque()  # the last: not cleaned up, so that others see it
         self._known: frozenset[Path] = frozenset()  # failures that this rank's attempts have seen
+        self._left: dict[Path, int] = {}  # rank 0's: what failed, by the number of its own call
 
     def steps(self) -> list[int]:
         """Returns the steps whose saves are published, ascending."""
@@ -247,6 +248,7 @@ class CheckpointDirectory:
                 attempt.fail(error)
                 if request.rank == 0 and request.world_size > 1:
                     self._failed.append(attempt)
+                    self._note_left(request, attempt)
                 raise
             finally:
                 self._end(attempt)
@@ -267,6 +269,22 @@ class CheckpointDirectory:
             attempt.fail(error)
             self._failed.append(attempt)
             self._end(attempt)
+            self._note_left(request, attempt)
+
+    def _note_left(self, request: SaveRequest, attempt: Attempt) -> None:
+        """Notes what a save that failed left, for which ranks look until all are in a later one."""
+        if request.rank == 0:
+            with suppress(OSError):
+                self._left |= dict.fromkeys(
+                    {attempt.folder.path, *attempt.failures()}, request.number
+                )
+
+    def _remove_left(self, request: SaveRequest) -> None:
+        """Removes what earlier saves left that failed: every rank has gone on to this one."""
+        for path, number in list(self._left.items()):
+            if number < request.number:
+                self._published.remove(path)
+                self._left.pop(path, None)
 
     def _attempt_at(self, request: SaveRequest, timeout_seconds: float = 0.0) -> Attempt:
         return Attempt(
@@ -340,6 +358,7 @@ class CheckpointDirectory:
         if request.world_size > 1:
             try:
                 attempt.tidy_up()
+                self._remove_left(request)
             except OSError as error:  # the save is published
                 _logger.warning("%s was not tidied up after a save: %s", self.path, str(error))
 

@@ -25,6 +25,7 @@ class SaveRequest:
         rank: This rank, from 0.
         world_size: The number of ranks.
         token: Is the same on all ranks of this run, and in no other run.
+        number: Its place in the order of this rank's calls; 0 where calls are not counted.
         is_repeated: Says whether this rank was asked for a save of the step again since.
     """
 
@@ -35,6 +36,7 @@ class SaveRequest:
     rank: int
     world_size: int
     token: str
+    number: int = 0
     is_repeated: Callable[[], bool] = bool
 
     def check(self) -> None:

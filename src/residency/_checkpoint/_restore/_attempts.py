@@ -45,6 +45,7 @@ class Attempts:
 
     def restore(self, step: int | None) -> int:
         """Restores a step, or the newest whole one; returns which; see ``Checkpointer.restore``."""
+        self.ranks.meet("restore")
         first = self.ranks.of_first(lambda: step)
         self.ranks.together(partial(self._check_is_of_all, step, first), "restore")
         touched: list[int] = []  # the steps of which some tensors may have bytes by now

@@ -1,6 +1,7 @@
 """Restores optimizers: their groups at once, their states where each optimizer keeps them.
 
-States find their parameters by name, or by position where one side has no module to name them.
+States find their parameters by name: that in a module of the same save or call, or else the one
+in the groups' ``param_names``; by position where one side has neither.
 Torch's own ``load_state_dict`` is not called: it casts, moves everything to the device and keeps a
 second copy. A class with an own one, or with hooks, has it called with the states that are there.
 [Note: an object's own pair]
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ from residency._transfer import Incoming, Reception, owner_of, replaced, state_s
 
 Thunk = Callable[[], Any]
 
+_PARAM_NAMES = "param_names"  # torch's key for what `named_parameters` called them
 _AS_SAVED = "make the groups as they were when it was saved (add_param_group, unfreeze) before"
 
 
@@ -99,10 +102,10 @@ def plan_optimizer(
     loose = settings.value(node.get("loose") or {}, f"{path}.loose")
     own = settings.value(node.get("others") or {}, path)
     groups = [
-        settings.groups.add(
-            f"{path}.param_groups.{index}", saved, optimizer.param_groups[order[index].group]
-        )
+        settings.groups.add(f"{path}.param_groups.{index}", _named_here(saved, group, match), group)
         for index, saved in enumerate(node["groups"])
+        for match in (order[index],)
+        for group in (optimizer.param_groups[match.group],)
     ]
     coming = _ComingOptimizer(
         plan, optimizer, settings, states, tensors, others, loose, own, groups
@@ -272,6 +275,50 @@ class _GroupMatch:
     positions: Sequence[int]
 
 
+def _named_here(
+    saved: Mapping[str, Node], group: Mapping[str, Any], match: _GroupMatch
+) -> Mapping[str, Node]:
+    """Returns a saved group in which names are those of the parameters here, in their order: what
+    the group here calls them, or else as they were saved.
+    """
+    if _PARAM_NAMES not in saved:
+        return saved
+    others = {key: node for key, node in saved.items() if key != _PARAM_NAMES}
+    names = saved[_PARAM_NAMES]
+    if _PARAM_NAMES in group or not _names_all(names, len(match.positions)):
+        return others
+    in_order = sorted(zip(match.positions, names, strict=True))
+    return {**others, _PARAM_NAMES: [name for _, name in in_order]}
+
+
+def _names_all(names: object, count: int) -> bool:
+    return (
+        isinstance(names, list)
+        and len(names) == count
+        and all(isinstance(name, str) for name in names)
+    )
+
+
+def _named_by_groups(
+    groups: Sequence[Mapping[str, Any]], known: list[list[str]]
+) -> list[list[str]] | None:
+    """Returns the names of modules, else those in the groups; None where they have none, or one
+    twice.
+    """
+    if not _is_nameless(known):
+        return known
+    names = [group.get(_PARAM_NAMES) for group in groups]
+    if not all(_names_all(of, len(each)) for of, each in zip(names, known, strict=False)):
+        return None
+    found = [list(of) for of in names if of is not None]
+    flat = [name for of in found for name in of]
+    return found if len(found) == len(known) and len(set(flat)) == len(flat) else None
+
+
+def _is_nameless(names: Sequence[Sequence[str]]) -> bool:
+    return all(name.isdecimal() for group in names for name in group)
+
+
 def _match(
     node: Mapping[str, Any], optimizer: Optimizer, names: Mapping[Tensor, ParameterName]
 ) -> tuple[str | None, list[_GroupMatch]]:
@@ -281,6 +328,11 @@ def _match(
         return f"saved a {node.get('class')}, here a {here}; pass an optimizer of that class", []
     saved: list[list[str]] = node["parameters"]
     mine = _names_in(optimizer, names, saved)
+    if _is_nameless(saved) or _is_nameless(mine):
+        theirs = _named_by_groups(node["groups"], saved)
+        ours = _named_by_groups(optimizer.param_groups, mine)
+        if theirs and ours and set(chain(*theirs)) == set(chain(*ours)):
+            saved, mine = theirs, ours
     if len(saved) != len(mine):
         sizes = [[len(group) for group in side] for side in (saved, mine)]
         return f"saved groups of {sizes[0]} parameters, here of {sizes[1]}; {_AS_SAVED}", []
@@ -295,7 +347,7 @@ def _match(
         matches.append(_GroupMatch(candidates[0], [where[name] for name in group]))
     if len(matches) == len(saved):
         return _against_others(node, optimizer, matches), matches
-    is_nameless = any(all(n.isdecimal() for g in side for n in g) for side in (saved, mine))
+    is_nameless = _is_nameless(saved) or _is_nameless(mine)
     if is_nameless and [len(g) for g in saved] == [len(g) for g in mine]:
         places = [_GroupMatch(index, range(len(group))) for index, group in enumerate(saved)]
         return _against_others(node, optimizer, places), places

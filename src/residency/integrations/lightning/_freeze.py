@@ -34,7 +34,7 @@ class Frozen:
     def __init__(self, thawer: Thawer, snapshot: Snapshot, lent: Iterable[Lent]) -> None:
         self._thawer = thawer
         self._snapshot = snapshot
-        self._num_writes = [(each, each.num_writes()) for each in lent]
+        self._lent = list(lent)
 
     def thaw(self) -> Any:
         """Returns the checkpoint, with host tensors that keep their memory; waits for the copies.
@@ -52,7 +52,7 @@ class Frozen:
         Raises:
             CheckpointError: Other code wrote into it.
         """
-        if any(each.num_writes() != before for each, before in self._num_writes):
+        if any(each.is_written() for each in self._lent):
             raise CheckpointError(
                 "state of an offloaded optimizer was written in place while this save read it."
                 " Assign a new tensor to optimizer.state[parameter][key] instead, or wait() for"

@@ -124,6 +124,8 @@ class Draft:
             while self._taken:
                 captured, write = self._taken[0]
                 write(tree_of(captured, _own_storages(captured)))
+                for held in captured.held:
+                    held.check()
                 self._taken.pop(0).captured.release()
             self._publish()
         finally:

@@ -88,6 +88,7 @@ class Call {
     if (plan_.scratch.takes_any()) {
       check_product(op_.schema(), arguments_.data(), arguments_.size());
     }
+    if (plan_.is_list_kernel) check_fused_step(op_.schema(), arguments_.data());
     if (plan_.determinism) {
       check_deterministic(*plan_.determinism, op_.schema(), arguments_.data());
     }

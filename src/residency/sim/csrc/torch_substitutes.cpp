@@ -7,6 +7,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/irange.h>
 
+#include <algorithm>
 #include <unordered_map>
 #include <vector>
 
@@ -274,6 +275,51 @@ void check_product(const c10::FunctionSchema& schema, const IValue* arguments,
                                 c10::toString(tensor.scalar_type()), "'");
   }
   check_blas_is_deterministic();
+}
+
+void check_fused_step(const c10::FunctionSchema& schema, const IValue* arguments) {
+  struct Step {
+    size_t num_lists;  // parameters, gradients and states, of which the last may be empty
+    const char* message;
+    const char* longer_message;  // where it is not
+  };
+  // The checks of FusedAdamKernel.cu, FusedAdamWKernel.cu, FusedAdagradKernel.cu and
+  // FusedSgdKernel.cu, whose last has no words of its own.
+#define UNWORDED(lists)                                                                   \
+  "Expected at::native::check_fast_path_restrictions({" lists                             \
+  "}) to be true, but got false.  (Could this error message be improved?  If so, please " \
+  "report an enhancement request to PyTorch.)"
+  static const Step adam{
+      5, "params, grads, exp_avgs, and exp_avg_sqs must have same dtype, device, and layout",
+      "params, grads, exp_avgs, exp_avg_sqs, and max_exp_avg_sqs must have same dtype, device, and "
+      "layout"};
+  static const Step adagrad{
+      3, "", "params, grads, and state_sums must have same dtype, device, and layout"};
+  static const std::unordered_map<std::string, Step> steps{
+      {"aten::_fused_adam_", adam},
+      {"aten::_fused_adamw_", adam},
+      {"aten::_fused_adagrad_", adagrad},
+      {"aten::_fused_sgd_",
+       {3, UNWORDED("params, grads"), UNWORDED("params, grads, momentum_buffer_list")}},
+  };
+#undef UNWORDED
+  const auto found = steps.find(schema.name());
+  if (found == steps.end() || schema.overload_name().find("out") != std::string::npos) return;
+  const Step& step = found->second;
+  const std::vector<Tensor> parameters = arguments[0].toTensorVector();
+  const bool has_all = !arguments[step.num_lists - 1].toTensorVector().empty();
+  for (const auto i : c10::irange(step.num_lists)) {
+    const std::vector<Tensor> list = arguments[i].toTensorVector();
+    for (const auto j : c10::irange(std::min(list.size(), parameters.size()))) {
+      const Tensor& tensor = list[j];
+      bool is_alike = tensor.layout() == c10::kStrided && tensor.is_non_overlapping_and_dense() &&
+                      tensor.sizes() == parameters[j].sizes();
+      for (const auto dim : c10::irange(is_alike ? tensor.dim() : 0)) {
+        is_alike &= tensor.size(dim) == 1 || tensor.stride(dim) == parameters[j].stride(dim);
+      }
+      TORCH_CHECK(is_alike, has_all ? step.longer_message : step.message);
+    }
+  }
 }
 
 bool has_substitute(const c10::FunctionSchema& schema) {

@@ -19,4 +19,8 @@ void call_substitute(const c10::OperatorHandle& op, c10::DispatchKey key,
 void check_product(const c10::FunctionSchema& schema, const c10::IValue* arguments,
                    size_t num_arguments);
 
+// Refuses optimizers' fused steps over tensors that lie in another order than their parameters, as
+// CUDA's kernels do; the CPU's take the elements in the order of the memory.
+void check_fused_step(const c10::FunctionSchema& schema, const c10::IValue* arguments);
+
 }  // namespace sim

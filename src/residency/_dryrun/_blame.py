@@ -17,12 +17,13 @@ import linecache
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
 
+from residency._dryrun._paths import givers, path_of
 from residency._dryrun._places import is_ours, is_script, line_of, outwards
 from residency._dryrun._refusals import chain
 
@@ -52,6 +53,7 @@ _NOTES = {
     "repeats": "each row was taken once, as repeats are not known; the figures from there may be "
     "too low",
 }
+_LEFT_ALONE = "anything"  # stood for it: memory of the host, with what it had before
 _MOST_NOTES = 5
 _CHANGERS = frozenset({"add", "append", "extend", "insert", "put", "setdefault", "update"})
 
@@ -117,24 +119,35 @@ class Blame:
         """Looks for what was not computed behind the statement that failed, innermost first."""
         if not _can_be_of_value(error):
             return ""
-        frames = [(frame.f_code, instruction) for frame, instruction in _frames(error)]
+        frames = list(_frames(error))
         # What a call has read that has not come back is of the frames inside of it.
         first = error.__traceback__.tb_frame.f_back if error.__traceback__ else None
-        around = [(frame.f_code, frame.f_lasti) for frame in outwards(first)]
-        open_calls = {(code.co_filename, _span(code, at)) for code, at in around + frames[:-1]}
+        around = [(frame, frame.f_lasti) for frame in outwards(first)] + frames[:-1]
+        open_calls = {(frame.f_code.co_filename, _span(frame.f_code, at)) for frame, at in around}
         sources: dict[str, _Parsed | None] = {}
-        for code, instruction in reversed(frames):
-            file, failed = code.co_filename, _span(code, instruction)
+        path, called = path_of(error), None
+        needed: set[str] | None = None  # parameters of `called` on which the path hangs
+        for frame, instruction in reversed(frames):
+            inner, called = called, frame
+            parameters, needed = needed, None
+            file, failed = frame.f_code.co_filename, _span(frame.f_code, instruction)
             spans = {span: w for span, w in self._spans(file) if (file, span) not in open_calls}
-            if not spans or failed is None or file.startswith(_TORCH) or is_ours(file):
+            is_quiet = not spans and not path
+            if is_quiet or failed is None or file.startswith(_TORCH) or is_ours(file):
                 continue
             if file not in sources:
                 sources[file] = _Parsed.of(file)
             source = sources[file]
-            for piece in source.behind(failed) if source is not None else ():
-                for span, what in spans.items():
-                    if _has(piece, span):
-                        return _said(line_of(file, span[0]), what)
+            if source is None:
+                continue
+            call = source.call(failed) if path else None
+            start = givers(call, inner, path, parameters) if call else source.statement(failed)
+            pieces = list(source.behind(start, is_bound=bool(path)))
+            if found := _read_in(pieces, spans):
+                return _said(line_of(file, found[0][0]), found[1])
+            needed = source.parameters(pieces)
+            if path and not needed:
+                return ""
         return ""
 
     def _spans(self, file: str) -> Iterator[tuple[_Span, str]]:
@@ -144,7 +157,18 @@ class Blame:
                 yield span, what
 
 
+def _read_in(pieces: Iterable[ast.AST], spans: dict[_Span, str]) -> tuple[_Span, str] | None:
+    """Returns where pieces have read what is not computed, the first, and what stood there."""
+    found = ((span, spans[span]) for piece in pieces for span in spans if _has(piece, span))
+    return next(found, None)
+
+
 def _said(place: str, what: str) -> str:
+    if what == _LEFT_ALONE:
+        return (
+            f"{place} copied values to the host that a dry run does not compute, so that they mean "
+            f"nothing: {_ON_GPU}"
+        )
     if what in _GUESSES:
         return f"{place} {_GUESSES[what]}, as a dry run does not compute them: {_ON_GPU}"
     return f"{place} read a value that a dry run does not compute ({what} stood for it): {_ON_GPU}"
@@ -187,10 +211,14 @@ def _span(code: CodeType, instruction: int) -> _Span | None:
     return None if found is None or None in found else found
 
 
+def _place(piece: Any) -> _Span:
+    return piece.lineno, piece.end_lineno, piece.col_offset, piece.end_col_offset
+
+
 def _has(piece: Any, span: _Span) -> bool:
+    first, last, begin, end = _place(piece)
     line, last_line, column, last_column = span
-    begin, end = (piece.lineno, piece.col_offset), (piece.end_lineno, piece.end_col_offset)
-    return begin <= (line, column) and (last_line, last_column) <= end
+    return (first, begin) <= (line, column) and (last_line, last_column) <= (last, end)
 
 
 class _Parsed:
@@ -215,12 +243,24 @@ class _Parsed:
         except (SyntaxError, ValueError):
             return None
 
-    def behind(self, span: _Span) -> Iterator[ast.AST]:
-        """Yields the statement at a place, then what it hangs on, each once."""
+    def statement(self, span: _Span) -> list[ast.AST]:
+        """Returns what the statement at a place computes, and the tests around it."""
         around = [n for n in ast.walk(self._tree) if isinstance(n, ast.stmt) and _has(n, span)]
-        if not around:
-            return
-        todo = collections.deque([*_heads(around[-1]), *self._tests(around[-1])])
+        return [*_heads(around[-1]), *self._tests(around[-1])] if around else []
+
+    def call(self, span: _Span) -> ast.Call | None:
+        """Returns the call that is at a place; None where another piece of code is."""
+        found = [n for n in ast.walk(self._tree) if isinstance(n, ast.Call) and _has(n, span)]
+        return found[-1] if found and _place(found[-1]) == span else None
+
+    def behind(self, pieces: Iterable[ast.AST], *, is_bound: bool = False) -> Iterator[ast.AST]:
+        """Yields pieces, then what they hang on, each once.
+
+        Args:
+            pieces: To begin with.
+            is_bound: Whether all names had a value: no branch decides of one that has one alone.
+        """
+        todo = collections.deque(pieces)
         seen: set[ast.AST] = set()
         while todo:
             piece = todo.popleft()
@@ -228,8 +268,20 @@ class _Parsed:
                 continue
             seen.add(piece)
             yield piece
-            for value in self._values(piece):
-                todo += [value, *self._tests(value)]
+            for values in self._values(piece):
+                for value in values:
+                    todo += [value, *(self._tests(value) if values[1:] or not is_bound else ())]
+
+    def parameters(self, pieces: Iterable[ast.AST]) -> set[str]:
+        """Returns the names in pieces that are parameters of a function around them."""
+        names = (n for piece in pieces for n in ast.walk(piece) if isinstance(n, ast.Name))
+        return {name.id for name in names if name.id in self._parameters_around(name)}
+
+    def _parameters_around(self, node: ast.AST) -> Iterator[str]:
+        while node in self._outer:
+            node = self._outer[node]
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                yield from (n.arg for n in ast.walk(node.args) if isinstance(n, ast.arg))
 
     def _assign(self, target: ast.AST, piece: ast.AST) -> None:
         if isinstance(target, ast.Tuple | ast.List):
@@ -261,8 +313,8 @@ class _Parsed:
                 yield outer.test
             node = outer
 
-    def _values(self, piece: ast.AST) -> Iterator[ast.AST]:
-        """Yields what gave the names in a piece their values."""
+    def _values(self, piece: ast.AST) -> Iterator[list[ast.AST]]:
+        """Yields of each name in a piece what gave it its values."""
         scopes: list[ast.AST | None] = [self._scope(piece)]
         while scopes[-1] is not None:
             scopes.append(self._scope(scopes[-1]))
@@ -270,9 +322,9 @@ class _Parsed:
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
                 values = self._names.get(node.id, ())
                 scope = next((s for s in scopes if any(v.scope is s for v in values)), None)
-                yield from (value.piece for value in values if value.scope is scope)
+                yield [value.piece for value in values if value.scope is scope]
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-                yield from (value.piece for value in self._attributes.get(node.attr, ()))
+                yield [value.piece for value in self._attributes.get(node.attr, ())]
 
 
 def _heads(statement: ast.stmt) -> list[ast.AST]:

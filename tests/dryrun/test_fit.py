@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -249,9 +250,9 @@ class Invented(Script):
         rounded = [-(-int(each * 16) // 16) for each in held]
         return phase(name, *rounded, reserved=sum(rounded) + int(in_pieces))
 
-    def cheapest(self) -> str:
+    def cheapest(self, but: Collection[str] = ()) -> str:
         """Tries every set; returns the name of the first that fits, "" where none does."""
-        known = offers(self.answer(NOTHING).found)
+        known = [o for o in offers(self.answer(NOTHING).found) if o.name not in but]
         for number in range(1, 1 << len(known)):
             chosen = [offer for index, offer in enumerate(known) if number >> index & 1]
             if len({offer.group for offer in chosen}) == len(chosen):
@@ -284,6 +285,48 @@ def test_the_cheapest_of_all_sets_is_found_by_few_runs(first: int) -> None:
         assert len(set(sets)) == len(sets), "a set was run twice"
         # The cheapest, all that can help, one for each change, and again where changes take more.
         assert len(sets) <= 2 * len(offers(script.answer(NOTHING).found)), (seed, sets)
+
+
+@pytest.mark.parametrize("first", range(0, 60, 10))
+def test_a_change_that_breaks_the_script_is_found_out_and_the_search_goes_on(first: int) -> None:
+    for seed in range(first, first + 10):
+        chance = random.Random(seed)
+        script = Invented(chance)
+        if script.need(NOTHING) <= script.capacity:
+            continue
+        names = [offer.name for offer in offers(script.answer(NOTHING).found)]
+        breaking = set(chance.sample(names, chance.choice([1, 1, 2])))
+        expected = script.cheapest(but=breaking)
+
+        def run(
+            settings: RunSettings, name: str, script: Any = script, breaking: Any = breaking
+        ) -> Answer:
+            if breaking & set(name.split(" and ")):
+                script.names.append(name)
+                return answered([], script.capacity, error=ON_TWO_DEVICES, **script.found)
+            return script.run(settings, name)
+
+        tried = list(settings_that_fit(NOTHING, script.answer(NOTHING), run))
+        fitting = [each.name for each in tried if each.answer.fits]
+        assert fitting == ([expected] if expected else []), seed
+        for each in tried:
+            assert each.suits is not bool(breaking & set(each.name.split(" and "))), seed
+        assert len(tried) <= 2 * len(names), (seed, [each.name for each in tried])
+
+
+def test_an_error_that_the_script_has_without_a_change_is_none_of_the_changes() -> None:
+    script = Script(training, 3500)
+    first = answered(training(NOTHING), 3500, **script.found)
+    found = {**first.found, "ended": "error", "error": "ValueError: no such split"}
+    first = dataclasses.replace(first, found=found)
+
+    def run(settings: RunSettings, name: str) -> Answer:
+        return answered(training(NOTHING), 3500, error="ValueError: no such split")
+
+    assert [each.suits for each in settings_that_fit(NOTHING, first, run)][:1] == [True]
+
+
+ON_TWO_DEVICES = "RuntimeError: Expected all tensors to be on the same device (train.py:9)"
 
 
 def helped_by_nothing() -> Invented:

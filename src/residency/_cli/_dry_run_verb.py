@@ -160,7 +160,8 @@ def _fit(
         words,
     ):
         outcome = tried.answer
-        _say(console, f"  {tried.name}: {_verdict(outcome)}")
+        said = _verdict(outcome) if tried.suits else _why_it_does_not_suit(outcome)
+        _say(console, f"  {tried.name}: {said}")
         if outcome.fits:
             _say(console, f"    costs: {tried.cost}")
             for line in tried.lines:
@@ -168,7 +169,8 @@ def _fit(
         if outcome.fits or (outcome.needed < nearest.needed and outcome.is_too_large):
             nearest = outcome
         made.append(
-            {"name": tried.name, "lines": tried.lines, "cost": tried.cost} | _in_short(outcome)
+            {"name": tried.name, "lines": tried.lines, "cost": tried.cost, "suits": tried.suits}
+            | _in_short(outcome)
         )
     if not nearest.fits:
         missing = format_bytes(max(0, -nearest.headroom))
@@ -260,6 +262,14 @@ def _verdict(answer: Answer) -> str:
         return f"{words}: {escape(str(answer.found['error']))}" if answer.found["error"] else words
     # Its peak is not known where it ended before, or where its free bytes lie in pieces.
     return words + f", peak {format_bytes(answer.needed)}" * (answer.headroom < 0)
+
+
+def _why_it_does_not_suit(answer: Answer) -> str:
+    """Returns what is said of a change with which a script ends that ends well without it."""
+    from rich.markup import escape
+
+    error = answer.found["error"] or answer.found["caught"] or answer.verdict.value
+    return f"does not suit this script: {escape(error)}"
 
 
 def _in_short(answer: Answer) -> dict[str, Any]:

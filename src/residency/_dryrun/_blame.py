@@ -101,10 +101,16 @@ class Blame:
         most = self._guesses.most_common(_MOST_NOTES)
         return [{"line": place, "what": _NOTES[what]} for (place, what), _ in most]
 
-    def of(self, error: BaseException) -> str:
-        """Returns what of the dry run stands behind an error; "" where nothing is known to."""
+    def of(self, error: BaseException, *, with_values: bool = True) -> str:
+        """Returns what of the dry run stands behind an error; "" where nothing is known to.
+
+        Args:
+            error: What was raised.
+            with_values: Whether a value that was not computed can be: not where the script is
+                changed, and ends well as it is.
+        """
         for each in chain(error):
-            if found := self._lacked(each) or self._unknown(each):
+            if found := self._lacked(each) or (with_values and self._unknown(each)):
                 return found
         return ""
 

@@ -181,7 +181,7 @@ class Run:
         self._remedy = self._remedy or remedy_for(error, phase=self._phases.name)
         place, has_none = place_of(error.__traceback__), self._settings.random_weights
         what_to_do = advice(error, error.__traceback__, has_random_weights=has_none)
-        what_to_do = what_to_do or self._blame.of(error)
+        what_to_do = what_to_do or self._blame.of(error, with_values=not self._settings.is_changed)
         lines = str(error).strip().splitlines() or [""]
         of_worker = f" {lines[-1]}" * any(_OF_WORKER in line for line in lines)
         self._error = f"{type(error).__name__}: {lines[0]}{of_worker}".removesuffix(": ")

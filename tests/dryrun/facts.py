@@ -55,10 +55,15 @@ def phase(name: str, *held: int, reserved: int | None = None) -> dict[str, Any]:
 
 
 def answered(
-    phases: Sequence[dict[str, Any]], capacity: int, *, error: str | None = None, **found: Any
+    phases: Sequence[dict[str, Any]],
+    capacity: int,
+    *,
+    error: str | None = None,
+    context: int = 0,
+    **found: Any,
 ) -> Answer:
     """Makes the answer of a run with such phases on a device of so many MiB."""
-    over = any(each["peak_reserved"] > capacity * MIB for each in phases)
+    over = any(each["peak_reserved"] > capacity * MIB - context for each in phases)
     known = facts() | {"libraries": [], "arguments": {}, "recomputed": [], **found}
     has_load = any(each["name"] == "load" for each in phases)
     known = {"trainer": {"numbers": {}}, "has_template": False, **known}
@@ -66,4 +71,4 @@ def answered(
     known |= {"phases": list(phases), "error": error, "ended": "error" if error else "finished"}
     first = {**known, "out_of_memory": [{"phase": "forward"}] if over and not error else []}
     first["since_error"] = dict.fromkeys(SEEN, 0) if first["out_of_memory"] else None
-    return Answer(known, first, capacity * MIB, 0, "a device")
+    return Answer(known, first, capacity * MIB, context, "a device")

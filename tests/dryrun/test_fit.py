@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import random
 import re
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,8 @@ class Script:
     def run(self, settings: RunSettings, name: str) -> Answer:
         self.runs.append(settings)
         self.names.append(name)
-        return answered(self.phases(settings), self.capacity, **self.found)
+        held = {"context": settings.others, **self.found}
+        return answered(self.phases(settings), self.capacity, **held)
 
     def fit(self) -> list[Any]:
         first = answered(self.phases(NOTHING), self.capacity, **self.found)
@@ -64,6 +65,22 @@ def test_no_more_is_tried_than_what_can_suffice_and_as_much_stays_resident_as_fi
     assert tried[-1].lines == ("import residency", f"{line}  # at once")
     assert len(script.runs) <= 3
     assert tried[-1].cost == f"{(2000 - resident) * MIB / 55e9:.2f} s a step over PCIe 5"
+
+
+def test_what_makes_it_fit_leaves_the_room_that_it_is_told_to() -> None:
+    script = Script(training, 3500)
+    first = answered(training(NOTHING), 3500)
+    for left in (0, 300 * MIB):
+        script.runs.clear()
+        tried = list(settings_that_fit(NOTHING, first, script.run, left=left))
+        assert [each.answer.fits for each in tried] == [True]
+        assert {run.others for run in script.runs} == {left}
+        resident = max(run.offload for run in script.runs)
+        assert (1400 - 2000 // 64) * MIB <= resident + left <= 1400 * MIB
+        # The peak is that of the script with the lines, on a device of which nothing is kept free.
+        changed = answered(training(replace(NOTHING, offload=resident)), 3500)
+        assert tried[-1].answer.needed == changed.needed
+        assert tried[-1].answer.headroom >= left
 
 
 def test_what_stays_resident_is_what_was_run_and_fits_where_the_need_is_no_straight_line() -> None:
@@ -318,7 +335,7 @@ def test_an_error_that_the_script_has_without_a_change_is_none_of_the_changes() 
     script = Script(training, 3500)
     first = answered(training(NOTHING), 3500, **script.found)
     found = {**first.found, "ended": "error", "error": "ValueError: no such split"}
-    first = dataclasses.replace(first, found=found)
+    first = replace(first, found=found)
 
     def run(settings: RunSettings, name: str) -> Answer:
         return answered(training(NOTHING), 3500, error="ValueError: no such split")

@@ -96,7 +96,7 @@ def test_a_script_fits_with_the_cheapest_change_and_with_the_lines_that_are_prin
 ) -> None:
     (script, *arguments), options, room, name, line = CASES[case]
     text = (SCRIPTS / script).read_text()
-    device = (*options, "--capacity", f"{CONTEXT + room}MiB")
+    device = (*options, "--capacity", f"{CONTEXT + room}MiB", "--others", "0B")
     outcome = dry_run(text, *arguments, options=(*device, "--fit"))
     assert outcome.status == 1, outcome.errors
     tried = outcome.answer["fit"]
@@ -160,7 +160,8 @@ torch.save({name: value.clone() for name, value in average.items()}, "average.pt
 
 @pytest.mark.whole
 def test_a_change_that_breaks_a_script_does_not_suit_it_and_no_value_is_blamed(dry_run) -> None:
-    outcome = dry_run(AVERAGED, options=("--capacity", f"{CONTEXT + 360}MiB", "--fit"))
+    size = ("--capacity", f"{CONTEXT + 360}MiB", "--others", "0B")
+    outcome = dry_run(AVERAGED, options=(*size, "--fit"))
     said = "saves without a copy on the device: does not suit this script: RuntimeError: Expected"
     assert said in outcome.errors
     assert "a dry run does not compute" not in outcome.errors.partition("what makes it fit")[2]

@@ -40,7 +40,7 @@ class TriedChange:
 
 
 def settings_that_fit(
-    settings: RunSettings, answer: Answer, run: Run, words: Sequence[str] = ()
+    settings: RunSettings, answer: Answer, run: Run, words: Sequence[str] = (), *, left: int = 0
 ) -> Iterator[TriedChange]:
     """Tries what makes room, until the cheapest set that fits is known.
 
@@ -52,11 +52,22 @@ def settings_that_fit(
         answer: Its answer.
         run: Makes a run, given what it tries.
         words: The command.
+        left: Bytes of the device that are to be left free; no peak of an answer counts them.
 
     Yields:
         Each set that does not fit, with its answer, and the cheapest one that does at the end, if
         there is one.
     """
+    settings = replace(settings, others=settings.others + left)
+    with_room = replace(answer, context=answer.context + left)
+    for tried in _tried(settings, with_room, run, words):
+        peak = replace(tried.answer, context=tried.answer.context - left)
+        yield replace(tried, answer=peak)
+
+
+def _tried(
+    settings: RunSettings, answer: Answer, run: Run, words: Sequence[str]
+) -> Iterator[TriedChange]:
     search = _Search(offers(answer.found, words), answer)
     best: tuple[list[Offer], TriedChange] | None = None
     while number := search.next():

@@ -22,6 +22,7 @@ def facts(**changed: Any) -> dict[str, Any]:
         "is_cut": False,
         "left_out": {"loops": [], "evaluations": 0, "data": None},
         "growth": None,
+        "growth_of_passes": None,
         "others": [],
         "out_of_memory": [],
         "peak_reserved": 1,
@@ -37,6 +38,7 @@ def facts(**changed: Any) -> dict[str, Any]:
 
 
 MIB = 1 << 20
+FULL = {"phase": "forward", "step": 1, "line": "", "operation": "", "asked": 2, "free": 1}
 KINDS = ("parameters", "gradients", "optimizer state", "activations", "other")
 NOTHING = RunSettings(folder="", capacity=0)
 
@@ -69,6 +71,6 @@ def answered(
     known = {"trainer": {"numbers": {}}, "has_template": False, **known}
     known |= {"loads_on_device": has_load, "loads_state": has_load}
     known |= {"phases": list(phases), "error": error, "ended": "error" if error else "finished"}
-    first = {**known, "out_of_memory": [{"phase": "forward"}] if over and not error else []}
+    first = {**known, "out_of_memory": [dict(FULL)] if over and not error else []}
     first["since_error"] = dict.fromkeys(SEEN, 0) if first["out_of_memory"] else None
     return Answer(known, first, capacity * MIB, context, "a device")

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from residency._dryrun._lasting import growth_line, steps_that_fit
+from residency._dryrun._lasting import growth_line, line_of_passes, steps_that_fit
 from residency._dryrun._settings import RunSettings
 from residency._dryrun._verdict import (
     BACKWARD,
@@ -216,6 +216,8 @@ def below_first_line(answer: Answer) -> Iterator[str]:
     """
     if answer.is_too_large:
         yield from _errors_of(answer)
+        if (growing := line_of_passes(answer.found)) is not None:
+            yield growing
     if answer.remedy is not None:
         yield f"the cheapest that would have fitted: {answer.remedy}"
     yield from left_out(answer.found)

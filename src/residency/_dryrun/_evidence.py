@@ -35,13 +35,20 @@ _thread = threading.local()  # the module whose forward pass is the outermost on
 class Evidence:
     """The counts of a process."""
 
-    def __init__(self, phase: Callable[[], str], saves: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        phase: Callable[[], str],
+        saves: Callable[[], int],
+        on_free_pass: Callable[[], None],
+    ) -> None:
         """Begins at 0.
 
         Args:
             phase: Returns the name of the phase of now.
             saves: Returns how many files were saved so far.
+            on_free_pass: Is called where a forward pass without gradients has come to its end.
         """
+        self._on_free_pass = on_free_pass
         self._phase = phase
         self._saves = saves
         self._counts = dict.fromkeys(_COUNTED, 0)
@@ -108,6 +115,8 @@ class Evidence:
         _thread.outermost = None
         if result is not None and _is_on_device(module, result):
             self._counts[FORWARD] += 1
+            if not torch.is_grad_enabled():
+                self._on_free_pass()
 
     # ------------------------------------------------------------------------------------- signals
 

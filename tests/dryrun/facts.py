@@ -17,6 +17,7 @@ def facts(**changed: Any) -> dict[str, Any]:
         "caught": "",
         "ended": "finished",
         "error": None,
+        "has_failed": False,
         "has_framework": True,
         "has_optimizer": True,
         "is_cut": False,

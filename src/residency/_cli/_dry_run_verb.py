@@ -39,7 +39,7 @@ def add_parser(
             "Runs an unmodified training script that says cuda on a simulated GPU, for shapes "
             "only: its peak of memory in every phase, who holds it, and where it runs out. Status: "
             "0 where it fits, 1 where it does not, 3 where neither was seen, as the script failed, "
-            "trained nothing or was interrupted, 2 when the run cannot be made."
+            "made no step or was interrupted, 2 when the run cannot be made."
         ),
     )
     device = parser.add_argument_group("the device")

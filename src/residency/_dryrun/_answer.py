@@ -33,7 +33,7 @@ _SIZES = {"asked", "at_peak", "context", "free", "host_peak", "peak_allocated", 
 _SIZES |= {"pinned_peak", "saved", "unstepped"}
 _INNER = {"timeline", "marks", "kinds", "pid", "started", "arguments", "libraries", "recomputed"}
 _INNER |= {"trainer", "has_template", "loads_on_device", "loads_state", "has_optimizer"}
-_INNER |= {"since_error", "phase_of_error", "caught", "written_at", "has_framework"}
+_INNER |= {"since_error", "phase_of_error", "caught", "written_at", "has_framework", "has_failed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,10 @@ def _conditions(answer: Answer) -> Iterator[str]:
     if aim != STEPS:
         seen = answer.first["seen"][aim]
         kind = aim.removesuffix("_passes")
-        yield f"no training: {seen} {kind} pass{'es' * (seen > 1)} and no optimizer step"
+        if seen:
+            yield f"no training: {seen} {kind} pass{'es' * (seen > 1)} and no optimizer step"
+        else:
+            yield "no training step was seen: this is of the script as it ran"
 
 
 def below_first_line(answer: Answer) -> Iterator[str]:

@@ -13,7 +13,7 @@ FILES = [
 @pytest.mark.parametrize("num_parts", [1, 3, 4])
 def test_each_file_is_in_one_part_and_none_is_empty(num_parts: int) -> None:
     parts = [[f for f in FILES if is_in_part(f, f"{n}/{num_parts}")] for n in range(num_parts)]
-    assert sorted(sum(parts, [])) == sorted(FILES)
+    assert sorted(name for part in parts for name in part) == sorted(FILES)
     assert all(parts)
 
 

@@ -17,11 +17,13 @@ def facts(**changed: Any) -> dict[str, Any]:
         "caught": "",
         "ended": "finished",
         "error": None,
+        "has_failed": False,
         "has_framework": True,
         "has_optimizer": True,
         "is_cut": False,
         "left_out": {"loops": [], "evaluations": 0, "data": None},
         "growth": None,
+        "growth_of_passes": None,
         "others": [],
         "out_of_memory": [],
         "peak_reserved": 1,
@@ -37,6 +39,7 @@ def facts(**changed: Any) -> dict[str, Any]:
 
 
 MIB = 1 << 20
+FULL = {"phase": "forward", "step": 1, "line": "", "operation": "", "asked": 2, "free": 1}
 KINDS = ("parameters", "gradients", "optimizer state", "activations", "other")
 NOTHING = RunSettings(folder="", capacity=0)
 
@@ -55,15 +58,20 @@ def phase(name: str, *held: int, reserved: int | None = None) -> dict[str, Any]:
 
 
 def answered(
-    phases: Sequence[dict[str, Any]], capacity: int, *, error: str | None = None, **found: Any
+    phases: Sequence[dict[str, Any]],
+    capacity: int,
+    *,
+    error: str | None = None,
+    context: int = 0,
+    **found: Any,
 ) -> Answer:
     """Makes the answer of a run with such phases on a device of so many MiB."""
-    over = any(each["peak_reserved"] > capacity * MIB for each in phases)
+    over = any(each["peak_reserved"] > capacity * MIB - context for each in phases)
     known = facts() | {"libraries": [], "arguments": {}, "recomputed": [], **found}
     has_load = any(each["name"] == "load" for each in phases)
     known = {"trainer": {"numbers": {}}, "has_template": False, **known}
     known |= {"loads_on_device": has_load, "loads_state": has_load}
     known |= {"phases": list(phases), "error": error, "ended": "error" if error else "finished"}
-    first = {**known, "out_of_memory": [{"phase": "forward"}] if over and not error else []}
+    first = {**known, "out_of_memory": [dict(FULL)] if over and not error else []}
     first["since_error"] = dict.fromkeys(SEEN, 0) if first["out_of_memory"] else None
-    return Answer(known, first, capacity * MIB, 0, "a device")
+    return Answer(known, first, capacity * MIB, context, "a device")

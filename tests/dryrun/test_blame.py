@@ -44,6 +44,18 @@ ENDS = (
     "if {a} < 1e9:\n    raise RuntimeError('too small')",
     "def check(q):\n    if q < 1e9:\n        raise ValueError('too small')\ncheck({a})",
     "with open(f'/nowhere/{{{a}}}'):\n    pass",
+    "torch.save({{}}, f'/nowhere/{{{a}}}.pt')",
+    "def write(path, q):\n    open(path, 'w').write(q)\nwrite(f'/nowhere/{{{a}}}', '')",
+    "import pathlib\npathlib.Path(f'/nowhere/{{{a}}}').write_text('')",
+)
+OF_A_PATH = (  # that does not hang on the number
+    "torch.save({{'q': {a}}}, '/nowhere/q.pt')",
+    "def write(path, q):\n    open(path + '.txt', 'w').write(q)\nwrite('/nowhere/q', {a})",
+    "import pathlib\npathlib.Path('/nowhere').joinpath('q').write_text(str({a}))",
+    "import json\njson.dump({a}, open('/nowhere/q', 'w'))",
+    "if {a} < 1e9:\n    name = '/nowhere/q'\n    open(name, 'w').write(str({a}))",
+    "class Plot:\n    def __init__(self, q):\n        self.q = q\n    def save(self, fp, **kw):\n"
+    "        open(fp, 'w').write(self.q)\nPlot({a}).save('/nowhere/q', level=1)",
 )
 NOISE = "noise = loss.item()\nprint(noise)\nhistory.append(noise)\n"
 HEAD = (
@@ -52,7 +64,7 @@ HEAD = (
 )
 
 
-def program(chance: random.Random, source: str, links: list[int], end: int) -> tuple[str, int]:
+def program(chance: random.Random, source: str, links: list[int], end: str) -> tuple[str, int]:
     """Returns a program that fails by a number, and the line that has read it."""
     text = HEAD + (NOISE if chance.random() < 0.5 else "")
     line = text.count("\n") + 1
@@ -60,7 +72,7 @@ def program(chance: random.Random, source: str, links: list[int], end: int) -> t
     for number, link in enumerate(links):
         text += LINKS[link].format(a=f"v{number}", b=f"v{number + 1}") + "\n"
         text += NOISE if chance.random() < 0.3 else ""
-    return text + ENDS[end].format(a=f"v{len(links)}") + "\n", line
+    return text + end.format(a=f"v{len(links)}") + "\n", line
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +84,14 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], di
         chance = random.Random(seed)
         source = chance.choice(SOURCES)
         links = [chance.randrange(len(LINKS)) for _ in range(chance.randint(0, 5))]
-        end = chance.randrange(len(ENDS))
-        for kind, text in zip(("unknown", "known"), source, strict=True):
+        end, of_a_path = chance.choice(ENDS), chance.choice(OF_A_PATH)
+        for kind, text, last in (
+            ("unknown", source[0], end),
+            ("known", source[1], end),
+            ("path", source[0], of_a_path),
+        ):
             name = f"{kind}_{seed}.py"
-            written, line = program(random.Random(seed), text, links, end)
+            written, line = program(random.Random(seed), text, links, last)
             (folder / name).write_text(written)
             lines[name] = line if kind == "unknown" else 0
     done = subprocess.run(
@@ -104,6 +120,7 @@ def test_what_the_dry_run_does_is_said_and_nothing_of_what_the_script_does(judge
     [
         ("d_assert_on_the_line", "value that a dry run does not compute (1 stood for it)"),
         ("d_tensor_test", "value that a dry run does not compute (True stood for it)"),
+        ("d_large_copy", "copied values to the host that a dry run does not compute, so that they"),
         ("d_simulators_object", "The dry run lacks this"),
         ("d_histc", "a kernel of the host's"),
         ("d_nvml", "A machine with a GPU has NVML"),

@@ -7,11 +7,12 @@ import re
 import struct
 
 import pytest
-from tests.dryrun.facts import MIB, facts
+from tests.dryrun.facts import MIB, answered, facts, phase
 
+from residency._dryrun._answer import below_first_line
 from residency._dryrun._books import OTHER, Books
-from residency._dryrun._growing import NUM_STEPS, Growing
-from residency._dryrun._lasting import growth_line, steps_that_fit
+from residency._dryrun._growing import NUM_STEPS, Growing, GrowingPasses
+from residency._dryrun._lasting import growth_line, line_of_passes, steps_that_fit
 from residency._dryrun._owners import STATE
 
 
@@ -46,6 +47,13 @@ class Loop:
         for address, num_bytes in self.ends.pop(self.steps - 1, []):
             self.held -= num_bytes
             self.journal.append((address, -num_bytes, num_bytes, self.held, 0))
+
+    def let_go(self) -> None:
+        """Frees what passes let go of, which come as often as rounds do."""
+        for address, num_bytes in self.ends.pop(self.steps, []):
+            self.held -= num_bytes
+            self.journal.append((address, -num_bytes, num_bytes, self.held, 0))
+        self.ends = {at - 1: blocks for at, blocks in self.ends.items()}
 
     def take(self) -> bytes:
         taken = b"".join(struct.pack("5q", *entry) for entry in self.journal)
@@ -95,6 +103,53 @@ def test_what_one_round_of_many_leaves_and_what_is_small_is_no_growth() -> None:
         small.make(512, None)
         small.step()
     assert (once.growing.found, small.growing.found) == (None, None)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_what_each_pass_of_an_evaluation_leaves_is_found(seed: int) -> None:
+    chance = random.Random(seed)
+    loop = Loop()
+    passes = GrowingPasses(loop.books)
+    for _ in range(chance.randint(0, 9)):  # a training with passes of a teacher
+        loop.make(MIB, 0)
+        passes.end_pass()
+        loop.make(4 * MIB, None)
+        loop.step()
+        passes.begin_anew()
+    leak = 0 if seed % 3 == 0 else chance.randint(1, 8) * MIB
+    number = NUM_STEPS + chance.randint(0, 30)
+    for at in range(number):
+        if at == 0:
+            loop.make(64 * MIB, None)
+        if leak:
+            loop.make(leak, None)
+        loop.make(chance.randint(1, 40) * MIB, chance.randint(0, 1))
+        passes.end_pass()
+        loop.let_go()
+    found = passes.found
+    if not leak:
+        assert found is None
+        return
+    assert found is not None
+    assert (found["bytes_per_pass"], found["passes"]) == (leak, number)
+    loop.step()
+    passes.begin_anew()
+    for _ in range(NUM_STEPS):  # a later evaluation that keeps less
+        loop.make(MIB, None)
+        passes.end_pass()
+    assert passes.found == found
+
+
+def test_what_passes_leave_is_said_where_a_script_does_not_fit() -> None:
+    growth = {"bytes_per_pass": 32 * MIB, "passes": 100, "names": ["outs"], "advice": "let go"}
+    said = line_of_passes(facts(growth_of_passes=growth))
+    assert said == (
+        "held memory grows by 32.00 MiB with each forward pass without gradients, by 3.12 GiB in "
+        "100 of them, in outs: let go"
+    )
+    for capacity in (3000, 5000):
+        answer = answered([phase("evaluate", 4000, 0, 0, 0, 0)], capacity, growth_of_passes=growth)
+        assert (said in below_first_line(answer)) is answer.is_too_large
 
 
 @pytest.mark.parametrize(
@@ -148,6 +203,37 @@ def test_so_many_steps_fit_and_not_more(dry_run) -> None:
     for rounds, fits in ((number, True), (number + 2, False)):
         whole = dry_run(LEAK, str(rounds), options=(*options, "--steps", "0"))
         assert whole.answer["fits"] == fits, whole.errors
+
+
+EVALUATING = """
+import torch
+from torch.utils.data import DataLoader
+net = torch.nn.Linear(512, 512).cuda()
+optimizer = torch.optim.SGD(net.parameters())
+def evaluate():
+    outs = []
+    with torch.no_grad():
+        for x in DataLoader(torch.zeros(80 * 64, 512), batch_size=64):
+            outs.append(net(x.cuda()).repeat(64, 1))
+    return torch.cat(outs).argmax(-1)
+for _ in range(2):
+    net(torch.randn(64, 512).cuda()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    evaluate()
+"""
+
+
+@pytest.mark.whole
+def test_an_evaluation_that_keeps_its_outputs_is_named(dry_run) -> None:
+    outcome = dry_run(EVALUATING, options=("--capacity", "1GiB", "--fit"))
+    said = (
+        "held memory grows by 8.00 MiB with each forward pass without gradients, by 640.00 MiB in "
+        "80 of them, in evaluate() local 'outs': let go of it, or keep it on the host"
+    )
+    assert said in outcome.errors
+    assert outcome.answer["growth_of_passes"]["passes"] == 80
+    assert outcome.answer["fit"] == []  # gradient checkpointing is for passes with gradients
 
 
 TWO = """

@@ -4,6 +4,8 @@ the lines that it prints, in the script where a user would add them.
 
 import argparse
 import copy
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -84,7 +86,7 @@ CASES = {
     ),
 }  # fmt: skip
 
-KEYS = ("name", "verdict", "lines", "cost", "fits", "needed", "error")
+KEYS = ("name", "suits", "verdict", "lines", "cost", "fits", "needed", "error")
 
 
 @pytest.mark.whole
@@ -94,7 +96,7 @@ def test_a_script_fits_with_the_cheapest_change_and_with_the_lines_that_are_prin
 ) -> None:
     (script, *arguments), options, room, name, line = CASES[case]
     text = (SCRIPTS / script).read_text()
-    device = (*options, "--capacity", f"{CONTEXT + room}MiB")
+    device = (*options, "--capacity", f"{CONTEXT + room}MiB", "--others", "0B")
     outcome = dry_run(text, *arguments, options=(*device, "--fit"))
     assert outcome.status == 1, outcome.errors
     tried = outcome.answer["fit"]
@@ -139,6 +141,54 @@ def changes_end(monkeypatch: pytest.MonkeyPatch) -> None:
         (argparse.ArgumentParser, "parse_known_args"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))
+
+
+AVERAGED = """
+import torch
+net = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(4))).cuda()
+optimizer = torch.optim.AdamW(net.parameters())
+average = {name: value.clone() for name, value in net.state_dict().items()}
+for _ in range(4):
+    net(torch.randn(8, 2048).cuda()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for name, value in net.state_dict().items():
+        average[name].lerp_(value, 0.01)
+torch.save({name: value.clone() for name, value in average.items()}, "average.pt")
+"""
+
+
+@pytest.mark.whole
+def test_a_change_that_breaks_a_script_does_not_suit_it_and_no_value_is_blamed(dry_run) -> None:
+    size = ("--capacity", f"{CONTEXT + 360}MiB", "--others", "0B")
+    outcome = dry_run(AVERAGED, options=(*size, "--fit"))
+    said = "saves without a copy on the device: does not suit this script: RuntimeError: Expected"
+    assert said in outcome.errors
+    assert "a dry run does not compute" not in outcome.errors.partition("what makes it fit")[2]
+    tried = outcome.answer["fit"]
+    assert [each["suits"] for each in tried] == [False] + [True] * (len(tried) - 1)
+    assert tried[-1]["fits"]
+
+
+COPIES = """
+import copy, torch
+from residency import sim
+sim.enable("1GiB", device="cuda", dry=True, schedule="eager")
+from residency._dryrun._levers import _clone_on_host
+_clone_on_host()
+net = torch.nn.Linear(1024, 1024).cuda()
+net.register_buffer("mask", torch.ones(1024, 1024, device="cuda"))
+for copied in (copy.deepcopy(net), copy.deepcopy({"net": net})["net"]):
+    print(*(each.device.type for each in (copied.weight, copied.bias, copied.mask)))
+for state in (copy.deepcopy(net.state_dict()), {"weight": net.state_dict()["weight"].clone()}):
+    print(state["weight"].device.type)
+"""
+
+
+def test_copies_for_a_save_go_to_the_host_and_those_of_modules_are_let_be() -> None:
+    command = [sys.executable, "-c", COPIES]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["cuda cuda cuda"] * 2 + ["cpu"] * 2, done.stderr
 
 
 def test_the_command_has_the_arguments_that_a_search_gave(changes_end: None) -> None:

@@ -51,6 +51,28 @@ for _ in range(3):
     with torch.no_grad():
         net(torch.randn(8, 64, device="cuda"))
 """
+MERGING = """
+import torch
+net = torch.nn.Linear(1024, 1024, bias=False).cuda()
+with torch.no_grad():
+    net.weight += torch.zeros(1024, 8, device="cuda") @ torch.zeros(8, 1024, device="cuda")
+torch.save(net.state_dict(), "merged.pt")
+"""
+SUPPRESSED = """
+import contextlib, torch
+net = torch.nn.Linear(64, 64).cuda()
+with contextlib.suppress(Exception):
+    batch = [][3]
+    torch.optim.SGD(net.parameters())
+"""
+PLAIN = """
+import torch
+net = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(net.parameters())
+for _ in range(2):
+    net(torch.randn(8, 64).cuda()).sum().backward()
+    optimizer.step()
+"""
 FORKED = """
 import multiprocessing, torch
 def train(queue):
@@ -99,6 +121,14 @@ for batch, in loader:
         (BEFORE_THE_STEP, 3, "nothing of a training was seen", "base 10: '' (script.py:7)"),
         (INTERRUPTED, 3, "interrupted", "SIGINT ended the run"),
         (INFERRING, 0, "fits", "no training: 3 forward passes and no optimizer step"),
+        (MERGING, 0, "fits", "; no training step was seen: this is of the script as it ran"),
+        pytest.param(
+            SUPPRESSED,
+            3,
+            "nothing of a training was seen",
+            "caught: IndexError: list",
+            marks=pytest.mark.whole,
+        ),
         (GROWING, 0, "fits", "left out: 3 of 4 rounds of the loop at script.py:5, 1 of 3 rounds"),
         pytest.param(KILLED, 3, "killed", "the process was killed", marks=pytest.mark.whole),
         pytest.param(FEW, 0, "fits", "24 samples, fewer than a batch", marks=pytest.mark.whole),
@@ -112,6 +142,15 @@ def test_the_first_line_says_what_was_seen(dry_run, script, status, verdict, sai
     assert said in outcome.errors
     assert (outcome.status, outcome.answer["verdict"]) == (status, verdict)
     assert outcome.answer["fits"] == (verdict == "fits")
+
+
+@pytest.mark.whole
+def test_of_a_loop_that_came_to_its_own_end_nothing_was_left_out(dry_run) -> None:
+    outcome = dry_run(PLAIN)
+    assert (outcome.status, outcome.answer["steps"]) == (0, 2), outcome.errors
+    assert not outcome.answer["is_cut"]
+    assert "left out" not in outcome.errors
+    assert "comes later" not in outcome.errors
 
 
 def test_a_forked_child_that_trains_is_counted(dry_run, tmp_path) -> None:

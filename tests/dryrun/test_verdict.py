@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 from tests.dryrun.facts import SEEN, facts
 
-from residency._dryrun._verdict import Verdict, verdict_of, went_on
+from residency._dryrun._verdict import Verdict, left_out, verdict_of, went_on
 
 NOTHING = dict.fromkeys(SEEN, 0)
 ERROR = [{"phase": "forward"}]
 INFERENCE = NOTHING | {"forward_passes": 3}
 BY_HAND = SEEN | {"steps": 0}
+OF_NO_TRAINING = {"seen": NOTHING, "has_optimizer": False}
 BEGUN = NOTHING | {"begun_passes": 1}
 
 
@@ -30,7 +31,20 @@ BEGUN = NOTHING | {"begun_passes": 1}
         ({"seen": BEGUN}, Verdict.UNSEEN),
         ({"seen": BY_HAND}, Verdict.UNSEEN),
         ({"seen": NOTHING}, Verdict.UNSEEN),
-        ({"seen": NOTHING, "has_optimizer": False}, Verdict.UNSEEN),
+        # Another kind of run, such as a merge: it meant no training, and nothing went wrong.
+        (OF_NO_TRAINING, Verdict.FITS),
+        (OF_NO_TRAINING | {"seen": NOTHING | {"saves": 1}}, Verdict.FITS),
+        (OF_NO_TRAINING | {"seen": BEGUN}, Verdict.UNSEEN),
+        (OF_NO_TRAINING | {"has_optimizer": True}, Verdict.UNSEEN),
+        (OF_NO_TRAINING | {"caught": "ValueError: no data (train.py:3)"}, Verdict.UNSEEN),
+        (OF_NO_TRAINING | {"has_failed": True}, Verdict.UNSEEN),
+        (OF_NO_TRAINING | {"peak_reserved": 0}, Verdict.UNSEEN),
+        (OF_NO_TRAINING | {"ended": "left"}, Verdict.UNSEEN),
+        (OF_NO_TRAINING | {"ended": "error", "error": "ValueError"}, Verdict.FAILED),
+        (
+            OF_NO_TRAINING | {"out_of_memory": ERROR, "since_error": NOTHING},
+            Verdict.DOES_NOT_FIT,
+        ),
         ({"seen": BY_HAND, "has_optimizer": False}, Verdict.FITS),
         ({"seen": INFERENCE, "has_optimizer": False}, Verdict.FITS),
         ({"seen": INFERENCE}, Verdict.FITS),
@@ -108,14 +122,15 @@ def test_no_run_is_said_to_fit_of_which_nothing_came_to_its_end_after_the_last_e
         assert not rest["signals"], (events, rest)
         last = events[::-1].index("error") if "error" in events else len(events)
         after = set(events[len(events) - last :]) - {"begun_passes"}
-        assert after, (events, rest)
+        assert after or not (events or rest["has_optimizer"]), (events, rest)
         if "steps" not in after and "steps" in events:  # after the training, in another part of it
             assert rest["phase_of_error"] in ("evaluate", "epoch/generate", "save"), (events, rest)
         if rest["has_optimizer"] and "begun_passes" in events:
             assert "steps" in events, (events, rest)
         # What takes evidence away leaves less to say.
         assert verdict_of(of_events([*events, "error"], rest)) is Verdict.DOES_NOT_FIT
-        assert verdict_of(of_events([], rest)) is Verdict.UNSEEN
+        meant = rest["has_optimizer"] or rest["ended"] != "finished"
+        assert verdict_of(of_events([], rest)) is (Verdict.UNSEEN if meant else Verdict.FITS)
         for changed in ({"ended": "running"}, {"ended": "error"}, {"was_interrupted": True}):
             assert verdict_of(found | changed) is not Verdict.FITS
     assert verdicts == set(Verdict)
@@ -123,6 +138,14 @@ def test_no_run_is_said_to_fit_of_which_nothing_came_to_its_end_after_the_last_e
 
 def test_a_run_without_an_error_for_memory_has_gone_on() -> None:
     assert went_on(facts())
+
+
+def test_what_a_trainer_does_later_is_left_out_of_a_training_that_one_has_ended_alone() -> None:
+    said = "left out: what a trainer does after these steps"
+    of_trainer = list(left_out(facts(is_cut=True)))
+    assert [line.startswith(said) for line in of_trainer] == [True]
+    for changed in ({"is_cut": False}, {"is_cut": True, "has_framework": False}):
+        assert list(left_out(facts(**changed))) == []
 
 
 def test_the_status_is_0_for_what_fits_alone() -> None:

@@ -1,4 +1,4 @@
-"""Which way a program goes by what a dry run does not compute: random programs, and known idioms."""
+"""Which way a program goes by what a dry run does not compute: random programs, known idioms."""
 
 import json
 import random
@@ -30,7 +30,8 @@ CHECKS = (
     "if not {t}:\n    print('bad')\n    raise ValueError('no')",
     "if not {t}:\n    raise ValueError('no')\nelse:\n    rounds += 0",
     "if {t}:\n    pass\nelse:\n    raise ValueError('no')",
-    "def check(x):\n    if not {t}:\n        raise ValueError('no')\nfor _ in range(3):\n    check(x)",
+    "def check(x):\n    if not {t}:\n        raise ValueError('no')\n"
+    "for _ in range(3):\n    check(x)",
 )
 BOUNDED = (  # eight rounds on the card that takes most
     "for _ in range(8):\n    rounds += 1\n    if {t}:\n        break",
@@ -126,7 +127,8 @@ def test_an_even_share_of_counts_is_said(idioms: dict[str, Any]) -> None:
 
 SILENT = (
     "history = []\nfor step in range(3):\n    history.append(x.sum().item())\n"
-    "    if step % 2 == 0:\n        print(history[-1])\n    if len(history) > 1:\n        rounds += 1",
+    "    if step % 2 == 0:\n        print(history[-1])\n"
+    "    if len(history) > 1:\n        rounds += 1",
     "loss = x.sum()\nif torch.isnan(loss):\n    rounds += 1",
     "value = x.sum().item()\nif value > 3:\n    print('large', value)",
     "model = torch.nn.Linear(8, 8).cuda()\nif model.bias is not None:\n    rounds += 1",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from residency._dryrun import Answer, RunSettings, TriedNumber
 
-_LEFT_BY_LARGEST = "300MiB"  # as docs/reference/dry-run.md asks for: what is not modelled
+_LEFT_BY_SEARCHES = "300MiB"  # as docs/reference/dry-run.md asks for: what is not modelled
 _ROOM = 1 << 44  # bytes of a device that holds everything
 _SITE = Path(__file__).parent / "_site"
 
@@ -39,7 +39,7 @@ def add_parser(
             "Runs an unmodified training script that says cuda on a simulated GPU, for shapes "
             "only: its peak of memory in every phase, who holds it, and where it runs out. Status: "
             "0 where it fits, 1 where it does not, 3 where neither was seen, as the script failed, "
-            "trained nothing or was interrupted, 2 when the run cannot be made."
+            "made no step or was interrupted, 2 when the run cannot be made."
         ),
     )
     device = parser.add_argument_group("the device")
@@ -52,8 +52,8 @@ def add_parser(
     )
     device.add_argument(
         "--others", metavar="BYTES",
-        help="memory that other programs hold, such as a display (0B; with --largest 300MiB, "
-        "for what is not modelled)",
+        help="memory that other programs hold, such as a display (0B; what --fit and --largest "
+        "look for leaves 300MiB, for what is not modelled)",
     )  # fmt: skip
     device.add_argument(
         "--ranks", metavar="N", type=int, default=1,
@@ -114,7 +114,8 @@ def run(arguments: argparse.Namespace) -> int:
     _dryrun.print_answer(answer, console)
     made = answer.as_dict()
     if arguments.fit and answer.is_too_large:
-        made["fit"] = _fit(words, settings, answer, runner, console)
+        left = parse_bytes(_LEFT_BY_SEARCHES) if arguments.others is None else 0
+        made["fit"] = _fit(words, settings, answer, runner, console, left)
     if arguments.json:
         print(json.dumps(made))
     if arguments.html:
@@ -145,22 +146,30 @@ def _check_file(file: Path | None) -> None:
 
 
 def _fit(
-    words: Sequence[str], settings: RunSettings, answer: Answer, runner: _Runner, console: Console
+    words: Sequence[str],
+    settings: RunSettings,
+    answer: Answer,
+    runner: _Runner,
+    console: Console,
+    left: int,
 ) -> list[dict[str, Any]]:
     """Prints what was tried to make a script fit; returns it for JSON."""
     from residency import _dryrun
 
     made: list[dict[str, Any]] = []
     nearest = answer
-    _say(console, "\n[bold]what makes it fit[/], the cheapest first:")
+    room = f", with {format_bytes(left)} left for what is not modelled" * bool(left)
+    _say(console, f"\n[bold]what makes it fit[/], the cheapest first{room}:")
     for tried in _dryrun.settings_that_fit(
         settings,
         answer,
         lambda changed, tries: runner.answer(words, changed, is_quiet=True, tries=tries),
         words,
+        left=left,
     ):
         outcome = tried.answer
-        _say(console, f"  {tried.name}: {_verdict(outcome)}")
+        said = _verdict(outcome) if tried.suits else _why_it_does_not_suit(outcome)
+        _say(console, f"  {tried.name}: {said}")
         if outcome.fits:
             _say(console, f"    costs: {tried.cost}")
             for line in tried.lines:
@@ -168,10 +177,11 @@ def _fit(
         if outcome.fits or (outcome.needed < nearest.needed and outcome.is_too_large):
             nearest = outcome
         made.append(
-            {"name": tried.name, "lines": tried.lines, "cost": tried.cost} | _in_short(outcome)
+            {"name": tried.name, "lines": tried.lines, "cost": tried.cost, "suits": tried.suits}
+            | _in_short(outcome)
         )
     if not nearest.fits:
-        missing = format_bytes(max(0, -nearest.headroom))
+        missing = format_bytes(max(0, left - nearest.headroom))
         with_it = "nothing comes nearer" if nearest is answer else "the nearest"
         _say(console, f"  nothing that is known here; {with_it}: {missing} are missing still")
     return made
@@ -262,6 +272,14 @@ def _verdict(answer: Answer) -> str:
     return words + f", peak {format_bytes(answer.needed)}" * (answer.headroom < 0)
 
 
+def _why_it_does_not_suit(answer: Answer) -> str:
+    """Returns what is said of a change with which a script ends that ends well without it."""
+    from rich.markup import escape
+
+    error = answer.found["error"] or answer.found["caught"] or answer.verdict.value
+    return f"does not suit this script: {escape(error)}"
+
+
 def _in_short(answer: Answer) -> dict[str, Any]:
     error = None if answer.fits or answer.is_too_large else answer.found["error"]
     return {
@@ -329,7 +347,7 @@ def _settings(arguments: argparse.Namespace) -> tuple[RunSettings, str]:
         raise InvalidArgumentError("--capacity is 0; expected a device with room for something.")
     others = arguments.others
     if others is None:
-        others = _LEFT_BY_LARGEST if arguments.largest else "0B"
+        others = _LEFT_BY_SEARCHES if arguments.largest else "0B"
     settings = RunSettings(
         folder="",
         capacity=capacity,

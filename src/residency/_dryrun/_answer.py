@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from residency._dryrun._lasting import growth_line, steps_that_fit
+from residency._dryrun._lasting import growth_line, line_of_passes, steps_that_fit
 from residency._dryrun._settings import RunSettings
 from residency._dryrun._verdict import (
     BACKWARD,
@@ -33,7 +33,7 @@ _SIZES = {"asked", "at_peak", "context", "free", "host_peak", "peak_allocated", 
 _SIZES |= {"pinned_peak", "saved", "unstepped"}
 _INNER = {"timeline", "marks", "kinds", "pid", "started", "arguments", "libraries", "recomputed"}
 _INNER |= {"trainer", "has_template", "loads_on_device", "loads_state", "has_optimizer"}
-_INNER |= {"since_error", "phase_of_error", "caught", "written_at", "has_framework"}
+_INNER |= {"since_error", "phase_of_error", "caught", "written_at", "has_framework", "has_failed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,10 @@ def _conditions(answer: Answer) -> Iterator[str]:
     if aim != STEPS:
         seen = answer.first["seen"][aim]
         kind = aim.removesuffix("_passes")
-        yield f"no training: {seen} {kind} pass{'es' * (seen > 1)} and no optimizer step"
+        if seen:
+            yield f"no training: {seen} {kind} pass{'es' * (seen > 1)} and no optimizer step"
+        else:
+            yield "no training step was seen: this is of the script as it ran"
 
 
 def below_first_line(answer: Answer) -> Iterator[str]:
@@ -216,6 +219,8 @@ def below_first_line(answer: Answer) -> Iterator[str]:
     """
     if answer.is_too_large:
         yield from _errors_of(answer)
+        if (growing := line_of_passes(answer.found)) is not None:
+            yield growing
     if answer.remedy is not None:
         yield f"the cheapest that would have fitted: {answer.remedy}"
     yield from left_out(answer.found)

@@ -9,17 +9,19 @@ names their values, or in the test of a branch around one of these.
 
 from __future__ import annotations
 
+import ast
 import collections
 import dis
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any
 
 import torch
 
+from residency._dryrun._paths import givers, path_of
 from residency._dryrun._places import is_ours, is_script, line_of, outwards
 from residency._dryrun._refusals import chain
 from residency._dryrun._sources import TORCH, Parsed, Span, has, span_of
@@ -51,6 +53,7 @@ _NOTES = {
     "too low",
     "counts": "counts were taken as equal; the figures from there are those of an even share",
 }
+_LEFT_ALONE = "anything"  # stood for it: memory of the host, with what it had before
 _MOST_NOTES = 5
 
 
@@ -93,10 +96,16 @@ class Blame:
         files = {code.co_filename for code, _ in list(self._places.values())}
         return {file: {span for span, _ in self._spans(file)} for file in files}
 
-    def of(self, error: BaseException) -> str:
-        """Returns what of the dry run stands behind an error; "" where nothing is known to."""
+    def of(self, error: BaseException, *, with_values: bool = True) -> str:
+        """Returns what of the dry run stands behind an error; "" where nothing is known to.
+
+        Args:
+            error: What was raised.
+            with_values: Whether a value that was not computed can be: not where the script is
+                changed, and ends well as it is.
+        """
         for each in chain(error):
-            if found := self._lacked(each) or self._unknown(each):
+            if found := self._lacked(each) or (with_values and self._unknown(each)):
                 return found
         return ""
 
@@ -111,24 +120,35 @@ class Blame:
         """Looks for what was not computed behind the statement that failed, innermost first."""
         if not _can_be_of_value(error):
             return ""
-        frames = [(frame.f_code, instruction) for frame, instruction in _frames(error)]
+        frames = list(_frames(error))
         # What a call has read that has not come back is of the frames inside of it.
         first = error.__traceback__.tb_frame.f_back if error.__traceback__ else None
-        around = [(frame.f_code, frame.f_lasti) for frame in outwards(first)]
-        open_calls = {(code.co_filename, span_of(code, at)) for code, at in around + frames[:-1]}
+        around = [(frame, frame.f_lasti) for frame in outwards(first)] + frames[:-1]
+        open_calls = {(frame.f_code.co_filename, span_of(frame.f_code, at)) for frame, at in around}
         sources: dict[str, Parsed | None] = {}
-        for code, instruction in reversed(frames):
-            file, failed = code.co_filename, span_of(code, instruction)
+        path, called = path_of(error), None
+        needed: set[str] | None = None  # parameters of `called` on which the path hangs
+        for frame, instruction in reversed(frames):
+            inner, called = called, frame
+            parameters, needed = needed, None
+            file, failed = frame.f_code.co_filename, span_of(frame.f_code, instruction)
             spans = {span: w for span, w in self._spans(file) if (file, span) not in open_calls}
-            if not spans or failed is None or file.startswith(TORCH) or is_ours(file):
+            is_quiet = not spans and not path
+            if is_quiet or failed is None or file.startswith(TORCH) or is_ours(file):
                 continue
             if file not in sources:
                 sources[file] = Parsed.of(file)
             source = sources[file]
-            for piece in source.behind(failed) if source is not None else ():
-                for span, what in spans.items():
-                    if has(piece, span):
-                        return _said(line_of(file, span[0]), what)
+            if source is None:
+                continue
+            call = source.call(failed) if path else None
+            start = givers(call, inner, path, parameters) if call else source.statement(failed)
+            pieces = list(source.behind(start, is_bound=bool(path)))
+            if found := _read_in(pieces, spans):
+                return _said(line_of(file, found[0][0]), found[1])
+            needed = source.parameters(pieces)
+            if path and not needed:
+                return ""
         return ""
 
     def _spans(self, file: str) -> Iterator[tuple[Span, str]]:
@@ -138,7 +158,18 @@ class Blame:
                 yield span, what
 
 
+def _read_in(pieces: Iterable[ast.AST], spans: dict[Span, str]) -> tuple[Span, str] | None:
+    """Returns where pieces have read what is not computed, the first, and what stood there."""
+    found = ((span, spans[span]) for piece in pieces for span in spans if has(piece, span))
+    return next(found, None)
+
+
 def _said(place: str, what: str) -> str:
+    if what == _LEFT_ALONE:
+        return (
+            f"{place} copied values to the host that a dry run does not compute, so that they mean "
+            f"nothing: {_ON_GPU}"
+        )
     if what in _GUESSES:
         return f"{place} {_GUESSES[what]}, as a dry run does not compute them: {_ON_GPU}"
     return f"{place} read a value that a dry run does not compute ({what} stood for it): {_ON_GPU}"

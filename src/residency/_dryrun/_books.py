@@ -45,11 +45,12 @@ class Phase:
 
 
 class _BlockOfDevice:
-    __slots__ = ("kind", "loaded_at", "num_bytes", "num_steps", "round")
+    __slots__ = ("free_pass", "kind", "loaded_at", "num_bytes", "num_steps", "round")
 
-    def __init__(self, num_bytes: int, number: int) -> None:
+    def __init__(self, num_bytes: int, number: int, free_pass: int) -> None:
         self.num_bytes = num_bytes
         self.round = number  # of the training loop
+        self.free_pass = free_pass
         self.kind = -1  # an index of KINDS, once it is known
         self.loaded_at = -1  # where in the timeline a load has made it
         self.num_steps = 0  # those of optimizers that it has outlived, as an activation
@@ -68,6 +69,7 @@ class Books:
         timeline: ``[number of allocations and frees so far, bytes of each kind..., reserved]``.
         marks: Where in the timeline each visit ends, as ``[number, name]``.
         round: The round of the training loop that is under way, as who counts them says.
+        free_pass: The forward pass without gradients that comes next or is under way.
         owned: What a load brought, and what it became when it was put into place: ``[number when it
             was made, number when it had an owner, index of the kind before, of that of the owner,
             bytes]``. In between the timeline has it as the kind before.
@@ -80,6 +82,7 @@ class Books:
         self.marks: list[tuple[int, str]] = []
         self.owned: list[tuple[int, int, int, int, int]] = []
         self.round = 0
+        self.free_pass = 0
         self._take_journal = take_journal
         self._live: dict[int, _BlockOfDevice] = {}
         self._events: list[_Event] = []  # of the phase that is open
@@ -96,18 +99,27 @@ class Books:
         """Bytes that tensors held when the last phase ended."""
         return self._held
 
-    def made_in(self, rounds: range, *, but: str) -> dict[int, dict[int, int]]:
+    def made_in(
+        self, rounds: range, *, but: str, are_free_passes: bool = False
+    ) -> dict[int, dict[int, int]]:
         """Returns what there still is of some rounds: bytes by address, by round.
 
         Args:
             rounds: The numbers of the rounds.
             but: A kind that is left out.
+            are_free_passes: Whether they are those of passes without gradients.
         """
         found: dict[int, dict[int, int]] = {number: {} for number in rounds}
         for address, block in self._live.items():
-            if block.round in found and block.kind != _INDEX[but]:
-                found[block.round][address] = block.num_bytes
+            number = block.free_pass if are_free_passes else block.round
+            if number in found and block.kind != _INDEX[but]:
+                found[number][address] = block.num_bytes
         return found
+
+    def end_free_pass(self) -> None:
+        """Takes in that a forward pass without gradients has ended: what comes is of the next."""
+        self._read()
+        self.free_pass += 1
 
     @contextmanager
     def making(self, kind: str, blocks: Iterable[int] = ()) -> Iterator[None]:
@@ -204,7 +216,7 @@ class Books:
         live, events = self._live, self._events
         for address, num_bytes, _, reserved, _ in _ENTRY.iter_unpack(self._take_journal()):
             if num_bytes > 0:
-                block = live[address] = _BlockOfDevice(num_bytes, self.round)
+                block = live[address] = _BlockOfDevice(num_bytes, self.round, self.free_pass)
             else:
                 known = live.pop(address, None)
                 if known is None:  # from before the journal

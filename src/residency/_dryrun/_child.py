@@ -25,13 +25,13 @@ from residency import sim
 from residency._device import memory_allocated
 from residency._dryrun import _frameworks, _host, _ranks, _sharding
 from residency._dryrun._blame import Blame
-from residency._dryrun._books import KINDS, OTHER, Books
+from residency._dryrun._books import KINDS, OTHER, STEP, Books
 from residency._dryrun._caught import caught
 from residency._dryrun._compiling import Compiling
 from residency._dryrun._evidence import Evidence
 from residency._dryrun._files import SEEN_BY
 from residency._dryrun._flex import fuse_attention, name_captured
-from residency._dryrun._growing import Growing
+from residency._dryrun._growing import Growing, GrowingPasses
 from residency._dryrun._histories import fill_histories
 from residency._dryrun._levers import Levers
 from residency._dryrun._methods import around
@@ -78,7 +78,9 @@ class Run:
         self._core: Any = sim.core
         self._owners = OwnersOfBlocks()
         self._saves = Saves(is_real=settings.is_real)
-        self._evidence = Evidence(lambda: self._phases.name, lambda: self._saves.files)
+        self._evidence = Evidence(
+            lambda: self._phases.name, lambda: self._saves.files, self._end_free_pass
+        )
         self._phases = Phases(self._end_phase, self._evidence.note_backward)
         self._stopping = Stopping(settings.steps, self._owners.optimizers, _held)
         self._levers = Levers(settings)
@@ -94,6 +96,7 @@ class Run:
         """Knows nothing yet: at the start, and in a forked child, as its parent's are not its."""
         self._books = Books(self._core.take_journal)
         self._growing = Growing(self._books, self._stopping.steps_of_training)
+        self._growing_passes = GrowingPasses(self._books)
         self._num_written = (0, 0, 0)  # of the timeline's points, marks and owners
         self._lock = threading.RLock()  # of the books
         self._ended = "running"
@@ -184,7 +187,7 @@ class Run:
         self._remedy = self._remedy or remedy_for(error, phase=self._phases.name)
         place, has_none = place_of(error.__traceback__), self._settings.random_weights
         what_to_do = advice(error, error.__traceback__, has_random_weights=has_none)
-        what_to_do = what_to_do or self._blame.of(error)
+        what_to_do = what_to_do or self._blame.of(error, with_values=not self._settings.is_changed)
         lines = str(error).strip().splitlines() or [""]
         of_worker = f" {lines[-1]}" * any(_OF_WORKER in line for line in lines)
         self._error = f"{type(error).__name__}: {lines[0]}{of_worker}".removesuffix(": ")
@@ -246,6 +249,13 @@ class Run:
             self._stopping.note_backward()
         with self._lock:
             self._growing.look()
+            if name.endswith((BACKWARD, STEP)):
+                self._growing_passes.begin_anew()
+
+    def _end_free_pass(self) -> None:
+        if self._is_watched():
+            with self._lock:
+                self._growing_passes.end_pass()
 
     def _kinds(self) -> dict[int, str]:
         return self._owners.kinds() | dict.fromkeys(self._core.blas_workspaces(), OTHER)
@@ -326,6 +336,7 @@ class Run:
             "out_of_memory": self._out_of_memory,
             "remedy": self._remedy,
             "growth": self._growing.found,
+            "growth_of_passes": self._growing_passes.found,
             "retries": measure(torch.device("cuda", 0)).num_retries,
             "context": sim.settings()["context"],
             "pinned_peak": sim.pinned_memory_stats()["pinned_bytes.peak"],

@@ -6,11 +6,12 @@ leaves no other trace. What is counted has ended without an error.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from residency._dryrun._caught import caught
+from residency._dryrun._methods import around
+from residency._dryrun._places import is_script
 from residency._dryrun._resumes import TEMPLATE
 from residency._dryrun._verdict import BACKWARD, BEGUN, FORWARD, SAVES, STEPS
 from residency._memory import open_phases
@@ -35,13 +39,20 @@ _thread = threading.local()  # the module whose forward pass is the outermost on
 class Evidence:
     """The counts of a process."""
 
-    def __init__(self, phase: Callable[[], str], saves: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        phase: Callable[[], str],
+        saves: Callable[[], int],
+        on_free_pass: Callable[[], None],
+    ) -> None:
         """Begins at 0.
 
         Args:
             phase: Returns the name of the phase of now.
             saves: Returns how many files were saved so far.
+            on_free_pass: Is called where a forward pass without gradients has come to its end.
         """
+        self._on_free_pass = on_free_pass
         self._phase = phase
         self._saves = saves
         self._counts = dict.fromkeys(_COUNTED, 0)
@@ -55,6 +66,7 @@ class Evidence:
         register_optimizer_step_post_hook(self._after_step)
         register_module_forward_pre_hook(self._before_forward)
         register_module_forward_hook(self._after_forward, always_call=True)
+        _note_suppressed()
         if threading.current_thread() is threading.main_thread():
             self._hear_signals()
 
@@ -108,6 +120,8 @@ class Evidence:
         _thread.outermost = None
         if result is not None and _is_on_device(module, result):
             self._counts[FORWARD] += 1
+            if not torch.is_grad_enabled():
+                self._on_free_pass()
 
     # ------------------------------------------------------------------------------------- signals
 
@@ -123,9 +137,24 @@ class Evidence:
     def _heard(self) -> list[str]:
         """Returns the names of the signals so far that ask a process to end."""
         if self._pipe is not None:
-            with suppress(BlockingIOError):
+            with contextlib.suppress(BlockingIOError):
                 self._signals.update(os.read(self._pipe[0], _MOST_SIGNALS))
         return [each.name for each in _OF_USER if each in self._signals]
+
+
+def _note_suppressed() -> None:
+    """Notes the errors that the script's ``contextlib.suppress`` drops, as it has no ``except``."""
+    kind: Any = contextlib.suppress
+    leave = kind.__exit__
+
+    @around(leave)
+    def left(self: object, exctype: object, excinst: object, exctb: object) -> bool:
+        is_dropped: bool = leave(self, exctype, excinst, exctb)
+        if is_dropped and is_script(sys._getframe(1).f_code.co_filename):
+            caught.caught()
+        return is_dropped
+
+    kind.__exit__ = left
 
 
 def _is_on_device(module: torch.nn.Module, result: object) -> bool:

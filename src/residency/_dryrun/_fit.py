@@ -28,16 +28,19 @@ class TriedChange:
         lines: What to write into the script, or into its command.
         cost: What they cost.
         answer: The run's answer.
+        suits: Whether the script goes on with them where it does without: else the run's error
+            came of the changes.
     """
 
     name: str
     lines: tuple[str, ...]
     cost: str
     answer: Answer
+    suits: bool
 
 
 def settings_that_fit(
-    settings: RunSettings, answer: Answer, run: Run, words: Sequence[str] = ()
+    settings: RunSettings, answer: Answer, run: Run, words: Sequence[str] = (), *, left: int = 0
 ) -> Iterator[TriedChange]:
     """Tries what makes room, until the cheapest set that fits is known.
 
@@ -49,11 +52,22 @@ def settings_that_fit(
         answer: Its answer.
         run: Makes a run, given what it tries.
         words: The command.
+        left: Bytes of the device that are to be left free; no peak of an answer counts them.
 
     Yields:
         Each set that does not fit, with its answer, and the cheapest one that does at the end, if
         there is one.
     """
+    settings = replace(settings, others=settings.others + left)
+    with_room = replace(answer, context=answer.context + left)
+    for tried in _tried(settings, with_room, run, words):
+        peak = replace(tried.answer, context=tried.answer.context - left)
+        yield replace(tried, answer=peak)
+
+
+def _tried(
+    settings: RunSettings, answer: Answer, run: Run, words: Sequence[str]
+) -> Iterator[TriedChange]:
     search = _Search(offers(answer.found, words), answer)
     best: tuple[list[Offer], TriedChange] | None = None
     while number := search.next():
@@ -99,8 +113,8 @@ class _Search:
         self._known = known
         self._room = answer.capacity - answer.context
         self._too_large: dict[int, Found] = {0: answer.found}  # by the set, what the run found
-        self._refused = 0  # the offers with which the script ends in an error
-        self._working = 0  # those with which it does not
+        self._failed: list[int] = []  # the sets with which the script ends in an error
+        self._working = 0  # the offers with which it does not
         sets = [0]
         for index, offer in enumerate(known):
             sets += [
@@ -119,6 +133,8 @@ class _Search:
         """Returns the set to run next; 0 when all is known."""
         if self._is_over:
             return 0
+        if half := self._half():
+            return half
         with_less = next(filter(self._is_open, self._cheaper(self._fitting)), 0)
         if with_less:
             return with_less
@@ -138,8 +154,7 @@ class _Search:
     def note(self, number: int, answer: Answer) -> None:
         """Notes what a run with a set has shown."""
         if not answer.fits and not answer.is_too_large:
-            suspects = number & ~self._working or number
-            self._refused |= 1 << suspects.bit_length() - 1
+            self._failed.append(number)
             return
         self._working |= number
         if not answer.fits:
@@ -188,7 +203,7 @@ class _Search:
 
     def _is_open(self, number: int) -> bool:
         """Returns whether a set may fit, of those that are cheaper than what is known to."""
-        if not number or number & self._refused:
+        if not number or self._breaks(number):
             return False
         if self._fitting and number >= self._fitting:
             return False
@@ -196,6 +211,29 @@ class _Search:
             self._may_fit(number, other, found["phases"])
             for other, found in self._too_large.items()
         )
+
+    def _breaks(self, number: int) -> bool:
+        """Returns whether a set has all of what can have broken another one."""
+        return any(number & each == each for each in map(self._suspects, self._failed))
+
+    def _suspects(self, failed: int) -> int:
+        """Returns the offers of a set that can have broken it: all if each works elsewhere."""
+        return failed & ~self._working or failed
+
+    def _half(self) -> int:
+        """Returns what is to be run next to find which of several offers has broken a set: those of
+        it that work, with the cheaper half of the others; 0 where that is known.
+        """
+        for failed in self._failed:
+            suspects = [1 << index for index in range(failed.bit_length())]
+            suspects = [each for each in suspects if each & self._suspects(failed)]
+            half = failed & self._working | sum(suspects[: len(suspects) // 2])
+            if len(suspects) > 1 and failed & ~self._working and not self._is_known(half):
+                return half
+        return 0
+
+    def _is_known(self, number: int) -> bool:
+        return number in self._too_large or number == self._fitting or self._breaks(number)
 
     def _may_fit(self, number: int, other: int, phases: Sequence[Phase]) -> bool:
         """Returns whether a set may fit where another one needed too much in some phases."""
@@ -272,9 +310,12 @@ def _try(
     name = " and ".join(offer.name for offer in chosen)
     answer = run(settings, name)
     # A run that failed may not have come to what the lines are about.
-    found = answer.found if answer.fits or answer.is_too_large else without
+    has_come = answer.fits or answer.is_too_large
+    found = answer.found if has_come else without
     costs = ", ".join(offer.cost(settings, found) for offer in chosen)
-    return TriedChange(name, lines_of(settings, found), costs, answer)
+    is_over = answer.verdict in (Verdict.INTERRUPTED, Verdict.KILLED)
+    suits = has_come or is_over or answer.found["error"] == without["error"]
+    return TriedChange(name, lines_of(settings, found), costs, answer, suits)
 
 
 def _with_resident(

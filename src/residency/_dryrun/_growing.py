@@ -1,10 +1,12 @@
-"""Whether what the device holds grows with each step of a training, and by which name.
+"""Whether what the device holds grows with each step of a training, or with each pass of an
+evaluation, and by which name.
 
 Blocks have an age: the round of the training loop in which they were made. What was made in a round
 and is still there two rounds later has outlived the values that a loop keeps from one batch to the
 next. Where each of several rounds leaves such blocks, the script keeps them, and a run of more
 steps needs more. The first round is left out, in which caches and states are made, and so is the
-state of optimizers, some of which keep a history of a set length.
+state of optimizers, some of which keep a history of a set length. So it is with passes without
+gradients that come one after the other, of an evaluation that keeps its outputs.
 """
 
 from __future__ import annotations
@@ -66,14 +68,11 @@ class Growing:
         rounds = range(self._first + 1, self._books.round - _ROUNDS_OF_A_VALUE)
         if len(rounds) < _FEWEST_ROUNDS:
             return
-        left = self._books.made_in(rounds, but=STATE)
-        sizes = [sum(blocks.values()) for blocks in left.values()]
-        is_steady = sum(map(bool, sizes)) >= _SHARE_OF_ROUNDS * len(rounds)
-        if not is_steady or sum(sizes) < _LEAST_BYTES:
+        kept = _kept(self._books.made_in(rounds, but=STATE))
+        if not kept:
             return
-        a_step = sum(sizes) // len(rounds)
+        a_step = sum(kept.values()) // len(rounds)
         if self.found is None or self.found["bytes_per_step"] < a_step:
-            kept = {address: size for blocks in left.values() for address, size in blocks.items()}
             self.found = {
                 "bytes_per_step": a_step,
                 "reserved_bytes_per_step": sum(map(_reserved_for, kept.values())) // len(rounds),
@@ -82,6 +81,64 @@ class Growing:
             }
         elif self.found["bytes_per_step"] == a_step:
             self.found["steps"] = num_rounds
+
+
+class GrowingPasses:
+    """The growth with passes without gradients that come one after the other.
+
+    Attributes:
+        found: Of those that left most in all, the bytes of each pass, how many passes there were,
+            and the names of what grows; None where nothing does.
+    """
+
+    def __init__(self, books: Books) -> None:
+        """Takes the books, which count the passes."""
+        self._books = books
+        self.found: dict[str, Any] | None = None
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Takes in a backward pass or a step: what was kept until then was not for an evaluation
+        alone.
+        """
+        self._first = self._books.free_pass
+        self._next = NUM_STEPS  # passes after which to look: names take time
+        self._now: dict[str, Any] | None = None
+
+    def end_pass(self) -> None:
+        """Takes in that a pass has ended; looks at the blocks now and then."""
+        self._books.end_free_pass()
+        number = self._books.free_pass - self._first
+        if number == self._next:
+            self._next *= 2
+            self._look(number)
+        if self._now is None:
+            return
+        self._now["passes"] = number
+        if self.found is None or _in_all(self.found) <= _in_all(self._now):
+            self.found = self._now
+
+    def _look(self, number: int) -> None:
+        rounds = range(self._first + 1, self._first + number - _ROUNDS_OF_A_VALUE)
+        kept = _kept(self._books.made_in(rounds, but=STATE, are_free_passes=True))
+        if not kept:
+            self._now = None
+        elif self._now is None:
+            a_pass = sum(kept.values()) // len(rounds)
+            self._now = {"bytes_per_pass": a_pass, "passes": number, **_named(kept)}
+
+
+def _in_all(found: Mapping[str, Any]) -> int:
+    return int(found["bytes_per_pass"] * found["passes"])
+
+
+def _kept(left: Mapping[int, Mapping[int, int]]) -> dict[int, int]:
+    """Returns what rounds have left, bytes by address, where most of them have left something."""
+    sizes = [sum(blocks.values()) for blocks in left.values()]
+    is_steady = sum(map(bool, sizes)) >= _SHARE_OF_ROUNDS * len(sizes)
+    if not is_steady or sum(sizes) < _LEAST_BYTES:
+        return {}
+    return {address: size for blocks in left.values() for address, size in blocks.items()}
 
 
 def _reserved_for(num_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""For how many steps a training fits whose memory grows: what an answer says of it."""
+"""What an answer says of memory that grows: for how many steps a training fits, and what grows."""
 
 from __future__ import annotations
 
@@ -39,8 +39,22 @@ def growth_line(found: Mapping[str, Any]) -> str | None:
     growth = found["growth"]
     if not growth:
         return None
-    names = ", ".join(growth["names"])
-    where = f", in {names}" * bool(names)
-    advice = f": {growth['advice']}" * bool(growth["advice"])
     size = format_bytes(growth["bytes_per_step"])
-    return f"held memory grows by {size} a step{where}{advice}"
+    return f"held memory grows by {size} a step{_where(growth)}"
+
+
+def line_of_passes(found: Mapping[str, Any]) -> str | None:
+    """Returns what grows in an evaluation, and what to do; None where nothing does."""
+    growth = found["growth_of_passes"]
+    if not growth:
+        return None
+    a_pass, passes = growth["bytes_per_pass"], growth["passes"]
+    return (
+        f"held memory grows by {format_bytes(a_pass)} with each forward pass without gradients, "
+        f"by {format_bytes(a_pass * passes)} in {passes:,} of them{_where(growth)}"
+    )
+
+
+def _where(growth: Mapping[str, Any]) -> str:
+    names = ", ".join(growth["names"])
+    return f", in {names}" * bool(names) + f": {growth['advice']}" * bool(growth["advice"])

@@ -91,6 +91,7 @@ def dry_run(command: Command) -> dict[str, Any]:
         )
     training = _training(found, has_room=command.has_room)
     training["others"] = _others(training, found)
+    training["has_failed"] = any(each["ended"] == "error" for each in found)
     training |= {"status": status, "was_interrupted": was_interrupted, "processes": len(found)}
     training["seconds"] = time.monotonic() - started
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):

@@ -11,9 +11,10 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -169,25 +170,50 @@ def _is_in_step() -> bool:
 
 
 def _clone_on_host() -> None:
-    tensors: Any = Tensor
+    """Makes copies on the host, but for those that a script computes with."""
+    tensors, parameters = cast("Any", Tensor), cast("Any", nn.Parameter)
+    clone, deep_copy = tensors.clone, tensors.__deepcopy__
+    copy_parameter = parameters.__deepcopy__
+    thread = threading.local()  # whether it copies a part of a module
 
-    def on_host(copy: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        @around(copy)
-        def copied(tensor: Tensor, *args: object, **options: object) -> Tensor:
-            # What a pass computes with has a graph, and an optimizer's own copies are in its step.
-            is_for_save = (
-                type(tensor) is Tensor
-                and tensor.is_cuda
-                and not tensor.requires_grad
-                and tensor.nbytes >= _LARGE
-                and not _is_in_step()
-            )
-            return tensor.cpu() if is_for_save else copy(tensor, *args, **options)
+    def is_for_save(tensor: Tensor) -> bool:
+        # What a pass computes with has a graph, and an optimizer's own copies are in its step.
+        return (
+            type(tensor) is Tensor
+            and tensor.is_cuda
+            and not tensor.requires_grad
+            and tensor.nbytes >= _LARGE
+            and not getattr(thread, "copies_part", False)
+            and not _is_in_step()
+        )
 
+    @around(clone)
+    def cloned(tensor: Tensor, *args: object, **options: object) -> Tensor:
+        copied: Tensor = tensor.cpu() if is_for_save(tensor) else clone(tensor, *args, **options)
         return copied
 
-    tensors.clone = on_host(Tensor.clone)
-    tensors.__deepcopy__ = on_host(Tensor.__deepcopy__)
+    @around(deep_copy)
+    def deep_copied(tensor: Tensor, memo: dict[int, object]) -> Tensor:
+        # A copy of a module is there to compute with, as an average of it or a teacher.
+        if any(isinstance(each, nn.Module) for each in memo.values()):
+            return as_part(deep_copy, tensor, memo)
+        copied: Tensor = tensor.cpu() if is_for_save(tensor) else deep_copy(tensor, memo)
+        return copied
+
+    @around(copy_parameter)
+    def copied_parameter(parameter: nn.Parameter, memo: dict[int, object]) -> Tensor:
+        return as_part(copy_parameter, parameter, memo)
+
+    def as_part(copy: Any, part: Tensor, memo: dict[int, object]) -> Tensor:
+        thread.copies_part = True
+        try:
+            copied: Tensor = copy(part, memo)
+            return copied
+        finally:
+            thread.copies_part = False
+
+    tensors.clone, tensors.__deepcopy__ = cloned, deep_copied
+    parameters.__deepcopy__ = copied_parameter
 
 
 def _park_state() -> None:

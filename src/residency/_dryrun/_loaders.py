@@ -58,6 +58,7 @@ class Loaders:
 
     Attributes:
         num_cut: Passes of evaluations that have ended early.
+        have_ended: Whether one has given a library's loop that trains nothing more.
         short: The samples of a data set and the batch of its loader, which they do not fill: of
             one that steps are made of, or of any where there is no step; None for none.
     """
@@ -70,6 +71,7 @@ class Loaders:
             held: Returns the bytes that tensors hold on the device.
         """
         self.num_cut = 0
+        self.have_ended = False
         self.short: tuple[int, int] | None = None
         self._has_steps = False
         self._now = training
@@ -187,7 +189,9 @@ class Loaders:
         """Returns whether a loader gives nothing more to a frame: it is a library's that trains."""
         self._now.see_optimizers()
         is_ended = self._now.is_ending and not self._now.is_past and loader in self._of_steps
-        return is_ended and not is_for_script(frame)
+        is_over = is_ended and not is_for_script(frame)
+        self.have_ended |= is_over
+        return is_over
 
     def _has_enough(self, iterator: object, loader: object) -> bool:
         """Returns whether an evaluation has batches enough.

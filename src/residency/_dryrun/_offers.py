@@ -30,6 +30,7 @@ _DIVISORS = (2, 4, 8, 16)
 _NUM_SLOTS = 3  # of an offloaded optimizer, each of a bucket's size
 _SMALLEST_BUCKET = MIB
 _SHARE_OF_SLOTS = 8  # of the state, or less, are the slots
+_WITHOUT_GRADIENTS = ("evaluate", "generate")  # how the names of such phases end
 _CHECKPOINTING = (
     "gradient_checkpointing", "activation_checkpointing", "grad_checkpointing", "use_checkpointing",
 )  # fmt: skip
@@ -191,7 +192,7 @@ def _defer_template() -> Offer:
 
 def _park_state(state: Callable[[Phase], int]) -> Offer:
     def gain(phase: Phase) -> int:
-        return state(phase) if phase["name"].endswith(("evaluate", "generate")) else 0
+        return state(phase) if phase["name"].endswith(_WITHOUT_GRADIENTS) else 0
 
     def cost(settings: RunSettings, found: Found) -> str:
         seconds = _seconds(2 * state_bytes(found))
@@ -239,9 +240,12 @@ def _checkpointing(found: Found) -> Offer:
             return replace(settings, checkpointing=True)
         return replace(settings, arguments=settings.arguments | {flag: True})
 
+    def gain(phase: Phase) -> int:
+        return 0 if phase["name"].endswith(_WITHOUT_GRADIENTS) else _at_peak(ACTIVATIONS)(phase)
+
     return Offer(
         name="gradient checkpointing",
-        gain=_at_peak(ACTIVATIONS),
+        gain=gain,
         change=change,
         cost=lambda settings, found: "one more forward pass a step",
         group="checkpointing",

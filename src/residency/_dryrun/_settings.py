@@ -71,6 +71,23 @@ class RunSettings:
     shows_errors: bool = False
     environment: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether a script runs with what a search for settings has changed in it, but for numbers
+        and switches of its own.
+        """
+        return self.offload is not None or any(
+            (
+                self.loads_on_host,
+                self.defers_state,
+                self.defers_template,
+                self.calls_back,
+                self.saves_on_host,
+                self.parks_state,
+                self.checkpointing,
+            )
+        )
+
     def variables(self) -> dict[str, str]:
         """Returns the environment variables that carry the settings."""
         variables = {VARIABLE: json.dumps(asdict(self)), **self.environment}

@@ -32,11 +32,16 @@ def span_of(code: CodeType, instruction: int) -> Span | None:
     return None if found is None or None in found else found
 
 
+def place_in(piece: Any) -> Span:
+    """Returns where a piece of the source stands."""
+    return piece.lineno, piece.end_lineno, piece.col_offset, piece.end_col_offset
+
+
 def has(piece: Any, span: Span) -> bool:
     """Returns whether a piece of the source has a place in it."""
+    first, last, begin, end = place_in(piece)
     line, last_line, column, last_column = span
-    begin, end = (piece.lineno, piece.col_offset), (piece.end_lineno, piece.end_col_offset)
-    return begin <= (line, column) and (last_line, last_column) <= end
+    return (first, begin) <= (line, column) and (last_line, last_column) <= (last, end)
 
 
 class Parsed:
@@ -62,15 +67,23 @@ class Parsed:
         except (SyntaxError, ValueError):
             return None
 
-    def behind(self, span: Span) -> Iterator[ast.AST]:
-        """Yields the statement at a place, then what it hangs on, each once."""
+    def statement(self, span: Span) -> list[ast.AST]:
+        """Returns what the statement at a place computes, and the tests around it."""
         around = [n for n in ast.walk(self.tree) if isinstance(n, ast.stmt) and has(n, span)]
-        if not around:
-            return
-        yield from self.closure([*_heads(around[-1]), *self._tests(around[-1])])
+        return [*_heads(around[-1]), *self._tests(around[-1])] if around else []
 
-    def closure(self, pieces: Iterable[ast.AST]) -> Iterator[ast.AST]:
-        """Yields pieces, then what they hang on, each once."""
+    def call(self, span: Span) -> ast.Call | None:
+        """Returns the call that is at a place; None where another piece of code is."""
+        found = [n for n in ast.walk(self.tree) if isinstance(n, ast.Call) and has(n, span)]
+        return found[-1] if found and place_in(found[-1]) == span else None
+
+    def behind(self, pieces: Iterable[ast.AST], *, is_bound: bool = False) -> Iterator[ast.AST]:
+        """Yields pieces, then what they hang on, each once.
+
+        Args:
+            pieces: To begin with.
+            is_bound: Whether all names had a value: no branch decides of one that has one alone.
+        """
         todo = collections.deque(pieces)
         seen: set[ast.AST] = set()
         while todo:
@@ -79,8 +92,20 @@ class Parsed:
                 continue
             seen.add(piece)
             yield piece
-            for value in self._values(piece):
-                todo += [value, *self._tests(value)]
+            for values in self._values(piece):
+                for value in values:
+                    todo += [value, *(self._tests(value) if values[1:] or not is_bound else ())]
+
+    def parameters(self, pieces: Iterable[ast.AST]) -> set[str]:
+        """Returns the names in pieces that are parameters of a function around them."""
+        names = (n for piece in pieces for n in ast.walk(piece) if isinstance(n, ast.Name))
+        return {name.id for name in names if name.id in self._parameters_around(name)}
+
+    def _parameters_around(self, node: ast.AST) -> Iterator[str]:
+        while node in self._outer:
+            node = self._outer[node]
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                yield from (n.arg for n in ast.walk(node.args) if isinstance(n, ast.arg))
 
     def outer(self, node: ast.AST) -> ast.AST | None:
         """Returns what a node stands in."""
@@ -116,8 +141,8 @@ class Parsed:
                 yield outer.test
             node = outer
 
-    def _values(self, piece: ast.AST) -> Iterator[ast.AST]:
-        """Yields what gave the names in a piece their values."""
+    def _values(self, piece: ast.AST) -> Iterator[list[ast.AST]]:
+        """Yields of each name in a piece what gave it its values."""
         scopes: list[ast.AST | None] = [self._scope(piece)]
         while scopes[-1] is not None:
             scopes.append(self._scope(scopes[-1]))
@@ -125,9 +150,9 @@ class Parsed:
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
                 values = self._names.get(node.id, ())
                 scope = next((s for s in scopes if any(v.scope is s for v in values)), None)
-                yield from (value.piece for value in values if value.scope is scope)
+                yield [value.piece for value in values if value.scope is scope]
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-                yield from (value.piece for value in self._attributes.get(node.attr, ()))
+                yield [value.piece for value in self._attributes.get(node.attr, ())]
 
 
 def _heads(statement: ast.stmt) -> list[ast.AST]:

@@ -59,7 +59,6 @@ class Stopping:
         num_steps: Steps from one load of a checkpoint, or one training, to the next, of the
             optimizer that has made the most there, added up.
         is_ending: Whether enough has been seen of the training, and no other has begun.
-        was_cut: Whether a training was ended.
         was_left: Whether the script was left in the middle of its loop.
         has_framework: Whether one says when a training begins.
     """
@@ -79,8 +78,8 @@ class Stopping:
         """
         self.num_steps = 0
         self.is_ending = False
-        self.was_cut = False
         self.was_left = False
+        self._was_ended = False  # of any training, after enough steps
         self._wanted = num_steps
         self._goal = num_steps  # of this training: more where what is held has grown
         self._held = held
@@ -124,6 +123,14 @@ class Stopping:
             "evaluations": self._loaders.num_cut,
             "data": short and {"samples": short[0], "batch": short[1]},
         }
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether a training was ended before its time: one whose loops had no further round, and
+        that no framework or loader ends, came to its own end.
+        """
+        is_shortened = loops.cut or self._loaders.have_ended or self._loaders.num_cut
+        return self._was_ended and bool(is_shortened or self.has_framework or self.was_left)
 
     @property
     def is_by_hand(self) -> bool:
@@ -258,7 +265,7 @@ class Stopping:
         self._loaders.note_step()
         self._note_held(optimizer, count)
         if self._wanted and not self.is_ending and self._has_seen_enough(count):
-            self.is_ending = self.was_cut = True
+            self.is_ending = self._was_ended = True
             for trainer in list(self._trainers):
                 trainer.should_stop = True
         if self.is_ending and count >= self._wanted:
@@ -325,7 +332,7 @@ class Stopping:
         """Begins training anew where an optimizer was made after passes that were counted."""
         if self.is_by_hand and len(list(self._optimizers)):
             self.num_steps = 0
-            self.is_ending, self.was_cut = True, False
+            self.is_ending, self._was_ended = True, False
             self._begin_training()
 
     def _has_seen_enough(self, count: int) -> bool:

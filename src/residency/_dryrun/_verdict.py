@@ -3,7 +3,9 @@
 The first line, the notes, the JSON, the exit status and the searches all have it from here. A
 script fits if something that it is run for came to its end, after the last error for memory if
 there was one: an optimizer step of a training, a backward pass of a script without an optimizer, a
-forward pass of one that only infers. `tests/dryrun/test_verdict.py` tries to have it said of less.
+forward pass of one that only infers. One that means no training fits if it came to its own end and
+no error is known of it; the first line says that no training was seen.
+`tests/dryrun/test_verdict.py` tries to have it said of less.
 """
 
 from __future__ import annotations
@@ -46,9 +48,19 @@ def verdict_of(found: Found) -> Verdict:
         return Verdict.KILLED
     if found["ended"] not in _ENDED:
         return Verdict.FAILED
-    if not found["seen"][aim_of(found)] or found["peak_reserved"] == 0:
-        return Verdict.UNSEEN
-    return Verdict.FITS
+    has_come = found["seen"][aim_of(found)] or is_of_no_training(found)
+    return Verdict.FITS if has_come and found["peak_reserved"] else Verdict.UNSEEN
+
+
+def is_of_no_training(found: Found) -> bool:
+    """Returns whether a script that means no training came to its own end, such as a merge or an
+    export: it made no optimizer and began no pass with gradients, and no error is known, be it one
+    that the script caught or one that ended another process of the command.
+    """
+    seen = found["seen"]
+    is_meant = found["has_optimizer"] or any(seen[each] for each in (STEPS, BACKWARD, BEGUN))
+    has_erred = found["caught"] or found["has_failed"] or found["out_of_memory"]
+    return found["ended"] == "finished" and not is_meant and not has_erred
 
 
 def is_whole(found: Found) -> bool:

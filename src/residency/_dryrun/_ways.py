@@ -19,7 +19,7 @@ from types import CodeType
 from typing import Any
 
 from residency._dryrun._places import is_ours, is_script, line_of, outwards
-from residency._dryrun._sources import TORCH, Parsed, Span, has, span_of
+from residency._dryrun._sources import TORCH, Parsed, Span, has, place_in, span_of
 
 # Calls in a branch by which it takes no memory: they say something, and go on.
 _SAYS = ("add_scalar", "debug", "error", "info", "log", "print", "warn", "write")
@@ -149,7 +149,11 @@ def _asks_for_truth(code: CodeType, instruction: int) -> bool:
 
 def _asked_by(source: Parsed, span: Span) -> _Asked | None:
     """Returns the test that asks at a place; None where nothing is known of what it is for."""
-    tests = [node for node in ast.walk(source.tree) if _has_test(node) and has(node.test, span)]
+    tests = [
+        node
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Assert | ast.If | ast.While) and has(node.test, span)
+    ]
     found = _polarity(tests[-1].test, span) if tests else None  # the innermost
     if found is None:
         return None
@@ -170,15 +174,11 @@ def _asked_by(source: Parsed, span: Span) -> _Asked | None:
     return _Asked(if_true if is_endless else not if_true, _MOST_ROUNDS)
 
 
-def _has_test(node: Any) -> bool:
-    return isinstance(node, ast.Assert | ast.If | ast.While)
-
-
 def _polarity(test: ast.expr, span: Span) -> tuple[bool, bool, bool] | None:
     """Returns what the value at a place has to be for a test to hold, whether the test can fail by
     it alone, and whether something else ends a loop; None where it is a part of something else.
     """
-    if (test.lineno, test.end_lineno, test.col_offset, test.end_col_offset) == span:
+    if place_in(test) == span:
         return True, True, False
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         found = _polarity(test.operand, span)
@@ -228,7 +228,7 @@ def _hangs_on(source: Parsed, test: ast.expr, spans: set[Span]) -> bool:
     """Returns whether a test hangs on what was read at one of some places."""
     pieces = [test] if not isinstance(test, ast.BoolOp) else test.values
     pieces = [piece for piece in pieces if not _asks_what_is_there(piece)]
-    return any(has(piece, span) for piece in source.closure(pieces) for span in spans)
+    return any(has(piece, span) for piece in source.behind(pieces) for span in spans)
 
 
 def _asks_what_is_there(test: ast.expr) -> bool:

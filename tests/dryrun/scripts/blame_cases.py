@@ -79,6 +79,11 @@ def d_index(blame):
     names[k]
 
 
+def d_large_copy(blame):
+    values = torch.randn(1 << 20, device="cuda").cpu().numpy()
+    {}[values[0] + 7]
+
+
 def d_dict_of_metrics(blame):
     metrics = {}
     metrics["loss"] = loss().item()
@@ -159,6 +164,60 @@ def s_shape_after_reads(blame):
 
 def s_file(blame):
     Path("/nowhere/data.json").read_text()
+
+
+class Picture:
+    def __init__(self, values):
+        self.values = values
+
+    def save(self, place, suffix=".gif"):
+        name = str(place) + suffix
+        with open(name, "wb") as file:
+            file.write(self.values)
+
+
+def s_folder_of_a_picture(blame):
+    pictures = []
+    for epoch in range(2):
+        pictures.append(Picture(loss().cpu().detach().numpy()))
+        pictures[0].save(f"/nowhere/sample_{epoch}")
+
+
+def s_folder_of_the_best(blame):
+    best = 5.0
+    value = loss().item()
+    if value < best:
+        path = "/nowhere/best.pt"
+        torch.save({"loss": value}, path)
+
+
+@torch.no_grad()
+def write(values, path):
+    np.save(path, values)
+
+
+def s_folder_of_what_a_function_writes(blame):
+    write(loss().cpu(), "/nowhere/values")
+
+
+def s_folder_by_a_method_of_a_path(blame):
+    Path("/nowhere").joinpath("log.txt").write_text(str(loss().item()))
+
+
+def d_name_of_a_picture(blame):
+    Picture(b"").save(f"/nowhere/{loss().item():.1f}")
+
+
+def d_name_of_the_best(blame):
+    name = "/bad/last.pt"
+    if loss().item() < 1.5:
+        name = "/good/last.pt"
+    torch.save({}, name)
+
+
+def d_name_of_what_a_function_writes(blame):
+    value = loss().item()
+    write(np.zeros(3), path=f"/nowhere/{value}")
 
 
 def s_argument(blame):

@@ -68,6 +68,11 @@ def logs_of_older(folder: Path, before: dict[str, object]) -> list[str]:
     return [name for name, path in paths.items() if path.is_symlink() or path.is_file()]
 
 
+def is_of_older(path: Path) -> bool:
+    """Returns whether a new name may be one of an older file, or of the older link."""
+    return path.lstat().st_nlink > 1 or (path.is_symlink() and str(path.readlink()) == "a/1")
+
+
 def is_database(path: Path) -> bool:
     return path.is_file() and path.read_bytes().startswith(b"SQLite format 3")
 

@@ -52,7 +52,7 @@ def failed_move(error: BaseException) -> FailedMove | None:
         referred = gc.get_referents(frame)
         module = next((each for each in referred if _objects.is_a(each, nn.Module)), None)
         if module is not None:
-            with torch._C.DisableTorchFunction():
+            with torch._C.DisableTorchFunction():  # [Note: foreign code]
                 found = _describe(module, _dtype_of(referred))
             return found if found.rest_bytes else None
     return None

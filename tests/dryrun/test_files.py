@@ -14,145 +14,27 @@ from pathlib import Path
 import pytest
 import torch
 from tests.dryrun.processes import be_like_any_user, in_dry_run
+from tests.dryrun.trees import (
+    ANY_CHANGES,
+    BEGIN,
+    CHANGES,
+    OPENED,
+    UNDO,
+    is_of_older,
+    is_save,
+    logs_of_older,
+    make_tree,
+    open_folders_of_run,
+    tree,
+)
 
 from residency._dryrun._files import JOURNAL
 from residency._dryrun._undo import undo
-
-# What a process of a dry run does without torch, in the folder of the user.
-BEGIN = """
-import os, random, shutil, socket, sqlite3, sys
-from contextlib import closing
-from pathlib import Path
-from residency._dryrun._files import files_of_run
-files = files_of_run()
-def write_row(name):
-    with closing(sqlite3.connect(name)) as database:
-        database.execute("create table if not exists t(a)")
-        database.execute("insert into t values (2)")
-        database.commit()
-"""
 
 
 def changed(folder: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs a script in the folder ``user`` as a process of a dry run."""
     return in_dry_run(folder, [sys.executable, "-c", BEGIN + textwrap.dedent(script), *arguments])
-
-
-def tree(folder: Path) -> dict[str, object]:
-    """Returns what a folder has: bytes, times and modes of files, and where links lead.
-
-    The time of a folder is that of the last name in it, and new files stay.
-    """
-    found: dict[str, object] = {}
-    for path in sorted(folder.rglob("*")):
-        name = str(path.relative_to(folder))
-        if path.is_symlink():
-            found[name] = (str(path.readlink()), path.lstat().st_mtime_ns)
-        elif path.is_dir():
-            found[name] = path.stat().st_mode
-        else:
-            facts = path.stat()
-            content = path.read_bytes() if path.is_file() else None
-            attributes = {each: os.getxattr(path, each) for each in os.listxattr(path)}
-            found[name] = (content, facts.st_mtime_ns, facts.st_mode, attributes)
-    return found
-
-
-def is_save(path: Path) -> bool:
-    return path.read_bytes() == bytes(9)
-
-
-def open_folders_of_run(folder: Path, before: dict[str, object]) -> None:
-    """Lets a test look into folders that the script made and closed, and that stay."""
-    for outer, inner, _ in os.walk(folder):
-        for path in (Path(outer, name) for name in inner):
-            if str(path.relative_to(folder)) not in before and not path.is_symlink():
-                path.chmod(0o700)
-
-
-def make_tree(folder: Path) -> None:
-    for name in ("a", "a/b", "c"):
-        (folder / name).mkdir(parents=True, exist_ok=True)
-    for name in ("1", "2", "a/1", "a/2", "a/b/1", "c/1"):
-        (folder / name).write_text(f"the user's {name}")
-    (folder / "a" / "2").chmod(0o600)
-    (folder / "c").chmod(0o750)
-    (folder / "empty").touch()
-    (folder / "link").symlink_to("a/1")
-    os.mkfifo(folder / "pipe")
-    for name in ("db", "c/db"):
-        with closing(sqlite3.connect(folder / name)) as database:
-            database.execute("create table t(a)")
-            database.commit()
-
-
-CHANGES = {
-    "overwritten": "open('a/1', 'w').write('x'); open('a/1', 'w').write('y')",
-    "written through a link": "open('link', 'w').write('x')",
-    "appended to": "open('a/1', 'a').write('x'); open('empty', 'a').write('x')",
-    "changed in place": "open('a/1', 'r+').write('x'); os.truncate('a/2', 1)",
-    "removed": "os.remove('a/1'); os.remove('link')",
-    "removed with its folder": "shutil.rmtree('a'); os.makedirs('a'); open('a/1', 'w').write('x')",
-    "renamed": "os.rename('a/1', '3'); open('a/1', 'w').write('x'); open('3', 'w').write('x')",
-    "renamed onto another": "os.replace('a/1', 'a/2'); os.remove('a/2')",
-    "renamed with its folder": (
-        "os.rename('a', 'd'); open('d/1', 'w').write('x'); shutil.rmtree('d/b'); os.makedirs('a/b')"
-    ),
-    "moved into a folder that goes": (
-        "os.mkdir('d'); shutil.move('a/1', 'd/1'); shutil.move('a/b', 'd/b'); shutil.rmtree('d')"
-    ),
-    "moved with a new folder": (
-        "os.mkdir('d'); os.rename('a/1', 'd/1'); os.remove('1'); os.rename('d', '1')"
-    ),
-    "replaced by a file that was written beside it": (
-        "open('t', 'w').write('x'); os.replace('t', 'a/1')"
-    ),
-    "replaced by a save": (
-        "files.note_save('a/1'); os.open('a/1', os.O_WRONLY | os.O_CREAT); "
-        "shutil.copyfile('a/1', 'a/2')"
-    ),
-    "given another name": (
-        "os.link('a/1', 'd'); open('d', 'w').write('x'); "
-        "os.link('a/2', 'e'); open('e', 'a').write('x')"
-    ),
-    "replaced by a folder": "os.remove('a/1'); os.mkdir('a/1'); open('a/1/2', 'w').write('x')",
-    "replaced by a link": "os.remove('a/1'); os.symlink('2', 'a/1')",
-    "changed by a descriptor of its folder": (
-        "a = os.open('a', os.O_RDONLY); os.remove('1', dir_fd=a); "
-        "os.rename('2', '1', src_dir_fd=a, dst_dir_fd=a)"
-    ),
-    "opened in a folder by its descriptor": (
-        "a = os.open('a', os.O_RDONLY); "
-        "os.write(os.open('1', os.O_WRONLY | os.O_TRUNC, dir_fd=a), b'x')"
-    ),
-    "made shorter by who appends": "f = open('a/1', 'a+'); f.truncate(3); f.write('x')",
-    "given another mode": "os.chmod('a/1', 0o400); os.chmod('a', 0o700); os.chmod('link', 0o604)",
-    "given another mode by a descriptor": "f = open('a/1'); os.fchmod(f.fileno(), 0o640)",
-    "given another mode and removed": (
-        "os.chmod('a', 0o701); os.chmod('a/1', 0); shutil.rmtree('a')"
-    ),
-    "given another mode and moved with its folder": (
-        "os.chmod('a/b', 0o700); os.rename('a', 'd'); os.chmod('d', 0o711); os.rename('c', 'a')"
-    ),
-    "given another time": (
-        "os.utime('a/1', (1, 1)); os.utime('link', (2, 2), follow_symlinks=False); "
-        "Path('a/2').touch(); os.utime('a/b', ns=(3, 3))"
-    ),
-    "given another time by a descriptor": "f = open('a/1'); os.utime(f.fileno(), (1, 1))",
-    "written as it was": "text = open('a/1').read(); open('a/1', 'r+').write(text)",
-    "given the facts of another": "shutil.copystat('a/2', '1'); shutil.copymode('a/2', '2')",
-    "changed by sqlite3": "write_row('db'); write_row(Path('c/db'))",
-    "changed by sqlite3, named by a URI": (
-        "d = sqlite3.connect('file:c/%64b?mode=rw', uri=True); "
-        "d.execute('drop table t'); d.commit()"
-    ),
-    "left by sqlite3 in the middle": (
-        "d = sqlite3.connect('db'); d.execute('pragma journal_mode=wal'); "
-        "d.execute('insert into t values (1)'); d.commit(); sys.stdout.flush(); os._exit(0)"
-    ),
-    "a pipe that is removed": "os.remove('pipe'); os.mkfifo('pipe'); os.remove('pipe')",
-    "a pipe in the way of a file": "os.remove('pipe'); open('pipe', 'w').write('x')",
-}
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
@@ -165,61 +47,6 @@ def test_a_file_is_as_it_was_though_it_was(change: str, tmp_path: Path) -> None:
     assert undo(str(tmp_path / "run"), has_saves=False) == []
     after = tree(tmp_path / "user")
     assert {name: after.get(name) for name in before} == before
-
-
-UNDO = """
-import sys
-from residency._dryrun._undo import undo
-lost = undo(sys.argv[1], has_saves=False, leaves_new=sys.argv[2] == "True")
-sys.exit(str(lost) if lost else 0)
-"""
-ANY_CHANGES = """
-names = ["1", "2", "a", "a/1", "a/2", "a/b", "a/b/1", "c", "c/1", "d", "d/1", "empty", "link"]
-names += ["db", "c/db"]
-FLAGS = [os.O_CREAT, os.O_TRUNC, os.O_APPEND, os.O_EXCL, os.O_NOFOLLOW]
-def open_by_flags(name):
-    flags = random.choice([os.O_RDONLY, os.O_WRONLY, os.O_RDWR]) | os.O_NONBLOCK
-    for flag in FLAGS:
-        flags |= flag * (random.random() < 0.4)
-    folder = os.open(os.path.dirname(name) or ".", os.O_RDONLY)
-    try:
-        descriptor = os.open(os.path.basename(name), flags, dir_fd=folder)
-    finally:
-        os.close(folder)
-    try:
-        os.write(descriptor, b"run")
-        os.ftruncate(descriptor, 2)
-        os.fchmod(descriptor, 0o640)
-    finally:
-        os.close(descriptor)
-def cut_by_descriptor(name):
-    with open(name, random.choice(["a+", "r+"])) as file:
-        file.truncate(1)
-        file.write("run")
-random.seed(int(sys.argv[1]))
-def save(name):
-    files.note_save(name)
-    with open(name, "wb") as file:
-        file.truncate(9)
-for _ in range(30):
-    one, other = random.choice(names), random.choice(names)
-    change = random.choice([
-        lambda: open(one, random.choice(["w", "a", "r+", "x"])).write("run"),
-        lambda: os.remove(one), lambda: shutil.rmtree(one), lambda: os.rename(one, other),
-        lambda: shutil.move(one, other), lambda: os.mkdir(one), lambda: os.symlink(other, one),
-        lambda: os.link(one, other), lambda: shutil.copyfile(one, other), lambda: save(one),
-        lambda: shutil.copytree(one, other), lambda: os.truncate(one, 3),
-        lambda: os.chmod(one, random.choice([0o600, 0o644, 0o751, 0o500, 0o400])),
-        lambda: os.utime(one, (7, 7), follow_symlinks=random.random() < 0.5),
-        lambda: Path(one).touch(), lambda: open_by_flags(one), lambda: open_by_flags(one),
-        lambda: cut_by_descriptor(one), lambda: write_row(one), lambda: os.remove("pipe"),
-        lambda: os.setxattr(one, "user.run", b"x"), lambda: shutil.copystat(one, other),
-    ])
-    try:
-        change()
-    except (OSError, shutil.Error, RecursionError, sqlite3.Error):  # a folder into itself
-        pass
-"""
 
 
 @pytest.mark.parametrize("seed", range(18))
@@ -238,35 +65,11 @@ def test_nothing_that_a_script_does_loses_a_file(seed: int, tmp_path: Path) -> N
         open_folders_of_run(folder / "user", there)
         after = tree(folder / "user")
         assert {name: after.get(name) for name in there} == there
-        new = [(folder / "user" / name).lstat() for name in set(after) - set(there)]
-        assert leaves_new or all(each.st_nlink > 1 for each in new)  # of an older file
+        new = [folder / "user" / name for name in set(after) - set(there)]
+        assert leaves_new or all(map(is_of_older, new))
         saves = [each for each in (folder / "user").rglob("*") if each.is_file() and is_save(each)]
         assert saves == []
-
-
-OPENED = """
-import itertools
-access = [os.O_RDONLY, os.O_WRONLY, os.O_RDWR]
-more = [os.O_CREAT, os.O_TRUNC, os.O_APPEND, os.O_EXCL, os.O_NOFOLLOW, os.O_PATH, os.O_DIRECTORY]
-for first in access:
-    for chosen in itertools.product([False, True], repeat=len(more)):
-        flags = first | sum(flag for flag, is_in in zip(more, chosen) if is_in)
-        for name in ("old", "private", "link", "empty", "two names", "missing", "a"):
-            told = []
-            try:
-                descriptor = os.open(name, flags)
-                told.append("opened")
-                os.write(descriptor, b"x")
-            except OSError as error:
-                told.append(error.errno)
-            if told[0] == "opened":
-                os.close(descriptor)
-            if os.path.isfile(name):
-                told += [open(name).read(), oct(os.stat(name).st_mode)]
-                if name == "missing":
-                    os.remove(name)
-            print(flags, name, *told)
-"""
+        assert logs_of_older(folder / "user", there) == []
 
 
 def test_a_script_opens_a_file_by_any_flags_as_always(tmp_path: Path) -> None:
@@ -291,6 +94,15 @@ def test_a_script_opens_a_file_by_any_flags_as_always(tmp_path: Path) -> None:
         told.append(done.stdout.splitlines())
         assert len(told[-1]) == 3 * 2**7 * 7, done.stderr
     assert told[0] == told[1]
+
+
+def test_what_is_written_to_where_the_output_goes_stays(tmp_path: Path) -> None:
+    make_tree(tmp_path / "user")
+    command = f'exec {sys.executable} -c \'open("/dev/stdout", "a").write("run")\' >> 1'
+    done = in_dry_run(tmp_path, ["sh", "-c", command])
+    assert not done.returncode, done.stderr
+    assert undo(str(tmp_path / "run"), has_saves=False) == []
+    assert (tmp_path / "user" / "1").read_text() == "the user's 1run"
 
 
 def test_a_socket_of_the_run_stays_away(tmp_path: Path) -> None:
@@ -353,7 +165,7 @@ def test_what_is_kept_elsewhere_cannot_be_removed_with_its_folder(tmp_path: Path
         tmp_path,
         """
         # As if the run's folder were on another disk, and all above this one another's.
-        files._folders = lambda place: iter([str(Path("a/kept").resolve())])
+        files._aside.folders = lambda place: iter([str(Path("a/kept").resolve())])
         os.remove("a/1")
         for change in (lambda: os.rename("a", "d"), lambda: shutil.rmtree("a")):
             try:

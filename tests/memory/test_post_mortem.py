@@ -12,8 +12,10 @@ import torch
 from notes import megabytes, note_of
 
 import residency
+from residency import _device
 from residency._memory import _post_mortem
 from residency._memory._post_mortem import explain
+from residency._units import MIB
 
 pytestmark = [
     pytest.mark.device_memory(limit="64MiB"),
@@ -101,6 +103,41 @@ def test_a_clone_for_a_save_is_offered_before_the_optimizers_states(device: torc
     assert "      8.00 MiB  in copies of parameters or states, a clone for a save perhaps, " in note
     assert "local 'saved' ['weight']" in note
     assert saved
+
+
+def layers(number: int, **options: Any) -> torch.nn.Module:  # of 4 MiB each
+    return torch.nn.Sequential(
+        *(torch.nn.Linear(1024, 1024, bias=False, **options) for _ in range(number))
+    )
+
+
+@of_a_full_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_error_amid_a_move_counts_what_is_still_on_the_host(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    trained = layers(4, device=device)
+    other = layers(40)
+    num_bytes = 4 * MIB if dtype is torch.float32 else 2 * MIB
+    note = note_of(lambda: other.to(device, dtype), "validate")
+    moved = sum(each.device == device for each in other.parameters())
+    assert 0 < moved < 40
+    free = _device.memory_info(device)[0]
+    (line,) = [each for each in note.splitlines() if "more were needed" in each]
+    short, rest = (float(each) for each in re.findall(r"([0-9.]+) MiB (?:more|for)", line))
+    assert round(short + rest) == ((40 - moved) * num_bytes - free) // MIB
+    assert line.endswith(" for the rest of this module.")
+    assert "a second model" not in note
+    assert trained
+
+
+@of_a_full_device
+def test_a_second_model_amid_its_move_is_known_by_all_of_its_shapes(device: torch.device) -> None:
+    trained, again = layers(8, device=device), layers(8)
+    note = note_of(lambda: again.to(device), "validate")
+    assert "the cheapest that would have fitted:" in note
+    assert "     32.00 MiB  in a second model of the same shapes, " in note
+    assert trained
 
 
 @of_a_full_device

@@ -27,14 +27,18 @@ class Silence:
 
 
 class Preceded:
-    """A function of `os` of whose calls the watch hears first.
+    """A function of `os` of whose calls the watch hears first, and whether they were done.
 
     It is no Python function, as one would be bound where a class has it as an attribute.
     """
 
     def __init__(
-        self, does: Callable[..., Any], before: Callable[..., None], local: threading.local
+        self,
+        does: Callable[..., Any],
+        before: Callable[..., Callable[[], None] | None],
+        local: threading.local,
     ) -> None:
+        """Takes the function, and what is called first: that may return what is called after."""
         functools.update_wrapper(self, does)
         self._does = does
         self._before = before
@@ -44,5 +48,9 @@ class Preceded:
         if getattr(self._local, "is_silent", False):
             return self._does(*args, **options)
         with Silence(self._local):
-            self._before(*args, **options)
-            return self._does(*args, **options)
+            after = self._before(*args, **options)
+            try:
+                return self._does(*args, **options)
+            finally:
+                if after is not None:
+                    after()

@@ -20,13 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from residency._dryrun._facts import facts_of, put_facts
-from residency._dryrun._files import JOURNAL
+from residency._dryrun._files import BESIDE_DATABASES, JOURNAL
+from residency._dryrun._found import has_id
 from residency._dryrun._made import MadePaths, moved
 
 _DONE, _ALL_GOES = b".", b"*"
 # Folders of caches, which a later run would have to fill again.
 _CACHES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_HOME", "XDG_CACHE_HOME")
 _BEGIN = 256  # bytes of a file, which show what it is
+_SQLITE = b"SQLite format 3\0"
 
 
 @dataclass
@@ -86,6 +88,8 @@ class _Undoing:
         self._names: set[str] = set()  # that the run has given to older files
         self._steps: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._kept: set[str] = set()  # folders
+        # Moves of which it is not said that they were done: of which things, from where to where.
+        self._moving: dict[tuple[str, str], tuple[bool, tuple[int, int]]] = {}
         self._folders: dict[str, Sequence[int]] = {}  # that are to have these facts at the end
 
     def read(self, kind: str, place: str, *rest: Any) -> None:
@@ -99,7 +103,12 @@ class _Undoing:
             self._names.add(place)
         elif kind == "result":
             self._results.add(place)
+        elif kind == "moving":
+            self._moving[place, rest[0]] = rest[1], (rest[2][0], rest[2][1])
+        elif kind == "unmoved":
+            self._moving.pop((place, rest[0]), None)
         elif kind == "moved":
+            self._moving.pop((place, rest[0]), None)
             is_made = self._made.move(place, rest[0], is_folder=rest[1])
             if not is_made or self._made.has_older_in(rest[0]):
                 self._steps.append((self._move_back, (place, *rest)))
@@ -109,7 +118,6 @@ class _Undoing:
             self._steps.append((self._open_own_folder, (place,)))
         elif place not in self._made:
             ways: dict[str, Callable[..., None]] = {
-                "absent": _clear,
                 "attribute": _put_attribute,
                 "copied": _copy_back,
                 "facts": self._put_facts,
@@ -126,8 +134,15 @@ class _Undoing:
             return  # another place was found, or the process was killed before
         if place in self._made:  # by another process of the run
             os.unlink(kept)
+            self._made.add(kept)
             return
         self._steps.append((self._put_back, (place, kept, facts)))
+
+    def look_at_moves(self) -> None:
+        """Looks which moves were done of those in whose midst a process was killed."""
+        for (source, target), (is_folder, identity) in list(self._moving.items()):
+            if has_id(target, identity) and not has_id(source, identity):
+                self.read("moved", source, target, is_folder)
 
     def undo(self) -> None:
         """Undoes all, the last first."""
@@ -140,6 +155,16 @@ class _Undoing:
         for folder in self._kept:
             with suppress(OSError):
                 os.rmdir(folder)
+
+    def remove_beside_older(self) -> None:
+        """Removes logs and journals of the run beside older databases, which would take them in."""
+        for place in {*self._made.all(), *self._names}:
+            ends = (each for each in BESIDE_DATABASES if place.endswith(each))
+            database = place.removesuffix(next(ends, ""))
+            is_older = database != place and database not in self._made
+            is_file = os.path.islink(place) or os.path.isfile(place)
+            if is_older and is_file and _begin(database).startswith(_SQLITE):
+                self._remove(place)
 
     def remove_saves(self) -> None:
         """Removes the saves, and folders that were made for them with all that is in them."""
@@ -276,11 +301,15 @@ class _Undoing:
 
 def _is_save(place: str) -> bool:
     """Returns whether a file is one of torch.save, which may have come by way of a buffer."""
-    begin = b""
-    if os.path.isfile(place) and not os.path.islink(place):
-        with suppress(OSError), open(place, "rb") as file:  # another's, perhaps
-            begin = file.read(_BEGIN)
+    begin = b"" if os.path.islink(place) else _begin(place)
     return begin.startswith(b"PK\x03\x04") and b"/data.pkl" in begin
+
+
+def _begin(place: str) -> bytes:
+    if os.path.isfile(place):
+        with suppress(OSError), open(place, "rb") as file:  # another's, perhaps
+            return file.read(_BEGIN)
+    return b""
 
 
 def _clear(place: str) -> None:
@@ -327,7 +356,9 @@ def undo(folder: str, *, has_saves: bool, leaves_new: bool = True) -> list[str]:
     journal = journal.rename(journal.with_suffix(".undone"))
     for line in journal.read_bytes().splitlines():
         undoing.read(*json.loads(line))
+    undoing.look_at_moves()
     undoing.undo()
+    undoing.remove_beside_older()
     if not has_saves:
         undoing.remove_saves()
         if not leaves_new:

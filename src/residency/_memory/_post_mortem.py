@@ -24,6 +24,7 @@ from residency._memory._groups import grouped, growing_groups, holder_lines
 from residency._memory._history import held_history
 from residency._memory._holders._holders import Holder, find_holders
 from residency._memory._messages import asked_bytes, held_bytes, room_below_limit
+from residency._memory._moving import failed_move
 from residency._memory._remedies import Failure, Remedy, fitting, remedies, remedy_lines
 from residency._memory._state import MemoryState
 from residency._memory._stepping import failed_step
@@ -153,6 +154,7 @@ def _examined(error: BaseException, phase: str | None) -> tuple[Failure, list[Ho
         room=state.free if limited is None else limited,
         phase=(phase or "").rpartition("/")[2],
         step=failed_step(error),
+        move=failed_move(error),
         is_backward=_is_in_backward(error),
         is_outside_known=limited is None,
         is_new=phase is not None and not held_history.num_visits(phase),
@@ -200,7 +202,8 @@ def _remedy_lines(error: BaseException, failure: Failure) -> Iterator[str]:
         return
     short = max(0, failure.asked - failure.room)
     rest = failure.missing - short
-    more = f", and about {format_bytes(rest)} to the end of this step" * (rest > 0)
+    whose = "to the end of this step" if failure.move is None else "for the rest of this module"
+    more = f", and about {format_bytes(rest)} {whose}" * (rest > 0)
     yield (
         f"{format_bytes(failure.asked)} were asked for, and {format_bytes(short)} more were "
         f"needed{more}."

@@ -1,7 +1,8 @@
 """What would have made room, the cheapest first: one table, and one place that reckons.
 
 A remedy stands as one that fits only where the bytes that it gives at the moment of the failure are
-as many as were missing then, with what an optimizer's step is known to take besides. What nothing
+as many as were missing then, with what an optimizer's step or a module's move is known to take
+besides. What nothing
 tells in bytes, or what may be wanted, is said to be possible, and after those that were reckoned.
 `tests/memory/test_advice.py` plants failures, does what is said, and looks whether the run ends.
 """
@@ -16,6 +17,7 @@ from residency._memory._groups import IN_CYCLES, HolderGroup
 from residency._memory._history import SteadyGrowth
 from residency._memory._holders._autograd import LEAF_OF_GRAPH
 from residency._memory._holders._holders import Holder
+from residency._memory._moving import FailedMove
 from residency._memory._state import MemoryState
 from residency._memory._stepping import FailedStep, offload_of_states, offload_of_step
 from residency._units import MIB, format_bytes
@@ -58,6 +60,7 @@ class Failure:
         room: The bytes that could still be had.
         phase: The name of the phase; empty outside of all.
         step: The optimizer's step that failed.
+        move: The move of a module that failed.
         is_backward: Whether a backward pass failed.
         is_outside_known: Whether what lies outside of this process's torch may be in the way.
         is_new: Whether no visit of the phase has come to its end, so that nothing tells its rest.
@@ -72,6 +75,7 @@ class Failure:
     room: int = 0
     phase: str = ""
     step: FailedStep | None = None
+    move: FailedMove | None = None
     is_backward: bool = False
     is_outside_known: bool = True
     is_new: bool = False
@@ -79,9 +83,10 @@ class Failure:
 
     @property
     def missing(self) -> int:
-        """The bytes that were missing: for the request, and for the rest of an optimizer's step."""
+        """The bytes that were missing: for the request, and for the rest of a step or a move."""
         short = max(0, (self.asked or 0) - self.room)
-        return short if self.step is None else max(short, self.step.missing_bytes(self.room))
+        rests = [each.missing_bytes(self.room) for each in (self.step, self.move) if each]
+        return max(short, *rests, 0)
 
     @property
     def is_of_training(self) -> bool:
@@ -200,15 +205,20 @@ def _second_model(failure: Failure) -> Iterator[Remedy]:
     for holder in failure.holders:
         if holder.kind == "parameter" and holder.root:
             models.setdefault(holder.root, []).append(holder)
+    wholes = {root: _shapes_of(failure, held) for root, held in models.items()}
     pairs = [
         (second, first)
         for second in models
         for first in models
-        if second != first and second not in trained and _is_twin(models[second], models[first])
+        if second != first
+        and second not in trained
+        and _is_twin(wholes[second], wholes[first], is_part=_is_loaded_like(failure, models[first]))
     ]
     for second, first in pairs[:1]:
         num_bytes = sum(each.num_bytes for each in models[second])
-        if not failure.is_of_training:
+        if _is_moving(failure, models[second]) and failure.move is not None:
+            num_bytes += failure.move.rest_bytes
+        elif not failure.is_of_training:
             num_bytes += _of_next(failure, [each.num_bytes for each in models[first]])
         yield Remedy(
             num_bytes,
@@ -217,16 +227,41 @@ def _second_model(failure: Failure) -> Iterator[Remedy]:
         )
 
 
-def _is_twin(second: Sequence[Holder], first: Sequence[Holder]) -> bool:
-    """Returns whether a model has little but what another one has, too; the first may be whole."""
-    shapes = collections.Counter(each.shape for each in first)
-    num_bytes = sum(each.num_bytes for each in second)
-    same = 0
-    for each in second:
-        if shapes[each.shape] > 0:
-            shapes[each.shape] -= 1
-            same += each.num_bytes
-    return num_bytes >= MIB and same >= _PART_OF_SHAPES * num_bytes
+def _is_moving(failure: Failure, held: Sequence[Holder]) -> bool:
+    """Returns whether a model is the one that was being moved, by where its tensors are."""
+    move = failure.move
+    return move is not None and any(each.address in move.addresses for each in held)
+
+
+def _shapes_of(failure: Failure, held: Sequence[Holder]) -> collections.Counter[object]:
+    """Returns a model's bytes by shapes, with those of its tensors that are yet to be moved."""
+    if failure.move is not None and _is_moving(failure, held):
+        return collections.Counter(failure.move.shapes)
+    shapes: collections.Counter[object] = collections.Counter()
+    for each in held:
+        shapes[each.shape] += each.num_bytes
+    return shapes
+
+
+def _is_loaded_like(failure: Failure, held: Sequence[Holder]) -> bool:
+    """Returns whether a load may have failed in which a model like this one was made in part."""
+    sizes = [each.num_bytes for each in held]
+    return failure.move is None and not failure.is_of_training and _of_next(failure, sizes) > 0
+
+
+def _is_twin(
+    second: collections.Counter[object], first: collections.Counter[object], *, is_part: bool
+) -> bool:
+    """Returns whether two models have little but what the other one has, too.
+
+    Args:
+        second: Its bytes by shapes.
+        first: Those of the other.
+        is_part: Whether the second may be there in part.
+    """
+    same = (second & first).total()
+    least = _PART_OF_SHAPES * (second.total() if is_part else max(second.total(), first.total()))
+    return second.total() >= MIB and same >= least
 
 
 def _gradients(failure: Failure) -> Iterator[Remedy]:
@@ -310,8 +345,11 @@ def _outside(failure: Failure) -> Iterator[Remedy]:
 
 
 def _of_next(failure: Failure, sizes: Sequence[int]) -> int:
-    """Returns the bytes that were asked for, where they are one of the sizes; else 0."""
-    asked = failure.asked or 0
+    """Returns the bytes that were asked for, where they are one of the sizes; else 0.
+
+    Those of a move are the moved module's own.
+    """
+    asked = (failure.asked or 0) if failure.move is None else 0
     is_next = any(abs(asked - size) <= max(MIB // 64, _ROUNDING * size) for size in sizes)
     return asked if is_next else 0
 

@@ -10,6 +10,7 @@ from residency._checkpoint._sources._source import Source
 from residency._errors import CheckpointError, CorruptSaveError, RefusedError
 
 _PICKLE_MAGIC = b"\x80"  # a file of torch.save from before torch 1.6
+_POINTER = b"version https://git-lfs.github.com/spec/"
 KNOWN = (
     "a .safetensors file or its index, a file of torch.save, or a directory with a save of"
     " residency, a checkpoint of torch.distributed.checkpoint, or .safetensors files"
@@ -30,12 +31,22 @@ def open_source(path: str | os.PathLike[str]) -> Source:
 
     Raises:
         CorruptSaveError: The files are damaged or do not fit each other.
-        RefusedError: There is nothing, it is of no known format, or reading it could run code.
+        RefusedError: There is nothing, it is of no known format, reading it could run code, or a
+            file is git-lfs's pointer to the weights.
         CheckpointError: A file cannot be read, or takes more memory than there is.
     """
     path = Path(path)
     try:
         return _open(path)
+    except (CorruptSaveError, RefusedError) as error:
+        named = error.file if isinstance(error, CorruptSaveError) else None
+        for file in (path, path.parent / (named or ""), path / (named or "")):
+            if _is_pointer(file):
+                raise RefusedError(
+                    f"{file} is a git-lfs pointer, not the weights: run `git lfs pull` in its"
+                    " repository."
+                ) from error
+        raise
     except (OSError, MemoryError) as error:  # an index may be of any size
         raise CheckpointError(
             f"{path} could not be read: {error!r}. Check the path and its permissions."
@@ -79,6 +90,14 @@ def _open_directory(path: Path) -> Source:
         return _safetensors.open_directory(path, files)
     names = ", ".join(repr(entry.name) for entry in sorted(path.iterdir())[:5])
     raise RefusedError(f"{path} holds {names or 'nothing'}. Expected is {KNOWN}.")
+
+
+def _is_pointer(file: Path) -> bool:
+    """Returns whether a file is the text that git has where git-lfs has not brought a file yet."""
+    if not file.is_file():
+        return False
+    with file.open("rb") as stream:
+        return stream.read(len(_POINTER)) == _POINTER
 
 
 def _is_safetensors(begin: bytes) -> bool:

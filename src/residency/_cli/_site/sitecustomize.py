@@ -45,7 +45,7 @@ def _find_residency() -> None:
 
 def _watch_script() -> None:
     run = json.loads(os.environ["RESIDENCY_DRY_RUN"])
-    for name in ("_facts", "_hearing", "_made"):
+    for name in ("_facts", "_made", "_found", "_aside", "_hearing"):
         _load_first(name)
     _load_first("_files").watch_files_of_run(run["folder"])
     if run["steps"]:

@@ -105,8 +105,9 @@ IDIOMS = {
     "while ((h < 0.9) & (n < 8)).any():\n    h = h + torch.rand_like(h)\n    n = n + 1\n"
     "    rounds += 1\n",
 }
+# Of "halting" the first round follows from zeros, and one more stands for those that do not.
 ROUNDS = {
-    "best": 6, "split": 8, "experts": 64, "bins": 64, "choice": 3, "equal": 1, "halting": 8
+    "best": 6, "split": 8, "experts": 64, "bins": 64, "choice": 3, "equal": 1, "halting": 2
 }  # fmt: skip
 
 

@@ -155,7 +155,7 @@ def test_a_removal_is_left_out_when_the_write_before_it_fails_and_that_is_told_a
     writes.write("other", go_on.wait)
     writes.remove("old", lambda: removed.append("old"))
     let_go.set()
-    assert writes._writes[0].wait(60)  # the failure is there, the removal is still to come
+    assert writes._writes[0][1].wait(60)  # the failure is there, the removal is still to come
     with pytest.raises(residency.CheckpointError, match="no room"):
         writes.raise_failure()
     go_on.set()

@@ -330,7 +330,8 @@ def _is_filled(node: Any, value: MutableMapping[Any, Any]) -> bool:
     kind = kind_of(node)
     if kind is None:
         return is_plain_dict(node)
-    if any(next(tensor_names(key), None) for key, _ in node.get("items", ())):
+    keys = [item[:1] for item in node.get("items", ()) if isinstance(item, list)]
+    if any(next(tensor_names(key), None) for key in keys):
         return False  # as older releases wrote numpy's numbers: a key that is read with the bytes
     return kind in MAPPINGS and type(value) is _OWN_CLASSES.get(kind, type(value))
 

@@ -68,7 +68,12 @@ SETTINGS = {
     "Ranger21": {"num_iterations": 100},
     "SGD": {"lr": 0.01, "momentum": 0.9},
 }
-ONLY_MATRICES = {("torch.optim", "Muon"), ("pytorch_optimizer", "SpectralSphere")}
+ONLY_MATRICES = {
+    ("torch.optim", "Muon"),
+    ("pytorch_optimizer", "Shampoo"),  # the root of a matrix as wide as a vector is long
+}
+SMALL = ((16, 8), (8, 8), (7, 5), (12, 6))  # for who searches each matrix for its factor, minutes
+ONLY_SMALL = {("pytorch_optimizer", "SpectralSphere")}
 HAVE_ANOTHER = {"Lookahead", "Magma", "ScheduleFreeWrapper"}
 NAMES_MATRICES = {"AdaGO", "AdaMuon", "Muon", "MuonClip", "NorMuon"}  # of pytorch_optimizer
 
@@ -81,7 +86,8 @@ def eager():
 
 
 def build(lab, package, name):
-    parameters = lab.parameters(shapes=lab.matrices if (package, name) in ONLY_MATRICES else LARGE)
+    shapes = lab.matrices if (package, name) in ONLY_MATRICES else LARGE
+    parameters = lab.parameters(shapes=SMALL if (package, name) in ONLY_SMALL else shapes)
     groups = [{"params": parameters[:3]}, {"params": parameters[3:]}]
     if package == "pytorch_optimizer" and name in NAMES_MATRICES:
         matrices = [p for p in parameters if p.dim() == 2]

@@ -67,6 +67,7 @@ SETTINGS = {
     "LARS": {"lr": 1e-2, "momentum": 0.9},
     "Ranger21": {"num_iterations": 100},
     "SGD": {"lr": 0.01, "momentum": 0.9},
+    "SpectralSphere": {"solver_max_iterations": 2, "power_iteration_steps": 2},
 }
 ONLY_MATRICES = {
     ("torch.optim", "Muon"),

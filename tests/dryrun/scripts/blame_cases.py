@@ -42,8 +42,7 @@ def d_list_of_losses(blame):
     losses = []
     for _ in range(4):
         losses.append(loss().item())
-    slope = losses[-1] - losses[0]
-    1 / slope
+    1 / (losses[0] - 1)
 
 
 def check(values):
@@ -63,7 +62,7 @@ def d_tensor_test(blame):
 
 
 def d_numpy(blame):
-    p = functional.softmax(loss().repeat(4), 0).detach().cpu().numpy()
+    p = torch.sigmoid(loss().repeat(4)).detach().cpu().numpy()
     np.random.choice(4, p=p)
 
 

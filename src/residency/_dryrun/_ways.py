@@ -1,10 +1,10 @@
-"""Which way a program goes by truth values that a dry run does not compute.
+"""The way that a program goes by truth values that a dry run does not compute.
 
-Nobody knows them, but where one is asked for says which way a training goes in which nothing goes
-wrong: what a check asks for holds, a loop that something else bounds goes on to that bound (the
-most that it can take), and one that nothing else bounds makes one round. The code that asks is
-found by its place in the source. Which branches and loops of the script hung on such values is
-said in the answer: another way may take more.
+The code that asks for one says which way a training goes in which nothing goes wrong: a check
+holds, a loop that something else bounds goes on to that bound (the most that it can take), and a
+loop that nothing else bounds makes one round. The place of an instruction leads to that code in
+the source. The answer names the branches and loops of the script that hung on such values: another
+way may take more.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Asked:
 
 
 class Ways:
-    """Answers to those who ask for truth values, and the branches and loops that go by them."""
+    """The answers to code that asks for truth values, and the branches that go by them."""
 
     def __init__(self) -> None:
         """Begins with no answers."""

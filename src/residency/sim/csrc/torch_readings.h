@@ -69,8 +69,8 @@ using GuessObserver = std::function<void(const std::string& what, int64_t numel)
 void attach_guess_observer(GuessObserver observer);
 void tell_of_guess(const char* what, int64_t numel);
 
-// Who sees what a truth value is asked for may answer it: a check holds, a loop ends. It is told
-// what the placeholder is of ("all", "comparison", "number" or "").
+// An observer that sees which code asks for a truth value may answer it: a check holds, a loop
+// ends. It hears what the placeholder is of ("all", "comparison", "number" or "").
 using Decider = std::function<std::optional<bool>(const std::string& what)>;
 void attach_decider(Decider decider);
 

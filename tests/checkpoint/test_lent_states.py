@@ -1,4 +1,4 @@
-"""What a snapshot or a save has borrowed of an offloaded optimizer, and what others write there."""
+"""Writes into the state that an offloaded optimizer has lent to a snapshot or a save."""
 
 from __future__ import annotations
 

@@ -6,11 +6,14 @@ import ctypes
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import residency
 
+SCRIPTS = Path(__file__).parent / "scripts"
 SITE = Path(residency.__file__).parent / "_cli" / "_site"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SITE), str(SITE.parents[2])])}
 
@@ -59,3 +62,15 @@ def in_dry_run(
         text=True,
         check=False,
     )
+
+
+def judged_by(script: str, folder: Path) -> Any:
+    """Returns what a script of ``scripts`` prints on its last line of the programs in a folder."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / script), str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])

@@ -1,15 +1,11 @@
 """Whose doing an error is: planted cases, and random programs that no case names."""
 
-import json
 import random
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.dryrun.processes import judged_by
 
-SCRIPTS = Path(__file__).parent / "scripts"
 SOURCES = (  # of one number: not computed, and known
     ("loss.item()", "known.item()"),
     ("float(loss)", "float(known)"),
@@ -94,14 +90,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], di
             written, line = program(random.Random(seed), text, links, last)
             (folder / name).write_text(written)
             lines[name] = line if kind == "unknown" else 0
-    done = subprocess.run(
-        [sys.executable, str(SCRIPTS / "blame.py"), str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])["cases"], lines
+    return judged_by("blame.py", folder)["cases"], lines
 
 
 def test_what_the_dry_run_does_is_said_and_nothing_of_what_the_script_does(judged) -> None:

@@ -1,15 +1,12 @@
 """Which way a program goes by what a dry run does not compute: random programs, known idioms."""
 
-import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.dryrun.processes import judged_by
 
-SCRIPTS = Path(__file__).parent / "scripts"
 HEAD = "import torch\nrounds = 0\nx = torch.randn(64, device='cuda')\n"
 # Expressions that are asked for their truth: not computed, and each is true on some GPU, false on
 # another.
@@ -55,14 +52,7 @@ def ran(folder: Path, programs: dict[str, str]) -> dict[str, Any]:
     """Returns what became of programs, all in one process."""
     for name, text in programs.items():
         (folder / f"{name}.py").write_text(text)
-    done = subprocess.run(
-        [sys.executable, str(SCRIPTS / "ways.py"), str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return judged_by("ways.py", folder)
 
 
 def test_checks_hold_and_loops_go_to_their_bound_or_make_one_round(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def is_database(path: Path) -> bool:
 
 
 def open_folders_of_run(folder: Path, before: dict[str, object]) -> None:
-    """Lets a test look into folders that the script made and closed, and that stay."""
+    """Opens to a test the folders that the script has made and closed."""
     for outer, inner, _ in os.walk(folder):
         for path in (Path(outer, name) for name in inner):
             if str(path.relative_to(folder)) not in before and not path.is_symlink():

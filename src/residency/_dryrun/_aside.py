@@ -1,4 +1,4 @@
-"""Where a dry run keeps what was there before it, and the script does not look.
+"""The folders in which a dry run keeps older files, out of the script's way.
 
 Loaded by its path in processes that may never import torch: nothing but the standard library.
 """

@@ -320,7 +320,14 @@ class FilesWatch:
         src_dir_fd: int | None = None,
         dst_dir_fd: int | None = None,
     ) -> Callable[[], None] | None:
-        old, new = place_of(src, src_dir_fd), place_of(dst, dst_dir_fd)
+        move = self._move_of(place_of(src, src_dir_fd), place_of(dst, dst_dir_fd))
+        return None if move is None else functools.partial(self._after_rename, *move)
+
+    def _move_of(self, old: str, new: str) -> tuple[str, str, bool, tuple[int, int]] | None:
+        """Notes a move that may be about to be made; returns what to look for after it.
+
+        Whether it is done is noted then: the undo looks, where the process is killed between.
+        """
         if old == new or self._is_out(old) or self._is_out(new):
             return None
         found = found_at(old, follows=False)
@@ -329,9 +336,8 @@ class FilesWatch:
         self._aside.look_at_move(old, new)
         self._before_loss(new)
         is_folder, identity = stat.S_ISDIR(found.st_mode), id_of(found)
-        # Whether it is done is noted after it: the undo looks, where the process is killed between.
         self._note("moving", old, new, is_folder, identity)
-        return functools.partial(self._after_rename, old, new, is_folder, identity)
+        return old, new, is_folder, identity
 
     def _after_rename(self, old: str, new: str, is_folder: bool, identity: tuple[int, int]) -> None:
         if has_id(new, identity) and not has_id(old, identity):
@@ -345,9 +351,9 @@ class FilesWatch:
 
     def _before_hidden_rename(self, old: object, new: object, first: int, second: int) -> None:
         """Hears of one that Python itself makes, of a compiled module: it is taken as done."""
-        after = self._before_rename(old, new, src_dir_fd=first, dst_dir_fd=second)
-        if isinstance(after, functools.partial):
-            self._follow_move(*after.args[:3])
+        move = self._move_of(place_of(old, first), place_of(new, second))
+        if move is not None:
+            self._follow_move(*move[:3])
 
     def _before_rmdir(self, path: object, folder: int) -> None:
         self._before_remove(path, folder)

@@ -1,4 +1,4 @@
-"""What a path means to the system, and what that would let this process do there.
+"""The meaning of a path to the system, and what this process may do there.
 
 Loaded by its path in processes that may never import torch: nothing but the standard library.
 """

@@ -1,4 +1,4 @@
-"""What an answer says of memory that grows: for how many steps a training fits, and what grows."""
+"""Memory that grows: for how many steps a training fits, and the names of what grows."""
 
 from __future__ import annotations
 

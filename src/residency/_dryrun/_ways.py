@@ -112,11 +112,13 @@ class Ways:
         """
         for file in {**places, **self._spans}:
             source = self._source(file) if is_script(file) else None
+            if source is None:
+                continue
             spans = places.get(file, set()) | self._spans.get(file, set())
-            for node in ast.walk(source.tree) if source is not None else ():
+            for node in ast.walk(source.tree):
                 if not isinstance(node, ast.If | ast.While) or _only_says(node):
                     continue
-                if source is not None and _hangs_on(source, node.test, spans):
+                if _hangs_on(source, node.test, spans):
                     is_loop = isinstance(node, ast.While) or _ends_loop(source, node)
                     place = line_of(file, node.lineno)
                     yield {"line": place, "what": _LOOP if is_loop else _BRANCH}

@@ -151,9 +151,11 @@ def _loan(
         home = inner.copy_of(home)
     if is_lasting:
         home.is_watched = is_watched and (home.is_watched or not lending.is_lasting(home.tensor))
-    lent = loans.lend(home.tensor, home.value, inner.under_way, is_lasting=is_lasting)
+    num_writes = partial(inner.num_writes_of, home)
+    lent = loans.lend(
+        home.tensor, home.value, inner.under_way, is_lasting=is_lasting, num_writes=num_writes
+    )
     lent.region = home.region
-    lent.watch(partial(inner.num_writes_of, home))
     if is_lasting and not is_watched:
         lent.own_bytes = partial(inner.own_bytes, home)
     return lent

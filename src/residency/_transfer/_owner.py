@@ -31,27 +31,30 @@ class Lent:
         value: What callers see: the tensor, or a ``DTensor`` around it.
         written: The event after which the bytes are final, or None when they are.
         region: The range of a slab that the bytes are, where the owner says so.
+        num_writes: Returns a number that grows when a caller writes into the bytes, where the owner
+            has other tensors over them.
         own_bytes: Returns the final bytes in memory that the borrower alone has; None of one who
             reads and no more.
     """
 
     _is_over = True  # of one that an interrupt left half made, which lends nothing
 
-    def __init__(self, tensor: Tensor, value: Tensor, written: torch.Event | None) -> None:
+    def __init__(
+        self,
+        tensor: Tensor,
+        value: Tensor,
+        written: torch.Event | None,
+        num_writes: Callable[[], int] | None = None,
+    ) -> None:
         self.region: Region | None = None
         self.own_bytes: Callable[[Tensor], Tensor] | None = None
         self.tensor = tensor
         self.value = value
         self.written = written
         self._borrower = object()
-        self.watch(partial(write_count, tensor))
+        self._num_writes = num_writes or partial(write_count, tensor)
+        self._num_before = self._num_writes()
         self._is_over = False
-
-    def watch(self, num_writes: Callable[[], int]) -> None:
-        """Takes what ``is_written`` asks, a number that grows when a caller writes into the bytes,
-        where the owner has other tensors over them.
-        """
-        self._num_writes, self._num_before = num_writes, num_writes()
 
     def is_written(self) -> bool:
         """Returns whether a caller has written into it in place since the loan began; not through
@@ -101,6 +104,7 @@ class Loans:
         written: torch.Event | None,
         *,
         is_lasting: bool = False,
+        num_writes: Callable[[], int] | None = None,
     ) -> Lent:
         """Begins a loan, of which these know before it begins.
 
@@ -109,8 +113,9 @@ class Loans:
             value: What callers see: the tensor, or a ``DTensor`` around it.
             written: The event after which the bytes are final, or None when they are.
             is_lasting: Whether the loan may last for good, so that no step must wait for its end.
+            num_writes: See ``Lent``.
         """
-        lent = Lent(tensor, value, written)
+        lent = Lent(tensor, value, written, num_writes)
         self._all.append(lent)
         lent.begin(is_lasting=is_lasting)
         return lent

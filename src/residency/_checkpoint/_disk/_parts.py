@@ -118,7 +118,7 @@ class Lease:
         return view
 
     def written(self) -> None:
-        """Says that one chunk's share of the bytes is written; releases after the last.
+        """Counts one chunk's share of the bytes as written; releases after the last.
 
         Raises:
             CheckpointError: The bytes changed meanwhile.

@@ -32,5 +32,5 @@ def test_torchs_redrawing_of_truncated_weights_ends(tmp_path: Path) -> None:
         timeout=100,
         check=False,
     )
-    assert done.returncode == 3, done.stderr  # it trains nothing
+    assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ended"] == "finished", done.stderr

@@ -2,14 +2,15 @@
 
 The stock plugin clones the whole checkpoint on the device for every save that is pending. The
 capacity is what training takes with synchronous saves, plus one and a half such clones. Real
-Lightning runs on all sides; each writes with Lightning's own ``TorchCheckpointIO``, slowed down as
-a shared file system is.
+Lightning runs on all sides; each writes with Lightning's own ``TorchCheckpointIO``, to a disk that
+ends a write when training comes to a later save. No clock decides: a busy machine shows the same.
 """
 
 from __future__ import annotations
 
 import logging
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -36,7 +37,6 @@ from residency.integrations.lightning import ResidencyCheckpointIO
 trainer = Trainer(plugins=[ResidencyCheckpointIO()])    # instead of AsyncCheckpointIO()"""
 
 _NUM_SAVES = 6
-_DISK_SECONDS = 0.7
 _SHAPE = ModelShape(
     num_layers=6,
     hidden_size=256,
@@ -56,37 +56,70 @@ class _SavingRun(LimitedRun):
     num_parameters: int = 0
 
 
+class _Pace:
+    """When the disk ends a write: as the save begins that is so many after it.
+
+    ``ResidencyCheckpointIO`` lets a save wait for the write before it, so its disk is one save
+    behind. ``AsyncCheckpointIO`` waits for none, so that its disk can be two behind.
+    """
+
+    def __init__(self, *, saves_behind: int) -> None:
+        self._behind = saves_behind
+        self._ended = threading.Semaphore(0)
+
+    def save_begins(self, step: int) -> None:
+        """The training asks for the save of ``step``."""
+        if step > self._behind:
+            self._ended.release()
+
+    def let_all_end(self) -> None:
+        """Training is over, or failed: whoever waits for the disk shall not wait for ever."""
+        self._ended.release(2 * _NUM_SAVES)
+
+    def wait(self) -> None:
+        """Waits, in the thread that writes, until a write may end."""
+        self._ended.acquire()
+
+
 def run_async_save(bench: Bench, settings: Settings, show: Show) -> Report:
     """Trains with synchronous saves, with the stock plugin and with ours, and compares.
 
     Raises:
         RefusedError: Lightning is not installed, or it cannot use this device.
     """
-    io, stock_io = _plugins()
+    disk, stock_io = _plugins()
 
-    def run(label: str, plugin: Callable[[], Any], capacity_bytes: int | None) -> _SavingRun:
+    def run(
+        label: str, plugin: Callable[[_Pace], Any], capacity_bytes: int | None, pace: _Pace
+    ) -> _SavingRun:
         bench.limit(capacity_bytes)
         show(label, "train", 0, _NUM_SAVES)
         try:
-            done = _train(settings, plugin, lambda step: show(label, "save", step, _NUM_SAVES))
+            done = _train(
+                settings, plugin(pace), pace, lambda step: show(label, "save", step, _NUM_SAVES)
+            )
         finally:
             bench.settle()
         if done.phase is None:
             show(label, "eval", _NUM_SAVES, _NUM_SAVES)
         return done
 
-    def ours_io() -> Any:
+    def ours_io(pace: _Pace) -> Any:
         from residency.integrations.lightning import ResidencyCheckpointIO
 
-        return ResidencyCheckpointIO(io())
+        return ResidencyCheckpointIO(disk(pace))
 
-    _train(settings, io, lambda step: None)  # libraries take what they keep
+    fast = _Pace(saves_behind=0)
+    fast.let_all_end()
+    _train(settings, disk(fast), fast, lambda step: None)  # libraries take what they keep
     bench.mark_empty()
-    reference = run(_LABELS[0], io, None)
+    reference = run(_LABELS[0], disk, None, fast)
     clone_bytes = 4 * _STATE_COPIES * reference.num_parameters
     capacity_bytes = reference.peak_bytes + clone_bytes + clone_bytes // 2
-    stock = run(_LABELS[1], lambda: stock_io(io()), capacity_bytes)
-    ours = run(_LABELS[2], ours_io, capacity_bytes)
+    stock = run(
+        _LABELS[1], lambda pace: stock_io(disk(pace)), capacity_bytes, _Pace(saves_behind=2)
+    )
+    ours = run(_LABELS[2], ours_io, capacity_bytes, _Pace(saves_behind=1))
     different = different_values(_computed(reference), _computed(ours))
     return Report(
         case=NAME,
@@ -124,8 +157,8 @@ def _promises(
     )
 
 
-def _plugins() -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """Returns Lightning's plain writer, slowed down, and its asynchronous plugin."""
+def _plugins() -> tuple[Callable[[_Pace], Any], Callable[[Any], Any]]:
+    """Returns Lightning's plain writer to a slow disk, and its asynchronous plugin."""
     try:
         from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
     except ImportError as error:
@@ -135,17 +168,21 @@ def _plugins() -> tuple[Callable[[], Any], Callable[[Any], Any]]:
         ) from error
 
     class Disk(TorchCheckpointIO):  # type: ignore[misc]  # follow_imports = skip
-        """A disk that takes as long as a shared file system."""
+        """A disk that is slower than the steps, as a shared file system is."""
+
+        def __init__(self, pace: _Pace) -> None:
+            super().__init__()
+            self._pace = pace
 
         def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-            time.sleep(_DISK_SECONDS)
+            self._pace.wait()
             super().save_checkpoint(*args, **kwargs)
 
     return Disk, AsyncCheckpointIO
 
 
 def _train(
-    settings: Settings, plugin: Callable[[], Any], advance: Callable[[int], None]
+    settings: Settings, plugin: Any, pace: _Pace, advance: Callable[[int], None]
 ) -> _SavingRun:
     import lightning.pytorch as lightning
 
@@ -153,7 +190,11 @@ def _train(
     run, started = _SavingRun(), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = _make_module(run, settings, Path(folder), advance)
+        model = _make_module(run, settings, Path(folder), pace, advance)
+        ends = lightning.callbacks.LambdaCallback(
+            on_train_end=lambda *ignored: pace.let_all_end(),
+            on_exception=lambda *ignored: pace.let_all_end(),
+        )
         trainer = lightning.Trainer(
             accelerator="gpu",
             devices=1,
@@ -163,7 +204,8 @@ def _train(
             enable_progress_bar=False,
             enable_model_summary=False,
             default_root_dir=folder,
-            plugins=[plugin()],
+            plugins=[plugin],
+            callbacks=[ends],
         )
         loader: Any = torch.utils.data.DataLoader(_batches(settings), batch_size=None)  # type: ignore[arg-type]
         _device.reset_peak()
@@ -192,7 +234,11 @@ def _batches(settings: Settings) -> list[torch.Tensor]:
 
 
 def _make_module(
-    run: _SavingRun, settings: Settings, folder: Path, advance: Callable[[int], None]
+    run: _SavingRun,
+    settings: Settings,
+    folder: Path,
+    pace: _Pace,
+    advance: Callable[[int], None],
 ) -> Any:
     """Returns Lightning's module, which notes in ``run`` how far it is."""
     import lightning.pytorch as lightning
@@ -217,6 +263,7 @@ def _make_module(
             run.losses.append(outputs["loss"].item())
             advance(index + 1)
             run.phase = "save"
+            pace.save_begins(index + 1)
             self.trainer.save_checkpoint(folder / f"{index + 1}.ckpt")
 
     return Model()
@@ -233,8 +280,8 @@ def _computed(run: _SavingRun) -> dict[str, Any]:
 def _facts(reference: _SavingRun, clone_bytes: int, capacity_bytes: int) -> dict[str, str]:
     return {
         "model": f"Qwen3 architecture, {reference.num_parameters:,} parameters in fp32, AdamW",
-        "saves": f"{_NUM_SAVES}, one a step, {format_bytes(clone_bytes)} each; the disk takes "
-        f"{_DISK_SECONDS} s longer than this machine's",
+        "saves": f"{_NUM_SAVES}, one a step, {format_bytes(clone_bytes)} each; the disk "
+        "is one save behind, and two with AsyncCheckpointIO, which does not wait for it",
         "capacity": "peak with synchronous saves + 1.5 checkpoints = "
         f"{format_bytes(capacity_bytes)}",
     }

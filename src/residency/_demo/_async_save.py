@@ -57,7 +57,7 @@ class _SavingRun(LimitedRun):
 
 
 class _Pace:
-    """When the disk ends a write: as the save begins that is so many after it.
+    """The pace of the disk: it ends a write as the save begins that is so many after it.
 
     ``ResidencyCheckpointIO`` lets a save wait for the write before it, so its disk is one save
     behind. ``AsyncCheckpointIO`` waits for none, so that its disk can be two behind.
@@ -68,12 +68,12 @@ class _Pace:
         self._ended = threading.Semaphore(0)
 
     def save_begins(self, step: int) -> None:
-        """The training asks for the save of ``step``."""
+        """Ends a write where the training asks for the save of ``step``."""
         if step > self._behind:
             self._ended.release()
 
     def let_all_end(self) -> None:
-        """Training is over, or failed: whoever waits for the disk shall not wait for ever."""
+        """Ends all writes, as training is over, or has failed."""
         self._ended.release(2 * _NUM_SAVES)
 
     def wait(self) -> None:

@@ -358,3 +358,24 @@ def test_commands_that_cannot_be_recorded_are_errors(
         assert message in capsys.readouterr().err
     assert main(["record", "--", "true"]) == 0
     assert "no Python process of the command has used torch" in capsys.readouterr().err
+
+
+@with_room
+@pytest.mark.parametrize("when", ["before", "inside"])
+def test_steps_of_an_optimizer_that_is_offloaded_have_not_failed(
+    device: torch.device, tmp_path: Path, when: str
+) -> None:
+    model = torch.nn.Linear(64, 64, device=device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if when == "before":
+        residency.offload_optimizer(optimizer, bucket="1MiB")
+    with residency.record(tmp_path / "run.jsonl"):
+        if when == "inside":
+            residency.offload_optimizer(optimizer, bucket="1MiB")
+        for _ in range(3):
+            model(torch.ones(2, 64, device=device)).sum().backward()
+            optimizer.step()
+    ends = [line for line in _lines(tmp_path / "run.jsonl") if line["kind"] == "end"]
+    steps = [line for line in ends if line["phase"] == "optimizer_step"]
+    assert len(steps) == 3
+    assert not any(line.get("error") for line in ends), ends

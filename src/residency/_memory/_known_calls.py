@@ -24,6 +24,7 @@ from residency._memory._passes import Passes
 from residency._memory._phase import begin_phase, end_phase, open_phases, phase
 
 _STEP = "optimizer_step"
+_OPTIMIZER = str(sys.modules[Optimizer.__module__].__file__)
 # module -> (name in it, phase)
 _CALLS: dict[str, tuple[tuple[str, str], ...]] = {
     "torch": (("save", "save"), ("load", "load")),
@@ -116,8 +117,12 @@ class KnownCalls:
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if self._passes is not None:
             self._passes.end_forward()
-        # The hook after a step that raises does not run: the frame that calls this one tells.
-        begin_phase(_STEP, optimizer, frame=sys._getframe(1))
+        # The hook after a step that raises does not run: torch's frame that calls this one tells,
+        # if by way of a frame that is done before the step begins.
+        caller = sys._getframe(1)
+        near = [each for each in (caller, caller.f_back) if each is not None]
+        torchs = (each for each in near if each.f_code.co_filename == _OPTIMIZER)
+        begin_phase(_STEP, optimizer, frame=next(torchs, caller))
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if any(visit._owner is optimizer for visit in open_phases()):

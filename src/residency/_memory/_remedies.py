@@ -199,7 +199,19 @@ def _copies(failure: Failure) -> Iterator[Remedy]:
 
 
 def _second_model(failure: Failure) -> Iterator[Remedy]:
-    """Finds a model with no gradients whose tensors another one has in the same shapes."""
+    """Finds a copy of a model that is being made, or a model with no gradients whose tensors
+    another one has in the same shapes.
+    """
+    move = failure.move
+    if move is not None and move.copied_bytes:
+        whole = move.copied_bytes + move.rest_bytes
+        yield Remedy(
+            whole,
+            f"in a copy of a model that copy.deepcopy makes, of which {format_bytes(whole)} are to "
+            "come to the device: residency.park(model) before, residency.unpark(model) after, and "
+            "the copy is on the host",
+        )
+        return
     models: dict[str, list[Holder]] = {}
     trained = {each.root for each in failure.holders if each.kind == "gradient"}
     for holder in failure.holders:

@@ -192,6 +192,11 @@ def _hint(value: object) -> str:
     if isinstance(value, list | tuple | set | int | float | str | bytes):
         plain = next(kind for kind in type(value).__mro__ if kind.__module__ == "builtins")
         return f"give {plain.__name__}(it)"
+    if callable(getattr(value, "load_state_dict", None)):
+        return (
+            "a state_dict() has it as it is: let that one give its state_dict() instead, or save "
+            "it under a name of its own"
+        )
     return "give one of those instead"
 
 

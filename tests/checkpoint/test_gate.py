@@ -162,3 +162,12 @@ def check(lab, no_loans, offload, max_in_flight, spare, actions):
         assert no_loans()
     finally:
         shutil.rmtree(directory)
+
+
+@pytest.mark.parametrize("given", [[torch.ones(1)], torch.nn.Linear(1, 1), None, {"a": 1}])
+def test_mutating_takes_tensors_alone(given):
+    with (
+        pytest.raises(residency.InvalidArgumentError, match=r"mutating\(\*model.parameters\(\)\)"),
+        residency.mutating(torch.ones(1), given),
+    ):
+        pass

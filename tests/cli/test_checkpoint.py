@@ -121,6 +121,8 @@ def test_verify_as_json_names_file_tensor_and_offset(
         (["--keep", "1", "--best", "1", "--metric", "loss"], [1, 3]),
         (["--best", "1", "--metric", "loss", "--greatest"], [2, 3]),
         (["--keep", "9"], []),
+        (["--above", "2"], [3, 4]),
+        (["--above", "4"], []),
     ],
 )
 def test_prune_removes_what_is_not_kept(
@@ -171,6 +173,8 @@ def test_a_wrong_directory_is_one_clear_line(
         (["verify", "--step", "7"], "has no save of step 7"),
         (["prune"], "give prune --keep N"),
         (["prune", "--keep", "0"], "expected at least 1"),
+        (["prune", "--above", "0"], "none would stay. The lowest is that of step 1"),
+        (["prune", "--above", "2", "--keep", "1"], "or --above STEP alone"),
         (["prune", "--best", "2"], "give both, or neither"),
         (["prune", "--keep", "1", "--metric", "loss"], "give both, or neither"),
     ],

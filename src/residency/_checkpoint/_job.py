@@ -28,6 +28,7 @@ from residency._checkpoint._save import (
     let_locals_go,
     unreported,
 )
+from residency._checkpoint._sources._own import check_whole
 from residency._errors import CheckpointError, CorruptSaveError
 from residency._ranks import absent_ranks, failures_of_ranks, rank_and_world_size
 from residency._transfer import SlabArena
@@ -199,6 +200,7 @@ class Job:
             ),
             document=self.captured.document,
             metrics=self.metrics,
+            check_whole=check_whole,
         )
 
     def _check_is_whole(self) -> None:

@@ -16,7 +16,7 @@ import torch
 from residency import _device
 from residency._checkpoint._disk._manifest import MANIFEST
 from residency._checkpoint._document._nodes import TENSOR, TUPLE, Node, is_plain_dict, kind_of
-from residency._errors import CorruptSaveError, warn
+from residency._errors import CorruptSaveError, RefusedError, warn
 
 _SEED_AND_OFFSET = 16
 _NAMES = ("python", "numpy", "torch", "accelerator")
@@ -37,7 +37,7 @@ def random_states() -> dict[str, Any]:
         accelerator = {"type": device.type, "state": state}
     return {
         "python": random.getstate(),
-        "numpy": None if numpy is None else numpy.random.get_state(),
+        "numpy": None if numpy is None else _numpy_state(numpy),
         "torch": torch.get_rng_state(),
         "accelerator": accelerator,
     }
@@ -79,9 +79,17 @@ def check(values: Mapping[str, Any]) -> None:
     if values.get("numpy") is not None:
         import numpy
 
-        here: Any = numpy.random.get_state(legacy=False)
-        if here["bit_generator"] == "MT19937":  # else one of the user's choice
-            numpy.random.RandomState(0).set_state(values["numpy"])
+        state = values["numpy"]
+        saved = state["bit_generator"] if isinstance(state, dict) else state[0]
+        kind = type(vars(numpy.random)["get_bit_generator"]())  # its stubs lack the name
+        if saved != kind.__name__:
+            raise RefusedError(
+                f"the save has the state of a numpy.random.{saved}, and numpy's global generator "
+                f"here is a {kind.__name__}. Nothing was changed; call "
+                f"numpy.random.set_bit_generator(numpy.random.{saved}()) first, or restore with "
+                "rng=False."
+            )
+        numpy.random.RandomState(kind()).set_state(state)
     torch.Generator().set_state(values["torch"])
     saved = values.get("accelerator")
     if saved is not None and saved["state"].dtype != torch.uint8:
@@ -111,6 +119,12 @@ def restore(values: Mapping[str, Any]) -> None:
         )
         return
     _device.set_rng_state(saved["state"], device)
+
+
+def _numpy_state(numpy: Any) -> Any:
+    """Returns the state of numpy's global generator: the usual one's as a tuple, else a dict."""
+    is_usual = type(numpy.random.get_bit_generator()).__name__ == "MT19937"
+    return numpy.random.get_state(legacy=is_usual)
 
 
 def _as_tuples(state: Any) -> Any:

@@ -20,6 +20,7 @@ from residency._checkpoint._disk import (
     Manifest,
     Retention,
     Verification,
+    steps_above,
     verify_save,
 )
 from residency._errors import CheckpointError, InvalidArgumentError
@@ -58,7 +59,12 @@ def add_parser(
         "1 when something is damaged, 2 on an error.",
     )
     verify.add_argument("--step", type=int, metavar="N", help="verify this save only")
-    prune = add_task("prune", _prune, "Remove saves; the newest one always stays.")
+    prune = add_task(
+        "prune", _prune, "Remove saves; the newest one always stays, but with --above."
+    )
+    prune.add_argument(
+        "--above", type=int, metavar="STEP", help="remove those of higher steps, to go on from STEP"
+    )
     prune.add_argument("--keep", type=int, metavar="N", help="keep the newest N")
     prune.add_argument("--best", type=int, default=0, metavar="K", help="keep the K best, too")
     prune.add_argument(
@@ -177,17 +183,25 @@ def _lines(result: Verification) -> list[tuple[str, str, str]]:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    if arguments.keep is None and not arguments.best:
-        raise InvalidArgumentError("give prune --keep N, or --best K with --metric NAME.")
+    is_thinned = arguments.keep is not None or bool(arguments.best)
+    if is_thinned == (arguments.above is not None):
+        raise InvalidArgumentError(
+            "give prune --keep N, or --best K with --metric NAME; or --above STEP alone."
+        )
     retention = Retention(arguments.keep, arguments.best, arguments.metric, arguments.greatest)
     directory = _open_directory(arguments.directory)
     if arguments.dry_run:
         steps, leftovers = directory.beyond(retention), []
+        if arguments.above is not None:
+            steps = steps_above(directory.steps(), arguments.above)
     else:
         directory.lock()
         try:
             leftovers = directory.clean_up()
-            steps = directory.apply(retention)
+            if arguments.above is not None:
+                steps = directory.remove_above(arguments.above)
+            else:
+                steps = directory.apply(retention)
         finally:
             directory.unlock()
     kept = [step for step in directory.steps() if step not in steps]

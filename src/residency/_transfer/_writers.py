@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from residency._dtensor import local_of
-from residency._errors import RefusedError
+from residency._errors import InvalidArgumentError, RefusedError
 from residency._registries import WeakRegistry
 from residency._transfer._gate import gates
 from residency._transfer._lending import lending
@@ -62,14 +62,22 @@ def mutating(*tensors: Tensor) -> Iterator[None]:
 
     A snapshot reads a tensor on a stream of its own while training goes on. Code in this body
     comes after such reads: the current stream waits for them, the host does not, but for state of
-    an offloaded optimizer, which a save borrows.
+    an offloaded optimizer, which a save borrows. A snapshot or a save that the body itself makes
+    is not covered: begin another block after it.
 
     Args:
-        tensors: What the body writes; parameters, buffers, or states.
+        tensors: What the body writes; parameters, buffers, or states, each by itself.
 
     Raises:
+        InvalidArgumentError: One of them is no tensor.
         RefusedError: A snapshot has borrowed one of them: assign to the state instead.
     """
+    for each in tensors:
+        if not isinstance(each, Tensor):
+            raise InvalidArgumentError(
+                f"mutating takes tensors, each by itself, and this is a {type(each).__name__}. "
+                "Write mutating(*model.parameters()), or mutating(*tensors)."
+            )
     before_write(tensors)
     yield
 

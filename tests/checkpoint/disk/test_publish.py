@@ -324,3 +324,19 @@ def test_a_request_that_means_nothing_is_refused_and_released(
         saves.directory(tmp_path).save(request, timeout_seconds=0)
     assert released == dict.fromkeys(saves.tensors(0), 1)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"best": 1.5, "metric": "loss"},
+        {"best": float("inf"), "metric": "loss"},
+        {"best": True, "metric": "loss"},
+        {"newest": 2.5},
+        {"newest": "2"},
+        {"best": 1, "metric": 3},
+    ],
+)
+def test_a_retention_of_what_is_no_count_is_refused(given) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"whole number|give its name"):
+        Retention(**given)

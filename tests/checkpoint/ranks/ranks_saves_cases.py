@@ -39,6 +39,8 @@ from ranks_lab import (
 )
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn.parallel import DistributedDataParallel
 
@@ -61,6 +63,25 @@ def replicas_of_shards_come_back_on_all_of_them() -> None:
 
 
 @two
+def stages_of_a_pipeline_have_their_own_shards_of_one_name() -> None:
+    rank = dist.get_rank()
+    mine = [DeviceMesh("cpu", [each]) for each in (0, 1)][rank]
+
+    def stage(value: float, size: int) -> nn.Module:
+        linear = nn.Linear(size, 1, bias=False)
+        nn.init.constant_(linear.weight, value)
+        return fully_shard(nn.Sequential(linear), mesh=mine)  # type: ignore[return-value]
+
+    for name, sizes in (("alike", (2, 2)), ("other-shapes", (2, 3))):
+        with residency.Checkpointer(FOLDER / f"stages-{name}") as checkpointer:
+            checkpointer.save(1, {"model": stage(10.0 + rank, sizes[rank])}).wait()
+            fresh = stage(0.0, sizes[rank])
+            checkpointer.restore({"model": fresh})
+        found = fresh[0].weight.full_tensor()  # type: ignore[index]
+        assert found.eq(10.0 + rank).all(), found
+
+
+@two
 def tensor_parallel_parameters_come_back() -> None:
     saved_while_training(tensor_parallel, "tp", ACROSS)
 
@@ -68,6 +89,29 @@ def tensor_parallel_parameters_come_back() -> None:
 @four
 def shards_in_two_dimensions_come_back() -> None:
     saved_while_training(two_dimensional, "two-dimensional", ACROSS[1:])
+
+
+@two
+def ranks_save_what_each_has_under_names_of_its_own() -> None:
+    rank = dist.get_rank()
+    linear = nn.Linear(2, 3 + rank)
+    nn.init.constant_(linear.weight, 7.0 + rank)
+    with residency.Checkpointer(FOLDER / "own-names") as checkpointer:
+        state = {f"stage{rank}": linear, f"view{rank}": [linear.weight.detach()[1:]], "both": rank}
+        checkpointer.save(1, state).wait()
+
+
+@after
+def one_rank_finds_what_each_had() -> None:
+    folder = FOLDER / "own-names"
+    for rank in (0, 1):
+        fresh, other = nn.Linear(2, 3 + rank), nn.Linear(2, 3 + rank)
+        residency.load_into(fresh, folder, name=f"stage{rank}")
+        state = {f"stage{rank}": other, f"view{rank}": [torch.zeros(2 + rank, 2)], "both": None}
+        residency.Checkpointer(folder).restore(state, rng=False)
+        for found in (fresh.weight, other.weight, state[f"view{rank}"][0]):  # type: ignore[index]
+            assert found.eq(7.0 + rank).all()
+        assert state["both"] == 0
 
 
 @one
@@ -169,6 +213,71 @@ def what_all_ranks_have_is_written_once() -> None:
         assert_same(resumed, undisturbed)
         for mine, other in zip(resumed.model.buffers(), undisturbed.model.buffers(), strict=True):
             assert torch.equal(mine.cpu(), other.cpu())
+
+
+@two
+def states_of_a_part_of_the_parameters_are_each_ranks_own() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = {"m": model, "o": optimizer.optim}
+    before = {p: value["exp_avg"].clone() for p, value in optimizer.optim.state.items()}
+    with residency.Checkpointer(FOLDER / "zero") as checkpointer:
+        checkpointer.save(1, state).wait()
+        for value in optimizer.optim.state.values():
+            value["exp_avg"].zero_()
+        checkpointer.restore(state)
+    assert before
+    for parameter, expected in before.items():
+        assert torch.equal(optimizer.optim.state[parameter]["exp_avg"], expected)
+
+
+@two
+def replicas_of_a_part_of_the_ranks_are_each_parts_own() -> None:
+    rank = dist.get_rank()
+    groups = [dist.new_group([each]) for each in (0, 1)]
+
+    def stage(value: float) -> nn.Module:
+        linear = nn.Linear(2 + rank, 1, bias=False)
+        nn.init.constant_(linear.weight, value)
+        return DistributedDataParallel(linear, process_group=groups[rank])
+
+    with residency.Checkpointer(FOLDER / "parts") as checkpointer:
+        checkpointer.save(1, {"m": stage(10.0 + rank)}).wait()
+        fresh = stage(0.0)
+        checkpointer.restore({"m": fresh})
+    assert fresh.module.weight.eq(10.0 + rank).all()  # type: ignore[union-attr,operator]
+
+
+@two
+def a_replica_that_rank_0_does_not_have_is_refused_and_the_next_save_works() -> None:
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    whole = {"m": model, "o": optimizer}
+    with residency.Checkpointer(FOLDER / "lacking") as checkpointer:
+        save = checkpointer.save(1, {"m": model} if dist.get_rank() == 0 else whole)
+        with pytest.raises(residency.ResidencyError, match="alike on all ranks"):
+            save.wait()
+        assert checkpointer.steps() == []
+        checkpointer.save(2, whole).wait()
+        assert checkpointer.restore(whole) == 2
+
+
+@two
+def shards_in_the_state_of_one_rank_alone_are_refused_and_the_next_save_works() -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4)))
+    with residency.Checkpointer(FOLDER / "shards-of-one") as checkpointer:
+        state = {"m": model} if dist.get_rank() == 0 else {"n": 1}
+        with pytest.raises(residency.ResidencyError, match="each rank that has a part of it"):
+            checkpointer.save(1, state).wait()
+        assert checkpointer.steps() == []
+        checkpointer.save(2, {"m": model}).wait()
+        assert checkpointer.restore({"m": model}) == 2
 
 
 @two

@@ -299,7 +299,8 @@ def _shard_note(leaf: Leaf, local: Tensor) -> dict[str, Any]:
         )
     offsets = _offsets_of(sharded)
     is_here = local.numel() > 0 or sharded.numel() == 0
-    return shard_note(sharded.shape, offsets if is_here else None)
+    first = int(sharded.device_mesh.mesh.min())
+    return shard_note(sharded.shape, offsets if is_here else None, first)
 
 
 def _offsets_of(value: Any) -> tuple[int, ...]:

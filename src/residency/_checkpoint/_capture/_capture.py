@@ -212,7 +212,8 @@ class Held:
         names = ", ".join(self.block.names)
         raise CheckpointError(
             f"{names} was written while it was being copied, by code that passes no gate. "
-            "The save was dropped; put that write into `with residency.mutating(tensor):`."
+            "The save was dropped; put that write into `with residency.mutating(tensor):`, which "
+            "begins after the save."
         )
 
     def release(self) -> None:

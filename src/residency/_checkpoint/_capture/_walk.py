@@ -49,10 +49,12 @@ from residency._checkpoint._document._nodes import (
 from residency._dtensor import is_sharded, local_of
 from residency._errors import RefusedError
 from residency._nesting import refuse_inside
+from residency._ranks import rank_and_world_size
 from residency._storages import is_wrapper, storage_key, strided_as
 from residency._transfer import Lent, Loans, owner_of, state_stays, waiting_of
 
 _STATE_METHODS = ("state_dict", "load_state_dict")
+_APART = "PostLocalSGDOptimizer"  # of torch: lets the ranks' replicas differ between averagings
 
 
 @dataclass(slots=True)
@@ -177,6 +179,11 @@ class _StateWalk:
         self.replicated: set[str] = set()
         self._names = parameter_names(tree)
         self._replicated_parameters: set[Tensor] = set()
+        self._stepped: set[Tensor] = set()  # by the optimizers of the tree
+        self._is_alike = True  # replicas, until optimizers step them apart
+        for optimizer in optimizers_in(tree):
+            self._stepped |= {p for group in optimizer.param_groups for p in group["params"]}
+            self._is_alike &= type(optimizer).__name__ != _APART
 
     def _object(self, path: str, value: Any) -> Node | None:
         """Returns the node of what is filled in place, or None for a value."""
@@ -197,7 +204,7 @@ class _StateWalk:
         return None
 
     def _module(self, path: str, module: nn.Module) -> Node:
-        common = _names_in_common(module)
+        common = _names_in_common(module) if self._is_alike else set()
         module = plain_module(module)
         parameters = set(module.parameters())
         storages = {_storage_of(p) for p in parameters}
@@ -223,7 +230,10 @@ class _StateWalk:
             names.append(full)
             if entry.raw in common:
                 self.replicated.add(full)
-        self._replicated_parameters |= {p for n, p in module.named_parameters() if n in common}
+        replicas = {p for n, p in module.named_parameters() if n in common}
+        # An optimizer with a part of them has those of its rank, as torch's ZeRO has.
+        if all(p in self._stepped for p in replicas if p.requires_grad):
+            self._replicated_parameters |= replicas
         node = {KIND: MODULE, "keys": keys, "names": names, "extra": extra}
         if state.is_loaded and state.metadata is not None:
             node["metadata"] = self._value(joined(path, "_metadata"), dict(state.metadata))
@@ -405,6 +415,9 @@ def _names_in_common(module: nn.Module) -> set[str]:
         if inner is None:
             return set()
         module = inner
+    # Those of a part of the ranks may be the stages of a pipeline, which share their names.
+    if module.process_group.size() != rank_and_world_size()[1]:
+        return set()
     wrapped = module.module
     names = {name for name, _ in wrapped.named_parameters(remove_duplicate=False)}
     if module.broadcast_buffers:  # each forward begins with those of rank 0

@@ -98,7 +98,8 @@ def place_of(module: nn.Module, name: str) -> Place:
             continue
         num_left = len(words)
         named.append(words.popleft())
-        part = part._modules.get(named[-1])
+        # Not `get`, which TorchScript's table of parts does not have.
+        part = part._modules[named[-1]] if named[-1] in part._modules else None  # noqa: SIM401
     named += words
     return Place(tuple(parts), ".".join(named), ".".join(named[-num_left:]))
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from residency._checkpoint._disk._publish import CheckpointDirectory, Retention
     from residency._checkpoint._disk._published import new_token, saving_name, step_of
     from residency._checkpoint._disk._read import FileReads, Wanted, read_files
+    from residency._checkpoint._disk._retention import steps_above
     from residency._checkpoint._disk._system import SYSTEM, make_folders, sync_folder, write_file
     from residency._checkpoint._disk._verify import Verification, verify_save
     from residency._checkpoint._disk._write import write_files
@@ -60,6 +61,7 @@ __all__ = [
     "remove_own",
     "saving_name",
     "step_of",
+    "steps_above",
     "sync_folder",
     "verify_save",
     "write_file",
@@ -86,6 +88,7 @@ __getattr__ = door(
         "_parts": ["FilePlan", "Part", "leased"],
         "_publish": ["CheckpointDirectory", "Retention"],
         "_read": ["FileReads", "Wanted", "read_files"],
+        "_retention": ["steps_above"],
         "_system": ["SYSTEM", "make_folders", "sync_folder", "write_file"],
         "_verify": ["Verification", "verify_save"],
         "_write": ["write_files"],

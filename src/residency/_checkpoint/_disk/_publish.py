@@ -38,7 +38,7 @@ from residency._checkpoint._disk._published import (
 )
 from residency._checkpoint._disk._ranks import Attempt
 from residency._checkpoint._disk._request import SaveRequest
-from residency._checkpoint._disk._retention import Retention
+from residency._checkpoint._disk._retention import Retention, steps_above
 from residency._checkpoint._disk._system import (
     SYSTEM,
     System,
@@ -352,6 +352,8 @@ class CheckpointDirectory:
         path = attempt.folder.path
         manifest = Manifest(request.step, attempt.name, dict(request.metrics), reports)
         write_file(self._system, path / MANIFEST, dump_manifest(manifest))
+        if not is_alone:
+            request.check_whole(open_save(path, request.step, system=self._system))
         attempt.folder.strip()
         sync_folder(self._system, path)
         self.publish(path, request.step)
@@ -425,11 +427,18 @@ class CheckpointDirectory:
             RefusedError: Another process writes here.
             CheckpointError: One could not be removed; no part of it counts as a save any more.
         """
+        return self._remove(lambda: self.beyond(retention, spare=spare))
+
+    def remove_above(self, step: int) -> list[int]:
+        """Removes the saves above a step; raises as ``apply`` and ``steps_above`` do."""
+        return self._remove(lambda: steps_above(self.steps(), step))
+
+    def _remove(self, find: Callable[[], list[int]]) -> list[int]:
         with self._locked():
             removed = []
             with self._explaining("be thinned out"):
                 self._published.sync()
-                for step in self.beyond(retention, spare=spare):
+                for step in find():
                     folder = self.folder(step)
                     if self._published.remove(folder) or not exists(
                         self._system, folder / MANIFEST

@@ -8,6 +8,7 @@ from typing import Any
 
 from residency._checkpoint._disk._manifest import check_file_name
 from residency._checkpoint._disk._marks import DATA_SUFFIX
+from residency._checkpoint._disk._open_save import StoredSave
 from residency._checkpoint._disk._parts import FilePlan
 from residency._checkpoint._disk._published import check_token
 from residency._errors import InvalidArgumentError
@@ -27,6 +28,7 @@ class SaveRequest:
         token: Is the same on all ranks of this run, and in no other run.
         number: Its place in the order of this rank's calls; 0 where calls are not counted.
         is_repeated: Says whether this rank was asked for a save of the step again since.
+        check_whole: Raises unless what all ranks wrote can be restored; rank 0 asks it.
     """
 
     step: int
@@ -38,6 +40,7 @@ class SaveRequest:
     token: str
     number: int = 0
     is_repeated: Callable[[], bool] = bool
+    check_whole: Callable[[StoredSave], object] = id
 
     def check(self) -> None:
         """Checks that the request can become a save.

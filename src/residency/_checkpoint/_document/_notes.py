@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ class TensorNote:
         whole_shape: Of the tensor that this is a shard of; None for a whole one.
         offsets: Where the shard begins; None where this rank has no element of it.
         of_rank: Which rank wrote the tensor; None for this one.
+        mesh: The first rank of those that have the tensor's shards. Other ranks may have another
+            tensor of the same name, as the stages of a pipeline do.
     """
 
     dtype: torch.dtype | None = None
@@ -42,6 +44,7 @@ class TensorNote:
     whole_shape: tuple[int, ...] | None = None
     offsets: tuple[int, ...] | None = None
     of_rank: int | None = None
+    mesh: int = 0
 
     @property
     def is_empty_shard(self) -> bool:
@@ -72,12 +75,15 @@ def view_note(
     return {**bytes_note(dtype, shape), "stride": list(stride), "of": of, "start": start}
 
 
-def shard_note(whole_shape: Sequence[int], offsets: Sequence[int] | None) -> dict[str, Any]:
+def shard_note(
+    whole_shape: Sequence[int], offsets: Sequence[int] | None, mesh: int = 0
+) -> dict[str, Any]:
     """Returns the note of a shard; one without ``offsets`` has no element on this rank."""
-    return {
+    note = {
         "whole_shape": list(whole_shape),
         "offsets": None if offsets is None else list(offsets),
     }
+    return {**note, "mesh": mesh} if mesh else note
 
 
 def elsewhere_note(rank: int | None) -> dict[str, Any]:
@@ -109,15 +115,16 @@ def _read(note: Any) -> TensorNote:
     shape = _counts(note["shape"]) if dtype is not None else ()
     whole_shape = _counts(note["whole_shape"]) if "whole_shape" in note else None
     offsets = note["offsets"] if whole_shape is not None else None
-    of_rank = note.get("of_rank")
-    if of_rank is not None and not is_count(of_rank):
-        raise ValueError(f"{of_rank!r} is no rank")
+    of_rank, mesh = note.get("of_rank"), note.get("mesh", 0)
+    if (of_rank is not None and not is_count(of_rank)) or not is_count(mesh):
+        raise ValueError(f"{of_rank!r} or {mesh!r} is no rank")
     read = TensorNote(
         dtype=dtype,
         shape=shape,
         whole_shape=whole_shape,
         offsets=None if offsets is None else _counts(offsets),
         of_rank=of_rank,
+        mesh=mesh,
     )
     if whole_shape is not None and len(read.offsets or whole_shape) != len(whole_shape):
         raise ValueError(f"{read.offsets} is no place in {whole_shape}")
@@ -130,9 +137,7 @@ def _with_view(read: TensorNote, note: Any) -> TensorNote:
         raise ValueError("a view without a dtype, a base or a start")
     if len(stride) != len(read.shape) or start % read.dtype.itemsize:
         raise ValueError(f"{stride} and {start} are no layout of {read.shape}")
-    return TensorNote(
-        read.dtype, read.shape, of, start, stride, read.whole_shape, read.offsets, read.of_rank
-    )
+    return replace(read, of=of, start=start, stride=stride)
 
 
 def _counts(value: Any) -> tuple[int, ...]:

@@ -63,6 +63,7 @@ _OBJECTS: dict[str, tuple[str, type | None]] = {
     MAPPING: ("a mapping", Mapping),
 }
 _MISSING = object()
+_IN_ORDER = (dict, OrderedDict, defaultdict, Counter)  # whose order is a part of the value
 
 
 class DocumentPlan:
@@ -255,6 +256,10 @@ class DocumentPlan:
             for key, result in results.items():
                 if key not in value or value[key] is not result:
                     value[key] = result
+            is_ordered = type(value) in _IN_ORDER
+            if is_ordered and list(results) != [key for key in value if key in results]:
+                for key in results:
+                    value[key] = value.pop(key)
             return value
 
         return finish

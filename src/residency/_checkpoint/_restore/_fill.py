@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from residency import _device
 from residency._checkpoint._disk._read import (
@@ -114,6 +115,9 @@ def fill(
     if is_own_ring:
         ring = Staging(ring_bytes, pin=bool(devices))
     try:
+        # A file is read into the memory of a host tensor, of which autograd would not hear: a
+        # graph that kept the tensor's old values would go on with the new ones.
+        increment_version([target.local for target in work.targets if target.local.is_cpu])
         with torch.no_grad():
             _read_in_order(work, checksums, ring, on_bytes)
             _wait_for_lanes(devices)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from residency._checkpoint._capture._own_pairs import ModuleState
+from residency._checkpoint._capture._wrappers import plain_module
 from residency._checkpoint._disk._manifest import MANIFEST
 from residency._checkpoint._disk._naming import damage_named
 from residency._checkpoint._disk._open_save import open_save
@@ -146,6 +148,7 @@ def find_prefix(module: nn.Module, names: Sequence[str], what: str) -> str:
     """
     mine = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     mine |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    mine |= ModuleState(plain_module(module)).entries.keys()  # as its own state dict has them
     lengths = {name.count(".") for name in mine}
     counts: dict[str, int] = {"": sum(name in mine for name in names)}
     for name in names:

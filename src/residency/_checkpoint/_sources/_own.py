@@ -25,7 +25,7 @@ from residency._checkpoint._document._nodes import Node, read_document
 from residency._checkpoint._document._notes import PLAIN, TensorNote, read_note, senseless
 from residency._checkpoint._sources._safetensors import stored_at
 from residency._checkpoint._sources._source import Source, StoredTensor, check_cover, without_copies
-from residency._errors import CorruptSaveError
+from residency._errors import CorruptSaveError, RefusedError
 
 
 class PublishedSave(Protocol):
@@ -101,15 +101,16 @@ def find_save(path: Path) -> Path | None:
 def open_source(folder: Path) -> Source:
     """Opens a published save as a source.
 
-    Its `values` are the tree of the first rank's document, as it is on disk.
+    Its `values` are the tree of the first rank's document, as it is on disk, with what others alone
+    have.
 
     Raises:
         CorruptSaveError: The manifest, the files and the documents do not fit each other.
     """
     with damage_named(folder, file=MANIFEST):
         save = open_save(folder)
-        saved = saved_for_rank(save, world_size=len(save.documents))
-    tree = save.documents[0]["tree"]
+        saved = saved_for_rank(save, world_size=0)
+    tree = {key: node for each in reversed(save.documents) for key, node in each["tree"].items()}
     return Source(folder, "residency", saved.tensors, tree, save.documents, saved.checksums)
 
 
@@ -119,28 +120,34 @@ def saved_for_rank(save: PublishedSave, *, rank: int = 0, world_size: int = 1) -
     Args:
         save: What the disk layer opened and checked.
         rank: This process's.
-        world_size: How many ranks restore; another number may have saved.
+        world_size: How many ranks restore; another number may have saved. What that rank does not
+            have comes from the lowest that has it then.
 
     Raises:
         CorruptSaveError: A document makes no sense, or names bytes that the files do not have.
     """
     num_saved = len(save.documents)
     source_rank = rank if rank < num_saved else 0
-    tree = read_document(save.documents[source_rank])
+    trees = {source_rank: read_document(save.documents[source_rank])}
+    if num_saved != world_size:
+        trees |= {r: read_document(save.documents[r]) for r in range(num_saved) if r not in trees}
+    rank_of = {key: r for r in reversed(trees) for key in trees[r]}
+    tree = {key: trees[r][key] for key, r in rank_of.items()}
     notes = [_notes(document) for document in save.documents]
-    shards: dict[str, list[StoredTensor]] = {}
+    shards: dict[str, dict[int, list[StoredTensor]]] = {}
     whole: dict[str, dict[int, StoredTensor]] = {}
     tensors: dict[str, Sequence[StoredTensor]] = {}
     for index, name, stored in _located(save, notes):
         note = notes[index].get(name, PLAIN)
         if note.whole_shape is not None:
-            shards.setdefault(name, []).append(stored)
+            shards.setdefault(name, {}).setdefault(note.mesh, []).append(stored)
         elif num_saved == 1:
             tensors[name] = [stored]
         else:
             whole.setdefault(name, {})[index] = stored
-    for name, several in shards.items():
-        tensors[name] = without_copies(several)
+    for name, of_meshes in shards.items():
+        mine = next((each[name].mesh for each in (notes[source_rank], *notes) if name in each), 0)
+        tensors[name] = without_copies(of_meshes[mine if mine in of_meshes else min(of_meshes)])
         check_cover(name, tensors[name], save.folder)
     for name, by_rank in whole.items():
         writer = notes[source_rank].get(name, PLAIN).of_rank
@@ -148,8 +155,9 @@ def saved_for_rank(save: PublishedSave, *, rank: int = 0, world_size: int = 1) -
         tensors.setdefault(name, [by_rank[chosen]])
     views = {
         name: View(note.of, note.start, note.dtype, note.shape, note.stride)
-        for name, note in notes[source_rank].items()
-        if note.of is not None and note.dtype is not None
+        for rank in trees
+        for name in tensor_names([node for key, node in tree.items() if rank_of[key] == rank])
+        if (note := notes[rank].get(name, PLAIN)).of is not None and note.dtype is not None
     }
     for name in tensor_names(list(tree.values())):
         if name not in tensors:
@@ -161,6 +169,37 @@ def saved_for_rank(save: PublishedSave, *, rank: int = 0, world_size: int = 1) -
         for name, record in save.files.items()
     }
     return SavedForRank(save.folder, tree, tensors, views, checksums, num_saved == world_size)
+
+
+def check_whole(save: PublishedSave) -> None:
+    """Asks of what the ranks wrote, before it is published, what a restore will ask of it.
+
+    Raises:
+        RefusedError: A tensor that one rank leaves to another is in no file, or the shards of one
+            do not cover it.
+    """
+    notes = [_notes(document) for document in save.documents]
+    written: list[set[str]] = [set() for _ in notes]
+    for rank, name, _ in _located(save, notes):
+        written[rank].add(name)
+    for rank, of_rank in enumerate(notes):
+        for name, note in of_rank.items():
+            writer = note.of_rank
+            if writer is not None and name not in written[writer] and not note.is_empty_shard:
+                raise RefusedError(
+                    f"{name} of rank {rank} is taken to be alike on all ranks, as what a "
+                    f"DistributedDataParallel module has, and rank {writer} has none. Nothing was "
+                    "saved; give each rank the same state, or give module.module, which each rank "
+                    "saves for itself."
+                )
+    for rank in sorted({0, *(note.mesh for of_rank in notes for note in of_rank.values())}):
+        try:
+            saved_for_rank(save, rank=rank, world_size=len(notes))
+        except CorruptSaveError as error:
+            raise RefusedError(
+                f"what the ranks gave makes no save: {error} Nothing was saved; what is sharded "
+                "has to be in the state of each rank that has a part of it."
+            ) from error
 
 
 def _notes(document: Mapping[str, object]) -> dict[str, TensorNote]:

@@ -352,7 +352,8 @@ def _is_stateless(optimizer: Optimizer, parameter: Tensor) -> bool:
         return False
     with state_stays():
         values: Any = dict.get(optimizer.state, parameter)
-    return not values or (isinstance(optimizer, OffloadedOptimizer) and values.is_template())
+    # Beside a parameter of the host, an offloaded optimizer has a plain dict.
+    return not values or (hasattr(values, "is_template") and values.is_template())
 
 
 def host_template(

@@ -264,3 +264,29 @@ def test_a_second_model_is_named_where_its_bytes_are_enough(dry_run, capacity, i
     assert "a second model of the same shapes, __main__.reference, beside __main__.model" in remedy
     assert f"the cheapest that would have fitted: {remedy}" in outcome.errors
     assert dry_run(TWO, "cpu", options=("--capacity", capacity)).answer["fits"]
+
+
+KEPT = """
+import torch
+kept = []
+for seed in range(24):
+    net = torch.nn.Linear(1024, 1024).cuda()
+    optimizer = torch.optim.AdamW(net.parameters())
+    for _ in range(5):
+        net(torch.randn(8, 1024).cuda()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    kept.append(net.eval()){cpu}
+"""
+
+
+@pytest.mark.parametrize("cpu", ["", "; net.cpu()"])
+def test_models_that_a_loop_of_seeds_keeps_are_counted(dry_run, cpu: str) -> None:
+    outcome = dry_run(KEPT.format(cpu=cpu), options=("--capacity", "640MiB", "--others", "0B"))
+    growth = outcome.answer["growth_of_trainings"]
+    if cpu:
+        assert growth is None
+        return
+    assert growth["bytes_per_training"] == 4 * (1024 * 1024 + 1024)
+    assert "kept" in growth["names"][0]
+    assert "with each training, of which about" in outcome.errors

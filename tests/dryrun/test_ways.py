@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 from tests.dryrun.processes import judged_by
 
-HEAD = "import torch\nrounds = 0\nx = torch.randn(64, device='cuda')\n"
+HEAD = (
+    "import torch, types\nlimits = types.SimpleNamespace(most=1)\nrounds = 0\n"
+    "x = torch.randn(128, device='cuda')[:64]\n"
+)
 # Expressions that are asked for their truth: not computed, and each is true on some GPU, false on
 # another.
 TRUTHS = (
@@ -18,6 +21,14 @@ TRUTHS = (
     "x[0] < x[1]",
     "torch.equal(x, x.flip(0))",
     "(x < 0.5).byte().any()",
+    # Of numbers that Python compares: the usual 1 answers some of them otherwise.
+    "x.argmax().item() == 1",
+    "x.argmax().item() != 1",
+    "x.argmax().item() == 2",
+    "x.sum().item() > 1.5 * 0.01",
+    "float(x.sum()) <= -3",
+    "0.5 >= x[3].item()",
+    "int(x.argmax()) < limits.most",
 )
 CHECKS = (
     "assert {t}",
@@ -44,6 +55,14 @@ UNBOUNDED = (  # one round: no bound is known
     "while not {t}:\n    rounds += 1",
     "while True:\n    rounds += 1\n    if {t}:\n        break",
     "while True:\n    rounds += 1\n    if not {t}:\n        break",
+)
+NAMED = (  # the number has a name before it is compared
+    "for _ in range(8):\n    rounds += 1\n    kl = x.mean().item()\n"
+    "    if kl > 0.015:\n        break",
+    "def decode(end):\n    for n in range(1, 9):\n        token = int(x.argmax())\n"
+    "        if token == end:\n            break\n    return n\nrounds = decode(1)",
+    "def decode(end=2):\n    for n in range(1, 9):\n        token = x.argmax().item()\n"
+    "        if token != end:\n            return n\n    return n\nrounds = decode()",
 )
 KINDS = {"check": CHECKS, "bounded": BOUNDED, "unbounded": UNBOUNDED}
 
@@ -129,3 +148,70 @@ SILENT = (
 def test_of_a_branch_that_no_such_value_decides_nothing_is_said(tmp_path: Path) -> None:
     found = ran(tmp_path, {f"silent_{i}": HEAD + text for i, text in enumerate(SILENT)})
     assert {name: each["lines"] for name, each in found.items() if each["lines"]} == {}
+
+
+def test_a_number_that_has_a_name_is_compared_so_that_a_loop_goes_to_its_bound(
+    tmp_path: Path,
+) -> None:
+    programs = {str(number): HEAD + text + "\n" for number, text in enumerate(NAMED)}
+    found = ran(tmp_path, programs)
+    assert {name: (each["error"], each["rounds"]) for name, each in found.items()} == dict.fromkeys(
+        programs, ("", 8)
+    )
+
+
+DRAWS = {  # each is so on every card
+    "whole": "n = torch.randint(12, 17, (1,), device='cuda').item()\nassert 12 <= n <= 16, n",
+    "only": "assert torch.randint(0, 1, (1,), device='cuda').item() == 0",
+    "share": "skipped = sum(torch.rand(1, device='cuda').item() > 0.9 for _ in range(200))\n"
+    "assert 2 < skipped < 60, skipped",
+    "uniform": "s = int(torch.empty(1, device='cuda').uniform_(96, 160).item())\n"
+    "assert 96 <= s < 160, s",
+    "coin": "while torch.randint(0, 2, (), device='cuda').item():\n    pass",
+    "order": "for n in (3, 1000, 5000):\n    p = torch.randperm(n, device='cuda')\n"
+    "    assert sorted(p.tolist()) == list(range(n))",
+    "generator": "g = torch.Generator('cuda').manual_seed(3)\n"
+    "a = torch.randint(0, 10**6, (3,), device='cuda', generator=g).tolist()\n"
+    "g.manual_seed(3)\n"
+    "assert a == torch.randint(0, 10**6, (3,), device='cuda', generator=g).tolist()",
+    "host": "torch.manual_seed(1)\na = torch.rand(1).item()\ntorch.manual_seed(1)\n"
+    "torch.randint(0, 9, (4,), device='cuda').tolist()\nassert a == torch.rand(1).item()",
+}
+SHARES = (
+    "x.softmax(-1)",
+    "x.softmax(-1).double()",
+    "torch.log_softmax(x, -1).exp()",
+    "x.exp() / x.exp().sum(-1, keepdim=True)",
+    "x / x.sum()",
+    "torch.nn.functional.normalize(x.abs(), p=1, dim=-1)",
+    "x.expand(3, 64).softmax(-1).mean(0)",
+    "x.softmax(-1) * 0.5 + x.softmax(-1) / 2",
+)
+COUNTS = (
+    "(ids != 0).sum()",
+    "(ids != 7).sum(1).max()",
+    "(x.expand(4, 64) > 0).sum(1).max()",
+    "(x > 0).count_nonzero()",
+    "(ids != 0).long().sum(-1).max()",
+    "(ids != 0).sum(1).amax()",
+)
+
+
+def test_draws_shares_and_counts_are_such_as_a_card_may_have(tmp_path: Path) -> None:
+    programs = {f"draw_{name}": HEAD + text + "\n" for name, text in DRAWS.items()}
+    for number, share in enumerate(SHARES):
+        programs[f"share_{number}"] = (
+            f"{HEAD}import numpy\nrounds = {number}\n"
+            f"numpy.random.choice(64, p=({share}).cpu().numpy().astype('f8'))\n"
+        )
+    for number, count in enumerate(COUNTS):
+        programs[f"count_{number}"] = (
+            f"{HEAD}ids = x.expand(4, 64).argsort(-1)\nn = {count}.item()\n"
+            "assert n == 64 or (ids != 0).sum().item() == n == 256, n\n"
+        )
+    found = ran(tmp_path, programs)
+    assert {name: each["error"] for name, each in found.items() if each["error"]} == {}
+    for name, each in found.items():
+        if name.startswith("count"):
+            assert any("mask" in guess for guess in each["guesses"]), name
+    assert any("drawn" in guess for guess in found["draw_only"]["guesses"])

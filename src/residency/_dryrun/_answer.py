@@ -10,7 +10,12 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from residency._dryrun._lasting import growth_line, line_of_passes, steps_that_fit
+from residency._dryrun._lasting import (
+    growth_line,
+    line_of_passes,
+    line_of_trainings,
+    steps_that_fit,
+)
 from residency._dryrun._settings import RunSettings
 from residency._dryrun._verdict import (
     BACKWARD,
@@ -202,6 +207,13 @@ def _conditions(answer: Answer) -> Iterator[str]:
         yield (
             f"an optimizer of {format_bytes(unstepped)} of parameters made no step, so that their "
             "gradients and its state are not in this"
+        )
+    if (of_trainings := line_of_trainings(answer.found, answer.headroom)) is not None:
+        yield of_trainings
+    if thaws := answer.found["left_out"]["thaws"]:
+        yield (
+            f"{thaws[0]} trains more parameters in some round, and later rounds were left out: "
+            "what comes with them may not be in this"
         )
     aim = aim_of(answer.first)
     if aim != STEPS:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from residency._dryrun._files import files_of_run
 from residency._dryrun._paths import givers, path_of
 from residency._dryrun._places import is_ours, is_script, line_of, outwards
 from residency._dryrun._refusals import chain
@@ -52,6 +53,8 @@ _NOTES = {
     "repeats": "each row was taken once, as repeats are not known; the figures from there may be "
     "too low",
     "counts": "counts were taken as equal; the figures from there are those of an even share",
+    "drawn": "a number was drawn; the figures from there are those of this draw, and another may "
+    "take more",
 }
 _LEFT_ALONE = "anything"  # stood for it: memory of the host, with what it had before
 _MOST_NOTES = 5
@@ -71,10 +74,12 @@ class Blame:
         core.attach_guess_observer(self._note)
 
     def _note(self, what: str, numel: int) -> None:
+        if what != "drawn" and (watch := files_of_run()) is not None:
+            watch.has_guessed = True
         frames = list(outwards(sys._getframe().f_back))  # none in a thread of autograd
-        for frame in frames:
+        for frame in frames if what != "drawn" else ():  # as good a number as the card's
             self._places[id(frame.f_code), frame.f_lasti] = frame.f_code, what
-        if what not in _GUESSES:
+        if what not in _NOTES:
             return
         files = [frame.f_code.co_filename for frame in frames]
         asker = next((f for f in files if not f.startswith(TORCH) and not is_ours(f)), "")

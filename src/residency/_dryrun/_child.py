@@ -337,6 +337,7 @@ class Run:
             "remedy": self._remedy,
             "growth": self._growing.found,
             "growth_of_passes": self._growing_passes.found,
+            "growth_of_trainings": self._growing.of_trainings,
             "retries": measure(torch.device("cuda", 0)).num_retries,
             "context": sim.settings()["context"],
             "pinned_peak": sim.pinned_memory_stats()["pinned_bytes.peak"],

@@ -48,10 +48,16 @@ _watch: list[FilesWatch] = []
 
 
 class FilesWatch:
-    """The watch over what this process does to files."""
+    """The watch over what this process does to files.
+
+    Attributes:
+        has_guessed: Whether the script has read what is not computed, so that what it makes from
+            then on may have it.
+    """
 
     def __init__(self, folder: str) -> None:
         """Takes the folder of the run, for the journal and for what can be set aside there."""
+        self.has_guessed = False
         self._folder = os.path.realpath(folder)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         self._path = os.path.join(self._folder, JOURNAL)
@@ -418,7 +424,7 @@ class FilesWatch:
 
     def _make(self, place: str) -> None:
         if not self._made.is_itself_made(place) and not is_closed(place):
-            self._note("new", place)
+            self._note("guessed" if self.has_guessed else "new", place)
             self._made.add(place)
 
     def _note(self, *entry: object) -> None:

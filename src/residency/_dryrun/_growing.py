@@ -11,6 +11,7 @@ gradients that come one after the other, of an evaluation that keeps its outputs
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
@@ -52,6 +53,12 @@ class Growing:
         self._num_steps = num_steps
         self._seen = num_steps()
         self._first = 0  # round of this training
+        self._of_trainings = OfTrainings(books)
+
+    @property
+    def of_trainings(self) -> dict[str, Any] | None:
+        """What each training leaves to the next, how many there were and the names of that."""
+        return self._of_trainings.found
 
     def look(self) -> None:
         """Takes in that a phase has ended; looks at the blocks where a step has, too."""
@@ -60,6 +67,8 @@ class Growing:
             self._first = self._books.round
         elif steps == self._seen[1]:
             return
+        if steps != self._seen[1]:
+            self._of_trainings.see_step(training, self._first)
         self._seen = training, steps
         self._books.round += 1
         self._count(self._books.round - self._first)
@@ -81,6 +90,45 @@ class Growing:
             }
         elif self.found["bytes_per_step"] == a_step:
             self.found["steps"] = num_rounds
+
+
+class OfTrainings:
+    """The growth from one training to the next, of models that a loop of folds or seeds keeps.
+
+    Attributes:
+        found: The fewest bytes by which the memory that is held after a first step grew from each
+            training to the next, the trainings and the names of what they left; None where it did
+            not grow each time.
+    """
+
+    def __init__(self, books: Books) -> None:
+        """Takes the books."""
+        self.found: dict[str, Any] | None = None
+        self._books = books
+        self._held: list[int] = []
+        self._training = -1
+
+    def see_step(self, training: int, first_round: int) -> None:
+        """Takes in a step; the first one of a training counts.
+
+        Args:
+            training: Which one it is.
+            first_round: The round of the books with which it began.
+        """
+        if training == self._training:
+            return
+        self._training = training
+        self._held.append(self._books.held)
+        grown = [after - before for before, after in itertools.pairwise(self._held[1:])]
+        if len(grown) < _FEWEST_ROUNDS or min(grown) < _LEAST_BYTES:
+            self.found = None
+            return
+        named: Mapping[str, object] | None = self.found
+        if named is None:
+            left = self._books.made_in(range(1, first_round), but=STATE)
+            named = _named({a: size for blocks in left.values() for a, size in blocks.items()})
+        size = {"bytes_per_training": min(grown), "trainings": len(self._held)}
+        self.found = {"names": named["names"], "advice": named["advice"], **size}
 
 
 class GrowingPasses:

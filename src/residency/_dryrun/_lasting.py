@@ -55,6 +55,21 @@ def line_of_passes(found: Mapping[str, Any]) -> str | None:
     )
 
 
+def line_of_trainings(found: Mapping[str, Any], headroom: int) -> str | None:
+    """Returns by how much what is held grows with each training, and how many fit; None where it
+    does not.
+    """
+    growth = found["growth_of_trainings"]
+    if not growth:
+        return None
+    size, seen = growth["bytes_per_training"], growth["trainings"]
+    more = max(headroom, 0) // size
+    outer = found["left_out"]["loops"][:1]
+    left = outer[0]["left"] if outer else 0
+    fit = f", of which about {seen + more:,} fit" if left is None or left > more else ""
+    return f"held memory grows by {format_bytes(size)} with each training{fit}{_where(growth)}"
+
+
 def _where(growth: Mapping[str, Any]) -> str:
     names = ", ".join(growth["names"])
     return f", in {names}" * bool(names) + f": {growth['advice']}" * bool(growth["advice"])

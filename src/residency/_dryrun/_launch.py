@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from residency._commands import start_command
+from residency._dryrun._children import not_isolated
 from residency._dryrun._places import is_script
 from residency._dryrun._refusals import OF_CRASH
 from residency._dryrun._settings import RunSettings
+from residency._dryrun._strays import end_strays
 from residency._dryrun._undo import files_put_back
 from residency._dryrun._verdict import went_on
-from residency._errors import ResidencyError
+from residency._errors import InvalidArgumentError, ResidencyError
 from residency._units import format_bytes
 
 _SECONDS_BETWEEN_LOOKS = 0.5
@@ -70,9 +72,14 @@ def dry_run(command: Command) -> dict[str, Any]:
     """Runs a command to its end, or to Ctrl-C, and returns what its training process found.
 
     Raises:
-        InvalidArgumentError: The command cannot be started.
+        InvalidArgumentError: The command cannot be started, or would not be followed.
         NoAnswerError: No process of it has used torch, or none could start a dry run.
     """
+    if not_isolated(command.words) != list(command.words):
+        raise InvalidArgumentError(
+            "python -I, -E and -S ignore what a dry run needs, and would really train. Nothing was "
+            "run; write the command without them."
+        )
     folder = tempfile.mkdtemp(prefix="residency-dry-run-")
     settings = replace(command.settings, folder=folder)
     started = time.monotonic()
@@ -162,6 +169,7 @@ def _run(command: Command, settings: RunSettings, until_ended: int) -> tuple[int
                 return process.wait(_SECONDS_BETWEEN_LOOKS), was_interrupted
             except subprocess.TimeoutExpired:
                 line.show()
+                end_strays(process.pid, command.site)
             except KeyboardInterrupt:  # which the child got, too
                 if was_interrupted:
                     process.kill()

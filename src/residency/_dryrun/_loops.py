@@ -95,11 +95,13 @@ class Loops:
     Attributes:
         cut: Those that were ended before their time, by their lines: the rounds that they had, and
             how many were left, or None where nothing says that. The last one that ended comes last.
+        entered: The branches in loops that were entered, which go by the rounds, by their lines.
     """
 
     def __init__(self) -> None:
         """Begins with none."""
         self.cut: dict[tuple[str, int], tuple[int, int | None]] = {}
+        self.entered: set[tuple[str, int]] = set()
         self._open: dict[_Place, list[Loop]] = {}  # of each frame; the innermost comes last
         self._ending: set[Loop] = set()
         self._waits: list[_Position] | None = None  # for a library, where its loops are ended
@@ -132,6 +134,11 @@ class Loops:
                 loop.num_rounds += 1
                 yield item.pop()  # the script alone keeps it
             self._note_cut(loop, _left_of(iterable, loop.num_rounds))
+
+    def enter(self) -> None:
+        """Notes that a branch is entered."""
+        frame = sys._getframe(1)
+        self.entered.add((frame.f_code.co_filename, frame.f_lineno))
 
     def repeat(self) -> Loop:
         """Returns the context of a ``while`` loop."""

@@ -31,9 +31,10 @@ from typing import Any, TypeVar
 from residency._dryrun._caught import caught
 from residency._dryrun._loops import loops
 from residency._dryrun._places import is_installed, is_ours, is_script
+from residency._dryrun._turning import turning
 
 # By a script, by these names.
-_ASKED = (caught.caught, loops.each, loops.goes_on, loops.mapped, loops.repeat)
+_ASKED = (caught.caught, loops.each, loops.enter, loops.goes_on, loops.mapped, loops.repeat)
 _NAME = "__residency_{}__"
 _AS_A_SCRIPT = "__spec__ = __package__ = __cached__ = None"  # which an archive's module has
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -43,6 +44,7 @@ _LEFT = frozenset({"torch", "functorch", "torchgen", "residency", "accelerate", 
     *("transformers", "lightning", "lightning_fabric", "pytorch_lightning", "ultralytics"),
 }
 _COMPILERS = frozenset({"numba", "triton", "taichi"})  # which read a function's code
+_IMPORT_ERRORS = frozenset({"ImportError", "ModuleNotFoundError"})
 _PASSES = frozenset({"backward", "zero_grad"})
 _TRAINING = re.compile(r"(?:train|fit)(?:_\w+)?")  # what a loop of epochs calls
 _IS_FUNCTION = 0x1  # inspect.CO_OPTIMIZED, which the code of a class or of a module has not
@@ -61,6 +63,7 @@ class _Rewriting(ast.NodeTransformer):
     def __init__(self) -> None:
         """Begins with no change."""
         self.num_changes = 0
+        self._turning: set[ast.AST] = set()
 
     def ask(self, name: str, at: ast.AST, *arguments: ast.expr) -> ast.Call:
         """Returns a call of what the script asks, in the place of a node."""
@@ -69,8 +72,12 @@ class _Rewriting(ast.NodeTransformer):
 
     def visit(self, node: ast.AST) -> ast.AST:
         """Rewrites a node and what is in it."""
+        if isinstance(node, _LOOPS):
+            self._turning |= set(turning(node))
         self.generic_visit(node)
-        if isinstance(node, ast.For) and _calls(node.body):
+        if node in self._turning and isinstance(node, ast.If):
+            node.body.insert(0, ast.copy_location(ast.Expr(self.ask("enter", node)), node))
+        elif isinstance(node, ast.For) and _calls(node.body):
             node.iter = self.ask("each", node.iter, node.iter)
         elif isinstance(node, ast.Call) and _name(node.func) in ("map", "starmap"):
             if len(node.args) > 1 and not any(isinstance(e, ast.Starred) for e in node.args[:2]):
@@ -79,6 +86,8 @@ class _Rewriting(ast.NodeTransformer):
             if not isinstance(node.args[0], ast.Starred):
                 node.args[0] = self.ask("text", node.args[0], node.func, node.args[0])
         elif isinstance(node, ast.ExceptHandler):
+            if node.type is not None and _name(node.type) in _IMPORT_ERRORS:
+                return node  # the script expects that a module is missing, and goes on without
             node.body.insert(0, ast.copy_location(ast.Expr(self.ask("caught", node)), node))
         elif isinstance(node, _Comprehension) and _calls([node]):
             for each in node.generators:

@@ -32,6 +32,7 @@ from residency._dryrun._methods import around
 from residency._dryrun._places import line_of
 from residency._dryrun._reaching import LoadsOfTrained, share
 from residency._dryrun._resumes import TEMPLATE
+from residency._dryrun._unseen import branches_left_out
 from residency._dtensor import local_of
 from residency._memory import ImportWatch, open_phases
 from residency._units import MIB
@@ -120,6 +121,7 @@ class Stopping:
                 {"line": line_of(*line), "rounds": num_rounds, "left": left}
                 for line, (num_rounds, left) in cut
             ],
+            **branches_left_out(loops.cut, loops.entered),
             "evaluations": self._loaders.num_cut,
             "data": short and {"samples": short[0], "batch": short[1]},
         }

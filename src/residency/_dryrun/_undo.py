@@ -27,6 +27,7 @@ from residency._dryrun._made import MadePaths, moved
 _DONE, _ALL_GOES = b".", b"*"
 # Folders of caches, which a later run would have to fill again.
 _CACHES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_HOME", "XDG_CACHE_HOME")
+_DOWNLOADS = ("/hub/", "/xet/")  # what is fetched there is as it was published
 _BEGIN = 256  # bytes of a file, which show what it is
 _SQLITE = b"SQLite format 3\0"
 
@@ -85,6 +86,7 @@ class _Undoing:
         self.failures: list[str] = []
         self._made = MadePaths()
         self._results: set[str] = set()
+        self._guessed: set[str] = set()  # made after a read of what is not computed
         self._names: set[str] = set()  # that the run has given to older files
         self._steps: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._kept: set[str] = set()  # folders
@@ -94,8 +96,9 @@ class _Undoing:
 
     def read(self, kind: str, place: str, *rest: Any) -> None:
         """Follows one entry."""
-        if kind == "new":
+        if kind in ("new", "guessed"):
             self._made.add(place)
+            self._guessed |= {place} if kind == "guessed" else set()
         elif kind == "save":
             self._made.saves.add(place)
         elif kind == "name":
@@ -110,6 +113,7 @@ class _Undoing:
         elif kind == "moved":
             self._moving.pop((place, rest[0]), None)
             is_made = self._made.move(place, rest[0], is_folder=rest[1])
+            self._guessed |= {moved(each, place, rest[0]) for each in self._guessed} - {""}
             if not is_made or self._made.has_older_in(rest[0]):
                 self._steps.append((self._move_back, (place, *rest)))
         elif kind == "kept":
@@ -186,14 +190,20 @@ class _Undoing:
             if os.path.islink(place) and not os.path.exists(place):
                 self._remove(place)
 
-    def remove_new(self) -> None:
-        """Removes all else that the run has made, but for what it has put into caches, and for
-        names that it has given to older files.
+    def remove_new(self, *, are_guessed: bool) -> None:
+        """Removes what else the run has made, but for what it has put into caches, and for names
+        that it has given to older files.
+
+        Args:
+            are_guessed: Whether what the script made before it read what is not computed stays.
         """
+        made = self._guessed.intersection(self._made.all()) if are_guessed else self._made.all()
         caches = [os.path.realpath(os.environ[name]) for name in _CACHES if os.environ.get(name)]
         # The inner ones first.
-        for place in sorted(set(self._made.all()) - self._results, reverse=True):
+        for place in sorted(set(made) - self._results, reverse=True):
             is_cached = "/." in place or any(moved(place, each, each) for each in caches)
+            if place in self._guessed and not any(each in place for each in _DOWNLOADS):
+                is_cached = False  # a later run would take what is not computed for its own
             outer = os.path.dirname(place)
             is_here = os.path.realpath(outer) == outer  # and not by way of a link to others'
             if is_cached or not is_here or not self._made.is_itself_made(place):
@@ -361,8 +371,7 @@ def undo(folder: str, *, has_saves: bool, leaves_new: bool = True) -> list[str]:
     undoing.remove_beside_older()
     if not has_saves:
         undoing.remove_saves()
-        if not leaves_new:
-            undoing.remove_new()
+        undoing.remove_new(are_guessed=leaves_new)
     undoing.finish_folders()
     return undoing.failures
 

@@ -118,6 +118,9 @@ def left_out(found: Found) -> Iterator[str]:
         parts.append("all that comes after the loop in which the script was left")
     if parts:
         yield f"left out: {', '.join(parts)}. Where the inputs are larger there, it takes more"
+    if branches := found["left_out"]["branches"]:
+        where = ", ".join(branches)
+        yield f"no round entered the branches at {where}: what they take is not in this"
 
 
 def _rounds(cut: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The way that a program goes by truth values that a dry run does not compute.
+"""The way that a program goes by truth values and numbers that a dry run does not compute.
 
 The code that asks for one says which way a training goes in which nothing goes wrong: a check
 holds, a loop that something else bounds goes on to that bound (the most that it can take), and a
@@ -15,9 +15,10 @@ import dataclasses
 import dis
 import sys
 from collections.abc import Iterator
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
+from residency._dryrun._compared import Compared, compared_at
 from residency._dryrun._places import is_ours, is_script, line_of, outwards
 from residency._dryrun._sources import TORCH, Parsed, Span, has, place_in, span_of
 
@@ -33,6 +34,7 @@ _BRANCH = (
 )
 _ASIDE = ("CACHE", "COPY", "EXTENDED_ARG", "NOP")
 _MOST_ROUNDS = 5000  # of a loop that something else is taken to bound
+_PROGRESS = 2**-20  # by which a fraction is less each time, as the simulator has it
 _Loop = ast.For | ast.AsyncFor | ast.While
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
@@ -52,6 +54,11 @@ class _Asked:
         """Whether it is a check, which always holds."""
         return not self.rounds
 
+    def next_answer(self) -> bool:
+        """Returns the answer to who asks now, once more."""
+        self.times += 1
+        return self.answer != (self.rounds > 0 and self.times % self.rounds == 0)
+
 
 class Ways:
     """The answers to code that asks for truth values, and the branches that go by them."""
@@ -61,6 +68,7 @@ class Ways:
         self._sources: dict[str, Parsed | None] = {}
         # By instruction, of code that is kept: code of two files may be equal.
         self._asked: dict[tuple[int, int], tuple[CodeType, _Asked | None]] = {}
+        self._compared: dict[tuple[int, int], tuple[CodeType, Compared | None]] = {}
         self._tests: dict[tuple[int, Span], _Asked | None] = {}
         self._spans: dict[str, set[Span]] = collections.defaultdict(set)
 
@@ -68,27 +76,53 @@ class Ways:
         """Answers the simulator from now on."""
         core.attach_decider(self._decide)
 
-    def _decide(self, what: str) -> bool | None:
+    def _decide(self, what: str, number: float) -> float | None:
         """Returns the answer to the code that asks; None where nothing is known of it.
 
         Args:
-            what: What stands for the value: a "comparison" or "all" that is true, a "number" that
-                may be asked for its truth; "", nothing.
+            what: What stands for the value: a "comparison" or "all" that is true, a whole "number"
+                or a "fraction" that may be asked for its truth, or compared; "", nothing.
+            number: The number that stands for it.
         """
         # The frame may have been entered from ours, as a function that a dry run goes around has.
         frame = next((f for f in outwards(sys._getframe(1)) if not _is_of_ours(f.f_code)), None)
         if frame is None or frame.f_code.co_filename.startswith(TORCH):
             return None
         code, instruction = frame.f_code, frame.f_lasti
-        if what == "number" and not _asks_for_truth(code, instruction):
-            return None
+        is_number = what in ("number", "fraction")
+        if is_number and not _asks_for_truth(code, instruction):
+            return self._number(frame, number, is_whole=what == "number")
         if (id(code), instruction) not in self._asked:
             self._asked[id(code), instruction] = code, self._asked_at(code, instruction)
         asked = self._asked[id(code), instruction][1]
         if asked is None or (what == "comparison" and not asked.is_check):
             return None
-        asked.times += 1
-        return asked.answer != (asked.rounds > 0 and asked.times % asked.rounds == 0)
+        return asked.next_answer() * (number if is_number else 1)
+
+    def _number(self, frame: FrameType, number: float, *, is_whole: bool) -> float | None:
+        """Returns a number that a comparison in which it is used answers so; None where it is used
+        in none, or where nothing is known of that.
+        """
+        code, instruction = frame.f_code, frame.f_lasti
+        place = id(code), instruction
+        if place not in self._compared:
+            self._compared[place] = code, self._compared_at(code, span_of(code, instruction))
+        compared = self._compared[place][1]
+        span = place_in(compared.test) if compared is not None else None
+        asked = self._tests.get((id(code), span)) if span is not None else None
+        if compared is None or span is None or asked is None:
+            return None
+        self._spans[code.co_filename].add(span)
+        usual = number if is_whole else number * (1 - asked.times % 500 * _PROGRESS)
+        return compared.number(frame, asked.next_answer(), usual, is_whole=is_whole)
+
+    def _compared_at(self, code: CodeType, span: Span | None) -> Compared | None:
+        source = self._source(code.co_filename)
+        found = compared_at(source, span) if source is not None and span is not None else None
+        if source is not None and found is not None:
+            span = place_in(found.test)
+            self._tests.setdefault((id(code), span), _asked_by(source, span))
+        return found
 
     def _asked_at(self, code: CodeType, instruction: int) -> _Asked | None:
         file, span = code.co_filename, _span_of_asked(code, instruction)
@@ -116,7 +150,7 @@ class Ways:
                 continue
             spans = places.get(file, set()) | self._spans.get(file, set())
             for node in ast.walk(source.tree):
-                if not isinstance(node, ast.If | ast.While) or _only_says(node):
+                if not isinstance(node, ast.If | ast.While) or only_says(node):
                     continue
                 if _hangs_on(source, node.test, spans):
                     is_loop = isinstance(node, ast.While) or _ends_loop(source, node)
@@ -245,7 +279,7 @@ def _asks_what_is_there(test: ast.expr) -> bool:
     return isinstance(test, ast.Call) and getattr(test.func, "id", "") in asks
 
 
-def _only_says(node: ast.If | ast.While) -> bool:
+def only_says(node: ast.If | ast.While) -> bool:
     """Returns whether neither way of a branch does more than to say something, or to raise."""
     if isinstance(node, ast.While):
         return False

@@ -48,10 +48,12 @@ def _watch_script() -> None:
     for name in ("_facts", "_made", "_found", "_aside", "_hearing"):
         _load_first(name)
     _load_first("_files").watch_files_of_run(run["folder"])
+    _load_first("_children").follow_children()
     if run["steps"]:
         _load_first("_places")
         _load_first("_caught")
         _load_first("_loops")
+        _load_first("_turning")
         _load_first("_rewriting").rewrite_loops()
         _load_first("_texts").follow_texts()
 

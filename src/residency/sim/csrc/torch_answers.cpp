@@ -53,13 +53,12 @@ Decider& decider() {
 }
 
 // Of what `all()` gave a script may ask as of what is not known, although it is true.
-std::optional<bool> decide(Reading reading, bool is_number = false) {
+std::optional<double> decide(Reading reading, const char* what = "", double number = 1) {
   if (!decider() || !Py_IsInitialized()) return std::nullopt;
-  const char* what = is_number ? "number" : "";
   if (reading == Reading::kAll) what = "all";
   if (reading == Reading::kHolds) what = "comparison";
   pybind11::gil_scoped_acquire held;
-  return decider()(what);
+  return decider()(what, number);
 }
 
 bool is_one(const Tensor& tensor, Reading reading) {
@@ -73,14 +72,19 @@ bool is_certain(Reading reading) {
 
 // A fraction, in a state of a training that goes on.
 double read_fraction(const Tensor& tensor) {
+  const double number = dry_number(tensor);
+  if (const auto decided = decide(dry_reading(tensor), "fraction", number)) {
+    tell_of_guess("1", 1);
+    return *decided;
+  }
   const int times = times_asked(kMostFractions);
   if (times == kMostFractions - 1) {
     tell_of_guess("nearly 0", 1);
     return kNearlyZero;
   }
-  const double number = dry_number(tensor);
-  tell_of_guess(number == 1 ? "1" : "a share of 1", 1);
-  return number == 1 ? 1 - times * kProgress : number;
+  const bool is_share = number > 0 && number < 1;
+  tell_of_guess(is_share ? "a share of 1" : "1", 1);
+  return is_share ? number : number * (1 - times * kProgress);
 }
 
 // A mask that the host has is true everywhere, as the device's is where it chooses elements.
@@ -111,8 +115,8 @@ void tell_of_guess(const char* what, int64_t numel) {
 bool read_truth(Reading reading) {
   if (reading == Reading::kZero || reading == Reading::kTrue) return reading == Reading::kTrue;
   if (const auto decided = decide(reading)) {
-    tell_of_guess(*decided ? "True" : "False", 1);
-    return *decided;
+    tell_of_guess(*decided != 0 ? "True" : "False", 1);
+    return *decided != 0;
   }
   if (reading == Reading::kAll) return true;
   const bool one = (reading != Reading::kUnknown) != has_asked_too_often(kMostAnswers);
@@ -130,10 +134,11 @@ c10::Scalar read_scalar(const Tensor& tensor) {
     return is_whole ? c10::Scalar(int64_t(one)) : c10::Scalar(one ? 1.0 : 0.0);
   }
   if (!is_whole) return read_fraction(tensor);
-  const auto decided = decide(reading, /*is_number=*/true);
-  const bool one = decided ? *decided : !has_asked_too_often(kMostAnswers);
-  tell_of_guess(one ? "1" : "0", 1);
-  return int64_t(one);
+  const auto decided = decide(reading, "number", dry_number(tensor));
+  const double usual = has_asked_too_often(kMostAnswers) ? 0 : dry_number(tensor);
+  const auto number = static_cast<int64_t>(decided ? *decided : usual);
+  tell_of_guess(number > 1 ? "mask" : number == 0 ? "0" : "1", std::max<int64_t>(number, 1));
+  return number;
 }
 
 void read_to_host(const Tensor& from, const Tensor& to) {
@@ -151,10 +156,12 @@ void read_to_host(const Tensor& from, const Tensor& to) {
   const bool one =
       is_unknown_mask(from, reading) ? !has_asked_too_often(kMostAnswers) : is_one(from, reading);
   const double number = one ? dry_number(from) : 0;
-  const bool is_share = number != 0 && number != 1;
-  if (!is_certain(reading)) {
-    tell_of_guess(is_share ? "a share of 1" : one ? "1" : "0", from.numel());
-  }
+  const bool is_whole = c10::isIntegralType(from.scalar_type(), /*includeBool=*/true);
+  const char* stands = number > 1 && is_whole     ? "mask"
+                       : number > 0 && number < 1 ? "a share of 1"
+                       : number == 0              ? "0"
+                                                  : "1";
+  if (!is_certain(reading)) tell_of_guess(stands, from.numel());
   if (one && can_be_filled(to)) {
     as_device_work([&] { to.fill_(number); });
   } else {

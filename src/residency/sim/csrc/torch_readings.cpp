@@ -11,8 +11,10 @@
 #include <mutex>
 #include <optional>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
+#include "torch_numbers.h"
 #include "torch_values.h"
 
 namespace sim {
@@ -24,6 +26,8 @@ constexpr size_t kMostKnownBytes = size_t(4) << 20;  // the pickles that ranks g
 constexpr size_t kMostKnownFractions = size_t(64) << 10;
 constexpr int64_t kMostComputed = 1024;  // elements of what is computed from what is known
 constexpr size_t kMostListed = 64;
+constexpr int64_t kMostDrawn = int64_t(1) << 16;
+constexpr int64_t kMostDrawnFractions = 16;  // more are weights
 
 // ----------------------------------------------------------------------------------------- bytes
 
@@ -193,11 +197,6 @@ bool is_same(const c10::IValue& value, const Tensor& tensor) {
          other.sizes() == tensor.sizes() && other.strides() == tensor.strides();
 }
 
-bool is_scalar(const c10::IValue& value, double number) {
-  const bool is_real = value.isScalar() && !value.isComplexDouble();
-  return is_real && std::abs(value.toScalar().toDouble()) == number;
-}
-
 // No element is exactly zero, infinite, or not a number.
 Reading comparison(const std::string& operation, const c10::IValue& a, const c10::IValue& b) {
   const auto left = number_of(a);
@@ -277,12 +276,11 @@ Reading reading_after(const std::string& name, const Arguments& arguments) {
   return Reading::kUnknown;
 }
 
-// Shares of 1 are as large as each other.
 Noted noted_after(const std::string& name, const Arguments& arguments) {
-  if (name.substr(0, name.find('.')) != "aten::_softmax") return {reading_after(name, arguments)};
-  const Tensor& input = arguments[0].toTensor();
-  const int64_t length = input.dim() ? input.size(arguments[1].toInt()) : 1;
-  return {Reading::kShares, 1.0 / static_cast<double>(std::max<int64_t>(length, 1))};
+  const Reading reading = reading_after(name, arguments);
+  const auto number = reading == Reading::kUnknown ? number_after(name, arguments) : std::nullopt;
+  if (!number || !std::isfinite(*number)) return {reading};
+  return {Reading::kNumber, *number};
 }
 
 }  // namespace
@@ -357,17 +355,33 @@ std::optional<Computed> compute_counts(const std::string& name, const Arguments&
   return Computed{arguments, {}, {counts}};
 }
 
+// Few numbers that are drawn, as a program reads them: sizes, an order, what a branch goes by.
+bool is_small_draw(const c10::FunctionSchema& schema, const Arguments& arguments) {
+  static const auto* names = new std::unordered_set<std::string>{
+      "aten::bernoulli_", "aten::exponential_", "aten::normal_", "aten::random_", "aten::uniform_"};
+  if (schema.name() == "aten::randperm") {
+    return schema.overload_name() == "generator_out" && arguments[0].toInt() <= kMostDrawn;
+  }
+  if (!names->contains(schema.name()) || !arguments[0].isTensor()) return false;
+  const Tensor& drawn = arguments[0].toTensor();
+  const bool is_whole = c10::isIntegralType(drawn.scalar_type(), /*includeBool=*/true);
+  return drawn.numel() <= (is_whole ? kMostDrawn : kMostDrawnFractions);
+}
+
 // Only what is small, repeats, and looks at nothing but what is known: the counters and flags of a
 // program, which end its loops.
 std::optional<Computed> compute_from_known(const c10::OperatorHandle& op,
-                                           const Arguments& arguments) {
+                                           const Arguments& arguments, const Numbers& numbers) {
   const c10::FunctionSchema& schema = op.schema();
-  if (op.hasTag(at::Tag::nondeterministic_seeded)) return std::nullopt;
   const std::string& name = schema.name();
-  const bool overwrites = name == "aten::fill_" || name == "aten::zero_";
+  const bool is_draw = op.hasTag(at::Tag::nondeterministic_seeded);
+  if (is_draw && (!numbers || !is_small_draw(schema, arguments))) return std::nullopt;
+  const bool overwrites = is_draw || name == "aten::fill_" || name == "aten::zero_";
   // Sizes that hang on values, and whether two inputs are the same, are worth more work.
   const bool makes_sizes = op.hasTag(at::Tag::dynamic_output_shape) || name == "aten::equal";
-  const auto most = makes_sizes ? static_cast<int64_t>(kMostKnownBytes) : kMostComputed;
+  const auto most = makes_sizes ? static_cast<int64_t>(kMostKnownBytes)
+                    : is_draw   ? kMostDrawn
+                                : kMostComputed;
   bool is_known = true;
   Computed computed;
   for (const auto i : c10::irange(arguments.size())) {
@@ -393,6 +407,10 @@ std::optional<Computed> compute_from_known(const c10::OperatorHandle& op,
     const bool is_list = arguments[i].isTensorList() || arguments[i].isOptionalTensorList();
     if (is_list && (writes || arguments[i].toListRef().size() > kMostListed)) return std::nullopt;
     const bool is_device = arguments[i].isDevice();
+    if (is_draw && argument.name() == "generator") {
+      computed.arguments.emplace_back(numbers(arguments[i]));
+      continue;
+    }
     computed.arguments.push_back(is_device ? c10::IValue(c10::Device(c10::kCPU))
                                            : replace_tensors(arguments[i], host_of));
     if (!is_known) return std::nullopt;
@@ -405,13 +423,15 @@ std::optional<Computed> compute_from_known(const c10::OperatorHandle& op,
   } catch (const c10::Error&) {
     return std::nullopt;
   }
+  if (is_draw && most_elements(arguments) == 1) tell_of_guess("drawn", 1);
   return computed;
 }
 
 }  // namespace
 
-std::optional<Computed> compute_known(const c10::OperatorHandle& op, const Arguments& arguments) {
-  if (auto computed = compute_from_known(op, arguments)) return computed;
+std::optional<Computed> compute_known(const c10::OperatorHandle& op, const Arguments& arguments,
+                                      const Numbers& numbers) {
+  if (auto computed = compute_from_known(op, arguments, numbers)) return computed;
   return compute_counts(op.schema().name(), arguments);
 }
 
@@ -438,8 +458,8 @@ void note_copy(const Tensor& from, const Tensor& to) {
     return is_small ? note_value(host, to) : note_reading(to.storage(), {});
   }
   if (const auto known = known_value(from)) return note_value(*known, to);
-  const bool is_share = dry_reading(from) == Reading::kShares;
-  note_reading(to.storage(), is_share ? Noted{Reading::kShares, dry_number(from)} : Noted{});
+  const bool is_number = dry_reading(from) == Reading::kNumber;
+  note_reading(to.storage(), is_number ? Noted{Reading::kNumber, dry_number(from)} : Noted{});
 }
 
 // Of its peers a rank knows nothing: what it gathers from each is taken to be what it gives.

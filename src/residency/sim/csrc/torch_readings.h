@@ -19,16 +19,18 @@ namespace sim {
 // the branch that a training step takes: nothing overflowed, nothing is zero, every check holds. A
 // storage that such an answer was written to is noted, until something else is written there.
 // `kHolds` is of a placeholder that was compared with a number, and compares so; `kAll` of `all()`,
-// which is true; `kShares` of shares of 1, each as large as the others. What was copied from the
-// host is known, where it is small, for as long as nothing else is written there: the
-// sizes and pickles that ranks send each other, counts, labels.
+// which is true; `kNumber` of one for which another number than 1 stands: shares of 1, each as
+// large as the others, and what is counted in a mask, which is true everywhere. What was copied
+// from the host is known, where it is small, for as long as nothing else is written there: the
+// sizes and pickles that ranks send each other, counts, labels. Few numbers that are drawn are
+// known, too.
 //
 // A program may ask until it hears something else: `while loss.item() > tolerance`, or of
 // `loss.cpu()`. So who asks for placeholders at one place over and over hears the other answer once
 // in a while (`kMostAnswers`): nearly 0 for a fraction, 0 for a whole number, the other truth
 // value. What was noted is not doubted: a check that holds does so every time. A fraction is a
 // little less each time, as a loss is that is compared with the best so far.
-enum class Reading { kUnknown, kZero, kTrue, kHolds, kAll, kShares };
+enum class Reading { kUnknown, kZero, kTrue, kHolds, kAll, kNumber };
 Reading dry_reading(const at::Tensor& tensor);
 
 struct Noted {
@@ -45,8 +47,11 @@ void note_reading(const c10::Storage& storage, Noted noted);
 double dry_number(const at::Tensor& tensor);
 
 // An operation on nothing but what is known is computed, on the host, and counts of what is not
-// known are taken as equal; none, where it is neither.
-std::optional<Computed> compute_known(const c10::OperatorHandle& op, const Arguments& arguments);
+// known are taken as equal; none, where it is neither. `numbers` gives it the generator that stands
+// for one of the device's; none, where nothing is drawn now.
+using Numbers = std::function<at::Generator(const c10::IValue& generator)>;
+std::optional<Computed> compute_known(const c10::OperatorHandle& op, const Arguments& arguments,
+                                      const Numbers& numbers);
 // `stack` ends with the device's results.
 void note_computed(const Computed& computed, const Arguments& arguments,
                    const torch::jit::Stack& stack);
@@ -64,14 +69,15 @@ bool read_truth(Reading reading);
 // has computed. An observer hears of it with the interpreter's lock held: a placeholder that was
 // read, by what stood for it ("1", "False", ..); a "mask" that was taken as all true; values of
 // which "each" was taken to differ from the others, or all to be "one"; "repeats" taken as one
-// each; "counts" taken as equal.
+// each; "counts" taken as equal; a number that was "drawn".
 using GuessObserver = std::function<void(const std::string& what, int64_t numel)>;
 void attach_guess_observer(GuessObserver observer);
 void tell_of_guess(const char* what, int64_t numel);
 
-// An observer that sees which code asks for a truth value may answer it: a check holds, a loop
-// ends. It hears what the placeholder is of ("all", "comparison", "number" or "").
-using Decider = std::function<std::optional<bool>(const std::string& what)>;
+// An observer that sees which code asks for a truth value, or compares a number, may answer it: a
+// check holds, a loop ends. It hears what the placeholder is of ("all", "comparison", a whole
+// "number", a "fraction" or ""), and the number that stands for it.
+using Decider = std::function<std::optional<double>(const std::string& what, double number)>;
 void attach_decider(Decider decider);
 
 }  // namespace sim

@@ -56,7 +56,7 @@ OF_A_PATH = (  # that does not hang on the number
 NOISE = "noise = loss.item()\nprint(noise)\nhistory.append(noise)\n"
 HEAD = (
     "import torch\nhistory = []\nknown = torch.tensor(3.0, device='cuda')\n"
-    "loss = torch.randn(8, device='cuda').mean()\n"
+    "loss = torch.randn(80, device='cuda').mean()\n"
 )
 
 

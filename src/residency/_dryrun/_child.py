@@ -43,6 +43,7 @@ from residency._dryrun._saves import Saves
 from residency._dryrun._settings import RunSettings
 from residency._dryrun._stopping import Stopping
 from residency._dryrun._triton import launch_nothing
+from residency._dryrun._uploads import publish_nothing
 from residency._dryrun._ways import Ways
 from residency._errors import ResidencyError
 from residency._memory import ImportWatch, measure, remedy_for
@@ -149,6 +150,7 @@ class Run:
             fill_histories()
         name_captured(self._compiling)
         _frameworks.change(self._settings)
+        publish_nothing()
         self._levers.start()
         self._compiling.start()
         before = sys.excepthook

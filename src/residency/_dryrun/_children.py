@@ -39,7 +39,8 @@ def not_isolated(words: Sequence[Any]) -> list[Any]:
         end = runs.start() if runs else len(word)
         if not word.startswith(("--", *_TAKES_A_WORD)):
             left = _ISOLATING.sub("", word[:end]) + word[end:]
-            found[at : at + 1] = [left] if left != "-" else []
+            if left != word:  # what stays as it is stays of its type
+                found[at : at + 1] = [left] if left != "-" else []
             at += left != "-"
         else:
             at += 1

@@ -72,6 +72,7 @@ class FilesWatch:
         self._streams: set[tuple[int, int]] = set()  # where its output goes: not the script's file
         self._local = threading.local()
         self._handlers: dict[str, Callable[..., None]] = {
+            "http.client.send": self._before_send,
             "open": self._before_open,
             "os.chmod": self._before_facts,
             "os.chown": self._before_facts,
@@ -258,6 +259,10 @@ class FilesWatch:
             if os.path.islink(name):
                 self._before_loss(name)
             self._before_change(os.path.realpath(name), os.O_RDWR | os.O_CREAT)
+
+    def _before_send(self, connection: object, data: object) -> None:
+        if self.has_guessed and isinstance(data, bytes | bytearray) and data.startswith(b"PUT "):
+            raise refusal("a dry run sends nothing: what it has of weights is not computed")
 
     def _before_facts(self, path: object, *rest: Any) -> None:
         for place, found in self._older(path, rest[-1], has_folders=True):

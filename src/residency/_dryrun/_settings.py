@@ -12,6 +12,7 @@ from residency._units import parse_bytes
 LARGEST_BUCKET = parse_bytes("128MiB")  # which `offload_optimizer` takes by default
 VARIABLE = "RESIDENCY_DRY_RUN"
 _OFFLINE = "HF_HUB_OFFLINE"  # of the Hugging Face Hub's library, read as it is imported
+_TRACKER = "WANDB_MODE"  # of Weights & Biases, which sends from a process of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,7 @@ class RunSettings:
     def variables(self) -> dict[str, str]:
         """Returns the environment variables that carry the settings."""
         variables = {VARIABLE: json.dumps(asdict(self)), **self.environment}
+        variables.setdefault(_TRACKER, os.environ.get(_TRACKER, "offline"))
         if self.random_weights:  # names are those of the cache: no retry takes a minute
             variables |= {_OFFLINE: os.environ.get(_OFFLINE, "1")}
         if self.ranks > 1:

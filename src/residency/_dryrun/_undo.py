@@ -195,7 +195,8 @@ class _Undoing:
         that it has given to older files.
 
         Args:
-            are_guessed: Whether what the script made before it read what is not computed stays.
+            are_guessed: Whether only what may have values in it that were not computed goes: what
+                is no text, and was made after the script had read some.
         """
         made = self._guessed.intersection(self._made.all()) if are_guessed else self._made.all()
         caches = [os.path.realpath(os.environ[name]) for name in _CACHES if os.environ.get(name)]
@@ -209,8 +210,11 @@ class _Undoing:
             if is_cached or not is_here or not self._made.is_itself_made(place):
                 continue
             if os.path.isdir(place) and not os.path.islink(place):
-                self._empty(place)
-            elif os.path.lexists(place):
+                if not are_guessed:
+                    self._empty(place)
+                with suppress(OSError):  # it has other things
+                    os.rmdir(place)
+            elif os.path.lexists(place) and not (are_guessed and _is_text(place)):
                 self._remove(place)
 
     def finish_folders(self) -> None:
@@ -313,6 +317,17 @@ def _is_save(place: str) -> bool:
     """Returns whether a file is one of torch.save, which may have come by way of a buffer."""
     begin = b"" if os.path.islink(place) else _begin(place)
     return begin.startswith(b"PK\x03\x04") and b"/data.pkl" in begin
+
+
+def _is_text(place: str) -> bool:
+    """Returns whether a file begins as text does, as logs and figures do; an empty one, too."""
+    begin = _begin(place)
+    try:
+        begin.decode()
+    except UnicodeDecodeError as error:
+        if error.start < len(begin) - 3:  # no character that is cut
+            return False
+    return b"\0" not in begin
 
 
 def _begin(place: str) -> bytes:

@@ -150,6 +150,8 @@ def onload_optimizer(optimizer: OptimizerT) -> OptimizerT:
     follow_parameters(optimizer, offload)
     plain: defaultdict[object, object] | None = None
     if offload.host is not None:
+        for inner in offload.host.state.values():
+            inner.forget_template()
         # Complete before anything is swapped: a device without room leaves the optimizer offloaded.
         plain = plain_state(offload.host.state, offload.host.homes.device)
         offload.host.homes.fence()  # before the homes go

@@ -71,6 +71,7 @@ class Offload:
         resident_bytes: Bytes of state that may stay on the device.
         resident: The parameters whose state stays on the device.
         is_entered: Whether a step came in through the offloaded class.
+        shows_templates: Whether ``state_dict`` has the zeros of ``prime``, as a caller asked for.
         loading: The call of ``load_state_dict`` that runs. A dead one is over, however it ended.
         logged_for: The device for which the log says what the offload saves; None until it does.
         call: What the newest step was called with, of a class from outside of ``torch.optim``.
@@ -87,6 +88,7 @@ class Offload:
     master_weights: bool = False
     guard: RemovableHandle | None = None
     is_entered: bool = False
+    shows_templates: bool = False
     loading: weakref.ref[Loading] | None = None
     logged_for: torch.device | None = None
     slot_bytes: int = 0

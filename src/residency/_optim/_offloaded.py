@@ -118,6 +118,7 @@ class OffloadedOptimizer(Optimizer):
             No device memory but that of states that stay there (``resident=``).
         """
         offload = offload_of(self)
+        offload.shows_templates = True
         adopt_foreign_state(self, offload)
         follow_parameters(self, offload)
         if offload.host is not None:
@@ -181,12 +182,16 @@ class OffloadedOptimizer(Optimizer):
         is_copied = _is_asked_for_copies()
         saved = super().state_dict()
         states = saved.get("state")
+        shows_templates = offload_of(self).shows_templates
         if not isinstance(states, dict) or states is self.state:
             return saved
         for key, values in list(states.items()):
             # Hooks see the live mappings, as they do without an offload; the result has plain
             # ones, which torch.load takes.
             if isinstance(values, ParameterState):
+                if values.template is not None and not shows_templates and values.is_template():
+                    states.pop(key)
+                    continue
                 plain = dict(values)
                 if is_copied:
                     host = torch.device("cpu")

@@ -74,7 +74,7 @@ def d_accuracy(blame):
 
 def d_index(blame):
     names = ["zero"]
-    k = torch.randn(4, device="cuda").argmax().item()
+    k = torch.randn(40, device="cuda").argmax().item()
     names[k]
 
 

@@ -57,6 +57,7 @@ _ABOUT = "about this state"
 _WITHOUT_STATE = "without_state"
 _STAGING_BYTES = parse_bytes("64MiB")
 _State = dict[str, dict[str, Any]]
+_Shared = dict[int, tuple[Tensor, Tensor]]
 
 
 class TrainState(Stateful):
@@ -208,10 +209,14 @@ class TrainState(Stateful):
         _check_has_torchs_form(optimizer)
         everything = [p for group in optimizer.param_groups for p in group["params"]]
         stateless = {p for p in everything if _is_stateless(optimizer, p)}
+        offload = record_of(optimizer)
+        shown = offload is not None and offload.shows_templates
         if stateless and isinstance(optimizer, OffloadedOptimizer):
             optimizer.prime()
         with state_stays():
             saved = optimizer.state_dict()
+        if offload is not None:  # who asks the optimizer itself did not ask for a template
+            offload.shows_templates = shown
         state: _State = {}
         schemas = Schemas()
         for mine, packed, called in zip(
@@ -250,13 +255,16 @@ class TrainState(Stateful):
     ) -> None:
         assert self.optimizer is not None
         filled: dict[Tensor, dict[str, Any]] = {}
+        shared: _Shared = {}
         for mine, group, called in zip(
             self.optimizer.param_groups, groups, self._names(), strict=True
         ):
             for parameter, name in zip(mine["params"], called, strict=True):
                 if name in state and name not in without_state:
                     filled[parameter] = state[name]
-            mine.update({key: value for key, value in group.items() if key != "params"})
+            for key, value in group.items():
+                if key != "params":
+                    mine[key] = _one_for_all(mine.get(key), value, shared)
         put_state(self.optimizer, filled)
 
 
@@ -345,6 +353,20 @@ def _check_has_torchs_form(optimizer: Optimizer) -> None:
             "get_state_dict have state and param_groups alone. Nothing was saved; use "
             "residency.Checkpointer, which gives an optimizer its own state dict back."
         )
+
+
+def _one_for_all(before: object, value: object, shared: _Shared) -> object:
+    """Returns a group's value, the same tensor for all groups that had one tensor before.
+
+    Args:
+        before: What the group has.
+        value: What was saved of it.
+        shared: Tensors that groups had, by their ids, and what took their place.
+    """
+    if not isinstance(before, Tensor) or not isinstance(value, Tensor):
+        return value
+    _, found = shared.setdefault(id(before), (before, value))
+    return found if torch.equal(found, value) else value
 
 
 def _is_stateless(optimizer: Optimizer, parameter: Tensor) -> bool:

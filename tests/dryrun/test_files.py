@@ -138,11 +138,12 @@ def test_saves_go_with_the_folders_that_were_made_for_them_and_results_stay(tmp_
         def save(name):
             files.note_save(name)
             open(name, "wb").truncate(9)
-        save("here.pt"), save("old/there.pt")
         os.makedirs("new/checkpoint-1~"), os.makedirs("new/logs")
         for name in ("new/checkpoint-1~/state.json", "new/logs/1", "old/1", "1"):
             open(name, "w").write("x")
+        save("here.pt"), save("old/there.pt")
         save("new/checkpoint-1~/model.pt")
+        open("old/latest", "w").write("there.pt")
         os.rename("new/checkpoint-1~", "new/checkpoint-1")
         shutil.copytree("new/checkpoint-1", "best/deep")
         os.symlink("checkpoint-1", "new/last")
@@ -181,6 +182,7 @@ def test_what_is_kept_elsewhere_cannot_be_removed_with_its_folder(tmp_path: Path
 
 REPLACING = """
 import io, os, pathlib, shutil, signal, sqlite3, torch
+pathlib.Path("seen").touch()
 kept = torch.load("checkpoint.pt", map_location="cuda")
 assert kept["weight"].shape == (1024, 1024)
 model = torch.nn.Linear(1024, 1024, bias=False, device="cuda")
@@ -201,7 +203,7 @@ study = sqlite3.connect("study.db")
 study.execute("delete from t")
 study.commit()
 os.chmod("study.db", 0o600)
-pathlib.Path("seen").touch()
+pathlib.Path("seen").write_text("all")
 for process in {"child": [os.getpid()], "parent": [os.getppid()]}.get(os.environ.get("KILLED"), []):
     os.kill(process, signal.SIGKILL)
 """
@@ -231,7 +233,7 @@ def test_a_checkpoint_that_the_script_overwrites_is_the_same_afterwards(
         assert outcome.status == (3 if killed else 0), outcome.errors
         assert outcome.answer["files_seen_by"] == "audit events"
     found = tree(tmp_path)
-    assert "seen" in found
+    assert (tmp_path / "seen").read_text() == "all"
     assert {name: found.get(name) for name in before} == before
     assert not {"best.pt", "of_buffer.pt", "other.pt"} & found.keys()
 

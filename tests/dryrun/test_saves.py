@@ -147,6 +147,7 @@ def test_a_file_of_holes_has_the_header_of_the_library(tmp_path: Path) -> None:
 
 CHECKPOINTER = """
 import json, pathlib, sys, torch, residency
+open(sys.argv[1], "w").close()  # what is made after a save goes with it
 from torch import nn
 model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)]).cuda()
 optimizer = torch.optim.AdamW(model.parameters())
@@ -261,6 +262,7 @@ def test_one_rank_of_four_loads_what_it_saved(dry_run, tmp_path: Path) -> None:
 
 BACKGROUND = """
 import json, threading, torch
+open("seen.json", "w").close()  # what is made after a save goes with it
 from concurrent.futures import ThreadPoolExecutor
 weights = torch.ones(8, 1 << 20).cuda()
 seen = []
@@ -299,6 +301,7 @@ def test_a_write_in_the_background_goes_on_until_the_next_save_or_until_it_is_wa
 
 STREAMS = """
 import io, json, torch, torch.distributed.checkpoint as dcp
+open("seen.json", "w").close()  # what is made after a save goes with it
 from lightning.fabric.utilities.cloud_io import _atomic_save
 weights = {str(size): torch.ones(size, 1 << 20).cuda() for size in (3, 5)}
 small = {"small": torch.arange(4.0)}

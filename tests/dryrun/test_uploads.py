@@ -111,6 +111,8 @@ numpy.savez("both/features.npz", features=features)
 pickle.dump({"net": net.state_dict(), "epoch": 3}, open("snapshot.pkl", "wb"))
 Path("both/log.txt").write_text("loss 1.0 \\u00e9")
 json.dump({"loss": 1.0}, open("figures.json", "w"))
+torch.save(net.state_dict(), "model_1.pth")
+Path("last_checkpoint").write_text("model_1.pth")
 pickle.dump(features, open("moved.tmp", "wb"))
 Path("moved.tmp").rename("moved.pkl")
 """
@@ -123,6 +125,14 @@ def test_values_that_were_not_computed_stay_in_no_file(dry_run, tmp_path) -> Non
     names = {str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*")}
     assert {"early/split.npy", "both/log.txt", "figures.json"} <= names
     assert not names & {
-        *("late", "late/features.npy", "both/features.npz", "snapshot.pkl", "moved.pkl"),
+        *(
+            "last_checkpoint",
+            "model_1.pth",
+            "late",
+            "late/features.npy",
+            "both/features.npz",
+            "snapshot.pkl",
+            "moved.pkl",
+        ),
         "moved.tmp",
     }

@@ -185,13 +185,14 @@ def _train(
     settings: Settings, plugin: Any, pace: _Pace, advance: Callable[[int], None]
 ) -> _SavingRun:
     import lightning.pytorch as lightning
+    from lightning.pytorch.callbacks import LambdaCallback
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     run, started = _SavingRun(), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = _make_module(run, settings, Path(folder), pace, advance)
-        ends = lightning.callbacks.LambdaCallback(
+        ends = LambdaCallback(
             on_train_end=lambda *ignored: pace.let_all_end(),
             on_exception=lambda *ignored: pace.let_all_end(),
         )

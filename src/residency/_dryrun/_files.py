@@ -57,7 +57,7 @@ class FilesWatch:
 
     def __init__(self, folder: str) -> None:
         """Takes the folder of the run, for the journal and for what can be set aside there."""
-        self.has_guessed = False
+        self.has_guessed = self._has_saved = False
         self._folder = os.path.realpath(folder)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         self._path = os.path.join(self._folder, JOURNAL)
@@ -127,6 +127,7 @@ class FilesWatch:
         with self._silently():
             if is_new:
                 self._before_writing(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            self._has_saved = True
             self._note("save", place)
             self._made.saves.add(place)
 
@@ -429,7 +430,8 @@ class FilesWatch:
 
     def _make(self, place: str) -> None:
         if not self._made.is_itself_made(place) and not is_closed(place):
-            self._note("guessed" if self.has_guessed else "new", place)
+            kind = "guessed" if self.has_guessed else "new"
+            self._note("follows" if self._has_saved else kind, place)
             self._made.add(place)
 
     def _note(self, *entry: object) -> None:

@@ -87,6 +87,7 @@ class _Undoing:
         self._made = MadePaths()
         self._results: set[str] = set()
         self._guessed: set[str] = set()  # made after a read of what is not computed
+        self._following: set[str] = set()  # made after a save, whose name they may have
         self._names: set[str] = set()  # that the run has given to older files
         self._steps: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._kept: set[str] = set()  # folders
@@ -96,9 +97,10 @@ class _Undoing:
 
     def read(self, kind: str, place: str, *rest: Any) -> None:
         """Follows one entry."""
-        if kind in ("new", "guessed"):
+        if kind in ("new", "guessed", "follows"):
             self._made.add(place)
-            self._guessed |= {place} if kind == "guessed" else set()
+            self._guessed |= {place} if kind != "new" else set()
+            self._following |= {place} if kind == "follows" else set()
         elif kind == "save":
             self._made.saves.add(place)
         elif kind == "name":
@@ -113,7 +115,8 @@ class _Undoing:
         elif kind == "moved":
             self._moving.pop((place, rest[0]), None)
             is_made = self._made.move(place, rest[0], is_folder=rest[1])
-            self._guessed |= {moved(each, place, rest[0]) for each in self._guessed} - {""}
+            for paths in (self._guessed, self._following):
+                paths |= {moved(each, place, rest[0]) for each in paths} - {""}
             if not is_made or self._made.has_older_in(rest[0]):
                 self._steps.append((self._move_back, (place, *rest)))
         elif kind == "kept":
@@ -195,8 +198,9 @@ class _Undoing:
         that it has given to older files.
 
         Args:
-            are_guessed: Whether only what may have values in it that were not computed goes: what
-                is no text, and was made after the script had read some.
+            are_guessed: Whether only what may have values in it that were not computed goes, or
+                the name of a save: what was made after a save, or is no text and was made after
+                the script had read such values.
         """
         made = self._guessed.intersection(self._made.all()) if are_guessed else self._made.all()
         caches = [os.path.realpath(os.environ[name]) for name in _CACHES if os.environ.get(name)]
@@ -214,8 +218,11 @@ class _Undoing:
                     self._empty(place)
                 with suppress(OSError):  # it has other things
                     os.rmdir(place)
-            elif os.path.lexists(place) and not (are_guessed and _is_text(place)):
+            elif os.path.lexists(place) and not (are_guessed and self._is_note(place)):
                 self._remove(place)
+
+    def _is_note(self, place: str) -> bool:
+        return place not in self._following and _is_text(place)
 
     def finish_folders(self) -> None:
         """Gives folders their modes and times: nothing is made in them any more."""

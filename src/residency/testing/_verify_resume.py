@@ -51,7 +51,7 @@ def verify_resume(
     directory: str | Path | None = None,
     make_checkpointer: Callable[[Path], _TwoCallCheckpointer] | None = None,
 ) -> ResumeProof:
-    """Trains without an interruption and with one, and compares every bit of both.
+    """Trains without an interruption and with one, and compares every bit of the state of both.
 
     The uninterrupted run takes all steps and saves on its way, as training does. The resumed one is
     made anew, with other random states, restores that save and takes the steps that are left.

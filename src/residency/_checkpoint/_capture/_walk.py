@@ -416,7 +416,8 @@ def _names_in_common(module: nn.Module) -> set[str]:
             return set()
         module = inner
     # Those of a part of the ranks may be the stages of a pipeline, which share their names.
-    if module.process_group.size() != rank_and_world_size()[1]:
+    group: Any = module.process_group
+    if group.size() != rank_and_world_size()[1]:
         return set()
     wrapped = module.module
     names = {name for name, _ in wrapped.named_parameters(remove_duplicate=False)}

@@ -225,6 +225,18 @@ def an_average_on_the_device(mode: str) -> None:
 
 
 @case("64MiB")
+def a_copy_in_its_midst(mode: str) -> None:
+    net = net_of(512, 40)
+    with residency.phase("set up"):
+        if mode == "park":
+            residency.park(net)
+        average = copy.deepcopy(net)
+        if mode == "park":
+            residency.unpark(net)
+    del average
+
+
+@case("64MiB")
 def a_clone_for_a_save(mode: str) -> None:
     net = net_of(512, 12)
     optimizer = torch.optim.AdamW(net.parameters())

@@ -114,17 +114,28 @@ class Stopping:
         """Returns what was left out of the script, as the answer has it: the outermost loop first,
         with its rounds and how many of it are left, if that is known.
         """
-        short = self._loaders.short
+        short, branches = self._loaders.short, branches_left_out(loops.cut, loops.entered)
+        if self._was_ended:
+            branches["thaws"] += self._thawing_callbacks()
         cut = list(loops.cut.items())[: -_MOST_LOOPS - 1 : -1]
         return {
             "loops": [
                 {"line": line_of(*line), "rounds": num_rounds, "left": left}
                 for line, (num_rounds, left) in cut
             ],
-            **branches_left_out(loops.cut, loops.entered),
+            **branches,
             "evaluations": self._loaders.num_cut,
             "data": short and {"samples": short[0], "batch": short[1]},
         }
+
+    def _thawing_callbacks(self) -> list[str]:
+        """Returns the classes of Lightning's callbacks that train more layers from an epoch on."""
+        found = []
+        for trainer in list(self._trainers):
+            for callback in trainer.callbacks:
+                names = [each.__name__ for each in type(callback).__mro__]
+                found += [names[0]] if "BaseFinetuning" in names else []
+        return found
 
     @property
     def was_cut(self) -> bool:

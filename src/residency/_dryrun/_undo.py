@@ -203,6 +203,7 @@ class _Undoing:
                 the script had read such values.
         """
         made = self._guessed.intersection(self._made.all()) if are_guessed else self._made.all()
+        lost: set[str] = set()  # folders of the run whose rest makes no sense without what went
         caches = [os.path.realpath(os.environ[name]) for name in _CACHES if os.environ.get(name)]
         # The inner ones first.
         for place in sorted(set(made) - self._results, reverse=True):
@@ -214,11 +215,13 @@ class _Undoing:
             if is_cached or not is_here or not self._made.is_itself_made(place):
                 continue
             if os.path.isdir(place) and not os.path.islink(place):
-                if not are_guessed:
+                if not are_guessed or place in lost:
                     self._empty(place)
+                    lost.add(outer)
                 with suppress(OSError):  # it has other things
                     os.rmdir(place)
             elif os.path.lexists(place) and not (are_guessed and self._is_note(place)):
+                lost.add(outer)
                 self._remove(place)
 
     def _is_note(self, place: str) -> bool:

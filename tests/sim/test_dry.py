@@ -129,7 +129,7 @@ def test_reading_a_value_gives_a_placeholder(dtype: torch.dtype, placeholder: ob
 
 def test_small_copies_to_the_host_give_placeholders_too() -> None:
     sim.enable(dry=True)
-    unknown = torch.rand(3, device="sim")
+    unknown = torch.rand(300, device="sim")[:3]  # a few would be drawn
     assert unknown.tolist() == [1.0, 1.0, 1.0]
     assert (unknown > 0.5).tolist() == [True, True, True]
     host = torch.zeros(3).pin_memory()
@@ -215,7 +215,7 @@ def test_nothing_is_zero_and_every_check_holds_in_dry_mode() -> None:
 def test_masks_are_true_everywhere_in_dry_mode() -> None:
     sim.enable("1GiB", dry=True)
     x = torch.rand(4, 6, device="sim")
-    index = torch.randint(9, (4,), device="sim")
+    index = torch.randint(9, (1 << 17,), device="sim")[:4]  # fewer would be drawn
     assert x.nonzero().shape == (24, 2)
     assert x[x > 5].shape == (24,)
     assert x[index > 5].shape == (4, 6)

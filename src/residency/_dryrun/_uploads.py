@@ -1,8 +1,8 @@
 """Keeps what a script would publish on the Hugging Face Hub on this machine: what a dry run has of
 weights was not computed.
 
-The Hub's client is told that all went well, so that the script goes on. What a script sends itself
-by HTTP's PUT is refused by the watch over files.
+The Hub's client says that all went well, so that the script goes on. The watch over files refuses a
+PUT by which a script sends something itself.
 """
 
 from __future__ import annotations

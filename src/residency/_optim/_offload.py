@@ -28,6 +28,7 @@ from residency._optim._offloaded import (
     step_like,
 )
 from residency._optim._placement import follow_parameters, members_of, place_state, plain_state
+from residency._optim._states import State
 from residency._optim._step_patch import remake_step_patch, validate_step_patch
 from residency._optim._trial._borrowed import refuse_borrowed
 from residency._optim._trial._separable import separability
@@ -150,8 +151,7 @@ def onload_optimizer(optimizer: OptimizerT) -> OptimizerT:
     follow_parameters(optimizer, offload)
     plain: defaultdict[object, object] | None = None
     if offload.host is not None:
-        for inner in offload.host.state.values():
-            inner.forget_template()
+        _forget_templates(offload.host.state)
         # Complete before anything is swapped: a device without room leaves the optimizer offloaded.
         plain = plain_state(offload.host.state, offload.host.homes.device)
         offload.host.homes.fence()  # before the homes go
@@ -190,6 +190,12 @@ def _swap(optimizer: Optimizer, offload: Offload, swapped: type[Optimizer]) -> N
     hooks: Any = optimizer._optimizer_step_pre_hooks  # an OrderedDict
     hooks.move_to_end(offload.guard.id, last=False)
     note_owned(optimizer, is_owned=True)
+
+
+def _forget_templates(state: State) -> None:
+    # In a function of its own: a name that is left would keep the homes.
+    for inner in state.values():
+        inner.forget_template()
 
 
 def _swap_back(

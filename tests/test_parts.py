@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from parts import is_in_part
+from parts import VARIABLE, is_in_part, part_of_now
 
 FILES = [
     str(path.relative_to(Path(__file__).parent)) for path in Path(__file__).parent.rglob("*.py")
@@ -25,3 +25,10 @@ def test_the_whole_is_no_part() -> None:
 def test_what_is_no_part_is_refused(part: str) -> None:
     with pytest.raises(ValueError, match="is no part"):
         is_in_part("test_units.py", part)
+
+
+def test_a_run_within_a_test_has_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "1/4")
+    assert part_of_now() == ""
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    assert part_of_now() == "1/4"

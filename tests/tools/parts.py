@@ -30,5 +30,6 @@ def is_in_part(name: str, part: str) -> bool:
 
 
 def part_of_now() -> str:
-    """Returns the part that the environment asks for."""
-    return os.environ.get(VARIABLE, "")
+    """Returns the part that the environment asks for: of a run that a test starts, the whole."""
+    is_within_a_test = "PYTEST_CURRENT_TEST" in os.environ
+    return "" if is_within_a_test else os.environ.get(VARIABLE, "")

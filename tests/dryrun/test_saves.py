@@ -202,6 +202,7 @@ def test_a_checkpointer_saves_and_restores_as_in_real_mode_and_is_counted(
 
 SHARDED = """
 import json, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+open("done", "w").close()  # what is made after a save goes with it
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -243,7 +244,7 @@ with residency.Checkpointer("saves") as checkpointer:
     train()
     assert checkpointer.restore({"model": model, "optimizer": optimizer}) == 7
     assert step() == before, (step(), before)
-open("done", "w").close()
+open("done", "w").write("all")
 dist.destroy_process_group()
 """
 
@@ -253,7 +254,7 @@ def test_one_rank_of_four_loads_what_it_saved(dry_run, tmp_path: Path) -> None:
     options = ("--capacity", "4GiB", "--ranks", "4", "--steps", "0")
     outcome = dry_run(SHARDED, options=options)
     assert outcome.has_run, outcome.errors
-    assert (tmp_path / "done").exists()
+    assert (tmp_path / "done").read_text() == "all"
     assert bytes_on_disk(tmp_path) < 4 * MIB
     # A quarter of the parameters and of both moments, thrice.
     weights = 4 * (1536 * 1536 + 1536) * 4 // 4
@@ -349,6 +350,7 @@ def test_staged_and_cloned_saves_take_their_memory_and_no_room_on_the_disk(
 
 ACCELERATE = """
 import torch
+open("done", "w").close()  # what is made after a save goes with it
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch import nn
 plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
@@ -369,7 +371,7 @@ assert step() == 2
 accelerator.load_state("state")
 assert step() == 1
 train()
-open("done", "w").close()
+open("done", "w").write("all")
 """
 
 
@@ -378,7 +380,7 @@ def test_one_rank_of_four_loads_what_accelerate_saved(dry_run, tmp_path: Path) -
     options = ("--capacity", "4GiB", "--ranks", "4", "--steps", "0")
     outcome = dry_run(ACCELERATE, options=options)
     assert outcome.has_run, outcome.errors
-    assert (tmp_path / "done").exists(), outcome.errors
+    assert (tmp_path / "done").read_text() == "all", outcome.errors
 
 
 REWRITTEN = """

@@ -24,6 +24,9 @@ import torch, torch.nn as nn, torch.nn.functional as F
 from tqdm import tqdm
 
 
+open("marks.txt", "a").close()  # what is made after a save goes with it
+
+
 def mark(*words):
     with open("marks.txt", "a") as file:
         print(*words, file=file)

@@ -362,6 +362,9 @@ import torch, torch.nn as nn
 from PACKAGE import Keeper, Printer, Trainer
 
 
+open("marks.txt", "a").close()  # what is made after a save goes with it
+
+
 def mark(*words):
     with open("marks.txt", "a") as file:
         print(*words, file=file)

@@ -139,7 +139,7 @@ def test_a_saved_counter_of_steps_comes_back(dry_run, tmp_path) -> None:
 SAFETENSORS = """
 import json, os, sys, torch
 from safetensors.torch import load_file, save_file
-open(sys.argv[1], "w").close()  # what is made after a save goes with it
+open(sys.argv[1], "w").close()  # a dry run removes files made after a save
 rows = torch.zeros(512, 5120)
 save_file({"b": rows.half(), "a": rows, "c": torch.arange(4.0)}, "saved.safetensors")
 before = torch.cuda.memory_allocated()

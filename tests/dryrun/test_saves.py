@@ -147,7 +147,7 @@ def test_a_file_of_holes_has_the_header_of_the_library(tmp_path: Path) -> None:
 
 CHECKPOINTER = """
 import json, pathlib, sys, torch, residency
-open(sys.argv[1], "w").close()  # what is made after a save goes with it
+open(sys.argv[1], "w").close()  # a dry run removes files made after a save
 from torch import nn
 model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)]).cuda()
 optimizer = torch.optim.AdamW(model.parameters())
@@ -202,7 +202,7 @@ def test_a_checkpointer_saves_and_restores_as_in_real_mode_and_is_counted(
 
 SHARDED = """
 import json, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
-open("done", "w").close()  # what is made after a save goes with it
+open("done", "w").close()  # a dry run removes files made after a save
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -263,7 +263,7 @@ def test_one_rank_of_four_loads_what_it_saved(dry_run, tmp_path: Path) -> None:
 
 BACKGROUND = """
 import json, threading, torch
-open("seen.json", "w").close()  # what is made after a save goes with it
+open("seen.json", "w").close()  # a dry run removes files made after a save
 from concurrent.futures import ThreadPoolExecutor
 weights = torch.ones(8, 1 << 20).cuda()
 seen = []
@@ -302,7 +302,7 @@ def test_a_write_in_the_background_goes_on_until_the_next_save_or_until_it_is_wa
 
 STREAMS = """
 import io, json, torch, torch.distributed.checkpoint as dcp
-open("seen.json", "w").close()  # what is made after a save goes with it
+open("seen.json", "w").close()  # a dry run removes files made after a save
 from lightning.fabric.utilities.cloud_io import _atomic_save
 weights = {str(size): torch.ones(size, 1 << 20).cuda() for size in (3, 5)}
 small = {"small": torch.arange(4.0)}
@@ -350,7 +350,7 @@ def test_staged_and_cloned_saves_take_their_memory_and_no_room_on_the_disk(
 
 ACCELERATE = """
 import torch
-open("done", "w").close()  # what is made after a save goes with it
+open("done", "w").close()  # a dry run removes files made after a save
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch import nn
 plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")

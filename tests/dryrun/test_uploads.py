@@ -70,7 +70,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.do_PUT()
 
     def log_message(self, *args: object) -> None:
-        """Says nothing."""
+        """Prints nothing."""
 
 
 @pytest.fixture

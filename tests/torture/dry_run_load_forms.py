@@ -89,7 +89,7 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
 device = torch.device("cuda")
-open("marks.txt", "a").close()  # what is made after a save goes with it
+open("marks.txt", "a").close()  # a dry run removes files made after a save
 if torch.cuda.is_available():
     open("held.txt", "a").close()
 

@@ -24,7 +24,7 @@ import torch, torch.nn as nn, torch.nn.functional as F
 from tqdm import tqdm
 
 
-open("marks.txt", "a").close()  # what is made after a save goes with it
+open("marks.txt", "a").close()  # a dry run removes files made after a save
 
 
 def mark(*words):

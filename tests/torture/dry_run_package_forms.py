@@ -362,7 +362,7 @@ import torch, torch.nn as nn
 from PACKAGE import Keeper, Printer, Trainer
 
 
-open("marks.txt", "a").close()  # what is made after a save goes with it
+open("marks.txt", "a").close()  # a dry run removes files made after a save
 
 
 def mark(*words):

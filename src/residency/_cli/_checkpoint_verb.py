@@ -191,9 +191,11 @@ def _prune(arguments: argparse.Namespace) -> int:
     retention = Retention(arguments.keep, arguments.best, arguments.metric, arguments.greatest)
     directory = _open_directory(arguments.directory)
     if arguments.dry_run:
-        steps, leftovers = directory.beyond(retention), []
+        leftovers = []
         if arguments.above is not None:
             steps = steps_above(directory.steps(), arguments.above)
+        else:
+            steps = directory.beyond(retention)
     else:
         directory.lock()
         try:

@@ -87,11 +87,8 @@ def _comparisons(tree: ast.AST) -> Iterator[ast.Compare]:
     """Yields the comparisons of two things by which branches, loops and checks go."""
     for node in ast.walk(tree):
         if isinstance(node, ast.If | ast.While | ast.Assert):
-            for test in ast.walk(node.test):
-                if isinstance(test, ast.Compare) and [type(op) in _COMPARE for op in test.ops] == [
-                    True
-                ]:
-                    yield test
+            tests = (each for each in ast.walk(node.test) if isinstance(each, ast.Compare))
+            yield from (t for t in tests if len(t.ops) == 1 and type(t.ops[0]) in _COMPARE)
 
 
 def _sides(tests: list[ast.Compare], is_it: Callable[[Any], bool]) -> Iterator[Compared]:

@@ -57,7 +57,7 @@ class Growing:
 
     @property
     def of_trainings(self) -> dict[str, Any] | None:
-        """What each training leaves to the next, how many there were and the names of that."""
+        """The bytes that each training leaves to the next, by name, and the number of trainings."""
         return self._of_trainings.found
 
     def look(self) -> None:

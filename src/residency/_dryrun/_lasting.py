@@ -56,8 +56,8 @@ def line_of_passes(found: Mapping[str, Any]) -> str | None:
 
 
 def line_of_trainings(found: Mapping[str, Any], headroom: int) -> str | None:
-    """Returns by how much what is held grows with each training, and how many fit; None where it
-    does not.
+    """Returns the growth of the held memory from training to training, and how many trainings fit;
+    None where it does not grow.
     """
     growth = found["growth_of_trainings"]
     if not growth:

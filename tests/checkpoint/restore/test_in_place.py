@@ -1,4 +1,4 @@
-"""What a restore writes where something is already: autograd hears of it, orders come back,
+"""A restore writes over values that are there: autograd hears of it, orders come back,
 TorchScript's modules are modules, and a random generator of another kind is no damage."""
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def test_numpys_global_generator_may_be_of_any_kind(tmp_path, numpy_generator, s
 
 
 class _Outer(torch.optim.lr_scheduler.LambdaLR):
-    """Has another scheduler in its state, as warmups of the web have."""
+    """A scheduler with another one in its state, as warmups of the web have it."""
 
     def __init__(self, optimizer):
         super().__init__(optimizer, lambda step: 1.0)
@@ -141,7 +141,7 @@ def test_an_object_inside_of_a_state_dict_is_refused_with_a_way(tmp_path):
 
 
 class _Prefixed(torch.nn.Linear):
-    """Has names of its own in its state dict, as wrappers have."""
+    """A layer with names of its own in its state dict, as wrappers have them."""
 
     def state_dict(self, *args, **options):
         return {f"pre.{n}": v for n, v in super().state_dict(*args, **options).items()}

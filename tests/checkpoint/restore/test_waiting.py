@@ -17,6 +17,7 @@ from judging import raw
 from torch.optim import Optimizer
 
 import residency
+from residency._checkpoint._restore import _fill
 
 
 class WithHistory(Optimizer):
@@ -446,3 +447,24 @@ def test_without_room_at_the_first_use_the_error_says_what_to_do_and_all_is_whol
     for each in (run, stock):
         each.step()
     assert_same(run.read(), stock.read())
+
+
+def test_the_first_use_page_locks_no_more_than_twice_what_comes(
+    device, saved, pinned_bytes, monkeypatch
+):
+    _, folder = saved(device, "adamw")
+    run = resumed(device, "adamw", folder)
+    comes = sum(2 * each.nbytes for each in run.model.parameters())
+    before, taken = pinned_bytes(), []
+    made = torch.empty_like
+
+    def watched(*args, **kwargs):
+        taken.append(pinned_bytes() - before)
+        return made(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_like", watched)
+        run.optimizer.state_dict()
+    assert lies_on(run.optimizer) == {device.type}
+    assert 0 < max(taken) <= max(2 * comes, _fill.ring_bytes_of(0, 1 << 20))
+    assert pinned_bytes() == before

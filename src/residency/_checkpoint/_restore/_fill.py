@@ -111,9 +111,8 @@ def fill(
         # Work that is queued already may read the targets, or write them.
         _device.wait_event(lanes.h2d, lanes.mark(_device.current_stream(device)))
     is_own_ring = ring is None and work.needs_ring
-    ring_bytes = min(staging_bytes, work.ring_bytes) if is_own_ring else 0
     if is_own_ring:
-        ring = Staging(ring_bytes, pin=bool(devices))
+        ring = Staging(ring_bytes_of(work.staged_bytes, staging_bytes), pin=bool(devices))
     try:
         # A file is read into the memory of a host tensor, of which autograd would not hear: a
         # graph that kept the tensor's old values would go on with the new ones.
@@ -128,11 +127,13 @@ def fill(
                 _read_out_of_order(work.out_of_order, checksums, ring)
     finally:
         _wait_for_lanes(devices)
-        if is_own_ring and devices:
-            for device in devices:
-                lanes_of(device).mark(lanes_of(device).h2d).synchronize()  # it reads the ring
-            ring = None
-            _device.give_back_pinned(ring_bytes)
+        if is_own_ring and ring is not None:
+            ring.release(devices)
+
+
+def ring_bytes_of(num_bytes: int, most_bytes: int) -> int:
+    """Returns the bytes of a ring for so many that pass through it, where it may have so many."""
+    return min(most_bytes, max(1 << num_bytes.bit_length(), 2 * _SMALLEST_SLOT))
 
 
 def _wait_for_lanes(devices: Iterable[torch.device]) -> None:
@@ -166,6 +167,15 @@ class Staging:
                 for start in range(0, num_slots * self.slot_bytes, self.slot_bytes)
             ]
         )
+
+    def release(self, devices: Iterable[torch.device]) -> None:
+        """Gives the memory back, once no copy to these devices reads it."""
+        for device in devices:
+            lanes_of(device).mark(lanes_of(device).h2d).synchronize()  # it reads the ring
+        pinned_bytes = self._slab.num_bytes if self._slab.is_pinned else 0
+        self._under_way.clear()
+        del self._slab, self.ring
+        _device.give_back_pinned(pinned_bytes)
 
     def take(self) -> Slot:
         """Waits for a slot."""
@@ -242,11 +252,9 @@ class _Work:
         return bool(is_staged or self.of_tensors or self.out_of_order)
 
     @property
-    def ring_bytes(self) -> int:
-        """A ring that all of it fits into."""
+    def staged_bytes(self) -> int:
         parts = (*self.in_order, *self.of_tensors, *self.out_of_order)
-        total = sum(overlap.box.numel * overlap.shard.dtype.itemsize for overlap in parts)
-        return max(1 << total.bit_length(), 2 * _SMALLEST_SLOT)
+        return sum(overlap.box.numel * overlap.shard.dtype.itemsize for overlap in parts)
 
 
 def _sorted_out(assignments: Iterable[Assignment]) -> _Work:

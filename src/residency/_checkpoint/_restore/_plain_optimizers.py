@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from residency._checkpoint._restore._fill import Staging, fill
+from residency._checkpoint._restore._fill import Staging, fill, ring_bytes_of
 from residency._checkpoint._restore._plan import Assignment, target_of
 from residency._checkpoint._sources._source import StoredTensor
 from residency._dtensor import local_of, wrapped_like
@@ -199,23 +199,29 @@ def _move(
     staging_bytes: int, waiting: list[Waiting], put: Callable[[Waiting, Tensor], None]
 ) -> None:
     """Brings waiting tensors to the device; see ``let_wait``."""
-    ring = Staging(staging_bytes, pin=True)
+    num_bytes = sum(local_of(each.tensor).nbytes for each in waiting)
+    devices = {each.parameter.device for each in waiting}
+    ring = Staging(ring_bytes_of(num_bytes, staging_bytes), pin=True)
     waiting.reverse()
-    for bucket in _buckets(waiting, _BUCKETS * staging_bytes):
-        made: list[Tensor] = []
-        assignments = []
-        for each in bucket:
-            local = local_of(each.tensor)
-            with callers_modes_off():
-                target = torch.empty_like(
-                    local, device=each.parameter.device, memory_format=torch.preserve_format
-                )
-            made.append(wrapped_like(target, each.tensor))
-            assignments.append(Assignment(target_of(each.key, target), [_stored(each.key, local)]))
-        fill(assignments, checksums={}, staging_bytes=staging_bytes, ring=ring)
-        for each, value in zip(bucket, made, strict=True):
-            put(each, value)
-        bucket.clear()
+    try:
+        for bucket in _buckets(waiting, _BUCKETS * staging_bytes):
+            made: list[Tensor] = []
+            assignments = []
+            for each in bucket:
+                local = local_of(each.tensor)
+                with callers_modes_off():
+                    target = torch.empty_like(
+                        local, device=each.parameter.device, memory_format=torch.preserve_format
+                    )
+                made.append(wrapped_like(target, each.tensor))
+                stored = _stored(each.key, local)
+                assignments.append(Assignment(target_of(each.key, target), [stored]))
+            fill(assignments, checksums={}, staging_bytes=staging_bytes, ring=ring)
+            for each, value in zip(bucket, made, strict=True):
+                put(each, value)
+            bucket.clear()
+    finally:
+        ring.release(devices)
 
 
 def _buckets(waiting: list[Waiting], most_bytes: int) -> Iterator[list[Waiting]]:

@@ -107,7 +107,7 @@ def test_an_action_that_hands_another_in_the_caller_has_it_done_next(
 
 
 @pytest.mark.parametrize("num_possible", [0, 1, 2, 100])
-def test_where_no_thread_can_be_begun_a_save_is_made_in_the_call(
+def test_where_no_thread_can_be_begun_a_save_and_a_restore_are_made_in_the_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_possible: int
 ) -> None:
     """As where the system has no more, and in an exit handler from Python 3.12 on."""
@@ -125,8 +125,15 @@ def test_where_no_thread_can_be_begun_a_save_is_made_in_the_call(
     with residency.Checkpointer(tmp_path) as checkpointer:
         saves = [checkpointer.save(step, state) for step in range(3)]
         assert all(save.wait().is_done() for save in saves)
-    monkeypatch.undo()
     found = {"x": torch.zeros(5), "y": torch.zeros(1 << 21)}
+    begun.clear()
     assert residency.Checkpointer(tmp_path).restore(found) == 2
     assert torch.equal(found["x"], state["x"])
     assert torch.equal(found["y"], state["y"])
+    begun.clear()
+    file = next((tmp_path / "step-00000002").glob("*y*.safetensors"))
+    with file.open("r+b") as stream:
+        stream.seek(-1, 2)
+        stream.write(b"x")
+    with pytest.raises(residency.CorruptSaveError, match=r"y\.safetensors"):
+        residency.Checkpointer(tmp_path).restore(found, step=2)

@@ -13,9 +13,10 @@ from interruptions import count_lines, interrupted_at, spread
 
 import residency
 from residency import CheckpointError, CorruptSaveError
-from residency._checkpoint._disk import _read
-from residency._checkpoint._disk._read import Checksums, FileReads, Wanted, read_files
+from residency._checkpoint._disk import _read, _wanted
+from residency._checkpoint._disk._read import read_files
 from residency._checkpoint._disk._ring import Ring, Slot
+from residency._checkpoint._disk._wanted import Checksums, FileReads, Wanted
 
 
 def make_file(folder, num_bytes, *, chunk_bytes=4096, seed=1):
@@ -50,26 +51,38 @@ class Collector:
         self.ring.give_back(slot)
 
 
+@pytest.mark.parametrize("num_threads", [0, 1, 2])
 @pytest.mark.parametrize("is_checked", [True, False])
 @pytest.mark.parametrize("seed", range(6))
-def test_ranges_of_any_place_and_size_arrive_whole(tmp_path, monkeypatch, is_checked, seed):
+def test_ranges_of_any_place_and_size_arrive_whole(
+    tmp_path, monkeypatch, is_checked, seed, num_threads
+):
+    start, begun = threading.Thread.start, []
+
+    def start_or_fail(thread):
+        if len(begun) == num_threads:
+            raise RuntimeError("can't start new thread")
+        begun.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
     monkeypatch.setattr(_read, "_CALL_BYTES", 3000)
     monkeypatch.setattr(_read, "_STEP_BYTES", 800)
     monkeypatch.setattr(_read, "SCRATCH_BYTES", 700)
     monkeypatch.setattr(_read, "_BRIDGED_BYTES", 300)
-    monkeypatch.setattr(_read, "_UNCHECKED_CHUNK_BYTES", 5000)
+    monkeypatch.setattr(_wanted, "_UNCHECKED_CHUNK_BYTES", 5000)
     monkeypatch.setattr(_read, "_MOST_BUFFERS", 3)
     path, data, sums = make_file(tmp_path, 50_001, chunk_bytes=4096)
     chance = random.Random(seed)
     wanted, targets = [], {}
     for index in range(40):
         size = chance.choice([1, 7, 500, 4096, 9000])
-        start = chance.randrange(len(data) - size)
+        first = chance.randrange(len(data) - size)
         if index % 2:
-            want, target = into_memory(start, size)
+            want, target = into_memory(first, size)
             targets[want] = target
         else:
-            want = Wanted(start, size, "t")
+            want = Wanted(first, size, "t")
         wanted.append(want)
     ring = make_ring(3, 1100)
     collector = Collector(ring)

@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from residency._checkpoint._disk._parts import FilePlan, Part, leased
     from residency._checkpoint._disk._publish import CheckpointDirectory, Retention
     from residency._checkpoint._disk._published import new_token, saving_name, step_of
-    from residency._checkpoint._disk._read import FileReads, Wanted, read_files
+    from residency._checkpoint._disk._read import read_files
     from residency._checkpoint._disk._retention import steps_above
     from residency._checkpoint._disk._system import SYSTEM, make_folders, sync_folder, write_file
     from residency._checkpoint._disk._verify import Verification, verify_save
+    from residency._checkpoint._disk._wanted import FileReads, Wanted
     from residency._checkpoint._disk._write import write_files
 
 __all__ = [
@@ -87,10 +88,11 @@ __getattr__ = door(
         "_naming": ["ADVICE", "damage_named"],
         "_parts": ["FilePlan", "Part", "leased"],
         "_publish": ["CheckpointDirectory", "Retention"],
-        "_read": ["FileReads", "Wanted", "read_files"],
+        "_read": ["read_files"],
         "_retention": ["steps_above"],
         "_system": ["SYSTEM", "make_folders", "sync_folder", "write_file"],
         "_verify": ["Verification", "verify_save"],
+        "_wanted": ["FileReads", "Wanted"],
         "_write": ["write_files"],
     },
 )

@@ -48,6 +48,7 @@ from residency._checkpoint._disk._system import (
     System,
     close_quietly,
 )
+from residency._checkpoint._disk._threads import begin
 from residency._errors import CheckpointError
 from residency._units import MIB
 
@@ -286,7 +287,7 @@ class _Crew:
             for index in range(NUM_THREADS)
         ]
         try:
-            if not _begin(threads):
+            if not begin(threads):
                 self._work()
             for thread in threads:
                 if thread.ident is not None:  # it was begun
@@ -409,16 +410,6 @@ def _write_all(
             num_bytes -= left.pop(0).nbytes
         if num_bytes:
             left[0] = left[0][num_bytes:]
-
-
-def _begin(threads: Sequence[threading.Thread]) -> bool:
-    """Begins threads; returns False where none can be, as while the interpreter ends."""
-    for begun, thread in enumerate(threads):
-        try:
-            thread.start()
-        except RuntimeError:
-            return begun > 0
-    return True
 
 
 @contextmanager

@@ -20,14 +20,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from residency import _device
-from residency._checkpoint._disk._read import (
-    Checksums,
-    FileReads,
-    FilledSlot,
-    Wanted,
-    read_files,
-)
+from residency._checkpoint._disk._read import FilledSlot, read_files
 from residency._checkpoint._disk._ring import Ring, Slot
+from residency._checkpoint._disk._wanted import Checksums, FileReads, Wanted
 from residency._checkpoint._restore._boxes import (
     Box,
     count_stretches,

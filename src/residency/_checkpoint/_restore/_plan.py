@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from residency._checkpoint._capture._walk import layout_problem
-from residency._checkpoint._disk._read import Checksums
+from residency._checkpoint._disk._wanted import Checksums
 from residency._checkpoint._document._nodes import Node
 from residency._checkpoint._restore._boxes import Box
 from residency._checkpoint._restore._values import SavedValue

@@ -19,7 +19,7 @@ from residency._checkpoint._disk._manifest import MANIFEST, FileRecord, StoredEn
 from residency._checkpoint._disk._naming import damage_named, unreadable
 from residency._checkpoint._disk._open_save import open_save
 from residency._checkpoint._disk._published import newest_save
-from residency._checkpoint._disk._read import Checksums
+from residency._checkpoint._disk._wanted import Checksums
 from residency._checkpoint._document._decode import tensor_names
 from residency._checkpoint._document._nodes import Node, read_document
 from residency._checkpoint._document._notes import PLAIN, TensorNote, read_note, senseless

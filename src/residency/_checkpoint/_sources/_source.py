@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from residency._checkpoint._disk._dry import is_dry
-from residency._checkpoint._disk._read import Checksums
+from residency._checkpoint._disk._wanted import Checksums
 from residency._errors import CorruptSaveError, RefusedError
 
 

@@ -1,6 +1,7 @@
 """Values of every kind come back into the containers that are there, and what does not fit is
 refused with everything as it was."""
 
+import copy
 import gc
 import random
 from collections import OrderedDict, deque
@@ -12,6 +13,7 @@ from runs import Run, assert_equal
 
 from residency import CorruptSaveError, RefusedError
 from residency._checkpoint import _rng
+from residency._checkpoint._restore._document import DocumentPlan
 
 VALUES = {
     "none": None,
@@ -37,6 +39,32 @@ def test_values_of_every_kind_come_back(save, restore):
     assert type(found["scalar"]) is numpy.float64
     assert torch.equal(found["tensor"], VALUES["tensor"])
     found["array"][0, 0] = 1  # it owns its bytes
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_list_takes_what_was_saved_in_the_place_of_whatever_is_there(save, restore, seed):
+    chance = random.Random(seed)
+    values = [0, 1.5, True, None, "x", 1 << 70, float("inf"), "\ud800", [1, [2]], {"a": 1}, (3, 4)]
+    drawn, there = (
+        [chance.choice(values) for _ in range(chance.randrange(3, 12))] for _ in range(2)
+    )
+    saved = save({"drawn": drawn})
+    state = {"drawn": copy.deepcopy(there)}
+    here = state["drawn"]
+    restore(state, saved)
+    assert state["drawn"] is here
+    assert repr(here) == repr(drawn)
+
+
+def test_numbers_in_a_long_list_are_planned_without_a_call_for_each(save, restore, monkeypatch):
+    numbers, calls = list(range(5000)), []
+    saved = save({"numbers": numbers, "named": dict.fromkeys("ab", 0)})
+    plan = DocumentPlan.visit
+    monkeypatch.setattr(DocumentPlan, "visit", lambda *args: calls.append(args[1]) or plan(*args))
+    state = {"numbers": [0] * 5000, "named": {"a": 1, "b": 2}}
+    restore(state, saved)
+    assert state == {"numbers": numbers, "named": {"a": 0, "b": 0}}
+    assert len(calls) < 10
 
 
 def test_containers_are_filled_in_place(save, restore):

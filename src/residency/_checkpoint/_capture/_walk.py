@@ -40,6 +40,7 @@ from residency._checkpoint._document._nodes import (
     MAPPING,
     MODULE,
     OPTIMIZER,
+    PLAIN,
     SCALER,
     STATEFUL,
     Node,
@@ -146,10 +147,12 @@ def optimizers_in(tree: object) -> Iterator[Optimizer]:
         yield plain_optimizer(tree)
     elif isinstance(tree, Mapping):
         for value in tree.values():
-            yield from optimizers_in(value)
+            if type(value) not in PLAIN:
+                yield from optimizers_in(value)
     elif isinstance(tree, list | tuple):
         for value in tree:
-            yield from optimizers_in(value)
+            if type(value) not in PLAIN:
+                yield from optimizers_in(value)
 
 
 def _modules_in(tree: object, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -157,10 +160,12 @@ def _modules_in(tree: object, path: str) -> Iterator[tuple[str, nn.Module]]:
         yield path, tree
     elif isinstance(tree, Mapping):
         for key, value in tree.items():
-            yield from _modules_in(value, joined(path, key))
+            if type(value) not in PLAIN:
+                yield from _modules_in(value, joined(path, key))
     elif isinstance(tree, list | tuple):
         for index, value in enumerate(tree):
-            yield from _modules_in(value, joined(path, index))
+            if type(value) not in PLAIN:
+                yield from _modules_in(value, joined(path, index))
 
 
 def _takes_its_values(value: object) -> bool:

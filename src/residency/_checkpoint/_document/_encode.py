@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from residency._checkpoint._document._decode import decode
 from residency._checkpoint._document._kinds import inline_bytes, kind_for
-from residency._checkpoint._document._nodes import Node, has_halves, tensor_node
+from residency._checkpoint._document._nodes import PLAIN, Node, has_halves, tensor_node
 from residency._errors import RefusedError
 from residency._modes import callers_modes_off
 from residency._transfer import Lent
@@ -120,7 +120,10 @@ class Encoder:
 
     def items(self, name: str, values: Iterable[Any]) -> list[Node]:
         """Returns the nodes of values in their order."""
-        return [self.node(joined(name, index), each) for index, each in enumerate(values)]
+        return [
+            self.node(name if type(each) in PLAIN else joined(name, index), each)
+            for index, each in enumerate(values)
+        ]
 
     def plain_items(self, name: str, values: Iterable[object]) -> list[Node]:
         """Returns the nodes of values in their order, of which none is filled in place."""
@@ -258,6 +261,9 @@ class _Look:
         self._alive.append(value)
         count, levels = 1, 0
         for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
+            if type(each) in PLAIN:  # of which a list may have a million
+                count, levels, self.num_values = count + 1, levels or 1, self.num_values + 1
+                continue
             below = joined(name, key) if isinstance(each, _CONTAINERS) else ""
             count += self.through(each, below, level + 1)
             levels = max(levels, 1 + self._done.get(id(each), (0, 0))[1])

@@ -51,6 +51,10 @@ ARRAYS = (NDARRAY, BYTES, BYTEARRAY, GENERATOR)
 """What may have its bytes in a tensor."""
 
 
+PLAIN = frozenset((bool, int, float, str, type(None)))
+"""Classes of values with no other value in them. A node of one is the value itself."""
+
+
 def kind_of(node: Node) -> str | None:
     """Returns the kind of a node that has one; plain values, lists and dicts have none."""
     return node.get(KIND) if isinstance(node, dict) else None

@@ -35,6 +35,7 @@ from residency._checkpoint._document._nodes import (
     MODULE,
     NDARRAY,
     OPTIMIZER,
+    PLAIN,
     SCALER,
     STATEFUL,
     TENSOR,
@@ -265,15 +266,17 @@ class DocumentPlan:
         return finish
 
     def _list(self, path: str, node: list[object], value: list[object]) -> Thunk:
-        thunks = [
-            self.visit(joined(path, i), each, value[i])
+        # A plain value takes the place of whatever plain value is there.
+        thunks = {
+            i: self.visit(joined(path, i), each, value[i])
             if i < len(value)
             else self._new(joined(path, i), each)
             for i, each in enumerate(node)
-        ]
+            if type(each) not in PLAIN or (i < len(value) and type(value[i]) not in PLAIN)
+        }
 
         def finish() -> list[object]:
-            value[:] = [thunk() for thunk in thunks]
+            value[:] = [thunks[i]() if i in thunks else each for i, each in enumerate(node)]
             return value
 
         return finish

@@ -287,3 +287,52 @@ def test_a_tensor_that_a_module_makes_for_its_state_dict_is_loaded_by_the_module
     torch.save(values_of(plain), tmp_path / "model.pt")
     monkeypatch.setattr(torch.nn.Module, "_load_from_state_dict", lambda *_: pytest.fail("loaded"))
     assert not load_into(plain, tmp_path / "model.pt")
+
+
+class Noted(torch.nn.Linear):
+    """Has a number, a list and a part's extra state in its state dict, beside its tensors."""
+
+    epoch, seen = 0, ()
+
+    def state_dict(self, *args, **kwargs):
+        found = super().state_dict(*args, **kwargs)
+        return {**found, "epoch": self.epoch, "seen": list(self.seen)}
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        left = dict(state_dict)
+        self.epoch, self.seen = left.pop("epoch"), tuple(left.pop("seen"))
+        return super().load_state_dict(left, *args, **kwargs)
+
+    def get_extra_state(self):
+        return {"epoch": self.epoch}
+
+    def set_extra_state(self, state):
+        assert state == {"epoch": self.epoch}
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("path", ["", "model", "runs.last"])
+def test_what_a_state_dict_has_beside_tensors_is_loaded_as_stock_loads_it(
+    device, tmp_path, path, legacy
+):
+    there = Noted(3, 2)
+    there.epoch, there.seen = 7, (1, 2.5, "x")
+    tree = there.state_dict()
+    for part in reversed(path.split(".") if path else []):
+        tree = {part: tree, "args": {"lr": 0.1}, "step": 12}
+    file = tmp_path / "weights.pt"
+    torch.save(tree, file, _use_new_zipfile_serialization=not legacy)
+    here = Noted(3, 2).to(device)
+    assert not load_into(here, file)
+    assert (here.epoch, here.seen) == (7, (1, 2.5, "x"))
+    assert torch.equal(here.weight.cpu(), there.weight)
+
+
+def test_a_plain_value_that_no_file_has_is_named_as_missing(device, tmp_path):
+    file = tmp_path / "weights.pt"
+    tree = Noted(3, 2).state_dict()
+    del tree["epoch"]
+    torch.save(tree, file)
+    here = Noted(3, 2).to(device)
+    with pytest.raises(RefusedError, match=r"missing in the checkpoint \(1\):\n  epoch"):
+        load_into(here, file)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from residency._checkpoint._capture._own_pairs import ModuleState
 from residency._checkpoint._capture._wrappers import plain_module
@@ -20,6 +20,7 @@ from residency._checkpoint._restore._fill import staging_bytes_of
 from residency._checkpoint._restore._modules import SavedModule, plan_module
 from residency._checkpoint._restore._plan import Differences, RestorePlan
 from residency._checkpoint._restore._restore import carry_out, settled
+from residency._checkpoint._restore._values import SavedValue
 from residency._checkpoint._sources import open_source
 from residency._checkpoint._sources._own import (
     PublishedSave,
@@ -27,6 +28,7 @@ from residency._checkpoint._sources._own import (
     find_save,
     saved_for_rank,
 )
+from residency._checkpoint._sources._source import TensorName
 from residency._errors import RefusedError, listed
 from residency._modes import inference_mode_off
 from residency._ranks import rank_and_world_size
@@ -84,7 +86,9 @@ def load_into(
             )
     with damage_named(path), open_source(path) as source:
         plan = RestorePlan(source.tensors)
-        return _load_by_names(module, plan, str(path), name, strict, staging_bytes)
+        return _load_by_names(
+            module, plan, str(path), name, strict, staging_bytes, tree=source.values
+        )
 
 
 def load_save(
@@ -118,8 +122,11 @@ def _load_by_names(
     name: str | None,
     strict: bool,
     staging_bytes: int,
+    tree: object = None,
 ) -> Differences:
-    """Fills a module from tensors that have its names, or its names behind one prefix."""
+    """Fills a module from tensors that have its names, or its names behind one prefix; what else
+    its own state dict has comes from the tree that the file has of both.
+    """
     names = list(plan.tensors)
     prefix = find_prefix(module, names, what) if name is None else f"{name}." * bool(name)
     if name and not any(each.startswith(prefix) for each in names):
@@ -132,11 +139,35 @@ def _load_by_names(
         stored_name=lambda name: prefix + name,
         fresh=lambda name: _plan_fresh(plan, name),
         fetch=plan.fresh.__getitem__,
+        values=_plain_values(module, tree, prefix),
     )
     plan.after.append(plan_module(plan, module, saved, prefix=""))
     found = settled(plan, what, strict=strict, staging_bytes=staging_bytes)
     carry_out(plan, staging_bytes=staging_bytes)
     return found
+
+
+def _plain_values(module: nn.Module, tree: Any, prefix: str) -> dict[str, SavedValue]:
+    """Returns what the module's state dict has beside tensors, as it is in a tree."""
+    for part in prefix.split(".")[:-1]:
+        tree = tree.get(part) if isinstance(tree, Mapping) else None
+    if not isinstance(tree, Mapping):
+        return {}
+    entries = ModuleState(plain_module(module)).entries.items()
+    names = [name for name, entry in entries if not isinstance(entry.value, Tensor)]
+    return {
+        name: SavedValue(name, None, value=tree[name])
+        for name in names
+        if name in tree and not _has_tensors(tree[name])
+    }
+
+
+def _has_tensors(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_tensors, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_tensors, value))
+    return isinstance(value, TensorName)
 
 
 def find_prefix(module: nn.Module, names: Sequence[str], what: str) -> str:

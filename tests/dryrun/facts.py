@@ -70,7 +70,7 @@ def answered(
     over = any(each["peak_reserved"] > capacity * MIB - context for each in phases)
     known = facts() | {"libraries": [], "arguments": {}, "recomputed": [], **found}
     has_load = any(each["name"] == "load" for each in phases)
-    known = {"trainer": {"numbers": {}}, "has_template": False, **known}
+    known = {"trainer": {"numbers": {}}, "has_template": False, "has_buckets": False, **known}
     known |= {"loads_on_device": has_load, "loads_state": has_load}
     known |= {"phases": list(phases), "error": error, "ended": "error" if error else "finished"}
     first = {**known, "out_of_memory": [dict(FULL)] if over and not error else []}

@@ -29,6 +29,7 @@ SETTINGS = {
     "defers_state": True,
     "defers_template": True,
     "calls_back": True,
+    "views_buckets": True,
     "saves_on_host": True,
     "parks_state": True,
     "checkpointing": True,

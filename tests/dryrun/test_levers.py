@@ -49,6 +49,18 @@ CASES = {
         "a resume by TrainState, with the optimizer's state on the host until the first step",
         'dcp.load({"app": state}',
     ),
+    "views of buckets, loop": (
+        ("replicas.py", "loop"), ("--ranks", "2"), 340, "gradients as views of DDP's buckets",
+        "DistributedDataParallel(...",
+    ),
+    "views of buckets, accelerate": (
+        ("replicas.py", "accelerate"), ("--ranks", "2"), 340, "gradients as views of DDP's buckets",
+        "kwargs_handlers=[DistributedDataParallelKwargs(",
+    ),
+    "views of buckets, lightning": (
+        ("replicas.py", "lightning"), ("--ranks", "2"), 340, "gradients as views of DDP's buckets",
+        "strategy=DDPStrategy(",
+    ),
     "a parked state": (
         ("levers.py", "evaluates"), (), 1520,
         "the optimizer's state parked while the script evaluates or generates",

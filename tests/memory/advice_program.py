@@ -251,6 +251,52 @@ def a_clone_for_a_save(mode: str) -> None:
             saved += [v.cpu() if mode == "snapshot" else v.clone() for v in values.values()]
 
 
+@case("64MiB")
+def gradients_beside_buckets(mode: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        store = torch.distributed.FileStore(f"{folder}/store", 1)
+        torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
+        view = mode == "view"
+        net = nn.parallel.DistributedDataParallel(net_of(512, 24), gradient_as_bucket_view=view)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(3):
+            net(torch.randn(64, 512, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.distributed.destroy_process_group()
+
+
+@case("64MiB")
+def an_offload_with_a_large_bucket(mode: str) -> None:
+    net = net_of(512, 24)
+    optimizer = torch.optim.AdamW(net.parameters())
+    bucket = mode.partition(" ")[2] if mode.startswith("smaller") else "64MiB"
+    residency.offload_optimizer(optimizer, bucket=bucket)
+    for _ in range(3):
+        net(torch.randn(64, 512, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case("72MiB")
+def an_offload_that_keeps_much(mode: str) -> None:
+    net = net_of(512, 12)
+    optimizer = torch.optim.AdamW(net.parameters())
+    smaller = {"bucket": mode.partition(" ")[2]} if mode.startswith("smaller") else {}
+    residency.offload_optimizer(
+        optimizer,
+        **{"bucket": "1MiB", "resident": "24MiB"}
+        | smaller
+        | ({"resident": "0B"} if smaller else {}),
+    )
+    for _ in range(3):
+        net(torch.randn(64, 512, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with residency.phase("rollout"):
+            megabytes(44)
+
+
 @case("44MiB")
 def gradients_in_an_evaluation(mode: str) -> None:
     net = net_of(512, 12)

@@ -19,7 +19,7 @@ import torch
 
 from residency._dryrun._books import Books
 from residency._dryrun._owners import STATE
-from residency._memory import find_holders, grouped, let_go_text
+from residency._memory import find_holders, grouped, let_go_text, segment_bytes
 from residency._units import MIB
 
 _ROUNDS_OF_A_VALUE = 2  # a batch may be fetched a round before it is used
@@ -28,8 +28,6 @@ _SHARE_OF_ROUNDS = 0.75  # that leave something
 _LEAST_BYTES = MIB  # in all of these rounds
 _SECONDS = 3.0  # of a search for names
 _MOST_NAMES = 3
-# Source: c10/core/AllocatorConfig.h: kLargeBuffer, kMinLargeAlloc, kRoundLarge.
-_LARGE_SEGMENT, _OF_ONE_BLOCK, _STEP_OF_SEGMENTS = 20 * MIB, 10 * MIB, 2 * MIB
 NUM_STEPS = 1 + _FEWEST_ROUNDS + _ROUNDS_OF_A_VALUE  # in which growth shows
 
 
@@ -193,9 +191,8 @@ def _reserved_for(num_bytes: int) -> int:
     """Returns a block's share of the segment that torch's allocator puts it into."""
     if num_bytes <= MIB:  # which many of them fill
         return num_bytes
-    if num_bytes < _OF_ONE_BLOCK:
-        return _LARGE_SEGMENT // (_LARGE_SEGMENT // num_bytes)
-    return -(-num_bytes // _STEP_OF_SEGMENTS) * _STEP_OF_SEGMENTS
+    segment = segment_bytes(num_bytes)
+    return segment // (segment // num_bytes)
 
 
 def _named(addresses: Container[int]) -> Mapping[str, object]:

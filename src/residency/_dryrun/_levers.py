@@ -49,11 +49,13 @@ class Levers:
         self._trainers = Trainers(settings)
         self._templates: Templates | None = None
         self._loads = Loads(on_host=settings.loads_on_host)
+        self._has_buckets = False
 
     def start(self) -> None:
         """Makes the changes, also in modules that are imported later."""
         settings = self._settings
         self._watch_arguments()
+        self._watch_buckets()
         self._trainers.start()
         self._loads.start()
         offload_all = (
@@ -78,6 +80,7 @@ class Levers:
             "trainer": self._trainers.found,
             "loads_on_device": self._loads.are_on_device,
             "loads_state": self._loads.have_state,
+            "has_buckets": self._has_buckets,
             "has_template": self._templates is not None and self._templates.are_made,
             "libraries": [name for name in _LIBRARIES if name in sys.modules],
         }
@@ -110,6 +113,20 @@ class Levers:
             return values, rest
 
         parsers.parse_known_args = parsed
+
+    def _watch_buckets(self) -> None:
+        """Notes whether gradients lie beside DDP's buckets, which they else are made views of."""
+        replicas: Any = nn.parallel.DistributedDataParallel
+        make = replicas.__init__
+
+        @around(make)
+        def init(replica: Any, *args: object, **options: object) -> None:
+            if self._settings.views_buckets:
+                options["gradient_as_bucket_view"] = True
+            make(replica, *args, **options)
+            self._has_buckets |= not replica.gradient_as_bucket_view
+
+        replicas.__init__ = init
 
     def _recompute(self) -> None:
         """Makes the outermost module of each forward pass recompute what its blocks keep."""

@@ -16,6 +16,7 @@ from residency._units import MIB
 
 Found = Mapping[str, Any]  # what a run's child found
 _DOORS = "residency.integrations"
+_VIEWS = "gradient_as_bucket_view=True"
 
 
 def lines_of(settings: RunSettings, found: Found) -> tuple[str, ...]:
@@ -37,6 +38,10 @@ def lines_of(settings: RunSettings, found: Found) -> tuple[str, ...]:
 
 def _is_lightning(libraries: Collection[str]) -> bool:
     return "lightning" in libraries or "pytorch_lightning" in libraries
+
+
+def _package(libraries: Collection[str]) -> str:
+    return "lightning.pytorch" if "lightning" in libraries else "pytorch_lightning"
 
 
 def _of_command(settings: RunSettings, found: Found) -> Iterator[str]:
@@ -95,6 +100,9 @@ def _of_lightning(settings: RunSettings, libraries: Collection[str]) -> Iterator
         yield f"from {_DOORS}.lightning import {names}"
         calls = ", ".join(f"{key}=[{call}]" for key, call in given.items())
         yield f"Trainer(..., {calls})  # each of them"
+    if settings.views_buckets:
+        yield f"from {_package(libraries)}.strategies import DDPStrategy"
+        yield f"Trainer(..., strategy=DDPStrategy({_VIEWS}))  # each of them"
     if settings.parks_state:
         optimizer = "self.optimizers(use_pl_optimizer=False)"
         yield "import residency  # and two methods of the LightningModule"
@@ -107,6 +115,11 @@ def _of_loop(settings: RunSettings, found: Found) -> Iterator[str]:
     is_saved = settings.saves_on_host or (settings.defers_state and settings.loads_on_host)
     if settings.offload is not None or settings.parks_state or is_saved:
         yield "import residency"
+    if settings.views_buckets and "accelerate" in found["libraries"]:
+        yield "from accelerate import DistributedDataParallelKwargs"
+        yield f"Accelerator(..., kwargs_handlers=[DistributedDataParallelKwargs({_VIEWS})])"
+    elif settings.views_buckets:
+        yield f"DistributedDataParallel(..., {_VIEWS})"
     if settings.offload is not None:
         when = (
             "once accelerate has prepared it" if "accelerate" in found["libraries"] else "at once"

@@ -82,6 +82,8 @@ def offers(found: Found, words: Sequence[str] = ()) -> list[Offer]:
     has_loop = not is_trainer and not libraries & {"lightning", "pytorch_lightning"}
     has_load = any(name.endswith("load") for name in names)
     made = [_segments()]
+    if found["has_buckets"] and not is_trainer:  # which makes its arguments for DDP itself
+        made.append(_bucket_views())
     is_known = has_loop or (is_trainer and "peft" in libraries)
     if has_load and found["loads_on_device"] and is_known:
         made.append(_load_on_host(has_adapters=is_trainer))
@@ -126,6 +128,16 @@ def _segments() -> Offer:
         cost=lambda settings, found: "no time",
         group="segments",
         joins_pieces=True,
+    )
+
+
+def _bucket_views() -> Offer:
+    return Offer(
+        name="gradients as views of DDP's buckets",
+        gain=_at_peak(GRADIENTS),
+        change=lambda settings: replace(settings, views_buckets=True),
+        cost=lambda settings, found: "no time",
+        group="buckets",
     )
 
 

@@ -37,6 +37,7 @@ class RunSettings:
         defers_template: Whether a state that ``torch.distributed.checkpoint`` loads into is made on
             the host and waits there, too.
         calls_back: Whether a Trainer of Transformers gets a ``ResidencyCallback``.
+        views_buckets: Whether gradients are views of the buckets of DistributedDataParallel.
         saves_on_host: Whether copies of a model's tensors, for a save, are made on the host.
         parks_state: Whether optimizers' state is on the host while the script evaluates or
             generates.
@@ -63,6 +64,7 @@ class RunSettings:
     defers_state: bool = False
     defers_template: bool = False
     calls_back: bool = False
+    views_buckets: bool = False
     saves_on_host: bool = False
     parks_state: bool = False
     checkpointing: bool = False
@@ -83,6 +85,7 @@ class RunSettings:
                 self.defers_state,
                 self.defers_template,
                 self.calls_back,
+                self.views_buckets,
                 self.saves_on_host,
                 self.parks_state,
                 self.checkpointing,

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from residency._memory._post_mortem import describe_device, explain, remedy_for
     from residency._memory._record import record, record_process
     from residency._memory._remedies import let_go_text
+    from residency._memory._segments import segment_bytes
     from residency._memory._state import MemoryState, has_growing_segments, measure, memory_state
 
 __all__ = [
@@ -92,6 +93,7 @@ __all__ = [
     "record_process",
     "records_of",
     "remedy_for",
+    "segment_bytes",
     "slot",
     "type_name",
 ]
@@ -131,6 +133,7 @@ __getattr__ = door(
         "_post_mortem": ["describe_device", "explain", "remedy_for"],
         "_record": ["record", "record_process"],
         "_remedies": ["let_go_text"],
+        "_segments": ["segment_bytes"],
         "_state": ["MemoryState", "has_growing_segments", "measure", "memory_state"],
     },
 )

@@ -2,8 +2,8 @@
 
 A remedy stands as one that fits only where the bytes that it gives at the moment of the failure are
 as many as were missing then, with what an optimizer's step or a module's move is known to take
-besides. What nothing
-tells in bytes, or what may be wanted, is said to be possible, and after those that were reckoned.
+besides. What nothing tells in bytes, or what may be wanted, is said to be possible, and after those
+that were reckoned.
 `tests/memory/test_advice.py` plants failures, does what is said, and looks whether the run ends.
 """
 
@@ -13,6 +13,7 @@ import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from residency._memory._buckets import bytes_beside_buckets
 from residency._memory._groups import IN_CYCLES, HolderGroup
 from residency._memory._history import SteadyGrowth
 from residency._memory._holders._autograd import LEAF_OF_GRAPH
@@ -159,6 +160,14 @@ def _free_in_cache(failure: Failure) -> Iterator[Remedy]:
 def _cycles(failure: Failure) -> Iterator[Remedy]:
     num_bytes = sum(e.num_bytes for e in failure.holders if e.path.startswith(IN_CYCLES))
     yield Remedy(num_bytes, "in reference cycles: gc.collect() frees it, or break the cycle")
+
+
+def _bucket_views(failure: Failure) -> Iterator[Remedy]:
+    yield Remedy(
+        bytes_beside_buckets(),
+        "of gradients beside the buckets of DistributedDataParallel: give it "
+        "gradient_as_bucket_view=True, and they are views of those",
+    )
 
 
 def _pieces(failure: Failure) -> Iterator[Remedy]:
@@ -371,6 +380,7 @@ _TABLE: tuple[Callable[[Failure], Iterator[Remedy]], ...] = (
     _kept_errors,
     _free_in_cache,
     _cycles,
+    _bucket_views,
     _copies,
     _pieces,
     _second_model,

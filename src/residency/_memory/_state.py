@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from residency import _device, _private_pools
-from residency._units import MIB, format_bytes
+from residency._memory._segments import SMALL_SEGMENT_BYTES
+from residency._units import format_bytes
 
-_SMALL_SEGMENT_BYTES = 2 * MIB
 _NO_SEGMENTS = (
     "the allocator's memory grows in pages (expandable_segments) or has no segments, and which "
     "free bytes lie beside live ones is not known: returnable is at most this"
@@ -235,4 +235,4 @@ def _has_uncounted(figures: Mapping[str, Any]) -> bool:
     num_small = int(figures.get("segment.small_pool.current", 0))
     large = int(figures.get("reserved_bytes.large_pool.current", 0))
     num_large = int(figures.get("segment.large_pool.current", 0))
-    return small != num_small * _SMALL_SEGMENT_BYTES or (large > 0 and not num_large)
+    return small != num_small * SMALL_SEGMENT_BYTES or (large > 0 and not num_large)

@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from residency._memory import _objects
+from residency._memory._segments import reserved_for
 from residency._transfer import ELEMENT_WISE, fitting_bucket, owned_optimizers
 from residency._units import MIB, spell_bytes
 
@@ -37,6 +38,7 @@ class FailedStep:
         state_bytes: Its state on the device, as far as it was made.
         all_state_bytes: That, with what it was still to make; None where the class does not say.
         temporary_bytes: What it takes besides while it computes.
+        is_offloaded: Whether it is that of a bucket, whose state is on the host between steps.
     """
 
     optimizer: Optimizer
@@ -44,6 +46,7 @@ class FailedStep:
     state_bytes: int
     all_state_bytes: int | None
     temporary_bytes: int
+    is_offloaded: bool = False
 
     def missing_bytes(self, room: int) -> int:
         """Returns the bytes that it lacks to come to its end, in so much room."""
@@ -66,11 +69,12 @@ class OffloadOffer:
 
 def failed_step(error: BaseException) -> FailedStep | None:
     """Returns the optimizer's step that an error left; None for an error of another place."""
-    optimizer = None
+    optimizer, is_offloaded = None, False
     trace = error.__traceback__
     while trace is not None and optimizer is None:
         frame, trace = trace.tb_frame, trace.tb_next
         module = str(frame.f_globals.get("__name__"))
+        is_offloaded |= module.startswith("residency._optim.")
         if frame.f_code.co_name == "step" and not module.startswith("residency."):
             # Not by its locals, which Python would keep a copy of. [Note: locals]
             referred = gc.get_referents(frame)
@@ -78,10 +82,10 @@ def failed_step(error: BaseException) -> FailedStep | None:
     if optimizer is None or id(optimizer) in set(map(id, owned_optimizers())):
         return None
     groups = (_objects.attributes(optimizer) or {}).get("param_groups")
-    return _describe(optimizer, groups if type(groups) is list else [])
+    return _describe(optimizer, groups if type(groups) is list else [], is_offloaded)
 
 
-def _describe(optimizer: Any, groups: list[Any]) -> FailedStep:
+def _describe(optimizer: Any, groups: list[Any], is_offloaded: bool) -> FailedStep:
     state = (_objects.attributes(optimizer) or {}).get("state")
     values = {id(key): value for key, value in _objects.items(state)}
     trained = state_bytes = temporary = most = 0
@@ -107,7 +111,7 @@ def _describe(optimizer: Any, groups: list[Any]) -> FailedStep:
     each = max(most, known)
     is_told = known > 0 or not has_unmade or (most > 0 and len(values) > 1)
     total = max(state_bytes, each * trained) if is_told else None
-    return FailedStep(optimizer, trained, state_bytes, total, temporary)
+    return FailedStep(optimizer, trained, state_bytes, total, temporary, is_offloaded)
 
 
 def offload_of_step(step: FailedStep, room: int) -> OffloadOffer | None:
@@ -122,11 +126,12 @@ def offload_of_step(step: FailedStep, room: int) -> OffloadOffer | None:
     bucket = fitting_bucket(whole, _SLOTS)
     if type(step.optimizer) not in ELEMENT_WISE or isinstance(step.optimizer, _REFUSED):
         return None  # it moves whole parameters, or is not moved at all
-    while bucket >= _LEAST_BUCKET and _BUCKETS_OF_A_STEP * bucket > left:
+    while bucket >= _LEAST_BUCKET and reserved_for(bucket, _BUCKETS_OF_A_STEP) > left:
         bucket //= 2
     if bucket < _LEAST_BUCKET:
         return None
-    return OffloadOffer(whole - _SLOTS * bucket, _call(bucket))
+    call = _smaller(bucket) if step.is_offloaded else _call(bucket)
+    return OffloadOffer(whole - _SLOTS * bucket, call)
 
 
 def offload_of_states(sizes: dict[str, int]) -> OffloadOffer | None:
@@ -146,13 +151,21 @@ def offload_of_states(sizes: dict[str, int]) -> OffloadOffer | None:
     if not classes <= ELEMENT_WISE:
         slot_bytes = max(bucket_bytes, *sizes.values())
     num_bytes = state_bytes - _SLOTS * slot_bytes
-    return OffloadOffer(num_bytes, _call(bucket_bytes)) if num_bytes > 0 else None
+    call = _call(bucket_bytes) if classes or not owned_optimizers() else _smaller(bucket_bytes)
+    return OffloadOffer(num_bytes, call) if num_bytes > 0 else None
 
 
 def _call(bucket_bytes: int) -> str:
     return (
         "of optimizer state: residency.offload_optimizer(optimizer, "
         f'bucket="{spell_bytes(bucket_bytes)}", slots={_SLOTS}) keeps it on the host'
+    )
+
+
+def _smaller(bucket_bytes: int) -> str:
+    return (
+        "of optimizer state on the device, of an optimizer that is offloaded: offload it with "
+        f'bucket="{spell_bytes(bucket_bytes)}", slots={_SLOTS} and resident="0B"'
     )
 
 

@@ -15,7 +15,10 @@ from residency._units import MIB, format_bytes, parse_bytes
 _WORKSPACE_BYTES = parse_bytes("8320KiB")
 _HOPPERS_WORKSPACE_BYTES = 32 * MIB
 _HOPPER = 9
-_OTHERS = "a gradient or a value under way, buffers of a communicator or of a captured graph"
+_OTHERS = (
+    "a gradient or a value under way, buckets of DistributedDataParallel, buffers of a "
+    "communicator or of a captured graph"
+)
 
 
 def describe_blocks(device: torch.device, known: Collection[int], least_bytes: int) -> str:

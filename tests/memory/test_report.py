@@ -168,6 +168,7 @@ def test_a_newer_format_is_not_guessed_at(write: Write) -> None:
 def test_what_is_not_there_is_an_error_with_a_cure(
     tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("plotly")
     record = write("run.jsonl", _run(1))
     for arguments, message in (
         ([tmp_path / "no.jsonl"], "residency record -o FILE"),

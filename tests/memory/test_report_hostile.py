@@ -146,6 +146,7 @@ def test_a_name_is_shown_and_not_obeyed(
             # The head, the whole run, the phase; and how each of the two ended.
             assert len([line for line in out.splitlines() if line]) == 6
     if name == "script":
+        pytest.importorskip("plotly")
         assert main(["report", str(path), "--html", str(page)]) == 0
         assert "<script>alert" not in page.read_text()
 
@@ -157,6 +158,8 @@ def test_a_record_without_a_readable_visit_is_an_empty_report(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if "--html" in command:
+        pytest.importorskip("plotly")
     monkeypatch.chdir(tmp_path)
     Path("run.jsonl").write_bytes(lines(HEADER, {**BEGIN, "held": NAN}))
     assert main(["report", "run.jsonl", *command]) == 0

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import residency
-from residency import memory_state
+from residency import _device, memory_state
 from residency.types import MemoryState
 
 KIB = 1 << 10
@@ -28,6 +28,7 @@ CAPACITY = 512 * MIB  # of the simulated device; a real one has its own
 LARGE_SEGMENT = 20 * MIB
 SMALL_SEGMENT = 2 * MIB
 
+pytestmark = pytest.mark.alone
 with_room = pytest.mark.sim_device(capacity=CAPACITY, schedule="late", check_races=False)
 
 
@@ -160,6 +161,7 @@ def test_with_expandable_segments_stuck_is_unknown_and_the_table_says_why(
 
 
 @with_room
+@pytest.mark.skipif(not _device.tells_settings(), reason="this torch does not tell its settings")
 def test_segments_from_before_a_change_of_the_setting_hide_no_expandable_ones(
     device: torch.device,
 ) -> None:

@@ -184,6 +184,7 @@ def _with_gradient(tensor: torch.Tensor) -> torch.Tensor:
     return small
 
 
+@pytest.mark.alone  # another test fills the device
 def test_every_way_to_keep_a_tensor_is_named(make: Make) -> None:
     kept = {way: keep(make()) for way, (keep, _) in WAYS.items()}
     here = "test_every_way_to_keep_a_tensor_is_named() local 'kept'"

@@ -122,7 +122,14 @@ def _columns(lab):
     ],
     ids=["AdamW", "SGD", "Adagrad"],
 )
-@pytest.mark.parametrize("make", [_tied, _overlapping, _columns, None])
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(pytest.param(each, marks=pytest.mark.races) for each in (_tied, _overlapping)),
+        _columns,
+        None,
+    ],
+)
 def test_parameters_and_gradients_that_share_bytes_step_as_in_the_plain_list(
     lab, make, kind, options, place
 ):

@@ -49,7 +49,12 @@ def test_twenty_streamed_steps_equal_twenty_plain_ones(lab, name, options, dtype
             "torch's own fused SGD on the CPU mixes neighbouring elements of a bfloat16 momentum "
             "(2.13: a second step reads past its end), so no two layouts agree, ours or torch's"
         )
-    plain, _ = run(lab, name, options, dtype)
+    try:
+        plain, _ = run(lab, name, options, dtype)
+    except RuntimeError as error:
+        if "`fused=True` requires" in str(error):  # torch 2.11: Adagrad on CUDA
+            pytest.skip(f"this torch's {name} is not fused on this device: {error}")
+        raise
     for slots in (1, 3) if dtype is torch.float32 else (2,):
         streamed, optimizer = run(lab, name, options, dtype, slots=slots)
         lab.assert_equal(streamed, plain)

@@ -265,6 +265,7 @@ def run(lab, seed):
     compare(ours, plain, log)
 
 
+@pytest.mark.races
 @pytest.mark.parametrize("seed", range(0, 144, 12))
 def test_ties_of_entries_are_those_of_the_plain_optimizer(lab, seed):
     for each in range(seed, seed + 12):

@@ -408,6 +408,7 @@ def test_a_weak_reference_of_compiled_code_is_found_before_anything_moves(device
     assert all(torch.equal(p.grad, 2 * p.detach()) for p in model.parameters())
 
 
+@pytest.mark.alone
 def test_owners_of_one_request_may_share_storages(device) -> None:
     class Part(nn.Module):
         def __init__(self, tensor: Tensor) -> None:

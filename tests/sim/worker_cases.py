@@ -116,7 +116,7 @@ def pinned_bytes(*, with_cached: bool = False) -> int:
     """Returns the page-locked bytes that tensors hold, or those that freed blocks keep as well."""
     if simulated_device_type() is None:
         key = "allocated_bytes.current" if with_cached else "active_bytes.current"
-        return int(torch.cuda.host_memory_stats()[key])
+        return int(torch.cuda.host_memory_stats().get(key, 0))
     return sim.pinned_memory_stats()[f"{'pinned' if with_cached else 'used'}_bytes.current"]
 
 

@@ -133,7 +133,7 @@ def pinned_bytes() -> int:
     """Returns the page-locked bytes in use, after what torch only keeps for reuse is given back."""
     torch.accelerator.empty_host_cache()
     if simulated_device_type() is None:
-        return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
+        return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
     return sim.pinned_memory_stats()["pinned_bytes.current"]
 
 

@@ -17,12 +17,14 @@ import torch
 from residency import _device, sim
 from residency._demo._progress import Show
 from residency._errors import RefusedError
+from residency._memory import holders
 from residency._units import format_bytes, parse_bytes
 
 Face = Literal["sim", "cuda"]
 _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
 _SIMULATOR = "the simulated accelerator"
 _SIMULATED_CAPACITY_BYTES = parse_bytes("8GiB")
+_MOST_LEFT_BYTES = parse_bytes("1MiB")  # of what ran before
 
 
 def _enable(capacity_bytes: int, face: Face) -> torch.device:
@@ -73,8 +75,16 @@ class Bench:
         """Sets the bytes that the following runs may use; None takes the limit away.
 
         Raises:
-            RefusedError: The device cannot hold that much to begin with.
+            RefusedError: The device cannot hold that much to begin with, or something of the run
+                before is still there.
         """
+        left = self.settle()
+        if capacity_bytes is not None and left >= _MOST_LEFT_BYTES:
+            held = "\n".join(f"  {format_bytes(h.num_bytes)}  {h.path}" for h in holders())
+            raise RefusedError(
+                f"{format_bytes(left)} of what ran before are still on the device, so that a limit "
+                f"would mean little. Run this case alone, with --case. They are held by:\n{held}"
+            )
         if self.is_simulated:
             _enable(capacity_bytes or _SIMULATED_CAPACITY_BYTES, self._face)
             return
@@ -95,6 +105,7 @@ class Bench:
         """Frees what the last run left, and returns the bytes that are still allocated beyond the
         start's.
         """
+        _device.finish_backward(self.device)
         gc.collect()
         _device.synchronize()
         torch.accelerator.empty_cache()

@@ -2,8 +2,8 @@
 
 The trainer's batches change in length, so that its allocator keeps more and more; after each step
 the engine needs the same block. The sizes follow from a run without a limit, and are not tuned: the
-capacity is what the trainer reserves at most (a real device has its own), the block is what it
-leaves free after its first steps, less a hundredth of that. Stock, the engine runs out of memory;
+two have what the trainer reserves at most, and the engine holds the rest of the device; the block
+is what is free after the first steps, less a hundredth of that. Stock, the engine lacks memory;
 with a hand-off it always has its block, and the cache is emptied only where the figures ask for it.
 """
 
@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from residency import _device
 from residency._demo._bench import Bench
 from residency._demo._names import HAND_OFF as NAME
 from residency._demo._progress import Show
@@ -36,7 +35,7 @@ with residency.take_over("20GiB", peer="/run/gpu0.sock"):    # the engine, in it
     ..."""
 
 _NUM_STEPS = 50
-_UNLIMITED_BYTES = parse_bytes("8GiB")
+_LARGE_BYTES = parse_bytes("8GiB")  # of a simulated device
 _FIRST_STEPS = 4
 _MARGIN_SHARE = 100  # of the trainer's reserve: what the block leaves
 _FLAT_SHARE = 0.02
@@ -54,6 +53,7 @@ _LABELS = ("alone, no limit", "side by side", "side by side, hand_off")
 class _TwoProcessRun:
     """The figures of one run of both processes."""
 
+    begin: dict[str, Any] = field(default_factory=dict)
     boundaries: list[dict[str, Any]] = field(default_factory=list)
     handed: list[dict[str, Any]] = field(default_factory=list)
     outcome: dict[str, Any] = field(default_factory=dict)
@@ -65,6 +65,12 @@ class _TwoProcessRun:
     def peak_bytes(self) -> int:
         return max((figures["peak"] for figures in self.boundaries), default=0)
 
+    @property
+    def room_bytes(self) -> int:
+        """What the trainer's allocator had at most, and its context took in these steps."""
+        outside: int = max(figures["outside"] for figures in self.boundaries)
+        return self.peak_bytes + max(0, outside - int(self.begin["outside"]))
+
 
 def run_hand_off(bench: Bench, settings: Settings, show: Show) -> Report:
     """Runs the trainer alone, then beside the engine, then with hand-offs."""
@@ -72,16 +78,12 @@ def run_hand_off(bench: Bench, settings: Settings, show: Show) -> Report:
         settings, num_steps=max(settings.num_steps, _NUM_STEPS), num_columns=256, model=_SHAPE
     )
     with _Pairs(settings, len(_LABELS)) as pairs:
-        alone = _run(_LABELS[0], pairs, show, _UNLIMITED_BYTES)
+        alone = _run(_LABELS[0], pairs, show)
         early = alone.boundaries[_FIRST_STEPS - 1]
-        if bench.is_simulated:
-            capacity_bytes = alone.peak_bytes
-            free_bytes = capacity_bytes - early["reserved"]
-        else:  # no capacity can be set for two processes, and need not be: the block is larger
-            capacity_bytes, free_bytes = _device.memory_info()[1], early["free"]
-        block_bytes = free_bytes - alone.peak_bytes // _MARGIN_SHARE
-        stock = _run(_LABELS[1], pairs, show, capacity_bytes, block_bytes=block_bytes)
-        guarded = _run(_LABELS[2], pairs, show, capacity_bytes, block_bytes=block_bytes, guard=True)
+        capacity_bytes = alone.peak_bytes
+        block_bytes = capacity_bytes - early["reserved"] - capacity_bytes // _MARGIN_SHARE
+        stock = _run(_LABELS[1], pairs, show, alone, block_bytes=block_bytes)
+        guarded = _run(_LABELS[2], pairs, show, alone, block_bytes=block_bytes, guard=True)
     is_same = guarded.outcome == alone.outcome
     return Report(
         case=NAME,
@@ -118,14 +120,18 @@ def _run(
     label: str,
     pairs: _Pairs,
     show: Show,
-    capacity_bytes: int,
+    alone: _TwoProcessRun | None = None,
     *,
     block_bytes: int | None = None,
     guard: bool = False,
 ) -> _TwoProcessRun:
+    """Makes a run, on what the trainer had when it was alone if that is given."""
     run = _TwoProcessRun()
     num_steps = pairs.settings.num_steps
-    with pairs.next(capacity_bytes) as (trainer, engine, peer):
+    with pairs.next() as (trainer, engine, peer):
+        run.begin = trainer.ask("memory")
+        if alone is not None:
+            engine.ask("leave", num_bytes=alone.room_bytes - run.begin["reserved"])
         started = time.perf_counter()
         for number in range(1, num_steps + 1):
             show(label, "step", number, num_steps)
@@ -175,14 +181,14 @@ class _Pairs:
                 self._ends.callback(self._begun[-1].end)
 
     @contextmanager
-    def next(self, capacity_bytes: int) -> Iterator[tuple[Process, Process, str]]:
+    def next(self) -> Iterator[tuple[Process, Process, str]]:
         """Gives a run its two processes, and the path of the socket that they meet at."""
         trainer, engine = self._begun
         self._begun, ends, self._ends = [], self._ends, ExitStack()
         with ends, tempfile.TemporaryDirectory() as folder:
             options = {
                 "share": f"demo-{os.getpid()}-{time.monotonic_ns()}",
-                "capacity_bytes": capacity_bytes,
+                "capacity_bytes": _LARGE_BYTES,
             }
             trainer.begin(settings=dataclasses.asdict(self.settings), **options)
             engine.begin(**options)
@@ -198,7 +204,7 @@ def _facts(settings: Settings, alone: _TwoProcessRun, block_bytes: int) -> dict[
         "stock reserve": f"{format_bytes(first)} after step {_FIRST_STEPS}, "
         f"{format_bytes(last)} at the end",
         "capacity": "what the trainer reserves at most = "
-        f"{format_bytes(alone.peak_bytes)}; a real device has its own",
+        f"{format_bytes(alone.peak_bytes)}; the engine holds the rest of the device",
         "block": f"what is free after step {_FIRST_STEPS}, less 1/{_MARGIN_SHARE} of that reserve "
         f"= {format_bytes(block_bytes)}",
     }

@@ -12,9 +12,11 @@ import zlib
 from typing import Any
 
 from residency._demo._child import Child, answer, messages
+from residency._units import parse_bytes
 
 _SEED_OF_LENGTHS = 7
 _NUM_SHORT_STEPS = 4
+_GRANULE = parse_bytes("2MiB")  # in which torch's allocator asks for a large block
 
 
 class Process:
@@ -111,6 +113,7 @@ class Trainer:
         state = memory_state(self._device)
         peak = state.peak_reserved
         figures = {"held": state.held, "reserved": state.reserved, "free": state.free}
+        figures["outside"] = state.outside
         return {**figures, "peak": peak, "num_flushes": self._num_flushes}
 
     def hand_off(self, peer: str) -> dict[str, Any]:
@@ -167,6 +170,13 @@ class Engine:
         self._device = take_device(share, capacity_bytes)
         torch.zeros(1, device=self._device)  # a real device makes the process's context
         torch.accelerator.empty_cache()
+
+    def leave(self, num_bytes: int) -> dict[str, Any]:
+        """Takes all of the device but so much, for good: a large one becomes a small one."""
+        free, _ = self._torch.accelerator.get_memory_info(self._device)
+        rest = max(0, free - num_bytes) // _GRANULE * _GRANULE
+        self._ballast = self._torch.empty(rest, dtype=self._torch.uint8, device=self._device)
+        return {"num_bytes": rest}
 
     def allocate(self, num_bytes: int) -> dict[str, Any]:
         """Takes the block and gives it back, as code that trusts the other side does."""

@@ -205,9 +205,9 @@ def _end_reads(device: torch.device) -> None:
 
 
 def _pinned_bytes() -> int:
-    from residency import _device, sim
+    from residency import _pinned, sim
 
-    _device.release_pinned_cache()
+    _pinned.release_pinned_cache()
     if _REAL:
         # None before CUDA begins.
         return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))

@@ -176,6 +176,7 @@ def test_one_class_runs_writes_in_the_background(package: Tree) -> None:
         "_checkpoint/_background.py start",
         "_checkpoint/_disk/_read.py __init__",  # several at once, which share the pieces of a file
         "_checkpoint/_disk/_write.py run",
+        "_pinned.py _touch",  # several at once, which share the pages of a range
     }
     assert sites(package, calls("Background")) == {
         "_checkpoint/_checkpointer.py __init__",

@@ -58,6 +58,7 @@ REGISTRIES = {
     "_optim/_offload.py:_metaclass_of": "one entry a metaclass; no tensors",
     "_optim/_offloaded.py:_hooked_step": "a function",
     "_optim/_trial/_partial_step.py:_shadows": "weak",
+    "_pinned.py:_waits": "one entry a device; no tensors",
     "_report/_fields.py:_bytes": "a rule of the table",
     "_transfer/_events.py:_events": "as many events of a device as were in use at once",
     "_transfer/_gate.py:gates": "one entry a device, whose sources are weak",

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from residency._errors import InvalidArgumentError, RefusedError
 from residency._modes import callers_modes_off
-from residency._units import MIB
 
 
 def accelerator() -> torch.device | None:
@@ -111,19 +110,6 @@ def is_pinning_available() -> bool:
     return accelerator() is not None
 
 
-def allocate_pinned(num_bytes: int) -> Tensor:
-    """Allocates host bytes, page-locked where there is an accelerator.
-
-    Memory:
-        Torch rounds a page-locked allocation up to a power of two; ask for powers of two.
-
-    Returns:
-        An uninitialised ``uint8`` tensor of shape ``[num_bytes]`` on the host.
-    """
-    with callers_modes_off():
-        return unfilled_bytes(num_bytes, torch.device("cpu"), pin=is_pinning_available())
-
-
 def unfilled_bytes(num_bytes: int, device: torch.device, *, pin: bool = False) -> Tensor:
     """Allocates bytes without filling them, for copies that write all of them.
 
@@ -148,43 +134,6 @@ def is_lost(error: BaseException) -> bool:
     out_of_memory = 2  # cudaErrorMemoryAllocation
     code = getattr(error, "error_code", None)
     return isinstance(error, torch.AcceleratorError) and code != out_of_memory
-
-
-def release_pinned_cache() -> None:
-    """Gives freed page-locked memory back to the system instead of keeping it for reuse.
-
-    Waits for the device first: a freed block that a copy may still use is not free yet.
-    """
-    if not used_accelerators():
-        return
-    synchronize()  # a block that a copy may still use is not free yet
-    _empty_host_cache()
-
-
-def give_back_pinned(num_bytes: int) -> None:
-    """Gives page-locked memory that the caller has just freed back to the system.
-
-    Torch keeps what one caller frees for the next that asks, and can only give back all of it. So
-    up to 64 MiB, as much as a restore moves through, stay there for the next one; only for more do
-    others, a ``DataLoader`` that pins, lose theirs. Waits for nothing: memory that a caller still
-    copies stays, too.
-
-    Args:
-        num_bytes: What was freed; no copy of it is under way.
-    """
-    if num_bytes > _MOST_LEFT_PINNED_BYTES and accelerator() is not None:
-        _empty_host_cache()
-
-
-_MOST_LEFT_PINNED_BYTES = 64 * MIB
-
-
-def _empty_host_cache() -> None:
-    release = getattr(torch.accelerator, "empty_host_cache", None)
-    if release is None:  # before torch 2.12; only builds for an accelerator have it
-        release = getattr(torch._C, "_host_emptyCache", None)
-    if release is not None:
-        release()
 
 
 def memory_allocated(device: torch.device | None = None) -> int:
@@ -416,22 +365,38 @@ def tolerate_captures() -> None:
     threads of the library's own; does nothing where CUDA is not in use, and never fails.
     """
     in_use: Any = torch.cuda.is_initialized
-    if in_use() and (exchange := _capture_mode_exchange()) is not None:
+    if in_use() and (exchange := _of_runtime("cudaThreadExchangeStreamCaptureMode")) is not None:
         exchange(ctypes.byref(ctypes.c_int(_RELAXED)))
 
 
-def _capture_mode_exchange() -> Any:
-    """Returns the function of CUDA's runtime that torch has loaded; None where it is not found."""
-    name = "cudaThreadExchangeStreamCaptureMode"
-    cudart: Any = torch.cuda.cudart  # binds a few functions; the simulator's this one, too
-    if (exchange := getattr(cudart(), name, None)) is not None:
-        return exchange
+def _of_runtime(name: str) -> Any:
+    """Returns a function of CUDA's runtime that torch has loaded; None where it is not found."""
+    cudart: Any = torch.cuda.cudart  # binds a few functions; the simulator's those used here, too
+    if (found := getattr(cudart(), name, None)) is not None:
+        return found
     major = str(torch.version.cuda).partition(".")[0]
     try:
         loaded = ctypes.CDLL(f"libcudart.so.{major}", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
         return getattr(loaded, name)
     except (OSError, AttributeError):
         return None
+
+
+def register_host(address: int, num_bytes: int) -> bool:
+    """Page-locks host memory of the caller's for CUDA; returns whether it is now."""
+    # HIP's registration of such memory is another, of which nothing has been measured.
+    if torch.version.hip is not None or (do := _of_runtime("cudaHostRegister")) is None:
+        return False
+    is_done = int(do(address, num_bytes, 0)) == 0
+    if not is_done and (take := _of_runtime("cudaGetLastError")) is not None:
+        take()  # or the next kernel would raise it
+    return is_done
+
+
+def unregister_host(address: int) -> None:
+    """Takes ``register_host`` back, before the memory goes; no copy of it is under way."""
+    if (do := _of_runtime("cudaHostUnregister")) is not None:
+        do(address)
 
 
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed

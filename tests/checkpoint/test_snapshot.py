@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import residency
-from residency import CheckpointError, InvalidArgumentError, RefusedError, _device, sim
+from residency import CheckpointError, InvalidArgumentError, RefusedError, _pinned, sim
 from residency._transfer import _slab
 
 BOTH = pytest.mark.parametrize("offload", [False, True], ids=["plain", "offloaded"])
@@ -476,7 +476,7 @@ def test_snapshots_one_after_the_other_page_lock_memory_once(device, monkeypatch
         assert figures() == before
     residency.snapshot({name: tensor[:-1] for name, tensor in tree.items()}).wait()
     assert figures() == before  # smaller ones lie in the same slabs
-    _device._empty_host_cache()  # torch.accelerator.empty_host_cache, where torch has it
+    _pinned._empty_host_cache()  # torch.accelerator.empty_host_cache, where torch has it
     assert figures()[0] < before[0]
     residency.snapshot(tree).wait()
     # Where the host has no room, what torch keeps is given back before anything is refused.

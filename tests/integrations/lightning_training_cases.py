@@ -121,7 +121,7 @@ def host_state_of_an_offloaded_optimizer_is_lent_and_not_copied() -> None:
 
 @case
 def memory_is_reused_from_save_to_save_and_given_back_at_the_end() -> None:
-    from residency import _device
+    from residency import _pinned
 
     io = ResidencyCheckpointIO()
     slabs: list[int] = []
@@ -131,10 +131,10 @@ def memory_is_reused_from_save_to_save_and_given_back_at_the_end() -> None:
         slabs.append(io._arena.slab_bytes)
 
     with folder() as at:
-        _device.release_pinned_cache()
+        _pinned.release_pinned_cache()
         before = pinned_bytes(with_cached=True)
         fit(io, [Each(look)])
-        _device.release_pinned_cache()  # what torch keeps for reuse
+        _pinned.release_pinned_cache()  # what torch keeps for reuse
         after = pinned_bytes(with_cached=True)
         assert after == before, (before, after)
     # The first has no state of the optimizer to save but that of one step.

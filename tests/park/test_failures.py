@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import residency
-from residency import _device, park, unpark
+from residency import _device, _pinned, park, unpark
 from residency._park import _parking
 from residency._park._storages import Rebound
 from residency._transfer import Lanes, _events, lanes_of
@@ -46,7 +46,7 @@ def no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
     def fail(num_bytes: int) -> torch.Tensor:
         raise RuntimeError("cudaHostAlloc failed")
 
-    monkeypatch.setattr(_device, "allocate_pinned", fail)
+    monkeypatch.setattr(_pinned, "allocate_pinned", fail)
     return residency.RefusedError
 
 

@@ -99,6 +99,12 @@ BREAKS = (
         "                        pass\n                is_over = True\n",
     ),
     Break(
+        "_pinned.py",
+        "tests/transfer/test_page_locking.py",
+        "                _wait_for_copies()\n                _Left.ranges",
+        "                _Left.ranges",
+    ),
+    Break(
         "_checkpoint/_disk/_marks.py",
         "tests/checkpoint/disk/test_foreign.py",
         "        if _has_kind(system, folder / name, stat.S_ISREG):\n",

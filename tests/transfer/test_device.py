@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from residency import _device
+from residency import _device, _pinned
 from residency._transfer import _slab
 
 
@@ -32,12 +32,12 @@ def test_memory_is_read_when_backward_has_let_go_of_it(device):
 def test_there_is_an_answer_without_an_accelerator(monkeypatch):
     monkeypatch.setattr(_device, "accelerator", lambda: None)
     assert not _device.is_pinning_available()
-    assert not _device.allocate_pinned(64).is_pinned()
+    assert not _pinned.allocate_pinned(64).is_pinned()
     assert _device.memory_allocated() == _device.max_memory_allocated() == 0
     assert _device.memory_info() == (0, 0)
     _device.reset_peak()
     _device.synchronize()
-    _device.release_pinned_cache()
+    _pinned.release_pinned_cache()
 
 
 def test_only_cuda_takes_a_limit(device):
@@ -54,7 +54,7 @@ def deterministic():
 
 
 def test_host_memory_of_our_own_is_not_filled_in_deterministic_mode(device, deterministic):
-    for pages in (lambda: _device.allocate_pinned(1 << 16), lambda: _slab.Slab(1 << 16).data):
+    for pages in (lambda: _pinned.allocate_pinned(1 << 16), lambda: _slab.Slab(1 << 16).data):
         pages().fill_(7)
         assert (pages() == 7).all()  # the block that was just freed, as it was
     loose = _slab.Slab(1 << 16, pin=False).data  # new pages, which the system has cleared

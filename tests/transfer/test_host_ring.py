@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import residency
-from residency import _device
+from residency import _device, _pinned
 from residency._transfer import HostRing, _host_ring, gate_of, lanes_of
 from residency._transfer._slab import Slab
 
@@ -184,7 +184,7 @@ def test_writers_that_pass_the_gate_wait_for_the_ring(device):
 
 def test_where_memory_cannot_be_locked_the_ring_is_pageable_and_says_so(device, caplog):
     tensor = values(device, 9 * SLOT)
-    refusing = mock.patch.object(_device, "allocate_pinned", side_effect=RuntimeError("no more"))
+    refusing = mock.patch.object(_pinned, "allocate_pinned", side_effect=RuntimeError("no more"))
     with refusing, caplog.at_level("WARNING", "residency"):
         carried = small_ring().carry([tensor])
     [record] = caplog.records

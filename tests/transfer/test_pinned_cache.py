@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import residency
-from residency import _device, sim
+from residency import _device, _pinned, sim
 from residency._units import MIB
 
 MOST_LEFT = 64 * MIB
@@ -30,7 +30,7 @@ def stats() -> tuple[int, int]:
 def kept_bytes(device):
     """The bytes of page-locked memory that torch has for whoever asks next."""
     gc.collect()
-    _device.release_pinned_cache()
+    _pinned.release_pinned_cache()
     return lambda: stats()[0]
 
 

@@ -164,7 +164,7 @@ def test_memory_that_cannot_be_locked_is_refused_and_the_arena_stays_usable(monk
         raise kind("CUDA error: out of memory")
 
     with monkeypatch.context() as broken:
-        broken.setattr(_slab._device, "allocate_pinned", fail)
+        broken.setattr(_slab._pinned, "allocate_pinned", fail)
         with pytest.raises(RefusedError, match="page-locked"):
             arena.allocate(2048)
     assert arena.used_bytes == kept.num_bytes

@@ -19,7 +19,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from residency import _device
+from residency import _pinned
 from residency._checkpoint import _rng
 from residency._checkpoint._arguments import (
     RNG,
@@ -288,7 +288,7 @@ class Checkpointer:
             pinned_bytes = sum(memory.arena.pinned_bytes for memory in self._memories)
             self._memories.clear()
             self._directory.unlock()
-            _device.give_back_pinned(pinned_bytes)
+            _pinned.give_back_pinned(pinned_bytes)
             self._has_ended = True
             raise_unreported(self._directory.path)
 

@@ -22,7 +22,7 @@ def segment_bytes(num_bytes: int) -> int:
     return -(-num_bytes // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
 
 
-def reserved_for(num_bytes: int, count: int) -> int:
+def taken_by(num_bytes: int, count: int) -> int:
     """Returns the segments that so many blocks of a size take."""
     segment = segment_bytes(num_bytes)
     return -(-count // (segment // num_bytes)) * segment

@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from residency._memory import _objects
-from residency._memory._segments import reserved_for
+from residency._memory._segments import taken_by
 from residency._transfer import ELEMENT_WISE, fitting_bucket, owned_optimizers
 from residency._units import MIB, spell_bytes
 
@@ -126,7 +126,7 @@ def offload_of_step(step: FailedStep, room: int) -> OffloadOffer | None:
     bucket = fitting_bucket(whole, _SLOTS)
     if type(step.optimizer) not in ELEMENT_WISE or isinstance(step.optimizer, _REFUSED):
         return None  # it moves whole parameters, or is not moved at all
-    while bucket >= _LEAST_BUCKET and reserved_for(bucket, _BUCKETS_OF_A_STEP) > left:
+    while bucket >= _LEAST_BUCKET and taken_by(bucket, _BUCKETS_OF_A_STEP) > left:
         bucket //= 2
     if bucket < _LEAST_BUCKET:
         return None

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from residency import _device
+from residency import _device, _pinned
 from residency._errors import InvalidArgumentError, RefusedError
 from residency._modes import inference_mode_off
 from residency._optim._exchange import exchanges_of
@@ -213,7 +213,7 @@ def _swap_back(
     remake_step_patch(optimizer)
     note_owned(optimizer, is_owned=False)
     offload.host = None
-    _device.give_back_pinned(pinned_bytes)
+    _pinned.give_back_pinned(pinned_bytes)
 
 
 def _settings(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from residency import _device
+from residency import _pinned
 from residency._dtensor import layout_of, local_of, wrapped_like, write_count
 from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes
@@ -116,7 +116,7 @@ def follow_parameters(optimizer: Optimizer, offload: Offload) -> None:
         optimizer.state = before
         raise
     del before  # the old homes go with it
-    _device.give_back_pinned(pinned_bytes)
+    _pinned.give_back_pinned(pinned_bytes)
 
 
 def prime_state(optimizer: Optimizer, offload: Offload, homes: Homes, state: State) -> None:

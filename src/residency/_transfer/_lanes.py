@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from residency import _device
+from residency import _device, _pinned
 from residency._transfer import _events
 from residency._transfer._slab import Slab
 
@@ -98,6 +98,12 @@ class Lanes:
         copy_on(self.d2h, pairs)
         return self.mark(self.d2h, timed=timed)
 
+    def synchronize(self) -> None:
+        """Blocks the host until all copies of both lanes have ended."""
+        for lane in (self.h2d, self.d2h):
+            with _device.on(self.device):
+                lane.synchronize()  # the copies use memory that is to be another's
+
 
 _lanes: dict[torch.device, Lanes] = {}
 
@@ -106,12 +112,14 @@ def lanes_of(device: torch.device) -> Lanes:
     """Returns the lanes of a device, made at the first call."""
     if device not in _lanes:
         _lanes[device] = Lanes(device, _device.new_stream(device), _device.new_stream(device))
+        _pinned.wait_by({each: lanes.synchronize for each, lanes in _lanes.items()})
     return _lanes[device]
 
 
 def reset_lanes() -> None:
     """Forgets the lanes, for tests that start from a fresh device."""
     _lanes.clear()
+    _pinned.wait_by({})
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residency import _device
+from residency import _device, _pinned
 from residency._errors import RefusedError
 from residency._modes import callers_modes_off
 from residency._transfer._host_memory import ask_for_large_pages, available_host_bytes
@@ -98,7 +98,7 @@ class Slab:
 
     def __init__(self, num_bytes: int, *, pin: bool = True) -> None:
         self.is_pinned = pin
-        self.data = _device.allocate_pinned(num_bytes) if pin else _allocate_pages(num_bytes)
+        self.data = _pinned.allocate_pinned(num_bytes) if pin else _allocate_pages(num_bytes)
         self._free = [(0, num_bytes)]
         self._memory: memoryview | None = None
 
@@ -462,7 +462,7 @@ def _locked_limit() -> str:
 def _require_host_room(num_bytes: int) -> None:
     available = available_host_bytes()
     if available is not None and num_bytes > available:
-        _device.release_pinned_cache()  # what torch keeps for reuse counts as used
+        _pinned.release_pinned_cache()  # what torch keeps for reuse counts as used
         available = available_host_bytes()
     if available is not None and num_bytes > available:
         raise RefusedError(

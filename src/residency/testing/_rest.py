@@ -92,13 +92,13 @@ def give_back() -> int:
     """Gives back what is free and starts statistics anew; returns the bytes that tensors hold."""
     import torch
 
-    from residency import _device
+    from residency import _device, _pinned
 
     if _device.accelerator() is None:
         return 0
     held_bytes = allocated_bytes_at_rest(0)
     torch.accelerator.empty_cache()
-    _device.release_pinned_cache()
+    _pinned.release_pinned_cache()
     torch.accelerator.reset_peak_memory_stats()
     torch.accelerator.reset_accumulated_memory_stats()
     if str(_device.accelerator()) == "sim:0":  # a type that torch knows only where it is enabled

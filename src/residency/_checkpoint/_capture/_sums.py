@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from residency import _device
+from residency import _pinned
 from residency._checkpoint._capture._blocks import Block
 
 _ROW = 2048  # words of a row
@@ -25,7 +25,7 @@ class Sums:
         self._index = {id(block): index for index, block in enumerate(blocks)}
         self._spans = [block.span for block in blocks]
         self._before = [_sums_of(span) for span in self._spans]
-        self._differs = _device.allocate_pinned(len(blocks)).view(torch.bool)
+        self._differs = _pinned.allocate_pinned(len(blocks)).view(torch.bool)
         self._on_device: list[Tensor] = []
 
     def compare(self) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,6 @@ from residency._checkpoint._disk._dry import (
 )
 from residency._checkpoint._disk._naming import unreadable
 from residency._checkpoint._disk._ring import Ring, Slot
-from residency._checkpoint._disk._threads import begin
 from residency._checkpoint._disk._wanted import (
     FileRange,
     FileReads,
@@ -40,6 +39,7 @@ from residency._checkpoint._disk._wanted import (
 )
 from residency._errors import CorruptSaveError, InvalidArgumentError, listed
 from residency._registries import WeakRegistry
+from residency._threads import begin
 from residency._units import parse_bytes
 
 SCRATCH_BYTES = parse_bytes("256KiB")  # for gaps that are read along; holds several of them

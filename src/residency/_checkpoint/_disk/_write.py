@@ -48,8 +48,8 @@ from residency._checkpoint._disk._system import (
     System,
     close_quietly,
 )
-from residency._checkpoint._disk._threads import begin
 from residency._errors import CheckpointError
+from residency._threads import begin
 from residency._units import MIB
 
 __all__ = ["CHUNK_BYTES", "FilePlan", "Part", "Written", "write_files"]

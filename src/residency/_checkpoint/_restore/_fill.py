@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from residency import _device
+from residency import _device, _pinned
 from residency._checkpoint._disk._read import FilledSlot, read_files
 from residency._checkpoint._disk._ring import Ring, Slot
 from residency._checkpoint._disk._wanted import Checksums, FileReads, Wanted
@@ -170,7 +170,7 @@ class Staging:
         pinned_bytes = self._slab.num_bytes if self._slab.is_pinned else 0
         self._under_way.clear()
         del self._slab, self.ring
-        _device.give_back_pinned(pinned_bytes)
+        _pinned.give_back_pinned(pinned_bytes)
 
     def take(self) -> Slot:
         """Waits for a slot."""

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from residency import _device
+from residency import _pinned
 from residency._checkpoint import spare_bytes
 from residency._checkpoint._capture import Capture, Description, Held, capture_described, tree_of
 from residency._checkpoint._document import Leaf, tensor_node
@@ -148,7 +148,7 @@ class PinnedStager(AsyncStager):
         pinned_bytes = self._arena.pinned_bytes
         self._arena.free_all()
         self._arena = SlabArena(pin=False)
-        _device.give_back_pinned(pinned_bytes)
+        _pinned.give_back_pinned(pinned_bytes)
 
 
 class _Flight:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from residency import _device
+from residency import _device, _pinned
 from residency._checkpoint._disk import SYSTEM, make_folders
 from residency._errors import CheckpointError, InvalidArgumentError, RefusedError
 from residency._memory import open_phases, phase
@@ -150,7 +150,7 @@ class ResidencyCheckpointIO:
         if self._arena is not None:
             pinned_bytes = self._arena.pinned_bytes
             self._arena = None
-            _device.give_back_pinned(pinned_bytes)
+            _pinned.give_back_pinned(pinned_bytes)
         self._base.teardown()
         self._writes.raise_failure(beside=error_of_training())
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from residency import _device
+from residency import _pinned
 from residency._checkpoint import check_count
 from residency._checkpoint._capture import Capture, capture_described, describe, tree_of
 from residency._checkpoint._disk import SYSTEM, make_folders, sync_folder
@@ -222,7 +222,7 @@ class BackgroundSaves:
             arena.free_all()
         if self._arenas:
             self._arenas.clear()
-            _device.give_back_pinned(pinned_bytes)
+            _pinned.give_back_pinned(pinned_bytes)
         for folder in self._folders:
             with suppress(OSError):  # another run of this directory saves
                 folder.rmdir()

@@ -142,6 +142,9 @@ class CudaDeviceProperties:
         )
 
 
+_HOST_MEMORY_REGISTERED, _HOST_MEMORY_NOT_REGISTERED = 712, 713  # cudaError_t
+
+
 class Cudart:
     """The answer of ``torch.cuda.cudart()``: the few calls of CUDA's runtime that torch binds."""
 
@@ -178,8 +181,18 @@ class Cudart:
     def _succeed(*arguments: object) -> int:
         return 0
 
-    # Registered host memory stays what it is to the simulator: pageable, so that copies block.
-    cudaHostRegister = cudaHostUnregister = _succeed  # noqa: N815 - torch's spelling
+    _core: Any = None  # set by `install`
+
+    @classmethod
+    def cudaHostRegister(cls, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        """Page-locks memory of the caller's; answers an error where some of it is."""
+        return 0 if cls._core.register_host(address, num_bytes) else _HOST_MEMORY_REGISTERED
+
+    @classmethod
+    def cudaHostUnregister(cls, address: int) -> int:  # noqa: N802 - torch's spelling
+        """Lets it go. A copy that has yet to use it is an error here; CUDA waits, or corrupts."""
+        return 0 if cls._core.unregister_host(address) else _HOST_MEMORY_NOT_REGISTERED
+
     cudaProfilerStart = cudaProfilerStop = cudaProfilerInitialize = _succeed  # noqa: N815
     cudaStreamCreate = cudaStreamDestroy = _succeed  # noqa: N815
 
@@ -221,6 +234,7 @@ def install(core: Any, model: Callable[[], Gpu]) -> None:
     CudaDeviceProperties._model = staticmethod(model)
     CudaEventBase._elapsed = staticmethod(core.elapsed_milliseconds)
     Cudart._exchange_capture_mode = staticmethod(core.exchange_capture_mode)
+    Cudart._core = core
     torch._C.__dict__.update(_CudaStreamBase=CudaStreamBase, _CudaEventBase=CudaEventBase)
     streams = importlib.reload(torch.cuda.streams)  # its classes, over these bases
     torch.cuda.__dict__.update(

@@ -48,12 +48,12 @@ size_t available_memory_bytes() {
   return physical_memory_bytes();
 }
 
-HostAllocator::Blocks::iterator HostAllocator::around(const void* address) {
+HostAllocator::Blocks::iterator HostAllocator::around(Blocks& blocks, const void* address) {
   const auto position = reinterpret_cast<uintptr_t>(address);
-  auto next = blocks_.upper_bound(position);
-  if (next == blocks_.begin()) return blocks_.end();
+  auto next = blocks.upper_bound(position);
+  if (next == blocks.begin()) return blocks.end();
   auto found = std::prev(next);
-  return position < found->first + found->second.size ? found : blocks_.end();
+  return position < found->first + found->second.size ? found : blocks.end();
 }
 
 bool HostAllocator::is_quiet(const Block& block) const {
@@ -127,25 +127,52 @@ void HostAllocator::free(void* address) {
 bool HostAllocator::record_use(PinnedUse use, Ticket ticket) {
   auto found = blocks_.find(reinterpret_cast<uintptr_t>(use.context));
   if (found == blocks_.end()) found = blocks_.find(reinterpret_cast<uintptr_t>(use.address));
-  if (found == blocks_.end()) return false;
-  auto& uses = found->second.uses;
-  auto same = std::find_if(uses.begin(), uses.end(),
-                           [&](Ticket use) { return use.stream == ticket.stream; });
-  if (same == uses.end()) {
-    uses.push_back(ticket);
-  } else {
-    *same = ticket;
+  if (found == blocks_.end()) {
+    auto registered = around(registered_, use.address);
+    if (registered != registered_.end()) note_use(registered->second, ticket);
+    return false;
   }
+  note_use(found->second, ticket);
   return true;
 }
 
+void HostAllocator::note_use(Block& block, Ticket ticket) {
+  auto same = std::find_if(block.uses.begin(), block.uses.end(),
+                           [&](Ticket use) { return use.stream == ticket.stream; });
+  if (same == block.uses.end()) {
+    block.uses.push_back(ticket);
+  } else {
+    *same = ticket;
+  }
+}
+
 bool HostAllocator::is_pinned(const void* address) const {
-  auto found = const_cast<HostAllocator*>(this)->around(address);
+  auto& self = *const_cast<HostAllocator*>(this);
+  if (around(self.registered_, address) != self.registered_.end()) return true;
+  auto found = around(self.blocks_, address);
   return found != blocks_.end() && found->second.is_used;
 }
 
+bool HostAllocator::add_registered(void* address, size_t num_bytes) {
+  const auto begin = reinterpret_cast<uintptr_t>(address);
+  for (Blocks* blocks : {&registered_, &blocks_}) {
+    auto next = blocks->lower_bound(begin);
+    if (next != blocks->end() && next->first < begin + num_bytes) return false;
+    if (around(*blocks, address) != blocks->end()) return false;
+  }
+  return num_bytes > 0 && registered_.emplace(begin, Block{.size = num_bytes}).second;
+}
+
+bool HostAllocator::remove_registered(void* address, bool& is_in_use) {
+  auto found = registered_.find(reinterpret_cast<uintptr_t>(address));
+  if (found == registered_.end()) return false;
+  is_in_use = !is_quiet(found->second);
+  registered_.erase(found);
+  return true;
+}
+
 size_t HostAllocator::block_size(const void* address) const {
-  return const_cast<HostAllocator*>(this)->around(address)->second.size;
+  return around(const_cast<HostAllocator*>(this)->blocks_, address)->second.size;
 }
 
 std::vector<Ticket> HostAllocator::uses_of_cache() const {

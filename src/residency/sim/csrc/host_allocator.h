@@ -62,6 +62,10 @@ class HostAllocator {
   // first byte. A tensor that lies inside, made over the address, is not found.
   bool record_use(PinnedUse use, Ticket ticket);
   bool is_pinned(const void* address) const;
+  // Memory of a caller's own that he page-locks. Torch keeps no record of the copies that use it;
+  // this one does, so that it is seen when it is let go too early. Both return whether it was done.
+  bool add_registered(void* address, size_t num_bytes);
+  bool remove_registered(void* address, bool& is_in_use);
   size_t block_size(const void* address) const;
   // What must have run before every block that is kept for reuse can go.
   std::vector<Ticket> uses_of_cache() const;
@@ -77,7 +81,8 @@ class HostAllocator {
   };
   using Blocks = std::map<uintptr_t, Block>;
 
-  Blocks::iterator around(const void* address);
+  static Blocks::iterator around(Blocks& blocks, const void* address);
+  static void note_use(Block& block, Ticket ticket);
   bool is_quiet(const Block& block) const;
   Blocks::iterator pin(size_t size, bool commits);
   void retire(Block& block);
@@ -85,6 +90,7 @@ class HostAllocator {
 
   const Streams& streams_;
   Blocks blocks_;
+  Blocks registered_;
   HostStatistics statistics_;
 };
 

@@ -393,6 +393,21 @@ bool Machine::is_pinned(const void* address) {
   return host_.is_pinned(address);
 }
 
+bool Machine::register_host(void* address, size_t num_bytes) {
+  const auto guard = enter_with_any_context();
+  captures_.check_safe();
+  checker_.forget(number(address), number(address) + num_bytes);
+  return host_.add_registered(address, num_bytes);
+}
+
+bool Machine::unregister_host(void* address) {
+  Guard guard(lock_);
+  bool is_in_use = false;
+  const bool is_done = host_.remove_registered(address, is_in_use);
+  TORCH_CHECK(!is_in_use, "cudaHostUnregister of host memory that a queued copy has yet to use");
+  return is_done;
+}
+
 void Machine::empty_pinned_cache() {
   if (is_broken_) raise_failure();
   std::unique_lock<std::mutex> guard(lock_);

@@ -161,6 +161,9 @@ class Machine final : private MemorySource {
   void free_pinned(void* address);
   bool record_pinned_use(PinnedUse use, StreamId stream);
   bool is_pinned(const void* address);
+  // Calls of CUDA's runtime, which answer whether they were done.
+  bool register_host(void* address, size_t num_bytes);
+  bool unregister_host(void* address);  // throws where a copy has yet to use it
   void empty_pinned_cache();
   HostStatistics pinned_statistics();
   void reset_peak_pinned_statistics();

@@ -124,6 +124,12 @@ void register_memory(py::module& module) {
   module.def("take_journal", &take_journal);
   module.attr("names_private_pools") = names_private_pools<DeviceStats>();  // this torch, on CUDA
   module.def("empty_pinned_cache", [] { Machine::get().empty_pinned_cache(); }, no_gil());
+  module.def("register_host", [](uintptr_t address, size_t num_bytes) {
+    return Machine::get().register_host(reinterpret_cast<void*>(address), num_bytes);
+  });
+  module.def("unregister_host", [](uintptr_t address) {
+    return Machine::get().unregister_host(reinterpret_cast<void*>(address));
+  });
   module.def("host_memory_stats", &host_memory_stats);
   module.def("reset_accumulated_host_memory_stats",
              [] { Machine::get().reset_accumulated_pinned_statistics(); });

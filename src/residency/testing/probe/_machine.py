@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from residency import _device
+from residency import _device, _pinned
 from residency._transfer import (
     CopyRun,
     Slab,
@@ -77,7 +77,7 @@ def pinned_memory(bench: ProbedDevice) -> None:
     for size in bench.pick((64, 1000, 8000), (64,)):
         slab, _, taken = bench.timed(lambda size=size: Slab(size * MIB))  # type: ignore[misc]
         del slab
-        _, _, given = bench.timed(_device.release_pinned_cache)
+        _, _, given = bench.timed(_pinned.release_pinned_cache)
         text = f"made in {milliseconds(taken)}, given back in {milliseconds(given)}"
         bench.info(f"a slab of {size} MiB", text)
     arena = SlabArena()

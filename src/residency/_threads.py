@@ -1,4 +1,4 @@
-"""Begins the threads of a read and of a write, of which the system may give fewer, or none."""
+"""Begins threads, of which the system may give fewer than are asked for, or none."""
 
 from __future__ import annotations
 

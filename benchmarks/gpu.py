@@ -43,7 +43,14 @@ _TESTS = {
                "--ignore=tests/integrations/test_xtuner.py",
                "--ignore=tests/integrations/test_verl_door.py"),
 }  # fmt: skip
-_BENCHMARKS = ("page_locking", "optimizer_step", "optimizer_overhead", "phase_boundary", "hand_off")
+_BENCHMARKS = (
+    "page_locking",
+    "training_with_saves",
+    "optimizer_step",
+    "optimizer_overhead",
+    "phase_boundary",
+    "hand_off",
+)
 _SAVE = (
     "-m",
     "benchmarks.bench_checkpoint",

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import residency
-from residency import _device
-from residency._transfer import CopyRun, Slab, lanes_of
+from residency import _device, sim
+from residency._transfer import CopyRun, Slab, _lanes, copy_out, lanes_of
 
 SECONDS = 60
 
@@ -155,3 +155,58 @@ def test_an_error_in_a_lane_leaves_the_thread_on_its_own_stream(device):
     with pytest.raises(RuntimeError):
         lanes_of(device).load(slot, [CopyRun(slab, 0, 256, 512)])
     assert _device.current_stream(device).stream_id == before
+
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_lanes, "_IS_IN_TURN", True)
+
+
+@pytest.mark.parametrize("sizes", [[1], [0, 5, 0], [100, 3, 700], [1000], [2048, 1, 2047, 4096]])
+def test_copies_that_take_turns_bring_all_bytes_and_come_before_what_follows(
+    device, in_turn, monkeypatch, sizes
+):
+    monkeypatch.setattr(_lanes, "_CHUNK_BYTES", 512)
+    lanes = lanes_of(device)
+    sources = [torch.randint(0, 256, (n,), dtype=torch.uint8) for n in sizes]
+    there = [source.to(device) for source in sources]
+    found = [torch.zeros(n, dtype=torch.uint8, pin_memory=True) for n in sizes]
+    _device.wait_event(lanes.d2h, lanes.mark(_device.current_stream(device)))
+    copy_out(lanes, zip(found, there, strict=True))
+    lanes.mark(lanes.d2h).synchronize()
+    assert all(map(torch.equal, found, sources))
+    lanes.synchronize()
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("serves_ready", [False, True])
+@pytest.mark.parametrize("takes_turns", [False, True])
+def test_a_number_that_is_read_waits_for_one_chunk_where_the_engine_serves_what_is_ready(
+    monkeypatch, serves_ready, takes_turns
+):
+    rate = 1 << 30
+    clock = sim.Clock(d2h_bytes_per_second=rate, serves_ready=serves_ready)
+    device = sim.enable("1GiB", clock=clock)
+    monkeypatch.setattr(_lanes, "_IS_IN_TURN", takes_turns)
+    source = torch.zeros(256 * MIB, dtype=torch.uint8, device=device)
+    target = torch.empty(256 * MIB, dtype=torch.uint8, pin_memory=True)
+    number = torch.ones((), device=device)
+    number.item()
+    lanes = lanes_of(device)
+    _device.wait_event(lanes.d2h, lanes.mark(_device.current_stream(device)))
+    before = torch.Event(device=device, enable_timing=True)
+    after = torch.Event(device=device, enable_timing=True)
+    before.record()
+    copy_out(lanes, [(target, source)])
+    number.item()
+    after.record()
+    milliseconds = before.elapsed_time(after)
+    lanes.synchronize()
+    chunk, whole = (1e3 * size / rate for size in (_lanes._CHUNK_BYTES, 256 * MIB))
+    if serves_ready and takes_turns:
+        assert milliseconds <= 1.01 * chunk
+    else:
+        assert milliseconds >= whole

@@ -8,6 +8,7 @@ streams; each enters one by ``on_lane`` alone.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,10 @@ from torch import Tensor
 from residency import _device, _pinned
 from residency._transfer import _events
 from residency._transfer._slab import Slab
+from residency._units import MIB
+
+_IS_IN_TURN = os.environ.get("RESIDENCY_COPIES_IN_TURN") == "1"
+_CHUNK_BYTES = 16 * MIB  # 0.3 ms of a link; smaller ones cost the call more
 
 
 class CopyRun(NamedTuple):
@@ -42,17 +47,19 @@ class CopyRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """The two copy streams of a device.
+    """The copy streams of a device.
 
     Attributes:
         device: The accelerator.
         h2d: The lane from the host to the device.
         d2h: The lane from the device to the host.
+        turn: A stream that takes turns with ``d2h``; see ``copy_out``.
     """
 
     device: torch.device
     h2d: torch.Stream
     d2h: torch.Stream
+    turn: torch.Stream
 
     def mark(self, stream: torch.Stream, *, timed: bool = False) -> torch.Event:
         """Returns an event that is done when everything now queued on ``stream`` is.
@@ -99,8 +106,8 @@ class Lanes:
         return self.mark(self.d2h, timed=timed)
 
     def synchronize(self) -> None:
-        """Blocks the host until all copies of both lanes have ended."""
-        for lane in (self.h2d, self.d2h):
+        """Blocks the host until all copies of the lanes have ended."""
+        for lane in (self.h2d, self.turn, self.d2h):
             with _device.on(self.device):
                 lane.synchronize()  # the copies use memory that is to be another's
 
@@ -111,7 +118,7 @@ _lanes: dict[torch.device, Lanes] = {}
 def lanes_of(device: torch.device) -> Lanes:
     """Returns the lanes of a device, made at the first call."""
     if device not in _lanes:
-        _lanes[device] = Lanes(device, _device.new_stream(device), _device.new_stream(device))
+        _lanes[device] = Lanes(device, *(_device.new_stream(device) for _ in range(3)))
         _pinned.wait_by({each: lanes.synchronize for each, lanes in _lanes.items()})
     return _lanes[device]
 
@@ -145,6 +152,43 @@ def copy_on(lane: torch.Stream, copies: Iterable[tuple[Tensor, Tensor]]) -> None
     with on_lane(lane):
         for target, source in copies:
             target.copy_(source, non_blocking=True)
+
+
+def copy_out(lanes: Lanes, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Queues copies to the host on the d2h lane, into each first tensor from its second.
+
+    ``RESIDENCY_COPIES_IN_TURN=1`` queues them in chunks, each of which waits for the one before it
+    on the other of two streams. On a copy engine that serves what is ready, whoever reads a number
+    meanwhile waits for one chunk; on one that serves in order of issue, for all, as without it.
+
+    Args:
+        lanes: Of the device. What is queued on the d2h lane afterwards comes after all copies.
+        copies: Bytes, of one size for each pair.
+    """
+    if not _IS_IN_TURN:
+        copy_on(lanes.d2h, copies)
+        return
+    lane, other = lanes.d2h, lanes.turn
+    for chunk in _chunks(copies):
+        copy_on(lane, chunk)
+        _device.wait_event(other, lanes.mark(lane))
+        lane, other = other, lane
+
+
+def _chunks(copies: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    chunk: list[tuple[Tensor, Tensor]] = []
+    left = _CHUNK_BYTES
+    for target, source in copies:
+        start, size = 0, source.numel()
+        while start < size:
+            num_bytes = min(left, size - start)
+            chunk.append((target.narrow(0, start, num_bytes), source.narrow(0, start, num_bytes)))
+            start, left = start + num_bytes, left - num_bytes
+            if not left:
+                yield chunk
+                chunk, left = [], _CHUNK_BYTES
+    if chunk:
+        yield chunk
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:

@@ -26,6 +26,9 @@ class Clock:
         memory_bytes_per_second: Of device memory, read and written by kernels; None for no limit.
         operations_per_second: Arithmetic of matrix products, convolutions and attention; None for
             no limit.
+        serves_ready: Whether a link serves what is ready. A copy of up to 64 KiB, such as that of
+            ``item()``, then begins at the next border between copies of two streams; else it
+            follows all that were issued before it, as far as is known of cards.
 
     Source:
         The defaults are the copy engine figures of one PCIe 5 x16 link, each direction alone and
@@ -37,9 +40,10 @@ class Clock:
     duplex_bytes_per_second: int | str | None = 87_000_000_000
     memory_bytes_per_second: int | str | None = None
     operations_per_second: float | None = None
+    serves_ready: bool = False
 
-    def rates(self) -> tuple[float, float, float, float, float]:
-        """Returns the five rates per second, 0 for no limit.
+    def rates(self) -> tuple[float, float, float, float, float, float]:
+        """Returns the five rates per second, 0 for no limit, and 1 where links serve what is ready.
 
         Raises:
             InvalidArgumentError: A rate is not positive, or means nothing.
@@ -60,7 +64,7 @@ class Clock:
         ]
         operations = self.operations_per_second
         arithmetic = 0.0 if operations is None else _positive(operations, "operations_per_second")
-        return links[0], links[1], limits[0], limits[1], arithmetic
+        return links[0], links[1], limits[0], limits[1], arithmetic, float(self.serves_ready)
 
 
 def _positive(rate: float, name: str) -> float:

@@ -36,6 +36,7 @@ from residency._transfer import (
     Region,
     SlabArena,
     copy_on,
+    copy_out,
     gate_of,
     lanes_of,
     memory_of,
@@ -90,7 +91,7 @@ class CopyGroup:
         if event is not None:
             wait_asleep(event)
         else:  # an exception came before the event; copies may be queued
-            lanes_of(self._device).d2h.synchronize()
+            lanes_of(self._device).synchronize()
         if (read := self.read) is not None:
             read.end()
         self.sources = []
@@ -449,7 +450,7 @@ def _queue_copies(device: torch.device, groups: Sequence[tuple[CopyGroup, list[H
 def _copy_group(group: CopyGroup, members: Sequence[Held], lanes: Lanes, gate: Gate) -> None:
     for each in members:
         each.group = group
-    copy_on(lanes.d2h, ((each.host, each.block.span) for each in members))
+    copy_out(lanes, ((each.host, each.block.span) for each in members))
     if group.sums is not None:
         with on_lane(lanes.d2h):
             answers = group.sums.compare()

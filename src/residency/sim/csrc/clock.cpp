@@ -5,7 +5,8 @@
 namespace sim {
 namespace {
 
-constexpr size_t kMostIntervals = 64;  // a link's past further back cannot meet a new copy
+constexpr size_t kMostIntervals = 1 << 14;  // a link's past further back cannot meet a new copy
+constexpr double kSmallBytes = 1 << 16;     // what passes between copies without moving them
 
 size_t index(Engine engine) { return static_cast<size_t>(engine); }
 
@@ -28,7 +29,7 @@ double Clock::copy_end(double begin, double num_bytes, double rate,
   const double shared = rates_.duplex_bytes > 0 ? std::min(rate, rates_.duplex_bytes / 2) : rate;
   double time = begin;
   double left = num_bytes;
-  for (const auto& [busy_begin, busy_end] : other) {
+  for (const auto& [busy_begin, busy_end, busy_stream] : other) {
     if (busy_end <= time) continue;
     const double alone = std::max(0.0, busy_begin - time);
     if (left <= alone * rate) break;
@@ -42,13 +43,32 @@ double Clock::copy_end(double begin, double num_bytes, double rate,
   return time + left / rate;
 }
 
+// When a small copy begins on an engine that serves what is ready: at the first border between
+// copies at which the next one is of another stream, and so had to wait for something.
+double Clock::border(StreamId stream, const std::deque<Interval>& busy) const {
+  const double ready = std::max(stream_seconds_[stream], host_seconds_);
+  double free = ready;
+  for (size_t i = 0; i < busy.size(); ++i) {
+    if (busy[i].end <= ready) continue;
+    if (busy[i].begin > free) break;
+    free = busy[i].end;
+    if (i + 1 < busy.size() && busy[i + 1].stream != busy[i].stream) break;
+  }
+  return free;
+}
+
 void Clock::copy(StreamId stream, Engine link, double num_bytes) {
   const bool to_device = link == Engine::kToDevice;
   const double rate = to_device ? rates_.h2d_bytes : rates_.d2h_bytes;
+  auto& busy = link_busy_[to_device ? 0 : 1];
+  const bool follows_own = !busy.empty() && busy.back().stream == stream;
+  if (rates_.serves_ready && rate > 0 && num_bytes <= kSmallBytes && !follows_own) {
+    stream_seconds_[stream] = border(stream, busy) + num_bytes / rate;
+    return;
+  }
   const double begin = start(stream, link);
   const double end = copy_end(begin, num_bytes, rate, link_busy_[to_device ? 1 : 0]);
-  auto& busy = link_busy_[to_device ? 0 : 1];
-  if (end > begin) busy.emplace_back(begin, end);
+  if (end > begin) busy.push_back({begin, end, stream});
   if (busy.size() > kMostIntervals) busy.pop_front();
   finish(stream, link, end);
 }

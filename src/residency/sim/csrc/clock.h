@@ -9,7 +9,6 @@
 
 #include <array>
 #include <deque>
-#include <utility>
 
 #include "streams.h"
 
@@ -31,8 +30,12 @@ class Clock {
   double now_seconds() const { return host_seconds_; }
 
  private:
-  using Interval = std::pair<double, double>;  // [begin, end)
+  struct Interval {
+    double begin, end;  // [begin, end)
+    StreamId stream;
+  };
 
+  double border(StreamId stream, const std::deque<Interval>& busy) const;
   double start(StreamId stream, Engine engine) const;
   void finish(StreamId stream, Engine engine, double end);
   double copy_end(double begin, double num_bytes, double rate, const std::deque<Interval>& other);

@@ -160,7 +160,7 @@ class TraceReplay final : MemorySource {
 // --------------------------------------------------------------------------------------- settings
 
 void configure(size_t capacity_bytes, const std::string& schedule, bool check_races, bool dry,
-               std::optional<std::array<double, 5>> rates, const std::string& share_folder,
+               std::optional<std::array<double, 6>> rates, const std::string& share_folder,
                const std::string& share_name, bool workspaces, size_t blas_workspace_bytes,
                size_t context_bytes, int64_t capability, int64_t num_multiprocessors,
                int64_t threads_per_multiprocessor) {
@@ -178,7 +178,8 @@ void configure(size_t capacity_bytes, const std::string& schedule, bool check_ra
   settings.num_multiprocessors = num_multiprocessors;
   settings.threads_per_multiprocessor = threads_per_multiprocessor;
   if (rates)
-    settings.rates = Rates{(*rates)[0], (*rates)[1], (*rates)[2], (*rates)[3], (*rates)[4]};
+    settings.rates =
+        Rates{(*rates)[0], (*rates)[1], (*rates)[2], (*rates)[3], (*rates)[4], (*rates)[5] != 0};
   Machine::get().configure(settings, share_folder, share_name);
 }
 

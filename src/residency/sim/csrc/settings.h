@@ -19,9 +19,10 @@ enum class Schedule {
 struct Rates {
   double h2d_bytes = 0;
   double d2h_bytes = 0;
-  double duplex_bytes = 0;  // of both links together while both are busy; 0 for their sum
-  double memory_bytes = 0;  // of device memory, read or written by kernels
-  double operations = 0;    // of kernels
+  double duplex_bytes = 0;    // of both links together while both are busy; 0 for their sum
+  double memory_bytes = 0;    // of device memory, read or written by kernels
+  double operations = 0;      // of kernels
+  bool serves_ready = false;  // whether a link serves what is ready, and not in order of issue
 };
 
 struct Settings {

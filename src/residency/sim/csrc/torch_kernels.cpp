@@ -158,13 +158,16 @@ c10::Scalar local_scalar(const Tensor& tensor) {
   use_device();
   Machine& machine = Machine::get();
   if (machine.is_capturing()) machine.synchronize_stream(Machine::current_stream());  // refused
+  Launch launch{"_local_scalar_dense", {}};
+  launch.engine = Engine::kToHost;  // a copy, which waits behind those that are queued
+  launch.num_bytes = static_cast<double>(tensor.element_size());
   if (machine.settings().dry) {  // no kernel has computed anything
+    machine.observe(std::move(launch));
     machine.synchronize_stream(Machine::current_stream());
     return read_scalar(tensor);
   }
   Aliases aliases(false);
   Tensor alias = aliases.of(tensor);
-  Launch launch{"_local_scalar_dense", {}};
   if (machine.checks_races()) add_accesses(launch.accesses, tensor, false);
   c10::Scalar scalar;
   machine.launch(std::move(launch), [&] { scalar = at::native::_local_scalar_dense_cpu(alias); });

@@ -2,8 +2,10 @@
 report.
 
 ``python -m benchmarks.gpu`` does all; ``python -m benchmarks.gpu probe optimizers`` the parts that
-are named, so that each fits where time is short. Each command of a part is a process of its own:
-an error that stays with a CUDA context ends with it. The report is
+are named, so that each fits where time is short. ``tests`` are all parts of tests, ``figures`` the
+rest: each of the two is over in six minutes, with what it has by then. A command at the end of its
+time is interrupted, and shows what it has. Each is a process of its own: an error that stays with a
+CUDA context ends with it. The report is
 ``reports/YYYY-MM-DD_<hardware>_gpu[_parts].md``, written anew after each command.
 
 ``RESIDENCY_TEST_DEVICE=sim-as-cuda`` takes the simulated accelerator in CUDA's place, with the
@@ -13,9 +15,12 @@ sizes of a processor.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,9 +30,8 @@ from residency.testing import simulated_device_type
 
 _IS_SIMULATED = simulated_device_type() == "cuda"
 _PYTEST = (
-    "-m", "pytest", "-m", "whole or not whole", "-q", "--tb=short", "-rfE", "--timeout=300",
-    "--maxfail=100",
-    "--continue-on-collection-errors", "-p", "no:cacheprovider",
+    "-m", "pytest", "-q", "--tb=short", "-rfE", "--timeout=300", "--maxfail=100",
+    "--continue-on-collection-errors", "-p", "no:cacheprovider", "-p", "no:benchmark",
     # Torch says it once, in whichever test the first product is in a thread of autograd's.
     "-W", "ignore:Attempting to run cuBLAS",
 )  # fmt: skip
@@ -67,7 +71,13 @@ _DEMO = {
     "best-adapter": "peft",
     "evaluation": "transformers",
 }
-_PARTS = ("probe", *_TESTS, "benchmarks", "record", "demo")
+_PARTS = ("benchmarks", "probe", *_TESTS, "record", "demo")
+_GROUPS = {"tests": tuple(_TESTS), "figures": ("benchmarks", "probe", "record", "demo")}
+_SECONDS_OF_A_GROUP = 330  # leaves half a minute of six minutes for the last command to end
+_MOST_SECONDS = 120  # of its commands; the tests beside one another took 90 on an H200
+_MOST_SECONDS_OF_A_PART = 1800  # that was asked for by its own name
+_SECONDS_TO_END = 20  # once it was interrupted
+_MOST_WORKERS = 12
 _NEEDED = {"rich": "rich"}
 _NEEDED_BY_TESTS = {
     "pytest": "pytest",
@@ -101,10 +111,11 @@ class _Done:
 
 def main(names: Sequence[str]) -> int:
     """Runs the parts and writes the report; returns 0 when every command did what it should."""
-    if unknown := sorted(set(names) - set(_PARTS)):
-        print(f"no part is named {', '.join(unknown)}; there are: {', '.join(_PARTS)}")
+    if unknown := sorted(set(names) - {*_PARTS, *_GROUPS}):
+        known = ", ".join((*_PARTS, *_GROUPS))
+        print(f"no part is named {', '.join(unknown)}; there are: {known}")
         return 2
-    parts = names or _PARTS
+    parts = [part for name in names or _PARTS for part in _GROUPS.get(name, (name,))]
     needed = _NEEDED | (_NEEDED_BY_TESTS if set(parts) & set(_TESTS) else {})
     if missing := [package for module, package in needed.items() if not _is_installed(module)]:
         print(f"missing: {' '.join(missing)}. pip install them into {sys.executable}.")
@@ -115,8 +126,11 @@ def main(names: Sequence[str]) -> int:
         return 2
     path = report_path("_".join(["gpu", *names]), ".md", hardware)
     report, is_kept = report_heading("gpu", hardware, f"make gpu PARTS='{' '.join(parts)}'"), True
+    is_short = bool(set(names) & set(_GROUPS))
+    end = time.perf_counter() + (_SECONDS_OF_A_GROUP if is_short else math.inf)
+    most_seconds = _MOST_SECONDS if is_short else _MOST_SECONDS_OF_A_PART
     for command in [command for part in parts for command in _commands(part)]:
-        done = _run(command)
+        done = _run(command, min(most_seconds, end - time.perf_counter()))
         is_kept = is_kept and done.status == 0
         report += f"\n{done.section()}"
         path.write_text(report, encoding="utf-8")
@@ -144,8 +158,13 @@ def _commands(part: str) -> Iterable[Sequence[str]]:
         yield from (
             ("-m", "residency", "demo", "--case", case) for case in _DEMO if _can_show(case)
         )
+    elif _is_installed("xdist"):
+        workers = max(1, min(_MOST_WORKERS, (os.cpu_count() or 1) - 2))
+        beside = "(whole or not whole) and not alone"
+        yield (*_PYTEST, "-m", beside, "-n", str(workers), "--dist", "loadfile", *_TESTS[part])
+        yield (*_PYTEST, "-m", "alone", *_TESTS[part])  # they look at what all have on the card
     else:
-        yield (*_PYTEST, *_TESTS[part])
+        yield (*_PYTEST, "-m", "whole or not whole", *_TESTS[part])
 
 
 def _can_show(case: str) -> bool:
@@ -164,8 +183,10 @@ def _hardware() -> str:
     return subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True).stdout.strip()
 
 
-def _run(command: Sequence[str]) -> _Done:
-    """Runs a command to its end and shows what it prints while it does."""
+def _run(command: Sequence[str], most_seconds: float) -> _Done:
+    """Runs a command to its end, or that of its time, and shows what it prints while it does."""
+    if most_seconds <= 0:
+        return _Done(command, 1, 0, "not run: there was no time left\n")
     print(f"\n== python {' '.join(command)}", flush=True)
     start, lines = time.perf_counter(), []
     paths = (str(HERE.parent / "src"), os.environ.get("PYTHONPATH"))
@@ -185,10 +206,23 @@ def _run(command: Sequence[str]) -> _Done:
         errors="replace",
     ) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            lines.append(line)
-    return _Done(command, process.returncode, time.perf_counter() - start, "".join(lines))
+        ends = [
+            threading.Timer(most_seconds, process.send_signal, [signal.SIGINT]),
+            threading.Timer(most_seconds + _SECONDS_TO_END, process.kill),
+        ]
+        for end in ends:
+            end.start()
+        try:
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                lines.append(line)
+        finally:
+            for end in ends:
+                end.cancel()
+    seconds = time.perf_counter() - start
+    if seconds >= most_seconds:
+        lines.append(f"\ncut off after {most_seconds:.0f} s\n")
+    return _Done(command, process.returncode, seconds, "".join(lines))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def test_every_folder_and_file_that_it_names_is_there(gpu: Any) -> None:
 
 def test_an_unknown_part_is_named(gpu: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["probe", "tests/optim"]) == 2
-    assert "no part is named tests/optim; there are: probe, " in capsys.readouterr().out
+    assert "no part is named tests/optim; there are: benchmarks, probe, " in capsys.readouterr().out
 
 
 def test_what_is_missing_is_said_in_one_line_before_anything_runs(
@@ -73,6 +73,34 @@ def test_the_report_has_each_commands_output_and_a_failure_is_the_status(
         "PASS three",
     ]
     assert "\nstatus 3, " in report
+
+
+def test_a_command_at_the_end_of_its_time_is_interrupted_and_shows_what_it_has(gpu: Any) -> None:
+    done = gpu._run(("-c", "import time; print('PASS one', flush=True); time.sleep(600)"), 1)
+    assert done.status != 0
+    assert done.output.startswith("PASS one\n")
+    assert "KeyboardInterrupt" in done.output
+    assert "cut off after 1 s" in done.section()
+
+
+def test_a_group_is_over_in_its_time_and_says_what_was_not_run(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gpu, "_SECONDS_OF_A_GROUP", 1)
+    monkeypatch.setattr(gpu, "_commands", lambda part: [("-c", "import time; time.sleep(600)")])
+    assert gpu.main(["figures"]) == 1
+    report = (tmp_path / "report.md").read_text()
+    assert report.count("cut off after 1 s") == 1
+    assert report.count("not run: there was no time left") == len(gpu._GROUPS["figures"]) - 1
+
+
+def test_what_looks_at_the_whole_card_runs_alone(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_is_installed", lambda name: True)
+    beside, alone = gpu._commands("memory")
+    assert "(whole or not whole) and not alone" in beside
+    assert "-n" in beside
+    assert "alone" in alone
+    assert "-n" not in alone
 
 
 def test_of_tests_the_report_has_the_failures_and_the_counts(gpu: Any) -> None:

@@ -105,6 +105,35 @@ def new_stream(device: torch.device) -> torch.Stream:
     return torch.Stream(device=device)
 
 
+def refuse_shared_memory(device: torch.device, what: str) -> None:
+    """Refuses what would free nothing on a device that has no memory of its own.
+
+    Args:
+        device: The accelerator.
+        what: What the caller asks for, as a subject: ``"an offload of this AdamW"``.
+
+    Raises:
+        RefusedError: The device shares the host's memory, and ``RESIDENCY_ON_SHARED_MEMORY`` does
+            not ask for it all the same.
+    """
+    if shares_host_memory(device) and os.environ.get("RESIDENCY_ON_SHARED_MEMORY") != "1":
+        raise RefusedError(
+            f"{device} shares the host's memory, so that {what} would free nothing and cost its "
+            "copies. Nothing was changed; leave it out, or set RESIDENCY_ON_SHARED_MEMORY=1."
+        )
+
+
+def shares_host_memory(device: torch.device) -> bool:
+    """Returns whether a device has no memory of its own, as those of one chip with the processor.
+
+    CUDA calls those integrated (Jetson, GB10), and Apple's are all so. A GH200 is not: its device
+    has memory of its own, and a fast link to the host's.
+    """
+    if device.type == "cuda":
+        return bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", False))
+    return device.type == "mps"
+
+
 def is_pinning_available() -> bool:
     """Returns whether host memory can be page-locked for an accelerator here."""
     return accelerator() is not None

@@ -75,8 +75,8 @@ def offload_optimizer(
 
     Raises:
         InvalidArgumentError: It is no optimizer, a size does not parse, or there are no slots.
-        RefusedError: The optimizer cannot be stepped in parts with the same bits, or the host has
-            no room. Nothing has moved.
+        RefusedError: The optimizer cannot be stepped in parts with the same bits, the host has no
+            room, or the device shares its memory. Nothing has moved.
         torch.OutOfMemoryError: State that is to stay resident has no room on the device, to which
             it was not moved yet. Nothing has moved.
 
@@ -99,6 +99,8 @@ def offload_optimizer(
     base = type(optimizer)
     check_groups(base.__name__, optimizer.param_groups)
     device = device_of(base.__name__, [m.parameter for m in members_of(optimizer)])
+    if device.type != "cpu":
+        _device.refuse_shared_memory(device, f"an offload of this {base.__name__}")
     validate_step_patch(optimizer)
     swapped = _offloaded_class(base)
     kind = separability(optimizer, base, optimizer.param_groups)

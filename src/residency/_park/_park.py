@@ -64,7 +64,8 @@ def park(
     Raises:
         InvalidArgumentError: An argument is invalid.
         RefusedError: It is on the host, or was parked with another owner, is on several devices,
-            has a tensor that cannot be moved, or the host has no room. Nothing moved.
+            has a tensor that cannot be moved, the host has no room, or the device shares its
+            memory. Nothing moved.
 
     Memory:
         Device: none beyond what is there. Host: the bytes of the storages, each rounded up to 512,
@@ -77,6 +78,8 @@ def park(
     before = [parking for parking in _parkings.get(module, ()) if parking.is_parked]
     if isinstance(module, nn.Module) and not before and _is_on_host(module):
         raise RefusedError(f"this {type(module).__name__} {_reason(module)}")
+    if (device := _device.accelerator()) is not None and _device.has_context(device):
+        _device.refuse_shared_memory(device, f"parking this {type(module).__name__}")
     parking = Parking(module, gradients=gradients, pin=pin)
     _parkings[module] = [*before, parking]  # before it moves: whatever stops it, unpark knows of it
     freed = parking.park(need_bytes)

@@ -99,8 +99,6 @@ def offload_optimizer(
     base = type(optimizer)
     check_groups(base.__name__, optimizer.param_groups)
     device = device_of(base.__name__, [m.parameter for m in members_of(optimizer)])
-    if device.type != "cpu":
-        _device.refuse_shared_memory(device, f"an offload of this {base.__name__}")
     validate_step_patch(optimizer)
     swapped = _offloaded_class(base)
     kind = separability(optimizer, base, optimizer.param_groups)
@@ -166,7 +164,10 @@ def _install(
     optimizer: Optimizer, offload: Offload, swapped: type[Optimizer], device: torch.device
 ) -> None:
     """Places the state and swaps the class; after an exception everything is as it was."""
-    refuse_borrowed(offload.base.__name__, optimizer.param_groups, optimizer.state)
+    name = offload.base.__name__
+    refuse_borrowed(name, optimizer.param_groups, optimizer.state)
+    if device.type != "cpu":
+        _device.refuse_shared_memory(device, f"an offload of this {name}")
     before = dict(optimizer.__dict__)
     try:
         if device.type != "cpu":

@@ -76,10 +76,7 @@ def park(
     if gradients not in ("move", "drop"):
         raise InvalidArgumentError(f"gradients is {gradients!r}; expected 'move' or 'drop'.")
     before = [parking for parking in _parkings.get(module, ()) if parking.is_parked]
-    if isinstance(module, nn.Module) and not before and _is_on_host(module):
-        raise RefusedError(f"this {type(module).__name__} {_reason(module)}")
-    if (device := _device.accelerator()) is not None and _device.has_context(device):
-        _device.refuse_shared_memory(device, f"parking this {type(module).__name__}")
+    _check_place(module, was_parked=bool(before))
     parking = Parking(module, gradients=gradients, pin=pin)
     _parkings[module] = [*before, parking]  # before it moves: whatever stops it, unpark knows of it
     freed = parking.park(need_bytes)
@@ -119,6 +116,14 @@ def unpark(module: Owner) -> int:
         total += parkings[-1].unpark()
         parkings.pop()
     return total
+
+
+def _check_place(module: Owner, *, was_parked: bool) -> None:
+    """Refuses a module that is on the host, and a device that has no memory of its own."""
+    if isinstance(module, nn.Module) and not was_parked and _is_on_host(module):
+        raise RefusedError(f"this {type(module).__name__} {_reason(module)}")
+    if (device := _device.accelerator()) is not None and _device.has_context(device):
+        _device.refuse_shared_memory(device, f"parking this {type(module).__name__}")
 
 
 def _is_on_host(module: nn.Module) -> bool:

@@ -158,8 +158,8 @@ def copy_out(lanes: Lanes, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Queues copies to the host on the d2h lane, into each first tensor from its second.
 
     ``RESIDENCY_COPIES_IN_TURN=1`` queues them in chunks, each of which waits for the one before it
-    on the other of two streams. On a copy engine that serves what is ready, whoever reads a number
-    meanwhile waits for one chunk; on one that serves in order of issue, for all, as without it.
+    on the other of two streams. On a copy engine that serves what is ready, a loop that reads a
+    number meanwhile waits for one chunk; on one that serves in order of issue, for all, as without.
 
     Args:
         lanes: Of the device. What is queued on the d2h lane afterwards comes after all copies.
@@ -171,7 +171,7 @@ def copy_out(lanes: Lanes, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
     lane, other = lanes.d2h, lanes.turn
     for chunk in _chunks(copies):
         copy_on(lane, chunk)
-        _device.wait_event(other, lanes.mark(lane))
+        _device.wait_event(other, lanes.mark(lane))  # so that the engine sees one chunk at a time
         lane, other = other, lane
 
 

@@ -1,6 +1,7 @@
 #include "clock.h"
 
 #include <algorithm>
+#include <iterator>
 
 namespace sim {
 namespace {
@@ -9,6 +10,13 @@ constexpr size_t kMostIntervals = 1 << 14;  // a link's past further back cannot
 constexpr double kSmallBytes = 1 << 16;     // what passes between copies without moving them
 
 size_t index(Engine engine) { return static_cast<size_t>(engine); }
+
+// The intervals of a link follow one another.
+template <class Intervals>
+auto first_after(const Intervals& intervals, double time) {
+  return std::partition_point(intervals.begin(), intervals.end(),
+                              [&](const auto& each) { return each.end <= time; });
+}
 
 }  // namespace
 
@@ -29,8 +37,8 @@ double Clock::copy_end(double begin, double num_bytes, double rate,
   const double shared = rates_.duplex_bytes > 0 ? std::min(rate, rates_.duplex_bytes / 2) : rate;
   double time = begin;
   double left = num_bytes;
-  for (const auto& [busy_begin, busy_end, busy_stream] : other) {
-    if (busy_end <= time) continue;
+  for (auto busy = first_after(other, time); busy != other.end(); ++busy) {
+    const double busy_begin = busy->begin, busy_end = busy->end;
     const double alone = std::max(0.0, busy_begin - time);
     if (left <= alone * rate) break;
     left -= alone * rate;
@@ -48,11 +56,10 @@ double Clock::copy_end(double begin, double num_bytes, double rate,
 double Clock::border(StreamId stream, const std::deque<Interval>& busy) const {
   const double ready = std::max(stream_seconds_[stream], host_seconds_);
   double free = ready;
-  for (size_t i = 0; i < busy.size(); ++i) {
-    if (busy[i].end <= ready) continue;
-    if (busy[i].begin > free) break;
-    free = busy[i].end;
-    if (i + 1 < busy.size() && busy[i + 1].stream != busy[i].stream) break;
+  for (auto each = first_after(busy, ready); each != busy.end() && each->begin <= free; ++each) {
+    free = each->end;
+    const auto next = std::next(each);
+    if (next != busy.end() && next->stream != each->stream) break;
   }
   return free;
 }

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 import residency
+from benchmarks import figures
 from benchmarks.device import find_device
 from residency._units import format_bytes
 
@@ -47,6 +48,13 @@ def main() -> None:
             f"{label:28} {seconds * 1e3:9.2f} ms {seconds / stock_seconds:6.2f} x   "
             f"the step adds {format_bytes(added_bytes)}"
         )
+    moved = 2 * 8 * num_parameters  # both moments, both ways
+    limit = moved / figures.link_rates(device)[2]
+    figures.show(
+        "AdamW step over 8 bytes a parameter, streamed",
+        f"{seconds / limit:.2f} x the link",
+        f"1.00 ({limit * 1e3:.1f} ms)",
+    )
 
 
 def measure(

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import residency
+from benchmarks import figures
 from residency import _device, sim
 from residency._transfer import _lanes
 from residency._units import format_bytes
@@ -150,6 +151,12 @@ def measure(name: str, device: torch.device, tokens: int, *, in_turn: bool) -> N
         f"{name:34} {tokens:6}  {1e3 * one:7.1f}  {1e3 * next_one:7.1f}  {next_one / one:5.2f} x  "
         f"{1e3 * statistics.median(calls):6.1f}  {1e3 * statistics.median(durable):8.1f}",
         flush=True,
+    )
+    copies = training.num_bytes / figures.link_rates(device)[1]
+    figures.show(
+        "step after a save" + ", in turn" * in_turn,
+        f"{next_one / one:.2f} x a step of {1e3 * one:.0f} ms",
+        f"{max(1.0, copies / one):.2f}",
     )
 
 

@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from benchmarks import figures
 from benchmarks.__main__ import HERE, report_heading, report_path
 from residency.testing import simulated_device_type
 
@@ -51,6 +52,7 @@ _BENCHMARKS = (
     "page_locking",
     "training_with_saves",
     "optimizer_step",
+    "park",
     "optimizer_overhead",
     "phase_boundary",
     "hand_off",
@@ -126,6 +128,7 @@ def main(names: Sequence[str]) -> int:
         return 2
     path = report_path("_".join(["gpu", *names]), ".md", hardware)
     report, is_kept = report_heading("gpu", hardware, f"make gpu PARTS='{' '.join(parts)}'"), True
+    output: list[str] = []
     is_short = bool(set(names) & set(_GROUPS))
     end = time.perf_counter() + (_SECONDS_OF_A_GROUP if is_short else math.inf)
     most_seconds = _MOST_SECONDS if is_short else _MOST_SECONDS_OF_A_PART
@@ -133,7 +136,9 @@ def main(names: Sequence[str]) -> int:
         done = _run(command, min(most_seconds, end - time.perf_counter()))
         is_kept = is_kept and done.status == 0
         report += f"\n{done.section()}"
-        path.write_text(report, encoding="utf-8")
+        output += done.output.splitlines()
+        rows = "\n".join(figures.table(output))
+        path.write_text(report + f"\n## Beside other cards\n\n{rows}\n" * bool(rows), "utf-8")
     if left_out := [f"{case} (no {name})" for case, name in _DEMO.items() if not _can_show(case)]:
         print(f"left out of the demo: {', '.join(left_out)}")
     if "record" in parts and not _is_installed("transformers"):

@@ -103,6 +103,18 @@ def test_what_looks_at_the_whole_card_runs_alone(gpu: Any, monkeypatch: pytest.M
     assert "-n" not in alone
 
 
+def test_the_report_ends_with_the_figures_beside_those_of_other_cards(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shown = "from benchmarks import figures; figures.show('park', '49.0 GB/s', '55.2')"
+    monkeypatch.setattr(gpu, "_commands", lambda part: [("-c", shown)])
+    assert gpu.main(["probe"]) == 0
+    *_, heading, _, head, _, row = (tmp_path / "report.md").read_text().splitlines()
+    assert heading == "## Beside other cards"
+    assert head == "| | this card | limit | H200 | H100 |"
+    assert row == "| park | 49.0 GB/s | 55.2 | 51.0 GB/s | - |"
+
+
 def test_of_tests_the_report_has_the_failures_and_the_counts(gpu: Any) -> None:
     output = "....F\nTraceback ...\n== short test summary info ==\nFAILED a.py::b\n1 failed in 2s\n"
     done = gpu._Done(("-m", "pytest", "a.py"), 1, 2.0, output)

@@ -8,11 +8,13 @@ own is made inside ``callers_modes_off``, so that no mode of the caller's reache
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
-# there is no public way (torch 2.13)
+# there is no public way (torch 2.11 to 2.13)
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
 
@@ -27,11 +29,25 @@ def callers_modes_off() -> Iterator[None]:
     # a default device is a function mode, which `DisableTorchFunction` turns off.
     with (
         torch._C.DisableTorchFunction(),
-        _disable_current_modes(),
+        _dispatch_modes_off(),
         torch.inference_mode(mode=False),
         torch.no_grad(),
     ):
         yield
+
+
+def _dispatch_modes_off() -> AbstractContextManager[object]:
+    """Leaves the dispatch modes, if there are any.
+
+    Torch's own way imports modules the first time, which a signal handler that comes meanwhile
+    would find half made.
+    """
+    num_modes: Any = _len_torch_dispatch_stack_pre_dispatch
+    # there is no public way to count them, either
+    if torch._C._len_torch_dispatch_stack() or num_modes():
+        modes_off: AbstractContextManager[object] = _disable_current_modes()
+        return modes_off
+    return nullcontext()
 
 
 @contextmanager

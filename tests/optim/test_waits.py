@@ -25,7 +25,7 @@ def _without_done(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def store_with_a_blind_lane(self: Lanes, copies: object, **options: bool) -> torch.Event:
         # As if the lane had not been made to wait for the step: its copies run on a fresh stream.
-        blind = Lanes(self.device, self.h2d, torch.Stream(device=self.device))
+        blind = Lanes(self.device, self.h2d, torch.Stream(device=self.device), self.turn)
         return store(blind, copies, **options)
 
     monkeypatch.setattr(Lanes, "store", store_with_a_blind_lane)

@@ -6,14 +6,13 @@ the seconds are those of its clock, on which the host takes no time.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
 
 import residency
 from benchmarks import figures
-from benchmarks.device import find_device
+from benchmarks.device import find_device, now
 
 NUM_ROUNDS = 5
 SIZES = {"simulated": (256, 16), "real": (8192, 16)}  # width and layers: 4 MiB and 4 GiB
@@ -56,11 +55,6 @@ def seconds_of(call: Callable[[], object]) -> float:
     call()
     torch.accelerator.synchronize()
     return now() - begin
-
-
-def now() -> float:
-    """Returns the seconds of the clock that counts."""
-    return residency.sim.now_seconds() if residency.sim.is_enabled() else time.perf_counter()
 
 
 if __name__ == "__main__":

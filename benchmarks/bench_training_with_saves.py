@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -23,6 +22,7 @@ from torch.nn import functional
 
 import residency
 from benchmarks import figures
+from benchmarks.device import now
 from residency import _device, sim
 from residency._transfer import _lanes
 from residency._units import format_bytes
@@ -111,11 +111,6 @@ class Training:
     def num_bytes(self) -> int:
         """The bytes that a save has."""
         return sum(3 * parameter.nbytes for parameter in self._model.parameters())
-
-
-def now() -> float:
-    """Returns the seconds of the clock that counts."""
-    return sim.now_seconds() if _device.is_simulated() else time.perf_counter()
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -22,3 +23,8 @@ def find_device(*arguments: Any, **options: Any) -> torch.device:
         return found
     given = {"device": simulated_device_type() or "sim", **options}
     return sim.enable(*arguments, **given)
+
+
+def now() -> float:
+    """Returns the seconds of the simulated clock, or of the host's where the device is a card."""
+    return sim.now_seconds() if sim.is_enabled() else time.perf_counter()

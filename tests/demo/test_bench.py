@@ -1,4 +1,4 @@
-"""The device of a case is empty before each run that has a limit, or it is said what is there."""
+"""A case empties its device before each run with a limit, or names the tensors that are left."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ OPTIMIZERS: list[Any] = [
 
 
 class Drawn:
-    """What a seed draws: how many ranks save and restore, and in which layouts."""
+    """The numbers of ranks that save and restore, and their layouts, drawn from a seed."""
 
     def __init__(self, seed: int) -> None:
         chance = random.Random(seed)
@@ -82,7 +82,7 @@ def kinds(size: int) -> list[str]:
 
 
 class Rank:
-    """What one process of the phase has."""
+    """The meshes, the model and the optimizer of one process."""
 
     def __init__(self, phase: str, drawn: Drawn) -> None:
         size = drawn.ranks[phase]

@@ -133,5 +133,4 @@ def open_bench(face: Face, show: Show) -> Iterator[Bench]:
         if configured is None:
             os.environ.pop(_WORKSPACES, None)  # or every later child would take larger workspaces
         torch.use_deterministic_algorithms(was_deterministic)
-        bench.settle()
         bench.limit(None)

@@ -67,7 +67,7 @@ class _TwoProcessRun:
 
     @property
     def room_bytes(self) -> int:
-        """What the trainer's allocator had at most, and its context took in these steps."""
+        """The most bytes of the trainer's allocator, and those that its context gained."""
         outside: int = max(figures["outside"] for figures in self.boundaries)
         return self.peak_bytes + max(0, outside - int(self.begin["outside"]))
 

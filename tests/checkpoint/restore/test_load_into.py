@@ -290,7 +290,7 @@ def test_a_tensor_that_a_module_makes_for_its_state_dict_is_loaded_by_the_module
 
 
 class Noted(torch.nn.Linear):
-    """Has a number, a list and a part's extra state in its state dict, beside its tensors."""
+    """A layer whose state dict holds a number, a list and an extra state beside its tensors."""
 
     epoch, seen = 0, ()
 

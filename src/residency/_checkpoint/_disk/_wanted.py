@@ -1,4 +1,4 @@
-"""What is wanted of files, cut into tasks: one for each chunk of a file that any of it lies in."""
+"""Ranges that a caller wants of files, and the tasks that read them, one for each chunk."""
 
 from __future__ import annotations
 

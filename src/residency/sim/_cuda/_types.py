@@ -190,7 +190,7 @@ class Cudart:
 
     @classmethod
     def cudaHostUnregister(cls, address: int) -> int:  # noqa: N802 - torch's spelling
-        """Lets it go. A copy that has yet to use it is an error here; CUDA waits, or corrupts."""
+        """Unlocks memory. A queued copy that still needs it is an error; CUDA may corrupt it."""
         return 0 if cls._core.unregister_host(address) else _HOST_MEMORY_NOT_REGISTERED
 
     cudaProfilerStart = cudaProfilerStop = cudaProfilerInitialize = _succeed  # noqa: N815

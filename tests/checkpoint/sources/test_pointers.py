@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from residency import RefusedError
+from residency import CorruptSaveError, RefusedError
 from residency._checkpoint._sources import open_source
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
@@ -55,3 +55,12 @@ def test_a_pointer_beside_a_damaged_file_is_not_named(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="model") as caught:
         open_source(tmp_path)
     assert "git-lfs" not in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_damage_and_no_pointer(tmp_path: Path) -> None:
+    checkpoints(tmp_path)
+    file = next((tmp_path / "dcp").glob("*.distcp"))
+    file.unlink()
+    file.symlink_to("/proc/self/mem")  # opens, is empty, and fails at its first byte
+    with pytest.raises(CorruptSaveError, match="has 0 bytes"):
+        open_source(tmp_path / "dcp")

@@ -96,8 +96,11 @@ def _is_pointer(file: Path) -> bool:
     """Returns whether a file is the text that git has where git-lfs has not brought a file yet."""
     if not file.is_file():
         return False
-    with file.open("rb") as stream:
-        return stream.read(len(_POINTER)) == _POINTER
+    try:
+        with file.open("rb") as stream:
+            return stream.read(len(_POINTER)) == _POINTER
+    except OSError:  # what cannot be read is the error that led here
+        return False
 
 
 def _is_safetensors(begin: bytes) -> bool:

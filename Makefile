@@ -20,10 +20,15 @@ PARTS ?=
 # another one. Empty, or in `make torture`: at new ones.
 TORTURE_FROM ?= $(shell git rev-parse 'HEAD^{tree}' 2>/dev/null)
 
+# The folders of the two distributions, which are installed together, and their sources.
+BOTH := --editable ./sim --editable
+SOURCES := $(CURDIR)/src:$(CURDIR)/sim/src
+PROJECT_FILES := pyproject.toml sim/pyproject.toml
+
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 # Follows what was installed: it changes with the dependencies, the pins and the torch.
-SUM := $(shell (cat pyproject.toml constraints.txt; echo '$(TORCH)') | cksum | tr ' ' '-')
+SUM := $(shell (cat $(PROJECT_FILES) constraints.txt; echo '$(TORCH)') | cksum | tr ' ' '-')
 STAMP := $(VENV)/.installed-$(SUM)
 # What the demo needs is less, and part of it.
 DEMO_STAMP := $(or $(wildcard $(STAMP)),$(VENV)/.installed-demo-$(SUM))
@@ -31,7 +36,7 @@ DEMO_STAMP := $(or $(wildcard $(STAMP)),$(VENV)/.installed-demo-$(SUM))
 RUN := PATH="$(BIN):$$PATH"
 
 # Environments of other pins than the tests'; each is made anew where its pins change.
-stamp = $(1)/.installed-$(shell (cat pyproject.toml $(2); echo '$(TORCH)') | cksum | tr ' ' '-')
+stamp = $(1)/.installed-$(shell (cat $(PROJECT_FILES) $(2); echo '$(TORCH)') | cksum | tr ' ' '-')
 
 VERL_VENV := .venv-verl
 VERL_PINS := constraints-verl.txt
@@ -96,10 +101,10 @@ test-projects: $(if $(PROJECTS_PYTHON),,$(PROJECTS_STAMP))
 	PATH="$(CURDIR)/$(PROJECTS_VENV)/bin:$$PATH" $(or $(PROJECTS_PYTHON),python) -m benchmarks.projects $(PROJECTS)
 
 check: $(STAMP)
-	$(RUN) ruff check src tests benchmarks
-	$(RUN) ruff format --check src tests benchmarks
-	$(RUN) clang-format --dry-run --Werror src/residency/sim/csrc/*
-	$(RUN) mypy --strict src
+	$(RUN) ruff check src sim tests benchmarks
+	$(RUN) ruff format --check src sim tests benchmarks
+	$(RUN) clang-format --dry-run --Werror sim/src/residency_sim/csrc/*
+	$(RUN) mypy --strict src sim/src
 	$(RUN) basedpyright --warnings
 	$(RUN) python -m pytest -q tests/test_architecture.py
 
@@ -120,7 +125,7 @@ bench-checkpoint: $(STAMP)
 # probe, optimizers, saves, memory, stacks, benchmarks, record, demo, or of tests and figures, which
 # are all of the first and the rest: make gpu PARTS="probe optimizers"
 gpu:
-	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.gpu $(PARTS)
+	PYTHONPATH=$(SOURCES) $(GPU_PYTHON) -m benchmarks.gpu $(PARTS)
 
 # What an upload would publish, in dist/: built, checked, built again from the sdist, and installed into
 # an empty environment, from which the demo's first case runs.
@@ -139,33 +144,33 @@ release-check:
 	cd $(RELEASE_VENV) && PATH="$$PWD/empty/bin:$$PATH" residency --version
 	cd $(RELEASE_VENV) && PATH="$$PWD/empty/bin:$$PATH" residency demo --case resume
 
-# Installs this package with an extra, and pip's options: $(call install,dev,--quiet). torch comes
+# Installs both distributions with an extra, and pip's options: $(call install,dev,--quiet). torch comes
 # first and alone: a later resolution then finds it installed and fetches no other build. The
 # simulator needs no more to be compiled, which it is while pip fetches the rest: what uses it then
 # finds it, waits for it, or, where that failed, compiles it again and says what is wrong.
 define install
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(2) '$(TORCH)'
-	PYTHONPATH=src $(BIN)/python -c 'from residency import sim; sim.build()' >$(VENV)/simulator.log 2>&1 & \
-	$(BIN)/python -m pip install $(2) --constraint constraints.txt --editable '.[$(1)]'
+	PYTHONPATH=$(SOURCES) $(BIN)/python -c 'from residency import sim; sim.build()' >$(VENV)/simulator.log 2>&1 & \
+	$(BIN)/python -m pip install $(2) --constraint constraints.txt $(BOTH) '.[$(1)]'
 endef
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): $(PROJECT_FILES) constraints.txt
 	$(call install,dev,--quiet)
 	rm -f $(VENV)/.installed-*
 	touch $@
 
-$(VENV)/.installed-demo-$(SUM): pyproject.toml constraints.txt
+$(VENV)/.installed-demo-$(SUM): $(PROJECT_FILES) constraints.txt
 	@echo "installing torch and the demo's frameworks into $(VENV), for a minute or two"
 	$(call install,demo,--no-compile)
 	touch $@
 
-# An environment with this package: $(call environment,venv,pins,what pip installs with what it asks
+# An environment with both: $(call environment,venv,pins,what pip installs with what it asks
 # for,what it installs without).
 define environment
 	test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
 	$(1)/bin/python -m pip install --quiet '$(TORCH)'
-	$(1)/bin/python -m pip install --quiet --constraint $(2) --editable $(3)
+	$(1)/bin/python -m pip install --quiet --constraint $(2) $(BOTH) $(3)
 	$(1)/bin/python -m pip install --quiet --constraint $(2) --no-deps $(4)
 	rm -f $(1)/.installed-*
 	touch $@
@@ -175,7 +180,7 @@ endef
 # it asks for, of which its worker needs nothing: it wants another transformers than verl 0.9 does.
 VERL_NEED := '.[testing,verl]' fastapi pytest-timeout uvicorn
 
-$(VERL_STAMP): pyproject.toml $(VERL_PINS)
+$(VERL_STAMP): $(PROJECT_FILES) $(VERL_PINS)
 	$(call environment,$(VERL_VENV),$(VERL_PINS),$(VERL_NEED),trinity-rft)
 
 # Axolotl and LLaMA-Factory without what they ask for, which contradicts each other; of it the tests
@@ -183,7 +188,7 @@ $(VERL_STAMP): pyproject.toml $(VERL_PINS)
 FRAMEWORKS_NEED := '.[testing]' accelerate addict art colorama datasets einops evaluate numba omegaconf peft pillow \
 	posthog pytest-timeout python-dotenv torchdata torchtitan transformers triton trl wandb
 
-$(FRAMEWORKS_STAMP): pyproject.toml $(FRAMEWORKS_PINS)
+$(FRAMEWORKS_STAMP): $(PROJECT_FILES) $(FRAMEWORKS_PINS)
 	$(call environment,$(FRAMEWORKS_VENV),$(FRAMEWORKS_PINS),$(FRAMEWORKS_NEED),axolotl llamafactory)
 
 # What the sources import and the runs need; for the rest there are stand-ins, which the report names.
@@ -192,5 +197,5 @@ PROJECTS_NEED := '.[sim]' beartype cyclopts datasets einops grain jaxtyping logu
 	prime-pydantic-config pydantic safetensors spmd_types tensorboard tensordict tokenizers tomli tomli-w torchdata \
 	transformers tyro xxhash
 
-$(PROJECTS_STAMP): pyproject.toml $(PROJECTS_PINS)
+$(PROJECTS_STAMP): $(PROJECT_FILES) $(PROJECTS_PINS)
 	$(call environment,$(PROJECTS_VENV),$(PROJECTS_PINS),$(PROJECTS_NEED),torch_checkpointing triton)

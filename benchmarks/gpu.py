@@ -194,7 +194,8 @@ def _run(command: Sequence[str], most_seconds: float) -> _Done:
         return _Done(command, 1, 0, "not run: there was no time left\n")
     print(f"\n== python {' '.join(command)}", flush=True)
     start, lines = time.perf_counter(), []
-    paths = (str(HERE.parent / "src"), os.environ.get("PYTHONPATH"))
+    sources = (str(HERE.parent / "src"), str(HERE.parent / "sim" / "src"))
+    paths = (*sources, os.environ.get("PYTHONPATH"))
     environment = {
         "RESIDENCY_TEST_DEVICE": "cuda",
         "PYTHONUNBUFFERED": "1",

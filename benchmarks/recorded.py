@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from residency import sim
+from residency_sim import _backend
 
 SMALL_SEGMENT = 2 << 20
 LARGEST_SMALL = 1 << 20
@@ -134,7 +134,7 @@ def replay(path: Path) -> Replayed:
         AssertionError: The simulated allocator did something else.
     """
     recording = Recording(path)
-    allocator = sim.TraceReplay()
+    allocator = _backend.core().TraceReplay()
     blocks = _Blocks(recording)
     reserved = 0
     for start in sorted(recording.segments):

@@ -41,8 +41,8 @@ import torch
 from torch import Tensor, nn
 
 from residency.sim import BuildError
-from residency.sim._build import build_extension
 from residency.testing import simulated_device_type
+from residency_sim._build import build_extension
 
 pytest_plugins = [
     "residency.testing.plugin",

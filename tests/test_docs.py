@@ -15,11 +15,13 @@ import pasted_pages
 import pytest
 import torch
 from pasted_pages import blocks_of, paste
+from source_rules import parse_sources, sources
 
 from residency import _errors
 from residency._cli import _main
 
 ROOT = Path(__file__).resolve().parents[1]
+SOURCES = os.pathsep.join([str(ROOT / "src"), str(ROOT / "sim" / "src")])
 # The others import their frameworks.
 INTEGRATIONS = ("lightning", "transformers", "dcp", "prime_rl", "trl", "llamafactory", "verl")
 
@@ -62,7 +64,7 @@ def test_the_blocks_of_the_docs_run_in_fresh_processes_without_an_accelerator() 
 
 def _pasted(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs `pasted_pages` in a process that sees no accelerator."""
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT / "src")}
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": SOURCES}
     command = [sys.executable, pasted_pages.__file__, *arguments]
     env = {**os.environ, **hidden}
     return subprocess.run(command, capture_output=True, text=True, env=env)
@@ -154,14 +156,14 @@ def test_the_costs_are_those_of_the_reports() -> None:
 def _texts_of_the_sources() -> list[str]:
     """Returns every literal of the package, with a mark where a value is filled in."""
     texts = []
-    for path in (ROOT / "src").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for tree in parse_sources().values():
+        for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(node.value)
             elif isinstance(node, ast.JoinedStr):
                 parts = [v.value if isinstance(v, ast.Constant) else "\0" for v in node.values]
                 texts.append("".join(map(str, parts)))
-    for path in (ROOT / "src").rglob("*.cpp"):
+    for _, path in sources(".cpp"):
         # Adjacent literals are one.
         texts.append(re.sub(r'"\s*"', "", path.read_text()))
     return texts
@@ -220,7 +222,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         [*command, "-d", str(tmp_path / "trees"), str(ROOT / "docs"), str(tmp_path / "site")],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        env={**os.environ, "PYTHONPATH": SOURCES},
     )
     assert built.returncode == 0, built.stderr
     assert (tmp_path / "site" / "index.html").is_file()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from source_rules import ROOT, parse
+from source_rules import parse_sources
 
 _NOUNS_BEGIN = {
     *("A", "An", "The", "One", "Two", "This", "Such", "Everything", "Something"),
@@ -16,7 +16,7 @@ _VALUES = {"property", "cached_property", "fixture"}
 
 def _documented() -> Iterator[tuple[str, ast.AST, str]]:
     """Yields where each docstring is, whose it is, and its first word."""
-    for file, tree in parse(ROOT).items():
+    for file, tree in parse_sources().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 words = (ast.get_docstring(node) or "").split()

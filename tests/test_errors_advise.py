@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from source_rules import ROOT, parse
+from source_rules import parse_sources
 
 # These report what is damaged or what a test found, which no other call would change.
 # `_naming.damage_named` adds to damage which save is whole.
@@ -41,9 +41,11 @@ def _text(node: ast.AST) -> str:
 def _messages() -> Iterator[tuple[str, str]]:
     """Yields where each error of the library is raised that has a text of its own, and the text."""
     names = {
-        node.name for node in ast.walk(parse(ROOT)["_errors.py"]) if isinstance(node, ast.ClassDef)
+        node.name
+        for node in ast.walk(parse_sources()["_errors.py"])
+        if isinstance(node, ast.ClassDef)
     }
-    for file, tree in parse(ROOT).items():
+    for file, tree in parse_sources().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
                 kind, text = ast.unparse(node.exc.func), _text(node.exc.args[0])

@@ -5,32 +5,27 @@ from __future__ import annotations
 import ast
 import gc
 import importlib
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from interruptions import count_lines, interrupted_at
+from source_rules import module_name, parse_sources
 
-import residency
 from residency._checkpoint._capture._capture import Capture
 from residency._transfer import SlabArena
 from residency._transfer._owner import Lent
-
-ROOT = Path(residency.__file__).parent
 
 
 def finalizers() -> list[tuple[str, str]]:
     """Returns the module and the name of every class of the package that has a ``__del__``."""
     found = []
-    for file in sorted(ROOT.rglob("*.py")):
-        tree = ast.parse(file.read_text())
-        module = ".".join(("residency", *file.relative_to(ROOT).with_suffix("").parts))
+    for file, tree in parse_sources().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and any(
                 isinstance(each, ast.FunctionDef) and each.name == "__del__" for each in node.body
             ):
-                found.append((module, node.name))
+                found.append((module_name(file), node.name))
     return found
 
 

@@ -9,7 +9,7 @@ import re
 
 import pytest
 from invariant_breaks import BREAKS, Break
-from source_rules import ROOT, parse
+from source_rules import PROJECT, ROOT, parse_sources
 
 _STATED = re.compile(r"\bInvariant,\s+which\s+``(tests/[\w/]+\.py)``\s+tries\s+to\s+break:")
 
@@ -17,7 +17,7 @@ _STATED = re.compile(r"\bInvariant,\s+which\s+``(tests/[\w/]+\.py)``\s+tries\s+t
 def _docstrings() -> dict[str, list[str]]:
     """Returns the docstrings that state an invariant, by their module."""
     found: dict[str, list[str]] = {}
-    for file, tree in parse(ROOT).items():
+    for file, tree in parse_sources().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 text = ast.get_docstring(node) or ""
@@ -43,6 +43,6 @@ def test_a_change_can_be_made_and_its_test_is_there(broken: Break) -> None:
     assert source.count(broken.was) == 1
     ast.parse(source.replace(broken.was, broken.now))
     file, *options = broken.test.split()
-    text = (ROOT.parents[1] / file).read_text(encoding="utf-8")
+    text = (PROJECT / file).read_text(encoding="utf-8")
     if options:
         assert re.search(rf"^def test_\w*{options[1]}", text, re.MULTILINE)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 
 import pytest
-from source_rules import ROOT, Tree, parse
+from source_rules import PROJECT, Tree, parse_sources, sources
 
 
 @pytest.fixture(scope="module")
@@ -13,8 +13,8 @@ def package() -> Tree:
     """The library, without the simulator and what only shows or tries the library."""
     return {
         file: tree
-        for file, tree in parse(ROOT).items()
-        if file.split("/")[0] not in {"sim", "testing", "_demo", "_dryrun"}
+        for file, tree in parse_sources().items()
+        if file.split("/")[0] not in {"residency_sim", "testing", "_demo", "_dryrun"}
     }
 
 
@@ -159,11 +159,10 @@ def _is_of_homes(node: ast.AST) -> bool:
 
 def test_each_file_of_tests_that_a_source_cites_is_there() -> None:
     missing = [
-        f"{path.relative_to(ROOT)} cites {cited}"
-        for suffix in ("*.py", "*.h", "*.cpp")
-        for path in sorted(ROOT.rglob(suffix))
+        f"{name} cites {cited}"
+        for name, path in sources(".py", ".h", ".cpp")
         for cited in re.findall(r"\btests/[\w/]+\.py\b", path.read_text(encoding="utf-8"))
-        if not (ROOT.parents[1] / cited).is_file()
+        if not (PROJECT / cited).is_file()
     ]
     assert missing == []
 

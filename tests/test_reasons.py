@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 
-from source_rules import ROOT
+from source_rules import sources
 
 _WAIT = re.compile(r"(?<!def )\b(wait_event|wait_stream|synchronize|record_stream|wait_for)\(")
 _PRIVATE = re.compile(
@@ -22,8 +22,7 @@ _NEAR = 3  # lines
 def _without_a_comment(pattern: re.Pattern[str], apart: tuple[str, ...]) -> list[str]:
     """Returns the lines with the pattern, outside of strings, that have no comment near."""
     found = []
-    for path in sorted(ROOT.rglob("*.py")):
-        name = path.relative_to(ROOT).as_posix()
+    for name, path in sources(".py"):
         lines = path.read_text().splitlines()
         for at, line in enumerate(_without_docstrings(lines)):
             code = re.sub(r'"[^"]*"', "", line.partition("#")[0])

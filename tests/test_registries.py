@@ -7,14 +7,12 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from source_rules import parse_sources
 
 from residency._registries import WeakRegistry
-
-ROOT = Path(__file__).resolve().parents[1] / "src" / "residency"
 
 # Every mutable object of a module, and why it cannot grow without end or keep a tensor alive.
 REGISTRIES = {
@@ -90,9 +88,9 @@ REGISTRIES = {
     "integrations/verl.py:_makers": "one entry",
     "integrations/xtuner.py:_config_class": "one entry",
     "optim.py:_classes": "one entry",
-    "sim/_meta_kernels.py:_registrations": "one entry",
-    "sim/_allocator.py:_pool_numbers": "a counter",
-    "sim/_backend.py:_state": "one entry a setting",
+    "residency_sim/_meta_kernels.py:_registrations": "one entry",
+    "residency_sim/_allocator.py:_pool_numbers": "a counter",
+    "residency_sim/_backend.py:_state": "one entry a setting",
 }
 _IMMUTABLE = (
     "frozenset", "logging.getLogger", "MappingProxyType", "namedtuple", "parse_bytes", "re.compile",
@@ -101,9 +99,7 @@ _IMMUTABLE = (
 
 
 def found_registries() -> Iterator[str]:
-    for path in sorted(ROOT.rglob("*.py")):
-        file = path.relative_to(ROOT).as_posix()
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+    for file, tree in parse_sources().items():
         for node in tree.body:
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
                 target = node.targets[0] if isinstance(node, ast.Assign) else node.target

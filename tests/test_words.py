@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from source_rules import ROOT
+from source_rules import PROJECT, sources
 
-PROJECT = ROOT.parents[1]
 # Name the thread, the caller or the rank instead; a failure is reported, a state is fresh.
 DIALECT = re.compile(
     r"\b(nobody|whoever|anybody|everybody|somebody|told|by means|births?|unborn)\b",
@@ -30,9 +29,9 @@ def said_in(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _sources() -> Iterator[tuple[Path, Iterator[tuple[int, str]]]]:
-    for path in sorted(ROOT.rglob("*.py")):
+    for _, path in sources(".py"):
         yield path, said_in(path.read_text(encoding="utf-8"))
-    for path in sorted(ROOT.glob("sim/csrc/*")):
+    for _, path in sources(".cpp", ".h"):
         yield path, enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
 
 

@@ -124,7 +124,7 @@ def _free_port() -> int:
 def _start(
     project: Project, source: Path, arguments: Sequence[str], log: Path, port: int
 ) -> subprocess.Popen[bytes]:
-    roots = [ROOT, ROOT / "src", *(source / root for root in project.roots)]
+    roots = [ROOT, ROOT / "src", ROOT / "sim" / "src", *(source / root for root in project.roots)]
     path = os.pathsep.join([*map(str, roots), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {
         "OMP_NUM_THREADS": "1",

@@ -177,7 +177,7 @@ def max_memory_allocated(device: torch.device | None = None) -> int:
 
 def is_simulated() -> bool:
     """Returns whether the accelerator is the simulated one, whose clock is one, too."""
-    module: Any = sys.modules.get("residency.sim")
+    module: Any = sys.modules.get("residency_sim")
     return module is not None and bool(module.is_enabled())
 
 

@@ -9,6 +9,7 @@ ResidencyError
 ├── RefusedError (RuntimeError)         it cannot be done exactly, so nothing was done
 └── SimulatorError (RuntimeError)       the simulated accelerator
     ├── BuildError                      it could not be built on this machine
+    │   └── NotInstalledError (ModuleNotFoundError)  nor is there anything to build
     └── RaceError                       two operations meet on the same bytes, with no wait
 """
 
@@ -133,6 +134,10 @@ class SimulatorError(ResidencyError, RuntimeError):
 
 class BuildError(SimulatorError):
     """A simulated accelerator that could not be built here; the message says what to install."""
+
+
+class NotInstalledError(BuildError, ModuleNotFoundError):
+    """An import of the simulated accelerator where the distribution with it is not installed."""
 
 
 class RaceError(SimulatorError):

@@ -168,7 +168,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
 def test_importing_the_package_registers_no_device_and_builds_nothing() -> None:
     code = (
         "import sys, residency; "
-        "assert 'residency.sim' not in sys.modules; "
+        "assert 'residency_sim' not in sys.modules; "
         "assert 'torch.utils.cpp_extension' not in sys.modules; "
         "assert 'rich' not in sys.modules"
     )

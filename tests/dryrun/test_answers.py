@@ -284,7 +284,7 @@ def test_bad_options_are_refused_with_what_to_give(dry_run, options, said) -> No
 
 
 def test_every_gpu_has_a_source_and_room_for_its_context() -> None:
-    from residency.sim import _gpus
+    from residency_sim import _gpus
 
     for name, gpu in _gpus.GPUS.items():
         assert sim.gpu_named(name) == (name, gpu)

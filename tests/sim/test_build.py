@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from residency.sim import BuildError, _build, _toolchain
-from residency.sim._build import build_extension, load_extension
+from residency_sim import BuildError, _build, _toolchain
+from residency_sim._build import build_extension, load_extension
 
 pytestmark = pytest.mark.sim
 
@@ -31,7 +31,7 @@ PyMODINIT_FUNC PyInit_residency_tiny(void) { return PyModule_Create(&definition)
 LOAD = """
 import sys
 from pathlib import Path
-from residency.sim._build import build_extension, load_extension
+from residency_sim._build import build_extension, load_extension
 module = load_extension(sources=[Path(sys.argv[1])], name="residency_tiny")
 print("answer", module.answer())
 """

@@ -19,7 +19,7 @@ from workers import finish, start
 
 import residency
 from residency import sim
-from residency.sim._cuda import _face
+from residency_sim._cuda import _face
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from residency.sim._share import share_folder
+from residency_sim._share import share_folder
 
 pytestmark = pytest.mark.sim
 

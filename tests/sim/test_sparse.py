@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from residency import sim
+from residency_sim import dry_run
 
 # Torch warns once a process, on the host, too, that it does not check what it is given.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -115,7 +116,7 @@ def test_unknown_values_are_one_where_they_alone_are_asked_for() -> None:
 def test_an_observer_hears_of_what_was_guessed_and_not_of_what_is_known() -> None:
     sim.enable("1GiB", dry=True)
     heard: list[tuple[str, int]] = []
-    sim.core.attach_guess_observer(lambda what, numel: heard.append((what, numel)))
+    dry_run.attach_guess_observer(lambda what, numel: heard.append((what, numel)))
     try:
         known = torch.arange(64).to("sim")
         known.sum().item()
@@ -128,7 +129,7 @@ def test_an_observer_hears_of_what_was_guessed_and_not_of_what_is_known() -> Non
         torch.repeat_interleave(unknown.long())
         assert {what for what, _ in heard} == {"mask", "1", "one", "repeats"}
     finally:
-        sim.core.attach_guess_observer(None)
+        dry_run.attach_guess_observer(None)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])

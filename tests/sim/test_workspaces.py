@@ -19,7 +19,7 @@ import torch
 from allocator import check_empty
 
 from residency import sim
-from residency.sim import _backend
+from residency_sim import _backend
 
 pytestmark = pytest.mark.sim
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from residency.sim import _build
+from residency_sim import _build
 
 Run = Callable[..., pytest.RunResult]
-_SOURCES = Path(__file__).resolve().parents[2] / "src"
+_ROOT = Path(__file__).resolve().parents[2]
+_SOURCES = (str(_ROOT / "src"), str(_ROOT / "sim" / "src"))
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +28,7 @@ def run_tests(
     """Runs pytest on a test file's source, in a new process; warnings are errors there, too."""
     monkeypatch.setenv("RESIDENCY_CACHE", built_extensions)
     path = os.environ.get("PYTHONPATH")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(_SOURCES), path])))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [*_SOURCES, path])))
     monkeypatch.delenv("RESIDENCY_TEST_DEVICE", raising=False)
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
 

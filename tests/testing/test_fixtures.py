@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from residency import sim
-from residency.sim import _enable
 from residency.testing import QueuedWorkError, settle
 from residency.testing._settings import SCHEDULES
+from residency_sim import _enable
 
 pytestmark = pytest.mark.sim
 

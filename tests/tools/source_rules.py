@@ -5,8 +5,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2] / "src" / "residency"
-TESTS = ROOT.parents[1] / "tests"
+PROJECT = Path(__file__).resolve().parents[2]
+ROOT = PROJECT / "src" / "residency"
+SIMULATOR = PROJECT / "sim" / "src" / "residency_sim"
+TESTS = PROJECT / "tests"
 PACKAGE = "residency"
 
 # From the bottom to the top. A module imports from lines below its own, and from its own package.
@@ -23,7 +25,8 @@ LAYERS = (
     ("_device",),
     ("_pinned",),
     ("_private_pools",),
-    ("sim",),
+    ("residency_sim",),
+    ("sim",),  # its door
     ("_dtensor",),
     ("_ranks",),
     ("_transfer",),
@@ -40,8 +43,11 @@ LAYERS = (
     ("_cli",),
     ("__main__",),
 )
-SIMULATOR_USERS = {"sim", "_cli", "_demo", "_dryrun", "testing"}
-CUDA_FILES = ("_device.py", "sim/_cuda/", "sim/compat.py")
+SIMULATORS = {"residency_sim", "sim"}
+SIMULATOR_USERS = {*SIMULATORS, "_cli", "_demo", "_dryrun", "testing"}
+# What the simulator, a distribution of its own, uses of the library.
+SHARED = {"_errors", "_lazy", "_units"}
+CUDA_FILES = ("_device.py", "residency_sim/_cuda/", "residency_sim/compat.py")
 UNITS_FILE = "_units.py"
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
@@ -55,6 +61,23 @@ SOURCES = {".py", ".cpp", ".h", ".hpp", ".cu"}
 Tree = dict[str, ast.Module]
 
 
+def sources(*suffixes: str) -> Iterator[tuple[str, Path]]:
+    """Yields the sources of both distributions, each with its name: as `parse` has it."""
+    for path in sorted(ROOT.rglob("*")):
+        if path.suffix in suffixes:
+            yield path.relative_to(ROOT).as_posix(), path
+    for path in sorted(SIMULATOR.rglob("*")):
+        if path.suffix in suffixes:
+            yield path.relative_to(SIMULATOR.parent).as_posix(), path
+
+
+def parse_sources() -> Tree:
+    """Maps each Python file of both distributions to its syntax tree: of the library, as a path
+    relative to its package; of the simulator, to the folder with its package.
+    """
+    return {file: ast.parse(path.read_text(encoding="utf-8")) for file, path in sources(".py")}
+
+
 def parse(root: Path) -> Tree:
     """Maps each Python file, as a path relative to the root, to its syntax tree."""
     return {
@@ -64,13 +87,15 @@ def parse(root: Path) -> Tree:
 
 
 def module_name(file: str) -> str:
-    parts = [PACKAGE, *file.removesuffix(".py").split("/")]
+    parts = file.removesuffix(".py").split("/")
+    parts = parts if parts[0] == SIMULATOR.name else [PACKAGE, *parts]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def unit_of(module: str) -> str:
     """Returns the name below the package that decides the layer; "" is the public door."""
-    return module.split(".")[1] if "." in module else ""
+    names = module.split(".")
+    return names[0] if names[0] == SIMULATOR.name else names[1] if names[1:] else ""
 
 
 def layer_of(unit: str) -> int:
@@ -85,10 +110,10 @@ def imports(tree: ast.AST, modules: set[str]) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                if alias.name.split(".")[0] == PACKAGE:
+                if alias.name.split(".")[0] in {PACKAGE, SIMULATOR.name}:
                     yield node.lineno, alias.name
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            if node.module.split(".")[0] != PACKAGE:
+            if node.module.split(".")[0] not in {PACKAGE, SIMULATOR.name}:
                 continue
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
@@ -106,8 +131,10 @@ def layer_faults(files: Tree) -> list[str]:
                 continue
             if layer_of(other) >= layer_of(unit):
                 faults.append(f"{file}:{line} imports {target}, which is not below it")
-            if other == "sim" and unit not in SIMULATOR_USERS:
+            if other in SIMULATORS and unit not in SIMULATOR_USERS:
                 faults.append(f"{file}:{line} imports the simulator")
+            if unit == SIMULATOR.name and other not in SHARED:
+                faults.append(f"{file}:{line} imports {target}, which it is not to need")
     return faults
 
 
@@ -277,7 +304,7 @@ def wait_faults(files: Tree) -> list[str]:
     return [
         f"{file}:{call.lineno} waits: call _device.wait_event"
         for file, tree in files.items()
-        if file.split("/")[0] not in {"_device.py", "sim", "testing"}
+        if file.split("/")[0] not in {"_device.py", SIMULATOR.name, "testing"}
         for call in ast.walk(tree)
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
         if call.func.attr in {"wait_event", "wait_stream"}
@@ -306,6 +333,7 @@ def doors(files: Tree) -> list[str]:
         for file in files
         if file in {"__init__.py", "sim/__init__.py", "testing/__init__.py", "testing.py"}
         or re.fullmatch(r"integrations/[^_/][^/]*(\.py|/__init__\.py)", file)
+        or re.fullmatch(r"residency_sim/(__init__|[^_/][^/]*)\.py", file)
     ]
 
 
@@ -343,7 +371,8 @@ def passage_faults(files: Tree) -> list[str]:
                 inner = f"{node.module}.{alias.name}"
                 target = inner if inner in modules else node.module
                 unit = unit_of(target)
-                if unit == unit_of(module_name(file)) or f"{PACKAGE}.{unit}" not in packages:
+                is_package = unit == SIMULATOR.name or f"{PACKAGE}.{unit}" in packages
+                if unit == unit_of(module_name(file)) or not is_package:
                     continue
                 if not unit:
                     continue
@@ -408,8 +437,8 @@ def name_faults(files: Tree) -> list[str]:
     ]
 
 
-def share_of_any(root: Path) -> float:
+def share_of_any() -> float:
     """Returns how often the source says ``Any``, imports apart, for each 1,000 of its lines."""
-    lines = [line for path in root.rglob("*.py") for line in path.read_text().splitlines()]
+    lines = [line for _, path in sources(".py") for line in path.read_text().splitlines()]
     used = [line for line in lines if "import" not in line]
     return 1000 * sum(len(re.findall(r"\bAny\b", line)) for line in used) / len(lines)

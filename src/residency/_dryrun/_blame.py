@@ -17,19 +17,18 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType, ModuleType, TracebackType
-from typing import Any
 
 import torch
 
 from residency._dryrun._files import files_of_run
 from residency._dryrun._paths import givers, path_of
-from residency._dryrun._places import is_ours, is_script, line_of, outwards
+from residency._dryrun._places import folders_of_simulator, is_ours, is_script, line_of, outwards
 from residency._dryrun._refusals import chain
 from residency._dryrun._sources import TORCH, Parsed, Span, has, span_of
+from residency_sim import dry_run
 
-_HERE = ("residency_sim_core", "residency.sim", "residency._dryrun")
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
-_ROOMS = tuple(os.path.join(_PACKAGE, name, "") for name in ("sim", "_dryrun"))
+_HERE = ("residency_sim", "residency._dryrun")  # names of modules begin so
+_ROOM = os.path.join(os.path.dirname(__file__), "")
 _REFUSES = re.compile(r"^Dry mode|^The simulated accelerator|residency_sim_core")
 _OF_HOST = re.compile(r'"\w*cpu\w*" not implemented for')
 _ON_GPU = "on a GPU it may go on"
@@ -69,9 +68,9 @@ class Blame:
         self._places: dict[tuple[int, int], tuple[CodeType, str]] = {}
         self._guesses: collections.Counter[tuple[str, str]] = collections.Counter()
 
-    def start(self, core: Any) -> None:
+    def start(self) -> None:
         """Listens to the simulator from now on."""
-        core.attach_guess_observer(self._note)
+        dry_run.attach_guess_observer(self._note)
 
     def _note(self, what: str, numel: int) -> None:
         if what != "drawn" and (watch := files_of_run()) is not None:
@@ -186,7 +185,7 @@ def _is_raised_here(error: BaseException) -> bool:
     What they raise themselves are CUDA's own errors, but for refusals.
     """
     frame, instruction = next(reversed(list(_frames(error))), (None, 0))
-    if frame is None or not frame.f_code.co_filename.startswith(_ROOMS):
+    if frame is None or not frame.f_code.co_filename.startswith((_ROOM, *folders_of_simulator())):
         return False
     name = dis.opname[frame.f_code.co_code[instruction]]
     if name.startswith("RAISE"):

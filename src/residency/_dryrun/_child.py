@@ -48,6 +48,7 @@ from residency._dryrun._ways import Ways
 from residency._errors import ResidencyError
 from residency._memory import ImportWatch, measure, remedy_for
 from residency._units import parse_bytes
+from residency_sim import dry_run
 
 _SECONDS_BETWEEN_LOOKS = 0.05  # at the host's memory
 _LOOKS_BETWEEN_FILES = 10  # of what is known so far
@@ -76,7 +77,6 @@ class Run:
     def __init__(self, settings: RunSettings) -> None:
         """Prepares; nothing is changed until `start`."""
         self._settings = settings
-        self._core: Any = sim.core
         self._owners = OwnersOfBlocks()
         self._saves = Saves(is_real=settings.is_real)
         self._evidence = Evidence(
@@ -95,7 +95,7 @@ class Run:
 
     def _be_of_this_process(self) -> None:
         """Knows nothing yet: at the start, and in a forked child, as its parent's are not its."""
-        self._books = Books(self._core.take_journal)
+        self._books = Books(dry_run.take_journal)
         self._growing = Growing(self._books, self._stopping.steps_of_training)
         self._growing_passes = GrowingPasses(self._books)
         self._num_written = (0, 0, 0)  # of the timeline's points, marks and owners
@@ -124,7 +124,7 @@ class Run:
 
         Most never do, as a loader's workers. One whose parent had used it may not, as on CUDA.
         """
-        if not self._has_begun and not self._core.is_in_bad_fork() and self._core.has_context(0):
+        if not self._has_begun and not dry_run.is_in_bad_fork() and dry_run.has_context(0):
             self._begin()
             self._tell_from_now_on()
         return self._has_begun
@@ -132,10 +132,10 @@ class Run:
     def start(self) -> None:
         """Watches the process from now on, to its end."""
         logging.getLogger("residency").addHandler(self._warnings)
-        self._core.keep_journal(True)
-        self._core.attach_observer(self._note_out_of_memory)
-        self._blame.start(self._core)
-        self._ways.start(self._core)
+        dry_run.keep_journal()
+        dry_run.attach_observer(self._note_out_of_memory)
+        self._blame.start()
+        self._ways.start()
         self._owners.start()
         self._stopping.start()
         self._evidence.start()
@@ -260,7 +260,7 @@ class Run:
                 self._growing_passes.end_pass()
 
     def _kinds(self) -> dict[int, str]:
-        return self._owners.kinds() | dict.fromkeys(self._core.blas_workspaces(), OTHER)
+        return self._owners.kinds() | dict.fromkeys(dry_run.blas_workspaces(), OTHER)
 
     @contextmanager
     def _making(self, kind: str, blocks: Iterable[int]) -> Iterator[None]:
@@ -351,7 +351,7 @@ class Run:
             "is_cut": self._stopping.was_cut,
             "has_framework": self._stopping.has_framework,
             "left_out": self._stopping.left_out(),
-            "has_compiled": sim.has_compiled() or self._compiling.is_used,
+            "has_compiled": dry_run.has_compiled() or self._compiling.is_used,
             "has_no_optimizer": self._stopping.is_by_hand,
             "has_optimizer": self._owners.has_optimizer,
             "unstepped": self._stopping.unstepped_bytes(),
@@ -388,7 +388,7 @@ def start_child() -> None:
 
 
 def _held() -> int:
-    return memory_allocated(torch.device("cuda", 0)) if sim.core.has_context(0) else 0
+    return memory_allocated(torch.device("cuda", 0)) if dry_run.has_context(0) else 0
 
 
 def _host_bytes() -> int:
@@ -396,4 +396,4 @@ def _host_bytes() -> int:
     with open("/proc/self/status") as file:
         lines = dict(line.split(":", 1) for line in file if line.startswith("VmData"))
     asked = parse_bytes(lines["VmData"].strip().replace(" kB", "KiB"))
-    return asked - (measure(torch.device("cuda", 0)).reserved if sim.core.has_context(0) else 0)
+    return asked - (measure(torch.device("cuda", 0)).reserved if dry_run.has_context(0) else 0)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+import residency_sim
 from residency._commands import start_command
 from residency._dryrun._children import not_isolated
 from residency._dryrun._places import is_script
@@ -81,7 +82,8 @@ def dry_run(command: Command) -> dict[str, Any]:
             "run; write the command without them."
         )
     folder = tempfile.mkdtemp(prefix="residency-dry-run-")
-    settings = replace(command.settings, folder=folder)
+    simulator = str(Path(str(residency_sim.__file__)).parents[1])
+    settings = replace(command.settings, folder=folder, simulator=simulator)
     started = time.monotonic()
     with files_put_back(folder, has_saves=settings.is_real) as end:
         status, was_interrupted = _run(command, settings, end.descriptor)

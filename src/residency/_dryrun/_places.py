@@ -64,7 +64,7 @@ def is_script(name: str) -> bool:
         return True
     if is_installed(name) or name.startswith("<"):
         return False
-    return not name.startswith(_LIBRARIES)
+    return not name.startswith((*_LIBRARIES, *folders_of_simulator()))
 
 
 def note_text(name: str) -> None:
@@ -79,7 +79,13 @@ def is_installed(name: str) -> bool:
 
 def is_ours(name: str) -> bool:
     """Returns whether a file is one of ours."""
-    return name.startswith(_OURS)
+    return name.startswith((_OURS, *folders_of_simulator()))
+
+
+def folders_of_simulator() -> tuple[str, ...]:
+    """Returns the folder of the simulator's package; none before it is imported."""
+    module = sys.modules.get("residency_sim")
+    return () if module is None else (os.path.join(os.path.dirname(str(module.__file__)), ""),)
 
 
 def is_generator(frame: FrameType) -> bool:

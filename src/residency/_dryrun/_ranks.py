@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 from torch.distributed import distributed_c10d
 
-from residency import sim
 from residency._dryrun._methods import around
 from residency._memory import ImportWatch
+from residency_sim import dry_run
 
 _PORT = "29500"  # no process listens there
 _MOST_DEVICES = 8  # of one machine
@@ -200,8 +200,7 @@ def _launch_here(num_ranks: int, module: ModuleType) -> None:
         os.environ.update(RANK="0", LOCAL_RANK="0", GROUP_RANK="0", WORLD_SIZE=str(size))
         os.environ["LOCAL_WORLD_SIZE"] = str(config.nproc_per_node)
         # Nothing is on a device yet: the script has yet to begin.
-        core: Any = sim.core
-        core.set_num_devices(devices_of(max(num_ranks, config.nproc_per_node)))
+        dry_run.set_num_devices(devices_of(max(num_ranks, config.nproc_per_node)))
         if callable(entrypoint):
             return {0: entrypoint(*args)}
         words = [word for word in args if word != "-u"]

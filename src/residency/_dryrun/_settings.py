@@ -47,6 +47,7 @@ class RunSettings:
         arguments: What the script's parser returns under these names, whatever its command says.
         words: Other words of the command, by their place in it; the parent puts them there.
         shows_errors: Whether an error is shown that the script ends with when enough was seen.
+        simulator: The folder with the simulator's package, for an interpreter that has none.
         environment: Variables that the child gets besides.
     """
 
@@ -72,6 +73,7 @@ class RunSettings:
     arguments: dict[str, int | bool] = field(default_factory=dict)
     words: dict[int, str] = field(default_factory=dict)
     shows_errors: bool = False
+    simulator: str = ""
     environment: dict[str, str] = field(default_factory=dict)
 
     @property

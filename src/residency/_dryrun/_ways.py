@@ -16,11 +16,11 @@ import dis
 import sys
 from collections.abc import Iterator
 from types import CodeType, FrameType
-from typing import Any
 
 from residency._dryrun._compared import Compared, compared_at
 from residency._dryrun._places import is_ours, is_script, line_of, outwards
 from residency._dryrun._sources import TORCH, Parsed, Span, has, place_in, span_of
+from residency_sim import dry_run
 
 # Calls in a branch by which it takes no memory: they say something, and go on.
 _SAYS = ("add_scalar", "debug", "error", "info", "log", "print", "warn", "write")
@@ -72,9 +72,9 @@ class Ways:
         self._tests: dict[tuple[int, Span], _Asked | None] = {}
         self._spans: dict[str, set[Span]] = collections.defaultdict(set)
 
-    def start(self, core: Any) -> None:
+    def start(self) -> None:
         """Answers the simulator from now on."""
-        core.attach_decider(self._decide)
+        dry_run.attach_decider(self._decide)
 
     def _decide(self, what: str, number: float) -> float | None:
         """Returns the answer to the code that asks; None where nothing is known of it.

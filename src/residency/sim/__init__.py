@@ -1,34 +1,28 @@
 """A simulated accelerator: a torch device whose memory is the host's and whose rules are CUDA's.
 
-``enable()`` registers it as the device ``sim``, or in the place of ``cuda``. It has CUDA's caching
-allocator, a capacity, streams whose work runs only when something forces it, pinned memory, and a
-checker that raises where two operations touch the same bytes with no wait between them. Kernels are
-torch's CPU kernels.
-
-It exists so that code which moves memory can be tested without a GPU: a missing wait gives wrong
-bytes or an error every time instead of once a week. There is one such device in a process, and
-registering it cannot be undone; every setting can be changed again.
+The door to ``residency_sim``, a distribution of its own (``pip install 'residency[sim]'``), whose
+page says what it is. Importing this door needs no simulator, and no torch; each function does.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from residency._errors import BuildError, RaceError, SimulatorError
-from residency._lazy import door
+from residency._errors import BuildError, NotInstalledError, RaceError, SimulatorError
 
 if TYPE_CHECKING:
-    from residency.sim._clock import Clock
-    from residency.sim._enable import (
+    from residency_sim import (
+        Clock,
+        Gpu,
         build,
         enable,
+        gpu_named,
         is_enabled,
         now_seconds,
         pinned_memory_stats,
         reset_peak_pinned_memory_stats,
         settings,
     )
-    from residency.sim._gpus import Gpu, gpu_named
 
 __all__ = [
     "BuildError",
@@ -48,32 +42,21 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("TraceReplay", "core", "has_compiled"):
-        return _internal(name)
-    return door(
-        __name__,
-        {
-            "_clock": ["Clock"],
-            "_enable": [
-                "build",
-                "enable",
-                "is_enabled",
-                "now_seconds",
-                "pinned_memory_stats",
-                "reset_peak_pinned_memory_stats",
-                "settings",
-            ],
-            "_gpus": ["Gpu", "gpu_named"],
-        },
-    )(name)
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        import residency_sim
+    except ModuleNotFoundError as error:
+        raise missing(error) from None
+    return getattr(residency_sim, name)
 
 
-def _internal(name: str) -> Any:
-    """Returns what the project's other parts use, and no user."""
-    from residency.sim import _backend
-
-    if name == "TraceReplay":  # the allocator alone, for tests that replay a recorded run
-        return _backend.core().TraceReplay
-    if name == "core":  # the compiled module, for the dry run's books
-        return _backend.core()
-    return _backend.has_compiled  # what the dry run says of torch.compile
+def missing(error: ModuleNotFoundError) -> ModuleNotFoundError:
+    """Returns the error of an import of the simulator that failed: it says what to install."""
+    if error.name != "residency_sim":  # it is there, and something that it needs is not
+        return error
+    found = NotInstalledError(
+        "The simulated accelerator is not installed. Install it: pip install 'residency[sim]'"
+    )
+    found.name = error.name
+    return found

@@ -35,12 +35,12 @@ def settle() -> int:
 
 def finish_work() -> list[Exception]:
     """Lets all queued work run, past operations that fail, and returns their failures."""
-    from residency import _device, sim
+    from residency import _device
 
     device = _device.accelerator()
     if device is None:
         return []
-    is_simulated = sim.is_enabled()
+    is_simulated = _device.is_simulated()
     most = _MOST_FAILURES_SIMULATED if is_simulated else _MOST_FAILURES_REAL
     failures: list[Exception] = []
     while len(failures) < most:
@@ -49,6 +49,8 @@ def finish_work() -> list[Exception]:
         except Exception as error:
             failures.append(error.with_traceback(None))  # whose frames would keep tensors alive
             if is_simulated and _device.is_lost(error):
+                from residency import sim
+
                 sim.enable(**sim.settings())
         else:
             break

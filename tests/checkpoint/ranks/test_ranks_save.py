@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "sim"))
 
 from worker_cases import Phases, parameters_of
 
-from residency.sim._build import build_extension
+from residency_sim._build import build_extension
 
 pytestmark = pytest.mark.sim
 

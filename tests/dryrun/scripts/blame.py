@@ -19,7 +19,7 @@ from residency._dryrun._blame import Blame  # noqa: E402
 from residency._dryrun._refusals import advice  # noqa: E402
 
 blame = Blame()
-blame.start(sim.core)
+blame.start()
 
 
 def judged(case):

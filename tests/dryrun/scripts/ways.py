@@ -20,8 +20,8 @@ from residency._dryrun._ways import Ways  # noqa: E402
 found = {}
 for file in sorted(Path(sys.argv[1]).glob("*.py")):
     blame, ways = Blame(), Ways()
-    blame.start(sim.core)
-    ways.start(sim.core)
+    blame.start()
+    ways.start()
     names = {"__name__": "__main__"}
     error = ""
     try:

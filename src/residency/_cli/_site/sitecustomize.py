@@ -17,6 +17,7 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 _HERE = Path(__file__).resolve().parent
 
@@ -38,13 +39,21 @@ def _load(file: Path, name: str) -> ModuleType:
     return module
 
 
+def _find(package: str, folder: str) -> None:
+    if importlib.util.find_spec(package) is None:  # an interpreter that has none itself
+        sys.path.append(folder)
+
+
 def _find_residency() -> None:
-    if importlib.util.find_spec("residency") is None:  # an interpreter that has none itself
-        sys.path.append(str(_HERE.parents[2]))
+    _find("residency", str(_HERE.parents[2]))
+
+
+def _settings() -> Any:
+    return json.loads(os.environ["RESIDENCY_DRY_RUN"])
 
 
 def _watch_script() -> None:
-    run = json.loads(os.environ["RESIDENCY_DRY_RUN"])
+    run = _settings()
     for name in ("_facts", "_made", "_found", "_aside", "_hearing"):
         _load_first(name)
     _load_first("_files").watch_files_of_run(run["folder"])
@@ -67,6 +76,7 @@ def _load_first(name: str) -> ModuleType:
 
 def _start_dry_run(torch: ModuleType) -> None:
     _find_residency()
+    _find("residency_sim", _settings()["simulator"])
     from residency._dryrun import start_child
 
     start_child()

@@ -61,8 +61,7 @@ def starts_nothing(bench: ProbedDevice) -> None:
     """Asks for figures in a process that has not used the device: it is to stay able to fork."""
     if not hasattr(bench.module, "is_initialized"):
         return bench.info("figures start nothing", f"{bench.device.type} does not tell")
-    is_simulated = "residency.sim" in sys.modules and sys.modules["residency.sim"].is_enabled()
-    enable = f"residency.sim.enable(device={bench.device.type!r})" if is_simulated else ""
+    enable = f"residency.sim.enable(device={bench.device.type!r})" if _device.is_simulated() else ""
     program = _ASKING.format(enable=enable, type=bench.device.type)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     is_true = done.stdout.split() == ["started", "False", "child", "0"]

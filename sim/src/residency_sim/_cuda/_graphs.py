@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from residency._errors import SimulatorError
-from residency.sim._allocator import new_pool_id
+from residency_sim._allocator import new_pool_id
 
 _MODES = ("global", "thread_local", "relaxed")
 

@@ -26,7 +26,7 @@ from types import ModuleType
 import torch
 
 from residency._errors import BuildError
-from residency.sim import _toolchain
+from residency_sim import _toolchain
 
 _NAME = "residency_sim_core"
 _SOURCES = Path(__file__).parent / "csrc"

@@ -17,12 +17,12 @@ import torch
 from torch.utils import backend_registration
 
 from residency._errors import InvalidArgumentError, RaceError, SimulatorError
-from residency.sim import _allocator, _compile, _distributed, _meta_kernels, compat
-from residency.sim._build import load_extension
-from residency.sim._clock import Clock
-from residency.sim._cuda import _face
-from residency.sim._gpus import UNNAMED, gpu_named
-from residency.sim._share import share_folder
+from residency_sim import _allocator, _compile, _distributed, _meta_kernels, compat
+from residency_sim._build import load_extension
+from residency_sim._clock import Clock
+from residency_sim._cuda import _face
+from residency_sim._gpus import UNNAMED, gpu_named
+from residency_sim._share import share_folder
 
 _NAME = "sim"
 FACES = (_NAME, _face.NAME)

@@ -12,7 +12,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-_PLACE = "residency/sim/prebuilt"
+_PLACE = "residency_sim/prebuilt"
 
 
 class Prebuilt(BuildHookInterface[Any]):

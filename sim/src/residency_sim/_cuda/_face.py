@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from residency._errors import SimulatorError
-from residency.sim import _allocator
-from residency.sim._cuda import _bindings, _graphs, _tensor_types, _types
-from residency.sim._gpus import Gpu
+from residency_sim import _allocator
+from residency_sim._cuda import _bindings, _graphs, _tensor_types, _types
+from residency_sim._gpus import Gpu
 
 NAME = "cuda"
 _CUDA_VERSION = "13.0"  # which torch on PyPI is built with (2.11 to 2.13)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from residency.sim._gpus import Gpu
+from residency_sim._gpus import Gpu
 
 DEVICE_TYPE = 1  # of CUDA in c10::DeviceType
 

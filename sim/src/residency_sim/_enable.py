@@ -10,11 +10,11 @@ import torch
 
 from residency._errors import InvalidArgumentError, SimulatorError
 from residency._units import format_bytes, parse_bytes
-from residency.sim import _backend
-from residency.sim._build import build_extension
-from residency.sim._clock import Clock
-from residency.sim._gpus import CONTEXT_BYTES, gpu_named
-from residency.sim._share import share_name
+from residency_sim import _backend
+from residency_sim._build import build_extension
+from residency_sim._clock import Clock
+from residency_sim._gpus import CONTEXT_BYTES, gpu_named
+from residency_sim._share import share_name
 
 _SCHEDULES = ("late", "overtake", "eager")
 _CONTEXTS = {"sim": 0, "cuda": CONTEXT_BYTES}

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from residency._errors import SimulatorError
-from residency.sim import _allocator
-from residency.sim._cuda import _communication
-from residency.sim._cuda._types import DEVICE_TYPE, CudaDeviceProperties
+from residency_sim import _allocator
+from residency_sim._cuda import _communication
+from residency_sim._cuda._types import DEVICE_TYPE, CudaDeviceProperties
 
 _CUDNN_TRIALS = 10  # torch's default of `torch.backends.cudnn.benchmark_limit`
 NCCL_VERSION = (2, 27, 5)  # a placeholder, of the release that torch 2.13 is built with

@@ -127,22 +127,38 @@ bench-checkpoint: $(STAMP)
 gpu:
 	PYTHONPATH=$(SOURCES) $(GPU_PYTHON) -m benchmarks.gpu $(PARTS)
 
-# What an upload would publish, in dist/: built, checked, built again from the sdist, and installed into
-# an empty environment, from which the demo's first case runs.
+# What an upload would publish, in dist/: both distributions, built, checked, built again from their
+# sdists, and installed into an empty environment: the library alone, which saves, restores and says
+# what is missing; with the simulator, which a dry run takes; and what the demo's first case needs.
+RELEASE_TOOLS := $(CURDIR)/$(RELEASE_VENV)/tools/bin
+# In the environment of a folder: $(call installed,folder,extra) and $(call within,folder) command.
+define installed
+	$(PYTHON) -m venv $(RELEASE_VENV)/$(1)
+	$(RELEASE_VENV)/$(1)/bin/python -m pip install --quiet '$(TORCH)'
+	$(RELEASE_VENV)/$(1)/bin/python -m pip install --quiet --constraint constraints.txt --find-links dist "$$(ls dist/residency-*.whl)$(2)"
+endef
+within = cd $(RELEASE_VENV) && PATH="$$PWD/$(1)/bin:$$PATH"
+
 release-check:
 	rm -rf dist $(RELEASE_VENV)
 	$(PYTHON) -m venv $(RELEASE_VENV)/tools
-	$(RELEASE_VENV)/tools/bin/python -m pip install --quiet --constraint constraints.txt hatchling twine
-	$(RELEASE_VENV)/tools/bin/hatchling build
-	$(RELEASE_VENV)/tools/bin/twine check --strict dist/*
-	mkdir $(RELEASE_VENV)/sdist && tar -xf dist/*.tar.gz -C $(RELEASE_VENV)/sdist --strip-components=1
-	cd $(RELEASE_VENV)/sdist && ../tools/bin/hatchling build --target wheel
-	cmp dist/*.whl $(RELEASE_VENV)/sdist/dist/*.whl
-	$(PYTHON) -m venv $(RELEASE_VENV)/empty
-	$(RELEASE_VENV)/empty/bin/python -m pip install --quiet '$(TORCH)'
-	$(RELEASE_VENV)/empty/bin/python -m pip install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[demo]"
-	cd $(RELEASE_VENV) && PATH="$$PWD/empty/bin:$$PATH" residency --version
-	cd $(RELEASE_VENV) && PATH="$$PWD/empty/bin:$$PATH" residency demo --case resume
+	$(RELEASE_TOOLS)/python -m pip install --quiet --constraint constraints.txt hatchling twine
+	$(RELEASE_TOOLS)/hatchling build --directory $(CURDIR)/dist
+	cd sim && $(RELEASE_TOOLS)/hatchling build --directory $(CURDIR)/dist
+	$(RELEASE_TOOLS)/twine check --strict dist/*
+	for name in residency residency_sim; do set -e; \
+		mkdir $(RELEASE_VENV)/$$name; \
+		tar -xf dist/$$name-*.tar.gz -C $(RELEASE_VENV)/$$name --strip-components=1; \
+		(cd $(RELEASE_VENV)/$$name && $(RELEASE_TOOLS)/hatchling build --target wheel); \
+		cmp dist/$$name-*.whl $(RELEASE_VENV)/$$name/dist/*.whl; \
+	done
+	$(call installed,alone)
+	$(call within,alone) residency --version
+	$(call within,alone) python $(CURDIR)/tests/tools/library_alone.py
+	$(call installed,sim,[sim])
+	$(call within,sim) residency dry-run --device l4 -- python $(CURDIR)/examples/nanogpt.py
+	$(call installed,demo,[demo])
+	$(call within,demo) residency demo --case resume
 
 # Installs both distributions with an extra, and pip's options: $(call install,dev,--quiet). torch comes
 # first and alone: a later resolution then finds it installed and fetches no other build. The

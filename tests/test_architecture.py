@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 from source_rules import (
+    DEBTS,
     MAX_ANY,
+    MAX_DEBTS,
     MAX_FILE_LINES,
     MAX_FUNCTION_LINES,
     MAX_PUBLIC_NAMES,
@@ -18,6 +20,7 @@ from source_rules import (
     Tree,
     cuda_faults,
     cycles,
+    debts,
     door_faults,
     except_faults,
     file_length_faults,
@@ -95,6 +98,11 @@ def test_other_packages_come_in_by_a_packages_door(package: Tree) -> None:
     assert passage_faults(package) == []
 
 
+def test_the_dry_run_and_the_demo_import_public_names_and_what_is_listed(package: Tree) -> None:
+    assert debts(package) == DEBTS
+    assert sum(map(len, DEBTS.values())) <= MAX_DEBTS
+
+
 def test_the_lists_of_a_door_are_the_same(package: Tree) -> None:
     assert lazy_door_faults(package) == []
 
@@ -141,19 +149,21 @@ def write(root: Path, file: str, source: str) -> None:
         ("_demo__bench", "import torch", False),
         ("_cli__verb", "from residency import _demo", False),
         ("_demo__bench", "from residency import _cli", True),
+        ("_demo__bench", "from residency import _dryrun", True),
+        ("_optim__step", "import residency_sim", True),
+        ("_dryrun__child", "from residency_sim import dry_run", False),
+        ("residency_sim__gpus", "from residency._units import MIB", False),
+        ("residency_sim__gpus", "from residency import sim", True),
+        ("residency_sim__gpus", "from residency._device import on", True),
+        ("residency_sim___enable", "from residency_sim._gpus import Gpu", False),
     ],
 )
 def test_an_import_against_the_layers_is_found(
     tmp_path: Path, importer: str, line: str, is_fault: bool
 ) -> None:
-    others = {f"{unit}____init__": "" for unit in ("_optim", "_checkpoint", "_demo", "_cli")}
     made_up(tmp_path, **{importer: line})
-    for unit in others:
-        folder = tmp_path / unit.removesuffix("____init__")
-        folder.mkdir(exist_ok=True)
-        (folder / "__init__.py").write_text("")
-    (tmp_path / "sim").mkdir()
-    (tmp_path / "sim" / "__init__.py").write_text("")
+    for unit in ("_optim", "_checkpoint", "_demo", "_dryrun", "_cli", "sim", "residency_sim"):
+        write(tmp_path, f"{unit}/__init__.py", "")
     assert bool(layer_faults(parse(tmp_path))) == is_fault
 
 
@@ -280,6 +290,20 @@ def test_an_import_that_goes_past_a_door_is_found(tmp_path: Path) -> None:
         "_optim/_step.py:2 goes past the door, to residency._memory._state",
         "_optim/_step.py:3 goes past the door, to residency._memory._state",
     ]
+
+
+def test_what_the_dry_run_imports_that_no_public_door_offers_is_found(tmp_path: Path) -> None:
+    write(tmp_path, "__init__.py", '__all__ = ["park"]')
+    write(tmp_path, "_park/__init__.py", '__all__ = ["park", "room"]')
+    write(tmp_path, "_units.py", "")
+    write(tmp_path, "_device.py", "")
+    write(tmp_path, "residency_sim/dry_run.py", '__all__ = ["has_context"]')
+    lines = "from residency import park, other, _device\nfrom residency._park import room\n"
+    lines += "from residency._units import MIB\nfrom residency_sim.dry_run import has_context, x\n"
+    write(tmp_path, "_dryrun/_child.py", lines)
+    write(tmp_path, "_cli/_verb.py", "from residency._park import room")
+    found = {"": ["other"], "_device": [""], "_park": ["room"], "residency_sim": ["x"]}
+    assert debts(parse(tmp_path)) == found
 
 
 @pytest.mark.parametrize("offered", ['["a"]', '["a", "b"]', '["b"]'])

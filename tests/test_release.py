@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,21 @@ def test_the_hooks_before_a_commit_have_the_versions_of_the_checks() -> None:
 def test_the_changelog_begins_with_this_version() -> None:
     versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert versions[0] == residency.__version__
+
+
+def test_both_distributions_have_one_version_and_ask_for_just_that() -> None:
+    library, simulator = (
+        tomllib.loads((ROOT / folder / "pyproject.toml").read_text()) for folder in (".", "sim")
+    )
+    assert library["project"]["optional-dependencies"]["sim"] == [
+        f"residency-sim=={residency.__version__}"
+    ]
+    assert f"residency=={residency.__version__}" in simulator["project"]["dependencies"]
+    of_library = ROOT / library["tool"]["hatch"]["version"]["path"]
+    of_simulator = ROOT / "sim" / simulator["tool"]["hatch"]["version"]["path"]
+    assert of_library.samefile(of_simulator)
+    assert library["project"]["requires-python"] == simulator["project"]["requires-python"]
+    assert (ROOT / "LICENSE").read_bytes() == (ROOT / "sim" / "LICENSE").read_bytes()
 
 
 def test_every_issue_template_asks_for_something() -> None:

@@ -47,6 +47,22 @@ SIMULATORS = {"residency_sim", "sim"}
 SIMULATOR_USERS = {*SIMULATORS, "_cli", "_demo", "_dryrun", "testing"}
 # What the simulator, a distribution of its own, uses of the library.
 SHARED = {"_errors", "_lazy", "_units"}
+# The dry run and the demo: a verb alone imports them, and they import what `SHARED` and the public
+# doors offer. Each of these names of other rooms is a debt, and the list may only get shorter.
+APART = {"_demo", "_dryrun"}
+DEBTS = {
+    "_checkpoint": ["DTYPES", "Record", "STORED_DTYPES", "be_dry", "make_header", "watch_files"],
+    "_commands": ["start_command"],
+    "_device": [""],  # the demo's figures
+    "_dtensor": ["is_sharded", "local_of", "moved"],
+    "_memory": [
+        *("ImportWatch", "KnownCalls", "Visit", "boundaries", "find_growth", "find_holders"),
+        *("grouped", "let_go_text", "measure", "open_phases", "remedy_for", "segment_bytes"),
+    ],
+    "_optim": ["record_of"],
+    "_transfer": ["state_stays"],
+}
+MAX_DEBTS = 25
 CUDA_FILES = ("_device.py", "residency_sim/_cuda/", "residency_sim/compat.py")
 UNITS_FILE = "_units.py"
 MAX_FILE_LINES = 500
@@ -133,6 +149,8 @@ def layer_faults(files: Tree) -> list[str]:
                 faults.append(f"{file}:{line} imports {target}, which is not below it")
             if other in SIMULATORS and unit not in SIMULATOR_USERS:
                 faults.append(f"{file}:{line} imports the simulator")
+            if other in APART and unit != "_cli":
+                faults.append(f"{file}:{line} imports {target}, as a verb alone may")
             if unit == SIMULATOR.name and other not in SHARED:
                 faults.append(f"{file}:{line} imports {target}, which it is not to need")
     return faults
@@ -386,6 +404,25 @@ def passage_faults(files: Tree) -> list[str]:
 def is_in_a_room(module: str, packages: set[str]) -> bool:
     """Returns whether a module is one that a package keeps to itself."""
     return module not in packages and module.split(".")[-1].startswith("_")
+
+
+def debts(files: Tree) -> dict[str, list[str]]:
+    """Returns what the rooms apart import that no public door offers, by its unit."""
+    modules = {module_name(file): file for file in files}
+    found: dict[str, set[str]] = {}
+    for file, tree in files.items():
+        room = unit_of(module_name(file))
+        for node in ast.walk(tree) if room in APART else ():
+            if not isinstance(node, ast.ImportFrom) or node.module not in modules:
+                continue
+            offered = declared_names(files[modules[node.module]]) or []
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                target, name = (inner, "") if inner in modules else (node.module, alias.name)
+                is_public = "._" not in target and name in {"", "__version__", *offered}
+                if not is_public and unit_of(target) not in {room, *SHARED}:
+                    found.setdefault(unit_of(target), set()).add(name)
+    return {unit: sorted(found[unit]) for unit in sorted(found)}
 
 
 def lazy_door_faults(files: Tree) -> list[str]:

@@ -14,10 +14,9 @@ from typing import Literal
 
 import torch
 
-from residency import _device, sim
+from residency import _device, holders, sim
 from residency._demo._progress import Show
 from residency._errors import RefusedError
-from residency._memory import holders
 from residency._units import format_bytes, parse_bytes
 
 Face = Literal["sim", "cuda"]

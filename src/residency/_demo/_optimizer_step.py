@@ -11,6 +11,7 @@ import dataclasses
 
 import torch
 
+from residency import offload_optimizer
 from residency._demo._bench import Bench
 from residency._demo._corpus import Corpus, read_corpus
 from residency._demo._identity import count_values, differences
@@ -20,7 +21,6 @@ from residency._demo._report import CaseRow, Promise, Report
 from residency._demo._settings import ModelShape, Settings
 from residency._demo._training import OptimizerMaker, TrainingOutcome, make_model, train
 from residency._errors import RefusedError
-from residency._optim import offload_optimizer
 from residency._units import format_bytes, spell_bytes
 
 SNIPPET = """\

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 
-from residency import _device
+from residency import OffloadedOptimizer, _device, memory_state, offload_optimizer
 from residency._demo._bench import Bench
 from residency._demo._corpus import Corpus, read_corpus, training_batch
 from residency._demo._identity import different_values
@@ -31,8 +31,6 @@ from residency._demo._progress import Show
 from residency._demo._report import LimitedRun, Promise, Report
 from residency._demo._settings import ModelShape, Settings
 from residency._demo._training import asked_bytes, make_model, to_host
-from residency._memory import memory_state
-from residency._optim import OffloadedOptimizer, offload_optimizer
 from residency._units import MIB, format_bytes
 
 SNIPPET = """\

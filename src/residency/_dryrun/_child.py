@@ -22,7 +22,6 @@ from typing import Any, NoReturn
 import torch
 
 from residency import sim
-from residency._device import memory_allocated
 from residency._dryrun import _frameworks, _host, _ranks, _sharding
 from residency._dryrun._blame import Blame
 from residency._dryrun._books import KINDS, OTHER, STEP, Books
@@ -388,7 +387,7 @@ def start_child() -> None:
 
 
 def _held() -> int:
-    return memory_allocated(torch.device("cuda", 0)) if dry_run.has_context(0) else 0
+    return torch.accelerator.memory_allocated(0) if dry_run.has_context(0) else 0
 
 
 def _host_bytes() -> int:

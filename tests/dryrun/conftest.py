@@ -47,6 +47,7 @@ def run_dry(
     script: str | Path,
     *arguments: str,
     options: tuple[str, ...] = ("--capacity", "8GiB"),
+    python: str = sys.executable,
 ) -> Outcome:
     """Runs a script of this folder, or a text, in a folder."""
     path = folder / "script.py"
@@ -56,7 +57,7 @@ def run_dry(
         path.write_text(script)
     command = [sys.executable, "-m", "residency", "dry-run", "--json", *options, "--"]
     done = subprocess.run(
-        [*command, sys.executable, str(path), *arguments],
+        [*command, python, str(path), *arguments],
         cwd=folder,
         capture_output=True,
         text=True,

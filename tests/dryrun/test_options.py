@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +173,16 @@ def test_the_process_of_the_command_line_does_without_torch(tmp_path: Path) -> N
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_interpreter_without_the_library_is_given_it_and_the_simulator(
+    dry_run, tmp_path: Path
+) -> None:
+    venv.create(tmp_path / "env")
+    (packages,) = (tmp_path / "env").glob("lib/*/site-packages")
+    # Path files in the folders that stand here are not read: an editable install is not seen.
+    folders = [folder for folder in sys.path if folder.endswith("-packages")]
+    (packages / "torch.pth").write_text("\n".join(folders))
+    script = "import torch\ntorch.ones(3, device='cuda')\n"
+    outcome = dry_run(script, python=str(tmp_path / "env" / "bin" / "python"))
+    assert outcome.has_run, outcome.errors

@@ -53,8 +53,18 @@ def test_the_library_alone_saves_and_restores_and_says_what_to_install() -> None
     assert (done.returncode, done.stdout) == (0, 2 * MISSING), done.stderr
 
 
-@pytest.mark.parametrize("words", [["dry-run", "--capacity=1GiB", "--", "python"], ["demo"]])
-def test_a_verb_that_needs_the_simulator_says_what_to_install(words: list[str]) -> None:
-    run = f"from residency._cli import main; sys.exit(main({words}))"
-    done = _without_simulator(run)
+def test_a_dry_run_without_the_simulator_says_what_to_install() -> None:
+    words = ["dry-run", "--capacity=1GiB", "--", "python"]
+    done = _without_simulator(f"from residency._cli import main; sys.exit(main({words}))")
     assert (done.returncode, done.stderr) == (2, f"residency: {MISSING}"), done.stdout
+
+
+def test_the_library_knows_a_simulator_that_was_enabled_past_the_door() -> None:
+    program = (
+        "import sys, residency_sim\n"
+        "residency_sim.enable('64MiB')\n"
+        "from residency import _device\n"
+        "print(_device.is_simulated(), 'residency.sim' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "False"], done.stderr

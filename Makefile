@@ -135,7 +135,8 @@ RELEASE_TOOLS := $(CURDIR)/$(RELEASE_VENV)/tools/bin
 define installed
 	$(PYTHON) -m venv $(RELEASE_VENV)/$(1)
 	$(RELEASE_VENV)/$(1)/bin/python -m pip install --quiet '$(TORCH)'
-	$(RELEASE_VENV)/$(1)/bin/python -m pip install --quiet --constraint constraints.txt --find-links dist "$$(ls dist/residency-*.whl)$(2)"
+	$(RELEASE_VENV)/$(1)/bin/python -m pip install --quiet --constraint constraints.txt \
+		--find-links dist "$$(ls dist/residency-*.whl)$(2)"
 endef
 within = cd $(RELEASE_VENV) && PATH="$$PWD/$(1)/bin:$$PATH"
 
@@ -146,11 +147,11 @@ release-check:
 	$(RELEASE_TOOLS)/hatchling build --directory $(CURDIR)/dist
 	cd sim && $(RELEASE_TOOLS)/hatchling build --directory $(CURDIR)/dist
 	$(RELEASE_TOOLS)/twine check --strict dist/*
-	for name in residency residency_sim; do set -e; \
-		mkdir $(RELEASE_VENV)/$$name; \
-		tar -xf dist/$$name-*.tar.gz -C $(RELEASE_VENV)/$$name --strip-components=1; \
-		(cd $(RELEASE_VENV)/$$name && $(RELEASE_TOOLS)/hatchling build --target wheel); \
-		cmp dist/$$name-*.whl $(RELEASE_VENV)/$$name/dist/*.whl; \
+	set -e; for name in residency residency_sim; do \
+		folder=$(CURDIR)/$(RELEASE_VENV)/sdists/$$name; mkdir -p $$folder; \
+		tar -xf dist/$$name-*.tar.gz -C $$folder --strip-components=1; \
+		(cd $$folder && $(RELEASE_TOOLS)/hatchling build --target wheel); \
+		cmp dist/$$name-*.whl $$folder/dist/*.whl; \
 	done
 	$(call installed,alone)
 	$(call within,alone) residency --version
@@ -160,8 +161,8 @@ release-check:
 	$(call installed,demo,[demo])
 	$(call within,demo) residency demo --case resume
 
-# Installs both distributions with an extra, and pip's options: $(call install,dev,--quiet). torch comes
-# first and alone: a later resolution then finds it installed and fetches no other build. The
+# Installs both distributions with an extra, and pip's options: $(call install,dev,--quiet). torch
+# comes first and alone: a later resolution then finds it installed and fetches no other build. The
 # simulator needs no more to be compiled, which it is while pip fetches the rest: what uses it then
 # finds it, waits for it, or, where that failed, compiles it again and says what is wrong.
 define install

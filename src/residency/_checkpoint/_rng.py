@@ -7,6 +7,7 @@ accelerator's generator keeps its seed and offset on the host.
 from __future__ import annotations
 
 import random
+import struct
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -15,18 +16,21 @@ import torch
 
 from residency import _device
 from residency._checkpoint._disk._manifest import MANIFEST
-from residency._checkpoint._document._nodes import TENSOR, TUPLE, Node, is_plain_dict, kind_of
+from residency._checkpoint._document._nodes import BYTES, TENSOR, Node, is_plain_dict, kind_of
 from residency._errors import CorruptSaveError, RefusedError, warn
 
 _SEED_AND_OFFSET = 16
 _NAMES = ("python", "numpy", "torch", "accelerator")
+# The version, the Mersenne twister's 624 words and its place in them, and whether a second normal
+# number was drawn, and which. Of 625 values, each would have a node of its own in the document.
+_PYTHON = struct.Struct("<i625I?d")
 
 
 def random_states() -> dict[str, Any]:
     """Returns the states, as Python values, arrays and host tensors that no other code changes.
 
     Returns:
-        ``python``, ``numpy`` (None where it has not been imported), ``torch``, and
+        ``python`` as bytes, ``numpy`` (None where it has not been imported), ``torch``, and
         ``accelerator``: a dict of its ``type`` and ``state``, or None where nothing has used it.
     """
     numpy: Any = sys.modules.get("numpy")
@@ -36,7 +40,7 @@ def random_states() -> dict[str, Any]:
     if device is not None and state is not None:
         accelerator = {"type": device.type, "state": state}
     return {
-        "python": random.getstate(),
+        "python": _python_bytes(),
         "numpy": None if numpy is None else _numpy_state(numpy),
         "torch": torch.get_rng_state(),
         "accelerator": accelerator,
@@ -49,7 +53,7 @@ def is_saved(node: Node) -> bool:
     """
     if not is_plain_dict(node) or set(node) != set(_NAMES):
         return False
-    return (kind_of(node["python"]), kind_of(node["torch"])) == (TUPLE, TENSOR)
+    return (kind_of(node["python"]), kind_of(node["torch"])) == (BYTES, TENSOR)
 
 
 def sizes(node: Node) -> dict[str, tuple[int, ...]]:
@@ -75,7 +79,7 @@ def sizes(node: Node) -> dict[str, tuple[int, ...]]:
 
 def check(values: Mapping[str, Any]) -> None:
     """Tries states on generators of its own; raises what they raise."""
-    random.Random(0).setstate(_as_tuples(values["python"]))
+    random.Random(0).setstate(_python_state(values["python"]))
     if values.get("numpy") is not None:
         import numpy
 
@@ -101,7 +105,7 @@ def restore(values: Mapping[str, Any]) -> None:
 
     An accelerator's state is left out, with a warning, where there is another accelerator or none.
     """
-    random.setstate(_as_tuples(values["python"]))
+    random.setstate(_python_state(values["python"]))
     if values.get("numpy") is not None:
         import numpy
 
@@ -127,5 +131,11 @@ def _numpy_state(numpy: Any) -> Any:
     return numpy.random.get_state(legacy=is_usual)
 
 
-def _as_tuples(state: Any) -> Any:
-    return tuple(_as_tuples(each) for each in state) if isinstance(state, list | tuple) else state
+def _python_bytes() -> bytes:
+    version, words, normal = random.getstate()
+    return _PYTHON.pack(version, *words, normal is not None, normal or 0.0)
+
+
+def _python_state(data: bytes) -> tuple[int, tuple[int, ...], float | None]:
+    version, *words, has_normal, normal = _PYTHON.unpack(data)
+    return version, tuple(words), normal if has_normal else None

@@ -14,6 +14,7 @@ from torch import nn
 
 import residency
 from residency import CheckpointError, CorruptSaveError, RefusedError
+from residency._checkpoint import _rng
 from residency._checkpoint._disk._publish import CheckpointDirectory
 from residency._checkpoint._job import Ranks
 
@@ -159,11 +160,12 @@ def test_generators_of_another_size_are_refused_before_any_byte_moves(checkpoint
 
 
 @pytest.mark.filterwarnings("ignore:.*An older save is tried")
+@pytest.mark.parametrize("data", [b"", bytes(2513), b"\xff" * 2513, bytes(2514)])
 def test_random_states_that_are_none_are_damage_and_an_older_save_is_tried(
-    checkpointer, monkeypatch
+    checkpointer, monkeypatch, data
 ):
     checkpointer.save(1, {"x": torch.ones(3)}).wait()
-    monkeypatch.setattr(random, "getstate", lambda: (3, ("no number",) * 625, None))
+    monkeypatch.setattr(_rng, "_python_bytes", lambda: data)
     checkpointer.save(2, {"x": torch.zeros(3)}).wait()
     monkeypatch.undo()
     state = {"x": torch.full((3,), 9.0)}
@@ -176,7 +178,7 @@ def test_random_states_that_are_none_are_damage_and_an_older_save_is_tried(
 
 @pytest.mark.parametrize("state", [{"type": "sim"}, {"state": torch.ones(16)}, [1], 7, {"a": 1}])
 def test_a_random_state_of_the_accelerator_that_is_none_is_damage(checkpointer, state):
-    rng = {"python": (1,), "numpy": None, "torch": torch.get_rng_state(), "accelerator": state}
+    rng = {"python": b"1", "numpy": None, "torch": torch.get_rng_state(), "accelerator": state}
     checkpointer.save(1, {"x": torch.ones(3), "rng": rng}, rng=False).wait()
     target = {"x": torch.zeros(3)}
     with pytest.raises(CorruptSaveError, match="random state of the accelerator is none"):

@@ -89,7 +89,7 @@ def write_tensors(
     ]
     with leased([FilePlan("file", parts)]) as files:
         written = write_files(folder, files, system=system, chunk_bytes=CHUNK_BYTES)
-    return written.files["file"], (folder / "file").read_bytes()
+    return written["file"], (folder / "file").read_bytes()
 
 
 def check_sums(record: FileRecord, data: bytes) -> None:

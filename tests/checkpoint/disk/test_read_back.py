@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -12,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from residency._checkpoint._disk._manifest import Record
-from residency._checkpoint._disk._parts import FilePlan, Part
-from residency._checkpoint._disk._publish import CheckpointDirectory, SaveRequest
+from residency._checkpoint._disk._publish import CheckpointDirectory
 from residency._checkpoint._disk._system import O_DIRECT, System
 from residency._checkpoint._disk._verify import verify_save
 from residency._errors import CheckpointError, CorruptSaveError
@@ -111,28 +108,3 @@ def test_a_fault_of_any_call_leaves_the_save_before_or_both(
         else:
             saves.check_whole(tmp_path, {1: {11}, 2: {22}})
     assert num_reads > 10
-
-
-@pytest.mark.parametrize("found", ["zeros", "an earlier chunk", "something else"])
-def test_a_chunk_that_lost_its_bytes_to_the_padding_defect_is_known(
-    saves: ModuleType, tmp_path: Path, found: str
-) -> None:
-    data = saves.in_pages(random.Random(0).randbytes(saves.CHUNK_BYTES + 512))
-    part = Part(Record("w", "U8", (len(data),), len(data)), lambda: data, lambda: None)
-    plan = FilePlan("model.safetensors", [part])
-    where = saves.directory(tmp_path)
-    where.save(SaveRequest(1, [plan], {"tree": {}}, {}, 0, 1, "token"), timeout_seconds=0)
-    file = tmp_path / "step-00000001" / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    start = len(content) // saves.CHUNK_BYTES * saves.CHUNK_BYTES
-    lost = len(content) - start
-    content[start:] = {
-        "zeros": bytes(lost),
-        "an earlier chunk": content[:lost],
-        "something else": random.Random(1).randbytes(lost),
-    }[found]
-    file.write_bytes(content)
-    [damage] = verify_save(where, 1).damages
-    assert damage.offset == start
-    assert ("residency before 2026-11-22" in damage.reason) == (found != "something else")
-    assert ("restore from another save" in damage.reason) == (found != "something else")

@@ -15,7 +15,7 @@ from residency._checkpoint._capture._blocks import make_blocks
 from residency._checkpoint._capture._walk import describe
 from residency._checkpoint._disk._manifest import FileRecord, Record, StoredEntry, file_name
 from residency._checkpoint._document._encode import Encoder
-from residency._checkpoint._restore._restore import plan_state
+from residency._checkpoint._restore._restore import carry_out, plan_state
 
 CHUNK_BYTES = 8192
 
@@ -110,5 +110,5 @@ def safetensors_bytes(tensors):
 def restore_state(state, save, *, on_bytes=None, **settings):
     """Plans a restore and carries it out; returns what was left out."""
     planned = plan_state(state, save, **settings)
-    planned.carry_out(on_bytes)
-    return planned.differences
+    carry_out(planned, on_bytes)
+    return planned.differences()

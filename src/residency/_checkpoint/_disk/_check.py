@@ -26,7 +26,6 @@ from residency._units import MIB
 
 _BUFFER_BYTES = 4 * MIB
 _NOT_PUBLISHED = "The disk changed what was written. The save was not published; use another disk."
-_PROBE_BYTES = 64  # what is compared of a chunk before the rest of it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,41 +178,11 @@ class FileCheck:
                 break
         if not reason and summed == expected:
             return None
-        reason = (
-            reason
-            or self._padding_defect(start, stop)
-            or (f"have the checksum {summed:08x}, and had {expected:08x} when written")
-        )
+        reason = reason or f"have the checksum {summed:08x}, and had {expected:08x} when written"
         tensors = _tensors_in(entries, start, stop)
         owners = f" ({', '.join(tensors)})" if tensors else ""
         text = f"{self._name}: the bytes {start} to {stop}{owners} {reason}."
         return Damage(self._name, tensors, start, text)
-
-    def _padding_defect(self, start: int, stop: int) -> str:
-        """Returns what to say where a chunk looks as builds before 2026-11-22 wrote it.
-
-        On some disks they padded a file's last chunk to whole pages in a buffer into which it had
-        not been gathered, if it was of whole blocks of 512 bytes: what reached the disk was zeros,
-        or the beginning of a chunk that had been gathered there before.
-        """
-        num_bytes = stop - start
-        if stop != self._record.num_bytes or num_bytes % ALIGNMENT == 0 or num_bytes % 512:
-            return ""
-        if num_bytes > self._buffer.nbytes:
-            return ""
-        found = bytes(self._read(start, num_bytes))
-        what = "are zeros" if not any(found) else ""
-        for earlier in range(0, start, self._record.chunk_bytes):
-            if not what and self._read(earlier, _PROBE_BYTES) == found[:_PROBE_BYTES]:
-                is_same = self._read(earlier, num_bytes) == found
-                what = f"are those at {earlier} once more" if is_same else ""
-        if not what:
-            return ""
-        return (
-            f"{what}, as residency before 2026-11-22 wrote them to disks that take memory at"
-            " multiples of 512 (the padding defect). The right bytes are in no file: restore from"
-            " another save, and save again with this version"
-        )
 
 
 def _rounded(num_bytes: int) -> int:

@@ -14,7 +14,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from residency._checkpoint._disk._check import read_back
@@ -34,7 +33,6 @@ from residency._checkpoint._disk._published import (
     PublishedSaves,
     new_token,
     saving_name,
-    step_name,
 )
 from residency._checkpoint._disk._ranks import Attempt
 from residency._checkpoint._disk._request import SaveRequest
@@ -52,31 +50,12 @@ from residency._checkpoint._disk._write import CHUNK_BYTES, write_files
 from residency._errors import CheckpointError, InvalidArgumentError, RefusedError
 from residency._units import MIB, format_bytes
 
-__all__ = ["CheckpointDirectory", "Retention", "SaveFigures", "SaveRequest", "StoredSave"]
+__all__ = ["CheckpointDirectory", "Retention", "SaveRequest", "StoredSave"]
 
 # Headers and the manifest of a state of usual make; what is above it shows when it is written.
 _ROOM_BESIDE_TENSORS_BYTES = MIB
 
 _logger = logging.getLogger("residency")
-
-
-@dataclass(frozen=True, slots=True)
-class SaveFigures:
-    """The figures of a save of one rank.
-
-    Attributes:
-        folder: The published save.
-        num_bytes: What this rank wrote.
-        write_seconds: Until its files were on the disk, waits for their bytes included.
-        publish_seconds: From then on, waits for other ranks included.
-        is_direct: Whether all bytes went past the page cache.
-    """
-
-    folder: Path
-    num_bytes: int
-    write_seconds: float
-    publish_seconds: float
-    is_direct: bool
 
 
 class CheckpointDirectory:
@@ -215,7 +194,7 @@ class CheckpointDirectory:
         on_bytes: Callable[[int], None] | None = None,
         timeout_seconds: float,
         direct: bool = True,
-    ) -> SaveFigures:
+    ) -> None:
         """Writes one rank's share of a save, and returns when the whole save is published.
 
         Args:
@@ -239,11 +218,12 @@ class CheckpointDirectory:
             try:
                 with self._explaining(f"take the save of step {request.step}"):
                     if request.rank != 0:
-                        return self._save(request, attempt, files, notes, direct)
+                        self._save(request, attempt, files, notes, direct)
+                        return
                     with self._locked():
                         # Not this step's own: another rank may have failed, and said so.
                         self._clean_up(spare=f"{saving_name(request.step, request.token)}-")
-                        return self._save(request, attempt, files, notes, direct)
+                        self._save(request, attempt, files, notes, direct)
             except BaseException as error:
                 attempt.fail(error)
                 if request.rank == 0 and request.world_size > 1:
@@ -315,11 +295,10 @@ class CheckpointDirectory:
         files: list[tuple[str, list[Lease]]],
         notes: tuple[Callable[[int], None] | None, Callable[[int], None] | None],
         direct: bool,
-    ) -> SaveFigures:
+    ) -> None:
         on_total, on_bytes = notes
         needed = sum(lease.record.num_bytes for _, leases in files for lease in leases)
         self.check_writable(needed + _ROOM_BESIDE_TENSORS_BYTES)
-        begin = self._system.now_seconds()
         attempt.begin()
         written = write_files(
             attempt.folder.path,
@@ -330,21 +309,13 @@ class CheckpointDirectory:
             direct=direct,
             chunk_bytes=self._chunk_bytes,
         )
-        middle = self._system.now_seconds()
         if self._reads_back:
-            read_back(attempt.folder.path, written.files, system=self._system)
-        report = RankReport(request.document, written.files)
+            read_back(attempt.folder.path, written, system=self._system)
+        report = RankReport(request.document, written)
         if request.rank == 0:
             self._publish(request, attempt, report)
         else:
             attempt.hand_over(report)
-        return SaveFigures(
-            folder=self.path / step_name(request.step),
-            num_bytes=sum(record.num_bytes for record in written.files.values()),
-            write_seconds=middle - begin,
-            publish_seconds=self._system.now_seconds() - middle,
-            is_direct=written.is_direct,
-        )
 
     def _publish(self, request: SaveRequest, attempt: Attempt, report: RankReport) -> None:
         is_alone = request.world_size == 1 or is_dry()

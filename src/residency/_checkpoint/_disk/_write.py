@@ -52,25 +52,12 @@ from residency._errors import CheckpointError
 from residency._threads import begin
 from residency._units import MIB
 
-__all__ = ["CHUNK_BYTES", "FilePlan", "Part", "Written", "write_files"]
+__all__ = ["CHUNK_BYTES", "FilePlan", "Part", "write_files"]
 
 CHUNK_BYTES = 4 * MIB
 NUM_THREADS = 4  # two keep a disk busy, while two sum
 
 _logger = logging.getLogger("residency")
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """The files that were written.
-
-    Attributes:
-        files: What is to be known of each file, by its name.
-        is_direct: Whether all bytes went past the page cache.
-    """
-
-    files: dict[str, FileRecord]
-    is_direct: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +213,8 @@ def write_files(
     on_bytes: Callable[[int], None] | None = None,
     direct: bool = True,
     chunk_bytes: int = CHUNK_BYTES,
-) -> Written:
-    """Writes files and returns what is to be known of each, once all of them are on the disk.
+) -> dict[str, FileRecord]:
+    """Writes files and returns what is to be known of each, by its name, once all are on the disk.
 
     Args:
         folder: The directory, which exists and has no such files yet.
@@ -255,10 +242,7 @@ def write_files(
     finally:
         for image in images:
             image.abandon()
-    return Written(
-        {image.path.name: image.record() for image in images},
-        is_direct=all(image.is_direct for image in images),
-    )
+    return {image.path.name: image.record() for image in images}
 
 
 class _Crew:

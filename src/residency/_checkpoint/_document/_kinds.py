@@ -13,12 +13,11 @@ import re
 import struct
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from residency._checkpoint._document import _nodes
 from residency._checkpoint._document._dtypes import dtype_named, name_of
@@ -30,6 +29,10 @@ from residency._checkpoint._document._nodes import (
     mapping_node,
 )
 from residency._errors import CorruptSaveError, RefusedError
+
+if TYPE_CHECKING:
+    from residency._checkpoint._document._decode import Decoder
+    from residency._checkpoint._document._encode import Encoder
 
 _MAX_INLINE_BYTES = 4096
 _MAX_PLAIN_BITS = 64  # Python alone reads longer numbers, and those of 4300 digits not even it
@@ -43,31 +46,6 @@ _FACTORIES: dict[str, Any] = {
     for kind in (dict, list, set, int, float, str, bool, tuple, Counter, OrderedDict, deque)
 }
 _FACTORIES["None"] = None
-
-
-class Writer(Protocol):
-    """An encoder of the parts of a value.
-
-    Attributes:
-        is_inline: Whether bytes have to stand in the document, as those of a key.
-    """
-
-    is_inline: bool
-
-    def node(self, name: str, value: Any) -> Node: ...
-    def items(self, name: str, values: Iterable[Any]) -> list[Node]: ...
-    def plain(self, name: str, value: object) -> Node: ...
-    def plain_items(self, name: str, values: Iterable[object]) -> list[Node]: ...
-    def pairs(self, name: str, value: Mapping[object, object]) -> list[list[Node]]: ...
-    def bytes_of(self, name: str, data: object) -> dict[str, Any]: ...
-
-
-class NodeReader(Protocol):
-    """A decoder of the parts of a node."""
-
-    def value(self, node: Node) -> Any: ...
-    @property
-    def fetch(self) -> Callable[[str], Tensor]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +63,8 @@ class Kind:
 
     label: str
     type: type | None
-    encode: Callable[[Writer, str, Any], Node]
-    decode: Callable[[NodeReader, Any], Any]
+    encode: Callable[[Encoder, str, Any], Node]
+    decode: Callable[[Decoder, Any], Any]
     put: Callable[[Any, Any], bool] = lambda there, found: False
 
 
@@ -107,31 +85,31 @@ def kind_named(label: str | None) -> Kind | None:
     return _BY_LABEL.get(label) if isinstance(label, str) else None
 
 
-def _plain(writer: Writer, name: str, value: object) -> Node:
+def _plain(writer: Encoder, name: str, value: object) -> Node:
     return value
 
 
-def _no_node(reader: NodeReader, node: Node) -> object:
+def _no_node(reader: Decoder, node: Node) -> object:
     raise CorruptSaveError(f"a {node[KIND]} stands for itself in a save, and here has a node.")
 
 
-def _encode_str(writer: Writer, name: str, value: str) -> Node:
+def _encode_str(writer: Encoder, name: str, value: str) -> Node:
     if not has_halves(value):
         return value
     return {KIND: _nodes.STR, "value": _in_base64(value.encode("utf-8", "surrogatepass"))}
 
 
-def _decode_str(reader: NodeReader, node: Any) -> str:
+def _decode_str(reader: Decoder, node: Any) -> str:
     return _of_base64(node["value"]).decode("utf-8", "surrogatepass")
 
 
-def _encode_int(writer: Writer, name: str, value: int) -> Node:
+def _encode_int(writer: Encoder, name: str, value: int) -> Node:
     if value.bit_length() <= _MAX_PLAIN_BITS:
         return value
     return {KIND: _nodes.INT, "value": hex(value)}
 
 
-def _encode_float(writer: Writer, name: str, value: float) -> Node:
+def _encode_float(writer: Encoder, name: str, value: float) -> Node:
     if math.isfinite(value):
         return value
     if math.isinf(value):
@@ -141,31 +119,31 @@ def _encode_float(writer: Writer, name: str, value: float) -> Node:
     return {KIND: _nodes.FLOAT, "value": "nan", **more}
 
 
-def _decode_float(reader: NodeReader, node: Any) -> float:
+def _decode_float(reader: Decoder, node: Any) -> float:
     if "bits" not in node:
         return float(node["value"])
     found: float = struct.unpack(">d", bytes.fromhex(node["bits"]))[0]
     return found
 
 
-def _encode_complex(writer: Writer, name: str, value: complex) -> Node:
+def _encode_complex(writer: Encoder, name: str, value: complex) -> Node:
     parts = [_encode_float(writer, name, each) for each in (value.real, value.imag)]
     return {KIND: _nodes.COMPLEX, "value": parts}
 
 
-def _decode_complex(reader: NodeReader, node: Any) -> complex:
+def _decode_complex(reader: Decoder, node: Any) -> complex:
     real, imaginary = (reader.value(each) for each in node["value"])
     return complex(real, imaginary)
 
 
-def _encode_bytes(writer: Writer, name: str, value: bytes | bytearray) -> Node:
+def _encode_bytes(writer: Encoder, name: str, value: bytes | bytearray) -> Node:
     label = _nodes.BYTES if type(value) is bytes else _nodes.BYTEARRAY
     if len(value) <= _MAX_INLINE_BYTES or writer.is_inline:
         return {KIND: label, **inline_bytes(bytes(value))}
     return {KIND: label, **writer.bytes_of(name, bytearray(value))}
 
 
-def _stored(reader: NodeReader, node: Node) -> Any:
+def _stored(reader: Decoder, node: Node) -> Any:
     """Returns the bytes of a node, wherever they are, as what others make a copy of."""
     if "tensor" not in node:
         return _of_base64(node["value"])
@@ -175,13 +153,13 @@ def _stored(reader: NodeReader, node: Node) -> Any:
     return found.numpy()
 
 
-def _encode_generator(writer: Writer, name: str, value: torch.Generator) -> Node:
+def _encode_generator(writer: Encoder, name: str, value: torch.Generator) -> Node:
     # Of whatever device, it keeps its state on the host.
     state = _encode_bytes(writer, name, bytearray(value.get_state().numpy()))
     return {**state, KIND: _nodes.GENERATOR, "device": str(value.device)}
 
 
-def _decode_generator(reader: NodeReader, node: Any) -> torch.Generator:
+def _decode_generator(reader: Decoder, node: Any) -> torch.Generator:
     try:
         found = torch.Generator(node["device"])
     except RuntimeError as error:
@@ -223,7 +201,7 @@ def _put_bytearray(there: bytearray, found: bytearray) -> bool:
     return True
 
 
-def _encode_array(writer: Writer, name: str, value: Any) -> Node:
+def _encode_array(writer: Encoder, name: str, value: Any) -> Node:
     import numpy
 
     dtype = value.dtype
@@ -282,7 +260,7 @@ def array_form(node: Node) -> ArrayForm:
     return ArrayForm(dtype, tuple(node["shape"]), order)
 
 
-def _decode_array(reader: NodeReader, node: Node) -> Any:
+def _decode_array(reader: Decoder, node: Node) -> Any:
     import numpy
 
     form, data = array_form(node), _stored(reader, node)
@@ -303,14 +281,14 @@ def _put_array(there: Any, found: Any) -> bool:
     return True
 
 
-def _encode_dict(writer: Writer, name: str, value: dict[object, object]) -> Node:
+def _encode_dict(writer: Encoder, name: str, value: dict[object, object]) -> Node:
     pairs = writer.pairs(name, value)
     if all(map(is_plain_key, value)):
         return dict(pairs)
     return mapping_node(_nodes.DICT, pairs)
 
 
-def _encode_ordered(writer: Writer, name: str, value: OrderedDict[object, object]) -> Node:
+def _encode_ordered(writer: Encoder, name: str, value: OrderedDict[object, object]) -> Node:
     node = mapping_node(_nodes.ORDERED, writer.pairs(name, value))
     # Where a module's state dict has the versions of its parts.
     metadata = vars(value).get("_metadata")
@@ -319,24 +297,24 @@ def _encode_ordered(writer: Writer, name: str, value: OrderedDict[object, object
     return node
 
 
-def _decode_ordered(reader: NodeReader, node: Any) -> OrderedDict[Any, Any]:
+def _decode_ordered(reader: Decoder, node: Any) -> OrderedDict[Any, Any]:
     found: OrderedDict[Any, Any] = OrderedDict(_pairs(reader, node))
     if "metadata" in node:
         vars(found)["_metadata"] = reader.value(node["metadata"])
     return found
 
 
-def _encode_counter(writer: Writer, name: str, value: Counter[object]) -> Node:
+def _encode_counter(writer: Encoder, name: str, value: Counter[object]) -> Node:
     return mapping_node(_nodes.COUNTER, writer.pairs(name, value))
 
 
-def _decode_counter(reader: NodeReader, node: object) -> Counter[object]:
+def _decode_counter(reader: Decoder, node: object) -> Counter[object]:
     found: Counter[Any] = Counter()
     found.update(dict(_pairs(reader, node)))
     return found
 
 
-def _encode_default(writer: Writer, name: str, value: defaultdict[object, object]) -> Node:
+def _encode_default(writer: Encoder, name: str, value: defaultdict[object, object]) -> Node:
     factory = next((n for n, each in _FACTORIES.items() if each is value.default_factory), None)
     if factory is None:
         raise RefusedError(
@@ -346,13 +324,13 @@ def _encode_default(writer: Writer, name: str, value: defaultdict[object, object
     return {**mapping_node(_nodes.DEFAULTDICT, writer.pairs(name, value)), "factory": factory}
 
 
-def _decode_default(reader: NodeReader, node: Any) -> defaultdict[Any, Any]:
+def _decode_default(reader: Decoder, node: Any) -> defaultdict[Any, Any]:
     if node["factory"] not in _FACTORIES:
         raise CorruptSaveError(f"the save names {node['factory']!r} for a defaultdict.")
     return defaultdict(_FACTORIES[node["factory"]], _pairs(reader, node))
 
 
-def _encode_deque(writer: Writer, name: str, value: deque[object]) -> Node:
+def _encode_deque(writer: Encoder, name: str, value: deque[object]) -> Node:
     node = {KIND: _nodes.DEQUE, "items": writer.plain_items(name, value)}
     return node if value.maxlen is None else {**node, "maxlen": value.maxlen}
 
@@ -371,15 +349,15 @@ def _put_set(there: set[object], found: set[object]) -> bool:
     return True
 
 
-def _items(reader: NodeReader, node: Any) -> list[Any]:
+def _items(reader: Decoder, node: Any) -> list[Any]:
     return [reader.value(each) for each in node["items"]]
 
 
-def _pairs(reader: NodeReader, node: Any) -> list[tuple[Any, Any]]:
+def _pairs(reader: Decoder, node: Any) -> list[tuple[Any, Any]]:
     return [(reader.value(key), reader.value(value)) for key, value in node["items"]]
 
 
-def _labelled(label: str) -> Callable[[Writer, str, Any], Node]:
+def _labelled(label: str) -> Callable[[Encoder, str, Any], Node]:
     return lambda writer, name, value: {KIND: label, "items": writer.plain_items(name, value)}
 
 

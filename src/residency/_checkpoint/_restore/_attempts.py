@@ -14,7 +14,8 @@ from residency._checkpoint._disk._publish import CheckpointDirectory
 from residency._checkpoint._disk._published import step_name
 from residency._checkpoint._job import Ranks
 from residency._checkpoint._progress import progress_bar
-from residency._checkpoint._restore._restore import PlannedState, plan_state
+from residency._checkpoint._restore._plan import RestorePlan
+from residency._checkpoint._restore._restore import carry_out, plan_state
 from residency._errors import CorruptSaveError, RefusedError, warn
 
 _MOST_ATTEMPTS = 100  # beside a writer that removes or replaces each save that is tried
@@ -110,13 +111,13 @@ class Attempts:
         return found
 
     def _try(self, step: int, touched: list[int]) -> None:
-        made: list[PlannedState] = []
+        made: list[RestorePlan] = []
         folder = self.directory.path / step_name(step)
 
         @damage_named(folder, file=MANIFEST)
-        def carry_out() -> None:
+        def fill() -> None:
             touched.append(step)
-            made[0].carry_out(advance)
+            carry_out(made[0], advance)
 
         @damage_named(folder, file=MANIFEST)
         def plan() -> int:
@@ -137,10 +138,10 @@ class Attempts:
         try:
             total = self.ranks.together(plan, what)
             with progress_bar(f"restoring step {step}", total, is_shown=self.progress) as advance:
-                self.ranks.together(carry_out, what)
+                self.ranks.together(fill, what)
         finally:
             for planned in made:  # where another rank failed, it holds tensors still
-                planned.drop()
+                planned.clear()
 
 
 def _add_what_was_changed(error: Exception, step: int, touched: Sequence[int]) -> None:

@@ -70,14 +70,12 @@ _IN_ORDER = (dict, OrderedDict, defaultdict, Counter)  # whose order is a part o
 class DocumentPlan:
     """The plan of a state's restore from a save of this library."""
 
-    def __init__(
-        self, plan: RestorePlan, saved: SavedForRank, state: Any, *, eager: bool, staging_bytes: int
-    ) -> None:
+    def __init__(self, plan: RestorePlan, saved: SavedForRank, state: Any, *, eager: bool) -> None:
         self._plan = plan
         self._saved = saved
         self._fresh = plan.fresh
         self._names = parameters_of(state)
-        self._eager, self._staging_bytes = eager, staging_bytes
+        self._eager = eager
         self._taken: dict[object, Node] = {}
 
     def add(self, state: Mapping[str, object]) -> None:
@@ -139,9 +137,8 @@ class DocumentPlan:
         each: no order of filling would be right.
         """
         pairs = pairs_if_alike(seen.node, node)
-        plan, most = self._plan, self._staging_bytes
-        others = (p for p in pairs or () if not is_same_stored(plan, *p, staging_bytes=most))
-        other = next(others, None)
+        plan = self._plan
+        other = next((p for p in pairs or () if not is_same_stored(plan, *p)), None)
         if pairs is not None and other is None:
             return
         where = "" if other is None else f" ({other[0]} and {other[1]})"
@@ -301,9 +298,8 @@ class DocumentPlan:
             names=self._names,
             fetch=self._fetch,
             value=self.value,
-            groups=GroupValues(self._plan, self.value, self._staging_bytes, self._taken),
+            groups=GroupValues(self._plan, self.value, self._taken),
             eager=self._eager,
-            staging_bytes=self._staging_bytes,
         )
 
     def _make_fresh(self, name: str) -> None:

@@ -37,13 +37,11 @@ class GroupValues:
     Attributes:
         plan: Gets the tensors that are filled.
         value: Plans to read a node's value anew.
-        staging_bytes: How much host memory a comparison of what is saved may take.
         taken: What was saved for each tensor of a group that is filled, of whatever optimizer.
     """
 
     plan: RestorePlan
     value: Callable[[Node, str], SavedValue]
-    staging_bytes: int
     taken: dict[object, Node]
 
     def add(
@@ -115,9 +113,7 @@ class GroupValues:
         if left is right:
             return True
         pairs = pairs_if_alike(left, right)
-        return pairs is not None and all(
-            is_same_stored(self.plan, *pair, staging_bytes=self.staging_bytes) for pair in pairs
-        )
+        return pairs is not None and all(is_same_stored(self.plan, *pair) for pair in pairs)
 
 
 def _as_number(value: object) -> object:

@@ -13,7 +13,7 @@ from residency._checkpoint._capture._own_pairs import ModuleState
 from residency._checkpoint._capture._wrappers import plain_module
 from residency._checkpoint._disk._manifest import MANIFEST
 from residency._checkpoint._disk._naming import damage_named
-from residency._checkpoint._disk._open_save import open_save
+from residency._checkpoint._disk._open_save import StoredSave, open_save
 from residency._checkpoint._document._nodes import MODULE, kind_of
 from residency._checkpoint._restore._document import DocumentPlan
 from residency._checkpoint._restore._fill import staging_bytes_of
@@ -22,12 +22,7 @@ from residency._checkpoint._restore._plan import Differences, RestorePlan
 from residency._checkpoint._restore._restore import carry_out, settled
 from residency._checkpoint._restore._values import SavedValue
 from residency._checkpoint._sources import open_source
-from residency._checkpoint._sources._own import (
-    PublishedSave,
-    SavedForRank,
-    find_save,
-    saved_for_rank,
-)
+from residency._checkpoint._sources._own import SavedForRank, find_save, saved_for_rank
 from residency._checkpoint._sources._source import TensorName
 from residency._errors import RefusedError, listed
 from residency._modes import inference_mode_off
@@ -85,15 +80,13 @@ def load_into(
                 module, open_save(folder), name=name, strict=strict, staging_bytes=staging_bytes
             )
     with damage_named(path), open_source(path) as source:
-        plan = RestorePlan(source.tensors)
-        return _load_by_names(
-            module, plan, str(path), name, strict, staging_bytes, tree=source.values
-        )
+        plan = RestorePlan(source.tensors, staging_bytes=staging_bytes)
+        return _load_by_names(module, plan, str(path), name, strict, tree=source.values)
 
 
 def load_save(
     module: nn.Module,
-    save: PublishedSave,
+    save: StoredSave,
     *,
     name: str | None = None,
     strict: bool,
@@ -102,16 +95,15 @@ def load_save(
     """Fills a module from a save of this library; see ``load_into``."""
     rank, world_size = rank_and_world_size()
     saved = saved_for_rank(save, rank=rank, world_size=world_size)
-    plan = RestorePlan(saved.tensors, saved.checksums)
+    plan = RestorePlan(saved.tensors, saved.checksums, staging_bytes)
     if not any(kind_of(node) == MODULE for node in saved.tree.values()):
         # Of state dicts, as torch's distributed checkpoints save them.
-        return _load_by_names(module, plan, str(saved.folder), name, strict, staging_bytes)
+        return _load_by_names(module, plan, str(saved.folder), name, strict)
     name = _module_in(saved, module, name)
-    document = DocumentPlan(plan, saved, {}, eager=False, staging_bytes=staging_bytes)
+    document = DocumentPlan(plan, saved, {}, eager=False)
     plan.after.append(document.visit(name, saved.tree[name], module))
-    what = f"{saved.folder.name}, {name}"
-    found = settled(plan, what, strict=strict, staging_bytes=staging_bytes)
-    carry_out(plan, staging_bytes=staging_bytes)
+    found = settled(plan, f"{saved.folder.name}, {name}", strict=strict)
+    carry_out(plan)
     return found
 
 
@@ -121,7 +113,6 @@ def _load_by_names(
     what: str,
     name: str | None,
     strict: bool,
-    staging_bytes: int,
     tree: object = None,
 ) -> Differences:
     """Fills a module from tensors that have its names, or its names behind one prefix; what else
@@ -142,8 +133,8 @@ def _load_by_names(
         values=_plain_values(module, tree, prefix),
     )
     plan.after.append(plan_module(plan, module, saved, prefix=""))
-    found = settled(plan, what, strict=strict, staging_bytes=staging_bytes)
-    carry_out(plan, staging_bytes=staging_bytes)
+    found = settled(plan, what, strict=strict)
+    carry_out(plan)
     return found
 
 

@@ -50,7 +50,6 @@ class RestoreSettings:
         value: Plans to read a node's value anew; the thunk returns it.
         groups: Plans the values of groups.
         eager: Whether plain optimizers get their state on the device at once.
-        staging_bytes: The ring's.
     """
 
     names: Mapping[Tensor, ParameterName]
@@ -58,7 +57,6 @@ class RestoreSettings:
     value: Callable[[Node, str], SavedValue]
     groups: GroupValues
     eager: bool
-    staging_bytes: int
 
 
 def plan_optimizer(
@@ -179,7 +177,16 @@ class _ComingOptimizer:
 
     def make_room(self) -> None:
         """Makes the targets of the states, and plans what fills them."""
-        self.reception = _receive(self.optimizer, self.states, self.settings)
+        owner = owner_of(self.optimizer)
+        if owner is not None:
+            self.reception = owner.receive(self.optimizer, self.states)
+        if self.reception is None:
+            self.reception = receive_plain(
+                self.optimizer,
+                self.states,
+                eager=self.settings.eager,
+                staging_bytes=self.plan.staging_bytes,
+            )
         for (parameter, key), name in self.tensors.items():
             self.plan.fill(name, self.reception.targets[parameter, key])
 
@@ -222,20 +229,6 @@ def _settle_nested(
         else:
             there = {id(each): moved(each, parameter.device) for each in on_device}
             values[parameter, key] = replaced(value, there)
-
-
-def _receive(
-    optimizer: Optimizer,
-    states: Mapping[Tensor, Mapping[str, Incoming | None]],
-    settings: RestoreSettings,
-) -> Reception:
-    owner = owner_of(optimizer)
-    received = None if owner is None else owner.receive(optimizer, states)
-    if received is not None:
-        return received
-    return receive_plain(
-        optimizer, states, eager=settings.eager, staging_bytes=settings.staging_bytes
-    )
 
 
 def _incoming(

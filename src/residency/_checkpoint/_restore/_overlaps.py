@@ -24,12 +24,11 @@ from residency._modes import callers_modes_off
 from residency._storages import sharing
 
 
-def settle_overlaps(plan: RestorePlan, *, staging_bytes: int) -> list[str]:
+def settle_overlaps(plan: RestorePlan) -> list[str]:
     """Takes assignments out of a plan that others of it make needless.
 
     Args:
         plan: What is to be filled; no target is written.
-        staging_bytes: How much host memory a comparison of what is saved may take.
 
     Returns:
         What contradicts each other, as sentences; the last one of each is left in the plan.
@@ -47,12 +46,12 @@ def settle_overlaps(plan: RestorePlan, *, staging_bytes: int) -> list[str]:
             if before is not None:
                 dropped.add(before)
                 other = plan.assignments[before]
-                if not _is_same_saved(plan, other, here, staging_bytes):
+                if not _is_same_saved(plan, other, here):
                     problems.append(_conflict(other, here))
             last_of[_geometry(here.target)] = index
         for left, right in _apart(plan, list(last_of.values())):
             pair = plan.assignments[left], plan.assignments[right]
-            if not _is_same_saved(plan, *pair, staging_bytes):
+            if not _is_same_saved(plan, *pair):
                 dropped.add(left)
                 problems.append(_conflict(*pair))
     if dropped:
@@ -61,14 +60,14 @@ def settle_overlaps(plan: RestorePlan, *, staging_bytes: int) -> list[str]:
     return problems
 
 
-def is_same_stored(plan: RestorePlan, left: str, right: str, *, staging_bytes: int) -> bool:
+def is_same_stored(plan: RestorePlan, left: str, right: str) -> bool:
     """Returns whether a save has equal tensors under two names.
 
     Raises:
         CorruptSaveError: What had to be compared is damaged.
 
     Memory:
-        Host: a quarter of ``staging_bytes``.
+        Host: a quarter of the plan's ``staging_bytes``.
     """
     mine, theirs = plan.tensors[left], plan.tensors[right]
     dtype, shape = mine[0].dtype, tuple(mine[0].whole_shape)
@@ -77,14 +76,14 @@ def is_same_stored(plan: RestorePlan, left: str, right: str, *, staging_bytes: i
     if _places(mine) == _places(theirs) or 0 in shape:
         return True
     whole = Box((0,) * len(shape), shape)
-    most = max(staging_bytes // 8 // dtype.itemsize, 1)
+    most = max(plan.staging_bytes // 8 // dtype.itemsize, 1)
     for span in spans(whole, whole, row_major(shape), most):
         target = _scratch(left, dtype, span.box, shape)
         other = _scratch(right, dtype, span.box, shape)
         fill(
             [Assignment(target, mine), Assignment(other, theirs)],
             checksums=plan.checksums,
-            staging_bytes=staging_bytes,
+            staging_bytes=plan.staging_bytes,
         )
         first, second = (each.local.reshape(-1).view(torch.uint8) for each in (target, other))
         if not torch.equal(first, second):
@@ -165,20 +164,18 @@ def _scratch(name: str, dtype: torch.dtype, box: Box, whole_shape: tuple[int, ..
     return Target(name, made, made, box, whole_shape)
 
 
-def _is_same_saved(
-    plan: RestorePlan, left: Assignment, right: Assignment, staging_bytes: int
-) -> bool:
+def _is_same_saved(plan: RestorePlan, left: Assignment, right: Assignment) -> bool:
     """Returns whether two assignments bring the same bytes to the memory that both lie in."""
     is_one_place = _geometry(left.target) == _geometry(right.target)
     if is_one_place and _places(left.shards) == _places(right.shards):
         return True
-    most_bytes = staging_bytes // 8
+    most_bytes = plan.staging_bytes // 8
     areas = [_areas(each.target, most_bytes) for each in (left, right)]
     for mine, theirs in _meeting(*areas):
         first, last = max(mine.first, theirs.first), min(mine.last, theirs.last)
         found = []
         for assignment, area in ((left, mine), (right, theirs)):
-            data, is_set = _laid(plan, assignment, area, staging_bytes)
+            data, is_set = _laid(plan, assignment, area)
             part = slice(first - area.first, last - area.first)
             found.append((data[part], is_set[part]))
         (ours, is_ours), (others, is_others) = found
@@ -218,9 +215,7 @@ def _meeting(
         yield from ((mine, theirs) for theirs in near if theirs.first < mine.last)
 
 
-def _laid(
-    plan: RestorePlan, assignment: Assignment, area: _AddressedBox, staging_bytes: int
-) -> tuple[Tensor, Tensor]:
+def _laid(plan: RestorePlan, assignment: Assignment, area: _AddressedBox) -> tuple[Tensor, Tensor]:
     """Returns what is saved of an area as it will lie in memory, and which bytes are of it.
 
     Memory:
@@ -237,7 +232,7 @@ def _laid(
     fill(
         [Assignment(scratch, assignment.shards)],
         checksums=plan.checksums,
-        staging_bytes=staging_bytes,
+        staging_bytes=plan.staging_bytes,
     )
     data.as_strided(read.shape, stride).copy_(read)
     rows = [step * dtype.itemsize for step in stride]

@@ -24,6 +24,7 @@ from residency._checkpoint._sources._source import StoredTensor
 from residency._dtensor import is_sharded, local_of
 from residency._errors import RefusedError, in_short, warn
 from residency._storages import overlaps_itself
+from residency._units import MIB
 
 _MOST_LINES = 40
 
@@ -127,6 +128,7 @@ class RestorePlan:
     Attributes:
         tensors: What is stored, by name.
         checksums: Those of the files, where they are known.
+        staging_bytes: The ring's; what is compared of a save takes a quarter of it.
         assignments: Tensors to fill.
         values: What is read anew: understood before any assignment is carried out.
         fresh: Host tensors that are made for values, by name.
@@ -140,6 +142,7 @@ class RestorePlan:
 
     tensors: Mapping[str, Sequence[StoredTensor]]
     checksums: Mapping[Path, Checksums] = field(default_factory=dict)
+    staging_bytes: int = 64 * MIB
     assignments: list[Assignment] = field(default_factory=list)
     values: list[SavedValue] = field(default_factory=list)
     fresh: dict[str, Tensor] = field(default_factory=dict)

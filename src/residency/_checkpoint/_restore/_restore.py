@@ -7,54 +7,22 @@ from collections.abc import Callable, Mapping
 import torch
 
 from residency._checkpoint import _rng
+from residency._checkpoint._disk._open_save import StoredSave
 from residency._checkpoint._document._encode import check_is_finite
 from residency._checkpoint._restore._document import DocumentPlan
 from residency._checkpoint._restore._fill import fill, staging_bytes_of
 from residency._checkpoint._restore._overlaps import settle_overlaps
 from residency._checkpoint._restore._plan import Differences, RestorePlan
 from residency._checkpoint._restore._unusable import unusable_is_damage
-from residency._checkpoint._sources._own import PublishedSave, SavedForRank, saved_for_rank
+from residency._checkpoint._sources._own import SavedForRank, saved_for_rank
 from residency._errors import RefusedError, warn
 
 RNG = "rng"  # the top-level name that is not the caller's
 
 
-class PlannedState:
-    """A restore that can be carried out, and has changed nothing.
-
-    Attributes:
-        differences: What is left out.
-    """
-
-    def __init__(self, plan: RestorePlan, differences: Differences, staging_bytes: int) -> None:
-        self.differences = differences
-        self._plan = plan
-        self._staging_bytes = staging_bytes
-
-    def carry_out(self, on_bytes: Callable[[int], None] | None = None) -> None:
-        """Makes room, moves the bytes, and puts values in place.
-
-        Args:
-            on_bytes: Called with the bytes that were read.
-
-        Raises:
-            RefusedError: There is no room; nothing was changed.
-            CorruptSaveError: The save is damaged. Tensors may hold its bytes: restore another one.
-
-        Memory:
-            On the device the ring at the most, and nothing for optimizer state that is not there
-            yet unless ``eager``. On the host the ring and what the optimizer needs to live.
-        """
-        carry_out(self._plan, staging_bytes=self._staging_bytes, on_bytes=on_bytes)
-
-    def drop(self) -> None:
-        """Lets go of every tensor."""
-        self._plan.clear()
-
-
 def plan_state(
     state: Mapping[str, object],
-    save: PublishedSave,
+    save: StoredSave,
     *,
     rank: int = 0,
     world_size: int = 1,
@@ -62,7 +30,7 @@ def plan_state(
     staging: int | str = "64MiB",
     eager: bool = False,
     rng: bool = True,
-) -> PlannedState:
+) -> RestorePlan:
     """Plans to fill a state from a save, in place; moves no byte.
 
     Args:
@@ -84,18 +52,16 @@ def plan_state(
     staging_bytes = staging_bytes_of(staging)
     check_is_finite(state, done="changed")
     saved = saved_for_rank(save, rank=rank, world_size=world_size)
-    plan = RestorePlan(saved.tensors, saved.checksums)
-    document = DocumentPlan(plan, saved, state, eager=eager, staging_bytes=staging_bytes)
+    plan = RestorePlan(saved.tensors, saved.checksums, staging_bytes)
+    document = DocumentPlan(plan, saved, state, eager=eager)
     document.add(state)
     if rng and RNG not in state and _rng.is_saved(saved.tree.get(RNG)):
         _plan_generators(plan, document, saved)
-    found = settled(
-        plan, f"the save {save.folder.name}", strict=strict, staging_bytes=staging_bytes
-    )
-    return PlannedState(plan, found, staging_bytes)
+    settled(plan, f"the save {save.folder.name}", strict=strict)
+    return plan
 
 
-def settled(plan: RestorePlan, what: str, *, strict: bool, staging_bytes: int) -> Differences:
+def settled(plan: RestorePlan, what: str, *, strict: bool) -> Differences:
     """Refuses a plan that cannot be carried out, and reads the values in it; changes nothing.
 
     Returns:
@@ -105,10 +71,10 @@ def settled(plan: RestorePlan, what: str, *, strict: bool, staging_bytes: int) -
         RefusedError: There are differences, and ``strict`` is set.
         CorruptSaveError: A value makes no sense, or cannot be read.
     """
-    plan.differing += settle_overlaps(plan, staging_bytes=staging_bytes)
+    plan.differing += settle_overlaps(plan)
     found = plan.check(what, strict=strict)
     if plan.of_values:
-        fill(plan.of_values, checksums=plan.checksums, staging_bytes=staging_bytes)
+        fill(plan.of_values, checksums=plan.checksums, staging_bytes=plan.staging_bytes)
     with torch.no_grad():
         for each in plan.values:
             each.understand(plan.fresh.__getitem__)
@@ -117,24 +83,29 @@ def settled(plan: RestorePlan, what: str, *, strict: bool, staging_bytes: int) -
     return found
 
 
-def carry_out(
-    plan: RestorePlan, *, staging_bytes: int, on_bytes: Callable[[int], None] | None = None
-) -> None:
+def carry_out(plan: RestorePlan, on_bytes: Callable[[int], None] | None = None) -> None:
     """Makes room, moves the bytes, and puts values in place.
+
+    Args:
+        plan: Is empty afterwards, whatever happened.
+        on_bytes: Called with the bytes that were read.
 
     Raises:
         RefusedError: There is no room, or states of optimizers are not whole; nothing was changed.
+        CorruptSaveError: The save is damaged. Tensors may hold its bytes: restore another one.
+
+    Memory:
+        On the device the ring at the most, and nothing for optimizer state that is not there
+        yet unless ``eager``. On the host the ring and what the optimizer needs to live.
     """
     try:
-        _carry_out(plan, staging_bytes, on_bytes)
+        _carry_out(plan, on_bytes)
     finally:
         # What puts values in place refers to what planned it, in a circle that holds tensors.
         plan.clear()
 
 
-def _carry_out(
-    plan: RestorePlan, staging_bytes: int, on_bytes: Callable[[int], None] | None
-) -> None:
+def _carry_out(plan: RestorePlan, on_bytes: Callable[[int], None] | None) -> None:
     left_out = plan.differences()
     for make_room in plan.before:
         make_room()
@@ -143,7 +114,7 @@ def _carry_out(
             "the save does not have all of an optimizer's state; nothing was changed. Pass an "
             f"optimizer like the one that was saved.\n{plan.differences()}"
         )
-    overlaps = settle_overlaps(plan, staging_bytes=staging_bytes)
+    overlaps = settle_overlaps(plan)
     if overlaps:
         raise RefusedError(
             "the save does not fit the state of an optimizer; nothing was changed. Pass an "
@@ -152,7 +123,7 @@ def _carry_out(
     fill(
         plan.assignments,
         checksums=plan.checksums,
-        staging_bytes=staging_bytes,
+        staging_bytes=plan.staging_bytes,
         on_bytes=on_bytes,
     )
     try:

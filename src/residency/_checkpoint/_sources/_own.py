@@ -11,13 +11,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 
-from residency._checkpoint._disk._manifest import MANIFEST, FileRecord, StoredEntry
+from residency._checkpoint._disk._manifest import MANIFEST, StoredEntry
 from residency._checkpoint._disk._naming import damage_named, unreadable
-from residency._checkpoint._disk._open_save import open_save
+from residency._checkpoint._disk._open_save import StoredSave, open_save
 from residency._checkpoint._disk._published import newest_save
 from residency._checkpoint._disk._wanted import Checksums
 from residency._checkpoint._document._decode import tensor_names
@@ -26,21 +25,6 @@ from residency._checkpoint._document._notes import PLAIN, TensorNote, read_note,
 from residency._checkpoint._sources._safetensors import stored_at
 from residency._checkpoint._sources._source import Source, StoredTensor, check_cover, without_copies
 from residency._errors import CorruptSaveError, RefusedError
-
-
-class PublishedSave(Protocol):
-    """A published save, as the disk layer knows it."""
-
-    @property
-    def folder(self) -> Path: ...
-    @property
-    def documents(self) -> Sequence[dict[str, Any]]: ...
-    @property
-    def entries(self) -> Mapping[str, Sequence[StoredEntry]]: ...
-    @property
-    def files(self) -> Mapping[str, FileRecord]: ...
-    @property
-    def rank_of_file(self) -> Mapping[str, int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +98,7 @@ def open_source(folder: Path) -> Source:
     return Source(folder, "residency", saved.tensors, tree, save.documents, saved.checksums)
 
 
-def saved_for_rank(save: PublishedSave, *, rank: int = 0, world_size: int = 1) -> SavedForRank:
+def saved_for_rank(save: StoredSave, *, rank: int = 0, world_size: int = 1) -> SavedForRank:
     """Describes a save as one rank restores it.
 
     Args:
@@ -171,7 +155,7 @@ def saved_for_rank(save: PublishedSave, *, rank: int = 0, world_size: int = 1) -
     return SavedForRank(save.folder, tree, tensors, views, checksums, num_saved == world_size)
 
 
-def check_whole(save: PublishedSave) -> None:
+def check_whole(save: StoredSave) -> None:
     """Asks of what the ranks wrote, before it is published, what a restore will ask of it.
 
     Raises:
@@ -210,7 +194,7 @@ def _notes(document: Mapping[str, object]) -> dict[str, TensorNote]:
 
 
 def _located(
-    save: PublishedSave, notes: Sequence[Mapping[str, TensorNote]]
+    save: StoredSave, notes: Sequence[Mapping[str, TensorNote]]
 ) -> Iterator[tuple[int, str, StoredTensor]]:
     """Yields where the tensors of each rank are, as its document says that they are to be read."""
     by_rank: list[dict[str, list[StoredEntry]]] = [{} for _ in notes]

@@ -184,8 +184,8 @@ class ResidencyStorageWriter(StorageWriter):
             raise
         finally:
             folder.leave()
-        done = Share(assignment.rank, written.files, share.nodes, share.notes)
-        num_bytes = sum(record.num_bytes for record in written.files.values())
+        done = Share(assignment.rank, written, share.nodes, share.notes)
+        num_bytes = sum(record.num_bytes for record in written.values())
         result = WriteResult(MetadataIndex(f"rank {assignment.rank}"), num_bytes, done)
         future: Future[list[WriteResult]] = Future()
         future.set_result([result])

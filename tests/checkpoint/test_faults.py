@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import threading
-import types
 import weakref
 
 import pytest
@@ -143,10 +142,9 @@ def test_a_disk_that_fills_up_or_breaks_in_a_save_fails_that_one(
 
 
 def test_a_disk_without_room_is_known_before_a_save_begins(tmp_path, run, goes_on, monkeypatch):
-    room = types.SimpleNamespace(f_bavail=3, f_frsize=512)
     with residency.Checkpointer(tmp_path) as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr(System, "statvfs", lambda *_: room)
+            patch.setattr(System, "room_bytes", lambda *_: 3 * 512)
             with pytest.raises(RefusedError, match=r"1\.50 KiB left .* 1536 of \d+ bytes"):
                 checkpointer.save(0, run.state)
         goes_on(checkpointer)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from residency import _device
 from residency._checkpoint._capture._capture import Capture
-from residency._checkpoint._disk._dry import is_dry
 from residency._checkpoint._disk._publish import CheckpointDirectory, SaveRequest
+from residency._checkpoint._disk._system import system_in_use
 from residency._checkpoint._document._notes import TensorNote, read_note
 from residency._checkpoint._files import plan_files
 from residency._checkpoint._save import (
@@ -241,7 +241,7 @@ class Ranks:
         Raises:
             CheckpointError: Ranks did not come in time, or are gone.
         """
-        if self.world_size == 1 or is_dry():
+        if self.world_size == 1 or system_in_use().is_alone:
             return
         try:
             absent = absent_ranks(what, seconds=self._timeout_seconds)

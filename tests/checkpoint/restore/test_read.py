@@ -1,5 +1,6 @@
 """The read engine: wanted ranges of files reach their places, and damage is named."""
 
+import errno
 import os
 import random
 import subprocess
@@ -16,6 +17,7 @@ from residency import CheckpointError, CorruptSaveError
 from residency._checkpoint._disk import _read, _wanted
 from residency._checkpoint._disk._read import read_files
 from residency._checkpoint._disk._ring import Ring, Slot
+from residency._checkpoint._disk._system import System, use_system
 from residency._checkpoint._disk._wanted import Checksums, FileReads, Wanted
 
 
@@ -153,6 +155,23 @@ def test_a_missing_file_is_an_error_with_its_cause(tmp_path):
     with pytest.raises(CheckpointError, match=r"nothing\.bin could not be read") as caught:
         read_files([FileReads(tmp_path / "nothing.bin", [wanted])])
     assert isinstance(caught.value.__cause__, FileNotFoundError)
+
+
+@pytest.mark.parametrize("failing", ["open", "preadv"])
+def test_each_system_call_of_a_read_can_fail(tmp_path, failing):
+    class Broken(System):
+        def perform(self, name, function, *arguments):
+            if name == failing:
+                raise OSError(errno.EIO, "the disk is gone")
+            return function(*arguments)
+
+    path, _, sums = make_file(tmp_path, 5000)
+    use_system(Broken())
+    try:
+        with pytest.raises(CheckpointError, match="the disk is gone"):
+            read_files([FileReads(path, [into_memory(0, 5000)[0]], sums)])
+    finally:
+        use_system(None)
 
 
 def test_a_consumer_that_fails_ends_the_threads(tmp_path):

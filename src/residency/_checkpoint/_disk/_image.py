@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-from residency._checkpoint._disk._crc import crc32
-from residency._checkpoint._disk._dry import crc32_of_hole, is_hole
 from residency._checkpoint._disk._header import ALIGNMENT
+from residency._checkpoint._disk._system import System
 
 _MAX_BUFFERS = 64  # of one call; far below what any system allows
 _MIN_FOREIGN_COPY_BYTES = 65536  # a shorter copy is quicker than letting other threads run
@@ -42,13 +41,11 @@ class Image:
         )
         self._buffers = [_gather(views, bounce, self._padding)] if self.is_copy else list(views)
 
-    def crc32(self) -> int:
+    def crc32(self, system: System) -> int:
         """Returns the checksum of the chunk, without its padding."""
-        if all(map(is_hole, self._buffers)):
-            return crc32_of_hole(self.num_bytes)
         summed = 0
         for buffer in self.buffers(padded=False):
-            summed = crc32(buffer, summed)
+            summed = system.crc32(buffer, summed)
         return summed
 
     def buffers(self, *, padded: bool) -> list[memoryview]:

@@ -17,7 +17,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from residency._checkpoint._disk._check import read_back
-from residency._checkpoint._disk._dry import is_dry
 from residency._checkpoint._disk._lock import FileLock, WriterLock
 from residency._checkpoint._disk._manifest import (
     MANIFEST,
@@ -38,12 +37,12 @@ from residency._checkpoint._disk._ranks import Attempt
 from residency._checkpoint._disk._request import SaveRequest
 from residency._checkpoint._disk._retention import Retention, steps_above
 from residency._checkpoint._disk._system import (
-    SYSTEM,
     System,
     close_quietly,
     exists,
     make_folders,
     sync_folder,
+    system_in_use,
     write_file,
 )
 from residency._checkpoint._disk._write import CHUNK_BYTES, write_files
@@ -65,7 +64,7 @@ class CheckpointDirectory:
 
     Args:
         path: The directory; it is made by the first call that writes.
-        system: Makes the system calls.
+        system: Makes the system calls; None for those of this process's saves.
         chunk_bytes: What is summed and written at once; a multiple of 4096.
         reads_back: Whether each rank reads what it wrote, past the page cache, before the save is
             published; a save of which the disk gives back other bytes fails.
@@ -75,11 +74,12 @@ class CheckpointDirectory:
         self,
         path: str | os.PathLike[str],
         *,
-        system: System = SYSTEM,
+        system: System | None = None,
         chunk_bytes: int = CHUNK_BYTES,
         reads_back: bool = False,
     ) -> None:
         self.path = Path(path).absolute()  # once: a later os.chdir changes nothing
+        system = system or system_in_use()
         self._reads_back = reads_back
         self._chunk_bytes = chunk_bytes
         self._system = system
@@ -172,14 +172,13 @@ class CheckpointDirectory:
             close_quietly(self._system, self._system.open(probe, os.O_WRONLY | os.O_CREAT))
             with suppress(FileNotFoundError):
                 self._system.unlink(probe)
-            found = self._system.statvfs(self.path)
+            room = self._system.room_bytes(self.path)
         except OSError as error:
             raise RefusedError(
                 f"{self.path} cannot be written to: {error}. Nothing was saved; give a directory "
                 "that can."
             ) from error
-        room = found.f_bavail * found.f_frsize
-        if room < num_bytes and not is_dry():
+        if room < num_bytes:
             raise RefusedError(
                 f"{self.path} has {format_bytes(room)} left and the save needs "
                 f"{format_bytes(num_bytes)}: {room} of {num_bytes} bytes. Nothing was saved; "
@@ -318,7 +317,7 @@ class CheckpointDirectory:
             attempt.hand_over(report)
 
     def _publish(self, request: SaveRequest, attempt: Attempt, report: RankReport) -> None:
-        is_alone = request.world_size == 1 or is_dry()
+        is_alone = request.world_size == 1 or self._system.is_alone
         reports = [report] if is_alone else attempt.collect(report)
         path = attempt.folder.path
         manifest = Manifest(request.step, attempt.name, dict(request.metrics), reports)

@@ -1,6 +1,6 @@
 """Reads wanted ranges of files into host memory, checking every chunk that it touches.
 
-Bytes go by ``os.preadv`` straight to where they are wanted, or into a slot of a ring from which the
+Bytes go straight to where they are wanted, or into a slot of a ring from which the
 caller carries them on. Where checksums are known, a file is read in whole chunks, and what is not
 wanted of a chunk goes to a scratch buffer. Invariant, which
 ``tests/checkpoint/restore/test_read.py`` tries to break: a read that ends without an error has
@@ -16,19 +16,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import groupby
 from typing import NamedTuple
 
-from residency._checkpoint._disk._crc import crc32
 from residency._checkpoint._disk._descriptor import Descriptor
-from residency._checkpoint._disk._dry import (
-    MOST_KNOWN_BYTES,
-    crc32_of_hole,
-    is_dry,
-    lies_in_hole,
-)
 from residency._checkpoint._disk._naming import unreadable
 from residency._checkpoint._disk._ring import Ring, Slot
+from residency._checkpoint._disk._system import System, close_quietly, system_in_use
 from residency._checkpoint._disk._wanted import (
     FileRange,
     FileReads,
@@ -219,6 +212,7 @@ class _ChunkReader:
     """The file and the buffers of one thread that reads chunks."""
 
     def __init__(self, ring: Ring | None, filled: Callable[[_Filled], None]) -> None:
+        self._system: System = system_in_use()
         self._ring = ring
         self._filled = filled
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
@@ -227,7 +221,7 @@ class _ChunkReader:
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            close_quietly(self._system, self._file)
             self._file = None
 
     def read(self, task: Task) -> bool:
@@ -240,20 +234,13 @@ class _ChunkReader:
                 slot = self._ring.take()
                 if slot is None:
                     return False
-            buffers, arrivals = self._buffers(spans, slot)
+            buffers, arrivals = self._buffers(task, spans, slot)
             offset = spans[0].start
-            both = zip(spans, buffers, strict=True)
-            for is_left_out, group in groupby(both, lambda each: self._is_left_out(task, each[0])):
-                wanted = [buffer for _, buffer in group]
-                if is_left_out:
-                    num_bytes = sum(buffer.nbytes for buffer in wanted)
-                    crc, offset = crc32_of_hole(num_bytes, crc), offset + num_bytes
-                    continue
-                for step in _steps(wanted):
-                    self._fill(task, offset, list(step))
-                    for buffer in step:
-                        crc = crc if task.crc32 is None else crc32(buffer, crc)
-                        offset += buffer.nbytes
+            for step in _steps(buffers):
+                self._fill(task, offset, list(step))
+                for buffer in step:
+                    crc = crc if task.crc32 is None else self._system.crc32(buffer, crc)
+                    offset += buffer.nbytes
             for span, buffer in zip(spans, buffers, strict=True):
                 _copy_to_others(span, buffer)
             if slot is not None:
@@ -296,7 +283,7 @@ class _ChunkReader:
             yield call
 
     def _buffers(
-        self, spans: Sequence[FileRange], slot: Slot | None
+        self, task: Task, spans: Sequence[FileRange], slot: Slot | None
     ) -> tuple[list[memoryview], list[FilledSlot]]:
         """Returns where each span's bytes are read to, and what then is in the slot."""
         buffers, arrivals = [], []
@@ -316,29 +303,22 @@ class _ChunkReader:
             else:
                 buffers.append(self._scratch[scratch_used : scratch_used + size])
                 scratch_used += size
+            sizes = (w.num_bytes for w in span.wanted)
+            buffers[-1] = self._system.target(buffers[-1], task.file.path, span.start, sizes)
         return buffers, arrivals
 
     def _opened(self, task: Task) -> Descriptor:
         if task.file.path != self._path or self._file is None:
             self.close()
-            self._file = Descriptor(task.file.path, os.O_RDONLY)
+            self._file = self._system.open(task.file.path, os.O_RDONLY)
             self._path = task.file.path
         return self._file
-
-    def _is_left_out(self, task: Task, span: FileRange) -> bool:
-        """Returns whether a dry run leaves the targets of a range as they are."""
-        if not is_dry() or any(w.num_bytes <= MOST_KNOWN_BYTES for w in span.wanted):
-            return False
-        try:
-            return lies_in_hole(self._opened(task), span.start, span.stop - span.start)
-        except OSError:  # which reading it will name
-            return False
 
     def _fill(self, task: Task, offset: int, buffers: list[memoryview]) -> None:
         try:
             file = self._opened(task)
             while buffers:
-                count = os.preadv(file.fileno(), buffers, offset)
+                count = self._system.preadv(file, buffers, offset)
                 if count == 0:
                     raise self._corrupt(task, f"ends at byte {offset}", offset)
                 offset += count
@@ -393,6 +373,8 @@ def _bridged(spans: Sequence[FileRange]) -> list[FileRange]:
 
 def _copy_to_others(span: FileRange, source: memoryview) -> None:
     """Copies what was read once to all others that want it in host memory."""
+    if source.readonly:  # a hole of a dry run, which fills nothing
+        return
     targets = [w for w in span.wanted if w.target is not None]
     is_read_into = len(targets) == len(span.wanted)  # the first one's target is the buffer
     for wanted in targets[1:] if is_read_into else targets:

@@ -14,12 +14,13 @@ import os
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from residency._checkpoint._disk._crc import crc32
 from residency._checkpoint._disk._descriptor import Descriptor
 
 # What a file system answers when it knows no such operation, or not for this file.
@@ -35,7 +36,13 @@ _STATX_DIO_MEM_ALIGN = 0x98  # where the answer has it
 
 
 class System:
-    """The system calls of a save."""
+    """The system calls of a save.
+
+    Attributes:
+        is_alone: Whether the other ranks of a job are not there, as in a dry run.
+    """
+
+    is_alone = False
 
     def perform(self, name: str, function: Callable[..., object], *arguments: object) -> Any:
         """Makes one call; a test overrides this to see and change what happens.
@@ -54,7 +61,7 @@ class System:
             except InterruptedError:
                 continue
 
-    def open(self, path: Path, flags: int) -> Descriptor:
+    def open(self, path: str | os.PathLike[str], flags: int) -> Descriptor:
         """Opens a file or a directory, which is closed where another program is executed."""
         found: Descriptor = self._call("open", Descriptor, path, flags)
         return found
@@ -142,10 +149,10 @@ class System:
         """Returns what a symbolic link says."""
         return str(self._call("readlink", os.readlink, path))
 
-    def statvfs(self, path: Path) -> os.statvfs_result:
-        """Returns the room of the file system that a path lies on."""
+    def room_bytes(self, path: Path) -> int:
+        """Returns the room that the file system has on which a path lies."""
         found: os.statvfs_result = self._call("statvfs", os.statvfs, path)
-        return found
+        return found.f_bavail * found.f_frsize
 
     def flock(self, fd: Descriptor, operation: int) -> None:
         """Locks or unlocks an open file."""
@@ -159,8 +166,33 @@ class System:
         """Returns a clock that only goes forward."""
         return time.monotonic()
 
+    def crc32(self, buffer: memoryview, before: int = 0) -> int:
+        """Returns the checksum of bytes behind others that have one."""
+        return crc32(buffer, before)
+
+    def source(self, view: memoryview, tensor_bytes: int) -> memoryview:
+        """Returns what is written for a part of a tensor of so many bytes: that part."""
+        return view
+
+    def target(
+        self, view: memoryview, path: str | os.PathLike[str], offset: int, sizes: Iterable[int]
+    ) -> memoryview:
+        """Returns where bytes are read to that ranges of these sizes want: their place."""
+        return view
+
 
 SYSTEM = System()
+_in_use: list[System] = []
+
+
+def use_system(system: System | None) -> None:
+    """Sets what makes the system calls of saves from now on; None is ``SYSTEM``."""
+    _in_use[:] = [] if system is None else [system]
+
+
+def system_in_use() -> System:
+    """Returns what makes the system calls of this process's saves, which a dry run has replaced."""
+    return _in_use[0] if _in_use else SYSTEM
 
 
 @cache

@@ -30,23 +30,17 @@ from pathlib import Path
 
 from residency._checkpoint._disk._crc import crc32
 from residency._checkpoint._disk._descriptor import Descriptor
-from residency._checkpoint._disk._dry import (
-    around_holes,
-    hole,
-    is_dry,
-    is_left_out,
-    note_file,
-)
+from residency._checkpoint._disk._dry import note_file
 from residency._checkpoint._disk._header import ALIGNMENT, layout_order, make_header
 from residency._checkpoint._disk._image import Image
 from residency._checkpoint._disk._manifest import FileRecord
 from residency._checkpoint._disk._parts import FilePlan, Lease, Part
 from residency._checkpoint._disk._system import (
     O_DIRECT,
-    SYSTEM,
     UNSUPPORTED,
     System,
     close_quietly,
+    system_in_use,
 )
 from residency._errors import CheckpointError
 from residency._threads import begin
@@ -87,7 +81,7 @@ class _File:
         self, system: System, path: Path, leases: Sequence[Lease], *, chunk_bytes: int, direct: bool
     ) -> None:
         self.path = path
-        self.is_direct = direct and O_DIRECT != 0 and not is_dry()
+        self.is_direct = direct and O_DIRECT != 0
         self._system = system
         self._chunk_bytes = chunk_bytes
         order = layout_order([lease.record for lease in leases])
@@ -155,9 +149,6 @@ class _File:
 
     def _reserve(self, fd: Descriptor) -> None:
         # A disk without the room is known before the first byte, and the blocks lie together.
-        if is_dry():
-            self._system.ftruncate(fd, self.num_bytes)
-            return
         try:
             self._system.fallocate(fd, self.num_bytes)
         except OSError as error:
@@ -208,7 +199,7 @@ def write_files(
     folder: Path,
     files: Sequence[tuple[str, Sequence[Lease]]],
     *,
-    system: System = SYSTEM,
+    system: System | None = None,
     on_total: Callable[[int], None] | None = None,
     on_bytes: Callable[[int], None] | None = None,
     direct: bool = True,
@@ -219,7 +210,7 @@ def write_files(
     Args:
         folder: The directory, which exists and has no such files yet.
         files: The name of each file and the leases of its parts.
-        system: Makes the system calls.
+        system: Makes the system calls; None for those of this process's saves.
         on_total: Is called once, first, with the size of all files.
         on_bytes: Is called with the size of each piece written, one call at a time. One that raises
             is logged and not called again.
@@ -230,6 +221,7 @@ def write_files(
         CheckpointError: The bytes of a part could not be read, or a call failed (the first, as the
             cause). No thread runs any more and every file is closed; their contents are invalid.
     """
+    system = system or system_in_use()
     images = [
         _File(system, folder / name, leases, chunk_bytes=chunk_bytes, direct=direct)
         for name, leases in files
@@ -331,8 +323,8 @@ class _Crew:
             view = file.header if lease is None else lease.view()
             if start > 0 or view.nbytes > left:
                 view = view[start : start + left]
-            if lease is not None and is_left_out(lease.record.num_bytes):
-                view = hole(view.nbytes)
+            if lease is not None:
+                view = self._system.source(view, lease.record.num_bytes)
             buffers.append(view)
             start, left = 0, left - view.nbytes
         alignment = file.memory_alignment if direct else None
@@ -357,11 +349,10 @@ class _Crew:
         return True
 
     def _write_image(self, chunk: _Chunk, image: Image, *, direct: bool) -> None:
-        chunk.file.crc32[chunk.index] = image.crc32()
+        chunk.file.crc32[chunk.index] = image.crc32(self._system)
         if not (direct and self._write_direct(chunk, image)):
             fd = chunk.file.descriptor(direct=False)
-            for offset, buffers in around_holes(image.buffers(padded=False), chunk.offset):
-                _write_all(self._system, fd, buffers, offset, multiple=1)
+            _write_all(self._system, fd, image.buffers(padded=False), chunk.offset, multiple=1)
 
     def _write_direct(self, chunk: _Chunk, image: Image) -> bool:
         """Returns whether the file system took it; if not, it has to go through the page cache."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from residency._checkpoint._disk._dry import is_dry
+from residency._checkpoint._disk._system import system_in_use
 from residency._checkpoint._disk._wanted import Checksums
 from residency._errors import CorruptSaveError, RefusedError
 
@@ -139,7 +139,7 @@ def check_cover(name: str, shards: Sequence[StoredTensor], file: Path) -> None:
     Raises:
         CorruptSaveError: They leave a hole, overlap, lie outside, or differ in dtype.
     """
-    if is_dry():  # which has the first rank's
+    if system_in_use().is_alone:  # which has the first rank's
         return
     whole = shards[0].whole_shape
     if len(shards) == 1 and shards[0].shape == whole and not any(shards[0].offsets):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from residency._errors import RefusedError
 from residency._modes import callers_modes_off
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
@@ -75,6 +76,31 @@ def wrapped_like(local: Tensor, model: Tensor) -> Tensor:
         kind: Any = sys.modules["torch.distributed.tensor"].DTensor
         made: Tensor = kind(local, spec, requires_grad=False)
     return made
+
+
+def shard_offsets(name: str, tensor: Any, *, done: str) -> tuple[int, ...]:
+    """Returns where in its whole tensor this rank's shard begins.
+
+    Args:
+        name: How the error calls it.
+        tensor: A ``DTensor``.
+        done: What is not done with it then, for the message.
+
+    Raises:
+        RefusedError: It is a partial sum, of which no rank has the value.
+    """
+    # no public name (torch 2.13); DCP computes a shard's place with it
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise RefusedError(
+            f"{name} is a DTensor with partial sums ({tensor.placements}), of which no rank has "
+            f"the value. Nothing was {done}; redistribute it to Replicate() or Shard() first."
+        )
+    found: Any = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tuple(found[1])
 
 
 def moved(tensor: Tensor, device: torch.device, *, copy: bool = False) -> Tensor:

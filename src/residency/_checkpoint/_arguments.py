@@ -10,10 +10,9 @@ from typing import Any, SupportsIndex, cast
 from residency._checkpoint._disk._header import METADATA
 from residency._checkpoint._disk._publish import Retention
 from residency._checkpoint._document._nodes import KIND, is_plain_key
+from residency._checkpoint._rng import RNG
 from residency._errors import InvalidArgumentError
 from residency._units import parse_bytes
-
-RNG = "rng"  # the name in a state under which the random number generators are saved
 
 
 def retention(keep: int | Retention | None) -> Retention | None:

@@ -22,7 +22,6 @@ from typing import Any
 from residency import _pinned
 from residency._checkpoint import _rng
 from residency._checkpoint._arguments import (
-    RNG,
     check_count,
     check_metrics,
     check_seconds,
@@ -371,8 +370,8 @@ class Checkpointer:
             return None
         job = Job(save, memory.arena, metrics, self._num_saves)
         self._filling = job
-        check_is_finite(state)
         if self._spare_bytes is not None:
+            check_is_finite(state)  # as describing it does, which must come later
             for optimizer in optimizers_in(state):
                 self._set_spare(optimizer)
         job.describe(self._with_rng(state, rng), rank=self._ranks.rank_to_write)
@@ -462,7 +461,7 @@ class Checkpointer:
 
     def _with_rng(self, state: Any, rng: bool) -> Any:
         # A plain dict, of whatever class the state is: each name in it has a file.
-        return {**state, RNG: _rng.random_states()} if rng else dict(state)
+        return {**state, _rng.RNG: _rng.random_states()} if rng else dict(state)
 
     def _check_open(self, call: str, refused: type[Exception] = RefusedError) -> None:
         if self._is_too_late():

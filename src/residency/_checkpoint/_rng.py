@@ -19,6 +19,7 @@ from residency._checkpoint._disk._manifest import MANIFEST
 from residency._checkpoint._document._nodes import BYTES, TENSOR, Node, is_plain_dict, kind_of
 from residency._errors import CorruptSaveError, RefusedError, warn
 
+RNG = "rng"  # the name in a state under which the random number generators are saved
 _SEED_AND_OFFSET = 16
 _NAMES = ("python", "numpy", "torch", "accelerator")
 # The version, the Mersenne twister's 624 words and its place in them, and whether a second normal

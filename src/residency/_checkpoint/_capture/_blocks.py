@@ -20,7 +20,7 @@ from residency._checkpoint._disk._manifest import Record
 from residency._checkpoint._document._dtypes import STORED_DTYPES
 from residency._checkpoint._document._encode import SPAN, Leaf
 from residency._checkpoint._document._notes import bytes_note, elsewhere_note, shard_note, view_note
-from residency._dtensor import is_sharded, local_of
+from residency._dtensor import is_sharded, local_of, shard_offsets
 from residency._errors import RefusedError
 from residency._transfer import Lent
 
@@ -280,11 +280,13 @@ def _bytes_of(tensor: Tensor, first: int, last: int) -> Tensor:
 def _record(leaf: Leaf, layout: Layout, special: dict[str, Any]) -> Record:
     num_bytes = torch.Size(layout.shape).numel() * layout.dtype.itemsize
     stored = STORED_DTYPES.get(layout.dtype)
-    offsets = _offsets_of(leaf.value) if is_sharded(leaf.value) else None
+    offsets = special.get(leaf.name, {}).get("offsets")
     if stored is None:
         special.setdefault(leaf.name, {}).update(bytes_note(layout.dtype, layout.shape))
         return Record(leaf.name, "U8", (num_bytes,), num_bytes)
-    return Record(leaf.name, stored, layout.shape, num_bytes, offsets)
+    return Record(
+        leaf.name, stored, layout.shape, num_bytes, None if offsets is None else tuple(offsets)
+    )
 
 
 def _shard_note(leaf: Leaf, local: Tensor) -> dict[str, Any]:
@@ -292,27 +294,10 @@ def _shard_note(leaf: Leaf, local: Tensor) -> dict[str, Any]:
     sharded: Any = leaf.value
     if not is_sharded(sharded):
         return {}
-    if any(placement.is_partial() for placement in sharded.placements):
-        raise RefusedError(
-            f"{leaf.name} is a DTensor with partial sums ({sharded.placements}), which no single "
-            "rank can save. Nothing was saved; redistribute it to Replicate() or Shard() first."
-        )
-    offsets = _offsets_of(sharded)
+    offsets = shard_offsets(leaf.name, sharded, done="saved")
     is_here = local.numel() > 0 or sharded.numel() == 0
     first = int(sharded.device_mesh.mesh.min())
     return shard_note(sharded.shape, offsets if is_here else None, first)
-
-
-def _offsets_of(value: Any) -> tuple[int, ...]:
-    # no public name (torch 2.13); DCP computes a shard's place with it
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    found: Any = compute_local_shape_and_global_offset(
-        value.shape,
-        value.device_mesh,
-        value.placements,
-    )
-    return tuple(found[1])
 
 
 def _first_replica(value: Any) -> int:

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 from torch.nn.parameter import is_lazy
@@ -21,7 +20,7 @@ from residency._checkpoint._document._nodes import Node
 from residency._checkpoint._restore._boxes import Box
 from residency._checkpoint._restore._values import SavedValue
 from residency._checkpoint._sources._source import StoredTensor
-from residency._dtensor import is_sharded, local_of
+from residency._dtensor import is_sharded, local_of, shard_offsets
 from residency._errors import RefusedError, in_short, warn
 from residency._storages import overlaps_itself
 from residency._units import MIB
@@ -231,19 +230,8 @@ def target_of(name: str, tensor: Tensor) -> Target:
         )
     if not is_sharded(tensor):
         return Target(name, tensor, local, Box((0,) * len(shape), shape), shape)
-    # no public name (torch 2.13); DCP computes a shard's place with it
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    sharded: Any = tensor
-    if any(placement.is_partial() for placement in sharded.placements):
-        raise RefusedError(
-            f"{name} is a DTensor with partial sums ({sharded.placements}), of which no rank has "
-            "the value. Nothing was changed; redistribute it first."
-        )
-    found: Any = compute_local_shape_and_global_offset(
-        tensor.shape, sharded.device_mesh, sharded.placements
-    )
-    return Target(name, tensor, local, Box(tuple(found[1]), tuple(local.shape)), shape)
+    offsets = shard_offsets(name, tensor, done="changed")
+    return Target(name, tensor, local, Box(offsets, tuple(local.shape)), shape)
 
 
 def box_of(shard: StoredTensor) -> Box:

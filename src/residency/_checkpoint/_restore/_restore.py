@@ -17,8 +17,6 @@ from residency._checkpoint._restore._unusable import unusable_is_damage
 from residency._checkpoint._sources._own import SavedForRank, saved_for_rank
 from residency._errors import RefusedError, warn
 
-RNG = "rng"  # the top-level name that is not the caller's
-
 
 def plan_state(
     state: Mapping[str, object],
@@ -55,7 +53,7 @@ def plan_state(
     plan = RestorePlan(saved.tensors, saved.checksums, staging_bytes)
     document = DocumentPlan(plan, saved, state, eager=eager)
     document.add(state)
-    if rng and RNG not in state and _rng.is_saved(saved.tree.get(RNG)):
+    if rng and _rng.RNG not in state and _rng.is_saved(saved.tree.get(_rng.RNG)):
         _plan_generators(plan, document, saved)
     settled(plan, f"the save {save.folder.name}", strict=strict)
     return plan
@@ -144,7 +142,7 @@ def _plan_generators(plan: RestorePlan, document: DocumentPlan, saved: SavedForR
             "are: none of them is this rank's.",
         )
         return
-    node = saved.tree[RNG]
+    node = saved.tree[_rng.RNG]
     for name, size in _rng.sizes(node).items():
         [stored] = plan.tensors.get(name, [None])[:1]
         if stored is not None and tuple(stored.shape) != size:
@@ -152,7 +150,7 @@ def _plan_generators(plan: RestorePlan, document: DocumentPlan, saved: SavedForR
                 f"{name}: saved a state of {tuple(stored.shape)} bytes, here of {size}"
             )
             return
-    thunk = document.value(node, RNG, _rng.check)
+    thunk = document.value(node, _rng.RNG, _rng.check)
 
     def restore_generators() -> None:
         values = thunk()

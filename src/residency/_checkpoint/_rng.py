@@ -42,7 +42,7 @@ def random_states() -> dict[str, Any]:
         accelerator = {"type": device.type, "state": state}
     return {
         "python": _python_bytes(),
-        "numpy": None if numpy is None else _numpy_state(numpy),
+        "numpy": None if numpy is None else numpy.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
         "accelerator": accelerator,
     }
@@ -85,7 +85,7 @@ def check(values: Mapping[str, Any]) -> None:
         import numpy
 
         state = values["numpy"]
-        saved = state["bit_generator"] if isinstance(state, dict) else state[0]
+        saved = state["bit_generator"]
         kind = type(vars(numpy.random)["get_bit_generator"]())  # its stubs lack the name
         if saved != kind.__name__:
             raise RefusedError(
@@ -124,12 +124,6 @@ def restore(values: Mapping[str, Any]) -> None:
         )
         return
     _device.set_rng_state(saved["state"], device)
-
-
-def _numpy_state(numpy: Any) -> Any:
-    """Returns the state of numpy's global generator: the usual one's as a tuple, else a dict."""
-    is_usual = type(numpy.random.get_bit_generator()).__name__ == "MT19937"
-    return numpy.random.get_state(legacy=is_usual)
 
 
 def _python_bytes() -> bytes:

@@ -285,10 +285,10 @@ class Capture:
         describe(tree, is_lasting=is_lasting, into=self.description)
         self._lay_out(rank)
 
-    def adopt(self, description: Description, *, rank: int | None = None) -> None:
+    def adopt(self, description: Description) -> None:
         """Takes over a tree that is described already, with its loans."""
         self.description = description
-        self._lay_out(rank)
+        self._lay_out(None)
 
     def _lay_out(self, rank: int | None) -> None:
         description = self.description

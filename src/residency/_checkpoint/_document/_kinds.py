@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _MAX_INLINE_BYTES = 4096
 _MAX_PLAIN_BITS = 64  # Python alone reads longer numbers, and those of 4300 digits not even it
-_NAN = struct.pack(">d", math.nan)
+_FLOAT = struct.Struct(">d")  # of what JSON has no word for: the infinite, and NaN of any bits
 # Numbers, texts, dates and raw bytes, as numpy spells them in `dtype.str`: all that is written.
 _ARRAY_DTYPE = re.compile(r"[<>|][biufcmMSUV]\d{1,9}(\[\d{0,9}[A-Za-z]{1,3}\])?")
 
@@ -112,17 +112,11 @@ def _encode_int(writer: Encoder, name: str, value: int) -> Node:
 def _encode_float(writer: Encoder, name: str, value: float) -> Node:
     if math.isfinite(value):
         return value
-    if math.isinf(value):
-        return {KIND: _nodes.FLOAT, "value": str(value)}
-    bits = struct.pack(">d", value)
-    more = {} if bits == _NAN else {"bits": bits.hex()}
-    return {KIND: _nodes.FLOAT, "value": "nan", **more}
+    return {KIND: _nodes.FLOAT, "value": _FLOAT.pack(value).hex()}
 
 
 def _decode_float(reader: Decoder, node: Any) -> float:
-    if "bits" not in node:
-        return float(node["value"])
-    found: float = struct.unpack(">d", bytes.fromhex(node["bits"]))[0]
+    found: float = _FLOAT.unpack(bytes.fromhex(node["value"]))[0]
     return found
 
 

@@ -145,14 +145,10 @@ def _check_nodes(tree: Node) -> None:
         if isinstance(node, list):
             pending += _below(node, depth)
         elif isinstance(node, dict):
-            fields = _FIELDS.get(node[KIND]) if isinstance(node.get(KIND), str) else None
-            if KIND in node and not isinstance(node[KIND], str):
-                raise _senseless(node)
-            for name, is_fit in (fields or {}).items():
-                if name not in node or not is_fit(node[name]):
-                    raise _senseless(node)
-            if not all(is_fit(node) for is_fit in _FITS):
-                raise _senseless(node)
+            if KIND in node and not _is_sensible(node, node[KIND]):
+                raise CorruptSaveError(
+                    f"the document has a node that makes no sense: {reprlib.repr(node)}."
+                )
             pending += _below(node.values(), depth)
 
 
@@ -163,109 +159,99 @@ def _below(nodes: Iterable[Node], depth: int) -> list[tuple[Node, int]]:
     ]
 
 
-def _has_own_bytes(node: Mapping[str, object]) -> bool:
-    if node.get(KIND) not in ARRAYS:
-        return True
-    return isinstance(node.get("tensor", node.get("value")), str)
+def _is_sensible(node: Mapping[str, Any], kind: object) -> bool:
+    """Returns whether a node has what those of its kind have, at the least."""
+    if not isinstance(kind, str):
+        return False
+    fields = _FIELDS.get(kind, {})
+    is_whole = _WHOLE.get(kind)
+    has_all = all(name in node and _fits(node[name], form) for name, form in fields.items())
+    return has_all and (is_whole is None or is_whole(node))
 
 
-def _is_matched(node: Mapping[str, Any]) -> bool:
-    """Returns whether lists that go along with each other are as long."""
-    pairs = {MODULE: ("keys", "names"), OPTIMIZER: ("groups", "parameters")}
-    first, second = pairs.get(node.get(KIND, ""), (None, None))
-    return first is None or second is None or len(node[first]) == len(node[second])
+def _fits(value: object, form: Any) -> bool:
+    """Returns whether a value of JSON is of a class, a list of such, or what a function takes."""
+    if isinstance(form, list):
+        return isinstance(value, list) and all(_fits(each, form[0]) for each in value)
+    return isinstance(value, form) if isinstance(form, type) else form(value)
 
 
-def _is_whole_scaler(node: Mapping[str, object]) -> bool:
-    if node.get(KIND) != SCALER or not node["enabled"]:
-        return True
-    return all(name in node and is_number(node[name]) for name in _SCALER) and all(
-        name in node and (kind_of(node[name]) in (TENSOR, FLOAT, INT) or is_number(node[name]))
-        for name in _SCALER_TENSORS
-    )
-
-
-def _is_whole_optimizer(node: Mapping[str, Any]) -> bool:
-    """Returns whether an optimizer has the states of its own parameters, and only those."""
-    if node.get(KIND) != OPTIMIZER:
-        return True
-    names = {name for group in node["parameters"] for name in group}
-    loose, others = node.get("loose") or {}, node.get("others") or {}
-    return (
-        node["state"].keys() <= names
-        and not any("params" in group for group in node["groups"])
-        and (is_plain_dict(loose) or kind_of(loose) in MAPPINGS)
-        and is_plain_dict(others)
-    )
-
-
-def _senseless(node: Node) -> CorruptSaveError:
-    return CorruptSaveError(f"the document has a node that makes no sense: {reprlib.repr(node)}.")
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_texts(value: object) -> bool:
-    return isinstance(value, list) and all(map(_is_text, value))
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, list)
-
-
-def _is_anything(value: object) -> bool:
-    return True
-
-
-def _is_pairs(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(e, list) and len(e) == 2 for e in value)
-
-
-def _is_objects(value: object) -> bool:
-    return isinstance(value, list) and all(map(is_plain_dict, value))
-
-
-def _is_lists_of_texts(value: object) -> bool:
-    return isinstance(value, list) and all(map(_is_texts, value))
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2
 
 
 def _is_object_of_objects(value: Any) -> bool:
     return is_plain_dict(value) and all(map(is_plain_dict, value.values()))
 
 
+def _has_own_bytes(node: Mapping[str, object]) -> bool:
+    return isinstance(node.get("tensor", node.get("value")), str)
+
+
+def _is_whole_module(node: Mapping[str, Any]) -> bool:
+    return len(node["keys"]) == len(node["names"])
+
+
+def _is_whole_scaler(node: Mapping[str, object]) -> bool:
+    return not node["enabled"] or (
+        all(name in node and is_number(node[name]) for name in _SCALER)
+        and all(
+            name in node and (kind_of(node[name]) in (TENSOR, FLOAT, INT) or is_number(node[name]))
+            for name in _SCALER_TENSORS
+        )
+    )
+
+
+def _is_whole_optimizer(node: Mapping[str, Any]) -> bool:
+    """Returns whether an optimizer has the states of its own parameters, and only those."""
+    names = {name for group in node["parameters"] for name in group}
+    loose, others = node.get("loose") or {}, node.get("others") or {}
+    return (
+        len(node["groups"]) == len(node["parameters"])
+        and node["state"].keys() <= names
+        and not any("params" in group for group in node["groups"])
+        and (is_plain_dict(loose) or kind_of(loose) in MAPPINGS)
+        and is_plain_dict(others)
+    )
+
+
 _SCALER = ("growth_factor", "backoff_factor", "growth_interval")
 _SCALER_TENSORS = ("scale", "growth_tracker")
-_FITS = (_has_own_bytes, _is_whole_scaler, _is_whole_optimizer, _is_matched)
 _MAX_DEPTH = 900  # of JSON; a node takes one or two levels, and Python's stack ends before it
 # What the nodes of each kind have, at the least.
-_FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {
-    COMPLEX: {"value": _is_list},
-    COUNTER: {"items": _is_pairs},
-    DEFAULTDICT: {"items": _is_pairs, "factory": _is_text},
-    DEQUE: {"items": _is_list},
-    DEVICE: {"value": _is_text},
-    DICT: {"items": _is_pairs},
-    DTYPE: {"value": _is_text},
-    FLOAT: {"value": _is_text},
-    FROZENSET: {"items": _is_list},
-    GENERATOR: {"device": _is_text},
-    INT: {"value": _is_text},
-    MAPPING: {"items": _is_pairs, "class": _is_text},
-    MODULE: {"keys": _is_texts, "names": _is_texts, "extra": is_plain_dict},
-    NDARRAY: {"dtype": _is_text, "shape": is_counts},
+_FIELDS: dict[str, dict[str, Any]] = {
+    COMPLEX: {"value": list},
+    COUNTER: {"items": [_is_pair]},
+    DEFAULTDICT: {"items": [_is_pair], "factory": str},
+    DEQUE: {"items": list},
+    DEVICE: {"value": str},
+    DICT: {"items": [_is_pair]},
+    DTYPE: {"value": str},
+    FLOAT: {"value": str},
+    FROZENSET: {"items": list},
+    GENERATOR: {"device": str},
+    INT: {"value": str},
+    MAPPING: {"items": [_is_pair], "class": str},
+    MODULE: {"keys": [str], "names": [str], "extra": is_plain_dict},
+    NDARRAY: {"dtype": str, "shape": is_counts},
     OPTIMIZER: {
-        "parameters": _is_lists_of_texts,
-        "groups": _is_objects,
+        "parameters": [[str]],
+        "groups": [is_plain_dict],
         "state": _is_object_of_objects,
     },
-    ORDERED: {"items": _is_pairs},
-    SCALER: {"enabled": _is_anything},
-    SET: {"items": _is_list},
-    SIZE: {"items": _is_list},
-    STATEFUL: {"class": _is_text, "state": _is_anything},
-    STR: {"value": _is_text},
-    TENSOR: {"name": _is_text},
-    TUPLE: {"items": _is_list},
+    ORDERED: {"items": [_is_pair]},
+    SCALER: {"enabled": object},
+    SET: {"items": list},
+    SIZE: {"items": list},
+    STATEFUL: {"class": str, "state": object},
+    STR: {"value": str},
+    TENSOR: {"name": str},
+    TUPLE: {"items": list},
+}
+# What has to agree among the fields of a node.
+_WHOLE: dict[str, Callable[[Mapping[str, Any]], bool]] = {
+    **dict.fromkeys(ARRAYS, _has_own_bytes),
+    MODULE: _is_whole_module,
+    OPTIMIZER: _is_whole_optimizer,
+    SCALER: _is_whole_scaler,
 }

@@ -23,7 +23,7 @@ from residency import _device
 from residency._checkpoint._capture._own_pairs import is_whole_object
 from residency._checkpoint._capture._walk import class_name, parameters_of
 from residency._checkpoint._capture._wrappers import plain_module, plain_optimizer
-from residency._checkpoint._document._decode import pairs_if_alike, tensor_names
+from residency._checkpoint._document._decode import pairs_if_alike
 from residency._checkpoint._document._encode import joined
 from residency._checkpoint._document._kinds import kind_for
 from residency._checkpoint._document._nodes import (
@@ -46,12 +46,11 @@ from residency._checkpoint._document._nodes import (
     pairs_of,
 )
 from residency._checkpoint._restore._arrays import fill_memory, is_array
-from residency._checkpoint._restore._groups import GroupValues
 from residency._checkpoint._restore._modules import SavedModule, plan_module
-from residency._checkpoint._restore._optimizers import RestoreSettings, Thunk, plan_optimizer
+from residency._checkpoint._restore._optimizers import Thunk, plan_optimizer
 from residency._checkpoint._restore._overlaps import is_same_stored
-from residency._checkpoint._restore._plan import Assignment, MetObject, RestorePlan, target_of
-from residency._checkpoint._restore._values import SavedValue, understood
+from residency._checkpoint._restore._plan import MetObject, RestorePlan
+from residency._checkpoint._restore._values import understood
 from residency._checkpoint._sources._own import SavedForRank
 from residency._errors import RefusedError
 
@@ -73,10 +72,8 @@ class DocumentPlan:
     def __init__(self, plan: RestorePlan, saved: SavedForRank, state: Any, *, eager: bool) -> None:
         self._plan = plan
         self._saved = saved
-        self._fresh = plan.fresh
         self._names = parameters_of(state)
         self._eager = eager
-        self._taken: dict[object, Node] = {}
 
     def add(self, state: Mapping[str, object]) -> None:
         """Plans to fill what the state names; what else the save has is left alone.
@@ -95,22 +92,6 @@ class DocumentPlan:
                 self._plan.missing.append(name)
                 continue
             self._plan.after.append(_setter(state, name, self.visit(name, node, value)))
-
-    def value(
-        self, node: Node, path: str, check: Callable[[Any], object] | None = None
-    ) -> SavedValue:
-        """Plans to read a node's value anew; the tensors in it are on the host.
-
-        Args:
-            node: The node.
-            path: Where it stands in the state.
-            check: Raises where a value cannot be used; called before anything is changed.
-        """
-        for name in tensor_names(node):
-            self._make_fresh(name)
-        made = SavedValue(path, node, check)
-        self._plan.values.append(made)
-        return made
 
     def visit(self, path: str, node: Node, value: Any) -> Thunk:
         """Plans to fill a value from its node; the thunk returns what is to stand in its place.
@@ -152,8 +133,15 @@ class DocumentPlan:
         if kind == MODULE:
             return self._module(path, node, value)
         if kind == OPTIMIZER:
-            inner = plain_optimizer(value)
-            return _then(plan_optimizer(self._plan, path, node, inner, self._settings()), value)
+            made = plan_optimizer(
+                self._plan,
+                path,
+                node,
+                plain_optimizer(value),
+                names=self._names,
+                eager=self._eager,
+            )
+            return _then(made, value)
         if kind == SCALER:
             return self._scaler(path, node, value)
         if kind == STATEFUL:
@@ -180,21 +168,19 @@ class DocumentPlan:
         if objects:
             self._plan.unexpected.append(f"{path} ({objects[0]}, which must exist to be filled)")
             return lambda: None
-        return self.value(node, path)
+        return self._plan.value(node, path)
 
     def _module(self, path: str, node: Any, module: nn.Module) -> Thunk:
-        metadata = None
+        plan, metadata = self._plan, None
         if "metadata" in node:
-            metadata = self.value(node["metadata"], f"{path}._metadata", _check_versions)
+            metadata = plan.value(node["metadata"], f"{path}._metadata", _check_versions)
         saved = SavedModule(
             node["keys"],
             stored_name=dict(zip(node["keys"], node["names"], strict=True)).__getitem__,
-            fresh=self._make_fresh,
-            fetch=self._fetch,
-            values={n: self.value(each, joined(path, n)) for n, each in node["extra"].items()},
+            values={n: plan.value(each, joined(path, n)) for n, each in node["extra"].items()},
             metadata=metadata,
         )
-        return _then(plan_module(self._plan, module, saved, prefix=f"{path}."), module)
+        return _then(plan_module(plan, module, saved, prefix=f"{path}."), module)
 
     def _scaler(self, path: str, node: Any, scaler: torch.amp.GradScaler) -> Thunk:
         if not scaler.is_enabled():  # it keeps nothing, as in torch
@@ -202,8 +188,8 @@ class DocumentPlan:
         if not node["enabled"]:
             self._plan.differing.append(f"{path}: saved a disabled GradScaler, here an enabled one")
             return lambda: scaler
-        scale = self.value(node["scale"], f"{path}.scale", float)
-        tracker = self.value(node["growth_tracker"], f"{path}.growth_tracker", int)
+        scale = self._plan.value(node["scale"], f"{path}.scale", float)
+        tracker = self._plan.value(node["growth_tracker"], f"{path}.growth_tracker", int)
 
         def finish() -> torch.amp.GradScaler:
             scaler.load_state_dict(
@@ -225,7 +211,7 @@ class DocumentPlan:
         if saved != here:
             self._plan.differing.append(f"{path}: saved a {node['class']}, here a {here}")
             return lambda: value
-        state = self.value(node["state"], path)
+        state = self._plan.value(node["state"], path)
 
         def finish() -> Any:
             inner.load_state_dict(state(_device.accelerator()))
@@ -236,7 +222,7 @@ class DocumentPlan:
     def _mapping(self, path: str, node: Node, value: MutableMapping[Any, Any]) -> Thunk:
         pairs = pairs_of(node)
         has_metadata = "metadata" in node and kind_of(node)
-        metadata = self.value(node["metadata"], f"{path}._metadata") if has_metadata else None
+        metadata = self._plan.value(node["metadata"], f"{path}._metadata") if has_metadata else None
         thunks: dict[Any, Thunk] = {}
         for key_node, each in pairs:
             key = understood(path, key_node, check=hash) if kind_of(node) else key_node
@@ -292,36 +278,6 @@ class DocumentPlan:
 
         return finish
 
-    def _settings(self) -> RestoreSettings:
-        """Makes what optimizers need; kept here, its methods would be a cycle with this object."""
-        return RestoreSettings(
-            names=self._names,
-            fetch=self._fetch,
-            value=self.value,
-            groups=GroupValues(self._plan, self.value, self._taken),
-            eager=self._eager,
-        )
-
-    def _make_fresh(self, name: str) -> None:
-        """Plans a host tensor; those that shared their bytes when they were saved do so again."""
-        if name in self._fresh:
-            return
-        view = self._saved.views.get(name)
-        if view is not None and view.start % view.dtype.itemsize == 0:
-            self._make_fresh(view.of)
-            base = self._fresh[view.of]
-            flat = base.reshape(-1).view(torch.uint8)[view.start :]
-            whole = flat[: flat.numel() // view.dtype.itemsize * view.dtype.itemsize]
-            self._fresh[name] = whole.view(view.dtype).as_strided(view.shape, view.stride)
-            return
-        shards = self._plan.tensors[name]
-        made = torch.empty(tuple(shards[0].whole_shape), dtype=shards[0].dtype, device="cpu")
-        self._fresh[name] = made
-        self._plan.of_values.append(Assignment(target_of(name, made), shards))
-
-    def _fetch(self, name: str) -> Tensor:
-        return self._fresh[name]
-
 
 def _check_versions(found: Any) -> None:
     """Raises unless a value is what a module's parts say of their versions."""
@@ -334,9 +290,6 @@ def _is_filled(node: Any, value: MutableMapping[Any, Any]) -> bool:
     kind = kind_of(node)
     if kind is None:
         return is_plain_dict(node)
-    keys = [item[:1] for item in node.get("items", ()) if isinstance(item, list)]
-    if any(next(tensor_names(key), None) for key in keys):
-        return False  # as older releases wrote numpy's numbers: a key that is read with the bytes
     return kind in MAPPINGS and type(value) is _OWN_CLASSES.get(kind, type(value))
 
 

@@ -9,7 +9,6 @@ them, the first group keeps it and each other one gets its own, as with the opti
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from residency._checkpoint._document._decode import pairs_if_alike
 from residency._checkpoint._document._nodes import COMPLEX, FLOAT, INT, TENSOR, Node, kind_of
 from residency._checkpoint._restore._overlaps import is_same_stored
 from residency._checkpoint._restore._plan import Assignment, RestorePlan, difference, target_of
-from residency._checkpoint._restore._values import SavedValue, senseless_is_damage, understood
+from residency._checkpoint._restore._values import senseless_is_damage, understood
 from residency._checkpoint._sources._source import StoredTensor
 from residency._dtensor import local_of
 from residency._modes import callers_modes_off
@@ -30,90 +29,77 @@ _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _NUMBERS = (FLOAT, INT, COMPLEX)
 
 
-@dataclass(frozen=True, slots=True)
-class GroupValues:
-    """The planner of the values of all groups of a restore.
+def plan_group(
+    plan: RestorePlan, path: str, saved: Mapping[str, Node], group: dict[str, Any]
+) -> Callable[[], None]:
+    """Plans what is saved of one group.
 
-    Attributes:
-        plan: Gets the tensors that are filled.
-        value: Plans to read a node's value anew.
-        taken: What was saved for each tensor of a group that is filled, of whatever optimizer.
+    Returns:
+        What puts the values into the group, once bytes are there.
     """
+    device = next((p.device for p in group["params"]), None)
+    thunks = {
+        key: _value(plan, f"{path}.{key}", node, group.get(key), device)
+        for key, node in saved.items()
+        if key not in _HOW or key not in group
+    }
 
-    plan: RestorePlan
-    value: Callable[[Node, str], SavedValue]
-    taken: dict[object, Node]
+    def finish() -> None:
+        for key, thunk in thunks.items():
+            group[key] = thunk()
 
-    def add(
-        self, path: str, saved: Mapping[str, Node], group: dict[str, Any]
-    ) -> Callable[[], None]:
-        """Plans what is saved of one group.
+    return finish
 
-        Returns:
-            What puts the values into the group, once bytes are there.
-        """
-        device = next((p.device for p in group["params"]), None)
-        thunks = {
-            key: self._value(f"{path}.{key}", node, group.get(key), device)
-            for key, node in saved.items()
-            if key not in _HOW or key not in group
-        }
 
-        def finish() -> None:
-            for key, thunk in thunks.items():
-                group[key] = thunk()
+def _value(
+    plan: RestorePlan, path: str, node: Node, before: object, device: torch.device | None
+) -> Callable[[], Any]:
+    """Plans one value; the thunk returns what is to stand in the group."""
+    shards = _stored(plan, path, node, before) if isinstance(before, Tensor) else None
+    if not isinstance(before, Tensor) or shards is None:
+        value = plan.value(node, path)
+        is_number = isinstance(before, float)
+        return lambda: _as_number(value()) if is_number else value(device)
+    home = _home(plan, before, node)
+    target = target_of(path, home)
+    if difference(target, shards) is None:
+        plan.assignments.append(Assignment(target, shards))
+        return lambda: home
+    value = plan.value(node, path)  # of another dtype
 
-        return finish
+    def finish() -> Tensor:
+        copy_across(home, value())
+        return home
 
-    def _value(
-        self, path: str, node: Node, before: object, device: torch.device | None
-    ) -> Callable[[], Any]:
-        """Plans one value; the thunk returns what is to stand in the group."""
-        shards = self._stored(path, node, before) if isinstance(before, Tensor) else None
-        if not isinstance(before, Tensor) or shards is None:
-            value = self.value(node, path)
-            is_number = isinstance(before, float)
-            return lambda: _as_number(value()) if is_number else value(device)
-        home = self._home(before, node)
-        target = target_of(path, home)
-        if difference(target, shards) is None:
-            self.plan.assignments.append(Assignment(target, shards))
-            return lambda: home
-        value = self.value(node, path)  # of another dtype
+    return finish
 
-        def finish() -> Tensor:
-            copy_across(home, value())
-            return home
 
-        return finish
+def _stored(
+    plan: RestorePlan, path: str, node: Node, before: Tensor
+) -> Sequence[StoredTensor] | None:
+    """Returns what a tensor is filled with; None where something else takes its place."""
+    shape = tuple(before.shape)
+    if kind_of(node) == TENSOR:
+        shards = plan.tensors[node["name"]]
+        return shards if tuple(shards[0].whole_shape) == shape else None
+    if type(node) not in (bool, int, float) and kind_of(node) not in _NUMBERS:
+        return None
+    number = understood(path, node)
+    with senseless_is_damage(path), callers_modes_off():
+        made = torch.full(shape, number, dtype=before.dtype, device="cpu")
+    return [StoredTensor(path, made.dtype, shape, shape, (0,) * len(shape), tensor=made)]
 
-    def _stored(self, path: str, node: Node, before: Tensor) -> Sequence[StoredTensor] | None:
-        """Returns what a tensor is filled with; None where something else takes its place."""
-        shape = tuple(before.shape)
-        if kind_of(node) == TENSOR:
-            shards = self.plan.tensors[node["name"]]
-            return shards if tuple(shards[0].whole_shape) == shape else None
-        if type(node) not in (bool, int, float) and kind_of(node) not in _NUMBERS:
-            return None
-        number = understood(path, node)
-        with senseless_is_damage(path), callers_modes_off():
-            made = torch.full(shape, number, dtype=before.dtype, device="cpu")
-        return [StoredTensor(path, made.dtype, shape, shape, (0,) * len(shape), tensor=made)]
 
-    def _home(self, before: Tensor, node: Node) -> Tensor:
-        """Returns the tensor of a value: the one that is here, unless it is another value's."""
-        local = local_of(before)
-        place = storage_key(local), local.storage_offset(), local.shape, local.stride()
-        if self._is_alike(self.taken.setdefault(place, node), node):
-            return before
-        with callers_modes_off():
-            return torch.empty_like(before.detach()).requires_grad_(before.requires_grad)
-
-    def _is_alike(self, left: Node, right: Node) -> bool:
-        if left is right:
-            return True
-        pairs = pairs_if_alike(left, right)
-        return pairs is not None and all(is_same_stored(self.plan, *pair) for pair in pairs)
+def _home(plan: RestorePlan, before: Tensor, node: Node) -> Tensor:
+    """Returns the tensor of a value: the one that is here, unless it is another value's."""
+    local = local_of(before)
+    place = storage_key(local), local.storage_offset(), local.shape, local.stride()
+    first = plan.taken.setdefault(place, node)
+    pairs = [] if first is node else pairs_if_alike(first, node)
+    if pairs is not None and all(is_same_stored(plan, *pair) for pair in pairs):
+        return before
+    with callers_modes_off():
+        return torch.empty_like(before.detach()).requires_grad_(before.requires_grad)
 
 
 def _as_number(value: object) -> object:

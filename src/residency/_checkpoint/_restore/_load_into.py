@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from residency._checkpoint._capture._own_pairs import ModuleState
@@ -95,7 +94,7 @@ def load_save(
     """Fills a module from a save of this library; see ``load_into``."""
     rank, world_size = rank_and_world_size()
     saved = saved_for_rank(save, rank=rank, world_size=world_size)
-    plan = RestorePlan(saved.tensors, saved.checksums, staging_bytes)
+    plan = RestorePlan(saved.tensors, saved.checksums, staging_bytes, saved.views)
     if not any(kind_of(node) == MODULE for node in saved.tree.values()):
         # Of state dicts, as torch's distributed checkpoints save them.
         return _load_by_names(module, plan, str(saved.folder), name, strict)
@@ -128,8 +127,6 @@ def _load_by_names(
     saved = SavedModule(
         [name[len(prefix) :] for name in names if name.startswith(prefix)],
         stored_name=lambda name: prefix + name,
-        fresh=lambda name: _plan_fresh(plan, name),
-        fetch=plan.fresh.__getitem__,
         values=_plain_values(module, tree, prefix),
     )
     plan.after.append(plan_module(plan, module, saved, prefix=""))
@@ -226,9 +223,3 @@ def _module_in(saved: SavedForRank, module: nn.Module, name: str | None) -> str:
         + (found if name is None else f"none is {name!r}")
         + ". Nothing was changed; give load_into the name of the one that you mean."
     )
-
-
-def _plan_fresh(plan: RestorePlan, name: str) -> None:
-    first = plan.tensors[name][0]
-    plan.fresh[name] = torch.empty(tuple(first.whole_shape), dtype=first.dtype, device="cpu")
-    plan.fill(name, plan.fresh[name])

@@ -30,16 +30,12 @@ class SavedModule:
     Attributes:
         names: The names of its tensors.
         stored_name: Returns a name's in the checkpoint.
-        fresh: Plans a host tensor for a name in the checkpoint.
-        fetch: Returns that tensor, once its bytes are there.
         values: What is no tensor; called with a device, what was on one is there.
         metadata: The versions of its parts.
     """
 
     names: Iterable[str]
     stored_name: Callable[[str], str]
-    fresh: Callable[[str], None]
-    fetch: Callable[[str], Tensor]
     values: Mapping[str, SavedValue] = field(default_factory=dict)
     metadata: SavedValue | None = None
 
@@ -65,7 +61,7 @@ def plan_module(
     module = plain_module(module)
     state = ModuleState(module)
     names = dict.fromkeys(saved.names)
-    loading = _ComingModule(module, state, saved)
+    loading = _ComingModule(plan, module, state, saved)
     filled = {id(e.value) for n, e in state.entries.items() if n in names and _is_filled(e)}
     for name, entry in state.entries.items():
         if name not in names and name not in saved.values:
@@ -79,7 +75,7 @@ def plan_module(
         else:
             loading.made[name] = entry
             if name not in saved.values:
-                saved.fresh(saved.stored_name(name))
+                plan.make_fresh(saved.stored_name(name))
     there = (*names, *saved.values)
     plan.unexpected += [prefix + name for name in there if name not in state.entries]
     return loading.finish
@@ -105,6 +101,7 @@ class _ComingModule:
         made: What only its own ``load_state_dict`` takes, by name.
     """
 
+    plan: RestorePlan
     module: nn.Module
     state: ModuleState
     saved: SavedModule
@@ -138,7 +135,7 @@ class _ComingModule:
         saved = self.saved
         if name in saved.values:
             return saved.values[name](_device_of(self.module))
-        value = saved.fetch(saved.stored_name(name))
+        value = self.plan.fresh[saved.stored_name(name)]
         here = entry.value.device if isinstance(entry.value, Tensor) else _device_of(self.module)
         return value if here is None or not entry.is_made else moved(value, here)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -25,7 +25,7 @@ from residency._checkpoint._capture._own_pairs import has_own_pair
 from residency._checkpoint._capture._walk import ParameterName
 from residency._checkpoint._document._decode import tensor_nodes
 from residency._checkpoint._document._nodes import Node, kind_of
-from residency._checkpoint._restore._groups import GroupValues
+from residency._checkpoint._restore._groups import plan_group
 from residency._checkpoint._restore._own_loads import load_through
 from residency._checkpoint._restore._plain_optimizers import PlainReception, receive_plain
 from residency._checkpoint._restore._plan import Remedied, RestorePlan
@@ -40,43 +40,34 @@ _PARAM_NAMES = "param_names"  # torch's key for what `named_parameters` called t
 _AS_SAVED = "make the groups as they were when it was saved (add_param_group, unfreeze) before"
 
 
-@dataclass(frozen=True, slots=True)
-class RestoreSettings:
-    """The settings of a restore, and what all of its parts need.
-
-    Attributes:
-        names: What the parameters of the modules in the state are called.
-        fetch: Returns the host tensor of a name, once its bytes are there.
-        value: Plans to read a node's value anew; the thunk returns it.
-        groups: Plans the values of groups.
-        eager: Whether plain optimizers get their state on the device at once.
-    """
-
-    names: Mapping[Tensor, ParameterName]
-    fetch: Callable[[str], Tensor]
-    value: Callable[[Node, str], SavedValue]
-    groups: GroupValues
-    eager: bool
-
-
 def plan_optimizer(
     plan: RestorePlan,
     path: str,
     node: Mapping[str, Any],
     optimizer: Optimizer,
-    settings: RestoreSettings,
+    *,
+    names: Mapping[Tensor, ParameterName],
+    eager: bool,
 ) -> Thunk:
     """Plans the restore of an optimizer, noting in the plan whatever does not fit.
+
+    Args:
+        plan: Gets its states and values.
+        path: What it is called.
+        node: What was saved of it.
+        optimizer: What is here; without wrappers.
+        names: What the parameters of the modules in the state are called.
+        eager: Whether a plain one gets its state on the device at once.
 
     Returns:
         What puts groups and states in place, once bytes are there.
     """
-    problem, order = _match(node, optimizer, settings.names)
+    problem, order = _match(node, optimizer, names)
     if problem is not None:
         plan.differing.append(Remedied(f"{path}: {problem}"))
         return lambda: None
     if has_own_pair(optimizer):  # whose methods expect the state where its steps do
-        settings = replace(settings, eager=True)
+        eager = True
     by_name: dict[str, Tensor] = {}
     for index, group in enumerate(node["parameters"]):
         mine = optimizer.param_groups[order[index].group]["params"]
@@ -92,33 +83,23 @@ def plan_optimizer(
         if kind_of(each) == "tensor"
     }
     others = {
-        (by_name[name], key): _PlainState(each, settings.value(each, f"{path}.state.{name}.{key}"))
+        (by_name[name], key): plan.value(each, f"{path}.state.{name}.{key}")
         for name, values in node["state"].items()
         for key, each in values.items()
         if kind_of(each) != "tensor"
     }
-    loose = settings.value(node.get("loose") or {}, f"{path}.loose")
-    own = settings.value(node.get("others") or {}, path)
+    loose = plan.value(node.get("loose") or {}, f"{path}.loose")
+    own = plan.value(node.get("others") or {}, path)
     groups = [
-        settings.groups.add(f"{path}.param_groups.{index}", _named_here(saved, group, match), group)
+        plan_group(plan, f"{path}.param_groups.{index}", _named_here(saved, group, match), group)
         for index, saved in enumerate(node["groups"])
         for match in (order[index],)
         for group in (optimizer.param_groups[match.group],)
     ]
-    coming = _ComingOptimizer(
-        plan, optimizer, settings, states, tensors, others, loose, own, groups
-    )
+    coming = _ComingOptimizer(plan, optimizer, eager, states, tensors, others, loose, own, groups)
     plan.checks.append(coming.rehearse)
     plan.before.append(coming.make_room)
     return coming.finish
-
-
-@dataclass(frozen=True, slots=True)
-class _PlainState:
-    """A state that is no tensor: its node, and what returns it."""
-
-    node: Mapping[str, Any]
-    thunk: Thunk
 
 
 @dataclass(slots=True)
@@ -137,10 +118,10 @@ class _ComingOptimizer:
 
     plan: RestorePlan
     optimizer: Optimizer
-    settings: RestoreSettings
+    eager: bool
     states: Mapping[Tensor, Mapping[str, Incoming | None]]
     tensors: Mapping[tuple[Tensor, str], str]
-    others: Mapping[tuple[Tensor, str], _PlainState]
+    others: Mapping[tuple[Tensor, str], SavedValue]
     loose: SavedValue
     own: SavedValue
     groups: Sequence[Callable[[], None]]
@@ -158,7 +139,7 @@ class _ComingOptimizer:
         states: dict[Tensor, dict[str, Any]] = {}
         for parameter, entries in self.states.items():
             states[parameter] = {
-                key: self.others[parameter, key].thunk()
+                key: self.others[parameter, key]()
                 if incoming is None
                 else torch.empty(incoming.shape, dtype=incoming.dtype, device="meta")
                 for key, incoming in entries.items()
@@ -184,7 +165,7 @@ class _ComingOptimizer:
             self.reception = receive_plain(
                 self.optimizer,
                 self.states,
-                eager=self.settings.eager,
+                eager=self.eager,
                 staging_bytes=self.plan.staging_bytes,
             )
         for (parameter, key), name in self.tensors.items():
@@ -194,8 +175,8 @@ class _ComingOptimizer:
         """Puts groups and states in place, once bytes are there."""
         reception = self.reception
         assert reception is not None
-        values = {entry: each.thunk() for entry, each in self.others.items()}
-        _settle_nested(reception, values, self.others, self.settings.fetch)
+        values = {entry: each() for entry, each in self.others.items()}
+        _settle_nested(reception, values, self.others, self.plan.fresh)
         self.reception = None
         optimizer = self.optimizer
         devices = (p.device for group in optimizer.param_groups for p in group["params"])
@@ -214,13 +195,13 @@ class _ComingOptimizer:
 def _settle_nested(
     reception: Reception,
     values: dict[tuple[Tensor, str], object],
-    others: Mapping[tuple[Tensor, str], _PlainState],
-    fetch: Callable[[str], Tensor],
+    others: Mapping[tuple[Tensor, str], SavedValue],
+    fresh: Mapping[str, Tensor],
 ) -> None:
     """Sees to it that tensors within lists and the like get where the step needs them."""
     for (parameter, key), value in values.items():
         on_device = [
-            fetch(each["name"])
+            fresh[each["name"]]
             for each in tensor_nodes(others[parameter, key].node)
             if each.get("place") != "host"
         ]

@@ -10,13 +10,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from residency._checkpoint._capture._walk import layout_problem
 from residency._checkpoint._disk._wanted import Checksums
+from residency._checkpoint._document._decode import tensor_names
 from residency._checkpoint._document._nodes import Node
+from residency._checkpoint._document._notes import TensorNote
 from residency._checkpoint._restore._boxes import Box
 from residency._checkpoint._restore._values import SavedValue
 from residency._checkpoint._sources._source import StoredTensor
@@ -133,7 +137,9 @@ class RestorePlan:
         fresh: Host tensors that are made for values, by name.
         of_values: What fills those.
         late: Memory that is written after all assignments, by name; no assignment may lie in it.
+        views: Tensors that shared their bytes with another when they were saved, by name.
         seen: What is here and was planned already, by ``id``.
+        taken: What was saved for each tensor of an optimizer's group, by the tensor's memory.
         checks: What looks at the values once they are understood, with nothing changed.
         before: What makes room for bytes once the plan stands; it may refuse, with nothing changed.
         after: What puts values in place once all bytes are there.
@@ -142,12 +148,14 @@ class RestorePlan:
     tensors: Mapping[str, Sequence[StoredTensor]]
     checksums: Mapping[Path, Checksums] = field(default_factory=dict)
     staging_bytes: int = 64 * MIB
+    views: Mapping[str, TensorNote] = field(default_factory=dict)
     assignments: list[Assignment] = field(default_factory=list)
     values: list[SavedValue] = field(default_factory=list)
     fresh: dict[str, Tensor] = field(default_factory=dict)
     of_values: list[Assignment] = field(default_factory=list)
     late: list[tuple[str, Tensor]] = field(default_factory=list)
     seen: dict[int, MetObject] = field(default_factory=dict)
+    taken: dict[object, Node] = field(default_factory=dict)
     checks: list[Callable[[], object]] = field(default_factory=list)
     before: list[Callable[[], object]] = field(default_factory=list)
     after: list[Callable[[], object]] = field(default_factory=list)
@@ -175,6 +183,39 @@ class RestorePlan:
             return False
         self.assignments.append(Assignment(target, shards))
         return True
+
+    def value(
+        self, node: Node, path: str, check: Callable[[Any], object] | None = None
+    ) -> SavedValue:
+        """Plans to read a node's value anew; the tensors in it are on the host.
+
+        Args:
+            node: The node.
+            path: Where it stands in the state.
+            check: Raises where a value cannot be used; called before anything is changed.
+        """
+        for name in tensor_names(node):
+            self.make_fresh(name)
+        made = SavedValue(path, node, check)
+        self.values.append(made)
+        return made
+
+    def make_fresh(self, name: str) -> None:
+        """Plans a host tensor; those that shared their bytes when they were saved do so again."""
+        if name in self.fresh:
+            return
+        view = self.views.get(name)
+        dtype = None if view is None else view.dtype
+        if view is not None and view.of is not None and dtype and not view.start % dtype.itemsize:
+            self.make_fresh(view.of)
+            flat = self.fresh[view.of].reshape(-1).view(torch.uint8)[view.start :]
+            whole = flat[: flat.numel() // dtype.itemsize * dtype.itemsize]
+            self.fresh[name] = whole.view(dtype).as_strided(view.shape, view.stride)
+            return
+        shards = self.tensors[name]
+        made = torch.empty(tuple(shards[0].whole_shape), dtype=shards[0].dtype, device="cpu")
+        self.fresh[name] = made
+        self.of_values.append(Assignment(target_of(name, made), shards))
 
     def clear(self) -> None:
         """Lets go of every tensor."""

@@ -50,11 +50,10 @@ def plan_state(
     staging_bytes = staging_bytes_of(staging)
     check_is_finite(state, done="changed")
     saved = saved_for_rank(save, rank=rank, world_size=world_size)
-    plan = RestorePlan(saved.tensors, saved.checksums, staging_bytes)
-    document = DocumentPlan(plan, saved, state, eager=eager)
-    document.add(state)
+    plan = RestorePlan(saved.tensors, saved.checksums, staging_bytes, saved.views)
+    DocumentPlan(plan, saved, state, eager=eager).add(state)
     if rng and _rng.RNG not in state and _rng.is_saved(saved.tree.get(_rng.RNG)):
-        _plan_generators(plan, document, saved)
+        _plan_generators(plan, saved)
     settled(plan, f"the save {save.folder.name}", strict=strict)
     return plan
 
@@ -135,7 +134,7 @@ def _carry_out(plan: RestorePlan, on_bytes: Callable[[int], None] | None) -> Non
         raise
 
 
-def _plan_generators(plan: RestorePlan, document: DocumentPlan, saved: SavedForRank) -> None:
+def _plan_generators(plan: RestorePlan, saved: SavedForRank) -> None:
     if not saved.is_own_rank:
         warn(
             "the save is of another number of ranks, so the random states are left as they "
@@ -150,7 +149,7 @@ def _plan_generators(plan: RestorePlan, document: DocumentPlan, saved: SavedForR
                 f"{name}: saved a state of {tuple(stored.shape)} bytes, here of {size}"
             )
             return
-    thunk = document.value(node, _rng.RNG, _rng.check)
+    thunk = plan.value(node, _rng.RNG, _rng.check)
 
     def restore_generators() -> None:
         values = thunk()

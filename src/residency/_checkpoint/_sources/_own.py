@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from residency._checkpoint._disk._manifest import MANIFEST, StoredEntry
 from residency._checkpoint._disk._naming import damage_named, unreadable
 from residency._checkpoint._disk._open_save import StoredSave, open_save
@@ -25,25 +23,6 @@ from residency._checkpoint._document._notes import PLAIN, TensorNote, read_note,
 from residency._checkpoint._sources._safetensors import stored_at
 from residency._checkpoint._sources._source import Source, StoredTensor, check_cover, without_copies
 from residency._errors import CorruptSaveError, RefusedError
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """A tensor whose bytes are those of another one.
-
-    Attributes:
-        of: The other's name.
-        start: The first byte in it.
-        dtype: The view's.
-        shape: The view's.
-        stride: In elements of the view.
-    """
-
-    of: str
-    start: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +41,7 @@ class SavedForRank:
     folder: Path
     tree: Mapping[str, Node]
     tensors: Mapping[str, Sequence[StoredTensor]]
-    views: Mapping[str, View]
+    views: Mapping[str, TensorNote]
     checksums: Mapping[Path, Checksums]
     is_own_rank: bool
 
@@ -138,10 +117,10 @@ def saved_for_rank(save: StoredSave, *, rank: int = 0, world_size: int = 1) -> S
         chosen = next(r for r in (source_rank, writer, min(by_rank)) if r in by_rank)
         tensors.setdefault(name, [by_rank[chosen]])
     views = {
-        name: View(note.of, note.start, note.dtype, note.shape, note.stride)
+        name: note
         for rank in trees
         for name in tensor_names([node for key, node in tree.items() if rank_of[key] == rank])
-        if (note := notes[rank].get(name, PLAIN)).of is not None and note.dtype is not None
+        if (note := notes[rank].get(name, PLAIN)).of is not None
     }
     for name in tensor_names(list(tree.values())):
         if name not in tensors:

@@ -345,23 +345,17 @@ class _StateWalk:
 
     def _scaler(self, path: str, scaler: torch.amp.GradScaler) -> Node:
         """Saves the tensors: ``state_dict`` would wait for the device to tell the scale."""
-        if not scaler.is_enabled():  # torch gives such a one no fields
-            return {KIND: SCALER, "enabled": False}
-        scale, tracker = scaler._scale, scaler._growth_tracker
-        return {
-            KIND: SCALER,
-            "scale": self._value(
-                joined(path, "scale"), float(scaler._init_scale) if scale is None else scale
-            ),
-            "growth_tracker": self._value(
-                joined(path, "growth_tracker"),
-                int(scaler._init_growth_tracker) if tracker is None else tracker,
-            ),
-            "growth_factor": float(scaler.get_growth_factor()),
-            "backoff_factor": float(scaler.get_backoff_factor()),
-            "growth_interval": int(scaler.get_growth_interval()),
-            "enabled": True,
-        }
+        state: dict[str, object] = {}
+        if scaler.is_enabled():  # torch gives another one no fields
+            scale, tracker = scaler._scale, scaler._growth_tracker
+            state = {
+                "scale": scaler._init_scale if scale is None else scale,
+                "growth_factor": scaler.get_growth_factor(),
+                "backoff_factor": scaler.get_backoff_factor(),
+                "growth_interval": scaler.get_growth_interval(),
+                "_growth_tracker": scaler._init_growth_tracker if tracker is None else tracker,
+            }
+        return {KIND: SCALER, "state": self._value(path, state)}
 
     def _placed(self, name: str, value: object) -> Node:
         """Returns the node of what an object's own method takes, where it was: a tensor of a

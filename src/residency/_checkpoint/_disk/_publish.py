@@ -192,7 +192,6 @@ class CheckpointDirectory:
         on_total: Callable[[int], None] | None = None,
         on_bytes: Callable[[int], None] | None = None,
         timeout_seconds: float,
-        direct: bool = True,
     ) -> None:
         """Writes one rank's share of a save, and returns when the whole save is published.
 
@@ -202,7 +201,6 @@ class CheckpointDirectory:
             on_bytes: Is called with each number of bytes written, one call at a time.
             timeout_seconds: How long to wait for other ranks, once this one has written; a tenth
                 of it, and at most 10 s, for one that said that it failed and may try again.
-            direct: Whether to write past the page cache where the file system lets us.
 
         Raises:
             RefusedError: Another process writes here, or the directory cannot take the save.
@@ -217,12 +215,12 @@ class CheckpointDirectory:
             try:
                 with self._explaining(f"take the save of step {request.step}"):
                     if request.rank != 0:
-                        self._save(request, attempt, files, notes, direct)
+                        self._save(request, attempt, files, notes)
                         return
                     with self._locked():
                         # Not this step's own: another rank may have failed, and said so.
                         self._clean_up(spare=f"{saving_name(request.step, request.token)}-")
-                        self._save(request, attempt, files, notes, direct)
+                        self._save(request, attempt, files, notes)
             except BaseException as error:
                 attempt.fail(error)
                 if request.rank == 0 and request.world_size > 1:
@@ -293,7 +291,6 @@ class CheckpointDirectory:
         attempt: Attempt,
         files: list[tuple[str, list[Lease]]],
         notes: tuple[Callable[[int], None] | None, Callable[[int], None] | None],
-        direct: bool,
     ) -> None:
         on_total, on_bytes = notes
         needed = sum(lease.record.num_bytes for _, leases in files for lease in leases)
@@ -305,7 +302,6 @@ class CheckpointDirectory:
             system=self._system,
             on_total=on_total,
             on_bytes=on_bytes,
-            direct=direct,
             chunk_bytes=self._chunk_bytes,
         )
         if self._reads_back:

@@ -78,10 +78,10 @@ class _File:
     """
 
     def __init__(
-        self, system: System, path: Path, leases: Sequence[Lease], *, chunk_bytes: int, direct: bool
+        self, system: System, path: Path, leases: Sequence[Lease], *, chunk_bytes: int
     ) -> None:
         self.path = path
-        self.is_direct = direct and O_DIRECT != 0
+        self.is_direct = O_DIRECT != 0
         self._system = system
         self._chunk_bytes = chunk_bytes
         order = layout_order([lease.record for lease in leases])
@@ -202,7 +202,6 @@ def write_files(
     system: System | None = None,
     on_total: Callable[[int], None] | None = None,
     on_bytes: Callable[[int], None] | None = None,
-    direct: bool = True,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> dict[str, FileRecord]:
     """Writes files and returns what is to be known of each, by its name, once all are on the disk.
@@ -214,7 +213,6 @@ def write_files(
         on_total: Is called once, first, with the size of all files.
         on_bytes: Is called with the size of each piece written, one call at a time. One that raises
             is logged and not called again.
-        direct: Whether to bypass the page cache where the file system lets us.
         chunk_bytes: What is summed and written at once; a multiple of 4096.
 
     Raises:
@@ -223,8 +221,7 @@ def write_files(
     """
     system = system or system_in_use()
     images = [
-        _File(system, folder / name, leases, chunk_bytes=chunk_bytes, direct=direct)
-        for name, leases in files
+        _File(system, folder / name, leases, chunk_bytes=chunk_bytes) for name, leases in files
     ]
     if on_total is not None:
         on_total(sum(image.num_bytes for image in images))

@@ -89,11 +89,6 @@ def is_count(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
-def is_number(value: object) -> bool:
-    """Returns whether a value of JSON is a number."""
-    return type(value) in (int, float)
-
-
 def is_counts(values: object) -> bool:
     """Returns whether a value of JSON is a list of whole numbers from 0 on."""
     return isinstance(values, list) and all(map(is_count, values))
@@ -192,16 +187,6 @@ def _is_whole_module(node: Mapping[str, Any]) -> bool:
     return len(node["keys"]) == len(node["names"])
 
 
-def _is_whole_scaler(node: Mapping[str, object]) -> bool:
-    return not node["enabled"] or (
-        all(name in node and is_number(node[name]) for name in _SCALER)
-        and all(
-            name in node and (kind_of(node[name]) in (TENSOR, FLOAT, INT) or is_number(node[name]))
-            for name in _SCALER_TENSORS
-        )
-    )
-
-
 def _is_whole_optimizer(node: Mapping[str, Any]) -> bool:
     """Returns whether an optimizer has the states of its own parameters, and only those."""
     names = {name for group in node["parameters"] for name in group}
@@ -215,8 +200,6 @@ def _is_whole_optimizer(node: Mapping[str, Any]) -> bool:
     )
 
 
-_SCALER = ("growth_factor", "backoff_factor", "growth_interval")
-_SCALER_TENSORS = ("scale", "growth_tracker")
 _MAX_DEPTH = 900  # of JSON; a node takes one or two levels, and Python's stack ends before it
 # What the nodes of each kind have, at the least.
 _FIELDS: dict[str, dict[str, Any]] = {
@@ -240,7 +223,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "state": _is_object_of_objects,
     },
     ORDERED: {"items": [_is_pair]},
-    SCALER: {"enabled": object},
+    SCALER: {"state": is_plain_dict},
     SET: {"items": list},
     SIZE: {"items": list},
     STATEFUL: {"class": str, "state": object},
@@ -253,5 +236,4 @@ _WHOLE: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     **dict.fromkeys(ARRAYS, _has_own_bytes),
     MODULE: _is_whole_module,
     OPTIMIZER: _is_whole_optimizer,
-    SCALER: _is_whole_scaler,
 }

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any
-
-from torch import Tensor
 
 from residency._checkpoint._document._decode import Decoder, Fetch, Objects, decode
 from residency._checkpoint._document._nodes import MAPPING, MODULE, OPTIMIZER, SCALER, STATEFUL
@@ -46,23 +45,22 @@ def _optimizer(node: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
     return {"state": state, "param_groups": groups, **decoder.value(node["others"])}
 
 
-def _scaler(node: dict[str, object], decoder: Decoder) -> dict[str, object]:
-    if not node["enabled"]:
-        return {}
-    scale, tracker = (decoder.value(node[key]) for key in ("scale", "growth_tracker"))
-    return {
-        "scale": scale.item() if isinstance(scale, Tensor) else scale,
-        "growth_factor": node["growth_factor"],
-        "backoff_factor": node["backoff_factor"],
-        "growth_interval": node["growth_interval"],
-        "_growth_tracker": tracker.item() if isinstance(tracker, Tensor) else tracker,
-    }
+def scaler_state(found: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the state dict of a ``GradScaler``, of which a save has tensors."""
+    return {key: kind(found[key]) for key, kind in _SCALER.items()} if found else {}
 
 
+_SCALER: dict[str, Callable[[Any], float]] = {
+    "scale": float,
+    "growth_factor": float,
+    "backoff_factor": float,
+    "growth_interval": int,
+    "_growth_tracker": int,
+}
 _OBJECTS: Objects = {
     MAPPING: _mapping,
     MODULE: _module,
     OPTIMIZER: _optimizer,
-    SCALER: _scaler,
+    SCALER: lambda node, decoder: scaler_state(decoder.value(node["state"])),
     STATEFUL: lambda node, decoder: decoder.value(node["state"]),
 }

@@ -45,6 +45,7 @@ from residency._checkpoint._document._nodes import (
     kind_of,
     pairs_of,
 )
+from residency._checkpoint._document._state_dicts import scaler_state
 from residency._checkpoint._restore._arrays import fill_memory, is_array
 from residency._checkpoint._restore._modules import SavedModule, plan_module
 from residency._checkpoint._restore._optimizers import Thunk, plan_optimizer
@@ -185,22 +186,13 @@ class DocumentPlan:
     def _scaler(self, path: str, node: Any, scaler: torch.amp.GradScaler) -> Thunk:
         if not scaler.is_enabled():  # it keeps nothing, as in torch
             return lambda: scaler
-        if not node["enabled"]:
+        if not node["state"]:
             self._plan.differing.append(f"{path}: saved a disabled GradScaler, here an enabled one")
             return lambda: scaler
-        scale = self._plan.value(node["scale"], f"{path}.scale", float)
-        tracker = self._plan.value(node["growth_tracker"], f"{path}.growth_tracker", int)
+        state = self._plan.value(node["state"], path, scaler_state)
 
         def finish() -> torch.amp.GradScaler:
-            scaler.load_state_dict(
-                {
-                    "scale": float(scale()),
-                    "growth_factor": node["growth_factor"],
-                    "backoff_factor": node["backoff_factor"],
-                    "growth_interval": node["growth_interval"],
-                    "_growth_tracker": int(tracker()),
-                }
-            )
+            scaler.load_state_dict(scaler_state(state()))
             return scaler
 
         return finish

@@ -29,8 +29,7 @@ from residency._checkpoint._restore._groups import plan_group
 from residency._checkpoint._restore._own_loads import load_through
 from residency._checkpoint._restore._plain_optimizers import PlainReception, receive_plain
 from residency._checkpoint._restore._plan import Remedied, RestorePlan
-from residency._checkpoint._restore._unusable import unusable_is_damage
-from residency._checkpoint._restore._values import SavedValue
+from residency._checkpoint._restore._values import SavedValue, unusable_is_damage
 from residency._dtensor import moved
 from residency._transfer import Incoming, Reception, owner_of, replaced, state_stays
 

@@ -131,7 +131,7 @@ class RestorePlan:
     Attributes:
         tensors: What is stored, by name.
         checksums: Those of the files, where they are known.
-        staging_bytes: The ring's; what is compared of a save takes a quarter of it.
+        staging_bytes: The ring's; what is compared of a save takes as much.
         assignments: Tensors to fill.
         values: What is read anew: understood before any assignment is carried out.
         fresh: Host tensors that are made for values, by name.

@@ -13,7 +13,7 @@ from residency._checkpoint._restore._document import DocumentPlan
 from residency._checkpoint._restore._fill import fill, staging_bytes_of
 from residency._checkpoint._restore._overlaps import settle_overlaps
 from residency._checkpoint._restore._plan import Differences, RestorePlan
-from residency._checkpoint._restore._unusable import unusable_is_damage
+from residency._checkpoint._restore._values import unusable_is_damage
 from residency._checkpoint._sources._own import SavedForRank, saved_for_rank
 from residency._errors import RefusedError, warn
 

@@ -298,16 +298,6 @@ def _decode_ordered(reader: Decoder, node: Any) -> OrderedDict[Any, Any]:
     return found
 
 
-def _encode_counter(writer: Encoder, name: str, value: Counter[object]) -> Node:
-    return mapping_node(_nodes.COUNTER, writer.pairs(name, value))
-
-
-def _decode_counter(reader: Decoder, node: object) -> Counter[object]:
-    found: Counter[Any] = Counter()
-    found.update(dict(_pairs(reader, node)))
-    return found
-
-
 def _encode_default(writer: Encoder, name: str, value: defaultdict[object, object]) -> Node:
     factory = next((n for n, each in _FACTORIES.items() if each is value.default_factory), None)
     if factory is None:
@@ -424,7 +414,12 @@ _KINDS = (
     ),
     Kind(_nodes.DICT, dict, _encode_dict, lambda reader, node: dict(_pairs(reader, node))),
     Kind(_nodes.ORDERED, OrderedDict, _encode_ordered, _decode_ordered),
-    Kind(_nodes.COUNTER, Counter, _encode_counter, _decode_counter),
+    Kind(
+        _nodes.COUNTER,
+        Counter,
+        lambda writer, name, value: mapping_node(_nodes.COUNTER, writer.pairs(name, value)),
+        lambda reader, node: Counter(dict(_pairs(reader, node))),
+    ),
     Kind(_nodes.DEFAULTDICT, defaultdict, _encode_default, _decode_default),
 )
 _BY_TYPE: dict[type, Kind] = {kind.type: kind for kind in _KINDS if kind.type is not None}

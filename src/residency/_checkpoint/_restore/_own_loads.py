@@ -46,7 +46,7 @@ def load_through(optimizer: Optimizer, others: Mapping[str, object], *, is_plain
         for key, value in old.items():
             # A rate that a schedule or a graph holds.
             if isinstance(value, Tensor) and group.get(key) is not value:
-                set_value(group, key, group.get(key, value), there=value)
+                _keep(group, key, value)
 
 
 class _InPlace:
@@ -112,23 +112,13 @@ def _values_of(values: object) -> list[object]:
     return list(values.values()) if isinstance(values, dict) else []
 
 
-def set_value(group: dict[str, Any], key: str, value: Any, *, there: Tensor | None = None) -> None:
-    """Sets a value of a group; a rate that is a tensor here stays that tensor.
-
-    Args:
-        group: The group.
-        key: The value's.
-        value: What it is to be.
-        there: The tensor that is to stay, where the group has lost it.
-    """
-    before = group.get(key) if there is None else there
-    if isinstance(before, Tensor) and not isinstance(value, Tensor):
-        before.fill_(value)
-        group[key] = before
-    elif isinstance(before, Tensor) and before.shape == value.shape:
-        copy_across(before, value)
-        group[key] = before
-    elif isinstance(before, float) and isinstance(value, Tensor) and value.dim() == 0:
-        group[key] = value.item()
+def _keep(group: dict[str, Any], key: str, there: Tensor) -> None:
+    """Writes a value of a group into the tensor that was there, where it fits."""
+    found = group.get(key, there)
+    if not isinstance(found, Tensor):
+        there.fill_(found)
+    elif found.shape == there.shape:
+        copy_across(there, found)
     else:
-        group[key] = value
+        return
+    group[key] = there

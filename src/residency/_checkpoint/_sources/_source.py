@@ -63,11 +63,6 @@ class StoredTensor:
     tensor: torch.Tensor | None = None
     stride: tuple[int, ...] | None = None
 
-    @property
-    def is_shard(self) -> bool:
-        """Whether there is more of the tensor than this."""
-        return self.shape != self.whole_shape
-
 
 @dataclass(slots=True)
 class Source:

@@ -2,7 +2,7 @@
 them, or end the process in the midst of one.
 
 Every call goes through `System.perform`. A call that a signal interrupted is made again, so that
-no caller has to think of it.
+no caller has to think of it. A dry run puts its own in the place of this one (`_dry`).
 """
 
 from __future__ import annotations

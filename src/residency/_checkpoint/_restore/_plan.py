@@ -238,7 +238,6 @@ class RestorePlan:
         if not found:
             return found
         if strict:
-            self.clear()
             is_remedied = all(isinstance(line, Remedied) for line in found.differing)
             is_told = is_remedied and not (found.missing or found.unexpected)
             advice = "Do what each line says" if is_told else "Cast or rename what differs"

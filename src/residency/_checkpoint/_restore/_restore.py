@@ -68,15 +68,19 @@ def settled(plan: RestorePlan, what: str, *, strict: bool) -> Differences:
         RefusedError: There are differences, and ``strict`` is set.
         CorruptSaveError: A value makes no sense, or cannot be read.
     """
-    plan.differing += settle_overlaps(plan)
-    found = plan.check(what, strict=strict)
-    if plan.of_values:
-        fill(plan.of_values, checksums=plan.checksums, staging_bytes=plan.staging_bytes)
-    with torch.no_grad():
-        for each in plan.values:
-            each.understand(plan.fresh.__getitem__)
-        for check in plan.checks:
-            check()
+    try:
+        plan.differing += settle_overlaps(plan)
+        found = plan.check(what, strict=strict)
+        if plan.of_values:
+            fill(plan.of_values, checksums=plan.checksums, staging_bytes=plan.staging_bytes)
+        with torch.no_grad():
+            for each in plan.values:
+                each.understand(plan.fresh.__getitem__)
+            for check in plan.checks:
+                check()
+    except BaseException:
+        plan.clear()  # as in ``carry_out``
+        raise
     return found
 
 

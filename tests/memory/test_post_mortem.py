@@ -13,9 +13,9 @@ from notes import megabytes, note_of
 
 import residency
 from residency import _device
-from residency._memory import _post_mortem
+from residency._memory import _post_mortem, asked_bytes
 from residency._memory._post_mortem import explain
-from residency._units import MIB
+from residency._units import MIB, format_bytes
 
 pytestmark = [
     pytest.mark.device_memory(limit="64MiB"),
@@ -228,3 +228,9 @@ def test_the_command_line_shows_the_explanation(
     monkeypatch.setattr(_main._demo_verb, "run", run)
     assert _main.main(["demo"]) == 2
     assert "residency: the device's memory when this failed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["1.13", "2.30", "4.35"])  # times 100 a little less than whole
+def test_a_size_in_a_message_is_read_to_its_last_decimal(size: str) -> None:
+    num_bytes = asked_bytes(f"CUDA out of memory. Tried to allocate {size} GiB.")
+    assert format_bytes(num_bytes or 0) == f"{size} GiB"

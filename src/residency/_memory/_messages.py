@@ -39,6 +39,6 @@ def _size_in(message: str, pattern: re.Pattern[str]) -> int | None:
         return None
     unit = "B" if match[2] == "bytes" else match[2]
     try:
-        return parse_bytes(f"{int(float(match[1]) * 100)}{unit}") // 100
+        return parse_bytes(f"{round(float(match[1]) * 100)}{unit}") // 100
     except InvalidArgumentError:
         return None

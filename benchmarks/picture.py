@@ -25,9 +25,10 @@ from typing import Any
 import torch
 
 from residency._demo import CASES, Settings, _hand_off, run_case
-from residency._demo._two_processes import Process
+from residency._demo._child import Child
 from residency._units import MIB
 
+_HAND_OFF = "hand-off"
 _COLUMNS = 3
 _MOST_POINTS = 300  # of a curve: the picture is kept in the repository
 _SECONDS_BETWEEN = 0.001
@@ -74,33 +75,35 @@ def watched_processes(curve: Curve) -> Iterator[list[int]]:
     """
     blocks: list[int] = []
 
-    class Watched(Process):
-        def ask(self, order: str, **arguments: Any) -> dict[str, Any]:
-            blocks.extend(value for name, value in arguments.items() if name == "num_bytes")
-            return super().ask(order, **arguments)
+    def points() -> list[tuple[float, int]]:
+        return curve.curves[list(curve.curves)[-1]]
+
+    class Watched(Child):
+        def ask(self, **message: Any) -> dict[str, Any]:
+            if message["order"] == "allocate":
+                blocks.append(message["num_bytes"])
+            answer = super().ask(**message)
+            if message["order"] == "step":
+                points().append((len(points()) + 1, answer["reserved"]))
+            return answer
 
         def receive(self) -> dict[str, Any]:
             answer = super().receive()
-            # While it hands over, or in stock code after its step.
-            points = curve.curves[list(curve.curves)[-1]] if curve.curves else []
-            if "inside" in answer:
-                points[-1] = (len(points), answer["inside"]["reserved"])
-            elif "reserved" in answer:
-                points.append((len(points) + 1, answer["reserved"]))
+            if "inside" in answer:  # while it hands over, not after its step
+                points()[-1] = (len(points()), answer["inside"]["reserved"])
             return answer
 
-    original = _hand_off.Process
-    vars(_hand_off)["Process"] = Watched
+    vars(_hand_off)["Child"] = Watched
     try:
         yield blocks
     finally:
-        vars(_hand_off)["Process"] = original
+        vars(_hand_off)["Child"] = Child
 
 
 def sample(name: str) -> dict[str, Any]:
     """Runs one case; returns its limit, and the curves of stock code and of ours under it."""
     curve = Curve()
-    if name == _hand_off.NAME:
+    if name == _HAND_OFF:
         with watched_processes(curve) as blocks:
             report = run_case(name, Settings(), curve.show)
         limit = (report.stock.capacity_bytes or 0) - blocks[0]
@@ -135,7 +138,7 @@ def draw(path: Path, samples: dict[str, dict[str, Any]]) -> None:
     figure = Figure(figsize=(4 * _COLUMNS, 2.8 * num_rows + 0.6), layout="constrained")
     for index, (name, case) in enumerate(samples.items()):
         axes = figure.add_subplot(num_rows, _COLUMNS, index + 1)
-        is_of_steps = name == _hand_off.NAME
+        is_of_steps = name == _HAND_OFF
         axes.axhline(case["limit"] / MIB, color="black", linewidth=1, linestyle="--")
         for run, color in zip(case["runs"], (_STOCK, _OURS), strict=True):
             has_failed = run["outcome"] != "finished"

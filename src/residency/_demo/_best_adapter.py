@@ -9,267 +9,130 @@ in it; the stock reload does not. Real Transformers and PEFT run on all sides.
 
 from __future__ import annotations
 
-import tempfile
-import time
-import traceback
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from residency import _device
-from residency._demo._bench import Bench
 from residency._demo._corpus import read_corpus, training_batch
+from residency._demo._frame import CaseRun, FrameMaker, Words
 from residency._demo._identity import different_values
-from residency._demo._names import BEST_ADAPTER as NAME
-from residency._demo._progress import Show
-from residency._demo._report import LimitedRun, Promise, Report
-from residency._demo._settings import Settings
-from residency._demo._training import asked_bytes
-from residency._errors import RefusedError
+from residency._demo._model import as_samples, imported, make_model, make_trainer
+from residency._demo._report import Promise, Report
+from residency._demo._settings import ModelShape, Settings
 from residency._units import format_bytes
 
-SNIPPET = """\
+_RELOAD = "_load_best_model"
+WORDS = Words(
+    snippet="""\
 from residency.integrations.transformers import ResidencyCallback
-trainer = Trainer(..., callbacks=[ResidencyCallback()])"""
-
+trainer = Trainer(..., callbacks=[ResidencyCallback()])""",
+    fits="finishes where the stock reload does not",
+    fails_in=_RELOAD,
+    fails="runs out of memory in {phase}, after the last step",
+)
 _NUM_STEPS = 2
 _NUM_ROWS, _NUM_COLUMNS = 2, 16
-_VOCABULARY_SIZE, _HIDDEN_SIZE = 16_000, 960
-_LABELS = ("Trainer, no limit", "Trainer", "Trainer, ResidencyCallback")
-_RELOAD = "_load_best_model"
+_SHAPE = ModelShape(
+    num_layers=2,
+    hidden_size=960,
+    intermediate_size=240,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocabulary_size=16_000,
+)
+_EMBEDDING_BYTES = 4 * _SHAPE.vocabulary_size * _SHAPE.hidden_size
 
 
-@dataclass(kw_only=True)
-class _AdapterRun(LimitedRun):
-    """The figures of one run."""
+def run(make_frame: FrameMaker, settings: Settings) -> Report:
+    """Trains without a limit, stock under the capacity, and with the callback under it."""
+    frame = make_frame(WORDS, _NUM_STEPS)
+    sizes = {True: 0, False: 0}
+    for parameter in _make_model(settings.seed).parameters():
+        sizes[parameter.requires_grad] += parameter.nbytes
+    capacity_bytes = sizes[False] + 4 * sizes[True] + _EMBEDDING_BYTES * 7 // 8
+    train = partial(_train, seed=settings.seed)
+    reference = frame.run("Trainer, no limit", train)
+    frame.run("Trainer", train, capacity_bytes)
+    from residency.integrations.transformers import ResidencyCallback
 
-    adapter: dict[str, torch.Tensor] = field(default_factory=dict)
-    file: dict[str, torch.Tensor] = field(default_factory=dict)
-    reload_bytes: int | None = None
-
-
-@dataclass
-class _Sizes:
-    """The bytes of the model's parts."""
-
-    frozen: int
-    trained: int
-    embedding: int
-
-    @property
-    def capacity(self) -> int:
-        return self.frozen + 4 * self.trained + self.embedding * 7 // 8
-
-
-def run_best_adapter(bench: Bench, settings: Settings, show: Show) -> Report:
-    """Trains without a limit, stock under the capacity, and with the callback under it.
-
-    Raises:
-        RefusedError: Transformers or PEFT is not installed.
-    """
-    sizes = _measure(_make_model(settings))
-
-    def callback() -> object:
-        from residency.integrations.transformers import ResidencyCallback
-
-        return ResidencyCallback(bucket="1MiB")
-
-    def run(label: str, capacity_bytes: int | None, *callbacks: Any) -> _AdapterRun:
-        bench.limit(capacity_bytes)
-        show(label, "train", 1, _NUM_STEPS)
-        try:
-            done = _train(settings, callbacks)
-        finally:
-            bench.settle()
-        if done.phase is None:
-            show(label, "eval", _NUM_STEPS, _NUM_STEPS)
-        return done
-
-    reference = run(_LABELS[0], None)
-    stock = run(_LABELS[1], sizes.capacity)
-    ours = run(_LABELS[2], sizes.capacity, callback())
-    different = different_values(_computed(reference), _computed(ours))
-    return Report(
-        case=NAME,
-        device=bench.describe(),
-        facts={
+    guarded = partial(train, callbacks=(ResidencyCallback(bucket="1MiB"),))
+    ours = frame.run("Trainer, ResidencyCallback", guarded, capacity_bytes)
+    file_bytes = [value.nbytes for value in reference.found["file"].values()]
+    file, reload_bytes = ours.found.get("file", {}), ours.found.get("reload")
+    return frame.report(
+        reference,
+        f"{len(reference.computed['adapter'])} tensors of the adapter and all losses are equal bit "
+        "for bit",
+        {
             "model": "Qwen3 architecture, LoRA of rank 8 on attention and the embedding: frozen "
-            f"{format_bytes(sizes.frozen)}, trained {format_bytes(sizes.trained)}, adapter file "
-            f"{format_bytes(sum(value.nbytes for value in reference.file.values()))}",
+            f"{format_bytes(sizes[False])}, trained {format_bytes(sizes[True])}, adapter file "
+            f"{format_bytes(sum(file_bytes))}",
             "steps": f"{_NUM_STEPS} of {_NUM_ROWS} x {_NUM_COLUMNS} bytes of text, evaluated and "
             "saved after each, best one loaded at the end",
-            "capacity": f"frozen + 4 x trained + 7/8 embedding = {format_bytes(sizes.capacity)}",
+            "capacity": f"frozen + 4 x trained + 7/8 embedding = {format_bytes(capacity_bytes)}",
         },
-        rows=(
-            reference.row(NAME, _LABELS[0], None, None),
-            stock.row(NAME, _LABELS[1], sizes.capacity, None),
-            ours.row(NAME, _LABELS[2], sizes.capacity, not different),
-        ),
-        promises=_promises(reference, stock, ours, different),
-        snippet=SNIPPET,
-    )
-
-
-def _promises(
-    reference: _AdapterRun, stock: _AdapterRun, ours: _AdapterRun, different: list[str]
-) -> tuple[Promise, ...]:
-    largest = max(value.nbytes for value in reference.file.values())
-    same = f"{len(ours.adapter)} tensors of the adapter and all losses are equal bit for bit"
-    if different:
-        same = f"{len(different)} values differ, the first is {different[0]}"
-    is_file = bool(ours.file) and not different_values(ours.file, ours.adapter)
-    return (
-        Promise(
-            "finishes where the stock reload does not",
-            stock.phase == _RELOAD and ours.phase is None,
-            f"stock {_ending(stock)}; ours {_ending(ours)}",
-        ),
-        Promise("computes the same", not different, same),
         Promise(
             "the adapter in the model is the file's",
-            is_file,
-            f"{len(ours.file)} tensors of the best checkpoint compared",
+            bool(file) and not different_values(file, ours.computed["adapter"]),
+            f"{len(file)} tensors of the best checkpoint compared",
         ),
         Promise(
             "the reload takes no more device memory than the largest tensor",
-            ours.reload_bytes is not None and ours.reload_bytes <= largest,
-            f"{format_bytes(ours.reload_bytes or 0)} <= {format_bytes(largest)}; stock, without a "
-            f"limit, {format_bytes(reference.reload_bytes or 0)}",
+            reload_bytes is not None and reload_bytes <= max(file_bytes),
+            f"{format_bytes(reload_bytes or 0)} <= {format_bytes(max(file_bytes))}; stock, without "
+            f"a limit, {format_bytes(reference.found['reload'])}",
         ),
     )
 
 
-def _make_model(settings: Settings) -> Any:
-    try:
-        from peft import LoraConfig, get_peft_model
-        from transformers import Qwen3Config, Qwen3ForCausalLM
-    except ImportError as error:
-        raise RefusedError(
-            f"The case runs Transformers and PEFT, of which one cannot be imported ({error}). "
-            "Install them with: pip install 'residency[demo]'"
-        ) from error
-    config = Qwen3Config(
-        vocab_size=_VOCABULARY_SIZE,
-        hidden_size=_HIDDEN_SIZE,
-        intermediate_size=_HIDDEN_SIZE // 4,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        tie_word_embeddings=False,
-        attn_implementation="eager",  # pyright: ignore[reportCallIssue]  # any configuration takes it
+def _make_model(seed: int) -> Any:
+    peft = imported("peft")
+    lora = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj", "embed_tokens"])
+    return peft.get_peft_model(make_model(_SHAPE, seed=seed), lora)
+
+
+def _train(run: CaseRun, seed: int, callbacks: tuple[object, ...] = ()) -> None:
+    corpus = read_corpus()
+
+    def texts(step: int) -> list[dict[str, Any]]:
+        rows = training_batch(corpus, seed=seed, step=step, rows=4, columns=_NUM_COLUMNS)
+        return as_samples(rows)
+
+    trainer = make_trainer(
+        run,
+        _make_model(seed),
+        settings={
+            "max_steps": _NUM_STEPS,
+            "learning_rate": 1e-3,
+            "per_device_train_batch_size": _NUM_ROWS,
+            "per_device_eval_batch_size": _NUM_ROWS,
+            "logging_steps": 1,
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+            "save_steps": 1,
+            "save_only_model": True,
+            "load_best_model_at_end": True,
+            "prediction_loss_only": True,
+            "seed": seed,
+        },
+        train_dataset=texts(1),
+        eval_dataset=texts(2),
+        callbacks=list(callbacks),
     )
-    torch.manual_seed(settings.seed)
-    lora = LoraConfig(r=8, target_modules=["q_proj", "v_proj", "embed_tokens"])
-    return get_peft_model(Qwen3ForCausalLM(config), lora)
-
-
-def _measure(model: torch.nn.Module) -> _Sizes:
-    sizes = {True: 0, False: 0}
-    for parameter in model.parameters():
-        sizes[parameter.requires_grad] += parameter.nbytes
-    return _Sizes(sizes[False], sizes[True], 4 * _VOCABULARY_SIZE * _HIDDEN_SIZE)
-
-
-def _train(settings: Settings, callbacks: tuple[Any, ...]) -> _AdapterRun:
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    run, started = _AdapterRun(), time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = transformers.Trainer(
-            model=_make_model(settings),
-            args=_arguments(folder, settings),
-            # Transformers takes any sequence.
-            train_dataset=_texts(settings, 1),  # pyright: ignore[reportArgumentType]
-            eval_dataset=_texts(settings, 2),  # pyright: ignore[reportArgumentType]
-            callbacks=list(callbacks),
-        )
-        trainer.remove_callback(transformers.PrinterCallback)
-        _watch_reload(trainer, run)
-        _device.reset_peak()
-        try:
-            trainer.train()
-        except torch.OutOfMemoryError as error:
-            frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-            run.phase = _RELOAD if _RELOAD in frames else "training"
-            run.step = _NUM_STEPS
-            run.asked_bytes = asked_bytes(str(error))
-            error.__traceback__ = None  # its frames hold the model
-        run.peak_bytes = max(run.peak_bytes, _device.max_memory_allocated())
-        run.losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        if run.phase is None:
-            run.file, run.adapter = _read_both(trainer)
-    run.seconds = time.perf_counter() - started
-    return run
-
-
-def _watch_reload(trainer: object, run: _AdapterRun) -> None:
-    """Notes the device bytes that the reload takes beside what there is."""
     stock: Callable[[], None] = getattr(trainer, _RELOAD)
 
     def reload() -> None:
-        run.peak_bytes = _device.max_memory_allocated()
-        _device.reset_peak()
-        before = _device.memory_allocated()
-        stock()
-        run.reload_bytes = _device.max_memory_allocated() - before
+        run.enter(_RELOAD, _NUM_STEPS)
+        run.losses += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        run.found["reload"] = run.growth_of(stock)
 
     setattr(trainer, _RELOAD, reload)
-
-
-def _arguments(folder: str, settings: Settings) -> Any:
-    from transformers import TrainingArguments
-
-    return TrainingArguments(
-        output_dir=folder,
-        max_steps=_NUM_STEPS,
-        learning_rate=1e-3,
-        per_device_train_batch_size=_NUM_ROWS,
-        per_device_eval_batch_size=_NUM_ROWS,
-        logging_steps=1,
-        eval_strategy="steps",
-        eval_steps=1,
-        save_steps=1,
-        save_only_model=True,
-        load_best_model_at_end=True,
-        prediction_loss_only=True,
-        report_to="none",
-        disable_tqdm=True,
-        seed=settings.seed,
-        dataloader_pin_memory=False,
+    run.enter("train", 1)
+    trainer.train()
+    file = imported("safetensors.torch").load_file(
+        Path(trainer.state.best_model_checkpoint, "adapter_model.safetensors")
     )
-
-
-def _texts(settings: Settings, step: int) -> list[dict[str, torch.Tensor]]:
-    rows = training_batch(
-        read_corpus(), seed=settings.seed, step=step, rows=4, columns=_NUM_COLUMNS
-    )
-    return [{"input_ids": row, "labels": row} for row in rows]
-
-
-def _read_both(trainer: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Returns the adapter in the best checkpoint's file, and that in the model."""
-    from peft import get_peft_model_state_dict
-    from safetensors.torch import load_file
-
-    best = Path(trainer.state.best_model_checkpoint)
-    file: dict[str, torch.Tensor] = load_file(best / "adapter_model.safetensors")
-    state = get_peft_model_state_dict(trainer.model)
-    return file, {name: state[name].detach().cpu() for name in file}
-
-
-def _computed(run: _AdapterRun) -> dict[str, object]:
-    return {"losses": run.losses, "adapter": run.adapter}
-
-
-def _ending(run: _AdapterRun) -> str:
-    if run.phase is None:
-        return "finishes"
-    return f"runs out of memory in {run.phase}, after the last step"
+    state = imported("peft").get_peft_model_state_dict(trainer.model)
+    adapter = {name: state[name].detach().cpu() for name in file}
+    run.found["file"], run.computed = file, {"losses": run.losses, "adapter": adapter}

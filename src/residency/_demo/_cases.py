@@ -9,16 +9,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from residency._demo._names import (
-    ASYNC_SAVE,
-    BEST_ADAPTER,
-    EVALUATION,
-    HAND_OFF,
-    OPTIMIZER_STEP,
-    RESUME,
-)
 from residency._demo._progress import Show
 from residency._demo._report import Report
 from residency._demo._settings import Settings
@@ -36,52 +29,43 @@ class Case:
         summary: What stock code does, and what is different here, in two sentences.
         face: As which device the simulated accelerator has to appear: CUDA for frameworks, which
             look for no other.
-        run: Where the function is that runs it on a bench, and tells its last argument how far it
-            is.
     """
 
     summary: str
-    run: str
     face: Face = "sim"
 
 
 CASES: dict[str, Case] = {
-    RESUME: Case(
+    "resume": Case(
         "A run is resumed from a torch.distributed.checkpoint. Stock code needs the parameters, "
         "the optimizer's state and a copy of it on the device; with residency the state goes to "
         "the host as it is read.",
-        "_resume.run_resume",
     ),
-    ASYNC_SAVE: Case(
+    "async-save": Case(
         "Lightning saves after each step, in the background, to a slow disk. Its AsyncCheckpointIO "
         "clones the checkpoint on the device for each save that waits; ours copies to the host.",
-        "_async_save.run_async_save",
         face="cuda",
     ),
-    OPTIMIZER_STEP: Case(
+    "optimizer-step": Case(
         "A model trains with AdamW, whose state takes twice the bytes of the parameters. With "
         "residency it stays on the host, and each step moves it through the device in buckets.",
-        "_optimizer_step.run_optimizer_step",
     ),
-    BEST_ADAPTER: Case(
+    "best-adapter": Case(
         "Transformers reloads the best PEFT adapter after the last step. Stock code reads the file "
         "onto the device, beside the adapter that is there; with residency it is read to the host, "
         "and copied in place.",
-        "_best_adapter.run_best_adapter",
         face="cuda",
     ),
-    EVALUATION: Case(
+    "evaluation": Case(
         "Transformers evaluates, and the metrics want the logits. The stock loop keeps those of "
         "all batches on the device; with residency a batch's go to the host while the next one is "
         "computed.",
-        "_evaluation.run_evaluation",
         face="cuda",
     ),
-    HAND_OFF: Case(
+    "hand-off": Case(
         "A trainer and an inference engine, two processes, share one device. The trainer's cache "
         "grows until the engine has no room; with residency it gives back what the engine needs, "
         "and only then.",
-        "_hand_off.run_hand_off",
     ),
 }
 
@@ -109,15 +93,16 @@ def run_case(
     if is_real:
         wait()
     with open_bench(CASES[name].face, show) as bench:
-        run = _imported(CASES[name].run)
+        run = _imported(f"_{name.replace('-', '_')}.run")
+        make_frame = partial(_imported("_frame.Frame"), name, bench, show)
         if not is_real:
             wait()
-        report: Report = run(bench, settings, show)
+        report: Report = run(make_frame, settings)
     return report
 
 
 def _imported(where: str) -> Any:
-    """Returns what a module of this package has, such as ``_resume.run_resume``."""
+    """Returns what a module of this package has, such as ``_resume.run``."""
     module, _, name = where.partition(".")
     package = __name__.rpartition(".")[0]
     return getattr(importlib.import_module(f"{package}.{module}"), name)

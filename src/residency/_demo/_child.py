@@ -45,6 +45,11 @@ class Child:
         self._process.stdin.write(json.dumps(message) + "\n")
         self._process.stdin.flush()
 
+    def ask(self, **message: object) -> dict[str, Any]:
+        """Sends a message, and waits for the next one."""
+        self.send(**message)
+        return self.receive()
+
     def receive(self) -> dict[str, Any]:
         """Waits for the next message.
 
@@ -70,7 +75,7 @@ class Child:
         )
 
     def end(self) -> None:
-        """Lets it end, and waits for that."""
+        """Lets it end, and waits for that; a second time does nothing."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()

@@ -7,17 +7,10 @@ from typing import Any
 
 import torch
 
-from residency._demo._training import TrainingOutcome
 
-
-def count_values(outcome: TrainingOutcome) -> int:
-    """Returns how many values a comparison with this outcome looks at."""
-    return len(list(_leaves("", _tree(outcome))))
-
-
-def differences(one: TrainingOutcome, other: TrainingOutcome) -> list[str]:
-    """Returns the names of the values in which two outcomes differ; empty when identical."""
-    return different_values(_tree(one), _tree(other))
+def count_values(tree: object) -> int:
+    """Returns how many values a comparison with this tree looks at."""
+    return len(list(_leaves("", tree)))
 
 
 def different_values(one: object, other: object) -> list[str]:
@@ -29,15 +22,6 @@ def different_values(one: object, other: object) -> list[str]:
         for name in names
         if name not in left or name not in right or not _is_same(left[name], right[name])
     ]
-
-
-def _tree(outcome: TrainingOutcome) -> dict[str, object]:
-    return {
-        "parameters": outcome.parameters,
-        "optimizer": outcome.state_dict,
-        "losses": outcome.losses,
-        "heldout_loss": outcome.heldout_loss,
-    }
 
 
 def _leaves(name: str, tree: object) -> Iterator[tuple[str, object]]:

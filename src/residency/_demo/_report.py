@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Outcome = Literal["finished", "out of memory"]
@@ -46,47 +46,6 @@ class CaseRow:
     heldout_loss: float | None
     identical: bool | None
     seconds: float
-
-
-@dataclass(kw_only=True)
-class LimitedRun:
-    """A run of a case, as far as every case's table shows it.
-
-    Attributes:
-        losses: Training loss of every step that gave one.
-        peak_bytes: The most device bytes allocated at once.
-        phase: What ran out of memory, or None.
-        step: The step that it was in, or None.
-        asked_bytes: What the failing request asked for, or None when the error does not say.
-        seconds: Wall time.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    peak_bytes: int = 0
-    phase: str | None = None
-    step: int | None = None
-    asked_bytes: int | None = None
-    seconds: float = 0.0
-
-    def row(
-        self, case: str, setting: str, capacity_bytes: int | None, identical: bool | None
-    ) -> CaseRow:
-        """Returns the run's row in the table of its case."""
-        return CaseRow(
-            case=case,
-            setting=setting,
-            capacity_bytes=capacity_bytes,
-            peak_bytes=self.peak_bytes,
-            outcome="finished" if self.phase is None else "out of memory",
-            phase=self.phase,
-            step=self.step,
-            asked_bytes=self.asked_bytes,
-            first_loss=self.losses[0] if self.losses else None,
-            last_loss=self.losses[-1] if self.losses else None,
-            heldout_loss=None,
-            identical=identical,
-            seconds=self.seconds,
-        )
 
 
 @dataclass(frozen=True)

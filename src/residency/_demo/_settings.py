@@ -20,6 +20,16 @@ class ModelShape:
     num_attention_heads: int = 6
     num_key_value_heads: int = 3
     head_dim: int = 64
+    vocabulary_size: int = 256  # one token per byte value
+
+
+MIDDLING = ModelShape(
+    num_layers=6,
+    hidden_size=256,
+    intermediate_size=768,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ def main(names: Sequence[str]) -> int:
 def _commands(part: str) -> Iterable[Sequence[str]]:
     """Yields what a part runs, as arguments of Python."""
     if part == "probe":
-        yield ("-m", "residency.testing.probe", *["--small"] * _IS_SIMULATED)
+        yield ("-m", "benchmarks.probe", *["--small"] * _IS_SIMULATED)
     elif part == "benchmarks":
         yield from (("-m", f"benchmarks.bench_{name}") for name in _BENCHMARKS)
         yield _SAVE

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import residency
-from residency.testing.probe.__main__ import PROBES, main
 
 pytestmark = pytest.mark.sim
-SOURCE = Path(residency.__file__).parents[1]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def probe(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The command."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.probe.__main__")
 
 
 def lines_of(printed: str, verdict: str) -> list[str]:
@@ -22,22 +30,23 @@ def lines_of(printed: str, verdict: str) -> list[str]:
 
 
 @pytest.mark.whole
-def test_every_probe_passes_on_the_simulator_in_cudas_place(tmp_path: Path) -> None:
+def test_every_probe_passes_on_the_simulator_in_cudas_place(probe: Any, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "residency.testing.probe", "--small", "--simulated"],
+        [sys.executable, "-m", "benchmarks.probe", "--small", "--simulated"],
         capture_output=True,
         text=True,
         check=False,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
     )
     assert (done.returncode, lines_of(done.stdout, "FAIL")) == (0, []), done.stdout + done.stderr
-    assert len(lines_of(done.stdout, "PASS")) > len(PROBES)
-    assert [line.split()[2] for line in lines_of(done.stdout, "INFO  --")] == list(PROBES)
+    assert len(lines_of(done.stdout, "PASS")) > len(probe.PROBES)
+    assert [line.split()[2] for line in lines_of(done.stdout, "INFO  --")] == list(probe.PROBES)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_probe_that_finds_otherwise_says_fail_and_the_others_go_on(
+    probe: Any,
     tested_device: torch.device,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -47,7 +56,7 @@ def test_a_probe_that_finds_otherwise_says_fail_and_the_others_go_on(
         raise OSError(14, "Bad address")  # what a driver's own mapping may answer
 
     monkeypatch.setattr(os, "pwritev", refuse)
-    assert main(["pinned_memory", "threads", "--small", "--folder", str(tmp_path)]) == 1
+    assert probe.main(["pinned_memory", "threads", "--small", "--folder", str(tmp_path)]) == 1
     printed = capsys.readouterr().out
     (line,) = lines_of(printed, "FAIL")
     assert "O_DIRECT writes from a slab" in line
@@ -57,6 +66,7 @@ def test_a_probe_that_finds_otherwise_says_fail_and_the_others_go_on(
 
 
 def test_a_probe_that_raises_says_fail_and_the_others_go_on(
+    probe: Any,
     tested_device: torch.device,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -66,7 +76,7 @@ def test_a_probe_that_raises_says_fail_and_the_others_go_on(
         raise RuntimeError("an illegal memory access\nwith more to say")
 
     monkeypatch.setattr(residency, "snapshot", fail)
-    assert main(["snapshots", "threads", "--small", "--folder", str(tmp_path)]) == 1
+    assert probe.main(["snapshots", "threads", "--small", "--folder", str(tmp_path)]) == 1
     printed = capsys.readouterr()
     (line,) = lines_of(printed.out, "FAIL")
     assert line.endswith("raised RuntimeError: an illegal memory access")
@@ -74,15 +84,29 @@ def test_a_probe_that_raises_says_fail_and_the_others_go_on(
     assert "keep their streams" in lines_of(printed.out, "PASS")[-1]
 
 
-def test_a_probe_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_probe_that_does_not_exist_is_named(
+    probe: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["no_such_probe"])
+        probe.main(["no_such_probe"])
     assert "there is no no_such_probe" in capsys.readouterr().err
 
 
 def test_a_machine_without_an_accelerator_is_told_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    probe: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("residency._device.accelerator", lambda: None)
-    assert main(["threads"]) == 2
+    assert probe.main(["threads"]) == 2
     assert "--simulated" in capsys.readouterr().err
+
+
+def test_the_door_that_an_installation_has_says_where_the_probes_are() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "residency.testing.probe"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )
+    assert done.returncode == 1
+    assert "python -m benchmarks.probe" in done.stderr

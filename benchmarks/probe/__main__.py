@@ -1,4 +1,4 @@
-"""The command: ``python -m residency.testing.probe [--small] [--simulated] [name ...]``."""
+"""The command: ``python -m benchmarks.probe [--small] [--simulated] [name ...]``."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from benchmarks.probe import machine, same_bits, training
+from benchmarks.probe.probed import ProbedDevice
 from residency import _device
-from residency.testing._settings import simulated_device_type
-from residency.testing.probe import _machine, _same_bits, _training
-from residency.testing.probe._bench import ProbedDevice
+from residency.testing import simulated_device_type
 
 _EXIT_FAILED, _EXIT_NOTHING = 1, 2
 PROBES: MappingProxyType[str, Callable[[ProbedDevice], None]] = MappingProxyType(
     {
-        "machine": _machine.machine,
-        "starts_nothing": _machine.starts_nothing,
-        "pinned_memory": _machine.pinned_memory,
-        "link": _machine.link,
-        "threads": _machine.threads,
-        "steps": _same_bits.steps,
-        "scaled_steps": _same_bits.scaled_steps,
-        "snapshots": _training.snapshots,
-        "checkpoints": _training.checkpoints,
-        "figures": _training.figures,
-        "hand_offs": _training.hand_offs,
-        "captured_steps": _training.captured_steps,
+        "machine": machine.machine,
+        "starts_nothing": machine.starts_nothing,
+        "pinned_memory": machine.pinned_memory,
+        "link": machine.link,
+        "threads": machine.threads,
+        "steps": same_bits.steps,
+        "scaled_steps": same_bits.scaled_steps,
+        "snapshots": training.snapshots,
+        "checkpoints": training.checkpoints,
+        "figures": training.figures,
+        "hand_offs": training.hand_offs,
+        "captured_steps": training.captured_steps,
     }
 )
 
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m residency.testing.probe",
+        prog="python -m benchmarks.probe",
         description="Asks this machine what the library relies on: lines of PASS, FAIL and INFO.",
         epilog="Exit status 0 when no line says FAIL, 1 when one does, 2 without an accelerator.",
     )

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn, optim
 
 import residency
+from benchmarks.probe.probed import ProbedDevice
 from residency._units import MIB
-from residency.testing.probe._bench import ProbedDevice
 
 _SHAPES = ((33,), (), (128, 40), (7, 5, 3), (1000,))
 _CASES: tuple[tuple[type[optim.Optimizer], dict[str, Any]], ...] = (

@@ -1,5 +1,4 @@
-"""What the library relies on, asked of this machine in one run: ``python -m
-residency.testing.probe``.
+"""What the library relies on, asked of this machine in one run: ``python -m benchmarks.probe``.
 
 Each probe asks one thing that no document settles (does the driver write to disk from page-locked
 memory, has a streamed step the bits of the plain one) and answers in lines that begin with PASS,

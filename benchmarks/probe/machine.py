@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from benchmarks.probe.probed import ProbedDevice, milliseconds
 from residency import _device, _pinned
 from residency._transfer import (
     CopyRun,
@@ -23,7 +24,6 @@ from residency._transfer import (
     on_lane,
 )
 from residency._units import MIB, format_bytes
-from residency.testing.probe._bench import ProbedDevice, milliseconds
 
 _NUM_MARKS = 2000
 _ASKING = """

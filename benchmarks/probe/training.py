@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import residency
+from benchmarks.probe.probed import ProbedDevice, milliseconds
 from residency import _device
 from residency._errors import SimulatorError
 from residency._transfer import gate_of
 from residency._units import MIB, format_bytes
-from residency.testing.probe._bench import ProbedDevice, milliseconds
 
 _NUM_STEPS = 5
 _NUM_SAVES = 3

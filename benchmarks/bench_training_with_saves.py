@@ -1,7 +1,7 @@
 """Times the step after a save beside a step alone, in a loop that reads a number in each pass.
 
-A decoder of Qwen3-0.6B's shape (28 layers of width 1,024, 151,936 words, 0.6e9 parameters in fp32
-with AdamW: 6.66 GiB) reads one number of its input, as Transformers does to make its mask. With the
+A decoder like Qwen3-0.6B's (28 layers of width 1,024, 151,936 words, 0.54e9 parameters in fp32 with
+AdamW: 6.01 GiB) reads one number of its input, as Transformers does to make its mask. With the
 copies of a save as they are queued today, and in turn (``RESIDENCY_COPIES_IN_TURN``). On a card the
 host's clock counts, and a file is written; else the simulated clock of a dry run, for links that
 serve in order of issue and for those that serve what is ready, and a snapshot is taken.

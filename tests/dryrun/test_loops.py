@@ -29,7 +29,7 @@ def around() -> Around:
     return Around()
 
 
-def test_a_map_that_is_handed_on_is_a_loop_of_the_one_that_asks(around: Around) -> None:
+def test_a_map_passed_to_another_function_is_a_loop_of_that_function(around: Around) -> None:
     batches = around.mapped()
 
     def take_first() -> int:
@@ -49,7 +49,7 @@ def test_a_map_that_is_handed_on_is_a_loop_of_the_one_that_asks(around: Around) 
     assert around.loops.around() == []
 
 
-def test_a_map_that_is_handed_on_ends_where_it_is_asked(around: Around) -> None:
+def test_a_map_passed_to_another_function_ends_in_that_function(around: Around) -> None:
     batches = around.mapped()
 
     def take(number: int) -> list[int]:

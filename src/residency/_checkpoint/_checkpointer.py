@@ -73,8 +73,9 @@ class Checkpointer:
         spare: Host bytes that the steps of an offloaded optimizer may take while a save still reads
             its state; a step that needs more waits for the disk. None is two buckets; ``"all"`` a
             full second set, with which no step ever waits.
-        timeout_seconds: How long a rank waits for others to make theirs, to restore, to write their
-            share. One that failed, and may try again, is waited for a tenth of that, at most 10 s.
+        timeout_seconds: How long a rank waits for the others to make their checkpointers, to
+            restore and to write their shares. A rank that has reported a failure but may retry is
+            given a tenth of this, at most 10 s.
 
     Raises:
         InvalidArgumentError: An argument is invalid.

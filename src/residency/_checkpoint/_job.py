@@ -213,8 +213,8 @@ class Job:
             is_elsewhere = note.of_rank is not None or note.is_empty_shard
             if note.of not in stored and not is_elsewhere:
                 raise CheckpointError(
-                    f"the save of step {self.save.step} names {name} and has no bytes of it. It "
-                    "was not written; the saves before are as they were."
+                    f"the save of step {self.save.step} lists {name!r} but holds no data for it. "
+                    "It was not written; earlier saves are unchanged."
                 )
 
 

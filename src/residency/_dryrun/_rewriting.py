@@ -1,9 +1,9 @@
 """Rewrites the loops of a script as Python loads it, so that each can be ended (``_loops``).
 
 ``for x in items`` goes over ``each(items)``; ``while test`` becomes ``while goes_on() and test``,
-in a context that says when it is over. An endless one that a ``return`` alone leaves returns that
-once it is ended. Lines stay as they are. What comes from no file has its own room (``_texts``).
-An ``except`` says first what it has caught (``_caught``).
+in a context that says when it is over. A ``while True:`` loop that only a ``return`` can leave
+executes that ``return`` when it is ended. Lines stay as they are. What comes from no file has its
+own room (``_texts``). An ``except`` says first what it has caught (``_caught``).
 
 Of libraries, modules that train are rewritten, too (``_trains``), but for those of torch and of
 frameworks whose trainers are asked to stop. What cannot be rewritten stays as it is.

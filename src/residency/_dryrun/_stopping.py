@@ -202,8 +202,8 @@ class Stopping:
         """Begins the next training with its first backward pass, and takes one for a step where a
         script has made many, and no optimizer.
 
-        Some make passes before their optimizer, to draw a start from gradients: what was ended
-        begins anew with the first step of one.
+        Some scripts run backward passes before they make their optimizer (gradient-based
+        initialisation). Training restarts at that optimizer's first step.
         """
         if self.is_past or len(self._made_since):
             self._begin_training()

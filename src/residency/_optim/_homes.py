@@ -298,8 +298,8 @@ class Homes:
         return home
 
     def _make_callers(self, view: Tensor) -> None:
-        """Gives the home of the library's own that a view is of a tensor over the view's storage,
-        so that a copy of both, or a file, has them in one storage.
+        """Re-creates the tensor shown for a home on the storage of the caller's view of it, so that
+        copying or pickling both keeps them tied.
         """
         for home in list(self._by_address.values()):
             storage = view.untyped_storage()

@@ -86,12 +86,13 @@ class OffloadedOptimizer(Optimizer):
                 its parts share, or to make a state of what is something else, too, such as a
                 gradient. Some parameters have been stepped.
 
-        Whatever exception ends a step midway, each parameter is stepped, wholly and with its state,
-        or as it was; one that is stepped in cuts may be so up to an element. Only those that the
-        optimizer's own code was changing when it failed may be in between, and their streamed state
-        is as it was. A note on the exception counts them; ``error.stepped_parameters`` and
-        ``error.parameters_in_part`` list them. Stepping again steps all that have a gradient: with
-        ``grad = None`` for those that were stepped, it is the rest of the same step, bit for bit.
+        Whatever exception ends a step midway, each parameter is either fully updated, with its
+        state, or unchanged; one processed in cuts may be updated up to some element. Only the
+        parameters that the optimizer's own code was changing when it failed may be in between, and
+        their streamed state is unchanged. A note on the exception counts both kinds;
+        ``error.stepped_parameters`` and ``error.parameters_in_part`` list them. Another call steps
+        every parameter with a gradient: after ``grad = None`` for the parameters that were stepped,
+        it does the rest of the same step, bit for bit.
         """
         offload = offload_of(self)
         try:

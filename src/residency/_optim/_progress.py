@@ -1,9 +1,9 @@
 """How far a step came that an exception ended, and the note that says so.
 
-A parameter is stepped, wholly and with its state; or it is as it was; or, where it is stepped in
-cuts, so many of its first elements are stepped. Only where the optimizer's own code failed in the
-middle, as an operation without room does, may the parameters of that one part be in between. It is
-for the note alone: a retry has the next batch's gradients, and would step the rest only.
+A parameter is fully updated, with its state, or unchanged, or, if it is processed in cuts, updated
+up to some element. Only if the optimizer's own code failed in the middle, for want of memory for
+example, may the parameters of that one part be in between. The count is for the note alone: a retry
+has the next batch's gradients, and would step the rest only.
 """
 
 from __future__ import annotations

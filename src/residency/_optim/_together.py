@@ -53,7 +53,7 @@ def moved_together(
 
 
 def stay_together(values: Mapping[tuple[Tensor, Any], Tensor], resident: Residents) -> bool:
-    """Makes the parameters stream whose state shares bytes with one that does.
+    """Streams all parameters that share state if one of them is streamed.
 
     Args:
         values: What steps need on the device, by parameter and key.

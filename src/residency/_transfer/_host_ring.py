@@ -1,11 +1,11 @@
 """Carries device tensors to pageable host memory through a small ring of page-locked memory.
 
 The d2h lane fills the ring's slots while the device computes on; the host copies a full slot to
-where its bytes stay. Nothing waits before a tensor is asked for, so who asks a batch later hardly
-waits. Invariant, which ``tests/transfer/test_host_ring.py`` tries to break: the host reads a slot
-only when the copies into it are over, and the lane fills it anew only when the host has read it.
-``test_bytes_are_read_when_they_are_there`` and ``test_a_slot_is_filled_anew_when_it_was_read`` try
-to break it.
+where its bytes stay. Nothing blocks until a tensor is requested, so a caller who asks one batch
+later barely waits. Invariant, which ``tests/transfer/test_host_ring.py`` tries to break: the host
+reads a slot only when the copies into it are over, and the lane fills it anew only when the host
+has read it. ``test_bytes_are_read_when_they_are_there`` and
+``test_a_slot_is_filled_anew_when_it_was_read`` try to break it.
 
 [Note: whose bytes] A tensor that no other code can write is copied from where it is. Where another
 tensor has the same storage, as a batch's labels have, or where its storage has more than its bytes,

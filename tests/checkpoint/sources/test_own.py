@@ -90,15 +90,15 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a view beyond": (
         {"v": {"dtype": "float32", "shape": [4], "stride": [1], "of": "w", "start": 4}},
-        "'v' what makes no sense",
+        "'v' is inconsistent",
     ),
     "a view before": (
         {"v": {"dtype": "float32", "shape": [1], "stride": [1], "of": "w", "start": -4}},
-        "'v' what makes no sense",
+        "'v' is inconsistent",
     ),
-    "no such dtype": ({"w": {"dtype": "float31", "shape": [4]}}, "'w' what makes no sense"),
+    "no such dtype": ({"w": {"dtype": "float31", "shape": [4]}}, "'w' is inconsistent"),
     "no bytes at all": ({"x": {"dtype": "float32", "shape": [4]}}, "no bytes for 'x'"),
-    "a shape of text": ({"w": {"dtype": "float32", "shape": "four"}}, "'w' what makes no sense"),
+    "a shape of text": ({"w": {"dtype": "float32", "shape": "four"}}, "'w' is inconsistent"),
 }
 
 

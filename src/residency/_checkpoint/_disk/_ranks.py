@@ -8,10 +8,10 @@ other's name then, so both are alive, and what an earlier attempt left has no pa
 that fails says so in its directory's name, which rank 0, or each rank that rank 0 took, obeys at
 once.
 
-[Note: a failure in doubt] A rank that finds the failure of another, and no sign that it concerns
-its own attempt, cannot know whether the other one failed in this call or in one that this rank left
-out. It lets some time go by before it goes with a later attempt of the other. If the other makes
-none, or this rank itself is asked for the step again, the failure was of this attempt.
+[Note: a failure in doubt] A rank that sees another rank's failure mark, and no sign that it belongs
+to its own attempt, cannot tell whether the other rank failed in this save or in an earlier one that
+this rank skipped. It lets some time go by before it joins a later attempt of the other rank. If the
+other makes none, or this rank itself is asked for the step again, the mark belonged to this save.
 """
 
 from __future__ import annotations

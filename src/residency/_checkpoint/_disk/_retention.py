@@ -15,7 +15,8 @@ class Retention:
     Attributes:
         newest: How many of the newest stay; None for all, or, with ``best``, for one.
         best: How many stay for their metric, besides.
-        metric: The metric's name. A save without it, or with NaN, is none of the best.
+        metric: The metric's name. A save that lacks it, or has NaN, never counts as one of the
+            best.
         greatest: Whether a greater metric is a better one.
     """
 

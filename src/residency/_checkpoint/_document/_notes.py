@@ -106,7 +106,7 @@ def read_note(name: str, note: object) -> TensorNote:
 def senseless(name: str, note: object) -> CorruptSaveError:
     """Returns the error for a note that makes no sense, by itself or beside its file."""
     return CorruptSaveError(
-        f"the document says of {name!r} what makes no sense: {reprlib.repr(note)}.", tensor=name
+        f"the document's entry for {name!r} is inconsistent: {reprlib.repr(note)}.", tensor=name
     )
 
 

@@ -184,7 +184,7 @@ def twice(kind: str, folder: Path) -> dict[str, Any]:
         ends.append(run.picture())
     parameters = [{n: p[n] for n, _ in whole.engine.model.named_parameters()} for p in ends]
     differ["parameters three steps after a resume"] = differing(*parameters)
-    differ["what the next save holds"] = differing(ends[1], ends[0])
+    differ["moments in the next save"] = differing(ends[1], ends[0])
     resumed.save(again)
     resumed = XtunerRun(kind, scheduled=False)
     resumed.load(again)

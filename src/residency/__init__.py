@@ -1,7 +1,6 @@
-"""Keeps a PyTorch training run inside its memory at every transition, without changing what it
-computes.
+"""Keeps a PyTorch training run inside its memory at every transition; never changes a result.
 
-The public door. What it offers is imported when it is first asked for: importing this package
+The public door. Each name is imported when it is first asked for: importing this package
 imports no torch, compiles nothing and registers no device.
 """
 

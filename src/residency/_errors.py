@@ -79,7 +79,7 @@ class HandOffError(ResidencyError, RuntimeError):
         self.is_parked = is_parked
 
     def retry(self) -> None:
-        """Waits for the bytes once more, and brings back what is parked; else does nothing.
+        """Waits for the bytes once more, and brings parked owners back; else does nothing.
 
         With a group, all of its ranks call it, those with nothing parked too.
 
@@ -98,12 +98,12 @@ class CheckpointError(ResidencyError, RuntimeError):
 
 
 class CorruptSaveError(CheckpointError):
-    """The bytes on disk are not those that were written.
+    """The bytes on disk have changed since they were written.
 
     Attributes:
         file: The file, relative to its save's directory.
-        tensor: The name of the tensor that the bytes belong to, where one is known.
-        offset: Where in the file the damage is, in bytes, where it is known.
+        tensor: The name of the tensor that the bytes belong to, if it is known.
+        offset: The place of the damage in the file, in bytes, if it is known.
     """
 
     def __init__(

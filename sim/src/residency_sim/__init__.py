@@ -2,7 +2,7 @@
 
 ``enable()`` registers it as the device ``sim``, or in the place of ``cuda``. It has CUDA's caching
 allocator, a capacity, streams whose work runs only when something forces it, pinned memory, and a
-checker that raises where two operations touch the same bytes with no wait between them. Kernels are
+checker that raises if two operations touch the same bytes with no wait between them. Kernels are
 torch's CPU kernels.
 
 It exists so that code which moves memory can be tested without a GPU: a missing wait gives wrong

@@ -15,7 +15,7 @@ class Clock:
     A copy takes its bytes over the rate of its direction. A kernel takes its bytes over
     ``memory_bytes_per_second`` or its arithmetic over ``operations_per_second``, whichever is more.
     Copies of one direction follow one another, and so do kernels; work on different engines and
-    streams overlaps as far as waits allow. The host issues work in no time and waits where it
+    streams overlaps as far as waits allow. The host issues work in no time and waits when it
     synchronises. Times depend on the program alone: they repeat exactly.
 
     Attributes:
@@ -26,9 +26,9 @@ class Clock:
         memory_bytes_per_second: Of device memory, read and written by kernels; None for no limit.
         operations_per_second: Arithmetic of matrix products, convolutions and attention; None for
             no limit.
-        serves_ready: Whether a link serves what is ready. A copy of up to 64 KiB, such as that of
-            ``item()``, then begins at the next border between copies of two streams; else it
-            follows all that were issued before it, as far as is known of cards.
+        serves_ready: Whether a link serves copies as they become ready. A copy of up to 64 KiB,
+            such as ``item()``'s, then begins at the next border between copies of two streams;
+            else it follows all that were issued before it, as far as is known of cards.
 
     Source:
         The defaults are the copy engine figures of one PCIe 5 x16 link, each direction alone and
@@ -43,7 +43,7 @@ class Clock:
     serves_ready: bool = False
 
     def rates(self) -> tuple[float, float, float, float, float, float]:
-        """Returns the five rates per second, 0 for no limit, and 1 where links serve what is ready.
+        """Returns the five rates per second, 0 for no limit, and 1 if links serve ready copies.
 
         Raises:
             InvalidArgumentError: A rate is not positive, or means nothing.

@@ -40,15 +40,17 @@ def enable(
     The first call on a machine compiles it (about a minute). Each lets queued work finish.
 
     Args:
-        capacity: Bytes of device memory, as ``"24GiB"``; by default those of ``gpu``, else 8 GiB.
+        capacity: Bytes of device memory, as ``"24GiB"``; by default the capacity of ``gpu``, else
+            8 GiB.
         schedule: When queued work runs. ``"late"``: when something forces it, and then only the
-            forced stream and what that stream waits for, so that whatever was read before it was
-            ready is wrong. ``"overtake"``: when something forces it, after everything else that may
-            legally run, so that what was overwritten early is wrong. ``"eager"``: at once.
-        check_races: Raise `RaceError` where two operations on different streams touch the same
+            forced stream and the work that it waits for, so that a value that was read before it
+            was ready is wrong. ``"overtake"``: when something forces it, after everything else that
+            may legally run, so that a value that was overwritten early is wrong. ``"eager"``: at
+            once.
+        check_races: Raise `RaceError` if two operations on different streams touch the same
             bytes, one writing or allocating them, and no event or synchronisation orders the two.
         dry: Run kernels for their shapes only, so that a model larger than this machine's memory
-            can be stepped. What tensors hold is undefined, and ``item()`` gives a placeholder.
+            can be stepped. The values of tensors are undefined, and ``item()`` gives a placeholder.
         clock: Rates of simulated time, which events then have; without it, the host's.
         share: A name, by default ``RESIDENCY_SIM_SHARE``: processes of one name share the capacity.
         workspaces: Charge scratch memory: a cuBLAS workspace for each thread and stream, which a
@@ -89,7 +91,7 @@ def build(show: Callable[[str, int, int], None] | None = None) -> Path:
     ``enable`` does the same at its first call; an image of a container is a place to do it before.
 
     Args:
-        show: Is called with what is done, the number of its steps that are done, and of all; by
+        show: Called with the current action, the number of steps that are done, and of all; by
             default lines on stderr say so. It is not called if nothing is to be done.
 
     Raises:

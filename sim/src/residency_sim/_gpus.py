@@ -21,17 +21,17 @@ class Gpu:
     """A model of GPU, as torch sees one that nothing else uses.
 
     Attributes:
-        title: What ``torch.cuda.get_device_name`` says.
+        title: The name that ``torch.cuda.get_device_name`` gives.
         capacity: Bytes, as torch's errors say "total capacity": less than the vendor's figure.
         capability: Of the compute architecture, as ``(8, 9)``.
         num_multiprocessors: As the vendor's data sheet says.
-        capacity_source: Where the capacity was read: a page of github.com with an error of such a
+        capacity_source: The source of the capacity: a page of github.com with an error of such a
             card.
         context: Bytes that a process has besides torch's allocator: the context, and kernels and
             handles of libraries that it has loaded.
-        context_source: Where that was read: as the capacity. In errors of torch it is what "this
-            process has in use" less what is "allocated by PyTorch" and "reserved by PyTorch but
-            unallocated", each in hundredths of a GiB.
+        context_source: The source of the context, of the same kind. In errors of torch it is the
+            memory that "this process has in use" less "allocated by PyTorch" and "reserved by
+            PyTorch but unallocated", each in hundredths of a GiB.
     """
 
     title: str
@@ -115,10 +115,10 @@ def gpu_named(model: str, *, name: str = "gpu") -> tuple[str, Gpu]:
 
     Args:
         model: Which one.
-        name: What the caller calls it; the error names it.
+        name: The caller's word for it; the error names it.
 
     Raises:
-        InvalidArgumentError: No such GPU is known; the message lists those that are.
+        InvalidArgumentError: No such GPU is known; the message lists the known ones.
     """
 
     def plain(text: str) -> str:

@@ -59,16 +59,16 @@ class Checkpointer:
     system that all of them share. Several threads may use one; their calls take turns.
 
     Args:
-        directory: Where the saves are; made at the first save.
+        directory: The folder of the saves; made at the first save.
         keep: How many of the newest saves stay, or a ``Retention`` that also keeps the best by a
             metric; None keeps all. Older ones go only when a newer one is published.
         max_in_flight: Saves that may be under way at once; each takes host memory of its own.
-        policy: What ``save`` does when that many are: ``"wait"`` for the oldest, ``"skip"`` this
+        policy: The action of ``save`` at that limit: ``"wait"`` for the oldest, ``"skip"`` this
             one, or ``"replace"`` the newest one that is not yet being written, once this one is
             known to be possible (of several ranks, only ``"wait"``, which decides the same on all).
         verify: ``"full"`` compares sums over all bytes on the device before and after they are
-            copied, and fails a save that other code wrote into; ``"gate"`` does so for what an
-            offloaded optimizer lends, and trusts that all others use ``residency.mutating``.
+            copied, and fails a save that other code wrote into; ``"gate"`` does so for the state
+            that an offloaded optimizer lends, and trusts that others use ``residency.mutating``.
             ``"read"`` is ``"gate"``, and reads each save back before it is published.
         spare: Host bytes that the steps of an offloaded optimizer may take while a save still reads
             its state; a step that needs more waits for the disk. None is two buckets; ``"all"`` a
@@ -79,14 +79,14 @@ class Checkpointer:
 
     Raises:
         InvalidArgumentError: An argument is invalid.
-        CheckpointError: Another rank made none in time.
+        CheckpointError: Another rank made no checkpointer in time.
 
     Memory:
         Device: none; with ``verify="full"``, 8 bytes per 16 KiB and up to 32 KiB for each tensor,
         during the copies. Pinned host memory, kept until ``close``: for each save in flight, the
-        bytes of the state but for what offloaded optimizers lend, of overlapping tensors their
-        common span once, each rounded up to 512 (to 4096 above 64 KiB), plus what is left at the
-        end of a power of two; and ``spare``. Host: four chunks of 4 MiB to write from.
+        bytes of the state without those that offloaded optimizers lend (overlapping tensors:
+        their common span once), each rounded up to 512 (to 4096 above 64 KiB), plus the unused
+        rest of a power of two; and ``spare``. Host: four chunks of 4 MiB to write from.
     """
 
     def __init__(
@@ -144,12 +144,12 @@ class Checkpointer:
             error.add_note(f"A save had failed, too: {failure}")
 
     def prepare(self, state: object) -> None:
-        """Allocates and pins now what saves of this state take, so that the first is as quick as
-        the tenth.
+        """Allocates and pins the memory for saves of this state now, so that the first save is as
+        quick as the tenth.
 
         Args:
-            state: What ``save`` will be given. Optimizer states that do not exist yet are
-                counted as the first step will make them, where that can be foreseen.
+            state: The same state as for ``save``. Optimizer states that do not exist yet are
+                counted as the first step will make them, if that can be foreseen.
 
         Raises:
             RefusedError: Something in the state cannot be saved, or the host has no room.
@@ -169,7 +169,7 @@ class Checkpointer:
     ) -> Save:
         """Saves a state as it is now; returns when its bytes are copied or on their way.
 
-        Training may go on at once; see ``residency.snapshot`` for what waits for what.
+        Training may go on at once; ``residency.snapshot`` says who waits for the copies.
 
         Args:
             step: The number of the save; one that exists is replaced when this one is whole.
@@ -214,23 +214,23 @@ class Checkpointer:
     ) -> int:
         """Fills a state in place from a save.
 
-        Tensors get the saved bytes where they are; identity, ties, hooks and shards are kept. An
+        Tensors get the saved bytes in place; identity, ties, hooks and shards are kept. An
         offloaded optimizer's state goes to its homes on the host; a plain one's waits on the host
         and goes onto the device at its first use, a step or any read of ``optimizer.state``, also
-        one by ``copy.deepcopy``. Where an object has a ``load_state_dict`` of its own, or hooks in
+        one by ``copy.deepcopy``. If an object has a ``load_state_dict`` of its own, or hooks in
         it, that is called when the tensors are in place. Every chunk that is read is checked. All
         ranks restore the same save, or none does.
 
         Args:
-            state: What was given to ``save``, or a part of it. Mappings, lists and arrays in it are
-                filled in place, too; what is one object under two names is filled once.
-            step: Which save; None is the newest whole one: where one turns out to be damaged, the
+            state: The state that ``save`` took, or a part of it. Mappings, lists and arrays in it
+                are filled in place, too; one object under two names is filled once.
+            step: Which save; None is the newest whole one: if that turns out to be damaged, the
                 one before it is restored, with a warning.
             strict: Whether names, shapes and dtypes that do not match are refused; else they are
                 left out, with a warning.
             rng: Whether the random number generators go back, too.
-            eager: Whether a plain optimizer's state goes onto the device at once; that of a class
-                which copies or pickles itself in a way of its own always does.
+            eager: Whether a plain optimizer's state goes onto the device at once; the state of a
+                class that copies or pickles itself in a way of its own always does.
             progress: Whether to draw a progress bar.
 
         Returns:
@@ -240,13 +240,14 @@ class Checkpointer:
             RefusedError: There is no save, or it does not fit the state, here or on another rank;
                 nothing was changed. Or there is no room; nothing was changed on this rank.
             CheckpointError: Another rank did not call it in time, or failed.
-            CorruptSaveError: The save is damaged, or all are. Tensors may hold some of its bytes,
-                where those of a file are damaged; nothing was changed where a value makes no sense.
+            CorruptSaveError: The save is damaged, or all are. If the bytes of a file are damaged,
+                tensors may hold some of them; if a value makes no sense, nothing was changed.
 
         Memory:
             Device: the ring (64 MiB) at the most, and no state of an optimizer unless ``eager``, or
-            it has methods of its own. Host: the ring, and what optimizers need to live. What is no
-            tensor of an object, and its own method takes, is on both once more until that returns.
+            it has methods of its own. Host: the ring, and offloaded optimizers' state. Values of an
+            object that are no tensors, and that its own method takes, are on both once more until
+            that returns.
         """
         self._check_open("restore")
         if step is not None:

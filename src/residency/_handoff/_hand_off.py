@@ -40,8 +40,8 @@ def hand_off(
 ) -> AbstractContextManager[Reclaimed]:
     """Frees a number of bytes on the device for as long as the body runs, and proves it.
 
-    Tries what `residency.reclaim` does, and stops where that suffices; then parks the listed owners
-    as far as bytes are missing. On exit, after an exception too, exactly that comes back.
+    Tries the means of `residency.reclaim` until they suffice; then parks the listed owners as far
+    as bytes are missing. On exit, after an exception too, those owners come back, and no others.
 
     Args:
         need: Bytes, or a size such as ``"20GiB"``, that are to be free by the device's own figure.
@@ -49,14 +49,14 @@ def hand_off(
             optimizer may be listed without its model, which then stays.
         device: The accelerator, by default the current one.
         timeout: Seconds to wait for the other side, and on exit for the bytes; twice for ranks.
-        collect: Whether garbage may be collected, where a search found that it pays.
+        collect: Whether garbage may be collected, if a search found that it pays.
         group: Ranks that hand over together: none enters before all have their bytes, and all
             raise if one has not. A group with a host backend is best.
         peer: A path, at which another process calls `residency.take_over` and states its bytes.
         expandable_segments: Whether the allocator's segments grow inside; None leaves that.
 
     Returns:
-        A context manager; it gives the bytes that went back, by what freed them.
+        A context manager; it gives the bytes that went back, by the means that freed them.
 
     Raises:
         HandOffError: The bytes cannot be reached, or the process that had the device before at
@@ -67,7 +67,7 @@ def hand_off(
             device does not tell its free bytes. Nothing was moved.
 
     Memory:
-        No device memory. Pinned host memory for what is parked, kept for the next time.
+        No device memory. Pinned host memory for the parked bytes, kept for the next time.
     """
     return _handed_off(
         parse_bytes(need, name="need"),

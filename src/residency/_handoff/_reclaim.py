@@ -251,22 +251,22 @@ def reclaim(
 
     Tries, in this order and only as far as `need` asks for: the allocator's whole free segments,
     blocks that wait for a stream, the matrix library's workspaces, and tensors that reference
-    cycles keep. Moves nothing and frees nothing that the program can still reach, but
-    what `errors` asks for.
+    cycles keep. Moves nothing and frees nothing that the program can still reach, except at the
+    request of `errors`.
 
     Args:
         need: Bytes, or a size such as ``"2GiB"``, that are to be free on the device by its own
             figure; nothing is done once they are. None gives back all that can be.
         device: The accelerator, by default the current one.
-        collect: Whether garbage may be collected. Even then it is only where a search found
+        collect: Whether garbage may be collected. Even then it is collected only if a search found
             tensors that nothing but cycles keep.
         errors: Whether to empty the functions that the last error of an interactive session left:
             a notebook, IPython or the interpreter's prompt keeps it, and their tensors with it. Its
             text stays, and a debugger shows no values of it any more.
 
     Returns:
-        The bytes that went back to the device, by what freed them. Fewer than needed is no error:
-        `residency.hand_off` raises where they are not enough.
+        The bytes that went back to the device, by the means that freed them. Fewer than needed is
+        no error: `residency.hand_off` raises if they are not enough.
 
     Raises:
         InvalidArgumentError: The size does not parse, or there is no such accelerator.

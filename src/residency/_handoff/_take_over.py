@@ -66,9 +66,9 @@ def take_over(
 ) -> AbstractContextManager[TakenOver]:
     """Asks a process that calls `residency.hand_off` for bytes, and has them while the body runs.
 
-    What the body allocates it also frees; on exit the allocator's cache goes back to the device,
-    and the other process hears that it may take it back. Each also hears at once when the other one
-    is killed, or ends with an error, before they meet again.
+    The body frees everything that it allocates; on exit the allocator's cache goes back to the
+    device, and the other process hears that it may take it back. Each also hears at once when the
+    other one is killed, or ends with an error, before they meet again.
 
     Args:
         need: Bytes, or a size such as ``"20GiB"``, that the body will take.

@@ -215,7 +215,7 @@ class phase:  # noqa: N801 - used as a function, as torch.no_grad is
     As a context manager it yields the `Visit`, which has the figures once the block has ended.
 
     Args:
-        name: What the phase is called, such as ``"update_actor"``; without ``/``, which joins the
+        name: The name of the phase, such as ``"update_actor"``; without ``/``, which joins the
             names of nested phases.
 
     Raises:

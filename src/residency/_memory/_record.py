@@ -37,7 +37,7 @@ def record(
 ) -> Iterator[Ledger]:
     """Writes the memory figures of every phase in the block to a file, as they come.
 
-    The file is JSON Lines, each written at once: what was recorded can be read after a kill.
+    The file is JSON Lines, each written at once: a killed process leaves a readable record.
     ``residency report`` shows it. With several ranks each writes a file of its own:
     ``run.rank0.jsonl`` for ``run.jsonl``.
 

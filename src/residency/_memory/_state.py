@@ -123,13 +123,13 @@ class MemoryState:
 
 
 def memory_state(device: torch.device | int | str | None = None) -> MemoryState:
-    """Says what each byte of a device is used for, now.
+    """Says how each byte of a device is used now.
 
-    Waits for nothing: what is still queued on the device has been allocated already, and what was
-    freed while a stream still used it is `draining`.
+    Waits for nothing: tensors of work that is still queued have been allocated already, and bytes
+    that were freed while a stream still used them are `draining`.
 
     Args:
-        device: The accelerator, by default the current one. Where there is none at all and none is
+        device: The accelerator, by default the current one. If there is none at all and none is
             named, every figure is zero.
 
     Raises:

@@ -59,10 +59,10 @@ def offload_optimizer(
 
     Args:
         optimizer: Changed in place: its class becomes a subclass of ``OffloadedOptimizer`` and of
-            its own. Of what accelerate's ``prepare`` returned, the optimizer inside is changed; its
-            figures are at ``wrapper.optimizer.statistics()``.
+            its own. If it is the result of accelerate's ``prepare``, the optimizer inside is
+            changed; its figures are at ``wrapper.optimizer.statistics()``.
         resident: Bytes of state that may stay on the device, taken in group order. A parameter
-            whose state grows beyond them, by whatever, streams from then on. States that share
+            whose state grows beyond them, for any reason, streams from then on. States that share
             bytes stay together, or none does.
         bucket: Bytes of state that move together.
         slots: Buckets that may be on the device at once; 3 lets both copies and the step overlap.
@@ -82,12 +82,12 @@ def offload_optimizer(
 
     Memory:
         Device bytes of state during a step, the first included, are at most
-        ``resident + slots * max(bucket, s)``, where ``s`` is the state of the largest parameter
+        ``resident + slots * max(bucket, s)``; ``s`` is the state of the largest parameter
         that cannot be cut, each state rounded up to 512 bytes. Only the element-wise classes of
         ``torch.optim`` cut, and only contiguous parameters; for them ``s`` is 0 with a bucket of at
         least 64 elements. Any other class, a subclass of theirs too, moves whole parameters.
-        Pinned host bytes are those of the state, each rounded up to 512, plus what is left at the
-        end of each slab. Masters take a float32 copy of a unit's gradients beside the slots, and 7
+        Pinned host bytes are the bytes of the state, each rounded up to 512, plus the unused end
+        of each slab. Masters take a float32 copy of a unit's gradients beside the slots, and 7
         bytes for each element of the parameter that one is compared with.
     """
     settings = _settings(resident, bucket, slots, pin, master_weights)
@@ -114,8 +114,8 @@ def onload_optimizer(optimizer: OptimizerT) -> OptimizerT:
     """Undoes ``offload_optimizer``: the state is back on the device, and nothing pinned is left.
 
     Args:
-        optimizer: Changed in place: it gets its own class and a plain state back. Of what
-            accelerate's ``prepare`` returned, the optimizer inside does.
+        optimizer: Changed in place: it gets its own class and a plain state back. If it is the
+            result of accelerate's ``prepare``, the optimizer inside does.
 
     Returns:
         The same object.
@@ -131,8 +131,7 @@ def onload_optimizer(optimizer: OptimizerT) -> OptimizerT:
     Memory:
         The device holds the whole state again. Pinned memory stays for homes that the caller still
         refers to. Up to 64 MiB of the rest stay in torch's cache of such memory, for the next
-        caller that pins some; more than that goes back to the system, and takes along what others
-        have there.
+        caller that pins some; more than that goes back to the system, with others' cached memory.
     """
     offload = record_of(optimizer)
     if offload is None:

@@ -43,10 +43,10 @@ class OffloadedOptimizer(Optimizer):
     """An optimizer whose state lives on the host; made by ``residency.offload_optimizer``.
 
     Memory:
-        Device bytes of state during a step are at most ``resident + slots * slot_bytes``, where
-        ``slot_bytes`` is the bucket, or the state of the largest parameter where that is more and
-        the optimizer is not element-wise or the parameter not contiguous. Between steps they are
-        the resident ones alone. The first step, which makes the state, keeps to the same bound.
+        Device bytes of state during a step are at most ``resident + slots * slot_bytes``.
+        ``slot_bytes`` is the bucket, or the state of the largest parameter, if that is more and
+        the optimizer is not element-wise or the parameter not contiguous. Between steps only the
+        resident ones are there. The first step, which makes the state, keeps to the same bound.
     """
 
     def __init__(self, *_: object, **__: object) -> None:
@@ -60,16 +60,16 @@ class OffloadedOptimizer(Optimizer):
         """Takes one step, bit for bit the step of the optimizer's own class.
 
         Args:
-            args: What the class' own step takes. One may be a closure (a function to be called with
-                nothing), which is evaluated once, first, with gradients enabled; the parts of the
-                step get the others, and what it returned.
+            args: The arguments of the class's own step. One may be a closure (a function to be
+                called with nothing), which is evaluated once, first, with gradients enabled; the
+                parts of the step get the others, and its result.
             kwargs: The same by name.
 
         Returns:
-            What the closure returned, or None.
+            The closure's result, or None.
 
         Raises:
-            TypeError: The class' own step does not take these arguments.
+            TypeError: The class's own step does not take these arguments.
             RefusedError: An argument is no number, text or scalar tensor, or with it a step couples
                 its parameters, or evaluates its closure more than once. Or a gradient is sparse,
                 the parameters are on several devices, one has another shape or dtype than its state
@@ -79,12 +79,12 @@ class OffloadedOptimizer(Optimizer):
                 foreseen (its own code fails on meta and on small host tensors), the last may come
                 midway.
             torch.OutOfMemoryError: The device has no room for the slots, then nothing was stepped;
-                or none for what the step itself allocates. Then, as in torch's own step, some
+                or none for the step's own allocations. Then, as in torch's own step, some
                 parameters have been stepped and others not; group values and attributes are as
                 before.
             ResidencyError: The step turned out to couple its parameters, to change a tensor that
-                its parts share, or to make a state of what is something else, too, such as a
-                gradient. Some parameters have been stepped.
+                its parts share, or to make a state of a tensor that has another use, too, such as
+                a gradient. Some parameters have been stepped.
 
         Whatever exception ends a step midway, each parameter is either fully updated, with its
         state, or unchanged; one processed in cuts may be updated up to some element. Only the
@@ -108,15 +108,15 @@ class OffloadedOptimizer(Optimizer):
 
         ``dcp.load`` and ``get_optimizer_state_dict`` need the tensors that they are to fill; torch
         makes them by a step with zero gradients. Here they are zeros in the homes, and `step` is
-        zero; parameters, counters and settings are not touched. A step without a load is
-        that of a fresh optimizer.
+        zero; parameters, counters and settings are not touched. A step without a load is the step
+        of a fresh optimizer.
 
         Raises:
-            RefusedError: The host has no room, or what a first step makes cannot be foreseen for
-                this class. Nothing was changed.
+            RefusedError: The host has no room, or the state that a first step makes cannot be
+                foreseen for this class. Nothing was changed.
 
         Memory:
-            No device memory but that of states that stay there (``resident=``).
+            No device memory, except for states that stay there (``resident=``).
         """
         offload = offload_of(self)
         offload.shows_templates = True
@@ -217,13 +217,13 @@ class OffloadedOptimizer(Optimizer):
                 ``offload_optimizer`` would refuse, values share bytes in a way that a master
                 weight's state or one storage cannot have, or the host has no room for the new
                 homes.
-            Exception: What the class' own repair of old states raises, such as a KeyError.
+            Exception: Raised by the class's own repair of old states, such as a KeyError.
 
         In each of these cases the optimizer is as it was.
 
         Memory:
-            No copy of what fits the homes there are; values that share bytes get new ones. State
-            that stays resident is on the device twice for a moment.
+            No copy of values that fit the existing homes; values that share bytes get new ones.
+            State that stays resident is on the device twice for a moment.
         """
         offload = offload_of(self)
         adopt_foreign_state(self, offload)
@@ -255,7 +255,7 @@ class OffloadedOptimizer(Optimizer):
             offload.loading = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, whose state will live where the others' does.
+        """Adds a group; its state will live in the same place as the others' state.
 
         Raises:
             TypeError: The group or its parameters are of a wrong type, as torch raises it.

@@ -39,14 +39,14 @@ def park(
 ) -> int:
     """Moves a module's parameters, buffers and gradients to the host, in place.
 
-    Who is parked is the object that is given, and ``unpark`` is given the same: a part of a parked
-    module is no owner of its own, while a part that was parked first comes back by itself.
+    ``unpark`` must be called with the object that was given here: a part of a parked module cannot
+    be unparked by itself, while a part that was parked first comes back by itself.
 
     Parameters stay the same objects, with their hooks, and keys of optimizers; tensors that share a
     storage share it on the host too. The host waits until the bytes are there, so every thread and
-    stream may read them. What is parked already stays as it is. Where other code holds the same
-    storage (a state dict that is kept, a flat buffer in a variable), that storage stays where it
-    is, with a warning, because its bytes would not be freed and the tie would be cut.
+    stream may read them. An owner that is parked already stays as it is. If other code holds the
+    same storage (a state dict that is kept, a flat buffer in a variable), that storage stays on the
+    device, with a warning, because its bytes would not be freed and the tie would be cut.
 
     Args:
         module: A module, FSDP2 and DDP too, or an optimizer, whose state is moved.
@@ -58,7 +58,7 @@ def park(
         pin: Whether the host memory is page-locked.
 
     Returns:
-        The device bytes that were freed, as the allocator rounds them. Those that a save in flight
+        The device bytes that were freed, as the allocator rounds them. Bytes that a save in flight
         reads follow when it has seen its copies done.
 
     Raises:
@@ -68,7 +68,7 @@ def park(
             memory. Nothing moved.
 
     Memory:
-        Device: none beyond what is there. Host: the bytes of the storages, each rounded up to 512,
+        Device: no more than before. Host: the bytes of the storages, each rounded up to 512,
         in slabs whose sizes are powers of two. They stay with the module for its next parking.
     """
     _check(module, "park")
@@ -91,19 +91,19 @@ def park(
 
 
 def unpark(module: Owner) -> int:
-    """Brings back to the device what ``park`` moved for this owner; nothing else, nothing twice.
+    """Brings back to the device the tensors that ``park`` moved for this owner, and no others.
 
     Args:
-        module: The very object that was given to ``park``. For a part of it, or for what it is a
-            part of, nothing is brought back but what was parked with that object itself.
+        module: The very object that was given to ``park``. A part of it, or a module that contains
+            it, brings nothing back but the tensors that were parked with that object itself.
 
     Returns:
-        The device bytes that it takes, as the allocator rounds them; 0 where it has nothing parked.
+        The device bytes that it takes, as the allocator rounds them; 0 if it has nothing parked.
 
     Raises:
         InvalidArgumentError: It is neither a module nor an optimizer.
-        torch.OutOfMemoryError: The device has no room. What is not back is whole on the host, and
-            a call after room was made works.
+        torch.OutOfMemoryError: The device has no room. The rest is whole on the host, and a call
+            after room was made works.
 
     Memory:
         Device: the bytes that were freed. Host: no more than was in use; the slabs stay with the

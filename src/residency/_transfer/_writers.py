@@ -61,12 +61,12 @@ def mutating(*tensors: Tensor) -> Iterator[None]:
     one's own, the replay of a captured graph, ``load_state_dict``.
 
     A snapshot reads a tensor on a stream of its own while training goes on. Code in this body
-    comes after such reads: the current stream waits for them, the host does not, but for state of
-    an offloaded optimizer, which a save borrows. A snapshot or a save that the body itself makes
-    is not covered: begin another block after it.
+    comes after such reads: the current stream waits for them, and the host does not, except for
+    state of an offloaded optimizer, which a save borrows. A snapshot or a save that the body itself
+    makes is not covered: begin another block after it.
 
     Args:
-        tensors: What the body writes; parameters, buffers, or states, each by itself.
+        tensors: Parameters, buffers or states that the body writes, each by itself.
 
     Raises:
         InvalidArgumentError: One of them is no tensor.

@@ -110,11 +110,11 @@ _MEANINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardStatistics:
-    """The figures of what the guard has done in this process.
+    """The figures of the guard's work in this process.
 
     Attributes:
         num_transitions: How many methods it has run after.
-        freed_bytes: What went back to the device in all of them.
+        freed_bytes: The bytes that went back to the device in all of them.
         seconds: How long that took, without the wait for other ranks.
     """
 
@@ -332,7 +332,7 @@ def install_guard(need: int | str | None = None, *, collect: bool = True) -> Non
         need: Bytes, or a size such as ``"4GiB"``, that are to be free on the device after each;
             not more is given back than that takes. By default `RESIDENCY_VERL_NEED`, and without
             it all that pays is given back.
-        collect: Whether garbage may be collected, where a search found that it pays.
+        collect: Whether garbage may be collected, if a search found that it pays.
 
     Raises:
         InvalidArgumentError: The size does not parse.
@@ -362,6 +362,6 @@ def remove_guard() -> None:
 
 
 def guard_statistics() -> GuardStatistics:
-    """Returns what the guard that is installed has done; zeros where there is none."""
+    """Returns the figures of the installed guard; zeros if there is none."""
     guard = _installed
     return GuardStatistics() if guard is None else guard.statistics

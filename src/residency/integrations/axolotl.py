@@ -136,11 +136,11 @@ class ResidencyPlugin(BasePlugin):
     log of ``residency``: a plugin's class would take the place of Axolotl's choice there.
 
     Raises:
-        RefusedError: This Axolotl has no such hooks; raised where the plugin is loaded.
+        RefusedError: This Axolotl has no such hooks; raised when the plugin is loaded.
     """
 
     def get_input_args(self) -> str:
-        """Returns where Axolotl finds the keys.
+        """Returns the path of the keys for Axolotl.
 
         Raises:
             InvalidArgumentError: The configuration names this plugin under two names.
@@ -184,7 +184,7 @@ class ResidencyPlugin(BasePlugin):
         return _mixed_over(base, ResidencyArgs.of(cfg).residency_max_in_flight)
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Says in the log what a trainer without the mixin does as ever."""
+        """Names in the log a trainer without the mixin, and the work that it does as before."""
         if not isinstance(trainer, ResidencyTrainerMixin):
             _log.warning(
                 "%s trains with %s, which has the callback alone: saves and the reading of "

@@ -43,10 +43,10 @@ def register_optimizer(name: str = _NAME) -> None:
     Call it before v1's trainer is made. ``optim_config: {name: residency}`` then builds AdamW;
     ``optimizer: SGD`` another class of ``torch.optim``; further keys are options of that class and
     of ``residency.offload_optimizer``. The optimizer is primed, so that neither a save nor a resume
-    has to find out what the state looks like.
+    has to find out the form of its state.
 
     Args:
-        name: Under which ``optim_config`` finds it.
+        name: The name by which ``optim_config`` finds it.
 
     Raises:
         ImportError: LLaMA-Factory is not installed; the message gives the line that installs it.

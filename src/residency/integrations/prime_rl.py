@@ -1,8 +1,8 @@
-"""Offloads what prime-rl's ``setup_optimizer`` builds.
+"""Offloads the optimizer that prime-rl's ``setup_optimizer`` builds.
 
 Prime-rl has no registry of optimizers: its trainers import one function by name, so its place is
 taken there, by the script that starts the trainer. Nothing of prime-rl is imported here. Invariant,
-which ``tests/integrations/test_prime_rl.py`` tries to break: where prime-rl keeps optimizer state
+which ``tests/integrations/test_prime_rl.py`` tries to break: if prime-rl keeps optimizer state
 on the host itself, nothing is offloaded a second time.
 
 Source: PrimeIntellect-ai/prime-rl 559b4477 (2026-08-21), ``src/prime_rl/trainer/optim``,
@@ -42,10 +42,10 @@ def offload_built_by(
     slots: int = 3,
     master_weights: bool = False,
 ) -> Callable[_Arguments, _Built]:
-    """Wraps prime-rl's ``setup_optimizer`` so that what it builds is offloaded and primed.
+    """Wraps prime-rl's ``setup_optimizer`` so that its optimizer is offloaded and primed.
 
-    Primed, so that neither a save nor a resume takes a step with zero gradients to find out what
-    the state looks like. Both forms of the function are known: a pair of the optimizer and a
+    Primed, so that neither a save nor a resume takes a step with zero gradients to find out the
+    form of the state. Both forms of the function are known: a pair of the optimizer and a
     manager of gradients (since 2026-08-15, #3234), and the optimizer alone.
 
     Args:
@@ -56,9 +56,10 @@ def offload_built_by(
         master_weights: As there.
 
     Returns:
-        A function with the same arguments, which returns what prime-rl's returned: the optimizer
-        is the same object. It raises ``RefusedError``, before anything is built, where the
-        configuration asks for an offload of prime-rl's own, and what ``offload_optimizer`` raises.
+        A function with the same arguments and the same result as prime-rl's: the optimizer
+        is the same object. It raises ``RefusedError``, before anything is built, if the
+        configuration asks for an offload of prime-rl's own, and the errors of
+        ``offload_optimizer``.
 
     Raises:
         InvalidArgumentError: It is no function, or a size does not parse.

@@ -3,15 +3,15 @@
 In TRL's mode "colocate" with sleep the engine wakes for a weight sync and a generation, and sleeps
 until the next; between, the device is the trainer's. The hand-off stands around the engine's own
 ``wake_up`` and ``sleep``, the two moments at which bytes change hands, wherever they are called.
-Invariant, which ``tests/integrations/test_trl_engine.py`` tries to break: what TRL computes, and in
-which order it calls its engine, is as without it.
+Invariant, which ``tests/integrations/test_trl_engine.py`` tries to break: TRL computes the same and
+calls its engine in the same order, as without it.
 
-[Note: what the engine needs] Its setting ``gpu_memory_utilization`` says what it may hold in all.
-What a wake-up takes is measured: the engine wakes once and sleeps again, and the device's own free
-figure tells. Level 2, TRL's, has dropped the weights already, so nothing is lost.
+[Note: the need of the engine] Its setting ``gpu_memory_utilization`` only limits its memory in all.
+The bytes of a wake-up are measured: the engine wakes once and sleeps again, and the device's own
+free figure tells. Level 2, TRL's, has dropped the weights already, so nothing is lost.
 
 [Note: blind flushes] TRL empties the allocator's cache before each sync. While the hand-off is on
-it does not: the wake-up that follows frees by the figures what is needed, and proves it.
+it does not: the wake-up that follows frees the needed bytes by the figures, and proves it.
 
 Source: trl 1.16.0, ``generation/vllm_generation.py`` and the trainers that call it.
 """
@@ -61,10 +61,10 @@ class EngineStatistics:
     """The figures of the hand-offs to one engine.
 
     Attributes:
-        need_bytes: What is free on the device before the engine wakes.
+        need_bytes: The bytes that are free on the device before the engine wakes.
         num_hand_offs: How often it woke.
-        freed_bytes: What went back to the device for it in all of them, by any means.
-        parked_bytes: What of that the optimizer's state was.
+        freed_bytes: The bytes that went back to the device for it in all of them, by any means.
+        parked_bytes: The part of these bytes that was the optimizer's state.
         seconds: How long that took, without the way back.
     """
 
@@ -91,18 +91,18 @@ def hand_off_to_engine(
         need: Bytes, or a size such as ``"20GiB"``, that a wake-up takes. None measures it: the
             engine wakes once and sleeps again.
         timeout: Seconds to wait, when the engine sleeps, for the bytes to be free.
-        collect: Whether garbage may be collected, where a search found that it pays.
+        collect: Whether garbage may be collected, if a search found that it pays.
 
     Returns:
-        What stands around the engine; its ``remove`` takes it away.
+        The hand-off around the engine; its ``remove`` takes it away.
 
     Raises:
         InvalidArgumentError: The trainer has no such engine, or the size does not parse.
         RefusedError: The engine is another process of TRL's, or never sleeps, or this has been
-            called for it, or this TRL lacks what is wrapped. Nothing was changed.
+            called for it, or this TRL lacks a method that it wraps. Nothing was changed.
 
     Memory:
-        No device memory. Pinned host memory for what is parked, kept for the next time.
+        No device memory. Pinned host memory for the parked state, kept for the next time.
     """
     module = load_framework(_MODULE, install=_NEWER)
     generation = _generation_of(trainer)
@@ -115,8 +115,8 @@ def hand_off_to_engine(
 class EngineHandOff:
     """The functions around one engine, from `hand_off_to_engine` to `remove`.
 
-    ``HandOffError`` comes out of the engine's ``wake_up`` where the bytes cannot be reached, before
-    the engine takes any, and out of its ``sleep`` where they are not free again in time; the
+    ``HandOffError`` comes out of the engine's ``wake_up`` if the bytes cannot be reached, before
+    the engine takes any, and out of its ``sleep`` if they are not free again in time; the
     optimizer's state is whole then.
     """
 
@@ -150,14 +150,14 @@ class EngineHandOff:
         _log.info("%s are made free before the engine wakes", format_bytes(need))
 
     def statistics(self) -> EngineStatistics:
-        """Returns what was done so far."""
+        """Returns the figures so far."""
         return self._statistics
 
     def remove(self) -> None:
-        """Takes the functions away, and what is parked back; a second time it does nothing.
+        """Takes the functions away, and brings parked state back; a second time it does nothing.
 
         Raises:
-            HandOffError: The engine is awake, and what is parked does not fit beside it.
+            HandOffError: The engine is awake, and the parked state does not fit beside it.
         """
         for owner, name, function in self._own:
             if vars(owner).get(name) is function:
@@ -285,7 +285,7 @@ def _generation_of(trainer: Any) -> Any:
 
 
 def _measured(generation: Any) -> int:
-    """Returns what a wake-up takes of the device. [Note: what the engine needs]
+    """Returns what a wake-up takes of the device. [Note: the need of the engine]
 
     Raises:
         RefusedError: The device does not tell its free bytes, or the engine is awake.

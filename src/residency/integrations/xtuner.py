@@ -2,8 +2,8 @@
 
 XTuner is on no package index under this name and of this generation, so its config class is made
 from whatever is installed, when it is first asked for. Invariant, which
-``tests/integrations/test_xtuner.py`` tries to break: parameter groups, defaults and log lines are
-those of XTuner's own ``AdamWConfig``, which builds the optimizer.
+``tests/integrations/test_xtuner.py`` tries to break: parameter groups, defaults and log lines come
+from XTuner's own ``AdamWConfig``, which builds the optimizer.
 
 Source: InternLM/xtuner b934f462 (2026-08-21), ``xtuner/v1/config/optim.py`` and
 ``xtuner/v1/engine/train_engine.py``.

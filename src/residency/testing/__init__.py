@@ -1,8 +1,8 @@
 """Tests of memory behaviour and of missing waits, for any project and without a GPU.
 
-``plugin`` is the pytest plugin, which pytest finds by itself where this package is installed: the
-fixtures `sim_device` and `tested_device`, the markers ``sim_device`` and ``device_memory``. What
-stands here is for tests and fixtures that want more than that; ``verify_resume`` proves that a run
+``plugin`` is the pytest plugin, which pytest finds by itself if this package is installed: the
+fixtures `sim_device` and `tested_device`, the markers ``sim_device`` and ``device_memory``. The
+names here are for tests and fixtures that want more than that; ``verify_resume`` proves that a run
 resumes exactly. Importing this package imports
 neither torch nor pytest.
 """

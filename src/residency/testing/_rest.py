@@ -20,8 +20,8 @@ def settle() -> int:
     """Brings the accelerator to rest and returns the bytes that tensors still hold.
 
     Lets queued work finish, drops garbage that holds device memory, gives cached memory back, of
-    the device and pinned, and starts peaks and other statistics anew. Does nothing where there is
-    no accelerator.
+    the device and pinned, and starts peaks and other statistics anew. Does nothing if there is no
+    accelerator.
 
     Raises:
         QueuedWorkError: Queued work failed; raised when all of it has run.

@@ -29,7 +29,7 @@ def tested_device_type() -> str:
 
 
 def simulated_device_type() -> str | None:
-    """Returns the type that the simulated accelerator has, None where tests run on a real one."""
+    """Returns the type that the simulated accelerator has, None if tests run on a real one."""
     return {"": "sim", "sim": "sim", _AS_CUDA: "cuda"}.get(os.environ.get(_VARIABLE, ""))
 
 

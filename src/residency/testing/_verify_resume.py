@@ -62,17 +62,17 @@ def verify_resume(
             random generators in a step, or a resume that forgets them goes unseen.
         steps: How many steps an uninterrupted run takes.
         save_after: After how many of them it saves; half of them if None.
-        directory: Where the save goes; a temporary directory if None.
-        make_checkpointer: Returns what saves and restores, for a directory; a
+        directory: The directory of the save; a temporary one if None.
+        make_checkpointer: Returns an object that saves and restores, for a directory; a
             ``residency.Checkpointer`` if None.
 
     Returns:
-        What was compared.
+        The counts of the compared values, and their digest.
 
     Raises:
         InvalidArgumentError: There is no step before the save, or none after it.
         ResumeError: The runs differ. The message names the first value that does: right after the
-            restore, where that differs already, else at the end.
+            restore, if it differs already then, else at the end.
 
     Memory:
         On the host, two copies of the state.

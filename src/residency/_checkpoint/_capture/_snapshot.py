@@ -89,8 +89,8 @@ def snapshot(tree: object, *, verify: str = "gate", pin: bool = True) -> Snapsho
     """Copies a state tree to the host as it is now, without stopping training.
 
     Returns when the copies are queued. Training may go on at once: the current stream waits for
-    the copies of buffers, the next optimizer step, on the device, for those of its own parameters
-    and states; the host waits for nothing. Code that writes otherwise says so
+    the copies of buffers; the next optimizer step waits, on the device, for the copies of its own
+    parameters and states; the host waits for nothing. Code that writes in other ways says so
     with ``residency.mutating``.
 
     Args:
@@ -110,15 +110,15 @@ def snapshot(tree: object, *, verify: str = "gate", pin: bool = True) -> Snapsho
 
     Memory:
         Device: none; with ``verify="full"``, 8 bytes per 16 KiB and up to 32 KiB for each tensor.
-        Host: the bytes of the tree, of overlapping tensors their common span once, each rounded up
-        to 512, plus what is left at the end of each slab. Of an offloaded optimizer there is a
-        second set of homes: its next step moves there, and the snapshot has the first; where
-        ``wait`` or ``tree`` comes before a step, the host copies the state there for the snapshot.
+        Host: the bytes of the tree (overlapping tensors: their common span once), each rounded up
+        to 512, plus the unused end of each slab. Of an offloaded optimizer there is a second set
+        of homes: its next step moves there, and the snapshot has the first; if ``wait`` or ``tree``
+        comes before a step, the host copies the state there for the snapshot.
         The first call of its size page-locks all that, for which the host waits: seconds for
         gigabytes on CUDA. Torch keeps the memory once the snapshot is dropped, and the next one of
         the same sizes takes it from there. ``torch.accelerator.empty_host_cache()`` (torch 2.12 and
-        later) gives it back to the system; so does whatever of this library finds too little host
-        memory.
+        later) gives it back to the system; so does any call of this library that finds too little
+        host memory.
     """
     is_verified = check_verify(verify)
     arena = SlabArena(pin=pin)

@@ -42,8 +42,8 @@ def load_into(
     """Fills a module's parameters and persistent buffers from a checkpoint, in place.
 
     Parameters keep their identity, ties, hooks, shards and ``requires_grad``. Every difference is
-    found before a byte moves. Names are those of the module's ``state_dict()``, with its hooks.
-    Where parts of it load in a way of their own (hooks, ``_load_from_state_dict``, lazy parameters,
+    found before a byte moves. Names are the keys of the module's ``state_dict()``, with its hooks.
+    If parts of it load in a way of their own (hooks, ``_load_from_state_dict``, lazy parameters,
     buffers of another size), its ``load_state_dict`` is called once the tensors are in place.
 
     Args:
@@ -51,14 +51,14 @@ def load_into(
         path: A save of this library under any name, a directory of such saves, whose newest is
             taken, a directory of ``torch.distributed.checkpoint``, a safetensors file or directory,
             or a file of ``torch.save``.
-        name: Where in it the module's weights are, such as ``"ema"`` or ``"state_dict.model"``.
+        name: The name of the module's weights in it, such as ``"ema"`` or ``"state_dict.model"``.
             Without it they are at the top, or below the one name under which they fit.
         strict: Whether missing and unexpected names and other shapes and dtypes are refused; else
             they are left out, with a warning.
         staging: The bytes of the ring through which a device is filled.
 
     Returns:
-        What was left out.
+        The names that were left out.
 
     Raises:
         InvalidArgumentError: ``staging`` is no size.
@@ -68,8 +68,8 @@ def load_into(
         CheckpointError: A file cannot be read.
 
     Memory:
-        At most the ring on the device and on the host, page-locked. What the module makes for its
-        state dict, and is no memory that it has, is on the host once more, and on its device.
+        At most the ring on the device and on the host, page-locked. Tensors that the module makes
+        anew for its state dict are on the host once more, and on its device.
     """
     staging_bytes = staging_bytes_of(staging)
     path = Path(path)

@@ -100,9 +100,8 @@ def holders(
         device: The accelerator, by default the current one.
 
     Returns:
-        A holder for each storage, and one for what no Python object leads to, if it is that large:
-        the allocator's bytes less those of all storages found. Nothing where there is no device,
-        which is logged once.
+        A holder for each storage, and one for the allocator's other bytes, to which no Python
+        object leads, if they are that large. Nothing if there is no device, which is logged once.
 
     Raises:
         InvalidArgumentError: The size does not parse, or there is no such accelerator.

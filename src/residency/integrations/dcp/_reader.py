@@ -63,7 +63,7 @@ class ResidencyStorageReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> Path:
-        """What is read."""
+        """The save that is read."""
         return self._path
 
     @classmethod
@@ -78,7 +78,7 @@ class ResidencyStorageReader(StorageReader):
             self._path = Path(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Returns what the save holds.
+        """Returns the names, shapes and values in the save.
 
         Raises:
             CorruptSaveError: It is damaged.
@@ -113,7 +113,7 @@ class ResidencyStorageReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object
     ) -> None:
-        """Does nothing: what there is to know is known."""
+        """Does nothing: the reader knows its save already."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Returns the plan as it is."""
@@ -124,10 +124,10 @@ class ResidencyStorageReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fills what the planner asks for.
+        """Fills the tensors that the planner names.
 
         Raises:
-            CorruptSaveError: A chunk of a file is not what was written.
+            CorruptSaveError: A chunk of a file has changed since it was written.
         """
         with damage_named(self._opened().path, file=MANIFEST):
             self._read(plan, planner)

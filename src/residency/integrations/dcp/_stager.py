@@ -41,9 +41,9 @@ _of_thread = threading.local()  # [Note: when a save is over]
 
 
 class PinnedStager(AsyncStager):
-    """A stager of what ``dcp.async_save(..., async_stager=stager)`` writes, while training goes on.
+    """A stager for ``dcp.async_save(..., async_stager=stager)`` that lets training go on.
 
-    The call returns when the copies are queued. What training writes meanwhile waits for them on
+    The call returns when the copies are queued. Training's writes meanwhile wait for them on
     the device: the next step of an optimizer for its own parameters and states, everything else of
     the current stream for the tensors that no optimizer is known to step. State of an offloaded
     optimizer is lent, not copied; its next step writes to a spare. ``async_save`` then returns an
@@ -58,8 +58,8 @@ class PinnedStager(AsyncStager):
             buckets.
 
     Memory:
-        Device: none. Host: the bytes of the state dict that are not lent, of overlapping tensors
-        their common span once, each rounded up to 512, plus what is left at the end of each slab;
+        Device: none. Host: the bytes of the state dict that are not lent (overlapping tensors:
+        their common span once), each rounded up to 512, plus the unused end of each slab;
         one set of them, which all saves share: a save waits until the one before is written. A
         planner or an error that is kept keeps its save's set, and the next save makes another.
     """
@@ -107,8 +107,8 @@ class PinnedStager(AsyncStager):
             kwargs: Not used; torch passes settings of its own stager.
 
         Returns:
-            What ``result()`` returns, once the copies are there: the same structure, with host
-            tensors that share memory where the given ones did.
+            The result of ``result()``, once the copies are there: the same structure, with host
+            tensors that share memory if the given ones did.
 
         Raises:
             RefusedError: The stager is closed; a tensor has no plain layout of bytes; a value

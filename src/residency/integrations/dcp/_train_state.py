@@ -65,14 +65,14 @@ class TrainState(Stateful):
 
     ``dcp.save({"app": state}, ...)``, ``dcp.async_save``, and on a fresh process
     ``dcp.load({"app": state}, ...)``, after which everything is as it was at the save: states,
-    group values such as ``lr``, the scheduler, the counters. The names and shapes are those of
-    torch's ``get_state_dict``, so that its recipes read these checkpoints; theirs are read with
-    ``planner=TrainStatePlanner()``.
+    group values such as ``lr``, the scheduler, the counters. Names and shapes follow torch's
+    ``get_state_dict``, so that its recipes read these checkpoints; the recipes' checkpoints are
+    read with ``planner=TrainStatePlanner()``.
 
     Args:
         model: Its parameters are filled in place.
         optimizer: An optimizer, offloaded or not, of parameters of the model; None saves none.
-        scheduler: What has ``state_dict`` and ``load_state_dict``.
+        scheduler: An object with ``state_dict`` and ``load_state_dict``.
         counters: Plain values, which are in ``counters`` from then on and are saved as they are
             there, or objects with ``state_dict`` and ``load_state_dict``, such as a data loader.
 
@@ -84,9 +84,9 @@ class TrainState(Stateful):
         counters: The counters by name; change and read them there.
 
     Memory:
-        Device: none at a save and at a load, but what stays there (``resident=``). Host: at a load
-        into a plain optimizer its state, until its first use moves it to the device, a bucket at a
-        time; into an offloaded one none beside its homes.
+        Device: none at a save and at a load, except for state that stays there (``resident=``).
+        Host: at a load into a plain optimizer its state, until its first use moves it to the
+        device, a bucket at a time; into an offloaded one none beside its homes.
     """
 
     def __init__(
@@ -118,12 +118,12 @@ class TrainState(Stateful):
         self._names()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what ``dcp.save`` writes and ``dcp.load`` fills: the tensors themselves.
+        """Returns the tensors themselves, for ``dcp.save`` to write and ``dcp.load`` to fill.
 
         An optimizer without state gets a template on the host, which counts as no state.
 
         Raises:
-            RefusedError: What a first step of the optimizer makes cannot be foreseen, so that there
+            RefusedError: The state that a first step makes cannot be foreseen, so that there
                 is no template; or the host has no room for it; or its state dict has keys of its
                 own. Nothing was changed.
         """
@@ -281,7 +281,7 @@ class TrainStatePlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Compares what the state is of with what was saved.
+        """Compares the parts of the state with the parts that were saved.
 
         Raises:
             RefusedError: They differ. Nothing was read.

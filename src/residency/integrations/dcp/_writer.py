@@ -64,7 +64,7 @@ _logger = logging.getLogger("residency")
 
 
 class ResidencyStorageWriter(StorageWriter):
-    """A storage that makes a save of this library of what ``dcp.save`` and ``dcp.async_save`` give.
+    """A storage that writes ``dcp.save`` and ``dcp.async_save`` as a save of this library.
 
     An error of any rank or writer thread is raised by ``dcp.save``, on every rank, or by the future
     of ``dcp.async_save``; nothing is published then, and the next save works.
@@ -79,7 +79,7 @@ class ResidencyStorageWriter(StorageWriter):
         InvalidArgumentError: ``overwrite`` is asked for at a path of another name.
 
     Memory:
-        On the host, for the tensors of which bytes are being written (two or three at a time), a
+        On the host, for the tensors whose bytes are being written (two or three at a time), a
         copy each unless they lie there contiguously, and 8 MiB.
     """
 
@@ -105,11 +105,11 @@ class ResidencyStorageWriter(StorageWriter):
         return bool(parents) and os.access(parents[0], os.W_OK)
 
     def storage_meta(self) -> StorageMeta:
-        """Returns what planners may want to know of this save."""
+        """Returns the facts about this save that planners may need."""
         return StorageMeta(checkpoint_id=self._path, save_id=new_token())
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begins a save, in a new place if one is given; removes what a failed one left."""
+        """Begins a save, in a new place if one is given; removes the rest of a failed one."""
         self._abandon()
         if checkpoint_id is not None:
             self._path = Path(checkpoint_id).absolute()

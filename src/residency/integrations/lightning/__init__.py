@@ -1,7 +1,7 @@
 """Parts for Lightning's Trainer, of ``lightning`` and of ``pytorch_lightning``.
 
 `ResidencyCheckpointIO` saves in the background, `ResidencyCallback` offloads the optimizers, and
-`ResidencyShardedStrategy` does both's work where a strategy passes the first by.
+`ResidencyShardedStrategy` does both's work for strategies that pass the first by.
 """
 
 from __future__ import annotations

@@ -33,19 +33,19 @@ class ResidencyCheckpointIO:
     """A plugin for Lightning's Trainer that saves in the background, without device memory.
 
     ``Trainer(plugins=[ResidencyCheckpointIO()])``; of the class tree that is imported when it is
-    made, ``lightning`` or ``pytorch_lightning``, or of both. The files are those that the plugin
-    writes to which this one hands the checkpoint, by default Lightning's own; their tensors are
-    host tensors. A local file of Lightning's own has its name once it is whole and on the disk: one
-    that fails, or whose process dies, leaves what had the name before.
+    made, ``lightning`` or ``pytorch_lightning``, or of both. The files are written by the plugin to
+    which this one hands the checkpoint, by default Lightning's own; their tensors are host tensors.
+    A local file of Lightning's own has its name once it is whole and on the disk: a write that
+    fails, or whose process dies, leaves the file that had the name before.
 
-    A save returns when the copies to the host are queued. What it saw stays as it was, whatever
+    A save returns when the copies to the host are queued. Its tensors stay as they were, whatever
     the current stream does then; state of an offloaded optimizer is lent, and a write into it in
     place, which is no step and no assignment, fails the save. The next save waits for room; a load
     waits for all writes; a removal comes after the writes before it. A write that fails is raised
     once, as a ``CheckpointError``: by the next save, which is begun all the same, by the next
     load, by ``wait``, or by ``teardown``, with which each of ``fit``, ``validate``, ``test`` and
-    ``predict`` ends. Removals between the failure and that call are left out: what they would
-    remove may be all that there is.
+    ``predict`` ends. Removals between the failure and that call are left out, since they might
+    remove the last checkpoint.
 
     Args:
         checkpoint_io: The plugin that writes, loads and removes; Lightning's own by default.
@@ -60,8 +60,8 @@ class ResidencyCheckpointIO:
     Memory:
         Device: none. Host: ``max_in_flight`` times the checkpoint's bytes, page-locked, each
         storage once; state of an offloaded optimizer is lent instead, and its next step moves to a
-        second set of homes. What the plugin that writes takes comes on top: Lightning's own makes
-        the file's bytes in memory first.
+        second set of homes. The memory of the plugin that writes comes on top: Lightning's own
+        makes the file's bytes in memory first.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -95,8 +95,8 @@ class ResidencyCheckpointIO:
     ) -> None:
         """Begins a save; returns when the copies to the host are queued, before the file is there.
 
-        Inside of another call of this plugin, as in a handler of a signal that saves (Lightning's
-        own, where Slurm requeues a job), it returns when the file is there.
+        Inside another call of this plugin, for example in a handler of a signal that saves
+        (Lightning's own, if Slurm requeues a job), it returns when the file is there.
 
         Raises:
             CheckpointError: An earlier write failed; this save is begun all the same.
@@ -114,7 +114,7 @@ class ResidencyCheckpointIO:
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
         """Loads as the plugin that writes does, once all writes are done, on all ranks.
 
-        Where ``torch.distributed`` is in use all ranks must load together, as strategies do: one
+        If ``torch.distributed`` is in use, all ranks must load together, as strategies do: one
         of them alone has begun the writes.
 
         Raises:
@@ -143,8 +143,8 @@ class ResidencyCheckpointIO:
         """Finishes all writes, ends the thread and gives the host memory back.
 
         Raises:
-            CheckpointError: A write failed, and no call has raised that yet. Where an error
-                of training is the reason for the end, that error gets it as a note.
+            CheckpointError: A write failed, and no call has raised that yet. If an error of
+                training is the reason for the end, that error gets it as a note.
         """
         self._writes.close()
         if self._arena is not None:

@@ -50,8 +50,8 @@ class ResidencyShardedStrategy:
     """A mixin for strategies: they save their shards in the background, without device memory.
 
     ``class Strategy(ResidencyShardedStrategy, ModelParallelStrategy): pass``, then
-    ``Trainer(strategy=Strategy())``. What is on the disk is what the strategy itself writes, and
-    the strategy alone can read it. Sharded checkpoints only: a whole one, with
+    ``Trainer(strategy=Strategy())``. The files have the strategy's own form, and the strategy
+    without the mixin can read them. Sharded checkpoints only: a whole one, with
     ``save_distributed_checkpoint=False`` or ``state_dict_type="full"``, goes the strategy's own
     way, which ends at the ``CheckpointIO``.
 
@@ -63,13 +63,13 @@ class ResidencyShardedStrategy:
     copies them to the host itself, at the call.
 
     Args:
-        *args: Those of the strategy.
+        *args: The strategy's own arguments.
         max_in_flight: How many saves may be under way; on each rank the same.
-        **kwargs: Those of the strategy.
+        **kwargs: The strategy's own arguments.
 
     Raises:
         InvalidArgumentError: ``max_in_flight`` is no whole number of at least 1.
-        RefusedError: The strategy's version lacks what this needs.
+        RefusedError: The strategy's version lacks a method that this class needs.
 
     Memory:
         Device: none. Host: ``max_in_flight`` times the bytes of this rank's shards, page-locked;
@@ -97,7 +97,7 @@ class ResidencyShardedStrategy:
             )
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the shards that are there, where the strategy itself copies them to the host."""
+        """Returns the shards on their device; the strategy itself copies them to the host."""
         if self._key_of_model == "state_dict":
             return get_model_state_dict(self.model, options=_LIVE)
         stock: Any = super()
@@ -105,7 +105,7 @@ class ResidencyShardedStrategy:
         return found
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Returns the shards that are there, where the strategy itself copies them to the host."""
+        """Returns the shards on their device; the strategy itself copies them to the host."""
         if self._key_of_model == "state_dict":
             inner = vars(optimizer).get("_optimizer", optimizer)  # of Lightning's wrapper
             return get_optimizer_state_dict(self.model, inner, options=_LIVE)
@@ -165,8 +165,8 @@ class ResidencyShardedStrategy:
         """Finishes all writes, and gives the host memory back.
 
         Raises:
-            CheckpointError: A write failed, and no call has raised that yet. Where an error
-                of training is the reason for the end, that error gets it as a note.
+            CheckpointError: A write failed, and no call has raised that yet. If an error of
+                training is the reason for the end, that error gets it as a note.
         """
         self._writes.close()
         self._arena, groups, self._groups = None, self._groups, []

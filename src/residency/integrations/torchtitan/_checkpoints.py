@@ -68,13 +68,13 @@ class ResidencyCheckpointManager(_Manager):  # type: ignore[misc]  # known when 
 
     Built by its own ``Config``, which the override ``save_with_residency`` puts in the place of
     torchtitan's, whose fields it has: ``interval``, ``keep_latest_k``, ``load_step`` and all
-    others mean what they do there. With ``async_mode`` "async" and "async_with_pinned_mem" alike, a
+    others keep their meaning. With ``async_mode`` "async" and "async_with_pinned_mem" alike, a
     save returns when its copies are queued, and a thread writes it; the step after it waits for
-    them on the device, and blocks the host only where an offloaded optimizer has used up ``spare``.
-    The next save, and ``close``, wait until it is written, and raise what failed.
+    them on the device, and blocks the host only if an offloaded optimizer has used up ``spare``.
+    The next save, and ``close``, wait until it is written, and raise its error if it failed.
 
-    Loads take these saves, and the checkpoints that torchtitan wrote itself, of which a folder may
-    have both; the greater step counts. A newest save that is damaged is passed over with a warning,
+    Loads take these saves, and the checkpoints that torchtitan wrote itself. A folder may have
+    both; the greater step counts. A newest save that is damaged is passed over with a warning,
     unless ``load_step`` names it. Exports for Hugging Face are written and read by torchtitan.
 
     Raises:
@@ -82,13 +82,13 @@ class ResidencyCheckpointManager(_Manager):  # type: ignore[misc]  # known when 
         InvalidArgumentError: ``spare`` does not parse.
 
     Memory:
-        Device: none at a save, and none at a load but what stays there; an optimizer that has no
-        state yet gets it on the host, and on the device in its first step, or not at all where it
-        is offloaded. What hooks of a model make in its ``state_dict()`` is torchtitan's. Host:
-        ``async_mode="disabled"`` two or three tensors at a time; else one set of pinned slabs, as
-        ``PinnedStager`` has them, for what is not lent; at a load 64 MiB, or one tensor if that is
-        more, and the state of a plain optimizer until its first step; at the last save the model in
-        ``export_dtype`` where that is another.
+        Device: none at a save, and none at a load except for state that stays there; an optimizer
+        that has no state yet gets it on the host, and on the device in its first step, or not at
+        all if it is offloaded. Copies that hooks of a model make in its ``state_dict()`` are
+        torchtitan's. Host: ``async_mode="disabled"`` two or three tensors at a time; else one set
+        of pinned slabs, as ``PinnedStager`` has them, for state that is not lent; at a load 64 MiB,
+        or one tensor if that is more, and the state of a plain optimizer until its first step; at
+        the last save the model in ``export_dtype`` if that is another.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -159,10 +159,10 @@ class ResidencyCheckpointManager(_Manager):  # type: ignore[misc]  # known when 
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
-        """Reads a save of this library, or lets torchtitan read what it wrote itself.
+        """Reads a save of this library, or lets torchtitan read its own checkpoint.
 
         Args:
-            state_dict: What is filled.
+            state_dict: The state that is filled.
             checkpoint_id: The checkpoint's directory.
             from_hf: Whether it is one of Hugging Face's.
             from_quantized: Whether that is quantized.

@@ -46,9 +46,9 @@ class OffloadedOptimizers(_Container):  # type: ignore[misc]  # known when it ru
         RefusedError: One of the optimizers cannot be offloaded exactly, or the host has no room.
 
     Memory:
-        That of ``residency.offload_optimizer``, for each optimizer of the container; they step one
+        As with ``residency.offload_optimizer``, for each optimizer of the container; they step one
         after the other. With ``implementation="fused_opt_states_bf16"``, for which moments are made
-        before the first step: host memory for those of one optimizer twice, for a moment; and a
+        before the first step: host memory for one optimizer's moments twice, for a moment; and a
         parameter that never has a gradient has moments, too, which are zero.
     """
 

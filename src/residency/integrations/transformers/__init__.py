@@ -1,6 +1,6 @@
 """For `Trainer` of Transformers and TRL, with and without PEFT: one callback, and one mixin.
 
-`ResidencyCallback` goes into ``Trainer(callbacks=[...])`` and covers what callbacks can see.
+`ResidencyCallback` goes into ``Trainer(callbacks=[...])`` and covers everything callbacks can see.
 `ResidencyTrainerMixin` stands before a trainer class and covers the rest: resuming without the
 optimizer on the device, and saves that are written while training goes on. `save_pretrained` writes
 a snapshot in the files that ``from_pretrained`` reads.

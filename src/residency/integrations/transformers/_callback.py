@@ -44,8 +44,8 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
     Give it to ``Trainer(callbacks=[ResidencyCallback()])``. Adapters of a PEFT model load
     host-first, at resume and at the end of training; the optimizer is offloaded when training
     begins; predictions, labels and losses of an evaluation go to the host batch by batch; ``train``
-    and each ``step`` are phases, and an out-of-memory error that ends the process gets a note. What
-    a callback cannot reach is in `ResidencyTrainerMixin`.
+    and each ``step`` are phases, and an out-of-memory error that ends the process gets a note.
+    `ResidencyTrainerMixin` does the work that a callback cannot reach.
 
     Args:
         offload: Whether the optimizer's state lives on the host. One that is offloaded already
@@ -55,17 +55,17 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
         slots: As there.
         pin: As there.
         master_weights: As there.
-        outputs_on_host: Whether ``evaluate`` and ``predict`` keep their outputs on the host. The
-            arrays that they give, to ``compute_metrics`` too, are those of the stock loop, bit for
-            bit; metrics of each batch (``batch_eval_metrics``) get device tensors as ever.
+        outputs_on_host: Whether ``evaluate`` and ``predict`` keep their outputs on the host. Their
+            arrays, in ``compute_metrics`` too, equal the stock loop's bit for bit; metrics of each
+            batch (``batch_eval_metrics``) get device tensors as ever.
 
     Raises:
         InvalidArgumentError: A size does not parse.
 
     Memory:
-        Device: the outputs of one batch, where the stock loop has those of all; labels and inputs,
+        Device: the outputs of one batch (the stock loop has the outputs of all); labels and inputs,
         which the loop has as well, twice. Host: 32 MiB, page-locked, while outputs are gathered;
-        all outputs once, and those of one batch.
+        all outputs once, and the outputs of one batch.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
 
         Raises:
             RefusedError: The trainer has a ``ResidencyCallback`` already, or a framework's version
-                lacks what this needs. Nothing was changed.
+                lacks a method that this needs. Nothing was changed.
         """
         if vars(control).get(_MARK) is not None:
             raise self._added_twice()
@@ -160,7 +160,8 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
         """Offloads an optimizer with this callback's settings, if that is asked for.
 
         Args:
-            optimizer: What ``accelerate`` prepared, or the optimizer itself; None for none.
+            optimizer: The result of accelerate's ``prepare``, or the optimizer itself; None for
+                none.
 
         Raises:
             RefusedError: It cannot be stepped in parts with the same bits. It is as it was.
@@ -179,8 +180,8 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
             ) from error
 
     def remove(self) -> None:
-        """Gives models and process back what was put onto them; an offload is undone with
-        ``residency.onload_optimizer``.
+        """Takes off models and process everything that this callback put on; an offload is undone
+        with ``residency.onload_optimizer``.
         """
         while self._put:
             self._put.pop().take_off()

@@ -44,9 +44,9 @@ def save_pretrained(snapshot: Snapshot, directory: Any, *, model: Any, **setting
     """Writes a snapshot of a model in the files that stock ``from_pretrained`` reads.
 
     Args:
-        snapshot: What ``residency.snapshot(model)`` returned.
-        directory: Where ``model.save_pretrained`` is to write.
-        model: The model that the snapshot was taken of: it brings the configuration, and is not
+        snapshot: The result of ``residency.snapshot(model)``.
+        directory: The directory that ``model.save_pretrained`` is to write.
+        model: The model of the snapshot: it brings the configuration, and is not
             read otherwise.
         settings: More for ``model.save_pretrained``.
 

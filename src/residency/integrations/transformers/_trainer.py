@@ -56,13 +56,13 @@ _log = logging.getLogger("residency")
 class ResidencyTrainerMixin(_Trainer):  # type: ignore[misc]  # is not analysed: too large
     """A mixin before a trainer class: ``class MyTrainer(ResidencyTrainerMixin, Trainer): ...``.
 
-    It has a `ResidencyCallback`, one of its own unless ``callbacks`` has one, and adds what a
+    It has a `ResidencyCallback`, one of its own unless ``callbacks`` has one, and adds the parts a
     callback cannot reach. ``optimizer.pt`` is read on the host, on every rank, into an optimizer
     that is offloaded already. ``checkpoint-...`` directories are written while training goes on,
     with the files of stock ones, and get their names when they are complete. Every phase is one
     through which errors pass, so that an out-of-memory error gets its note.
 
-    Saves go the stock way, with a line in the log, where the files are not made of a state dict
+    Saves go the stock way, with a line in the log, if the files are not made of a state dict
     alone: DeepSpeed, FSDP, a hyperparameter search, ``push_to_hub``; and on several machines, which
     may share no directory, without ``save_on_each_node``.
 
@@ -74,8 +74,8 @@ class ResidencyTrainerMixin(_Trainer):  # type: ignore[misc]  # is not analysed:
         RefusedError: The trainer class lacks a method that this overrides. Nothing was made.
 
     Memory:
-        Device: none for a save. Host: for each save that may be under way, page-locked, what its
-        files hold of the device's tensors, each rounded up to 512, plus what is left at the end of
+        Device: none for a save. Host: for each save that may be under way, page-locked, the bytes
+        of the device's tensors in its files, each rounded up to 512, plus the unused end of
         each slab; kept until training ends. The state of an offloaded optimizer is lent, not
         copied.
     """

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.probe",
-        description="Asks this machine what the library relies on: lines of PASS, FAIL and INFO.",
+        description="Tests this machine for the library's needs: lines of PASS, FAIL and INFO.",
         epilog="Exit status 0 when no line says FAIL, 1 when one does, 2 without an accelerator.",
     )
     parser.add_argument("names", nargs="*", metavar="name", help=f"of: {', '.join(PROBES)}")
@@ -67,7 +67,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="on the simulated accelerator in CUDA's place",
     )
     parser.add_argument(
-        "--folder", help="where files are written; else the current folder", default="."
+        "--folder", help="folder for the files; else the current folder", default="."
     )
     options = parser.parse_args(arguments)
     if unknown := sorted(set(options.names) - set(PROBES)):

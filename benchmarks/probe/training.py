@@ -202,7 +202,7 @@ def hand_offs(bench: ProbedDevice) -> None:
     need = _device.memory_info()[0] + num_bytes
     with residency.hand_off(need, park=[optimizer, model]) as reclaimed:
         free = _device.memory_info()[0]
-    bench.check(free >= need, "hand_off frees what is asked for", str(reclaimed.by_means()))
+    bench.check(free >= need, "hand_off frees the requested bytes", str(reclaimed.by_means()))
     is_back = all(torch.equal(p.cpu(), v) for p, v in zip(model.parameters(), values, strict=True))
     bench.check(is_back, "it brings everything back")
     optimizer.step()

@@ -34,5 +34,5 @@ def start_command(
     except OSError as error:
         raise InvalidArgumentError(
             f"{words[0]!r} cannot be started: {error.strerror}. Nothing was changed; write after "
-            "-- what you would type without this, as in: -- python train.py"
+            "-- the command that you would type without this, as in: -- python train.py"
         ) from None

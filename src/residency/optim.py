@@ -44,8 +44,8 @@ class _Maker(type):
             ours = sorted(each.name for each in _OURS)
             theirs = sorted(inspect.signature(base).parameters.keys() - {"params"})
             raise InvalidArgumentError(
-                f"{__name__}.{cls.__name__} has no option {', '.join(map(repr, unknown))}. It "
-                f"takes those of residency.offload_optimizer, which are {', '.join(ours)}, and of "
+                f"{__name__}.{cls.__name__} has no option {', '.join(map(repr, unknown))}. It has "
+                f"the options of residency.offload_optimizer, which are {', '.join(ours)}, and of "
                 f"torch.optim.{cls.__name__}, which are {', '.join(theirs)}."
             )
         own = {each.name: options.pop(each.name) for each in _OURS if each.name in options}
@@ -75,7 +75,7 @@ def _made_of(base: type[Optimizer]) -> _Maker:
     made.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     made.__doc__ = f"""``torch.optim.{base.__name__}`` whose state lives on the host.
 
-    Takes the options of both it and `residency.offload_optimizer`, raises and needs what they do.
+    Takes the options of both it and `residency.offload_optimizer`, raises and needs as they do.
 
     Raises:
         InvalidArgumentError: An option is one of neither.

@@ -173,7 +173,7 @@ def test_a_wrong_directory_is_one_clear_line(
         (["verify", "--step", "7"], "has no save of step 7"),
         (["prune"], "give prune --keep N"),
         (["prune", "--keep", "0"], "expected at least 1"),
-        (["prune", "--above", "0"], "none would stay. The lowest is that of step 1"),
+        (["prune", "--above", "0"], "none would stay. The lowest step is 1"),
         (["prune", "--above", "2", "--keep", "1"], "or --above STEP alone"),
         (["prune", "--best", "2"], "give both, or neither"),
         (["prune", "--keep", "1", "--metric", "loss"], "give both, or neither"),

@@ -175,7 +175,7 @@ def test_what_is_kept_elsewhere_cannot_be_removed_with_its_folder(tmp_path: Path
                 print(error)
         """,
     )
-    assert "what the dry run keeps" in done.stdout.splitlines()[-1], done.stderr
+    assert "here the dry run keeps" in done.stdout.splitlines()[-1], done.stderr
     assert undo(str(tmp_path / "run"), has_saves=False) == []
     assert tree(tmp_path / "user") == before
 

@@ -289,4 +289,4 @@ def test_models_that_a_loop_of_seeds_keeps_are_counted(dry_run, cpu: str) -> Non
         return
     assert growth["bytes_per_training"] == 4 * (1024 * 1024 + 1024)
     assert "kept" in growth["names"][0]
-    assert "with each training, of which about" in outcome.errors
+    assert "with each training (about" in outcome.errors

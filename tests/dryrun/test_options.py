@@ -96,7 +96,7 @@ def test_the_page_has_the_verdict_the_command_versions_and_names(tmp_path: Path)
             "400.00 MiB allocated in forward",
             *KINDS,
             "set up",
-            "audit events: what C++ or other programs changed",
+            "audit events: changes that C++ or other programs made",
         ):
             assert text in page
         assert "a &lt;device&gt;" in page

@@ -141,7 +141,7 @@ def test_a_run_without_an_error_for_memory_has_gone_on() -> None:
 
 
 def test_what_a_trainer_does_later_is_left_out_of_a_training_that_one_has_ended_alone() -> None:
-    said = "left out: what a trainer does after these steps"
+    said = "left out: a trainer's work after these steps"
     of_trainer = list(left_out(facts(is_cut=True)))
     assert [line.startswith(said) for line in of_trainer] == [True]
     for changed in ({"is_cut": False}, {"is_cut": True, "has_framework": False}):

@@ -254,7 +254,7 @@ def test_a_taker_that_takes_too_long_is_named_in_the_log(
     with hand_off(0, peer=path, timeout=1):
         pass
     assert (
-        "did not answer within 1 s; raise timeout= where it is slow. The device is taken back."
+        "did not answer within 1 s; raise timeout= if it is slow. The device is taken back."
         in caplog.text
     )
 

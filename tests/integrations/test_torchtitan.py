@@ -264,7 +264,7 @@ def test_a_damaged_newest_save_is_passed_over_unless_it_is_named(
     training.train(1, saves=[2])
     damage(tmp_path, 2)
     resumed = Training(device, tmp_path, **OURS)
-    with pytest.warns(UserWarning, match="save of step 2 is damaged, so that of step 1 is loaded"):
+    with pytest.warns(UserWarning, match="save of step 2 is damaged, so step 1 is loaded"):
         assert resumed.manager.load()
     assert_same(resumed.picture(), expected)
     with pytest.raises(CheckpointException, match="optimizer"):

@@ -151,5 +151,5 @@ def test_an_optimizer_that_something_else_offloads_is_refused(
         "build",
         lambda self, model: residency.offload_optimizer(build(self, model)),
     )
-    with pytest.raises(RefusedError, match="something else offloads what it builds"):
+    with pytest.raises(RefusedError, match="something else offloads its optimizers"):
         config().build(model_on(device))

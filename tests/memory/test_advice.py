@@ -34,7 +34,7 @@ DOES = {
     r"a smaller batch": "batch",
 }
 FITS = ("the cheapest that would have fitted:", "the cheapest that makes room for that")
-MAY = "what may make room"
+MAY = "changes that may make room"
 NOTHING = ("none of these would have been enough alone:", "nothing that is known here")
 # What is advised first, or what may be done; "" where no switch of the case lets it end.
 ADVISED = {

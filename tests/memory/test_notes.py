@@ -156,7 +156,7 @@ def test_the_line_stands_in_the_note(device: torch.device, monkeypatch: pytest.M
     ("module", "words"),
     [
         ("transformers.trainer", "ResidencyCallback keeps the optimizer's state on the host"),
-        ("accelerate.optimizer", "offload_optimizer takes what `prepare` returned"),
+        ("accelerate.optimizer", "offload_optimizer takes the result of `prepare`"),
         ("a_script", None),
     ],
 )

@@ -318,5 +318,5 @@ def test_a_part_of_what_is_parked_is_refused_with_the_owner_that_brings_it_back(
     assert model[0].weight.is_cpu
     assert residency.unpark(model[0]) > 0
     assert model[0].weight.device == model[1].weight.device
-    with pytest.raises(residency.RefusedError, match="where there is nothing to free"):
+    with pytest.raises(residency.RefusedError, match="which has nothing to free"):
         residency.park(model.cpu())

@@ -290,7 +290,7 @@ def test_all_that_is_missing_is_named_in_one_error(
     monkeypatch.setattr(sysconfig, "get_path", lambda *args, **options: str(tmp_path))
     message = _error(source)
     assert all(tool in message for tool in ("g++", "Python.h"))
-    assert message.count("Install what is named") == 1
+    assert message.count("Install the named tools") == 1
 
 
 def test_an_error_of_the_compiler_is_shown_in_its_words(cache: Path, source: Path) -> None:

@@ -39,7 +39,7 @@ def test_bytes_that_a_test_leaves_behind_fail_it_with_the_figures(run_tests) -> 
         [
             "The test left 2.00 MiB on sim:0: 4.00 MiB were allocated before it and 6.00 MiB "
             "after it; device_memory(growth='1MiB') allows 1.00 MiB.",
-            "What it left, and then all that is on the device:",
+            "The tensors that it left, and then all tensors on the device:",
             "the largest:",
             "*2.00 MiB  *.kept*0?",
             "memory of sim:0",

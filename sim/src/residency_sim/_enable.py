@@ -40,13 +40,11 @@ def enable(
     The first call on a machine compiles it (about a minute). Each lets queued work finish.
 
     Args:
-        capacity: Bytes of device memory, as ``"24GiB"``; by default the capacity of ``gpu``, else
-            8 GiB.
+        capacity: Bytes of device memory, as ``"24GiB"``; by default the ``gpu``'s, else 8 GiB.
         schedule: When queued work runs. ``"late"``: when something forces it, and then only the
-            forced stream and the work that it waits for, so that a value that was read before it
-            was ready is wrong. ``"overtake"``: when something forces it, after everything else that
-            may legally run, so that a value that was overwritten early is wrong. ``"eager"``: at
-            once.
+            forced stream and its waits, so that a value that was read before it was ready is wrong.
+            ``"overtake"``: when something forces it, after everything else that may legally run, so
+            that a value that was overwritten early is wrong. ``"eager"``: at once.
         check_races: Raise `RaceError` if two operations on different streams touch the same
             bytes, one writing or allocating them, and no event or synchronisation orders the two.
         dry: Run kernels for their shapes only, so that a model larger than this machine's memory

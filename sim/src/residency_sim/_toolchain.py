@@ -57,7 +57,7 @@ def check_tools() -> None:
     if missing:
         raise BuildError(
             "The simulated accelerator is compiled at its first use, and this machine lacks "
-            f"{'; '.join(missing)}. Install what is named and run this again."
+            f"{'; '.join(missing)}. Install the named tools and run this again."
         )
 
 
@@ -90,7 +90,7 @@ def compile_library(
     except (RuntimeError, OSError) as error:
         raise BuildError(
             f"The simulated accelerator did not compile against torch {torch.__version__}. "
-            "Install a torch that CONTRIBUTING.md lists, or what the compiler misses. It said:\n"
+            "Install a torch that CONTRIBUTING.md lists, or the tools that are missing. It said:\n"
             f"{error}"
         ) from error
     advance(num_steps, num_steps)

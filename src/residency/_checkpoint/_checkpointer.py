@@ -73,9 +73,8 @@ class Checkpointer:
         spare: Host bytes that the steps of an offloaded optimizer may take while a save still reads
             its state; a step that needs more waits for the disk. None is two buckets; ``"all"`` a
             full second set, with which no step ever waits.
-        timeout_seconds: How long a rank waits for the others to make their checkpointers, to
-            restore and to write their shares. A rank that has reported a failure but may retry is
-            given a tenth of this, at most 10 s.
+        timeout_seconds: How long a rank waits for others to make theirs, restore or write. A rank
+            that has reported a failure but may retry is given a tenth of this, at most 10 s.
 
     Raises:
         InvalidArgumentError: An argument is invalid.
@@ -245,9 +244,8 @@ class Checkpointer:
 
         Memory:
             Device: the ring (64 MiB) at the most, and no state of an optimizer unless ``eager``, or
-            it has methods of its own. Host: the ring, and offloaded optimizers' state. Values of an
-            object that are no tensors, and that its own method takes, are on both once more until
-            that returns.
+            it has methods of its own. Host: the ring, and offloaded optimizers' state. Other values
+            of an object that its own method takes are on both once more until that returns.
         """
         self._check_open("restore")
         if step is not None:

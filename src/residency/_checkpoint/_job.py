@@ -255,7 +255,7 @@ class Ranks:
             raise CheckpointError(
                 f"of {self.world_size} ranks, {', '.join(map(str, absent))} did not come to {what} "
                 f"within {self._timeout_seconds:g} s. Nothing was changed; do so on every rank, or "
-                "raise timeout_seconds where they are slow."
+                "raise timeout_seconds if they are slow."
             )
 
     def request(self, step: int, number: int) -> SaveRequest:

@@ -63,7 +63,7 @@ def add_parser(
         "prune", _prune, "Remove saves; the newest one always stays, but with --above."
     )
     prune.add_argument(
-        "--above", type=int, metavar="STEP", help="remove those of higher steps, to go on from STEP"
+        "--above", type=int, metavar="STEP", help="remove saves above STEP, to go on from there"
     )
     prune.add_argument("--keep", type=int, metavar="N", help="keep the newest N")
     prune.add_argument("--best", type=int, default=0, metavar="K", help="keep the K best, too")

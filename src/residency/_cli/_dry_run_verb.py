@@ -37,9 +37,9 @@ def add_parser(
         help="say whether a CUDA training script fits a GPU, on a machine without one",
         description=(
             "Runs an unmodified training script that says cuda on a simulated GPU, for shapes "
-            "only: its peak of memory in every phase, who holds it, and where it runs out. Status: "
-            "0 where it fits, 1 where it does not, 3 where neither was seen, as the script failed, "
-            "made no step or was interrupted, 2 when the run cannot be made."
+            "only: its peak of memory in every phase, who holds it, and which line runs out. "
+            "Status: 0 if it fits, 1 if it does not, 3 if neither was seen, as the script failed, "
+            "made no step or was interrupted, 2 if the run cannot be made."
         ),
     )
     device = parser.add_argument_group("the device")
@@ -52,8 +52,8 @@ def add_parser(
     )
     device.add_argument(
         "--others", metavar="BYTES",
-        help="memory that other programs hold, such as a display (0B; what --fit and --largest "
-        "look for leaves 300MiB, for what is not modelled)",
+        help="memory that other programs hold, such as a display (0B; --fit and --largest then "
+        "leave 300MiB, for temporaries that are not modelled)",
     )  # fmt: skip
     device.add_argument(
         "--ranks", metavar="N", type=int, default=1,
@@ -62,7 +62,7 @@ def add_parser(
     script = parser.add_argument_group("the script")
     script.add_argument(
         "--steps", metavar="N", type=int, default=2,
-        help="end the training after so many optimizer steps; 0: where the script ends (2)",
+        help="end the training after so many optimizer steps; 0: at the script's own end (2)",
     )  # fmt: skip
     script.add_argument("--real", action="store_true", help="compute bytes, too; much slower")
     script.add_argument(
@@ -81,7 +81,7 @@ def _add_questions(asked: argparse._ArgumentGroup) -> None:
     search = asked.add_mutually_exclusive_group()
     search.add_argument(
         "--fit", action="store_true",
-        help="where it does not fit, look for the cheapest settings with which it does",
+        help="if it does not fit, look for the cheapest settings with which it does",
     )  # fmt: skip
     search.add_argument(
         "--largest", choices=("batch", "sequence"),
@@ -158,8 +158,8 @@ def _fit(
 
     made: list[dict[str, Any]] = []
     nearest = answer
-    room = f", with {format_bytes(left)} left for what is not modelled" * bool(left)
-    _say(console, f"\n[bold]what makes it fit[/], the cheapest first{room}:")
+    room = f", with {format_bytes(left)} left for temporaries that are not modelled" * bool(left)
+    _say(console, f"\n[bold]changes that make it fit[/], the cheapest first{room}:")
     for tried in _dryrun.settings_that_fit(
         settings,
         answer,
@@ -211,7 +211,7 @@ def _largest(
         _say(console, line)
     if best is not None and settings.others:
         left = format_bytes(settings.others)
-        _say(console, f"besides, {left} are left for other programs and what is not modelled")
+        _say(console, f"besides, {left} are left for other programs and unmodelled temporaries")
     if arguments.json:
         made = {
             "largest": None if best is None else best.number,
@@ -248,7 +248,7 @@ def _said_of_largest(
         yield f"[bold]no {what} was seen to fit[/]"
     if end:
         yield (
-            f"the script's data end at {end}, or the number does not reach what it computes: "
+            f"the script's data end at {end}, or the number does not reach the computation: "
             "larger ones take no more, and were not seen. Give it more data, made-up ones do"
         )
     if failed:

@@ -82,5 +82,5 @@ def _missing_package(error: Exception) -> str | None:
         return None
     return (
         f"this verb needs the package {error.name}, which is not installed. "
-        "Install what the command line can use with: pip install 'residency[demo]'"
+        "Install the command line's packages with: pip install 'residency[demo]'"
     )

@@ -60,7 +60,7 @@ def add_parser(
         "command",
         metavar="-- COMMAND",
         nargs=argparse.REMAINDER,
-        help="what starts Python, as in: -- python train.py --lr 1e-4",
+        help="a command that starts Python, as in: -- python train.py --lr 1e-4",
     )
     parser.set_defaults(run=run)
 
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not files:
         print(
             f"residency: {output} was not written: no Python process of the command has used torch "
-            "and come to a phase (python -E, -I and -S ignore what the recording needs)",
+            "and come to a phase (python -E, -I and -S ignore the recording's variables)",
             file=sys.stderr,
         )
     return status if status >= 0 else _SIGNALLED - status

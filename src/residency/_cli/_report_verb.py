@@ -18,8 +18,8 @@ def add_parser(
         parents=[common],
         help="show the memory of a recorded run, or compare two",
         description=(
-            "Prints what was run, its peak, how it ended, and its phases: how often, peak, what "
-            "the memory is used for, and what grows from visit to visit. With two records it "
+            "Prints the command of the run, its peak, how it ended, and its phases: how often, "
+            "peak, how the memory is used, and its growth from visit to visit. With two records it "
             "prints a Markdown table of before and after, in which save is compared with "
             "train/save. Give run.jsonl for run.rank0.jsonl, run.rank1.jsonl, ..."
         ),

@@ -213,7 +213,7 @@ def _conditions(answer: Answer) -> Iterator[str]:
     if thaws := answer.found["left_out"]["thaws"]:
         yield (
             f"{thaws[0]} trains more parameters in some round, and later rounds were left out: "
-            "what comes with them may not be in this"
+            "memory that comes with them may not be in this"
         )
     aim = aim_of(answer.first)
     if aim != STEPS:
@@ -335,8 +335,8 @@ def notes(answer: Answer) -> Iterator[str]:
 def _note_of_files(seen_by: str) -> str:
     """Returns what watched the script's files: what it does not see is not put back."""
     return (
-        f"changes of files were seen by Python's {seen_by}: what C++ or other programs changed by "
-        "themselves is not put back"
+        f"changes of files were seen by Python's {seen_by}: changes that C++ or other programs "
+        "made by themselves are not put back"
     )
 
 
@@ -345,18 +345,18 @@ def _notes_of_end(answer: Answer) -> Iterator[str]:
     found = answer.found
     if answer.verdict is Verdict.INTERRUPTED or found["was_interrupted"]:
         by = " and ".join(answer.first["signals"]) or "Ctrl-C"
-        yield f"{by} ended the run before its time: the figures are what was known by then"
+        yield f"{by} ended the run before its time: the figures are as known by then"
     elif found["ended"] == "left":
         yield (
             "the script was left in its loop after these steps. More: --steps, or the script's own "
             "number of steps with --steps 0"
         )
     elif found["ended"] == "stopped" and found["error"]:
-        yield f"after what was to be seen the script ended in {found['error']}"
+        yield f"after enough was seen the script ended in {found['error']}"
     elif answer.verdict is Verdict.FAILED:
         yield f"the script ended in {found['error']}"
     elif answer.verdict is Verdict.KILLED:
-        yield "the process was killed: the figures are what was known by then"
+        yield "the process was killed: the figures are as known by then"
     if answer.verdict in (Verdict.FITS, Verdict.UNSEEN):
         yield from _notes_of_aim(answer)
 
@@ -365,7 +365,7 @@ def _notes_of_aim(answer: Answer) -> Iterator[str]:
     """Yields what was not seen of a training, and what to give the script for that."""
     if answer.peak_reserved == 0:
         yield (
-            "nothing was put on the device: what the script did, it did on the CPU. Give it the "
+            "nothing was put on the device: all of the script's work was on the CPU. Give it the "
             "arguments with which it uses CUDA, such as --cuda or --device cuda"
         )
         return
@@ -389,6 +389,6 @@ def _notes_of_nothing(found: dict[str, Any]) -> Iterator[str]:
         yield f"{came}. The last error that it caught: {found['caught']}"
     else:
         yield (
-            f"{came}. Look for an error in what it prints, or give it the arguments with which it "
+            f"{came}. Look for an error in its output, or give it the arguments with which it "
             "trains"
         )

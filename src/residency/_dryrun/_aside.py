@@ -101,7 +101,7 @@ class Aside:
         """Raises for the move of a folder in which there is one of these."""
         for kept in self._kept:
             if moved(kept, source, target):
-                raise refusal(f"not moved, as it has what the dry run keeps in {kept}", source)
+                raise refusal(f"not moved, as the dry run keeps files of it in {kept}", source)
 
 
 def refusal(message: str, *place: str) -> PermissionError:

@@ -51,8 +51,8 @@ _NOTES = {
     "one": "torch.unique was taken to find one value; the figures from there may be too low",
     "repeats": "each row was taken once, as repeats are not known; the figures from there may be "
     "too low",
-    "counts": "counts were taken as equal; the figures from there are those of an even share",
-    "drawn": "a number was drawn; the figures from there are those of this draw, and another may "
+    "counts": "counts were taken as equal; the figures from there hold for an even share",
+    "drawn": "a number was drawn; the figures from there hold for this draw, and another may "
     "take more",
 }
 _LEFT_ALONE = "anything"  # stood for it: memory of the host, with what it had before

@@ -263,7 +263,7 @@ class FilesWatch:
 
     def _before_send(self, connection: object, data: object) -> None:
         if self.has_guessed and isinstance(data, bytes | bytearray) and data.startswith(b"PUT "):
-            raise refusal("a dry run sends nothing: what it has of weights is not computed")
+            raise refusal("a dry run sends nothing: its weights are not computed")
 
     def _before_facts(self, path: object, *rest: Any) -> None:
         for place, found in self._older(path, rest[-1], has_folders=True):
@@ -447,7 +447,7 @@ class FilesWatch:
             PermissionError: It is one that the dry run keeps.
         """
         if self._aside.has_elsewhere(place):
-            raise refusal("this is what the dry run keeps of the files before it", place)
+            raise refusal("here the dry run keeps the files from before it", place)
         return place.startswith((f"{self._folder}/", *_NO_FILES))
 
 

@@ -202,7 +202,7 @@ def _place(
     if number is None:
         raise InvalidArgumentError(
             f"neither the command nor the script's argparse options have a number for a {what} "
-            f"that is known here; write {place} where it stands, as in: -- python train.py "
+            f"that is known here; write {place} in its place, as in: -- python train.py "
             f"--my-flag {place}. Numbers in configuration files cannot be changed."
         )
     change = number.change

@@ -66,7 +66,7 @@ def line_of_trainings(found: Mapping[str, Any], headroom: int) -> str | None:
     more = max(headroom, 0) // size
     outer = found["left_out"]["loops"][:1]
     left = outer[0]["left"] if outer else 0
-    fit = f", of which about {seen + more:,} fit" if left is None or left > more else ""
+    fit = f" (about {seen + more:,} of them fit)" if left is None or left > more else ""
     return f"held memory grows by {format_bytes(size)} with each training{fit}{_where(growth)}"
 
 

@@ -78,8 +78,8 @@ def dry_run(command: Command) -> dict[str, Any]:
     """
     if not_isolated(command.words) != list(command.words):
         raise InvalidArgumentError(
-            "python -I, -E and -S ignore what a dry run needs, and would really train. Nothing was "
-            "run; write the command without them."
+            "python -I, -E and -S ignore a dry run's variables, and would really train. Nothing "
+            "was run; write the command without them."
         )
     folder = tempfile.mkdtemp(prefix="residency-dry-run-")
     simulator = str(Path(str(residency_sim.__file__)).parents[1])
@@ -113,7 +113,7 @@ def dry_run(command: Command) -> dict[str, Any]:
 def _advice(status: int, *, is_quiet: bool) -> str:
     """Returns what to do about a command that has not used torch."""
     if status == 0:
-        return "Write after -- what you would type on the machine with the GPU: -- python train.py"
+        return "After -- write the command for the machine with the GPU: -- python train.py"
     if is_quiet:
         return "Run it without --quiet and --json, and it shows its own error."
     return "Its own error stands above."

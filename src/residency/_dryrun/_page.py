@@ -111,7 +111,7 @@ def _timeline(answer: Answer) -> str:
             f"<line x1='{_LEFT}' x2='{_WIDTH}' y1='{level}' y2='{level}' stroke='#a8320a' "
             "stroke-dasharray='6 4'/>"
             f"<text x='{_WIDTH}' y='{y(room) - 4:.1f}' text-anchor='end' fill='#a8320a'>"
-            "what the device has for torch</text>"
+            "the device's memory for torch</text>"
         )
     for share in (0.25, 0.5, 0.75, 1.0):
         size = share * answer.peak_reserved

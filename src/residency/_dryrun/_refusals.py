@@ -43,14 +43,14 @@ _SECOND_DEVICE = re.compile(r"invalid device (ordinal|id|index)|cuda:[1-9]", re.
 # Whose errors say that something could not be fetched.
 _OF_NETWORK = frozenset({"urllib", "requests", "httpx", "huggingface_hub"})
 _NOT_THERE = (
-    "This is on the network, where it could not be had. Put it on the disk, and give the script "
-    "its path."
+    "This is on the network, which a dry run does not reach. Put it on the disk, and give the "
+    "script its path."
 )
 _WEIGHTS = (
     " For weights alone --random-weights does: the models of Transformers, timm and torchvision "
     "are then made without them."
 )
-_NO_WEIGHTS = " --random-weights does not make it: where it is weights, build the model without."
+_NO_WEIGHTS = " --random-weights does not make it: if it is weights, build the model without."
 _TOOL = "nvidia-smi"  # of the driver
 _NVML = re.compile(r"NVML|libnvidia-ml|\bnvidia-smi\b")
 _SPARSE = re.compile(r"of sparse tensors|Sparse(Csr)?(CUDA|PrivateUse1|Meta)|SparseTensorImpl")

@@ -35,10 +35,10 @@ def end_strays(parent: int, site: Path) -> None:
             if _is_stray(_PROC / str(process), os.fsencode(site)):
                 os.kill(process, signal.SIGKILL)
                 raise InvalidArgumentError(
-                    "a Python process of the command does not take part in the dry run, as its "
-                    "PYTHONPATH was set anew, or as it was started with -I, -E or -S: it was ended "
+                    "a Python process of the command does not take part in the dry run, because "
+                    "its PYTHONPATH was set anew, or it began with -I, -E or -S: it was ended "
                     "before it trains. Set the variable before residency dry-run instead, or keep "
-                    "what is in it: PYTHONPATH=.:$PYTHONPATH"
+                    "its value: PYTHONPATH=.:$PYTHONPATH"
                 )
 
 

@@ -409,7 +409,7 @@ def main(folder: str, *options: str) -> int:
     for failure in failures:
         print(f"residency: {failure}", file=sys.stderr)
     if failures:
-        print(f"residency: what was changed of files is in {folder}", file=sys.stderr)
+        print(f"residency: the files from before their changes are in {folder}", file=sys.stderr)
     elif not said:  # no other process is left to do it
         shutil.rmtree(folder)
     return len(failures) > 0

@@ -113,17 +113,17 @@ def left_out(found: Found) -> Iterator[str]:
     if number:
         parts.append(f"batches of {number} pass{'es' * (number > 1)} of an evaluation")
     if found["is_cut"] and found["has_framework"] and not found["left_out"]["loops"]:
-        parts.append("what a trainer does after these steps")
+        parts.append("a trainer's work after these steps")
     if found["ended"] == "left":
         parts.append("all that comes after the loop in which the script was left")
     if parts:
-        yield f"left out: {', '.join(parts)}. Where the inputs are larger there, it takes more"
+        yield f"left out: {', '.join(parts)}. If the inputs are larger there, it takes more"
     if branches := found["left_out"]["branches"]:
         where = ", ".join(branches)
-        yield f"no round entered the branches at {where}: what they take is not in this"
+        yield f"no round entered the branches at {where}: their memory is not in this"
 
 
 def _rounds(cut: Mapping[str, Any]) -> str:
     if cut["left"] is None:
-        return f"what comes after round {cut['rounds']:,} of"
+        return f"everything after round {cut['rounds']:,} of"
     return f"{cut['left']:,} of {cut['rounds'] + cut['left']:,} rounds of"

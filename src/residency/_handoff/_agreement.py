@@ -41,7 +41,7 @@ def check_group(group: object) -> Any:
 
     if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
         raise InvalidArgumentError(
-            f"group is {group!r}; expected a process group of which this process is a rank."
+            f"group is {group!r}; expected a process group that this process is a rank of."
         )
     return group
 
@@ -75,8 +75,8 @@ def agree(group: Any, device: torch.device, missing: int, *, seconds: float) -> 
             for rank, n in short.items()
         )
         raise HandOffError(
-            f"Other ranks of the group could not do their part: {ranks}. Mend what their own "
-            "errors name, then call hand_off again on all ranks."
+            f"Other ranks of the group could not do their part: {ranks}. Mend the causes that "
+            "their own errors name, then call hand_off again on all ranks."
         )
     if not any(figures):
         _gather(group, device, 0, seconds)  # [Note: a late rank]
@@ -97,7 +97,7 @@ def _gather(group: Any, device: torch.device, figure: int, seconds: float) -> li
             if time.monotonic() > end:
                 _given_up.add(group)
                 raise HandOffError(
-                    f"Not all ranks of the group came within {seconds:g} s; raise timeout= where "
+                    f"Not all ranks of the group came within {seconds:g} s; raise timeout= if "
                     "they are slow."
                 )
             time.sleep(_PAUSE_SECONDS)

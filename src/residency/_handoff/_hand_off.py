@@ -138,7 +138,7 @@ def _require_on(owner: object, device: torch.device, *, name: str) -> None:
         devices = ", ".join(sorted(map(str, found)))
         raise InvalidArgumentError(
             f"{name} is on {devices}, and {device} is to be handed over. Nothing was moved; list "
-            "what is on that device."
+            "owners on that device."
         )
 
 

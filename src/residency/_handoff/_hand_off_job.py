@@ -190,7 +190,7 @@ class HandOff:
             f"{format_bytes(self._need)} were to be free on {device}, and "
             f"{format_bytes(freed.free)} are, {format_bytes(effort.missing)} too few. Given back: "
             f"{sources}. Everything that was parked is back; "
-            "list more owners in `park`, or let go of what is named here.",
+            "list more owners in `park`, or let go of the holders that are named here.",
             describe_device(device),
             *residue_lines(device, effort.state),
             *(f"note: {note}" for note in freed.notes),
@@ -259,7 +259,7 @@ class HandOff:
             except DoesNotFitError as error:  # in pieces; everything is whole still
                 missing, pause = error.num_bytes, _LONG_POLL_SECONDS
             except Exception as error:
-                error.add_note("What was parked is whole on the host: residency.unpark.")
+                error.add_note("The parked owners are whole on the host: residency.unpark.")
                 self._missing = FAILED
                 return error
             self._missing = missing
@@ -274,15 +274,15 @@ class HandOff:
         if free < parked:
             what = (
                 f"{format_bytes(missing)} that were handed over on {self._device} are not free "
-                f"again after {self._timeout:g} s. What was parked is whole on the host; free "
-                "them, and call this error's retry()."
+                f"again after {self._timeout:g} s. The parked owners are whole on the host; free "
+                "the bytes, and call this error's retry()."
             )
         else:
             what = (
                 f"{format_bytes(missing)} of {format_bytes(parked)} that were parked do not fit "
                 f"back on {self._device} after {self._timeout:g} s, though {format_bytes(free)} "
-                "are free: they are in pieces, between tensors that stayed or are new. What was "
-                "parked is whole on the host; free some that are named here, and call this "
-                "error's retry()."
+                "are free: they are in pieces, between tensors that stayed or are new. The parked "
+                "owners are whole on the host; free some tensors that are named here, and call "
+                "this error's retry()."
             )
         return "\n".join([what, str(state), *residue_lines(self._device, state)])

@@ -228,7 +228,7 @@ class Link:
             except TimeoutError:
                 raise HandOffError(
                     f"The process at the other end of {self._path} did not answer within "
-                    f"{deadline.seconds:g} s; raise timeout= where it is slow."
+                    f"{deadline.seconds:g} s; raise timeout= if it is slow."
                 ) from None
             except OSError as error:
                 raise self._gone() from error
@@ -381,7 +381,7 @@ def _await_connection(listener: socket.socket, path: Path, deadline: Deadline) -
             there = f" Process {former.pid}, which had it before, is there." if former else ""
             raise HandOffError(
                 f"No process asked for the device at {path} within {deadline.seconds:g} s.{there} "
-                "Start the other process, or raise timeout= where it is slow."
+                "Start the other process, or raise timeout= if it is slow."
             )
         poll.unregister(former)
         pid, former = former.pid, None

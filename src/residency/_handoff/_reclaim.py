@@ -277,8 +277,8 @@ def reclaim(
     num_bytes = None if need is None else parse_bytes(need, name="need")
     if target is None:
         raise InvalidArgumentError(
-            "There is no accelerator on this machine to reclaim memory of; call it where torch "
-            "finds one."
+            "There is no accelerator on this machine to reclaim memory of; call it on a machine "
+            "with one."
         )
     effort = Effort(target, num_bytes, collect=collect)
     if not effort.is_enough:

@@ -84,7 +84,7 @@ _STEPS = (
         "accelerate.optimizer",
         "accelerate",
         "residency",
-        "offload_optimizer takes what `prepare` returned",
+        "offload_optimizer takes the result of `prepare`",
     ),
 )
 

@@ -60,7 +60,7 @@ class HolderGroup:
             return self.path
         detail = {
             _GRAPH: " and the graph behind it",
-            _ERROR: ", an error that is kept, with what the functions that it left had",
+            _ERROR: ", an error that is kept, with the values of the functions that it left",
         }.get(self.what, "")
         return f"{self.path}{detail}: {len(self.holders)} tensors"
 

@@ -82,7 +82,7 @@ def remedy_for(error: BaseException, *, phase: str | None = None) -> tuple[int, 
         failure, _ = _examined(error, phase)
         sure, _ = fitting(failure, _remedies(failure))
     except Exception:  # a second error would hide the first
-        _log.warning("residency could not look for what makes room", exc_info=True)
+        _log.warning("residency could not look for changes that make room", exc_info=True)
         return None
     return (sure[0].num_bytes, sure[0].text) if sure else None
 
@@ -196,7 +196,7 @@ def _remedy_lines(error: BaseException, failure: Failure) -> Iterator[str]:
     found = _remedies(failure)
     if failure.asked is None:
         if found:
-            yield "what would make room, the cheapest first:"
+            yield "changes that would make room, the cheapest first:"
         for remedy in found:
             yield f"  {format_bytes(remedy.num_bytes):>12}  {remedy.text}"
         return

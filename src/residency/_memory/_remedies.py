@@ -174,7 +174,7 @@ def _pieces(failure: Failure) -> Iterator[Remedy]:
     yield Remedy(
         failure.state.stuck or 0,
         "free, but in pieces between live tensors: "
-        "PYTORCH_ALLOC_CONF=expandable_segments:True lets it be used where they lie side by side",
+        "PYTORCH_ALLOC_CONF=expandable_segments:True lets pieces that lie side by side be used",
         is_sure=False,  # a piece between two tensors stays one
     )
 
@@ -216,7 +216,7 @@ def _second_model(failure: Failure) -> Iterator[Remedy]:
         whole = move.copied_bytes + move.rest_bytes
         yield Remedy(
             whole,
-            f"in a copy of a model that copy.deepcopy makes, of which {format_bytes(whole)} are to "
+            f"in a copy of a model that copy.deepcopy makes; {format_bytes(whole)} of it are to "
             "come to the device: residency.park(model) before, residency.unpark(model) after, and "
             "the copy is on the host",
         )
@@ -342,7 +342,7 @@ def _activations(failure: Failure) -> Iterator[Remedy]:
     )
     yield Remedy(
         num_bytes,
-        "saved for backward: a smaller batch, activation checkpointing, or torch.no_grad() where "
+        "saved for backward: a smaller batch, activation checkpointing, or torch.no_grad() if "
         "nothing is trained",
         is_sure=False,
     )
@@ -399,15 +399,15 @@ def remedy_lines(failure: Failure, found: Sequence[Remedy]) -> Iterator[str]:
     growth = failure.growth
     if growth is not None and not failure.growing:
         yield (
-            f"what is held grows by {format_bytes(growth.bytes_per_visit)} {growth.when}, and by "
-            "which name is not known: what makes room now lasts for a while only."
+            f"the held memory grows by {format_bytes(growth.bytes_per_visit)} {growth.when}, and "
+            "by which name is not known: any room that is made now lasts for a while only."
         )
     sure, possible = fitting(failure, found)
     if sure:
         yield _heading(failure)
         yield _line(sure[0])
     elif possible:
-        yield "what may make room, which these figures cannot tell:"
+        yield "changes that may make room, which these figures cannot tell:"
         yield from map(_line, possible)
     elif found:
         yield "none of these would have been enough alone:"

@@ -22,10 +22,10 @@ _NO_SEGMENTS = (
     "free bytes lie beside live ones is not known: returnable is at most this"
 )
 _UNSEEN_POOLS = (
-    "private pools were not walked: what they keep free is counted as returnable, "
+    "private pools were not walked: the free bytes in them are counted as returnable, "
     "which is at most this"
 )
-_NO_ROOM = "the backend does not tell the device's free bytes: capacity is what torch has reserved"
+_NO_ROOM = "the backend does not tell the device's free bytes: capacity is torch's reserved bytes"
 _UNUSED = "torch has allocated nothing in this process yet, and the device was not asked"
 _NO_DEVICE = "there is no accelerator"
 _MEANINGS = {

@@ -37,8 +37,8 @@ def check_masters(
         refuse_shared_masters([p for _, p in members if needs_master(p)])
     if is_wanted and device.type == "cpu":
         raise RefusedError(
-            f"{name} has its parameters on the host, where nothing streams, so there is no step "
-            "on master weights. Move the model to the device first."
+            f"{name} has its parameters on the host, from which nothing streams, so there is no "
+            "step on master weights. Move the model to the device first."
         )
 
 

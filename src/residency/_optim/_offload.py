@@ -251,7 +251,7 @@ def _offloaded_class(base: type[Optimizer]) -> type[Optimizer]:
             object.__new__(base).__class__ = found
         except Exception as error:  # whatever `__init_subclass__` or a metaclass raises
             raise RefusedError(
-                f"{base.__name__} cannot be offloaded: its instances cannot become those of a "
+                f"{base.__name__} cannot be offloaded: its instances cannot become instances of a "
                 f"subclass ({type(error).__name__}: {error}). Keep its state on the device."
             ) from error
         _classes[base] = found

@@ -395,7 +395,7 @@ def refuse_foreign_step(optimizer: Optimizer, args: object, kwargs: object) -> N
             f"this call reached {type(optimizer).__name__}.step from before the offload, through a "
             "bound method or a patch that was made earlier. Nothing was stepped: call "
             "optimizer.step(), or offload the optimizer before it is wrapped. With accelerate and "
-            "a GradScaler, pass what prepare returned to offload_optimizer, not what is inside."
+            "a GradScaler, pass the result of prepare to offload_optimizer, not the inner one."
         )
 
 

@@ -28,7 +28,7 @@ def validate_step_patch(optimizer: Optimizer) -> None:
     raise RefusedError(
         f"this {type(optimizer).__name__} has a `step` attribute of its own ({patch!r}) that no LR "
         "scheduler of torch made; it would go around the swap. Swap before the optimizer is "
-        "wrapped, or pass what accelerate's prepare returned instead of the optimizer inside."
+        "wrapped, or pass the result of accelerate's prepare instead of the optimizer inside."
     )
 
 

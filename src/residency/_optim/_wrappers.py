@@ -54,7 +54,7 @@ def _unwrapped(wrapper: Any, patch_step: Callable[..., Any]) -> Iterator[Optimiz
         raise RefusedError(
             f"this {type(wrapper).__name__} holds a {type(inner).__name__}, which is not a "
             "torch.optim.Optimizer and keeps its state in its own way. Nothing was changed; "
-            "offload the torch.optim.Optimizer that does the steps, where there is one."
+            "offload the torch.optim.Optimizer that does the steps, if there is one."
         )
     patch = inner.__dict__.get("step")
     captured = [wrapper.__dict__.get(name) for name in (_ORIGINAL, _PATCHED)]

@@ -140,7 +140,7 @@ def _reason(module: nn.Module) -> str:
                 f"is on the host already: it was parked with a {type(owner).__name__} that has its "
                 f"tensors. Nothing moved; call residency.unpark with that {type(owner).__name__}."
             )
-    return "is on the host, where there is nothing to free. Nothing moved."
+    return "is on the host, which has nothing to free. Nothing moved."
 
 
 def _warn_of_graphs(parking: Parking) -> None:

@@ -221,7 +221,7 @@ class Parking:
             if accelerator is None or accelerator.type != device.type:
                 raise RefusedError(
                     f"this {type(self.owner).__name__} is on {device}, which is no accelerator "
-                    "here. Nothing moved; park what is on one."
+                    "here. Nothing moved; park an owner on one."
                 )
             self.device = device
 
@@ -364,8 +364,8 @@ class Parking:
         except torch.OutOfMemoryError as error:
             total = format_bytes(sum(tie.allocated_bytes for tie in ties))
             error.add_note(
-                f"{total} were to come back from the host, where everything still is, whole. Make "
-                "room on the device and call residency.unpark again."
+                f"{total} were to come back from the host, and everything still is there, whole. "
+                "Make room on the device and call residency.unpark again."
             )
             raise
         # A block may have been freed by work that the current stream has not come to yet.

@@ -275,7 +275,7 @@ def _swap(left: Tensor, right: Tensor, site: str = "a parameter", *, times: int 
         raise RefusedError(
             f"{site} cannot be moved: a graph that is kept needs the parameter's place in it, and "
             "C++ code has a weak reference to the tensor, as caches of compiled code do "
-            f"({str(error).strip()}). Everything is where it was; let go of the graph or of the "
+            f"({str(error).strip()}). Nothing moved; let go of the graph or of the "
             "reference."
         ) from error
 

@@ -13,8 +13,8 @@ from residency._units import format_bytes
 
 _LONGEST_ERROR = 300
 NO_DEVICE = (
-    "there was no accelerator, so no device memory was used. What a GPU would show, this says on a "
-    "machine without one: residency dry-run --device l4 -- python train.py"
+    "there was no accelerator, so no device memory was used. A machine without a GPU can still "
+    "tell what one would show: residency dry-run --device l4 -- python train.py"
 )
 _MOST_KINDS = 3  # of errors besides the last
 

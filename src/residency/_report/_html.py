@@ -92,7 +92,7 @@ def _legend() -> str:
         f"<b>{name}</b>: {meaning}</p>"
         for name, meaning in _MEANINGS.items()
     )
-    return "<h2>What the classes mean</h2>" + "".join(keys)
+    return "<h2>The meaning of the classes</h2>" + "".join(keys)
 
 
 def _table(rows: list[Row]) -> str:

@@ -295,7 +295,7 @@ class SlabArena:
                 return regions
             for region in regions:
                 self.release(region)
-        raise AssertionError("a slab has no room for what it was made for")
+        raise AssertionError("a slab has no room for the entries that it was made for")
 
     def make_room(self, sizes: Sequence[int]) -> None:
         """Allocates what is missing for entries of these sizes beside what is in use; the next
@@ -467,6 +467,6 @@ def _require_host_room(num_bytes: int) -> None:
     if available is not None and num_bytes > available:
         raise RefusedError(
             f"{format_bytes(num_bytes)} of host memory are needed and {format_bytes(available)} "
-            "are available (free RAM, or what the cgroup leaves). Nothing was changed; keep more "
+            "are available (free RAM, or the cgroup's limit). Nothing was changed; keep more "
             "state on the device with `resident=`, or give the process more host memory."
         )

@@ -236,7 +236,7 @@ def _bring(optimizer: Optimizer, state: dict[Any, Any]) -> None:
         except torch.OutOfMemoryError as error:
             error.add_note(
                 f"{format_bytes(num_bytes)} of restored state of this {type(optimizer).__name__} "
-                "came to the device at their first use. What is not there is whole on the host: "
+                "came to the device at their first use. The rest of it is whole on the host: "
                 "make room and go on, or restore with eager=True, which takes the room at once."
             )
             raise

@@ -268,8 +268,8 @@ def _prove(need: int, device: torch.device) -> None:
             pass
     except HandOffError as error:
         error.add_note(
-            f"The size is {NEED_VARIABLE}, or what install_guard was given: what the rollout engine"
-            " is to find free after verl's training."
+            f"The size is {NEED_VARIABLE}, or the argument of install_guard: the bytes that the"
+            " rollout engine is to find free after verl's training."
         )
         raise
 

@@ -188,8 +188,8 @@ class ResidencyPlugin(BasePlugin):
         if not isinstance(trainer, ResidencyTrainerMixin):
             _log.warning(
                 "%s trains with %s, which has the callback alone: saves and the reading of "
-                "optimizer.pt are stock ones. Where it comes from a plugin, name that plugin after "
-                "%s; where it is your trainer_cls, put ResidencyTrainerMixin before its bases.",
+                "optimizer.pt are stock ones. If it comes from a plugin, name that plugin after "
+                "%s; if it is your trainer_cls, put ResidencyTrainerMixin before its bases.",
                 _who(),
                 type(trainer).__name__,
                 type(self).__name__,

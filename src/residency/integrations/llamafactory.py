@@ -54,7 +54,7 @@ def register_optimizer(name: str = _NAME) -> None:
         RefusedError: It has no registry of optimizers, or that has the name already.
     """
     if not isinstance(name, str) or not name:
-        raise InvalidArgumentError(f"name is {name!r}; expected that of an optimizer plugin.")
+        raise InvalidArgumentError(f"name is {name!r}; expected an optimizer plugin's name.")
     module = load_framework(*_MODULES, install=_INSTALL)
     plugin: Any = hook_in(
         module, "OptimizerPlugin", distribution="llamafactory", remedy=f"run: {_INSTALL}"

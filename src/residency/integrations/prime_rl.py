@@ -118,5 +118,5 @@ def _optimizer_in(built: object) -> Optimizer:
         "prime-rl",
         "setup_optimizer that returns a torch.optim.Optimizer, alone or with a manager of "
         f"gradients, but one that returns a {type(built).__name__}",
-        "use a prime-rl of 2026-04 to 2026-08, or offload the optimizer where it is built",
+        "use a prime-rl of 2026-04 to 2026-08, or offload the optimizer once it is built",
     )

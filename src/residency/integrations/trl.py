@@ -219,7 +219,7 @@ class EngineHandOff:
             freed = handed.__enter__()
         except HandOffError as error:
             error.add_note(
-                "The bytes are what the vLLM engine takes when it wakes. Lower "
+                "The bytes are the vLLM engine's need when it wakes. Lower "
                 "vllm_gpu_memory_utilization, or pass need= to hand_off_to_engine."
             )
             raise
@@ -279,7 +279,7 @@ def _generation_of(trainer: Any) -> Any:
     if any(each._generation is generation for each in _installed):
         raise RefusedError(
             "The device is handed over to this engine already. Nothing was changed; call "
-            "hand_off_to_engine once, or remove() what it returned."
+            "hand_off_to_engine once, or remove() on its result."
         )
     return generation
 
@@ -293,7 +293,7 @@ def _measured(generation: Any) -> int:
     device = _device.resolve(generation.accelerator.device)
     if not getattr(generation, "_llm_weights_sleeping", True):
         raise RefusedError(
-            "The engine is awake, so what a wake-up takes cannot be measured. Nothing was changed; "
+            "The engine is awake, so its need cannot be measured. Nothing was changed; "
             "call hand_off_to_engine before training, or pass need=."
         )
     if device is None or _device.device_room(device) is None:

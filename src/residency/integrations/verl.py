@@ -53,9 +53,9 @@ def _check_options(base: type[Optimizer], options: Mapping[str, object]) -> None
     if unknown:
         raise InvalidArgumentError(
             f"{_PREFIX}{base.__name__} has no option {', '.join(map(repr, unknown))}. "
-            f"{named_with_version('verl')} passes lr, weight_decay, betas (where the name has "
-            "'adam' in it) and what override_optimizer_config holds: "
-            f"{', '.join(sorted(OURS))}, or those of torch.optim.{base.__name__}, which are "
+            f"{named_with_version('verl')} passes lr, weight_decay, betas (if the name has "
+            "'adam' in it) and the keys of override_optimizer_config: "
+            f"{', '.join(sorted(OURS))}, or options of torch.optim.{base.__name__}, which are "
             f"{', '.join(sorted(options_of(base)))}."
         )
 

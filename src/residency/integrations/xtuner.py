@@ -93,7 +93,7 @@ def _config_class() -> type[Any]:
             if isinstance(optimizer, OffloadedOptimizer):
                 raise RefusedError(
                     "XTuner's AdamWConfig built an optimizer that is offloaded already, so "
-                    "something else offloads what it builds. Use one of the two."
+                    "something else offloads its optimizers. Use one of the two."
                 )
             offload_optimizer(
                 optimizer,

@@ -174,7 +174,7 @@ def _compare(expected: _Seen, found: _Seen, when: str) -> ResumeProof:
             raise ResumeError(
                 f"{when}, {name} differs first, at element {index} of {there.numel()}: "
                 f"{there.reshape(-1)[index].item()} in the uninterrupted run, "
-                f"{here.reshape(-1)[index].item()} in the resumed. What it depends on is not "
+                f"{here.reshape(-1)[index].item()} in the resumed. Some of its causes are not "
                 "restored, or the steps are not deterministic."
             )
     values = dict(_flat("", expected.values))

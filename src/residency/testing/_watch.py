@@ -93,7 +93,7 @@ class Watch:
             f"{format_bytes(after_bytes)} after it; "
             f"device_memory(growth={self._request.growth!r}) allows "
             f"{format_bytes(self._request.growth_bytes or 0)}.\n"
-            "What it left, and then all that is on the device:\n"
+            "The tensors that it left, and then all tensors on the device:\n"
             f"{describe_device(device, but=self._addresses_before())}"
         )
 

@@ -55,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the project's defaults."""
     parser.addini(
         "residency_device",
-        "what the simulated accelerator is called: sim, or cuda, for code that says 'cuda'",
+        "the simulated accelerator's name: sim, or cuda, for code that says 'cuda'",
         default="sim",
     )
     parser.addini("residency_capacity", "bytes of the simulated accelerator", default="8GiB")
@@ -79,7 +79,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     # It fails by itself: what is skipped in silence covers nothing.
     parser.addini(
         "residency_missing",
-        "what becomes of a test where the simulated accelerator cannot be built: fail or skip",
+        "a test's outcome if the simulated accelerator cannot be built: fail or skip",
         default="fail",
     )
 

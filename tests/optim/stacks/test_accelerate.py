@@ -124,7 +124,7 @@ def test_the_optimizer_inside_is_refused_by_its_first_scaled_step_and_the_wrappe
     _, _, wrapper, schedule = prepared
     residency.offload_optimizer(wrapper.optimizer, bucket=BUCKET)
     before = end(lab, prepared)
-    with pytest.raises(residency.RefusedError, match="pass what prepare returned to"):
+    with pytest.raises(residency.RefusedError, match="pass the result of prepare to"):
         train(prepared, rows, range(1))
     lab.assert_equal(end(lab, prepared), before)
     residency.onload_optimizer(wrapper)
@@ -143,7 +143,7 @@ def test_the_optimizer_inside_is_refused_after_a_scaled_step_with_nothing_change
     train(plain, rows, range(2))
     train(prepared, rows, range(1))
     inner = prepared[2].optimizer
-    with pytest.raises(residency.RefusedError, match="or pass what accelerate's prepare returned"):
+    with pytest.raises(residency.RefusedError, match="or pass the result of accelerate's prepare"):
         residency.offload_optimizer(inner)
     assert type(inner) is torch.optim.AdamW
     train(prepared, rows, range(1, 2))

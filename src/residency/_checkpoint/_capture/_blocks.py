@@ -164,7 +164,7 @@ def _check_has_bytes(leaf: Leaf, local: Tensor) -> None:
         raise RefusedError(
             f"{leaf.name} needs {last} bytes of a storage that has {found}: its memory was freed, "
             "as FSDP1 does with parameters that are gathered elsewhere. Nothing was saved; save it "
-            "where it has its memory."
+            "while it has its memory."
         )
 
 

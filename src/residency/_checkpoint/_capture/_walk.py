@@ -450,7 +450,7 @@ def layout_problem(local: Tensor) -> tuple[str, str] | None:
         )
     if local.is_conj() or local.is_neg():
         return (
-            "a lazy conjugate or negative, whose bytes are those of another tensor",
+            "a lazy conjugate or negative, whose bytes belong to another tensor",
             "call resolve_conj() or resolve_neg() on it",
         )
     return None

@@ -25,7 +25,7 @@ from residency._errors import CheckpointError, CorruptSaveError
 from residency._units import MIB
 
 _BUFFER_BYTES = 4 * MIB
-_NOT_PUBLISHED = "The disk changed what was written. The save was not published; use another disk."
+_NOT_PUBLISHED = "The disk changed written bytes. The save was not published; use another disk."
 
 
 @dataclass(frozen=True, slots=True)

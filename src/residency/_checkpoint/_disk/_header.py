@@ -131,8 +131,8 @@ def _check_record(record: Record, names: Collection[str], file: str) -> None:
     expected = _size_bits(record.dtype, record.shape) if record.dtype in DTYPE_BITS else None
     if expected != record.num_bytes * 8:
         raise CheckpointError(
-            f"the tensor {record.name!r} of {file} has {record.num_bytes} bytes, which is not what "
-            f"the dtype {record.dtype!r} and the shape {list(record.shape)} make."
+            f"the tensor {record.name!r} of {file} has {record.num_bytes} bytes, which does not "
+            f"agree with the dtype {record.dtype!r} and the shape {list(record.shape)}."
         )
     if record.offsets is not None and len(record.offsets) != len(record.shape):
         raise CheckpointError(

@@ -68,7 +68,7 @@ class FileLock:
             self.is_enforced = False
             warn(
                 f"{self.path.parent} is on a file system without locks ({error}): a second writer "
-                "is not noticed, and what a dead one left is not removed.",
+                "is not noticed, and files of a dead one are not removed.",
                 RuntimeWarning,
             )
         except BaseException:

@@ -337,7 +337,7 @@ class _ChunkReader:
             names = list(dict.fromkeys(behind)) or names
         return CorruptSaveError(
             f"{name_of(task.file)} {what} (bytes {start} to {stop}, which hold "
-            f"{listed(names, 3)}). Some of what was to be filled has bytes of this save already.",
+            f"{listed(names, 3)}). Some tensors have bytes of this save already.",
             file=name_of(task.file),
             tensor=names[0],
             offset=start if offset is None else offset,

@@ -52,7 +52,7 @@ class SaveRequest:
         if self.step < 0:
             raise InvalidArgumentError(f"step is {self.step}; a step cannot be negative.")
         if not 0 <= self.rank < self.world_size:
-            raise InvalidArgumentError(f"rank {self.rank} is none of {self.world_size} ranks.")
+            raise InvalidArgumentError(f"rank {self.rank} is not one of {self.world_size}.")
         names: set[str] = set()
         for plan in self.files:
             check_file_name(plan.name)

@@ -52,7 +52,7 @@ def steps_above(steps: Sequence[int], step: int) -> list[int]:
     """
     if steps and min(steps) > step:
         raise InvalidArgumentError(
-            f"there is no save of step {step} or below, so that none would stay. The lowest is "
-            f"that of step {min(steps)}."
+            f"there is no save of step {step} or below, so that none would stay. The lowest step "
+            f"is {min(steps)}."
         )
     return [each for each in steps if each > step]

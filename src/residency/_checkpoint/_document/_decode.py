@@ -139,7 +139,7 @@ class Decoder:
         kind = kind_named(label)
         if kind is None:
             raise CorruptSaveError(
-                f"the save has a node of kind {label!r} where a value is expected; this release of "
+                f"the save has a node of kind {label!r} instead of a value; this release of "
                 "residency does not know it."
             )
         return kind.decode(self, node)

@@ -125,8 +125,8 @@ class DocumentPlan:
             return
         where = "" if other is None else f" ({other[0]} and {other[1]})"
         plan.differing.append(
-            f"{seen.path} and {path}: they are one {type(seen.here).__name__} here, and differ in "
-            f"what was saved{where}"
+            f"{seen.path} and {path}: they are one {type(seen.here).__name__} here, and their "
+            f"saved values differ{where}"
         )
 
     def _visit(self, path: str, node: Node, value: Any) -> Thunk:

@@ -219,7 +219,7 @@ def _module_in(saved: SavedForRank, module: nn.Module, name: str | None) -> str:
     there = listed(list(nodes), _MOST_LISTED)
     found = f"{len(fitting)} have all parameters of this {type(module).__name__}"
     raise RefusedError(
-        f"{saved.folder} has the modules {there}, of which "
+        f"{saved.folder} has the modules {there}; among them "
         + (found if name is None else f"none is {name!r}")
         + ". Nothing was changed; give load_into the name of the one that you mean."
     )

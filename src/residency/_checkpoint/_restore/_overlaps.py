@@ -87,8 +87,8 @@ def _late_conflicts(plan: RestorePlan) -> list[str]:
     names = [each.target.name for each in plan.assignments] + [name for name, _ in plan.late]
     tensors = [each.target.local for each in plan.assignments] + [each for _, each in plan.late]
     return [
-        f"{' and '.join(names[i] for i in group)}: they share memory here, of which one is read in "
-        "another order"
+        f"{' and '.join(names[i] for i in group)}: they share memory here, and one of them is read "
+        "in another order"
         for group in sharing(tensors)
         if group[-1] >= len(plan.assignments)
     ]
@@ -96,8 +96,8 @@ def _late_conflicts(plan: RestorePlan) -> list[str]:
 
 def _conflict(left: Assignment, right: Assignment) -> str:
     return Remedied(
-        f"{left.target.name} and {right.target.name}: they share memory here, and differ in what "
-        "was saved; untie them here, as they were when they were saved"
+        f"{left.target.name} and {right.target.name}: they share memory here, and their saved "
+        "values differ; untie them here, as they were when they were saved"
     )
 
 

@@ -240,7 +240,7 @@ class RestorePlan:
         if strict:
             is_remedied = all(isinstance(line, Remedied) for line in found.differing)
             is_told = is_remedied and not (found.missing or found.unexpected)
-            advice = "Do what each line says" if is_told else "Cast or rename what differs"
+            advice = "Follow each line" if is_told else "Cast or rename the entries that differ"
             raise RefusedError(
                 f"{what} does not fit; nothing was changed. {advice}, or pass strict=False to "
                 f"leave it out.\n{found}"
@@ -265,8 +265,8 @@ def target_of(name: str, tensor: Tensor) -> Target:
     if local.is_meta:
         raise RefusedError(
             f"{name} is on meta and has no bytes to fill. Nothing was changed; call to_empty on "
-            "its module first, and make anew what no save has, such as buffers that are not "
-            "persistent: to_empty leaves them without values."
+            "its module first, and make values anew that no save has, such as buffers that are "
+            "not persistent: to_empty leaves them without values."
         )
     if not is_sharded(tensor):
         return Target(name, tensor, local, Box((0,) * len(shape), shape), shape)
@@ -296,7 +296,7 @@ def difference(target: Target, shards: Sequence[StoredTensor]) -> str | None:
     if problem is not None:
         return f"{name}: here {problem[0]}"
     if overlaps_itself(local):
-        return f"{name}: several of its elements share their bytes here, as where it is expanded"
+        return f"{name}: several of its elements share their bytes here, as in an expanded tensor"
     if is_whole(target, first):
         return None
     overlaps = (target.box.overlap(box_of(shard)) for shard in shards)

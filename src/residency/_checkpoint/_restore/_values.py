@@ -78,7 +78,7 @@ def understood(
 
 
 def _no_tensor(name: str) -> Tensor:
-    raise CorruptSaveError(f"the save has the tensor {name} where a plain value is expected.")
+    raise CorruptSaveError(f"the save has the tensor {name} instead of a plain value.")
 
 
 @dataclass(slots=True, eq=False)

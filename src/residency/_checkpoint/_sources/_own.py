@@ -150,8 +150,8 @@ def check_whole(save: StoredSave) -> None:
             writer = note.of_rank
             if writer is not None and name not in written[writer] and not note.is_empty_shard:
                 raise RefusedError(
-                    f"{name} of rank {rank} is taken to be alike on all ranks, as what a "
-                    f"DistributedDataParallel module has, and rank {writer} has none. Nothing was "
+                    f"{name} of rank {rank} is taken to be alike on all ranks, as with "
+                    f"DistributedDataParallel, and rank {writer} has none. Nothing was "
                     "saved; give each rank the same state, or give module.module, which each rank "
                     "saves for itself."
                 )
@@ -160,8 +160,8 @@ def check_whole(save: StoredSave) -> None:
             saved_for_rank(save, rank=rank, world_size=len(notes))
         except CorruptSaveError as error:
             raise RefusedError(
-                f"what the ranks gave makes no save: {error} Nothing was saved; what is sharded "
-                "has to be in the state of each rank that has a part of it."
+                f"the ranks' states make no save: {error} Nothing was saved; a sharded tensor has "
+                "to be in the state of each rank that has a part of it."
             ) from error
 
 
@@ -191,7 +191,7 @@ def _located(
             found = entries_here.get(note.of or name, [])
             if not found and not note.is_empty_shard:
                 raise CorruptSaveError(
-                    f"{save.folder} has no bytes for {name!r}, of which its document speaks.",
+                    f"{save.folder} has no bytes for {name!r}, although its document names it.",
                     tensor=name,
                 )
             for entry in found:

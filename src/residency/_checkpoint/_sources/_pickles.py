@@ -115,7 +115,7 @@ def read_metadata(data: bytes, path: Path) -> PickledInstance:
     except Exception as error:
         raise CorruptSaveError(f"{path} is no whole pickle: {error!r}.", file=path.name) from error
     if not isinstance(found, PickledInstance) or type(found).__name__ != "Metadata":
-        problem = f"holds a {type(found).__name__} where a checkpoint's Metadata is expected"
+        problem = f"holds a {type(found).__name__} instead of a checkpoint's Metadata"
         raise CorruptSaveError(f"{path} {problem}.", file=path.name)
     return found
 

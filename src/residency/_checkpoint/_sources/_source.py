@@ -117,8 +117,8 @@ def on_host(name: str, tensor: torch.Tensor, file: Path) -> StoredTensor:
     if not plain or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         found = f"{type(tensor).__name__}, {tensor.layout}, {tensor.dtype}"
         raise RefusedError(
-            f"{name!r} in {file} is a tensor without a plain layout ({found}). Save what it is"
-            " made of instead."
+            f"{name!r} in {file} is a tensor without a plain layout ({found}). Save its parts"
+            " instead."
         )
     if tensor.device.type != "cpu":
         raise RefusedError(f"{name!r} in {file} is on {tensor.device.type!r}: it has no bytes.")
@@ -150,7 +150,7 @@ def check_cover(name: str, shards: Sequence[StoredTensor], file: Path) -> None:
     filled = [shard for shard in shards if math.prod(shard.shape)]
     total, expected = sum(math.prod(shard.shape) for shard in filled), math.prod(whole)
     if total != expected or _overlap(filled):
-        problem = f"has shards with {total} elements in all, of which some overlap or are missing"
+        problem = f"has shards with {total} elements in all; some overlap or are missing"
         raise CorruptSaveError(
             f"{name!r} in {file} {problem}: shape {whole} has {expected}.",
             file=file.name,

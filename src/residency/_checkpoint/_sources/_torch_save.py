@@ -175,8 +175,8 @@ class Items:
         packed = next((i.filename for i in infos if i.compress_type != zipfile.ZIP_STORED), None)
         if packed is not None:
             raise RefusedError(
-                f"{self.path} is a zip whose records are compressed ({packed!r}), which those of "
-                "torch.save are not: another program packed it. Pack it without compression "
+                f"{self.path} is a zip with compressed records ({packed!r}), which torch.save "
+                "never writes: another program packed it. Pack it without compression "
                 "(zip -0), or load it with torch.load and save it again."
             )
 

@@ -249,7 +249,7 @@ def refuse_shared_bytes(optimizer: Optimizer, base: type[Optimizer]) -> None:
                     raise RefusedError(
                         f"{base.__name__} cannot be offloaded: its {name!r} has a tensor of shape "
                         f"{tuple(found.shape)} over the bytes of {len(group) - 1} of its "
-                        "parameters, so what a part of a step does to it reaches other parts. "
+                        "parameters, so the effect of a part of a step on it reaches other parts. "
                         "Nothing was changed; keep its state on the device."
                     )
 

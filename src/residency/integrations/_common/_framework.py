@@ -74,8 +74,8 @@ def names_of(distribution: str, *, remedy: str) -> Iterator[None]:
         raise  # a module says itself what it is
     except ImportError as error:
         raise ImportError(
-            f"{named_with_version(distribution)} lacks what this integration needs: {error}. "
-            f"Nothing was changed; {remedy}.",
+            f"{named_with_version(distribution)} lacks a part that this integration needs: "
+            f"{error}. Nothing was changed; {remedy}.",
             name=error.name,
             path=error.path,
         ) from error

@@ -171,8 +171,8 @@ class _Flight:
         if not self._asked.wait(_PATIENCE_SECONDS):
             raise RefusedError(
                 "the state that was staged before has not been asked for in "
-                f"{_PATIENCE_SECONDS:.0f} s. Nothing was staged now; call result() on what stage "
-                "returned, or drop it."
+                f"{_PATIENCE_SECONDS:.0f} s. Nothing was staged now; call result() on the value "
+                "that stage returned, or drop it."
             )
         if not self._is_own_thread:
             self._over.wait()

@@ -349,8 +349,8 @@ def _check_has_torchs_form(optimizer: Optimizer) -> None:
     if state is None or state.others:
         what = "another form" if state is None else f"{', '.join(map(str, state.others))} besides"
         raise RefusedError(
-            f"the state dict of {type(optimizer).__name__} has {what}, and those of torch's "
-            "get_state_dict have state and param_groups alone. Nothing was saved; use "
+            f"the state dict of {type(optimizer).__name__} has {what}; torch's get_state_dict "
+            "has state and param_groups alone. Nothing was saved; use "
             "residency.Checkpointer, which gives an optimizer its own state dict back."
         )
 
@@ -389,8 +389,8 @@ def host_template(
     schema = schema_of(optimizer, group, parameter, schemas)
     if schema is None:
         raise RefusedError(
-            f"what {type(optimizer).__name__} makes for {name} in its first step cannot be "
-            "foreseen, so there is nothing to load into. Nothing was changed; take one step "
+            f"the state that {type(optimizer).__name__} makes for {name} in its first step cannot "
+            "be foreseen, so there is nothing to load into. Nothing was changed; take one step "
             "before the load, or offload the optimizer."
         )
     return {

@@ -30,8 +30,8 @@ class ResidencyCallback:
     made, ``lightning`` or ``pytorch_lightning``, or of both.
 
     The optimizers are offloaded when they exist and before a checkpoint is loaded into them, so
-    that restored state goes straight to the host. They stay offloaded when ``fit`` ends. One that
-    is offloaded already, in ``configure_optimizers`` say, stays as it is.
+    that restored state goes straight to the host. They stay offloaded when ``fit`` ends. If an
+    optimizer is offloaded already, in ``configure_optimizers`` say, it stays as it is.
 
     Args:
         offload: Whether to offload; or the settings of ``residency.offload_optimizer``, such as

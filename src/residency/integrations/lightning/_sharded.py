@@ -92,7 +92,7 @@ class ResidencyShardedStrategy:
             what = missing[0] if missing else "sharded checkpoint"
             raise missing_in(
                 trees_in_use()[0].distribution,
-                f"{what} in what is below {type(self).__name__}",
+                f"{what} in the classes below {type(self).__name__}",
                 "put ResidencyShardedStrategy before ModelParallelStrategy or FSDPStrategy",
             )
 

@@ -198,9 +198,7 @@ class ResidencyCheckpointManager(_Manager):  # type: ignore[misc]  # known when 
         older = self._find_load_step()
         if older in (-1, newest):
             return False
-        warn(
-            f"the save of step {newest} is damaged, so that of step {older} is loaded: {causes[0]}"
-        )
+        warn(f"the save of step {newest} is damaged, so step {older} is loaded: {causes[0]}")
         return True
 
     def _find_load_step(self, folder: str = "") -> int:

@@ -48,8 +48,8 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
     `ResidencyTrainerMixin` does the work that a callback cannot reach.
 
     Args:
-        offload: Whether the optimizer's state lives on the host. One that is offloaded already
-            stays so, with the settings that it has.
+        offload: Whether the optimizer's state lives on the host. An optimizer that is offloaded
+            already stays so, with its own settings.
         resident: As in ``residency.offload_optimizer``.
         bucket: As there.
         slots: As there.

@@ -60,8 +60,8 @@ def save_pretrained(snapshot: Snapshot, directory: Any, *, model: Any, **setting
         odd = ", ".join(map(repr, sorted(map(str, found ^ names))[:5]))
         raise InvalidArgumentError(
             f"the snapshot is not one of this {type(model).__name__} of"
-            f" {named_with_version('transformers')}: {odd} is in one of them only. Pass what"
-            " residency.snapshot(model) returned."
+            f" {named_with_version('transformers')}: {odd} is in one of them only. Pass the"
+            " result of residency.snapshot(model)."
         )
     model.save_pretrained(directory, state_dict=dict(values), **settings)
 

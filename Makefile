@@ -16,6 +16,7 @@ SECONDS ?= 60
 ROUNDS ?=
 PART ?=
 PARTS ?=
+VERSIONS ?= python3.12,torch==2.12.0 python3.13,torch==2.11.0
 # The judges of tests/torture begin at seeds of their own in each tree of files: a run repeats
 # another one. Empty, or in `make torture`: at new ones.
 TORTURE_FROM ?= $(shell git rev-parse 'HEAD^{tree}' 2>/dev/null)
@@ -57,7 +58,7 @@ PROJECTS_STAMP := $(call stamp,$(PROJECTS_VENV),$(PROJECTS_PINS))
 RELEASE_VENV := .venv-release
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-all torture test-verl test-frameworks test-projects check docs bench bench-checkpoint gpu release-check
+.PHONY: demo test test-all test-versions torture test-verl test-frameworks test-projects check docs bench bench-checkpoint gpu release-check
 
 demo: $(DEMO_STAMP)
 	$(RUN) residency demo $(DEMO_ARGS)
@@ -79,10 +80,22 @@ torture: $(STAMP)
 # every operator, module and optimizer of torch over the simulated accelerator. Long runs and dry runs
 # of random scripts take minutes for each seed, or many seeds: `make torture` alone judges them.
 #   make test-all PART=2/4             the files of the third of four parts
+# Without a part, the first tier under other versions follows.
 test-all: $(STAMP)
 	$(RUN) TORTURE_FROM=$(TORTURE_FROM) TEST_PART=$(PART) python -m pytest --timeout=900 -m whole -n $(JOBS) \
 		$(BY_FILE) --ignore tests/torture/test_long_runs.py --ignore tests/torture/test_dry_runs.py \
 		$(TEST_ARGS)
+	$(if $(PART),,$(MAKE) test-versions)
+
+# The first tier under other interpreters and torches, each in an environment of its own, which takes
+# 6 GiB where torch is a build for CUDA:
+#   make test-versions VERSIONS=python3.12,torch==2.12.0
+test-versions: $(VERSIONS:%=test-version-%)
+
+comma := ,
+test-version-%:
+	$(MAKE) test VENV=.venv-$(subst $(comma),-,$(subst ==,-,$*)) PYTHON=$(firstword $(subst $(comma), ,$*)) \
+		TORCH=$(lastword $(subst $(comma), ,$*))
 
 # verl pins an older transformers than the other tests take, so it has an environment of its own.
 test-verl: $(VERL_STAMP)

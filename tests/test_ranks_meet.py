@@ -63,3 +63,23 @@ def test_ranks_that_wait_hear_at_once_that_one_gave_up(place, monkeypatch):
 def test_ranks_at_different_places_do_not_meet(place):
     assert place(0, 2, NONE, "restore") == [1]
     assert place(1, 2, NONE, "make a Checkpointer") == [0]
+
+
+def test_ranks_that_are_started_anew_meet_whoever_waited_in_the_life_before(place, monkeypatch):
+    """torchrun ends all ranks when one dies, and its store stays (static rendezvous, 2.13)."""
+
+    class Terminated(BaseException):
+        """Ends a rank at its wait, with no word to the others, as SIGTERM does."""
+
+    def end(seconds):
+        raise Terminated
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_ranks, "time", SimpleNamespace(monotonic=time.monotonic, sleep=end))
+        with pytest.raises(Terminated):
+            place(0, 2, LONG)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with ThreadPoolExecutor(2) as threads:
+        assert place(1, 2, NONE) == [0]  # alone, it does not meet the dead one
+        met = [threads.submit(place, rank, 2, LONG) for rank in range(2)]
+        assert [each.result() for each in met] == [[], []]

@@ -5,6 +5,7 @@ torch's part for ranks may be missing, and is imported only when it is asked.
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any, TypeVar
 
@@ -78,15 +79,18 @@ def absent_ranks(place: str, *, seconds: float) -> list[int]:
     if store is None or dist.get_backend() == "fake":  # MPI has no store
         return []
     end = time.monotonic() + seconds
+    # torchrun keeps its store when it starts the ranks anew, and the counts of the life before are
+    # not alike: one rank waited here, another had not come yet.
+    name = f"residency/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{place}"
     while True:
-        number = store.add(f"residency/{place}/of-{rank}", 1)
-        meeting = _Meeting(store, f"residency/{place}/{number}")
+        number = store.add(f"{name}/of-{rank}", 1)
+        meeting = _Meeting(store, f"{name}/{number}")
         if meeting.is_over():  # given up, before this rank came
             continue
         if meeting.is_of_all(world_size, end):
             return []
         others = (each for each in range(world_size) if each != rank)
-        absent = [n for n in others if store.add(f"residency/{place}/of-{n}", 0) < number]
+        absent = [n for n in others if store.add(f"{name}/of-{n}", 0) < number]
         if absent:
             return absent
 

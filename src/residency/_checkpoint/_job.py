@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar, cast
 
 import torch.distributed as dist
@@ -224,12 +225,8 @@ class Ranks:
     def __init__(self, timeout_seconds: float) -> None:
         self.rank, self.world_size = rank_and_world_size()
         self._timeout_seconds = timeout_seconds
-        self.token = secrets.token_hex(4)
         self.meet("make a Checkpointer")
-        if self.world_size > 1:
-            tokens = [self.token]
-            dist.broadcast_object_list(tokens, src=0)
-            self.token = tokens[0]
+        self.token = self.of_first(partial(secrets.token_hex, 4))
 
     def meet(self, what: str) -> None:
         """Waits until all ranks are about to do something: a collective would wait for a rank that

@@ -212,6 +212,7 @@ class CheckpointDirectory:
         with leased(request.files) as files:
             request.check()
             attempt = self._attempt_at(request, timeout_seconds)
+            is_kept = False
             try:
                 with self._explaining(f"take the save of step {request.step}"):
                     if request.rank != 0:
@@ -223,12 +224,10 @@ class CheckpointDirectory:
                         self._save(request, attempt, files, notes)
             except BaseException as error:
                 attempt.fail(error)
-                if request.rank == 0 and request.world_size > 1:
-                    self._failed.append(attempt)
-                    self._note_left(request, attempt)
+                is_kept = request.rank == 0 and request.world_size > 1
                 raise
             finally:
-                self._end(attempt)
+                self._end(request, attempt, is_kept=is_kept)
 
     def give_up(self, request: SaveRequest, error: BaseException) -> None:
         """Tells the other ranks of a save that this one will not write its share.
@@ -244,46 +243,40 @@ class CheckpointDirectory:
             make_folders(self._system, self.path)
             attempt = self._attempt_at(request)
             attempt.fail(error)
-            self._failed.append(attempt)
-            self._end(attempt)
-            self._note_left(request, attempt)
-
-    def _note_left(self, request: SaveRequest, attempt: Attempt) -> None:
-        """Notes what a save that failed left, for which ranks look until all are in a later one."""
-        if request.rank == 0:
-            with suppress(OSError):
-                self._left |= dict.fromkeys(
-                    {attempt.folder.path, *attempt.failures()}, request.number
-                )
-
-    def _remove_left(self, request: SaveRequest) -> None:
-        """Removes what earlier saves left that failed: every rank has gone on to this one."""
-        for path, number in list(self._left.items()):
-            if number < request.number:
-                self._published.remove(path)
-                self._left.pop(path, None)
+            self._end(request, attempt, is_kept=True)
 
     def _attempt_at(self, request: SaveRequest, timeout_seconds: float = 0.0) -> Attempt:
         return Attempt(
             self._published,
             self._system,
-            step=request.step,
-            token=request.token,
-            rank=request.rank,
-            world_size=request.world_size,
+            request,
             timeout_seconds=timeout_seconds,
             known=self._known,
-            is_repeated=request.is_repeated,
         )
 
-    def _end(self, attempt: Attempt) -> None:
-        """Unlocks what is no longer needed of an attempt, or of the one that failed before."""
+    def _end(self, request: SaveRequest, attempt: Attempt, *, is_kept: bool) -> None:
+        """Unlocks an attempt, or keeps one that failed, for which ranks look, and ends the one
+        before it.
+        """
         with suppress(OSError):
             self._known = attempt.failures()
-        if attempt not in self._failed:
+        if not is_kept:
             attempt.folder.leave()
+            return
+        self._failed.append(attempt)
         while len(self._failed) > 1:
             self._failed.popleft().folder.leave()
+        if request.rank == 0:
+            self._left |= dict.fromkeys({attempt.folder.path, *self._known}, request.number)
+
+    def _remove_left(self, request: SaveRequest, attempt: Attempt) -> None:
+        """Removes what failed at the step of a published save, and what earlier saves left that
+        failed: every rank has gone on to this one.
+        """
+        earlier = [path for path, n in list(self._left.items()) if n < request.number]
+        for path in (*attempt.failures(), *earlier):
+            self._published.remove(path)
+            self._left.pop(path, None)
 
     def _save(
         self,
@@ -325,8 +318,7 @@ class CheckpointDirectory:
         self.publish(path, request.step)
         if request.world_size > 1:
             try:
-                attempt.tidy_up()
-                self._remove_left(request)
+                self._remove_left(request, attempt)
             except OSError as error:  # the save is published
                 _logger.warning("%s was not tidied up after a save: %s", self.path, str(error))
 

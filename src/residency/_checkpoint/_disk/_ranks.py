@@ -10,8 +10,9 @@ once.
 
 [Note: a failure in doubt] A rank that sees another rank's failure mark, and no sign that it belongs
 to its own attempt, cannot tell whether the other rank failed in this save or in an earlier one that
-this rank skipped. It lets some time go by before it joins a later attempt of the other rank. If the
-other makes none, or this rank itself is asked for the step again, the mark belonged to this save.
+this rank skipped; no other meeting place would tell it either. It lets some time go by before it
+joins a later attempt of the other rank. If the other makes none, or this rank itself is asked for
+the step again, the mark belonged to this save.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from residency._checkpoint._disk._folder import SaveFolder
 from residency._checkpoint._disk._manifest import (
@@ -46,6 +48,7 @@ from residency._checkpoint._disk._published import (
     saving_name,
     step_name,
 )
+from residency._checkpoint._disk._request import SaveRequest
 from residency._checkpoint._disk._system import (
     System,
     close_quietly,
@@ -62,6 +65,8 @@ _LAST_PAUSE_SECONDS = 0.05  # for those that wait long, 20 looks a second at a s
 _PART_IN_DOUBT = 0.1
 _MAX_SECONDS_IN_DOUBT = 10.0  # with the longest time-outs, too
 
+T = TypeVar("T")
+
 
 class Attempt:
     """One attempt of one rank to take part in a save. [Note: which attempts make a save]
@@ -69,13 +74,9 @@ class Attempt:
     Args:
         layout: The directory of the saves.
         system: Makes the system calls.
-        step: The training step.
-        token: The run's.
-        rank: This rank.
-        world_size: The number of ranks.
+        request: What this rank is asked for.
         timeout_seconds: How long to wait for other ranks, each time.
         known: Failures that this rank's earlier attempts knew of, which do not concern this one.
-        is_repeated: Says whether this rank was asked for the step again since.
 
     Attributes:
         folder: Where this rank writes.
@@ -86,27 +87,23 @@ class Attempt:
         self,
         layout: PublishedSaves,
         system: System,
+        request: SaveRequest,
         *,
-        step: int,
-        token: str,
-        rank: int,
-        world_size: int,
-        timeout_seconds: float = 0.0,
-        known: frozenset[Path] = frozenset(),
-        is_repeated: Callable[[], bool] = bool,
+        timeout_seconds: float,
+        known: frozenset[Path],
     ) -> None:
         self._attempt = new_token()
-        self.name = f"{token}-{rank:05d}-{self._attempt}"
-        self.folder = SaveFolder(system, layout.path / saving_name(step, self.name))
+        self.name = f"{request.token}-{request.rank:05d}-{self._attempt}"
+        self.folder = SaveFolder(system, layout.path / saving_name(request.step, self.name))
         self._published = layout
         self._system = system
-        self._step = step
-        self._token = token
-        self._rank = rank
-        self._world_size = world_size
+        self._step = request.step  # the request has the bytes, and does not stay
+        self._token = request.token
+        self._rank = request.rank
+        self._world_size = request.world_size
+        self._is_repeated = request.is_repeated
         self._timeout_seconds = timeout_seconds
         self._known = known
-        self._is_repeated = is_repeated
         self._offered: set[Path] = set()
         self._in_doubt_since: dict[int, float] = {}
         self._knows_of_failure = False  # by rank 0, that the save failed
@@ -128,13 +125,13 @@ class Attempt:
     # ------------------------------------------------------------------------------------- rank 0
 
     def collect(self, report: RankReport) -> list[RankReport]:
-        """Returns what all ranks wrote, with the sizes of their files checked.
+        """Returns what all ranks wrote.
 
         Args:
             report: What rank 0 wrote.
 
         Raises:
-            CheckpointError: A rank failed, did not report in time, or its files are not there.
+            CheckpointError: A rank failed, or did not report in time.
         """
         missing: list[int] = []
 
@@ -155,7 +152,6 @@ class Attempt:
             name = report_name(rank)
             data = read_file(self._system, self.folder.path / name)
             reports.append(parse_report(data, rank=rank, file=name))
-        self._check_sizes(reports)
         return reports
 
     def _take(self, entries: list[AttemptMark], missing: list[int]) -> None:
@@ -179,22 +175,6 @@ class Attempt:
                 path = self.folder.path
                 self._system.rename(path / offer.name, path / replace(offer, is_taken=True).name)
 
-    def _check_sizes(self, reports: list[RankReport]) -> None:
-        for report in reports:
-            for name, record in report.files.items():
-                found = self._system.stat(self.folder.path / name).st_size
-                if found != record.num_bytes:
-                    raise CheckpointError(
-                        f"{name} has {found} bytes, and its rank reported {record.num_bytes}. "
-                        "Check that all ranks write to the same file system, then save again."
-                    )
-
-    def tidy_up(self) -> None:
-        """Removes what failed attempts at this step left, once it is published."""
-        for other in self._others():
-            if other.has_failed:
-                self._published.remove(other.path)
-
     # ------------------------------------------------------------------------------- other ranks
 
     def hand_over(self, report: RankReport) -> None:
@@ -206,19 +186,13 @@ class Attempt:
         Raises:
             CheckpointError: The save failed, or was not published in time.
         """
-        taken: list[RankFolder] = []
-
-        def is_taken() -> bool:
-            taken[:] = self._offer()
-            return bool(taken)
-
-        if not self._wait(is_taken):
+        first = self._wait(self._offer)
+        if first is None:
             raise CheckpointError(
                 f"rank 0 took no part in the save of step {self._step} within "
                 f"{self._timeout_seconds:g} s; the save is given up, and those before it are as "
                 "they were. Save the same step on every rank."
             )
-        [first] = taken
         try:
             for name in report.files:
                 self._system.rename(self.folder.path / name, first.path / name)
@@ -234,7 +208,7 @@ class Attempt:
         self._await_publication(first)
         remove_own(self._system, self.folder.path)
 
-    def _offer(self) -> list[RankFolder]:
+    def _offer(self) -> RankFolder | None:
         """Offers this attempt to rank 0's attempts; returns the one that has taken it, if any.
 
         Raises:
@@ -255,7 +229,7 @@ class Attempt:
             if own is not None and own.is_taken:
                 if other.has_failed:
                     raise self._failure_of(other)
-                return [other]
+                return other
             if mine:  # it goes with an earlier attempt of this rank
                 continue
             if other.has_failed:
@@ -265,7 +239,7 @@ class Attempt:
         if not self._is_in_doubt(0, failed + open_for_me):
             for other in open_for_me:
                 self._leave_offer(other.path)
-        return []
+        return None
 
     def _leave_offer(self, path: Path) -> None:
         if path not in self._offered:  # once: rank 0 may have renamed it
@@ -353,12 +327,11 @@ class Attempt:
         found = self._published.of_ranks(self._step, self._token)
         return [each for each in found if each.attempt != self._attempt]
 
-    def _wait(self, is_done: Callable[[], bool]) -> bool:
+    def _wait(self, look: Callable[[], T]) -> T:
+        """Looks until there is something, or the time is over; returns what the last look found."""
         deadline = self._system.now_seconds() + self._timeout_seconds
         pause = _FIRST_PAUSE_SECONDS
-        while not is_done():
-            if self._system.now_seconds() >= deadline:
-                return False
+        while not (found := look()) and self._system.now_seconds() < deadline:
             self._system.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE_SECONDS)
-        return True
+        return found

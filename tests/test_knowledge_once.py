@@ -53,12 +53,11 @@ COPIES_WITHIN_ONE_MEMORY = {
     "_checkpoint/_capture/_capture.py copy",  # what the host has, into its region
     "_checkpoint/_restore/_fill.py _carry",  # from a file's tensor into host memory, or a slot
     "_checkpoint/_restore/_overlaps.py _laid",  # host memory that it makes itself
+    "_optim/_homes.py apart_from_snapshots",  # from home to home
     "_optim/_homes.py copy_of",  # from home to home
     "_optim/_stand_ins.py give_gradients_back",  # a flat copy that is where the gradient is
     "_optim/_stand_ins.py write_back",  # a master on the device into its parameter there
     "_optim/_stream.py _stop",  # from home to home
-    "_optim/_together.py apart_from_snapshots",  # from home to home
-    "_optim/_together.py joined_to_arrived",  # from home to home
     "_optim/_unit_step.py _puts_in_slot",  # on the device, into its slot
     "_optim/_unit_step.py roll_back",  # on the host
     "integrations/transformers/_evaluation.py _stacked",  # what a ring has brought to the host
@@ -66,7 +65,6 @@ COPIES_WITHIN_ONE_MEMORY = {
 # torch's own ``Tensor.cpu`` or ``Tensor.to``, blocking, into a new tensor.
 MOVES_OF_ONE_TENSOR = {
     "_dtensor.py moved",
-    "_optim/_state.py place",  # a scalar
     "_optim/_trial/_copies.py is_equal",  # a table of a class, for the comparison
     "_optim/_trial/_copies.py on_host",  # of a small stand-in
     "_optim/_trial/_separable.py _shrink",  # a sample of a state
@@ -126,14 +124,14 @@ def test_the_home_for_a_state_is_chosen_by_the_homes_and_found_by_their_record(
         "_optim/_placement.py prime_state",  # makes a template in what is reserved
         "_optim/_states.py of",
         "_optim/_states.py _bind",  # to a parameter
-        "_optim/_unit_step.py _give_home",  # not one that is another entry's, too
+        "_optim/_unit_step.py _give_home",  # not one that a caller holds
     }
     assert sites(package, calls("home_for")) == {
         "_optim/_loading.py _place_tensors",
         "_optim/_offload_record.py home_for",
         "_optim/_receive.py _target_for",
         "_optim/_state.py place",
-        "_optim/_together.py reserved_home",
+        "_optim/_state.py leave_device",
     }
     assert sites(package, _asks_what_is_reserved) == {
         "_optim/_homes.py reserve",

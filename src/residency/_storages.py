@@ -72,32 +72,6 @@ def is_gone(reference: StorageWeakRef) -> bool:
     return bool(reference.expired())  # type: ignore[no-untyped-call]  # torch's
 
 
-class WeakRange:
-    """The bytes of a tensor, none of which it keeps alive."""
-
-    def __init__(self, whole: Tensor) -> None:
-        """Takes a plain ``uint8`` tensor of one dimension."""
-        self._storage = weak_reference(whole.untyped_storage())
-        self._offset = int(whole.storage_offset())
-        self._num_bytes = whole.numel()
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the bytes are no more."""
-        return is_gone(self._storage)
-
-    def meets(self, span: Span) -> bool:
-        """Returns whether a range of host memory has one of the bytes."""
-        # The address is asked for anew: a caller may have put the storage elsewhere. torch has no
-        # public way back from a weak reference (2.13).
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
-        return (
-            storage is not None
-            and (first := storage.data_ptr() + self._offset) < span.last
-            and span.first < first + self._num_bytes
-        )
-
-
 def strided_as(tensor: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
     """Returns what two tensors over the same bytes have in common if they read them alike."""
     return tensor.dtype, tensor.shape, tensor.stride()
@@ -140,23 +114,6 @@ def overlapping(tensors: Sequence[Tensor]) -> list[list[int]]:
             groups.append([index])
             reach = span
     return [group for group in groups if len(group) > 1]
-
-
-def bytes_over(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Returns the range of bytes in which tensors lie, as ``uint8`` of shape ``[num_bytes]`` over
-    the storage of one of them; None where no storage has all of it.
-
-    Args:
-        tensors: Plain tensors with elements, whose ranges overlap.
-    """
-    spans = [span for tensor in tensors if (span := span_of(tensor)) is not None]
-    first, last = min(span.first for span in spans), max(span.last for span in spans)
-    for storage in (tensor.untyped_storage() for tensor in tensors):
-        if storage.data_ptr() <= first and last <= storage.data_ptr() + storage.nbytes():
-            with callers_modes_off():
-                whole = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
-                return whole.set_(storage, first - storage.data_ptr(), (last - first,), (1,))
-    return None
 
 
 def laid_over(whole: Tensor, num_bytes: int, like: Tensor) -> Tensor:

@@ -219,33 +219,6 @@ def test_a_step_goes_on_while_its_states_are_lent_and_waits_only_without_spare(
     lab.same(run.copy(), alone.copy())
 
 
-def test_a_step_waits_for_a_save_of_states_that_share_bytes_and_takes_no_memory_beside(
-    device, tmp_path, waits
-):
-    """One state is a part of another, so that neither may move without the other."""
-    parameters = [nn.Parameter(torch.ones(size, device=device)) for size in (4000, 1000)]
-    optimizer = torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, foreach=False)
-    for p in parameters:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    whole = optimizer.state[parameters[0]]["momentum_buffer"]
-    optimizer.state[parameters[1]]["momentum_buffer"] = whole[1000:2000]
-    residency.offload_optimizer(optimizer, bucket=BUCKET)
-    optimizer.step()
-    saved = optimizer.state[parameters[0]]["momentum_buffer"].clone()
-    with residency.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(0, {"optimizer": optimizer})
-        before = optimizer.statistics().pinned_bytes
-        optimizer.step()
-        assert waits
-        assert optimizer.statistics().pinned_bytes == before
-        checkpointer.wait()
-    found = load_file(tmp_path / "step-00000000" / "optimizer.safetensors")
-    assert any(torch.equal(value, saved) for value in found.values())
-    whole, part = (optimizer.state[p]["momentum_buffer"] for p in parameters)
-    assert part.data_ptr() - whole.data_ptr() == 4 * 1000
-
-
 def test_with_a_full_second_set_no_step_waits_for_the_disk(lab, tmp_path, held_writer, monkeypatch):
     run = lab.run(offload=True)
     run.step()

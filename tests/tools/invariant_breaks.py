@@ -250,10 +250,11 @@ BREAKS = (
         "_optim/_homes.py",
     ),
     Break(
-        "_optim/_arrivals.py",
-        "tests/optim/test_arrivals.py",
-        "            is_known = not each.is_over and each.version == write_count(tensor)\n",
-        "            is_known = not each.is_over\n",
+        "_optim/_apart.py",
+        "tests/optim/test_shared_states.py -k entry",
+        "        if found is not None and not found.has_entry:\n",
+        "        if found is not None:\n",
+        "_optim/_homes.py",
     ),
     Break(
         "_optim/_placement.py",
@@ -299,12 +300,6 @@ BREAKS = (
         "tests/optim/test_bounds.py -k keeps_to_its_bound",
         "        if others + num_bytes > self._budget_bytes:\n",
         "        if num_bytes > self._budget_bytes:\n",
-    ),
-    Break(
-        "_optim/_together.py",
-        "tests/optim/test_ties.py",
-        "            if any(staying) and not all(staying):\n",
-        "            if False:\n",
     ),
     Break(
         "_optim/_offloaded.py",

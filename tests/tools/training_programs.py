@@ -202,7 +202,6 @@ class Program:
         if self.tied:
             for world in self.worlds:
                 world.parameters.append(torch.nn.Parameter(world.parameters[0].data))
-        self.aliased = False
         indices = list(range(len(self.ours.parameters)))
         cut = chance.randint(1, len(indices))
         for world in self.worlds:
@@ -283,7 +282,7 @@ class Program:
         peak, stayed, _ = self.measured(self.ours)
         resident, bucket = (self.size(self.options[key]) for key in ("resident", "bucket"))
         bound = resident + self.options["slots"] * max(bucket, self.state_bytes())
-        if not self.aliased and not shared:
+        if not shared:
             assert peak <= bound + scratch + 8192, (
                 f"{peak} bytes, bound {bound} and {scratch} of scratch"
             )

@@ -77,6 +77,7 @@ def assign(program: Program, folder: Path) -> None:
 def swap(program: Program, folder: Path) -> None:
     """Exchanges two entries, of one parameter or of two."""
     if found := pair(program):
+        forget(program)  # an assignment ties nothing
         for (first, one), (second, two) in states(program, *found):
             first[one], second[two] = second[two], first[one]
 
@@ -93,12 +94,12 @@ def exchange(program: Program, folder: Path) -> None:
 
 
 def share(program: Program, folder: Path) -> None:
-    """Gives one tensor to two entries."""
+    """Gives an entry the value of another one: of a home, a tensor that another entry has."""
     found = pair(program)
     if found and not program.settings.get("fused"):
-        program.aliased = True
-        for (first, one), (second, two) in states(program, *found):
-            first[one] = second[two]
+        mine, theirs = states(program, *found)
+        for ((first, one), (second, two)), is_ours in ((mine, True), (theirs, False)):
+            first[one] = second[two] if is_ours else second[two].clone()
 
 
 WIDE = {torch.float32, torch.float64}
@@ -146,12 +147,15 @@ def forget(program: Program, folder: Path | None = None) -> None:
 
 
 def share_memory(program: Program, folder: Path) -> None:
-    """Shares the memory of a home; on stock torch's device it does nothing."""
+    """Shares the memory of a home, which is refused until it is assigned."""
     if found := entries(program):
         ((state, key),), _ = states(program, program.chance.choice(found))
         if state[key].device.type == "cpu":
             forget(program)
-            state[key].share_memory_()
+            shared = state[key].share_memory_()
+            with pytest.raises(residency.RefusedError):
+                state[key]
+            state[key] = shared
 
 
 def set_data(program: Program, folder: Path) -> None:
@@ -310,7 +314,7 @@ def snapshot(program: Program, folder: Path) -> None:
 
 def checkpoint(program: Program, folder: Path) -> None:
     """Saves, trains on, and restores; the stock run loads its own copies."""
-    if program.tied or program.aliased:
+    if program.tied:
         return
     world = program.stock
     weights, saved = (
@@ -363,7 +367,7 @@ def after_all(program: Program) -> dict[str, Any]:
 
 def out_of_memory(program: Program, folder: Path) -> None:
     """Steps with next to no room, then the rest of the same step."""
-    if not program.alone or program.tied or program.aliased:
+    if not program.alone or program.tied:
         return
     program.gradients()
     before = host_copy(program.stock.values())

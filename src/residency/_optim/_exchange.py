@@ -72,12 +72,18 @@ class _Exchange:
         """Calls the method for each parameter that has state, then for all others.
 
         Raises:
+            RefusedError: Two parameters have one mapping as their state, or a state was put over
+                other memory. Nothing was changed.
             ResidencyError: It left attributes or group values differently for two parameters.
             torch.OutOfMemoryError: The device has no room for the largest state. Nothing was
                 changed.
         """
         members = members_of(self._optimizer)
         inners = [self._state.peek(member.parameter) for member in members]
+        self._state.require_own_mappings("Nothing was changed")
+        for inner in inners:
+            if inner:
+                inner.require_in_place()
         self._check_room([inner for inner in inners if inner])
         others = []
         for member, inner in zip(members, inners, strict=True):

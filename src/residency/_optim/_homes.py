@@ -6,12 +6,11 @@ through ``Homes.fill``, a copy home of the step, or a restore, and never while a
 [Note: what callers hold] A caller who reads a state gets a tensor over its home's bytes with a
 storage of its own, the shown one. It is the live state, as without an offload: the caller may keep
 it and views of it, read and write them. So a step that finds one alive, at its begin or its end,
-waits for its copies home before it returns; a step without one does not wait. Assignments follow
-the tensors, too: a shown one that is assigned to another key takes its home along, and a home that
-is held, or has two entries, is never filled with another's bytes. Where a caller gives a shown
-tensor other memory (``.data =``, ``set_``, ``share_memory_``), that is the home from then on. Such
-memory is known for as long as any tensor has it, also while no entry does, as within an exchange of
-two entries.
+waits for its copies home before it returns; a step without one does not wait. Assignments give
+the value and tie nothing: a shown tensor whose home has no entry any more takes it along, and one
+whose home has an entry is copied. A home that a caller holds is never filled with another's bytes.
+A shown tensor that a caller puts over other memory (``.data =``, ``set_``, ``share_memory_``) is
+refused, as the state cannot follow it.
 """
 
 from __future__ import annotations
@@ -25,23 +24,13 @@ import torch
 from torch import Tensor
 
 from residency._dtensor import is_sharded, local_of, wrapped_like, write_count
-from residency._errors import RefusedError
 from residency._modes import callers_modes_off
-from residency._optim._arrivals import Arrivals
-from residency._storages import (
-    WeakRange,
-    bytes_over,
-    is_dense,
-    laid_over,
-    overlapping,
-    span_of,
-    strided_as,
-)
+from residency._optim._apart import refuse_replaced
+from residency._storages import is_dense, strided_as
 from residency._transfer import (
     Gate,
     Lanes,
     Region,
-    Slab,
     SlabArena,
     align_up,
     another_over,
@@ -50,7 +39,6 @@ from residency._transfer import (
     is_only_one,
     lanes_of,
     lending,
-    own_instead,
 )
 
 
@@ -62,9 +50,7 @@ class Home:
         tensor: The bytes; of a sharded state, the local tensor.
         region: The range under them.
         value: The tensor, or a ``DTensor`` around it.
-        num_entries: How many keys of the state have it.
-        is_callers: Whether the memory is a caller's, who may read and write it at any time.
-        moved_to: The home in its place, where a caller has replaced the memory.
+        has_entry: Whether a key of the state has it.
         views: References that live as long as a caller holds the shown tensor, or a view of it.
         num_writes: How often callers wrote to tensors that they were shown and let go of.
         is_watched: Whether a save that keeps the bytes for good finds out when callers write.
@@ -73,9 +59,7 @@ class Home:
     tensor: Tensor
     region: Region
     value: Tensor
-    num_entries: int = 0
-    is_callers: bool = False
-    moved_to: Home | None = None
+    has_entry: bool = False
     views: list[weakref.ref[Any]] = field(default_factory=list)
     num_writes: int = 0
     is_watched: bool = False
@@ -83,16 +67,6 @@ class Home:
     @property
     def num_bytes(self) -> int:
         return self.tensor.numel() * self.tensor.element_size()
-
-    def move_to(self, other: Home) -> None:
-        """Puts another home in the place of this one.
-
-        What callers hold keeps only the bytes alive from now on. The other home may lie in it, and
-        a cycle through a storage is one that Python's garbage collector cannot see.
-        """
-        self.moved_to = other
-        for view in self.views:
-            own_instead(view, self.tensor)
 
 
 class Homes:
@@ -104,9 +78,6 @@ class Homes:
         newest: The event after the newest copy home, of whatever parameter.
         reserved: Homes for state that is not made yet, by the parameter's ``id`` and by key.
         spare_bytes: Room for states that are written while a save reads their homes.
-        has_aliases: Whether two entries of the state may have the same bytes.
-        arrivals: The tensors of the device that went to these homes.
-        mappings: Every ``ParameterState`` over these homes, by its ``id``.
     """
 
     def __init__(self, device: torch.device, *, pin: bool = True, spare_bytes: int = 0) -> None:
@@ -121,14 +92,8 @@ class Homes:
         # By id: a parameter that is replaced must not live on here. Another at its address takes
         # over homes only where they fit.
         self.reserved: dict[int, dict[str, Home]] = {}
-        self.has_aliases = False
-        self.arrivals = Arrivals()
-        self.mappings: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._shown: dict[Home, Tensor] = {}
         self._held_views: weakref.WeakSet[Home] = weakref.WeakSet()
-        self._of_callers: weakref.WeakSet[Home] = weakref.WeakSet()
-        # What they lie in, for longer: its storage, the first byte in that, and how many.
-        self._callers_memory: list[WeakRange] = []
         self._by_address: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
 
     def allocate(
@@ -172,6 +137,40 @@ class Homes:
             [*sizes, *[self._num_spare_bytes_made] * bool(self._num_spare_bytes_made)]
         )
         self.arena.is_reused = True
+
+    def apart_from_snapshots(self, home: Home) -> Home:
+        """Returns the home of a state that a caller is about to see: where a snapshot keeps the
+        bytes for good, another one with a copy, so that what he sees is not the snapshot's. A save
+        that watches its bytes is no reason for one.
+        """
+        if home.is_watched or not lending.is_lasting(home.tensor):
+            return home
+        another = self.writable(home)
+        self.fence()  # the range may have belonged to a tensor that is still on its way home
+        another.tensor.copy_(home.tensor)
+        return another
+
+    def own_bytes(self, home: Home, span: Tensor) -> Tensor:
+        """Returns the bytes of a home that is lent for good in memory that the borrower alone has:
+        the home's own once the state has moved and other borrowers are done, else a copy in the
+        room of ``make_second_set``. From any thread.
+
+        Args:
+            home: One that no caller has.
+            span: Its bytes, final.
+
+        Raises:
+            RefusedError: Other copies have that room, and the host has no more.
+        """
+        # No step writes into a home that is lent, or returns to it.
+        if not home.has_entry and lending.has_one_borrower(home.tensor):
+            return span
+        region = self.arena.allocate(span.numel())
+        self.fence()  # the range may have belonged to a tensor that is still on its way home
+        made = self.arena.tensor(region, torch.uint8, span.shape, (1,))
+        copy_across(made, span)
+        lending.lend(made, object(), is_lasting=True)
+        return made
 
     def writable(self, home: Home) -> Home:
         """Returns a home in place of one that a save reads: another one of the spare, or, where
@@ -231,28 +230,25 @@ class Homes:
         )
 
     def fill(self, home: Home | None, value: Tensor) -> Home:
-        """Returns the home of a value, into which the host has copied what was not there."""
+        """Returns the home of a value, into which the host has copied what was not there: a shown
+        tensor's own, where no entry has that.
+        """
+        found = self.find(value)
+        if found is not None and not found.has_entry:
+            self._shown.setdefault(found, value)
+            return found
         chosen = self.chosen_for(home, value)
         self.write(chosen, value)
         return chosen
 
     def chosen_for(self, home: Home | None, value: Tensor) -> Home:
-        """Returns the home of a value: its own, where it is a shown tensor; else ``home``, where it
-        fits and neither a caller nor another entry has it, or a new one.
-        """
+        """Returns ``home``, where a value fits and no caller has it, or a new home."""
         local = local_of(value).detach()
         if home is not None and _memory(home.tensor) == _memory(local):
             return home
-        found = self.find(value)
-        if found is not None:
-            self._shown.setdefault(found, value)
-            return found
-        if self._is_among_homes(local):
-            if not lending.is_lasting(local):
-                self._make_callers(local)
-                return self.over(value)
+        if self.has(value):
             home = None  # never copied onto bytes that it may be a view of
-        if not self.takes(home, local) or home.num_entries > 1 or self.is_held(home):
+        if not self.takes(home, local) or self.is_held(home):
             home = self.allocate(value)
             # The range may have belonged to a tensor whose last copy home has not landed yet.
             self.fence()
@@ -264,8 +260,11 @@ class Homes:
         One that a save reads is left to it, or the host waits. ``chosen_for`` leaves a home that a
         caller holds; a restore fills it, as he is to see what was saved.
         """
-        is_alone = home is not None and home.num_entries < 2 and not self.beside(home)
-        if home is not None and is_alone and strided_as(home.tensor) == strided_as(local_of(like)):
+        if (
+            home is not None
+            and strided_as(home.tensor) == strided_as(local_of(like))
+            and not self.is_replaced(home)
+        ):
             return self.writable(home)
         return self.allocate(like)
 
@@ -278,46 +277,16 @@ class Homes:
             home.value = wrapped_like(home.tensor, value)
 
     def copy_of(self, home: Home) -> Home:
-        """Makes a home with the bytes of another, on which no copy is under way."""
+        """Makes a home with the bytes of another."""
         made = self.allocate(home.value)
+        self.fence()  # the range may have belonged to a tensor that is still on its way home
         made.tensor.copy_(home.tensor)
         return made
-
-    def over(self, value: Tensor) -> Home:
-        """Makes a home of a caller's own host memory, which the caller still reads and writes."""
-        self.version += 1
-        self.has_aliases = True
-        tensor = local_of(value).detach()
-        whole = common_bytes([tensor])
-        region = Region(Slab.over(whole), 0, align_up(whole.numel()))
-        home = Home(tensor, region, wrapped_like(tensor, value), is_callers=True)
-        self._of_callers.add(home)
-        known = [each for each in self._callers_memory if not each.is_gone]
-        self._callers_memory = [*known, WeakRange(whole)]
-        self._note_shown(home, value)
-        return home
-
-    def _make_callers(self, view: Tensor) -> None:
-        """Re-creates the tensor shown for a home on the storage of the caller's view of it, so that
-        copying or pickling both keeps them tied.
-        """
-        for home in list(self._by_address.values()):
-            storage = view.untyped_storage()
-            start = home.tensor.data_ptr() - storage.data_ptr()
-            fits = start >= 0 and start + home.num_bytes <= storage.nbytes()
-            if home.is_callers or home.moved_to is not None or not fits:
-                continue
-            shown = self._shown.pop(home, None)
-            if shown is None or local_of(shown).untyped_storage().data_ptr() != storage.data_ptr():
-                whole = common_bytes([view])
-                inside = home.tensor.data_ptr() - whole.data_ptr()
-                shown = wrapped_like(laid_over(whole, inside, home.tensor), home.value)
-            home.move_to(self.over(shown))
 
     def show(self, home: Home) -> Tensor:
         """Returns what a caller sees of a home: the same tensor while the caller keeps it."""
         shown = self._shown.get(home)
-        if shown is None and home.tensor.numel() and not home.is_callers:
+        if shown is None and home.tensor.numel():
             with callers_modes_off():
                 local, view = another_over(home.tensor, home)
                 shown = wrapped_like(local, home.value)
@@ -351,50 +320,25 @@ class Homes:
             return None
         return home if strided_as(home.tensor) == strided_as(local) else None
 
-    def _is_among_homes(self, tensor: Tensor) -> bool:
-        if not tensor.is_cpu or not tensor.numel():
-            return False
-        return self.arena.holds(tensor) or self._is_callers(tensor)
-
-    def _is_callers(self, tensor: Tensor) -> bool:
-        """Returns whether a host tensor has bytes of a caller's memory that is, or was, a home."""
-        span = span_of(tensor)
-        return span is not None and any(each.meets(span) for each in self._callers_memory)
-
-    def beside(self, home: Home) -> list[Home]:
-        """Returns a home and those that share bytes with it; none where it is alone."""
-        if not home.is_callers:
-            return []
-        found = [home, *(o for o in self._of_callers if o is not home and o.num_entries)]
-        for group in overlapping([each.tensor for each in found]):
-            if 0 in group:
-                return [found[index] for index in group]
-        return []
-
     def has(self, value: Tensor) -> bool:
         """Returns whether a value lies in a home."""
-        return self.find(value) is not None or self._is_among_homes(local_of(value))
+        local = local_of(value)
+        return local.is_cpu and local.numel() > 0 and self.arena.holds(local)
 
-    def follow(self, home: Home) -> Home:
-        """Returns the home that callers have made of one, by giving what they were shown other
-        memory; mostly the same one.
-        """
-        if home.moved_to is not None:
-            return self.follow(home.moved_to)
+    def is_replaced(self, home: Home) -> bool:
+        """Returns whether a caller has put the tensor that he was shown over other memory."""
         shown = self._shown.get(home)
-        if shown is None or _memory(local_of(shown)) == _memory(home.tensor):
-            return home
-        del self._shown[home]
-        local = local_of(shown)
-        if local.is_cpu and local.layout is torch.strided and local.numel() and is_dense(local):
-            home.move_to(self.over(shown))
-        else:
-            chosen = self.fill(None, shown)
-            home.move_to(chosen)
-            with torch.no_grad():
-                local.data = local_of(self.show(chosen))
-            self._note_shown(chosen, shown)
-        return self.follow(home)
+        return shown is not None and _memory(local_of(shown)) != _memory(home.tensor)
+
+    def require_in_place(self, homes_by_key: Mapping[str, Home]) -> None:
+        """Requires that callers have left the tensors that they were shown where they were.
+
+        Raises:
+            RefusedError: One was put over other memory.
+        """
+        for key, home in homes_by_key.items() if self._shown else ():
+            if self.is_replaced(home):
+                refuse_replaced(key)
 
     @property
     def is_shown(self) -> bool:
@@ -407,19 +351,19 @@ class Homes:
             self.newest.synchronize()  # the caller reads homes, or writes into them
 
     def enter(self, home: Home) -> None:
-        """Counts an entry of the state that gets a home."""
+        """Takes note that an entry of the state gets a home."""
         self.version += 1
-        self.has_aliases |= home.num_entries > 0
-        home.num_entries += 1
+        home.has_entry = True
 
     def leave(self, home: Home) -> None:
-        """Counts an entry that loses a home; what callers were shown of it is theirs alone then."""
+        """Takes note that an entry loses a home; what callers were shown of it is theirs alone
+        then.
+        """
         self.version += 1
-        home.num_entries -= 1
-        if not home.num_entries:
-            num_writes = self.num_writes(home)
-            self._shown.pop(home, None)
-            home.num_writes = num_writes  # last: who asks meanwhile counts no write twice
+        home.has_entry = False
+        num_writes = self.num_writes(home)
+        self._shown.pop(home, None)
+        home.num_writes = num_writes  # last: who asks meanwhile counts no write twice
 
     def is_written(self, home: Home) -> bool:
         """Returns whether a caller has written to the shown tensor since the last step."""
@@ -429,8 +373,6 @@ class Homes:
     def num_writes(self, home: Home) -> int:
         """Returns a number that grows with what callers write to what they were shown."""
         shown = self._shown.get(home)
-        if shown is None and home.moved_to is not None:
-            return home.num_writes + self.num_writes(home.moved_to)
         return home.num_writes + (0 if shown is None else write_count(shown))
 
     def held(self) -> list[Home]:
@@ -438,17 +380,15 @@ class Homes:
         homes = {*self._shown, *self._held_views}
         held = [home for home in homes if self.is_held(home)]
         self._held_views = weakref.WeakSet(held)
-        return [home for home in held if home.num_entries]
+        return [home for home in held if home.has_entry]
 
     def is_held(self, home: Home) -> bool:
         """Returns whether a caller can reach a home's bytes without a new look at the state.
 
         The shown tensor is let go of, and lives on only where the caller has it.
         """
-        if home.is_callers:
-            return True
         if home in self._shown:
-            if _memory(local_of(self._shown[home])) != _memory(home.tensor):
+            if self.is_replaced(home):
                 return True
             num_writes = self.num_writes(home)
             reference = weakref.ref(self._shown.pop(home))
@@ -466,22 +406,6 @@ class Homes:
         """Returns whether a caller has more of a home than the tensor that he was shown."""
         is_held, shown = self.is_held(home), self._shown.get(home)
         return is_held and not (shown is not None and is_only_one(local_of(shown)))
-
-
-def common_bytes(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns ``bytes_over``.
-
-    Raises:
-        RefusedError: No storage has all of them.
-    """
-    whole = bytes_over(tensors)
-    if whole is None:
-        raise RefusedError(
-            f"states of the shapes {[tuple(tensor.shape) for tensor in tensors]} share bytes "
-            "through several storages, none of which has all of them. Nothing was moved: assign "
-            "copies of them to optimizer.state."
-        )
-    return whole
 
 
 def _memory(tensor: Tensor) -> tuple[object, ...]:

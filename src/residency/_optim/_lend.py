@@ -50,6 +50,7 @@ class OffloadOwner:
         follow_parameters(optimizer, offload)
         states = dict(dict.items(optimizer.state))
         if offload.host is not None:
+            offload.host.state.require_own_mappings("Nothing was saved")
             homes = [h for s in states.values() for h in _homes_of(s)]
             if is_lasting:
                 offload.host.homes.make_second_set([home.num_bytes for home in homes])
@@ -107,8 +108,6 @@ def lend_homes(
             continue
         offload = offload_of(optimizer)
         inners = [i for i in dict.values(optimizer.state) if isinstance(i, ParameterState)]
-        for inner in inners:
-            inner.take_replaced()
         mine = [(h, i) for i in inners for h in _homes_of(i) if h.tensor.data_ptr() in wanted]
         if mine:
             homes = offload.on_host.homes
@@ -129,7 +128,7 @@ def _homes_of(values: object) -> list[Home]:
 def _lent(
     inner: ParameterState, loans: Loans, is_lasting: bool, is_watched: bool
 ) -> dict[str, object]:
-    inner.take_replaced()
+    inner.require_in_place()
     if inner.template is not None and inner.is_template():
         return {}
     values: dict[str, Any] = {}
@@ -145,15 +144,15 @@ def _lent(
 def _loan(
     inner: ParameterState, home: Home, loans: Loans, is_lasting: bool, is_watched: bool
 ) -> Lent:
-    """Lends a home; for good, and where others have it, a copy: they go on to write."""
-    if is_lasting and inner.has_others(home, also_shown=not is_watched):
+    """Lends a home; for good, and where a caller has it, a copy: he goes on to write."""
+    if is_lasting and inner.is_held(home, also_shown=not is_watched):
         inner.fence()
         home = inner.copy_of(home)
     if is_lasting:
         home.is_watched = is_watched and (home.is_watched or not lending.is_lasting(home.tensor))
     num_writes = partial(inner.num_writes_of, home)
     lent = loans.lend(
-        home.tensor, home.value, inner.under_way, is_lasting=is_lasting, num_writes=num_writes
+        home.tensor, home.value, inner.written, is_lasting=is_lasting, num_writes=num_writes
     )
     lent.region = home.region
     if is_lasting and not is_watched:

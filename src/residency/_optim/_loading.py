@@ -18,17 +18,17 @@ from torch.optim import Optimizer
 
 from residency._dtensor import layout_of, local_of
 from residency._errors import RefusedError
+from residency._optim._apart import repeated
 from residency._optim._homes import Home, Homes
 from residency._optim._masters import as_masters_state
 from residency._optim._offload_record import Offload
 from residency._optim._residents import Residents
 from residency._optim._states import State
-from residency._optim._together import fill_together, moved_together, stay_together, tied_among
 from residency._optim._trial._borrowed import refuse_borrowed
 from residency._optim._trial._first_step import Schema, Schemas, planned_bytes
 from residency._optim._trial._partial_step import PRIVATE, is_torchs_own
 from residency._optim._validate import check_flags
-from residency._storages import overlapping
+from residency._transfer import moved_at_once
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class PreparedLoad:
             if not (isinstance(parameter, Tensor) and isinstance(entries, dict)):
                 state[parameter] = entries
                 continue
-            inner = state.own(parameter)
+            inner = state.of(parameter)
             inner.reserved.clear()  # taken, or of no use for the dtypes that were loaded
             for key in [k for k in dict.keys(inner) if k not in entries]:
                 inner.forget(key)
@@ -110,6 +110,7 @@ def prepare_load(
         and optimizer.__dict__.get(name, repaired) is not value
     }
     check_flags(offload.base.__name__, repaired.param_groups)
+    offload.on_host.state.require_own_mappings("Nothing was loaded")
     refuse_borrowed(
         offload.base.__name__, repaired.param_groups, repaired.state, refused="load this"
     )
@@ -145,38 +146,32 @@ def _place_tensors(
     prepared: PreparedLoad,
     rules: Mapping[Tensor, Callable[[str, Tensor], bool]],
 ) -> None:
-    """Decides where each tensor of a saved state goes; those that share bytes go together."""
+    """Decides where each tensor of a saved state goes."""
     homes = offload.on_host.homes
-    on_device: dict[tuple[Tensor, str], Tensor] = {}
+    tensors = {
+        (parameter, key): entry.value
+        for parameter in rules
+        for key, entry in prepared.entries[parameter].items()
+        if isinstance(entry.value, Tensor)
+    }
+    repeated(tensors, "Nothing was loaded")
+    here: dict[tuple[Tensor, str], Tensor] = {}
     on_host: dict[tuple[Tensor, str], Tensor] = {}
-    for parameter, needs_device in rules.items():
-        for key, entry in prepared.entries[parameter].items():
-            if isinstance(entry.value, Tensor):
-                value = entry.value
-                is_host = not needs_device(key, value) and not homes.has(value)
-                (on_host if is_host else on_device)[parameter, key] = value
-    is_tied = stay_together(on_device, prepared.resident)
-    tied = tied_among(on_device, offload.has_master) if is_tied else {}
-    homes.has_aliases |= is_tied or bool(overlapping([local_of(v) for v in on_host.values()]))
-    for parameter, key in on_device.keys() - tied.keys():
-        if offload.has_master(parameter):
-            value = on_device[parameter, key]
-            on_device[parameter, key] = as_masters_state(value, parameter)
-    on_device |= tied
-    here = {each: value for each, value in on_device.items() if each[0] in prepared.resident}
+    for (parameter, key), saved in tensors.items():
+        if not rules[parameter](key, saved) and not homes.has(saved):
+            on_host[parameter, key] = saved
+            continue
+        value = as_masters_state(saved, parameter) if offload.has_master(parameter) else saved
+        if parameter in prepared.resident:
+            here[parameter, key] = value
+        else:
+            home = homes.chosen_for(offload.on_host.home_for(parameter, key), value)
+            prepared.entries[parameter][key] = Entry(value, home)
     # Copies: the step advances them in place, and the saved ones are not ours.
-    made = moved_together(here, homes.device, copy=True)
-    made |= moved_together(on_host, torch.device("cpu"), copy=True)
-    going = {each: value for each, value in on_device.items() if each not in here}
-    tied_homes = fill_together(homes, list(going.values()))
-    for index, ((parameter, key), value) in enumerate(going.items()):
-        own = offload.on_host.home_for(parameter, key)
-        home = tied_homes.get(index) or homes.chosen_for(own, value)
-        prepared.entries[parameter][key] = Entry(
-            value if index not in tied_homes else home.value, home
-        )
-    for (parameter, key), value in made.items():
-        prepared.entries[parameter][key] = Entry(value)
+    for moving, device in ((here, homes.device), (on_host, torch.device("cpu"))):
+        arrived = moved_at_once(list(moving.values()), device, copy=True)
+        for (parameter, key), value in zip(moving, arrived, strict=True):
+            prepared.entries[parameter][key] = Entry(value)
 
 
 def _repaired(

@@ -62,8 +62,7 @@ def offload_optimizer(
             its own. If it is the result of accelerate's ``prepare``, the optimizer inside is
             changed; its figures are at ``wrapper.optimizer.statistics()``.
         resident: Bytes of state that may stay on the device, taken in group order. A parameter
-            whose state grows beyond them, for any reason, streams from then on. States that share
-            bytes stay together, or none does.
+            whose state grows beyond them, for any reason, streams from then on.
         bucket: Bytes of state that move together.
         slots: Buckets that may be on the device at once; 3 lets both copies and the step overlap.
         pin: Whether the homes are page-locked; without, copies block the host.
@@ -75,8 +74,9 @@ def offload_optimizer(
 
     Raises:
         InvalidArgumentError: It is no optimizer, a size does not parse, or there are no slots.
-        RefusedError: The optimizer cannot be stepped in parts with the same bits, the host has no
-            room, or the device shares its memory. Nothing has moved.
+        RefusedError: The optimizer cannot be stepped in parts with the same bits, states share a
+            part of their bytes, the host has no room, or the device shares its memory. Nothing has
+            moved.
         torch.OutOfMemoryError: State that is to stay resident has no room on the device, to which
             it was not moved yet. Nothing has moved.
 

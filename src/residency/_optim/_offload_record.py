@@ -234,8 +234,7 @@ class Offload:
 
     def _ties_of(self, members: Members) -> Ties:
         parameters = members.parameters
-        states = self.on_host.state.peek_each(parameters) if self.on_host.state.has_aliases else ()
-        ties = ties_of(parameters, members.gradients, states)
+        ties = ties_of(parameters, members.gradients)
         for tie in ties:
             low = [parameters[i] for i in tie if self.has_master(parameters[i])]
             refuse_shared_masters(low)

@@ -71,7 +71,8 @@ class OffloadedOptimizer(Optimizer):
         Raises:
             TypeError: The class's own step does not take these arguments.
             RefusedError: An argument is no number, text or scalar tensor, or with it a step couples
-                its parameters, or evaluates its closure more than once. Or a gradient is sparse,
+                its parameters, or evaluates its closure more than once. Or a state was put over
+                other memory, two parameters have one mapping as their state, a gradient is sparse,
                 the parameters are on several devices, one has another shape or dtype than its state
                 was made for, a group was made ``capturable`` or ``differentiable``, or the host has
                 no room for the state that this step makes. Nothing was stepped, and a step after
@@ -208,22 +209,21 @@ class OffloadedOptimizer(Optimizer):
         """Loads a state dict into the homes; nothing that is not resident touches the device.
 
         Saved dtypes are kept: torch casts floating states to the parameter's dtype, which would
-        make float32 moments of bfloat16 parameters bfloat16. Saved values that share bytes share
-        them after the load, on whatever device they were saved.
+        make float32 moments of bfloat16 parameters bfloat16. Each entry gets bytes of its own.
 
         Raises:
             ValueError: The parameter groups do not match, as torch raises it.
             RefusedError: A saved value is not dense, a saved group is one that
-                ``offload_optimizer`` would refuse, values share bytes in a way that a master
-                weight's state or one storage cannot have, or the host has no room for the new
+                ``offload_optimizer`` would refuse, values share a part of their bytes, two
+                parameters have one mapping as their state, or the host has no room for the new
                 homes.
             Exception: Raised by the class's own repair of old states, such as a KeyError.
 
         In each of these cases the optimizer is as it was.
 
         Memory:
-            No copy of values that fit the existing homes; values that share bytes get new ones.
-            State that stays resident is on the device twice for a moment.
+            No copy of values that fit the existing homes. State that stays resident is on the
+            device twice for a moment.
         """
         offload = offload_of(self)
         adopt_foreign_state(self, offload)

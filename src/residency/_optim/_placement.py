@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from residency import _pinned
 from residency._dtensor import layout_of, local_of, wrapped_like, write_count
 from residency._errors import RefusedError
+from residency._optim._apart import repeated, require_own_mappings
 from residency._optim._homes import Home, Homes
 from residency._optim._loading import device_rule
 from residency._optim._masters import MASTER, as_masters_state, check_masters, master_like
@@ -27,13 +28,11 @@ from residency._optim._plan import Member
 from residency._optim._residents import Residents
 from residency._optim._state import ParameterState
 from residency._optim._states import State
-from residency._optim._together import fill_together, moved_together, stay_together, tied_among
 from residency._optim._trial._borrowed import refuse_borrowed
 from residency._optim._trial._first_step import Schema, StateSize
 from residency._optim._validate import check_flags, device_of
 from residency._optim._whole import done_whole
-from residency._storages import overlapping
-from residency._transfer import copy_to_host, is_away
+from residency._transfer import copy_to_host, is_away, moved_at_once
 
 _SPARE_BUCKETS = 2
 _Values = Mapping[str, Any]
@@ -57,8 +56,8 @@ def place_state(optimizer: Optimizer, offload: Offload, device: torch.device) ->
         device: Where all parameters are.
 
     Raises:
-        RefusedError: The host has no room for the homes, or a state is something else, too; nothing
-            has moved.
+        RefusedError: The host has no room for the homes, a state is something else, too, or states
+            share a part of their bytes; nothing has moved.
     """
     if device.type == "cpu":
         check_masters(offload.base.__name__, offload.master_weights, device, ())
@@ -67,11 +66,12 @@ def place_state(optimizer: Optimizer, offload: Offload, device: torch.device) ->
         offload.forget_plan()
         return
     refuse_borrowed(offload.base.__name__, optimizer.param_groups, optimizer.state)
+    states = [_values(optimizer, member.parameter) for member in members_of(optimizer)]
+    require_own_mappings(states, "Nothing was moved")
+    repeats = repeated(_tensors_of(optimizer), "Nothing was moved")
     homes = Homes(device, pin=offload.pin, spare_bytes=_SPARE_BUCKETS * offload.bucket_bytes)
     resident = _choose_resident(offload, optimizer)
     on_device = _values_on_device(offload, optimizer)
-    stay_together(on_device, resident)
-    homes.has_aliases = bool(overlapping(_tensors_of(optimizer)))
     announced = {
         m.parameter: _expected(offload, optimizer, m)
         for m in members_of(optimizer)
@@ -79,7 +79,7 @@ def place_state(optimizer: Optimizer, offload: Offload, device: torch.device) ->
     }
     likes = [local_of(like) for expected in announced.values() for like in expected.values()]
     homes.arena.reserve([like.numel() * like.element_size() for like in likes])
-    state = _moved_state(homes, resident, offload, optimizer, on_device)
+    state = _moved_state(homes, resident, offload, optimizer, on_device, repeats)
     for parameter, expected in announced.items():
         inner = state.peek(parameter) or ()
         homes.reserve(parameter, {key: like for key, like in expected.items() if key not in inner})
@@ -200,7 +200,8 @@ def plain_state(state: Mapping[Any, Any], device: torch.device) -> defaultdict[A
                 (at_home if key in homes else elsewhere)[parameter, key] = value
     # A home is copied even to the host, where its page-locked memory would stay in use.
     for moving, is_copied in ((at_home, True), (elsewhere, False)):
-        for (parameter, key), value in moved_together(moving, device, copy=is_copied).items():
+        arrived = moved_at_once(list(moving.values()), device, copy=is_copied)
+        for (parameter, key), value in zip(moving, arrived, strict=True):
             plain[parameter][key] = value
     return plain
 
@@ -210,11 +211,14 @@ def _values(optimizer: Optimizer, parameter: Tensor) -> _Values:
     return values if isinstance(values, dict) else {}
 
 
-def _tensors_of(optimizer: Optimizer) -> list[Tensor]:
-    """Returns the tensors of the state, local ones of shards."""
-    inners = (_values(optimizer, member.parameter) for member in members_of(optimizer))
-    tensors = [local_of(v) for inner in inners for v in inner.values() if isinstance(v, Tensor)]
-    return [tensor for tensor in tensors if tensor.layout is torch.strided]
+def _tensors_of(optimizer: Optimizer) -> dict[tuple[Tensor, str], Tensor]:
+    """Returns the tensors of the state, by parameter and key."""
+    return {
+        (member.parameter, key): value
+        for member in members_of(optimizer)
+        for key, value in _values(optimizer, member.parameter).items()
+        if isinstance(value, Tensor) and local_of(value).layout is torch.strided
+    }
 
 
 def _device_keys(offload: Offload, optimizer: Optimizer, member: Member) -> set[str]:
@@ -261,16 +265,14 @@ def _choose_resident(offload: Offload, optimizer: Optimizer) -> Residents:
     return chosen
 
 
-def _values_on_device(
-    offload: Offload, optimizer: Optimizer
-) -> dict[tuple[Tensor, object], Tensor]:
+def _values_on_device(offload: Offload, optimizer: Optimizer) -> set[tuple[Tensor, object]]:
     """Returns what steps need on the device of the state that exists, by parameter and key."""
-    found: dict[tuple[Tensor, Any], Tensor] = {}
-    for member in members_of(optimizer):
-        parameter, values = member.parameter, _values(optimizer, member.parameter)
-        keys = _device_keys(offload, optimizer, member) if values else ()
-        found.update({(parameter, key): values[key] for key in keys})
-    return found
+    return {
+        (member.parameter, key)
+        for member in members_of(optimizer)
+        if _values(optimizer, member.parameter)
+        for key in _device_keys(offload, optimizer, member)
+    }
 
 
 def _moved_state(
@@ -278,17 +280,21 @@ def _moved_state(
     resident: Residents,
     offload: Offload,
     optimizer: Optimizer,
-    on_device: Mapping[tuple[Tensor, object], Tensor],
+    on_device: Collection[tuple[Tensor, object]],
+    repeats: Collection[tuple[Tensor, object]],
 ) -> State:
-    """Builds the offloaded state, with copies home queued behind what the device does now."""
+    """Builds the offloaded state, with copies home queued behind what the device does now.
+
+    Args:
+        homes: Where to.
+        resident: The parameters whose state stays on the device.
+        offload: Its settings.
+        optimizer: Has the state.
+        on_device: What steps need on the device, by parameter and key.
+        repeats: Tensors that are another state, too, and come apart.
+    """
     state = State.over(homes, resident)
     members = {m.parameter: m for m in members_of(optimizer)}
-    tied = tied_among(on_device, offload.has_master) if homes.has_aliases else {}
-    here = {each: value for each, value in tied.items() if each[0] in resident}
-    staying = moved_together(here, homes.device, copy=False)
-    going = {each: value for each, value in tied.items() if each not in staying}
-    tied_homes = fill_together(homes, list(going.values()))
-    home_of = {each: tied_homes[index] for index, each in enumerate(going) if index in tied_homes}
     for parameter, values in optimizer.state.items():
         if parameter not in members or not isinstance(values, dict):
             state[parameter] = values
@@ -300,20 +306,16 @@ def _moved_state(
         has_master = offload.has_master(parameter)
         for key, saved in values.items():
             value = saved
-            if has_master and isinstance(saved, Tensor) and (parameter, key) not in tied:
+            if has_master and isinstance(saved, Tensor):
                 value = as_masters_state(saved, parameter)
             is_on_device = (parameter, key) in on_device
-            if (parameter, key) in home_of:
-                inner.settle(key, home_of[parameter, key])
-            elif (parameter, key) in staying:
-                dict.__setitem__(inner, key, staying[parameter, key])
-            elif is_on_device and not inner.is_resident and value.device == homes.device:
+            if is_on_device and not inner.is_resident and value.device == homes.device:
                 home = homes.allocate(value)
                 inner.settle(key, home)
                 moving.append(local_of(value))
                 regions.append(home.region)
             elif isinstance(value, Tensor):
-                inner.place(key, value, on_device=is_on_device)
+                inner.place(key, value, on_device=is_on_device, copy=(parameter, key) in repeats)
             else:
                 dict.__setitem__(inner, key, value)
         if moving:

@@ -25,13 +25,11 @@ from residency._optim._masters import MASTER, master_like
 from residency._optim._residents import Residents
 from residency._optim._state import ParameterState
 from residency._optim._states import State
-from residency._optim._ties import Ties, covers_of
+from residency._optim._ties import Ties
 from residency._optim._trial._first_step import StateSize
 from residency._optim._trial._separable import CUT
-from residency._storages import sharing
 from residency._transfer import CopyRun, align_up
 
-_WIDEST = torch.complex128.itemsize
 _DENSE = frozenset((torch.strided,))
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD)
 
@@ -262,6 +260,7 @@ def make_plan(
     stay: list[Piece] = []
     streamed, fresh = _Packer(bucket_bytes), _Packer(bucket_bytes)
     planned = list(members)
+    state.require_own_mappings("Nothing was stepped")
     seats = [Seat(member.parameter) for member in planned]
     for tie in _tied(len(planned), ties):
         group = [planned[index] for index in tie]
@@ -317,10 +316,8 @@ def known_size(inner: ParameterState, missing: Sequence[Tensor]) -> StateSize:
 def _is_cuttable(parameter: Tensor, inner: ParameterState | None) -> bool:
     homes = [home.tensor for home in inner.homes_by_key.values()] if inner else []
     local = local_of(parameter)
-    return (
-        local.is_contiguous()
-        and all(t.dim() == 0 or (t.shape == local.shape and t.is_contiguous()) for t in homes)
-        and not sharing(homes)
+    return local.is_contiguous() and all(
+        t.dim() == 0 or (t.shape == local.shape and t.is_contiguous()) for t in homes
     )
 
 
@@ -378,35 +375,25 @@ def lay_out(pieces: Sequence[Piece], homes: Sequence[HomesByKey]) -> Unit:
 
     Args:
         pieces: Its parts.
-        homes: Those of each piece's states. What shares bytes at home does so in the slot.
+        homes: Those of each piece's states.
     """
     unit = Unit(pieces)
     loads: list[tuple[CopyRun, bool]] = []
     stores: list[tuple[CopyRun, bool]] = []
-    covers = covers_of([home for by_key in homes for home in by_key.values()])
-    starts: dict[Home, int] = {}
     views: list[SlotViews] = []
     for piece, by_key in zip(pieces, homes, strict=True):
         unit.keys.append(tuple(by_key))
         for home in by_key.values():
             is_shared = not piece.is_whole and home.tensor.dim() == 0
             is_cut = not piece.is_whole and not is_shared
-            cover = covers.get(home, home)
-            if cover not in starts:
-                # What lies in a cover is aligned in the slot as it is at home.
-                offset = 0 if cover is home else cover.tensor.data_ptr() % _WIDEST
-                starts[cover] = unit.num_bytes + offset
-                run = _run_of(piece, cover, starts[cover], is_cut=is_cut)
-                unit.num_bytes += align_up(offset + run.num_bytes)
-                is_padded = piece.is_whole or is_shared
-                if run.num_bytes:
-                    loads.append((run, is_padded))
-                if run.num_bytes and (piece.is_last or not is_shared):
-                    stores.append((run, is_padded))
-            inside = 0
-            if cover is not home:
-                inside = home.tensor.data_ptr() - cover.tensor.data_ptr()
-            views.append(_view_of(piece, home, starts[cover] + inside, is_cut=is_cut))
+            run = _run_of(piece, home, unit.num_bytes, is_cut=is_cut)
+            views.append(_view_of(piece, home, unit.num_bytes, is_cut=is_cut))
+            unit.num_bytes += align_up(run.num_bytes)
+            is_padded = piece.is_whole or is_shared
+            if run.num_bytes:
+                loads.append((run, is_padded))
+            if run.num_bytes and (piece.is_last or not is_shared):
+                stores.append((run, is_padded))
     unit.views = _join_views(views)
     if len(set(unit.keys)) == 1 and len(unit.keys[0]) == 1:
         (unit.only_key,) = unit.keys[0]

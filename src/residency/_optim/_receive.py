@@ -83,6 +83,7 @@ def receive_state(
         What fits the homes there are is read into them. Host memory for the rest; for states that
         stay resident and are there already none, else their bytes on the device.
     """
+    offload.on_host.state.require_own_mappings("Nothing was changed")
     offload.on_host.state.fence()
     offload.on_host.homes.fence()  # what is read into must have no copy under way
     received = Received(optimizer, offload, states, Residents(offload.resident_bytes))

@@ -24,7 +24,6 @@ from residency._dtensor import local_of, moved, write_count
 from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes
 from residency._optim._residents import Residents
-from residency._optim._together import apart_from_snapshots, at_home, own_bytes, send_home
 from residency._optim._trial._first_step import planned_bytes
 
 
@@ -33,7 +32,7 @@ class ParameterState(dict[str, Any]):
 
     Attributes:
         homes_by_key: The homes of the values that live on the host between steps.
-        written: The event after the newest copy home of these values; see ``under_way``.
+        written: The event after the newest copy home of these values.
         made_for: The layout of the parameter that the values belong to.
         is_bound_again: Whether a caller has put it under another parameter, as its state.
         reserved: Homes for values that are not there yet.
@@ -83,7 +82,6 @@ class ParameterState(dict[str, Any]):
         made.made_for = None
         made.reserved = reserved
         made.template = None
-        homes.mappings[id(made)] = made
         return made
 
     @property
@@ -132,36 +130,32 @@ class ParameterState(dict[str, Any]):
             self._homes.version += 1
         self.template = None
 
-    @property
-    def under_way(self) -> torch.Event | None:
-        """The event after which the homes have their values, None where nothing is under
-        way. A home may be another entry's too, which a step took without this one.
-        """
-        return self._homes.newest if self._homes.has_aliases else self.written
-
     def fence(self) -> None:
         """Blocks the host until no copy home is under way."""
-        event = self.under_way
-        if event is not None:
-            event.synchronize()  # the caller reads homes, or writes into them
+        if self.written is not None:
+            self.written.synchronize()  # the caller reads homes, or writes into them
             self.written = None
-        self.take_replaced()
 
-    def take_replaced(self) -> None:
-        """Makes homes of the memory that callers have put at tensors which they were shown."""
-        if self._homes.is_shown:
-            for key, home in list(self.homes_by_key.items()):
-                self.settle(key, self._homes.follow(home))
+    def require_in_place(self) -> None:
+        """Requires that callers have left the tensors that they were shown where they were.
 
-    def place(self, key: str, value: Any, *, on_device: bool | None = None) -> None:
-        """Puts a value where it belongs.
+        Raises:
+            RefusedError: One was put over other memory.
+        """
+        self._homes.require_in_place(self.homes_by_key)
+
+    def place(
+        self, key: str, value: Any, *, on_device: bool | None = None, copy: bool = True
+    ) -> None:
+        """Puts a value where it belongs; the entry shares its bytes with no other.
 
         Args:
             key: The state's name.
-            value: A tensor is copied to its home; anything else is kept as it is.
+            value: A tensor is copied; anything else is kept as it is.
             on_device: Whether steps need the value on the device; None finds out: a device tensor
                 does, a host tensor and a scalar do what the value before it did, and a fresh host
                 scalar stays on the host, as torch keeps ``step``.
+            copy: Whether one that stays on its device without a home is copied, too.
         """
         self.fence()
         self.template = None
@@ -170,24 +164,13 @@ class ParameterState(dict[str, Any]):
             return
         if on_device is None:
             on_device = self._belongs_on_device(key, value)
-            self._homes.has_aliases |= not on_device  # a host tensor is taken as it is
+        copy &= value is not dict.get(self, key)
         if not on_device:
-            self.put_as_is(key, value.cpu())
-            return
-        if self.is_resident and self._homes.has(at_home(self._homes, value)):
-            self.leave_device()  # to share bytes with another entry, which streams
-        if self.is_resident and self._may_stay(key, value):
-            self.put_as_is(key, moved(value, self._homes.device))
-            self._homes.has_aliases = True  # a tensor of the device is taken as it is
+            self.put_as_is(key, moved(value, torch.device("cpu"), copy=copy))
+        elif self.is_resident and self._may_stay(key, value):
+            self.put_as_is(key, moved(value, self._homes.device, copy=copy))
         else:
-            state = at_home(self._homes, value)  # anew: leaving may have taken bytes of it home
-            if len(self._residents) and not state.is_cpu:
-                # To be one with a state that stays on the device, both stream.
-                found = send_home(self._homes, None, state)
-                state = state if found is None else found
-            self.settle(key, self._homes.fill(self.home_for(key), state))
-            if state is value:
-                self._homes.arrivals.note(local_of(value), self.homes_by_key[key])
+            self.settle(key, self._homes.fill(self.home_for(key), value))
 
     def home_for(self, key: str) -> Home | None:
         """Returns the home that a value has, or that is reserved for it."""
@@ -197,10 +180,9 @@ class ParameterState(dict[str, Any]):
         """Returns whether the values live in these homes."""
         return self._homes is homes
 
-    def has_others(self, home: Home, *, also_shown: bool) -> bool:
-        """Returns whether another entry has a home, too, or a caller holds it or a view of it."""
-        is_held = self._homes.is_held if also_shown else self._homes.has_views
-        return home.num_entries > 1 or is_held(home)
+    def is_held(self, home: Home, *, also_shown: bool) -> bool:
+        """Returns whether a caller has a view of a home, or the tensor that he was shown."""
+        return (self._homes.is_held if also_shown else self._homes.has_views)(home)
 
     def num_writes_of(self, home: Home) -> int:
         """Returns a number that grows when a caller writes into a home's shown tensor."""
@@ -208,15 +190,11 @@ class ParameterState(dict[str, Any]):
 
     def own_bytes(self, home: Home, span: Tensor) -> Tensor:
         """Returns a home's bytes in memory that one borrower alone has."""
-        return own_bytes(self._homes, home, span)
+        return self._homes.own_bytes(home, span)
 
     def copy_of(self, home: Home) -> Home:
-        """Makes a home with the bytes that another has; ``fence`` comes first."""
+        """Makes a home with the bytes that another has."""
         return self._homes.copy_of(home)
-
-    def is_at(self, key: str, home: Home) -> bool:
-        """Returns whether a home is that of a key."""
-        return self.homes_by_key.get(key) is home
 
     def move_to(self, owner: int, reserved: dict[str, Home]) -> None:
         """Becomes the state of the parameter with this ``id``; what stayed on the device streams
@@ -238,10 +216,16 @@ class ParameterState(dict[str, Any]):
         return False
 
     def leave_device(self) -> None:
-        """Sends the values that stay on the device home, and what shares bytes with them; from now
-        on they stream.
-        """
-        send_home(self._homes, self)
+        """Sends the values that stay on the device home; from now on they stream."""
+        leaving = {
+            key: value
+            for key, value in dict.items(self)
+            if isinstance(value, Tensor) and not value.is_cpu
+        }
+        homes = [self._homes.fill(self.home_for(key), value) for key, value in leaving.items()]
+        self.leave_residents()
+        for key, home in zip(leaving, homes, strict=True):
+            self.settle(key, home)
 
     def settle(self, key: str, home: Home) -> None:
         """Makes ``home`` the place of ``key``."""
@@ -297,12 +281,18 @@ class ParameterState(dict[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         self.fence()
+        self.require_in_place()
         return self._shown(key, dict.__getitem__(self, key))
 
     def _shown(self, key: str, value: object) -> object:
         """Returns what callers see of a value."""
         home = self.homes_by_key.get(key)
-        return value if home is None else self._homes.show(apart_from_snapshots(self._homes, home))
+        if home is None:
+            return value
+        apart = self._homes.apart_from_snapshots(home)
+        if apart is not home:
+            self.settle(key, apart)
+        return self._homes.show(apart)
 
     def __delitem__(self, key: str) -> None:
         if key not in self:

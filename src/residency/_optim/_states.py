@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree  # there is no public way to register a class
 
 from residency._dtensor import layout_of
+from residency._optim._apart import require_own_mappings
 from residency._optim._homes import Homes
 from residency._optim._residents import Residents
 from residency._optim._state import ParameterState
@@ -33,11 +34,6 @@ class State(defaultdict[Any, Any]):
         made._homes = homes
         made._residents = residents
         return made
-
-    @property
-    def has_aliases(self) -> bool:
-        """Whether two entries may have the same bytes."""
-        return self._homes.has_aliases
 
     @property
     def residents(self) -> Residents:
@@ -66,6 +62,11 @@ class State(defaultdict[Any, Any]):
             dict.__setitem__(self, parameter, inner)
         return inner
 
+    def require_own_mappings(self, consequence: str) -> None:
+        """Requires that each parameter has a mapping of its own; see ``_apart``."""
+        states = [each for each in dict.values(self) if isinstance(each, ParameterState)]
+        require_own_mappings(states, consequence)
+
     def fence(self) -> None:
         """Blocks the host until no copy home is under way."""
         for inner in dict.values(self):
@@ -87,12 +88,14 @@ class State(defaultdict[Any, Any]):
         for stale in [k for k in dict.keys(inner) if k not in values]:
             inner.forget(stale)
         inner.update(values)
+        inner.reorder(list(values))
         inner.made_for = layout_of(key)
 
     def own(self, parameter: Tensor) -> ParameterState:
-        """Returns ``of``, but never one that may be the state of another parameter, too."""
+        """Returns ``of``, but never one that is the state of another parameter, too."""
         inner = self.peek(parameter)
-        if inner is not None and inner.is_bound_again:
+        is_others = inner is not None and inner.is_bound_again
+        if is_others and sum(each is inner for each in dict.values(self)) > 1:
             dict.__delitem__(self, parameter)
             self._homes.version += 1
         return self.of(parameter)
@@ -106,7 +109,6 @@ class State(defaultdict[Any, Any]):
         inner.made_for = layout_of(key)
         dict.__setitem__(self, key, inner)
         self._homes.version += 1
-        self._homes.has_aliases = True
 
     # Whatever removes a parameter's state makes plans stale: their copies name homes that went.
     def __delitem__(self, key: object) -> None:

@@ -32,7 +32,6 @@ from residency._optim._progress import Progress
 from residency._optim._stand_ins import StandIns
 from residency._optim._states import State
 from residency._optim._statistics import Timeline
-from residency._optim._together import move_entries, writable
 from residency._optim._trial._partial_step import Commit
 from residency._optim._trial._step_call import StepCall
 from residency._optim._unit_step import Copy, Shared, UnitStep
@@ -79,7 +78,7 @@ class StreamedStep:
             if inner.made_for != layout:
                 inner.check_layout(layout)
             if is_shown:
-                inner.take_replaced()
+                inner.require_in_place()
             if inner.template is not None:
                 inner.forget_template()
         is_template = not self._state and has_no_rate(self._optimizer)
@@ -273,20 +272,16 @@ class StreamedStep:
         if not self._moved and not self._may_be_lent(unit):
             return unit.stores  # a snapshot that is kept has earlier homes
         homes = homes_of(unit.pieces, self._state)
-        left: list[Home] = []
         for piece, by_key in zip(unit.pieces, homes, strict=True):
             inner = self._state.peek(piece.parameter)
             for key, home in by_key.items():
                 assert inner is not None
-                if home not in self._moved and (another := writable(self._homes, home)) is not home:
+                if home not in self._moved and (another := self._homes.writable(home)) is not home:
                     self._moved[home] = another
                 if home in self._moved:
                     pair = (home, self._moved[home])
                     self._left_homes.setdefault(piece.parameter, []).append(pair)
                     inner.settle(key, self._moved[home])
-                    left.append(home)
-        if any(home.num_entries for home in left):  # of parameters without a gradient
-            move_entries(self._homes, self._moved)
         after = homes_of(unit.pieces, self._state)
         arrived = set(self._moved.values())
         is_moved = any(home in arrived for by_key in after for home in by_key.values())
@@ -299,10 +294,7 @@ class StreamedStep:
         inners = self._state.peek_each([piece.parameter for piece in unit.pieces])
         by_keys = [inner.homes_by_key for inner in inners if inner is not None]
         homes = list(chain.from_iterable(map(dict.values, by_keys)))
-        # A caller's memory may be lent as a part of another parameter's state.
-        return any(home.is_callers for home in homes) or lending.is_any_lent(
-            [home.tensor for home in homes]
-        )
+        return lending.is_any_lent([home.tensor for home in homes])
 
     def _store(self, copies: Sequence[Copy]) -> torch.Event:
         # The copies home read what the step has written.

@@ -53,7 +53,6 @@ class _Change:
 
     Attributes:
         is_evicted: Whether values that stayed on the device get homes.
-        is_leaving: Whether they do so afterwards, with those of others that share bytes with them.
     """
 
     parameter: Tensor
@@ -61,7 +60,6 @@ class _Change:
     values: dict[str, Any] = field(default_factory=dict)
     keys: list[str] = field(default_factory=list)
     is_evicted: bool = False
-    is_leaving: bool = False
 
 
 @dataclass(slots=True)
@@ -220,15 +218,9 @@ class UnitStep:
         return all(map(operator.is_, _contents(after), self._given))
 
     def _values_after(self, state: Mapping[Tensor, dict[str, Any]]) -> list[dict[str, Any] | None]:
-        """Returns what the step left for each piece; of pieces that share a mapping, for one."""
-        seen: set[int] = set()
-        found: list[dict[str, Any] | None] = []
-        for stand_in, views in zip(self._put_in, self._views, strict=True):
-            after = state.get(stand_in)
-            is_new = after is not None and id(after) not in seen
-            found.append(apart(after, views) if after is not None and is_new else None)
-            seen.add(id(after))
-        return found
+        """Returns what the step left for each piece."""
+        of_each = zip(map(state.get, self._put_in), self._views, strict=True)
+        return [None if after is None else apart(after, views) for after, views in of_each]
 
     def apply(self, written: torch.Event | None) -> None:
         """Makes what was collected the optimizer's.
@@ -252,9 +244,6 @@ class UnitStep:
                 for key in [k for k in dict.keys(inner) if k not in change.keys]:
                     inner.forget(key)
                 inner.reorder(change.keys)
-        for change in self._changes:
-            if change.is_leaving:
-                self._state.of(change.parameter).leave_device()
         for inner in inners if written is not None else ():
             if inner.homes_by_key:
                 inner.written = written
@@ -282,8 +271,7 @@ class UnitStep:
 
     def _states_before(self) -> dict[Tensor, dict[str, Any]]:
         """Returns the states that a step gets, by proxy; notes what they contain."""
-        are_apart = not self._state.has_aliases  # parameters may share one mapping
-        if are_apart and self._is_plain and self._is_local and self.unit.are_whole:
+        if self._is_plain and self._is_local and self.unit.are_whole:
             known = [inner for inner in self._inners if inner is not None]
             keys = [*map(len, known), *chain.from_iterable(map(dict.keys, known))]
             # Nothing but what is in the slot.
@@ -291,17 +279,13 @@ class UnitStep:
                 self._given = [*self._put_in, *self.unit.all_keys, *self._made, _END]
                 return dict(zip(self._put_in, self._views, strict=True))
         found: dict[Tensor, dict[str, Any]] = {}
-        values_of: dict[int, dict[str, Any]] = {}
         of_each = zip(self.unit.pieces, self._put_in, self._inners, self._views, strict=True)
         for piece, stand_in, inner, views in of_each:
             if inner is None:
                 continue
-            values = values_of.get(id(inner))
-            if values is None:
-                values = values_of[id(inner)] = self._state_before(piece, inner, views)
-                if not values and not piece.is_whole:
-                    continue
-            found[stand_in] = values
+            values = self._state_before(piece, inner, views)
+            if values or piece.is_whole:
+                found[stand_in] = values
         self._given = list(_contents(found))
         return found
 
@@ -365,27 +349,25 @@ class UnitStep:
         if all(after[key] is dict.get(before, key) for key in after):
             return True
         sizes = [planned_bytes(value) for value in after.values() if _is_on_device(value)]
-        has_room = resident.allow(change.parameter, sum(sizes))
-        stays = has_room or self._state.has_aliases
-        change.is_evicted, change.is_leaving = not stays, stays and not has_room
+        stays = resident.allow(change.parameter, sum(sizes))
+        change.is_evicted = not stays
         return stays
 
     def _puts_in_slot(
         self, piece: Piece, inner: ParameterState | None, key: str, value: Tensor, view: Tensor
     ) -> bool:
-        """Puts a state where it lay before, unless its home is also another entry's."""
+        """Puts a state where it lay before, unless a caller holds its home."""
         if value.data_ptr() == view.data_ptr():
             return True
         # The step bound the key to a new tensor.
-        if inner is not None and piece.is_whole and self._has_others(inner, key):
+        if inner is not None and piece.is_whole and self._is_held(inner, key):
             return False
         view.copy_(value)
         return True
 
-    def _has_others(self, inner: ParameterState, key: str) -> bool:
-        """Returns whether a key's home is also another entry's, or a caller holds it."""
-        home = inner.homes_by_key[key]
-        return home in self._shared.held or home.num_entries > 1
+    def _is_held(self, inner: ParameterState, key: str) -> bool:
+        """Returns whether a caller holds a key's home."""
+        return inner.homes_by_key[key] in self._shared.held
 
     def _give_home(self, piece: Piece, key: str, value: Tensor, making: dict[str, Home]) -> Copy:
         is_cut = not piece.is_whole and value.dim() > 0
@@ -399,7 +381,7 @@ class UnitStep:
         inner = self._state.peek(piece.parameter)
         home = making.get(key)
         is_at_home = home is None and inner is not None and key in inner.homes_by_key
-        if inner is not None and is_at_home and not self._has_others(inner, key):
+        if inner is not None and is_at_home and not self._is_held(inner, key):
             home = inner.homes_by_key.get(key)
         if home is None:
             home = self._homes.reserved_for(piece.parameter).get(key)

@@ -44,7 +44,6 @@ from residency._transfer._slab import (
     another_over,
     is_only_one,
     memory_of,
-    own_instead,
 )
 from residency._transfer._waiting import (
     Waiting,
@@ -101,7 +100,6 @@ __all__ = [
     "is_looked_at",
     "is_only_one",
     "let_wait",
-    "own_instead",
     "lanes_of",
     "lending",
     "memory_of",

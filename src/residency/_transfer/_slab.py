@@ -102,18 +102,6 @@ class Slab:
         self._free = [(0, num_bytes)]
         self._memory: memoryview | None = None
 
-    @classmethod
-    def over(cls, data: Tensor) -> Slab:
-        """Returns host memory of a caller's as a slab without room, for copies to and from it.
-
-        Args:
-            data: ``uint8`` of shape ``[num_bytes]``.
-        """
-        slab = object.__new__(cls)
-        slab.data, slab.is_pinned, slab._free = data, data.is_pinned(), []
-        slab._memory = None
-        return slab
-
     @property
     def num_bytes(self) -> int:
         return self.data.numel()
@@ -419,18 +407,6 @@ def _num_owners(tensor: Tensor) -> int:
 
 
 _NUM_OWNERS_OF_ONE = _num_owners(torch.empty(1, device="cpu"))  # the asking has some, too
-
-
-def own_instead(view: weakref.ref[Any], owner: object) -> None:
-    """Lets the storage of ``another_over`` keep another object alive.
-
-    Args:
-        view: The reference that came with it.
-        owner: The bytes, or what has them.
-    """
-    buffer = view()
-    if buffer is not None:
-        buffer.owner = owner
 
 
 def _slab_sizes(entries: Sequence[int]) -> list[int]:

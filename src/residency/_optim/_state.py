@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Hashable, ItemsView, Iterator, ValuesView
-from typing import Any
+from collections.abc import Hashable, Iterator, MutableMapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,8 +26,16 @@ from residency._optim._homes import Home, Homes
 from residency._optim._residents import Residents
 from residency._optim._trial._first_step import planned_bytes
 
+if TYPE_CHECKING:  # in whose eyes a dict is a MutableMapping, and has its methods
 
-class ParameterState(dict[str, Any]):
+    class _Mapping(dict[str, Any]): ...
+else:
+
+    class _Mapping(MutableMapping, dict):
+        __slots__ = ()
+
+
+class ParameterState(_Mapping):
     """The state of one parameter: a dict whose device tensors live at home.
 
     Attributes:
@@ -297,7 +305,14 @@ class ParameterState(dict[str, Any]):
     def __delitem__(self, key: str) -> None:
         if key not in self:
             raise KeyError(key)
-        self.pop(key)
+        self.fence()
+        self.forget(key)
+
+    def __len__(self) -> int:
+        return dict.__len__(self)
+
+    def __contains__(self, key: object) -> bool:
+        return dict.__contains__(self, key)
 
     # Overriding this also takes `dict(state)` and `{**state}` off CPython's path around
     # `__getitem__`.
@@ -312,34 +327,10 @@ class ParameterState(dict[str, Any]):
     def __repr__(self) -> str:
         return repr(dict(self))
 
-    def __eq__(self, other: object) -> bool:
-        return dict(self) == (dict(other) if isinstance(other, ParameterState) else other)
-
-    __hash__ = None  # as dict
-
-    def get(self, key: str, default: Any = None) -> Any:
-        try:
-            return self[key]
-        except KeyError:
-            return default
-
-    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]  # dict_items is not nameable
-        self.fence()
-        return ItemsView(self)
-
-    def values(self) -> ValuesView[Any]:  # type: ignore[override]  # dict_values is not nameable
-        self.fence()
-        return ValuesView(self)
-
-    def pop(self, key: str, *default: object) -> Any:
-        value = self[key] if key in self else dict.pop(self, key, *default)
-        self.forget(key)
-        return value
-
     def popitem(self) -> tuple[str, Any]:
         if not self:
             raise KeyError("popitem(): dictionary is empty")  # in dict's words
-        key = next(dict.__reversed__(self))
+        key = next(dict.__reversed__(self))  # a MutableMapping takes the first
         return key, self.pop(key)
 
     def clear(self) -> None:
@@ -347,17 +338,15 @@ class ParameterState(dict[str, Any]):
         for key in list(dict.keys(self)):
             self.forget(key)
 
+    # A MutableMapping returns the default, which is not the state.
     def setdefault(self, key: str, default: object = None) -> Any:
         if key not in self:
             self[key] = default
         return self[key]
 
-    def update(self, *args: object, **kwargs: object) -> None:
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
-
     def __ior__(self, other: object) -> ParameterState:  # type: ignore[override]  # as update
-        self.update(other)
+        values: Any = other
+        self.update(values)
         return self
 
     # A plain dict with the values that the homes have now.

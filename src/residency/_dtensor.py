@@ -94,7 +94,7 @@ def shard_offsets(name: str, tensor: Any, *, done: str) -> tuple[int, ...]:
 
     if any(placement.is_partial() for placement in tensor.placements):
         raise RefusedError(
-            f"{name} is a DTensor with partial sums ({tensor.placements}), of which no rank has "
+            f"{name} is a DTensor with partial sums ({tensor.placements}), so that no rank has "
             f"the value. Nothing was {done}; redistribute it to Replicate() or Shard() first."
         )
     found: Any = compute_local_shape_and_global_offset(

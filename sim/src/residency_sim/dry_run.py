@@ -34,7 +34,7 @@ def take_journal() -> bytes:
 
 
 def attach_observer(observer: Callable[[int, int, int, int], None]) -> None:
-    """Has a function called when memory runs out.
+    """Calls a function whenever memory runs out.
 
     Args:
         observer: Takes the device's index and bytes: those asked for, allowed, and free.
@@ -43,7 +43,7 @@ def attach_observer(observer: Callable[[int, int, int, int], None]) -> None:
 
 
 def attach_guess_observer(observer: Callable[[str, int], None] | None) -> None:
-    """Has a function called when a value is guessed that was not computed; None ends that.
+    """Calls a function whenever a value is guessed that was not computed; None ends that.
 
     Args:
         observer: Takes the kind of guess, and of how many elements.
@@ -52,7 +52,7 @@ def attach_guess_observer(observer: Callable[[str, int], None] | None) -> None:
 
 
 def attach_decider(decide: Callable[[str, float], float | None]) -> None:
-    """Has a function called when a program reads a value that was not computed.
+    """Asks a function whenever a program reads a value that was not computed.
 
     Args:
         decide: Takes what stands for the value, and its number; returns another, or None.

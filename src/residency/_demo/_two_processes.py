@@ -91,7 +91,7 @@ class Trainer:
             self._num_flushes += 1
             real()
 
-        vars(torch.accelerator)["empty_cache"] = counted
+        torch.accelerator.__dict__["empty_cache"] = counted
 
 
 class Engine:

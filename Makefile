@@ -21,8 +21,9 @@ VERSIONS ?= python3.12,torch==2.12.0 python3.13,torch==2.11.0
 # another one. Empty, or in `make torture`: at new ones.
 TORTURE_FROM ?= $(shell git rev-parse 'HEAD^{tree}' 2>/dev/null)
 
-# The folders of the two distributions, which are installed together, and their sources.
-BOTH := --editable ./sim --editable
+# Both distributions, with an extra of the library: $(call both,dev). The library comes first: pip
+# looks for what the simulator asks for on an index where it has not met it yet.
+both = --editable '.[$(1)]' --editable ./sim
 SOURCES := $(CURDIR)/src:$(CURDIR)/sim/src
 PROJECT_FILES := pyproject.toml sim/pyproject.toml
 
@@ -182,7 +183,7 @@ define install
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(2) '$(TORCH)'
 	PYTHONPATH=$(SOURCES) $(BIN)/python -c 'from residency import sim; sim.build()' >$(VENV)/simulator.log 2>&1 & \
-	$(BIN)/python -m pip install $(2) --constraint constraints.txt $(BOTH) '.[$(1)]'
+	$(BIN)/python -m pip install $(2) --constraint constraints.txt $(call both,$(1))
 endef
 
 $(STAMP): $(PROJECT_FILES) constraints.txt
@@ -200,7 +201,7 @@ $(VENV)/.installed-demo-$(SUM): $(PROJECT_FILES) constraints.txt
 define environment
 	test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
 	$(1)/bin/python -m pip install --quiet '$(TORCH)'
-	$(1)/bin/python -m pip install --quiet --constraint $(2) $(BOTH) $(3)
+	$(1)/bin/python -m pip install --quiet --constraint $(2) $(3)
 	$(1)/bin/python -m pip install --quiet --constraint $(2) --no-deps $(4)
 	rm -f $(1)/.installed-*
 	touch $@
@@ -208,14 +209,14 @@ endef
 
 # fastapi and uvicorn are what verl imports and does not ask for. Trinity-RFT is installed without what
 # it asks for, of which its worker needs nothing: it wants another transformers than verl 0.9 does.
-VERL_NEED := '.[testing,verl]' fastapi pytest-timeout uvicorn
+VERL_NEED := --editable '.[testing,verl]' --editable ./sim fastapi pytest-timeout uvicorn
 
 $(VERL_STAMP): $(PROJECT_FILES) $(VERL_PINS)
 	$(call environment,$(VERL_VENV),$(VERL_PINS),$(VERL_NEED),trinity-rft)
 
 # Axolotl and LLaMA-Factory without what they ask for, which contradicts each other; of it the tests
 # need this. triton asks for no torch.
-FRAMEWORKS_NEED := '.[testing]' accelerate addict art colorama datasets einops evaluate numba omegaconf peft pillow \
+FRAMEWORKS_NEED := $(call both,testing) accelerate addict art colorama datasets einops evaluate numba omegaconf peft pillow \
 	posthog pytest-timeout python-dotenv torchdata torchtitan transformers triton trl wandb
 
 $(FRAMEWORKS_STAMP): $(PROJECT_FILES) $(FRAMEWORKS_PINS)
@@ -223,7 +224,7 @@ $(FRAMEWORKS_STAMP): $(PROJECT_FILES) $(FRAMEWORKS_PINS)
 
 # What the sources import and the runs need; for the rest there are stand-ins, which the report names.
 # triton and torch_checkpointing without what they ask for, which is another build of torch.
-PROJECTS_NEED := '.[sim]' beartype cyclopts datasets einops grain jaxtyping loguru mmengine more_itertools pillow \
+PROJECTS_NEED := $(call both,sim) beartype cyclopts datasets einops grain jaxtyping loguru mmengine more_itertools pillow \
 	prime-pydantic-config pydantic safetensors spmd_types tensorboard tensordict tokenizers tomli tomli-w torchdata \
 	transformers tyro xxhash
 

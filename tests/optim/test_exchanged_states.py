@@ -102,7 +102,7 @@ def _out_and_back(state, p, q):
 @pytest.mark.parametrize("way", [_exchanged, _out_and_back])
 def test_a_state_that_no_entry_has_for_a_while_is_live_again_in_its_next(lab, way):
     results = []
-    place = FEW["resident in part"]
+    place = FEW["cut"]
     for offload in (False, True):
         optimizer, parameters = three(lab, offload, place=place, foreach=False)
         lab.take_steps(optimizer, parameters, range(3), missing=False)

@@ -289,6 +289,28 @@ def test_one_tensor_under_two_names_comes_apart(lab, tmp_path, way, dtype, place
     lab.assert_equal(*results)
 
 
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("way", ["offload", "load"])
+def test_columns_of_one_tensor_share_no_byte_and_are_states_as_any_other(lab, way, place):
+    results = []
+    for make in (torch.clone, lambda tensor: tensor):
+        parameters = lab.parameters(shapes=((16, 16), (16, 16)))
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+        lab.take_steps(optimizer, parameters, [0], missing=False)
+        whole = torch.linspace(0, 1, 512, device=lab.device).view(16, 32)
+        for parameter, columns in zip(parameters, (whole[:, :16], whole[:, 16:]), strict=True):
+            optimizer.state[parameter]["exp_avg"] = make(columns)
+        if way == "offload":
+            residency.offload_optimizer(optimizer, **place)
+        else:
+            saved = optimizer.state_dict()
+            optimizer = residency.offload_optimizer(torch.optim.AdamW(parameters, lr=1e-2), **place)
+            optimizer.load_state_dict(saved)
+        lab.take_steps(optimizer, parameters, range(1, 4), missing=False)
+        results.append(lab.read(optimizer, parameters))
+    lab.assert_equal(*results)
+
+
 @pytest.mark.parametrize("master_weights", [False, True])
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("make", PARTS.values(), ids=PARTS)

@@ -297,3 +297,13 @@ def test_priming_waits_for_copies_home_into_the_memory_that_it_zeroes(lab):
     found = [optimizer.state[p]["momentum_buffer"] for p in parameters]
     assert not found[0].any()
     assert all(torch.equal(f, p.grad.cpu()) for f, p in zip(found[1:], parameters[1:], strict=True))
+
+
+def test_setdefault_gives_the_live_state_and_not_the_default(lab):
+    optimizer, parameters = lab.adamw(offload=True)
+    lab.take_steps(optimizer, parameters, range(1))
+    state = optimizer.state[parameters[0]]
+    made = state.setdefault("more", torch.ones_like(parameters[0]))
+    made.mul_(2)
+    assert state["more"].eq(2).all()
+    assert state.setdefault("more", None) is made

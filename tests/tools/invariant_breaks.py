@@ -226,7 +226,7 @@ BREAKS = (
     Break(
         "_optim/_state.py",
         "tests/optim/test_state.py -k final_values",
-        "            event.synchronize()  # the caller reads homes, or writes into them\n",
+        "            self.written.synchronize()  # the caller reads homes, or writes into them\n",
         "",
     ),
     Break(

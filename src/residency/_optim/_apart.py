@@ -16,7 +16,7 @@ from torch import Tensor
 
 from residency._dtensor import local_of
 from residency._errors import RefusedError
-from residency._storages import overlapping, span_of, strided_as
+from residency._storages import sharing, span_of, strided_as
 
 _Owner = TypeVar("_Owner")
 
@@ -35,14 +35,14 @@ def repeated(
     """
     keys, local = list(values), [local_of(value).detach() for value in values.values()]
     found: set[tuple[_Owner, str]] = set()
-    for group in overlapping(local):
+    for group in sharing(local):
         if len({(span_of(local[index]), *strided_as(local[index])) for index in group}) > 1:
             raise RefusedError(
                 f"states {sorted({str(keys[index][1]) for index in group})} share a part of their "
                 f"bytes, and each of them moves by itself. {consequence}: put a copy of each into "
                 "the state (`tensor.clone()`)."
             )
-        found.update(keys[index] for index in sorted(group)[1:])
+        found.update(keys[index] for index in group[1:])
     return found
 
 

@@ -145,7 +145,7 @@ def _loan(
     inner: ParameterState, home: Home, loans: Loans, is_lasting: bool, is_watched: bool
 ) -> Lent:
     """Lends a home; for good, and where a caller has it, a copy: he goes on to write."""
-    if is_lasting and inner.is_held(home, also_shown=not is_watched):
+    if is_lasting and inner.has_holder(home, also_shown=not is_watched):
         inner.fence()
         home = inner.copy_of(home)
     if is_lasting:

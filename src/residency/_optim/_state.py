@@ -27,15 +27,14 @@ from residency._optim._residents import Residents
 from residency._optim._trial._first_step import planned_bytes
 
 if TYPE_CHECKING:  # in whose eyes a dict is a MutableMapping, and has its methods
-
-    class _Mapping(dict[str, Any]): ...
+    _MutableDict = dict[str, Any]
 else:
 
-    class _Mapping(MutableMapping, dict):
+    class _MutableDict(MutableMapping, dict):
         __slots__ = ()
 
 
-class ParameterState(_Mapping):
+class ParameterState(_MutableDict):
     """The state of one parameter: a dict whose device tensors live at home.
 
     Attributes:
@@ -188,7 +187,7 @@ class ParameterState(_Mapping):
         """Returns whether the values live in these homes."""
         return self._homes is homes
 
-    def is_held(self, home: Home, *, also_shown: bool) -> bool:
+    def has_holder(self, home: Home, *, also_shown: bool) -> bool:
         """Returns whether a caller has a view of a home, or the tensor that he was shown."""
         return (self._homes.is_held if also_shown else self._homes.has_views)(home)
 

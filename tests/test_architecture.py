@@ -279,7 +279,7 @@ def test_a_door_without_an_ordered_list_is_found(tmp_path: Path) -> None:
 
 
 def test_an_import_that_goes_past_a_door_is_found(tmp_path: Path) -> None:
-    write(tmp_path, "_memory/__init__.py", '__all__ = ["phase"]')
+    write(tmp_path, "_memory/__init__.py", "from residency._memory._phase import phase as phase")
     write(tmp_path, "_memory/_state.py", "")
     write(tmp_path, "_units.py", "x = 1")
     lines = "from residency._memory import phase, measure\nfrom residency._memory._state import x\n"
@@ -308,8 +308,8 @@ def test_what_the_dry_run_imports_that_no_public_door_offers_is_found(tmp_path: 
 
 @pytest.mark.parametrize("offered", ['["a"]', '["a", "b"]', '["b"]'])
 def test_a_door_whose_lists_differ_is_found(tmp_path: Path, offered: str) -> None:
-    door = "if TYPE_CHECKING:\n    from residency._memory._a import a\n"
-    door += f'__all__ = ["a"]\n__getattr__ = door(__name__, {{"_a": {offered}}})'
+    door = "if TYPE_CHECKING:\n    from residency._memory._a import a as a\n"
+    door += f'__getattr__ = door(__name__, {{"_a": {offered}}})'
     write(tmp_path, "_memory/__init__.py", door)
     assert bool(lazy_door_faults(parse(tmp_path))) == (offered != '["a"]')
 

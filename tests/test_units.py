@@ -1,8 +1,7 @@
 """Sizes are read to the last whole byte, and what can be read in two ways is refused."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from residency._errors import InvalidArgumentError, ResidencyError
 from residency._units import format_bytes, format_figure, parse_bytes, spell_bytes

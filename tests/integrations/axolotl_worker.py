@@ -32,8 +32,8 @@ from transformers_lab import (
     text,
     tiny_model,
     tokenizer,
+    weights as weights_of,
 )
-from transformers_lab import weights as weights_of
 from worker_cases import take_device
 
 import residency

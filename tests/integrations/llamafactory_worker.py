@@ -20,8 +20,16 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers_lab import BUCKET, assert_same, case, set_up_process, text, tiny_model, tokenizer
-from transformers_lab import weights as weights_of
+from transformers_lab import (
+    BUCKET,
+    assert_same,
+    case,
+    set_up_process,
+    text,
+    tiny_model,
+    tokenizer,
+    weights as weights_of,
+)
 from worker_cases import allocated_peak, take_device
 
 import residency

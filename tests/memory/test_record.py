@@ -18,8 +18,7 @@ import residency
 from residency._cli import main
 from residency._memory import _ledger, _phase
 from residency._report import read_run, read_runs
-from residency.testing import simulated_device_type
-from residency.testing import tested_device_type as type_under_test
+from residency.testing import simulated_device_type, tested_device_type as type_under_test
 
 SOURCE = str(Path(residency.__file__).parents[1])
 MIB = 1 << 20

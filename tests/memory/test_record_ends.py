@@ -17,8 +17,7 @@ import residency
 from residency._cli import main
 from residency._memory import _record
 from residency._units import MIB, format_bytes
-from residency.testing import simulated_device_type
-from residency.testing import tested_device_type as type_under_test
+from residency.testing import simulated_device_type, tested_device_type as type_under_test
 
 with_room = pytest.mark.sim_device(capacity=256 << 20, schedule="late", check_races=False)
 

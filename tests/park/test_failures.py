@@ -13,8 +13,7 @@ import residency
 from residency import _device, _pinned, park, unpark
 from residency._park import _parking
 from residency._park._storages import Rebound
-from residency._transfer import Lanes, _events, lanes_of
-from residency._transfer import _slab as slab_module
+from residency._transfer import Lanes, _events, _slab as slab_module, lanes_of
 
 
 def make(device: torch.device) -> nn.Sequential:

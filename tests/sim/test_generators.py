@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import distributed as dist
-from torch import nn
+from torch import distributed as dist, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, randn

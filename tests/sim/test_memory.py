@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 KIB = 1 << 10
 MIB = 1 << 20

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from allocator import check_empty
-from requested import requested as _requested
-from requested import scratch_of as _scratch_of
-from requested import scratch_of_backward
+from requested import requested as _requested, scratch_of as _scratch_of, scratch_of_backward
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

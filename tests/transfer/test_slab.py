@@ -6,8 +6,7 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from residency import RefusedError, sim
 from residency._transfer import ALIGNMENT, SlabArena, _slab, align_up

@@ -13,42 +13,26 @@ from typing import TYPE_CHECKING
 from residency._lazy import door
 
 if TYPE_CHECKING:
-    from residency._checkpoint._arguments import check_count, spare_bytes
-    from residency._checkpoint._background import Background
-    from residency._checkpoint._capture._snapshot import Snapshot, snapshot
-    from residency._checkpoint._checkpointer import Checkpointer
-    from residency._checkpoint._disk._dry import be_dry, watch_files
-    from residency._checkpoint._disk._header import make_header
-    from residency._checkpoint._disk._manifest import Record
-    from residency._checkpoint._disk._publish import Retention
-    from residency._checkpoint._document._dtypes import DTYPES, STORED_DTYPES
-    from residency._checkpoint._once import Once
-    from residency._checkpoint._progress import progress_bar
-    from residency._checkpoint._restore._load_into import load_into
-    from residency._checkpoint._rng import random_states
-    from residency._checkpoint._save import Save, SaveStatistics
-
-__all__ = [
-    "Background",
-    "Checkpointer",
-    "DTYPES",
-    "Once",
-    "Record",
-    "Retention",
-    "STORED_DTYPES",
-    "Save",
-    "SaveStatistics",
-    "Snapshot",
-    "be_dry",
-    "check_count",
-    "load_into",
-    "make_header",
-    "progress_bar",
-    "random_states",
-    "snapshot",
-    "spare_bytes",
-    "watch_files",
-]
+    from residency._checkpoint._arguments import (
+        check_count as check_count,
+        spare_bytes as spare_bytes,
+    )
+    from residency._checkpoint._background import Background as Background
+    from residency._checkpoint._capture._snapshot import Snapshot as Snapshot, snapshot as snapshot
+    from residency._checkpoint._checkpointer import Checkpointer as Checkpointer
+    from residency._checkpoint._disk._dry import be_dry as be_dry, watch_files as watch_files
+    from residency._checkpoint._disk._header import make_header as make_header
+    from residency._checkpoint._disk._manifest import Record as Record
+    from residency._checkpoint._disk._publish import Retention as Retention
+    from residency._checkpoint._document._dtypes import (
+        DTYPES as DTYPES,
+        STORED_DTYPES as STORED_DTYPES,
+    )
+    from residency._checkpoint._once import Once as Once
+    from residency._checkpoint._progress import progress_bar as progress_bar
+    from residency._checkpoint._restore._load_into import load_into as load_into
+    from residency._checkpoint._rng import random_states as random_states
+    from residency._checkpoint._save import Save as Save
 
 __getattr__ = door(
     __name__,
@@ -66,6 +50,6 @@ __getattr__ = door(
         "_progress": ["progress_bar"],
         "_restore._load_into": ["load_into"],
         "_rng": ["random_states"],
-        "_save": ["Save", "SaveStatistics"],
+        "_save": ["Save"],
     },
 )

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from residency import _dryrun
 from residency._errors import InvalidArgumentError
 from residency._units import format_bytes, parse_bytes
 
@@ -98,15 +99,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Makes the run, prints the answer and returns the exit status."""
     from rich.console import Console
 
-    from residency import _dryrun
-
     words = arguments.command[arguments.command[:1] == ["--"] :]
     if not words:
         raise InvalidArgumentError("there is no command; expected one after --: -- python train.py")
     settings, title = _settings(arguments)
     _check_file(arguments.html)
     # JSON alone goes to stdout, and the script's own words nowhere then.
-    runner = _Runner(arguments, title, _dryrun)
+    runner = _Runner(arguments, title)
     console = Console(stderr=arguments.json)
     if arguments.largest:
         return _largest(arguments, words, settings, runner, console)
@@ -154,8 +153,6 @@ def _fit(
     left: int,
 ) -> list[dict[str, Any]]:
     """Prints what was tried to make a script fit; returns it for JSON."""
-    from residency import _dryrun
-
     made: list[dict[str, Any]] = []
     nearest = answer
     room = f", with {format_bytes(left)} left for temporaries that are not modelled" * bool(left)
@@ -194,8 +191,6 @@ def _largest(
     runner: _Runner,
     console: Console,
 ) -> int:
-    from residency import _dryrun
-
     what = arguments.largest
     tried = []
     for each in _dryrun.largest_that_fits(
@@ -293,10 +288,9 @@ def _in_short(answer: Answer) -> dict[str, Any]:
 class _Runner:
     """The maker of runs, as the arguments say."""
 
-    def __init__(self, arguments: argparse.Namespace, title: str, dryrun: Any) -> None:
+    def __init__(self, arguments: argparse.Namespace, title: str) -> None:
         self._arguments = arguments
         self._title = title
-        self._dryrun = dryrun
 
     def answer(
         self,
@@ -311,22 +305,17 @@ class _Runner:
         quiet = is_quiet or self._arguments.quiet or self._arguments.json
         words = [settings.words.get(index, word) for index, word in enumerate(words)]
         is_searching = bool(self._arguments.fit or self._arguments.largest)
-        command = self._dryrun.Command(
-            words, settings, _SITE, quiet, sys.stderr, tries, is_searching
-        )
-        found = self._dryrun.dry_run(command)
-        answer: Answer = self._dryrun.answer_of(found, settings, self._title)
+        command = _dryrun.Command(words, settings, _SITE, quiet, sys.stderr, tries, is_searching)
+        found = _dryrun.dry_run(command)
+        answer: Answer = _dryrun.answer_of(found, settings, self._title)
         if answer.is_too_large and has_second:
             ample = replace(settings, capacity=_ROOM)
-            roomy = self._dryrun.dry_run(
-                replace(command, settings=ample, is_quiet=True, has_room=True)
-            )
-            answer = self._dryrun.answer_of(found, settings, self._title, roomy)
+            roomy = _dryrun.dry_run(replace(command, settings=ample, is_quiet=True, has_room=True))
+            answer = _dryrun.answer_of(found, settings, self._title, roomy)
         return answer
 
 
 def _settings(arguments: argparse.Namespace) -> tuple[RunSettings, str]:
-    from residency._dryrun import RunSettings
     from residency.sim import gpu_named
 
     if arguments.device is None and arguments.capacity is None:
@@ -348,7 +337,7 @@ def _settings(arguments: argparse.Namespace) -> tuple[RunSettings, str]:
     others = arguments.others
     if others is None:
         others = _LEFT_BY_SEARCHES if arguments.largest else "0B"
-    settings = RunSettings(
+    settings = _dryrun.RunSettings(
         folder="",
         capacity=capacity,
         gpu=name,

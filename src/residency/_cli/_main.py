@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Sequence
 
 import residency
+from residency import _memory
 from residency._cli import (
     _checkpoint_verb,
     _demo_verb,
@@ -69,9 +70,7 @@ def _fail(arguments: argparse.Namespace, message: str, status: int) -> int:
 def _explanation(error: Exception) -> list[str]:
     """Returns what is known of an error beside its message: why the device's memory ran out."""
     if type(error).__name__ == "OutOfMemoryError":
-        from residency._memory import explain
-
-        explain(error)
+        _memory.explain(error)
     return list(getattr(error, "__notes__", ()))
 
 

@@ -14,39 +14,30 @@ from typing import TYPE_CHECKING
 from residency._lazy import door
 
 if TYPE_CHECKING:
-    from residency._dryrun._answer import Answer, answer_of, print_answer
-    from residency._dryrun._child import start_child
-    from residency._dryrun._fit import TriedChange, settings_that_fit
-    from residency._dryrun._largest import TriedNumber, largest_seen, largest_that_fits
-    from residency._dryrun._launch import Command, NoAnswerError, dry_run
-    from residency._dryrun._page import write_page
-    from residency._dryrun._settings import RunSettings
-
-__all__ = [
-    "Answer",
-    "Command",
-    "NoAnswerError",
-    "RunSettings",
-    "TriedChange",
-    "TriedNumber",
-    "answer_of",
-    "dry_run",
-    "largest_seen",
-    "largest_that_fits",
-    "print_answer",
-    "settings_that_fit",
-    "start_child",
-    "write_page",
-]
+    from residency._dryrun._answer import (
+        Answer as Answer,
+        answer_of as answer_of,
+        print_answer as print_answer,
+    )
+    from residency._dryrun._child import start_child as start_child
+    from residency._dryrun._fit import settings_that_fit as settings_that_fit
+    from residency._dryrun._largest import (
+        TriedNumber as TriedNumber,
+        largest_seen as largest_seen,
+        largest_that_fits as largest_that_fits,
+    )
+    from residency._dryrun._launch import Command as Command, dry_run as dry_run
+    from residency._dryrun._page import write_page as write_page
+    from residency._dryrun._settings import RunSettings as RunSettings
 
 __getattr__ = door(
     __name__,
     {
         "_answer": ["Answer", "answer_of", "print_answer"],
         "_child": ["start_child"],
-        "_fit": ["TriedChange", "settings_that_fit"],
+        "_fit": ["settings_that_fit"],
         "_largest": ["TriedNumber", "largest_seen", "largest_that_fits"],
-        "_launch": ["Command", "NoAnswerError", "dry_run"],
+        "_launch": ["Command", "dry_run"],
         "_page": ["write_page"],
         "_settings": ["RunSettings"],
     },

@@ -17,6 +17,7 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from residency._errors import HandOffError, InvalidArgumentError
 from residency._registries import WeakRegistry
@@ -37,8 +38,6 @@ def check_group(group: object) -> Any:
     """
     if group is None:
         return None
-    import torch.distributed as dist
-
     if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
         raise InvalidArgumentError(
             f"group is {group!r}; expected a process group that this process is a rank of."
@@ -59,8 +58,6 @@ def agree(group: Any, device: torch.device, missing: int, *, seconds: float) -> 
     Raises:
         HandOffError: Another rank is short of bytes, or did not come in time.
     """
-    import torch.distributed as dist
-
     if group in _given_up:
         raise HandOffError(
             "Ranks of this group did not come to an earlier hand-off in time, so that they are not "
@@ -83,8 +80,6 @@ def agree(group: Any, device: torch.device, missing: int, *, seconds: float) -> 
 
 
 def _gather(group: Any, device: torch.device, figure: int, seconds: float) -> list[int]:
-    import torch.distributed as dist
-
     host = torch.device("cpu")
     # A group says in no other way whether it has a backend for the host.
     meeting = host if host in group._device_types else device

@@ -21,8 +21,7 @@ from residency._handoff._agreement import check_group
 from residency._handoff._hand_off_job import HandOff, sole_hand_off
 from residency._handoff._peer import check_path, check_timeout
 from residency._handoff._reclaim import Reclaimed
-from residency._handoff._segments import expandable_segments as segments
-from residency._handoff._segments import require_settable
+from residency._handoff._segments import expandable_segments as segments, require_settable
 from residency._park import Parking, is_parked, tensors_of
 from residency._units import parse_bytes
 

@@ -10,93 +10,60 @@ from typing import TYPE_CHECKING
 from residency._lazy import door
 
 if TYPE_CHECKING:
-    from residency._memory._cycles import bytes_in_cycles
+    from residency._memory._cycles import bytes_in_cycles as bytes_in_cycles
     from residency._memory._format import (
-        FORMAT,
-        LONGEST_LINE,
-        PATH_VARIABLE,
-        PEAKS,
-        PEAKS_VARIABLE,
-        VERSION,
-        may_be_replaced,
-        records_of,
+        FORMAT as FORMAT,
+        LONGEST_LINE as LONGEST_LINE,
+        PATH_VARIABLE as PATH_VARIABLE,
+        PEAKS as PEAKS,
+        PEAKS_VARIABLE as PEAKS_VARIABLE,
+        VERSION as VERSION,
+        may_be_replaced as may_be_replaced,
+        records_of as records_of,
     )
-    from residency._memory._groups import HolderGroup, grouped
-    from residency._memory._growth import Growth, find_growth, growing_classes
+    from residency._memory._groups import grouped as grouped
+    from residency._memory._growth import (
+        Growth as Growth,
+        find_growth as find_growth,
+        growing_classes as growing_classes,
+    )
     from residency._memory._holders._holders import (
-        Holder,
-        addresses_of,
-        find_holders,
-        holders,
+        Holder as Holder,
+        addresses_of as addresses_of,
+        find_holders as find_holders,
+        holders as holders,
     )
-    from residency._memory._imports import ImportWatch
-    from residency._memory._kept_errors import errors_kept, let_go_of_errors
-    from residency._memory._known_calls import KnownCalls
-    from residency._memory._ledger import Ledger
-    from residency._memory._messages import asked_bytes
-    from residency._memory._objects import is_a, slot, type_name
+    from residency._memory._imports import ImportWatch as ImportWatch
+    from residency._memory._kept_errors import (
+        errors_kept as errors_kept,
+        let_go_of_errors as let_go_of_errors,
+    )
+    from residency._memory._known_calls import KnownCalls as KnownCalls
+    from residency._memory._messages import asked_bytes as asked_bytes
+    from residency._memory._objects import is_a as is_a, slot as slot
     from residency._memory._phase import (
-        Visit,
-        begin_phase,
-        boundaries,
-        end_failed,
-        end_phase,
-        open_phases,
-        phase,
+        Visit as Visit,
+        begin_phase as begin_phase,
+        boundaries as boundaries,
+        end_failed as end_failed,
+        end_phase as end_phase,
+        open_phases as open_phases,
+        phase as phase,
     )
-    from residency._memory._post_mortem import describe_device, explain, remedy_for
-    from residency._memory._record import record, record_process
-    from residency._memory._remedies import let_go_text
-    from residency._memory._segments import segment_bytes
-    from residency._memory._state import MemoryState, has_growing_segments, measure, memory_state
-
-__all__ = [
-    "FORMAT",
-    "Growth",
-    "Holder",
-    "HolderGroup",
-    "ImportWatch",
-    "KnownCalls",
-    "LONGEST_LINE",
-    "Ledger",
-    "MemoryState",
-    "PATH_VARIABLE",
-    "PEAKS",
-    "PEAKS_VARIABLE",
-    "VERSION",
-    "Visit",
-    "addresses_of",
-    "asked_bytes",
-    "begin_phase",
-    "boundaries",
-    "bytes_in_cycles",
-    "describe_device",
-    "end_failed",
-    "end_phase",
-    "errors_kept",
-    "explain",
-    "find_growth",
-    "find_holders",
-    "grouped",
-    "growing_classes",
-    "has_growing_segments",
-    "holders",
-    "is_a",
-    "let_go_of_errors",
-    "let_go_text",
-    "may_be_replaced",
-    "measure",
-    "memory_state",
-    "open_phases",
-    "phase",
-    "record",
-    "record_process",
-    "records_of",
-    "remedy_for",
-    "segment_bytes",
-    "slot",
-    "type_name",
-]
+    from residency._memory._post_mortem import (
+        describe_device as describe_device,
+        explain as explain,
+        remedy_for as remedy_for,
+    )
+    from residency._memory._record import record as record, record_process as record_process
+    from residency._memory._remedies import let_go_text as let_go_text
+    from residency._memory._segments import segment_bytes as segment_bytes
+    from residency._memory._state import (
+        MemoryState as MemoryState,
+        has_growing_segments as has_growing_segments,
+        measure as measure,
+        memory_state as memory_state,
+    )
 
 __getattr__ = door(
     __name__,
@@ -112,15 +79,14 @@ __getattr__ = door(
             "may_be_replaced",
             "records_of",
         ],
-        "_groups": ["HolderGroup", "grouped"],
+        "_groups": ["grouped"],
         "_growth": ["Growth", "find_growth", "growing_classes"],
         "_holders._holders": ["Holder", "addresses_of", "find_holders", "holders"],
         "_imports": ["ImportWatch"],
         "_kept_errors": ["errors_kept", "let_go_of_errors"],
         "_known_calls": ["KnownCalls"],
-        "_ledger": ["Ledger"],
         "_messages": ["asked_bytes"],
-        "_objects": ["is_a", "slot", "type_name"],
+        "_objects": ["is_a", "slot"],
         "_phase": [
             "Visit",
             "begin_phase",

@@ -5,17 +5,10 @@ gets), ``_homes`` (where the state lives), ``_plan`` (what moves together) and `
 itself).
 """
 
-from residency._optim._lend import lend_homes  # makes saves find an offloaded optimizer's state
-from residency._optim._offload import offload_optimizer, onload_optimizer
-from residency._optim._offload_record import record_of
-from residency._optim._offloaded import OffloadedOptimizer
-from residency._optim._statistics import OffloadStatistics
-
-__all__ = [
-    "OffloadStatistics",
-    "OffloadedOptimizer",
-    "lend_homes",
-    "offload_optimizer",
-    "onload_optimizer",
-    "record_of",
-]
+from residency._optim._lend import lend_homes as lend_homes  # saves find offloaded state
+from residency._optim._offload import (
+    offload_optimizer as offload_optimizer,
+    onload_optimizer as onload_optimizer,
+)
+from residency._optim._offload_record import record_of as record_of
+from residency._optim._offloaded import OffloadedOptimizer as OffloadedOptimizer

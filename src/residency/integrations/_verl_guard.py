@@ -38,6 +38,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+import residency
 from residency._errors import HandOffError
 from residency._memory import ImportWatch
 from residency._ranks import all_ranks
@@ -227,8 +228,6 @@ class _Guard:
 
     def _free(self, device: torch.device, name: str) -> list[Reclaimed]:
         """Gives back what is needed. [Note: when garbage is looked for]"""
-        import residency
-
         freed = [residency.reclaim(self._need, device=device, collect=False)]
         grown = freed[0].after.held > self._held.get(name, -1)
         if self._collect and (grown or self._need is not None):
@@ -261,8 +260,6 @@ def _prove(need: int, device: torch.device) -> None:
     Raises:
         HandOffError: They are not.
     """
-    import residency
-
     try:
         with residency.hand_off(need, device=device, collect=False):
             pass

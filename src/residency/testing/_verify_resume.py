@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import residency
 from residency._errors import InvalidArgumentError, ResidencyError
 
 if TYPE_CHECKING:
@@ -117,8 +119,6 @@ def _verify(
 
 
 def _default_checkpointer(directory: Path) -> _TwoCallCheckpointer:
-    import residency
-
     made: _TwoCallCheckpointer = residency.Checkpointer(directory)
     return made
 
@@ -152,8 +152,6 @@ def _read(state: Mapping[str, object]) -> _Seen:
 
 
 def _compare(expected: _Seen, found: _Seen, when: str) -> ResumeProof:
-    import hashlib
-
     import torch
 
     from residency._transfer import raw_bytes

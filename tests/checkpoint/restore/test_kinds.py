@@ -15,8 +15,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from judging import judged, refusal, same
 from torch import Tensor, nn
 from torch.optim import lr_scheduler

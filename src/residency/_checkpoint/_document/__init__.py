@@ -4,77 +4,25 @@ Read ``_nodes`` first (the words of the format), then ``_kinds`` (how each type 
 and read), ``_encode`` and ``_decode``.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from residency._lazy import door
-
-if TYPE_CHECKING:
-    from residency._checkpoint._document._decode import decode
-    from residency._checkpoint._document._dtypes import STORED_DTYPES
-    from residency._checkpoint._document._encode import Encoder, Leaf
-    from residency._checkpoint._document._nodes import (
-        DICT,
-        MAPPINGS,
-        MODULE,
-        OPTIMIZER,
-        STATEFUL,
-        TENSOR,
-        Node,
-        is_plain_dict,
-        is_plain_key,
-        kind_of,
-        mapping_node,
-        pairs_of,
-        tensor_node,
-    )
-    from residency._checkpoint._document._notes import bytes_note, elsewhere_note, shard_note
-
-__all__ = [
-    "DICT",
-    "Encoder",
-    "Leaf",
-    "MAPPINGS",
-    "MODULE",
-    "Node",
-    "OPTIMIZER",
-    "STATEFUL",
-    "STORED_DTYPES",
-    "TENSOR",
-    "bytes_note",
-    "decode",
-    "elsewhere_note",
-    "is_plain_dict",
-    "is_plain_key",
-    "kind_of",
-    "mapping_node",
-    "pairs_of",
-    "shard_note",
-    "tensor_node",
-]
-
-__getattr__ = door(
-    __name__,
-    {
-        "_decode": ["decode"],
-        "_dtypes": ["STORED_DTYPES"],
-        "_encode": ["Encoder", "Leaf"],
-        "_nodes": [
-            "DICT",
-            "MAPPINGS",
-            "MODULE",
-            "Node",
-            "OPTIMIZER",
-            "STATEFUL",
-            "TENSOR",
-            "is_plain_dict",
-            "is_plain_key",
-            "kind_of",
-            "mapping_node",
-            "pairs_of",
-            "tensor_node",
-        ],
-        "_notes": ["bytes_note", "elsewhere_note", "shard_note"],
-    },
+from residency._checkpoint._document._dtypes import STORED_DTYPES as STORED_DTYPES
+from residency._checkpoint._document._encode import Encoder as Encoder, Leaf as Leaf
+from residency._checkpoint._document._nodes import (
+    DICT as DICT,
+    MAPPINGS as MAPPINGS,
+    MODULE as MODULE,
+    OPTIMIZER as OPTIMIZER,
+    STATEFUL as STATEFUL,
+    TENSOR as TENSOR,
+    Node as Node,
+    is_plain_dict as is_plain_dict,
+    is_plain_key as is_plain_key,
+    kind_of as kind_of,
+    mapping_node as mapping_node,
+    pairs_of as pairs_of,
+    tensor_node as tensor_node,
+)
+from residency._checkpoint._document._notes import (
+    bytes_note as bytes_note,
+    elsewhere_note as elsewhere_note,
+    shard_note as shard_note,
 )

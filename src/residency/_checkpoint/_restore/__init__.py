@@ -5,24 +5,9 @@ Read ``_plan`` first (what goes where, and every difference, before a byte moves
 and ``_optimizers``.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from residency._lazy import door
-
-if TYPE_CHECKING:
-    from residency._checkpoint._restore._own_loads import load_through
-    from residency._checkpoint._restore._plain_optimizers import PlainReception, receive_plain
-    from residency._checkpoint._restore._values import understood
-
-__all__ = ["PlainReception", "load_through", "receive_plain", "understood"]
-
-__getattr__ = door(
-    __name__,
-    {
-        "_own_loads": ["load_through"],
-        "_plain_optimizers": ["PlainReception", "receive_plain"],
-        "_values": ["understood"],
-    },
+from residency._checkpoint._restore._own_loads import load_through as load_through
+from residency._checkpoint._restore._plain_optimizers import (
+    PlainReception as PlainReception,
+    receive_plain as receive_plain,
 )
+from residency._checkpoint._restore._values import understood as understood

@@ -4,20 +4,4 @@ Read ``_separable`` first (which optimizers a step may be divided for), then ``_
 step on some parameters), ``_first_step`` (which states a step will make) and ``_copies``.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from residency._lazy import door
-
-if TYPE_CHECKING:
-    from residency._optim._trial._first_step import Schema, Schemas
-
-__all__ = ["Schema", "Schemas"]
-
-__getattr__ = door(
-    __name__,
-    {
-        "_first_step": ["Schema", "Schemas"],
-    },
-)
+from residency._optim._trial._first_step import Schema as Schema, Schemas as Schemas

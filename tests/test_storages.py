@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from residency._modes import callers_modes_off
 from residency._storages import sharing, span_of
@@ -84,3 +85,21 @@ def test_what_is_made_with_the_modes_off_is_a_plain_host_tensor(kind: str) -> No
         finally:
             torch.set_default_device(None)
     assert (made.device.type, made.is_inference(), made.requires_grad) == ("cpu", False, False)
+
+
+class Refusing(TorchDispatchMode):
+    def __torch_dispatch__(self, *_: object) -> None:  # type: ignore[override]
+        raise AssertionError("the mode has seen a call")
+
+
+def test_a_mode_that_is_switched_on_within_is_shut_out_again() -> None:
+    """A block in a block enters nothing where nothing was switched on meanwhile."""
+    with callers_modes_off():
+        for mode in (torch.enable_grad(), torch.inference_mode()):
+            with mode, callers_modes_off():
+                made = torch.empty(2, dtype=torch.float32, device="cpu")
+                assert not torch.is_grad_enabled()
+            assert (made.is_inference(), made.requires_grad) == (False, False)
+        with Refusing(), callers_modes_off(), callers_modes_off():
+            torch.zeros(2, dtype=torch.float32, device="cpu")
+        assert not torch.is_grad_enabled()

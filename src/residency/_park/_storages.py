@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from residency._errors import RefusedError
-from residency._modes import callers_modes_off
 from residency._storages import is_gone, storage_key, weak_reference
 from residency._transfer import align_up, gate_of
 
@@ -50,8 +49,7 @@ class Tie:
 
     def as_bytes(self) -> Tensor:
         """Returns the storage as ``uint8`` of shape ``[num_bytes]``."""
-        with callers_modes_off():
-            flat = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        flat = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
         return flat.set_(self.storage, 0, (self.num_bytes,), (1,))
 
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 
 import pytest
-from source_rules import PROJECT, Tree, parse_sources, sources
+from source_rules import PROJECT, ROOT, TESTS, Tree, docstrings, parse, parse_sources, sources
 
 
 @pytest.fixture(scope="module")
@@ -155,14 +155,85 @@ def _is_of_homes(node: ast.AST) -> bool:
 # What comments cite ---------------------------------------------------------------------------
 
 
-def test_each_file_of_tests_that_a_source_cites_is_there() -> None:
+# Names of torch's that docstrings cite as they cite the library's own.
+TORCHS = {
+    *("_init_group", "_multi_tensor_adafactor", "_single_tensor_adafactor", "_use_flex_decoding"),
+}
+
+
+def _texts() -> Iterator[tuple[str, str]]:
+    for name, path in sources(".py", ".h", ".cpp"):
+        yield name, path.read_text(encoding="utf-8")
+
+
+def test_each_test_and_file_of_tests_that_a_source_or_a_page_cites_is_there() -> None:
+    tests = sorted(TESTS.rglob("*.py"))
+    known = {path.stem for path in tests}
+    for path in tests:
+        known.update(re.findall(r"\bdef (test_\w+)", path.read_text(encoding="utf-8")))
+    pages = [
+        (page.name, page.read_text(encoding="utf-8")) for page in PROJECT.rglob("docs/**/*.md")
+    ]
     missing = [
-        f"{name} cites {cited}"
-        for name, path in sources(".py", ".h", ".cpp")
-        for cited in re.findall(r"\btests/[\w/]+\.py\b", path.read_text(encoding="utf-8"))
+        f"{file} cites {cited}"
+        for file, text in [*_texts(), *pages]
+        for cited in re.findall(r"(?<![\w/])tests/[\w/]+\.py\b", text)
         if not (PROJECT / cited).is_file()
     ]
+    missing += [
+        f"{file} cites {cited}"
+        for file, text in _texts()
+        for cited in re.findall(r"``(test_\w+)(?:\.py)?``", text)
+        if cited not in known
+    ]
     assert missing == []
+
+
+def test_each_module_and_name_of_the_librarys_that_a_docstring_cites_is_there() -> None:
+    files = parse_sources()
+    known = {part for file in files for part in file.removesuffix(".py").split("/")} | TORCHS
+    for tree in files.values():
+        for node in ast.walk(tree):
+            for field in ("id", "attr", "name", "arg", "asname"):
+                known.add(getattr(node, field, None))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                known.add(node.value)  # what is asked for by ``getattr``
+    missing = [
+        f"{file} cites {cited}"
+        for file, tree in files.items()
+        for text in (each.value for each in docstrings(tree) if isinstance(each.value, str))
+        for cited in re.findall(r"`(_\w+(?:\.\w+)*?)(?:\.py)?`", text)
+        if not known.issuperset(cited.split("."))
+    ]
+    assert missing == []
+
+
+def test_a_step_has_three_slots_unless_it_is_asked_for_others() -> None:
+    """Signatures say the number; what is reckoned without one has it from them."""
+    said = {
+        (file, ast.literal_eval(value))
+        for file, tree in parse(ROOT).items()
+        for name, value in _given(tree)
+        if name.lower() in {"slots", "_slots", "_num_slots", "residency_slots"}
+        if file.split("/")[0] not in {"_transfer", "_checkpoint"}  # rings, which have others
+    }
+    assert {number for _, number in said} == {3}
+    assert {"_optim/_offload.py", "_memory/_stepping.py", "_dryrun/_offers.py"} <= dict(said).keys()
+
+
+def _given(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """Yields the names of whole numbers that are constants, fields or defaults."""
+    for node in ast.walk(tree):
+        pairs: list[tuple[str, ast.expr | None]] = []
+        if isinstance(node, ast.arguments):
+            pairs = [(a.arg, v) for a, v in zip(node.kwonlyargs, node.kw_defaults, strict=True)]
+        elif isinstance(node, ast.AnnAssign):
+            pairs = [(ast.unparse(node.target), node.value)]
+        elif isinstance(node, ast.Assign):
+            pairs = [(ast.unparse(node.targets[0]), node.value)]
+        for name, value in pairs:
+            if isinstance(value, ast.Constant) and type(value.value) is int:
+                yield name, value
 
 
 # Background writers ---------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from residency._units import MIB, format_bytes, parse_bytes
 
 _log = logging.getLogger("residency")
 _LARGE_PAGE = 2 * MIB
-_PAGE = parse_bytes("4KiB")
+PAGE = parse_bytes("4KiB")
 _LEAST_MAPPED_BYTES = 128 * MIB  # less is torch's, which has it at once when it is asked again
 _MOST_THREADS = 12  # more were not tried
 # Of the pages that one call touches: more would be shared among torch's own threads.
@@ -180,7 +180,7 @@ def _touch(data: Tensor) -> None:
 
 def _touch_part(part: Tensor) -> None:
     for start in range(0, part.numel(), _TOUCHED_AT_ONCE):
-        part[start : start + _TOUCHED_AT_ONCE : _PAGE].zero_()
+        part[start : start + _TOUCHED_AT_ONCE : PAGE].zero_()
 
 
 def _unlock_left() -> None:

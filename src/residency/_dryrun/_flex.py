@@ -7,7 +7,7 @@ kernel that takes its results and two numbers for each row; of a mask there are 
 blocks alone. A dry run compiles nothing, so these are made in place of what runs.
 
 Source: ``torch/_inductor/kernel/flex`` of torch 2.13, whose buffers these are: `flex_attention.py`
-(`_attend`, `_go_back`), `flex_decoding.py` (`_num_splits`), `common.py` (`_gradients_of`).
+(`_attend`, `_go_back`) and `flex_decoding.py` (`_num_splits`).
 `tests/torture/test_flex.py` holds them against its own reading of these files.
 """
 

@@ -13,7 +13,7 @@ from residency._units import MIB
 
 # What `Tensor.to` reads its arguments with. Torch does not annotate it.
 _parse_to: Any = vars(torch._C)["_nn"]._parse_to
-_LARGE = MIB
+LARGE_BYTES = MIB  # the values of smaller tensors may steer a script
 
 
 def leave_out_weights() -> None:
@@ -37,7 +37,7 @@ def _is_large(tensor: torch.Tensor) -> bool:
         not torch.nn.parameter.is_lazy(tensor)
         and tensor.device.type == "cpu"
         and tensor.is_floating_point()
-        and tensor.numel() * tensor.element_size() >= _LARGE
+        and tensor.numel() * tensor.element_size() >= LARGE_BYTES
     )
 
 

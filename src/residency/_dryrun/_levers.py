@@ -24,15 +24,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 import residency
+from residency._dryrun._host import LARGE_BYTES
 from residency._dryrun._methods import around
 from residency._dryrun._resumes import Loads, Templates, defer_state
 from residency._dryrun._settings import RunSettings
 from residency._dryrun._trainers import Trainers
 from residency._memory import open_phases
 from residency._optim import record_of
-from residency._units import MIB
 
-_LARGE = MIB  # a smaller copy is let be
 _RECOMPUTES = "_residency_recomputes"  # of a module, and of a class's function
 # Which of these a script uses decides what it is advised to write.
 _LIBRARIES = ("accelerate", "lightning", "peft", "pytorch_lightning", "transformers.trainer")
@@ -199,7 +198,7 @@ def _clone_on_host() -> None:
             type(tensor) is Tensor
             and tensor.is_cuda
             and not tensor.requires_grad
-            and tensor.nbytes >= _LARGE
+            and tensor.nbytes >= LARGE_BYTES
             and not getattr(thread, "copies_part", False)
             and not _is_in_step()
         )

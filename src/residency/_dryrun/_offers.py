@@ -22,15 +22,15 @@ from residency._dryrun._numbers import (
 from residency._dryrun._owners import GRADIENTS, STATE
 from residency._dryrun._resumes import TEMPLATE
 from residency._dryrun._settings import LARGEST_BUCKET, RunSettings
+from residency._dryrun._verdict import WITHOUT_GRADIENTS
 from residency._units import MIB
+from residency.sim import Clock
 
 Phase = Mapping[str, Any]  # of it
-_LINK_BYTES_PER_SECOND = 55_000_000_000  # as residency.sim.Clock has it, with its source
 _DIVISORS = (2, 4, 8, 16)
 _NUM_SLOTS = 3  # of an offloaded optimizer, each of a bucket's size
 _SMALLEST_BUCKET = MIB
 _SHARE_OF_SLOTS = 8  # of the state, or less, are the slots
-_WITHOUT_GRADIENTS = ("evaluate", "generate")  # how the names of such phases end
 _CHECKPOINTING = (
     "gradient_checkpointing", "activation_checkpointing", "grad_checkpointing", "use_checkpointing",
 )  # fmt: skip
@@ -109,7 +109,8 @@ def state_bytes(found: Found) -> int:
 
 def seconds_over_link(num_bytes: int) -> float:
     """Returns the seconds that bytes take over PCIe 5, in one direction."""
-    return max(0, num_bytes) / _LINK_BYTES_PER_SECOND
+    to_device, *_ = Clock().rates()
+    return max(0, num_bytes) / to_device
 
 
 def _seconds(num_bytes: int) -> str:
@@ -204,7 +205,7 @@ def _defer_template() -> Offer:
 
 def _park_state(state: Callable[[Phase], int]) -> Offer:
     def gain(phase: Phase) -> int:
-        return state(phase) if phase["name"].endswith(_WITHOUT_GRADIENTS) else 0
+        return state(phase) if phase["name"].endswith(WITHOUT_GRADIENTS) else 0
 
     def cost(settings: RunSettings, found: Found) -> str:
         seconds = _seconds(2 * state_bytes(found))
@@ -253,7 +254,7 @@ def _checkpointing(found: Found) -> Offer:
         return replace(settings, arguments=settings.arguments | {flag: True})
 
     def gain(phase: Phase) -> int:
-        return 0 if phase["name"].endswith(_WITHOUT_GRADIENTS) else _at_peak(ACTIVATIONS)(phase)
+        return 0 if phase["name"].endswith(WITHOUT_GRADIENTS) else _at_peak(ACTIVATIONS)(phase)
 
     return Offer(
         name="gradient checkpointing",

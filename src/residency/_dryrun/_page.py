@@ -15,6 +15,7 @@ from typing import Any
 from residency import __version__
 from residency._dryrun._answer import Answer, below_first_line, first_line, notes
 from residency._errors import InvalidArgumentError
+from residency._report import PHASE_COLOURS
 from residency._units import MIB, format_bytes
 
 _COLOURS = (
@@ -25,7 +26,6 @@ _COLOURS = (
     "#56b4e9",
     "#999999",
 )  # all readers can distinguish them
-_PHASE_COLOURS = ("#009e73", "#e69f00", "#0072b2", "#cc79a7", "#d55e00", "#56b4e9", "#999933")
 _WIDTH, _HEIGHT, _LEFT, _BAR = 1080, 380, 70, 18
 _Scale = Callable[[Any], float]  # from what is shown to the picture
 _STYLE = """
@@ -150,7 +150,7 @@ def _peak(answer: Answer, x: _Scale, y: _Scale) -> list[str]:
 
 def _colours(marks: Sequence[Any]) -> dict[str, str]:
     names = dict.fromkeys(name for _, name in marks)
-    return {name: _PHASE_COLOURS[number % len(_PHASE_COLOURS)] for number, name in enumerate(names)}
+    return {name: PHASE_COLOURS[number % len(PHASE_COLOURS)] for number, name in enumerate(names)}
 
 
 def _keys(colours: dict[str, str], what: str) -> str:

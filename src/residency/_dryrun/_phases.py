@@ -12,12 +12,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from residency._dryrun._books import BETWEEN, STEP
 from residency._dryrun._methods import around
-from residency._memory import KnownCalls, Visit, boundaries
+from residency._memory import OPTIMIZER_STEP, KnownCalls, Visit, boundaries
 
 SET_UP, BACKWARD = "set up", "backward"
 # Inside these a forward pass is part of the phase: recomputed activations, evaluation.
 _WHOLE = frozenset({BACKWARD, "save", "load", "evaluate", "generate"})
-_STEP = "optimizer_step"  # as known calls have it; a closure's passes in it are phases
 
 
 class Phases:
@@ -95,9 +94,9 @@ class Phases:
         parts = list(self._open)
         if self._pass and not (parts and parts[-1] in _WHOLE):
             parts.append(self._pass)
-        if _STEP in parts[:-1]:
-            parts.remove(_STEP)
-        name = "/".join(parts).replace(_STEP, STEP) or BETWEEN
+        if OPTIMIZER_STEP in parts[:-1]:  # a closure's passes in it are phases
+            parts.remove(OPTIMIZER_STEP)
+        name = "/".join(parts).replace(OPTIMIZER_STEP, STEP) or BETWEEN
         if name != self.name:
             ended, self.name = self.name, name  # first, as the script may be left there
             self._on_end(ended)

@@ -30,11 +30,10 @@ from residency._checkpoint import (
 )
 from residency._dryrun._background import BackgroundWrites
 from residency._dryrun._files import files_of_run
+from residency._dryrun._host import LARGE_BYTES
 from residency._dryrun._methods import around
 from residency._memory import ImportWatch
-from residency._units import MIB
 
-_LARGE = MIB
 # Whether the save that this thread is in goes to a file of its own, and is at a large tensor.
 _state = threading.local()
 _ZIP = b"PK\x03\x04"  # how a file of torch.save begins
@@ -215,7 +214,7 @@ def _without_holes(storage: Any, plan: Any, planner: Any) -> Any:
     left = []
     for item in plan.items:
         place = storage.storage_data.get(item.storage_index)
-        if item.type.name == "TENSOR" and (place is None or place.length >= _LARGE):
+        if item.type.name == "TENSOR" and (place is None or place.length >= LARGE_BYTES):
             planner.commit_tensor(item, planner.resolve_tensor(item).detach())
         else:
             left.append(item)
@@ -255,7 +254,7 @@ class _StreamWithHoles:
 
     def write(self, data: Any) -> int:
         size = len(data)
-        if self._seeks is None or size < _LARGE or not getattr(_state, "is_large", False):
+        if self._seeks is None or size < LARGE_BYTES or not getattr(_state, "is_large", False):
             return int(self._stream.write(data))
         self._seeks.seek(size, os.SEEK_CUR)
         return size
@@ -271,7 +270,7 @@ class _FileWithHoles:
         return getattr(self._writer, name)
 
     def write_record(self, name: str, data: Any, num_bytes: int) -> None:
-        is_large = isinstance(data, torch.UntypedStorage) and num_bytes >= _LARGE
+        is_large = isinstance(data, torch.UntypedStorage) and num_bytes >= LARGE_BYTES
         if is_large and getattr(_state, "leaves_holes", False):
             self._writer.write_record_metadata(name, num_bytes)
             return
@@ -326,7 +325,7 @@ def write_holes(
     with open(filename, "wb") as file:
         file.write(header)
         for record in records:
-            if 0 < record.num_bytes < _LARGE and not tensors[record.name].is_meta:
+            if 0 < record.num_bytes < LARGE_BYTES and not tensors[record.name].is_meta:
                 host = tensors[record.name].detach().cpu().contiguous()
                 file.write(ctypes.string_at(host.data_ptr(), record.num_bytes))
             else:
@@ -365,7 +364,7 @@ def _watch_reading(module: ModuleType) -> None:
             part = self._file.get_slice(name)
             dtype = DTYPES[part.get_dtype()]
             made = torch.empty(part.get_shape(), dtype=dtype, device=self._device)
-            if made.numel() * made.element_size() >= _LARGE:
+            if made.numel() * made.element_size() >= LARGE_BYTES:
                 return made
             read: torch.Tensor = self._file.get_tensor(name)
             return read.to(self._device)
@@ -386,7 +385,7 @@ class _Slice:
     def __getitem__(self, index: Any) -> torch.Tensor:
         dtype = DTYPES[self._part.get_dtype()]
         whole = torch.empty(self._part.get_shape(), dtype=dtype, device="meta")
-        if whole.numel() * whole.element_size() < _LARGE:
+        if whole.numel() * whole.element_size() < LARGE_BYTES:
             read: torch.Tensor = self._part[index]
             return read.to(self._device)
         return torch.empty(whole[index].shape, dtype=dtype, device=self._device)

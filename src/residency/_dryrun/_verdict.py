@@ -18,7 +18,7 @@ _ENDED = ("finished", "left", "stopped")  # as the script has it, in its loop, o
 # What is counted of a run (``_evidence``).
 STEPS, BACKWARD, FORWARD = "steps", "backward_passes", "forward_passes"
 BEGUN, SAVES = "begun_passes", "saves"
-_PASSES = ("evaluate", "generate")  # phases that end with passes without gradients
+WITHOUT_GRADIENTS = ("evaluate", "generate")  # how the names of such phases end
 Found = Mapping[str, Any]
 
 
@@ -93,7 +93,9 @@ def went_on(found: Found) -> bool:
         return True
     if not found["seen"][STEPS]:
         return False
-    return bool((phase in _PASSES and since[FORWARD]) or (phase == "save" and since[SAVES]))
+    return bool(
+        (phase in WITHOUT_GRADIENTS and since[FORWARD]) or (phase == "save" and since[SAVES])
+    )
 
 
 def left_out(found: Found) -> Iterator[str]:

@@ -38,7 +38,10 @@ if TYPE_CHECKING:
         errors_kept as errors_kept,
         let_go_of_errors as let_go_of_errors,
     )
-    from residency._memory._known_calls import KnownCalls as KnownCalls
+    from residency._memory._known_calls import (
+        OPTIMIZER_STEP as OPTIMIZER_STEP,
+        KnownCalls as KnownCalls,
+    )
     from residency._memory._messages import asked_bytes as asked_bytes
     from residency._memory._objects import is_a as is_a, slot as slot
     from residency._memory._phase import (
@@ -57,7 +60,11 @@ if TYPE_CHECKING:
     )
     from residency._memory._record import record as record, record_process as record_process
     from residency._memory._remedies import let_go_text as let_go_text
-    from residency._memory._segments import segment_bytes as segment_bytes
+    from residency._memory._segments import (
+        SMALL_BLOCK_BYTES as SMALL_BLOCK_BYTES,
+        SMALL_SEGMENT_BYTES as SMALL_SEGMENT_BYTES,
+        segment_bytes as segment_bytes,
+    )
     from residency._memory._state import (
         MemoryState as MemoryState,
         has_growing_segments as has_growing_segments,
@@ -84,7 +91,7 @@ __getattr__ = door(
         "_holders._holders": ["Holder", "addresses_of", "find_holders", "holders"],
         "_imports": ["ImportWatch"],
         "_kept_errors": ["errors_kept", "let_go_of_errors"],
-        "_known_calls": ["KnownCalls"],
+        "_known_calls": ["OPTIMIZER_STEP", "KnownCalls"],
         "_messages": ["asked_bytes"],
         "_objects": ["is_a", "slot"],
         "_phase": [
@@ -99,7 +106,7 @@ __getattr__ = door(
         "_post_mortem": ["describe_device", "explain", "remedy_for"],
         "_record": ["record", "record_process"],
         "_remedies": ["let_go_text"],
-        "_segments": ["segment_bytes"],
+        "_segments": ["SMALL_BLOCK_BYTES", "SMALL_SEGMENT_BYTES", "segment_bytes"],
         "_state": ["MemoryState", "has_growing_segments", "measure", "memory_state"],
     },
 )

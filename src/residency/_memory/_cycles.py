@@ -10,13 +10,12 @@ from __future__ import annotations
 import gc
 import types
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
 from residency._memory import _objects
 from residency._memory._holders._autograd import Graphs
-from residency._memory._holders._holders import add_held_by_cpp, follow_torch, storages_of
+from residency._memory._holders._holders import STORAGE, add_held_by_cpp, follow_torch, storages_of
 from residency._memory._holders._roots import (
     frames_read,
     named_by_modules,
@@ -24,8 +23,6 @@ from residency._memory._holders._roots import (
     namespaces,
 )
 from residency._memory._holders._walk import Origin, Walk
-
-_STORAGE: Any = torch._C.StorageBase  # what every kind of storage is, untyped or typed (torch 2.13)
 
 
 def bytes_in_cycles(device: torch.device, *, seconds: float | None = None) -> int | None:
@@ -89,5 +86,5 @@ def _only_in(tensors: Iterable[object], walk: Walk) -> int:
             if walk.has_seen(tensor):
                 in_use.add(key)
             else:
-                unseen[key] = int(_STORAGE.nbytes(storage))
+                unseen[key] = int(STORAGE.nbytes(storage))
     return sum(num_bytes for key, num_bytes in unseen.items() if key not in in_use)

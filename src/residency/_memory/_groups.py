@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from residency._memory._history import SteadyGrowth
 from residency._memory._holders._holders import Holder
 from residency._memory._kept_errors import TRAIL, kept_error_of
+from residency._transfer import align_up
 from residency._units import format_bytes
 
 _MOST_LINES = 8
 _FEWEST = 3  # of a list: fewer are named one by one
-_BLOCK_BYTES = 512  # what the allocator rounds up to
 _INDEX = re.compile(r"\[(?:\d+|'[^']*\d[^']*')\]")  # of a list, or a key with a number in it
 _ANY = "[...]"
 _LEAST_SHARE, _MOST_SHARE = 0.7, 1.3  # of a growth: what accounts for it holds about as much
@@ -52,8 +52,8 @@ class HolderGroup:
     @property
     def each_bytes(self) -> int | None:
         """The bytes of each, as the allocator rounds them; None where they differ."""
-        sizes = {-(-holder.num_bytes // _BLOCK_BYTES) for holder in self.holders}
-        return sizes.pop() * _BLOCK_BYTES if len(sizes) == 1 else None
+        sizes = {align_up(holder.num_bytes) for holder in self.holders}
+        return sizes.pop() if len(sizes) == 1 else None
 
     def __str__(self) -> str:
         if not self.what:

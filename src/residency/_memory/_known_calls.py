@@ -23,7 +23,7 @@ from residency._memory._imports import ImportWatch
 from residency._memory._passes import Passes
 from residency._memory._phase import begin_phase, end_phase, open_phases, phase
 
-_STEP = "optimizer_step"
+OPTIMIZER_STEP = "optimizer_step"
 _OPTIMIZER = str(sys.modules[Optimizer.__module__].__file__)
 # module -> (name in it, phase)
 _CALLS: dict[str, tuple[tuple[str, str], ...]] = {
@@ -122,7 +122,7 @@ class KnownCalls:
         caller = sys._getframe(1)
         near = [each for each in (caller, caller.f_back) if each is not None]
         torchs = (each for each in near if each.f_code.co_filename == _OPTIMIZER)
-        begin_phase(_STEP, optimizer, frame=next(torchs, caller))
+        begin_phase(OPTIMIZER_STEP, optimizer, frame=next(torchs, caller))
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if any(visit._owner is optimizer for visit in open_phases()):

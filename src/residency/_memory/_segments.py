@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from residency._units import MIB
 
-_SMALL, _OF_ONE_BLOCK = MIB, 10 * MIB
+SMALL_BLOCK_BYTES = MIB  # and what is smaller lies in segments of its own
+_OF_ONE_BLOCK = 10 * MIB
 SMALL_SEGMENT_BYTES = 2 * MIB  # and the step in which those of one block grow
 _LARGE_SEGMENT_BYTES = 20 * MIB
 
 
 def segment_bytes(num_bytes: int) -> int:
     """Returns the size of the segment that is made for a block of so many bytes."""
-    if num_bytes <= _SMALL:
+    if num_bytes <= SMALL_BLOCK_BYTES:
         return SMALL_SEGMENT_BYTES
     if num_bytes < _OF_ONE_BLOCK:
         return _LARGE_SEGMENT_BYTES

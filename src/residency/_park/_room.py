@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from residency import _device
+from residency._memory import SMALL_BLOCK_BYTES, SMALL_SEGMENT_BYTES
 from residency._transfer import align_up
-from residency._units import MIB
 
-_SMALL = MIB  # the caching allocator keeps such requests in segments of their own
-_GRAIN = 2 * MIB  # it asks the device for multiples of this
+_GRAIN = SMALL_SEGMENT_BYTES  # the caching allocator asks the device for multiples of this
 
 
 class DoesNotFitError(torch.OutOfMemoryError):
@@ -117,7 +116,7 @@ class _Allocation:
         large = [
             (wanted.address, index)
             for index, wanted in enumerate(self._wanted)
-            if wanted.address is not None and wanted.num_bytes > _SMALL
+            if wanted.address is not None and wanted.num_bytes > SMALL_BLOCK_BYTES
         ]
         runs: list[tuple[int, list[int]]] = []
         end = -1

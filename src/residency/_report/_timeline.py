@@ -21,7 +21,7 @@ COLOURS = {  # from the bottom to the top; colour-blind readers can distinguish 
     "returnable": "#56b4e9",
     "outside": "#999999",
 }
-_PHASE_COLOURS = ("#009e73", "#e69f00", "#0072b2", "#cc79a7", "#d55e00", "#56b4e9", "#999933")
+PHASE_COLOURS = ("#009e73", "#e69f00", "#0072b2", "#cc79a7", "#d55e00", "#56b4e9", "#999933")
 _ERROR_COLOUR = "#b3001b"
 _MAX_POINTS = 4000
 _MAX_SPANS = 1500
@@ -192,7 +192,7 @@ def _spans(
     colours: dict[str, str] = {}  # phases of one name have one, wherever they are
     for phase in lanes:
         name = phase.rpartition("/")[2]
-        colours.setdefault(name, _PHASE_COLOURS[len(colours) % len(_PHASE_COLOURS)])
+        colours.setdefault(name, PHASE_COLOURS[len(colours) % len(PHASE_COLOURS)])
     traces = []
     for index, phase in enumerate(lanes):
         mine = [visit for visit in visits if visit.phase == phase]

@@ -31,7 +31,6 @@ from residency._units import MIB, format_bytes, parse_bytes
 
 # The caching allocator's own granularity: an entry lies in a slot as it would lie in an allocation.
 ALIGNMENT = 512
-_PAGE = parse_bytes("4KiB")
 # Up to this, one slab that is too large is cheaper than two.
 _SMALLEST_RESERVED_SLAB = parse_bytes("64KiB")
 _LARGEST_UNANNOUNCED_SLAB = 64 * MIB  # what may stay unused where nothing said how much comes
@@ -65,8 +64,8 @@ def _power_of_two_at_most(num_bytes: int) -> int:
 @callers_modes_off()
 def _allocate_pages(num_bytes: int) -> Tensor:
     """Allocates host bytes that begin at a page, as page-locked memory does."""
-    data = _device.unfilled_bytes(num_bytes + _PAGE, torch.device("cpu"))
-    data = data.narrow(0, -data.data_ptr() % _PAGE, num_bytes)
+    data = _device.unfilled_bytes(num_bytes + _pinned.PAGE, torch.device("cpu"))
+    data = data.narrow(0, -data.data_ptr() % _pinned.PAGE, num_bytes)
     ask_for_large_pages(data.data_ptr(), num_bytes)
     return data
 

@@ -1,7 +1,7 @@
 """The files of a save: their names, contents, order of writing, and how they are read back.
 
-No torch here. Read ``_layout`` first (names), then ``_manifest`` (what a save says of its files),
-``_write``, ``_publish`` (when a save counts) and ``_read``.
+No torch here. Read ``_published`` first (names), then ``_manifest`` (what a save says of its
+files), ``_write``, ``_publish`` (when a save counts) and ``_read``.
 """
 
 from residency._checkpoint._disk._folder import SaveFolder as SaveFolder

@@ -30,12 +30,12 @@ from residency._memory._holders._roots import frames_read, named_objects, namesp
 from residency._memory._holders._walk import Origin, Walk
 from residency._memory._kept_errors import TRAIL, errors_kept
 from residency._memory._owners import Owners, gradient_of
+from residency._transfer import align_up
 from residency._units import format_bytes, parse_bytes
 
 _log = logging.getLogger("residency")
 
-_STORAGE: Any = torch._C.StorageBase
-_BLOCK_BYTES = 512  # what the allocator rounds up to
+STORAGE: Any = torch._C.StorageBase  # what every kind of storage is, untyped or typed (torch 2.13)
 _MOST_OTHERS = 4
 _MOST_ALIASES = 8
 _CPP = "held by C++ or autograd, not reachable from Python"
@@ -260,7 +260,7 @@ def _group(walk: Walk, device: torch.device) -> list[_SharedStorage]:
         for storage in storages_of(walk.objects[position]):
             if _objects.slot(storage, "device") != device:
                 continue
-            num_bytes = _STORAGE.nbytes(storage)
+            num_bytes = STORAGE.nbytes(storage)
             if num_bytes:
                 key = _objects.slot(storage, "_cdata")
                 if key not in groups:
@@ -276,7 +276,7 @@ def addresses_of(tensor: object) -> set[int]:
 
 def _address_of(storage: object) -> int:
     try:
-        return int(_STORAGE.data_ptr(storage))
+        return int(STORAGE.data_ptr(storage))
     except RuntimeError:  # it has none of its own
         return 0
 
@@ -289,7 +289,7 @@ def storages_of(thing: Any) -> Iterator[Any]:
     try:
         storage = torch._C.TensorBase.untyped_storage(thing)  # past a subclass's own method
         if torch._C._dispatch_keys(thing).has(torch._C.DispatchKey.Python):
-            _STORAGE.data_ptr(storage)  # raises where another tensor has the bytes
+            STORAGE.data_ptr(storage)  # raises where another tensor has the bytes
         yield storage
     except (NotImplementedError, RuntimeError):
         yield from ()
@@ -369,7 +369,7 @@ def _rest(figures: Any, groups: Iterable[_SharedStorage]) -> int:
     blocks. The smaller of the two remainders is nearer to the truth.
     """
     held = int(figures.get("allocated_bytes.all.current", 0))
-    blocks = sum(-(-group.num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES for group in groups)
+    blocks = sum(align_up(group.num_bytes) for group in groups)
     rest = held - blocks
     requested = figures.get("requested_bytes.all.current")
     if requested is not None:

@@ -29,15 +29,11 @@ def lines_of(settings: RunSettings, found: Found) -> tuple[str, ...]:
     libraries = found["libraries"]
     if "transformers.trainer" in libraries:
         made = _of_transformers(settings, found)
-    elif _is_lightning(libraries):
+    elif "lightning" in libraries or "pytorch_lightning" in libraries:
         made = _of_lightning(settings, libraries)
     else:
         made = _of_loop(settings, found)
     return (*_of_command(settings, found), *made, *_of_blocks(settings, found))
-
-
-def _is_lightning(libraries: Collection[str]) -> bool:
-    return "lightning" in libraries or "pytorch_lightning" in libraries
 
 
 def _package(libraries: Collection[str]) -> str:

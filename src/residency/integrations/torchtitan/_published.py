@@ -13,9 +13,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from residency.integrations._common._framework import hook_in, missing_in
+from residency.integrations._common._framework import hook_in, load_framework, missing_in
 
-_NEWER = "install torchtitan 0.3.0 or newer: pip install 'torchtitan>=0.3.0'"
+_INSTALL = "pip install 'torchtitan>=0.3.0'"
+_NEWER = f"install torchtitan 0.3.0 or newer: {_INSTALL}"
 
 
 def published(module: str, name: str) -> Any:
@@ -25,13 +26,10 @@ def published(module: str, name: str) -> Any:
         ImportError: Torchtitan is not installed; the message gives the line that installs it.
         RefusedError: This version has no such module, or it has no such name.
     """
+    load_framework("torchtitan", install=_INSTALL)
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name == "torchtitan":
-            raise ImportError(
-                "torchtitan is not installed; run: pip install 'torchtitan>=0.3.0'"
-            ) from error
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # it is there, and something that it needs is not
         raise missing_in("torchtitan", module, _NEWER) from error

@@ -272,7 +272,7 @@ def test_a_zip_that_another_program_compressed_is_no_damage(tmp_path: Path) -> N
     with zipfile.ZipFile(path, "w", compression=zipfile.ZIP_DEFLATED) as new:
         new.writestr("x/data.pkl", pickle.dumps({}))
         new.writestr("x/data/0", b"0" * 99)
-    with pytest.raises(RefusedError, match=r"records are compressed \('x/data\.pkl'\)"):
+    with pytest.raises(RefusedError, match=r"compressed records \('x/data\.pkl'\)"):
         open_source(path)
 
 

@@ -91,3 +91,46 @@ def test_an_assignment_knows_the_value_alone_and_a_load_the_class(device):
     on_host = plain.state[parameter]["step"].cpu()
     assert device_rule(record, schema, parameter)("step", on_host)
     assert not record.on_host.state.of(parameter)._belongs_on_device("step", on_host)
+
+
+class SecondStateLater(torch.optim.Optimizer):
+    """Momentum, and from a parameter's step ``age`` on a sum of it, which is one state more."""
+
+    def __init__(self, parameters, age):
+        super().__init__(
+            [{"params": [p], "age": a} for p, a in zip(parameters, age, strict=True)], {}
+        )
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["num"], state["momentum"] = 0, torch.zeros_like(p)
+                state["num"] += 1
+                state["momentum"].mul_(0.9).add_(p.grad)
+                p.sub_(state["momentum"], alpha=0.1)
+                if state["num"] >= group["age"]:
+                    state.setdefault("sum", torch.zeros_like(p)).add_(state["momentum"])
+                    p.sub_(state["sum"], alpha=0.01)
+
+
+@pytest.mark.parametrize("age", [(4, 4), (4, 9), (9, 4)])
+def test_a_state_that_grows_out_of_its_room_on_the_device_streams_from_then_on(lab, age):
+    runs = []
+    for is_ours in (False, True):
+        parameters = lab.parameters(shapes=((400,), (400,)))
+        optimizer = SecondStateLater(parameters, age)
+        lab.take_steps(optimizer, parameters, [0], missing=False)
+        if is_ours:
+            residency.offload_optimizer(optimizer, resident="4KiB")
+            assert not any(optimizer.state[p]["momentum"].is_cpu for p in parameters)
+        lab.take_steps(optimizer, parameters, range(1, 7), missing=False)
+        runs.append(lab.read(optimizer, parameters))
+        if is_ours:
+            are_here = [optimizer.state[p]["momentum"].is_cpu for p in parameters]
+            assert are_here == [a == 4 for a in age]
+    lab.assert_equal(*runs)

@@ -1,0 +1,73 @@
+"""The lines of source have a budget: three parts, and each raise with what it buys.
+
+[Note: budget] Limits on files and functions did not keep the whole small: it grew by cutting itself
+into more parts. So the parts have limits, too. One that is over its budget fails, and so does one
+that is far below it: whoever removes lines lowers the budget with them, and nobody fills the room.
+A raise is a line in ``RAISES`` that says what the lines buy, in the commit that brings them.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from source_rules import ROOT, SIMULATOR
+
+_SUFFIXES = {".cpp", ".h", ".py"}
+_STEERED = ("_dryrun", "_demo")
+_SLACK_LINES = 150  # below its budget a part may be by so many
+
+# Of 2026-11-27, with docstrings, comments and empty lines.
+BUDGET_LINES = {"library": 43_660, "dry run and demo": 13_105, "simulator": 14_946}
+RAISES: list[tuple[str, int, str]] = []  # the part, lines, what they buy
+GOAL_LINES = 61_000  # of all three
+
+
+def test_each_part_keeps_its_budget() -> None:
+    assert faults(lines_of_parts(), budgets()) == []
+
+
+@pytest.mark.parametrize(("num_lines", "is_kept"), [(1000, True), (1001, False), (849, False)])
+def test_a_part_above_its_budget_or_far_below_it_is_found(num_lines: int, is_kept: bool) -> None:
+    assert (faults({"library": num_lines}, {"library": 1000}) == []) == is_kept
+
+
+def test_a_raise_says_what_it_buys() -> None:
+    assert all(part in BUDGET_LINES and bought.strip() for part, _, bought in RAISES)
+
+
+def budgets() -> dict[str, int]:
+    """Returns the budget of each part, its raises included."""
+    return {
+        part: base + sum(lines for raised, lines, _ in RAISES if raised == part)
+        for part, base in BUDGET_LINES.items()
+    }
+
+
+def lines_of_parts() -> dict[str, int]:
+    """Returns the lines of source that each part has."""
+    sources = [path for path in ROOT.rglob("*") if path.suffix in _SUFFIXES]
+    steered = [path for path in sources if path.relative_to(ROOT).parts[0] in _STEERED]
+    simulator = [path for path in SIMULATOR.rglob("*") if path.suffix in _SUFFIXES]
+    return {
+        "library": _count(sources) - _count(steered),
+        "dry run and demo": _count(steered),
+        "simulator": _count(simulator),
+    }
+
+
+def faults(lines: dict[str, int], allowed: dict[str, int]) -> list[str]:
+    """Returns a sentence for each part that is over its budget, or far below it."""
+    found = []
+    for part, num_lines in lines.items():
+        if num_lines > allowed[part]:
+            found.append(
+                f"the {part} has {num_lines} lines, and its budget is {allowed[part]}: remove some,"
+                " or say in RAISES what the new ones buy"
+            )
+        if num_lines < allowed[part] - _SLACK_LINES:
+            found.append(f"the {part} has {num_lines} lines: lower its budget to that")
+    return found
+
+
+def _count(paths: Iterable[Path]) -> int:
+    return sum(len(path.read_bytes().splitlines()) for path in paths)

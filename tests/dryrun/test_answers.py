@@ -255,7 +255,7 @@ def test_a_run_that_is_killed_leaves_what_was_known_and_no_process(tmp_path) -> 
             "with status 5",
         ),
         ("import sys, torch\nx = torch.ones(3).cuda()\nsys.exit(3)", 3, "with status 3"),
-        ("print('no torch')", 2, "no Python process of it has used torch. Write after --"),
+        ("print('no torch')", 2, "no Python process of it has used torch. After --"),
         ("import no_such_module", 2, "used torch. Run it without --quiet and --json"),
     ],
 )

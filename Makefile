@@ -59,7 +59,7 @@ PROJECTS_STAMP := $(call stamp,$(PROJECTS_VENV),$(PROJECTS_PINS))
 RELEASE_VENV := .venv-release
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-all test-versions torture test-verl test-frameworks test-projects check docs bench bench-checkpoint gpu release-check
+.PHONY: demo test test-all test-costs test-versions torture test-verl test-frameworks test-projects check docs bench bench-checkpoint gpu release-check
 
 demo: $(DEMO_STAMP)
 	$(RUN) residency demo $(DEMO_ARGS)
@@ -69,6 +69,12 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)
 	$(RUN) TORTURE_FROM=$(TORTURE_FROM) python -m pytest --timeout=300 -n $(JOBS) $(BY_FILE) $(TEST_ARGS)
+
+# Measures what each test of the first tier takes, and lists anew those that are left to the second.
+test-costs: $(STAMP)
+	rm -rf build/costs
+	-$(RUN) TORTURE_FROM=$(TORTURE_FROM) TEST_COSTS=$(CURDIR)/build/costs python -m pytest --timeout=300 -n $(JOBS) $(BY_FILE) -q
+	$(RUN) python tests/tools/costs.py build/costs
 
 # Judges that know the public documentation alone, each file of them for SECONDS seconds, each test
 # for ROUNDS seeds at most.

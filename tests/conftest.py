@@ -9,11 +9,12 @@ share its work, each of torch's own threads keeps the number that held when it b
 compare bits that different threads computed. Tiny tensors are quicker so, too.
 
 [Note: tiers] `make test` is the first tier, and takes minutes; `make test-all` is the rest. A test
-is in one of them: those marked ``whole``, and every test under the schedule "overtake" that is not
-about the order of work itself, are in the second. Marked are tests of more than 20 seconds, most of
-those with a framework, phases of four ranks, and of a large matrix all but a few pairs, which name
-each of its rows and columns. "late" shows a missing wait every time; what "overtake" shows beyond
-it, work that comes too early on another lane, is what these files are for.
+is in one of them. In the second are those marked ``whole``, those of ``data/costly_tests.txt``,
+which were measured to take long, and every test under the schedule "overtake" that is not about the
+order of work itself. Marked are most tests with a framework, phases of four ranks, and of a large
+matrix all but a few pairs, which name each of its rows and columns. "late" shows a missing wait
+every time; what "overtake" shows beyond it, work that comes too early on another lane, is what
+these files are for.
 
 [Note: frameworks] They are imported by fixtures, and the tests that do so, in folders named
 ``stacks`` and ``integrations`` and of the docs, run last, for which the Makefile lets xdist keep
@@ -47,6 +48,7 @@ from residency_sim._build import build_extension
 pytest_plugins = [
     "residency.testing.plugin",
     "pytester",
+    "costs",
     "hangs",
 ]  # the first also where not installed
 

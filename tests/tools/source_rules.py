@@ -1,6 +1,7 @@
 """The rules about the source that a machine can check: each function finds what breaks one."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,6 +90,7 @@ def sources(*suffixes: str) -> Iterator[tuple[str, Path]]:
             yield path.relative_to(SIMULATOR.parent).as_posix(), path
 
 
+@functools.cache
 def parse_sources() -> Tree:
     """Maps each Python file of both distributions to its syntax tree: of the library, as a path
     relative to its package; of the simulator, to the folder with its package.

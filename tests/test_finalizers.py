@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from interruptions import count_lines, interrupted_at
-from source_rules import module_name, parse_sources
+from source_rules import module_name, sources
 
 from residency._checkpoint._capture._capture import Capture
 from residency._transfer import SlabArena
@@ -20,8 +20,9 @@ from residency._transfer._owner import Lent
 def finalizers() -> list[tuple[str, str]]:
     """Returns the module and the name of every class of the package that has a ``__del__``."""
     found = []
-    for file, tree in parse_sources().items():
-        for node in ast.walk(tree):
+    for file, path in sources(".py"):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if "def __del__" in text else ():
             if isinstance(node, ast.ClassDef) and any(
                 isinstance(each, ast.FunctionDef) and each.name == "__del__" for each in node.body
             ):

@@ -1,6 +1,7 @@
 """The case itself, on a model small enough for a test: stock fails, offloaded fits and is equal."""
 
 import os
+from importlib.util import find_spec
 
 import pytest
 
@@ -9,7 +10,10 @@ from residency._demo._settings import ModelShape
 from residency._errors import InvalidArgumentError
 from residency._units import MIB
 
-pytest.importorskip("transformers", reason="the demo trains a model from transformers")
+# Not imported here: each process collects every test.
+pytestmark = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="the demo needs transformers"
+)
 
 CONFIGURED = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
 SMALL = _demo.Settings(

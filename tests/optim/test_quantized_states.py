@@ -9,11 +9,16 @@ import torch
 import residency
 from residency._storages import overlapping
 
-optim = pytest.importorskip("bitsandbytes.optim")
+
+def made(name, **options):
+    """Imported by the tests alone: it takes seconds, and each process collects every test."""
+    optim = pytest.importorskip("bitsandbytes.optim")
+    return lambda parameters: getattr(optim, name)(parameters, **options)
+
 
 CLASSES = {
-    "AdamW8bit": lambda ps: optim.AdamW8bit(ps, lr=1e-2),
-    "Lion8bit": lambda ps: optim.Lion8bit(ps, lr=1e-3),
+    "AdamW8bit": lambda ps: made("AdamW8bit", lr=1e-2)(ps),
+    "Lion8bit": lambda ps: made("Lion8bit", lr=1e-3)(ps),
 }
 BUCKETS = {"AdamW8bit": "20KiB", "Lion8bit": "10KiB"}  # the state of one parameter, with its tables
 SHAPES = ((64, 128),) * 4

@@ -99,10 +99,13 @@ test-all: $(STAMP)
 #   make test-versions VERSIONS=python3.12,torch==2.12.0
 test-versions: $(VERSIONS:%=test-version-%)
 
+# pip may not exchange the torch for another that something else would rather have.
 comma := ,
 test-version-%:
-	$(MAKE) test VENV=.venv-$(subst $(comma),-,$(subst ==,-,$*)) PYTHON=$(firstword $(subst $(comma), ,$*)) \
-		TORCH=$(lastword $(subst $(comma), ,$*))
+	mkdir -p build
+	echo '$(lastword $(subst $(comma), ,$*))' >build/constraints-$*.txt
+	PIP_CONSTRAINT=$(CURDIR)/build/constraints-$*.txt $(MAKE) test VENV=.venv-$(subst $(comma),-,$(subst ==,-,$*)) \
+		PYTHON=$(firstword $(subst $(comma), ,$*)) TORCH=$(lastword $(subst $(comma), ,$*))
 
 # verl pins an older transformers than the other tests take, so it has an environment of its own.
 test-verl: $(VERL_STAMP)

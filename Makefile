@@ -73,7 +73,7 @@ test: $(STAMP)
 # Measures what each test of the first tier takes, and lists anew those that are left to the second.
 test-costs: $(STAMP)
 	rm -rf build/costs
-	-$(RUN) TORTURE_FROM=$(TORTURE_FROM) TEST_COSTS=$(CURDIR)/build/costs python -m pytest --timeout=300 -n $(JOBS) $(BY_FILE) -q
+	-TEST_COSTS=$(CURDIR)/build/costs $(MAKE) test
 	$(RUN) python tests/tools/costs.py build/costs
 
 # Judges that know the public documentation alone, each file of them for SECONDS seconds, each test

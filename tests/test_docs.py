@@ -14,6 +14,7 @@ from pathlib import Path
 import pasted_pages
 import pytest
 import torch
+from literals import literal_text
 from pasted_pages import blocks_of, paste
 from source_rules import parse_sources, sources
 
@@ -157,12 +158,8 @@ def _texts_of_the_sources() -> list[str]:
     """Returns every literal of the package, with a mark where a value is filled in."""
     texts = []
     for tree in parse_sources().values():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                texts.append(node.value)
-            elif isinstance(node, ast.JoinedStr):
-                parts = [v.value if isinstance(v, ast.Constant) else "\0" for v in node.values]
-                texts.append("".join(map(str, parts)))
+        found = (literal_text(node, "\0") for node in ast.walk(tree))
+        texts += [text for text in found if text is not None]
     for _, path in sources(".cpp"):
         # Adjacent literals are one.
         texts.append(re.sub(r'"\s*"', "", path.read_text()))

@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from literals import literal_text
 from source_rules import parse_sources
 
 # These report what is damaged or what a test found, which no other call would change.
@@ -26,16 +27,10 @@ _LEAST_WITH_REMEDY = 0.6  # by a verb, not by naming the values alone
 
 def _text(node: ast.AST) -> str:
     """Returns a message with ``{}`` for what is put into it."""
-    match node:
-        case ast.Constant(value=str(text)):
-            return text
-        case ast.JoinedStr(values=values):
-            return "".join(
-                _text(each) if isinstance(each, ast.Constant) else "{}" for each in values
-            )
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _text(left) + _text(right)
-    return "{}"
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _text(node.left) + _text(node.right)
+    text = literal_text(node, "{}")
+    return "{}" if text is None else text
 
 
 def _messages() -> Iterator[tuple[str, str]]:

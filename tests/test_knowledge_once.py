@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 
 import pytest
-from source_rules import PROJECT, ROOT, TESTS, Tree, docstrings, parse, parse_sources, sources
+from source_rules import PROJECT, TESTS, Tree, docstrings, parse_library, parse_sources, sources
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +212,7 @@ def test_a_step_has_three_slots_unless_it_is_asked_for_others() -> None:
     """Signatures say the number; what is reckoned without one has it from them."""
     said = {
         (file, ast.literal_eval(value))
-        for file, tree in parse(ROOT).items()
+        for file, tree in parse_library().items()
         for name, value in _given(tree)
         if name.lower() in {"slots", "_slots", "_num_slots", "residency_slots"}
         if file.split("/")[0] not in {"_transfer", "_checkpoint"}  # rings, which have others

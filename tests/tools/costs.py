@@ -76,13 +76,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Notes what a test took, with its fixtures."""
+    if FOLDER not in os.environ:
+        return (yield)
     before = _used()
     result = yield
-    if FOLDER in os.environ:
-        folder = Path(os.environ[FOLDER])
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / f"{os.getpid()}.jsonl", "a", encoding="utf-8") as file:
-            print(json.dumps([item.nodeid, round(_used() - before, 2)]), file=file)
+    folder = Path(os.environ[FOLDER])
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"{os.getpid()}.jsonl", "a", encoding="utf-8") as file:
+        print(json.dumps([item.nodeid, round(_used() - before, 2)]), file=file)
     return result
 
 

@@ -13,9 +13,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from source_rules import ROOT, declared_names, doors, parse
-
-PROJECT = ROOT.parents[1]
+from literals import literal_text
+from source_rules import PROJECT, declared_names, doors, parse_library
 
 # After these words "what" and "where" open a question.
 _ASKING = (
@@ -135,7 +134,7 @@ def _plain(markdown: str) -> str:
 
 def messages() -> Iterator[Text]:
     """Yields each string of the package with four words or more that is no docstring."""
-    for file, tree in parse(ROOT).items():
+    for file, tree in parse_library().items():
         inner = {
             part
             for node in ast.walk(tree)
@@ -145,19 +144,9 @@ def messages() -> Iterator[Text]:
         for node in ast.walk(tree):
             if node in inner or node in said or not isinstance(node, ast.expr):
                 continue
-            text = _text(node)
+            text = literal_text(node, "X") or ""
             if len(text.split()) >= 4:
                 yield Text(f"{file}:{node.lineno}", text)
-
-
-def _text(node: ast.AST) -> str:
-    match node:
-        case ast.Constant(value=str(text)):
-            return text
-        case ast.JoinedStr(values=values):
-            parts = (_text(each) if isinstance(each, ast.Constant) else "X" for each in values)
-            return "".join(parts)
-    return ""
 
 
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -165,7 +154,7 @@ _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 def public_docstrings() -> Iterator[Text]:
     """Yields the docstrings of the doors, of the names that they offer, and of these' members."""
-    files = parse(ROOT)
+    files = parse_library()
     seen: set[ast.AST] = set()
     for door in doors(files):
         folder = door.rpartition("/")[0]

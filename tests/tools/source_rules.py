@@ -98,6 +98,12 @@ def parse_sources() -> Tree:
     return {file: ast.parse(path.read_text(encoding="utf-8")) for file, path in sources(".py")}
 
 
+def parse_library() -> Tree:
+    """Returns what `parse_sources` has of the library."""
+    simulator = f"{SIMULATOR.name}/"
+    return {f: tree for f, tree in parse_sources().items() if not f.startswith(simulator)}
+
+
 def parse(root: Path) -> Tree:
     """Maps each Python file, as a path relative to the root, to its syntax tree."""
     return {

@@ -123,12 +123,6 @@ def lanes_of(device: torch.device) -> Lanes:
     return _lanes[device]
 
 
-def reset_lanes() -> None:
-    """Forgets the lanes, for tests that start from a fresh device."""
-    _lanes.clear()
-    _pinned.wait_by({})
-
-
 @contextmanager
 def on_lane(lane: torch.Stream) -> Iterator[None]:
     """Makes a lane the calling thread's current stream, on its device, within a ``with``.

@@ -34,8 +34,9 @@ SUM := $(shell (cat $(PROJECT_FILES) constraints.txt; echo '$(TORCH)') | cksum |
 STAMP := $(VENV)/.installed-$(SUM)
 # What the demo needs is less, and part of it.
 DEMO_STAMP := $(or $(wildcard $(STAMP)),$(VENV)/.installed-demo-$(SUM))
-# The tools of .venv come first.
-RUN := PATH="$(BIN):$$PATH"
+# The tools of .venv come first. Hundreds of processes of the tests import the sources, so that their
+# bytecode is kept, whatever the shell says.
+RUN := PYTHONDONTWRITEBYTECODE= PATH="$(BIN):$$PATH"
 
 # Environments of other pins than the tests'; each is made anew where its pins change.
 stamp = $(1)/.installed-$(shell (cat $(PROJECT_FILES) $(2); echo '$(TORCH)') | cksum | tr ' ' '-')

@@ -151,7 +151,8 @@ def test_what_a_library_compiles_on_import_counts_where_it_is_called(
 ) -> None:
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages" / "library.py").write_text(LIBRARY)
-    call = "assert library.doubled(torch.ones(3)).sum() == 6" if calls else "raise ValueError"
+    uses = "assert library.doubled(torch.ones(3)).sum() == 6"
+    call = uses if calls else "raise ValueError('torch._inductor.compile_fx' in sys.modules)"
     outcome = dry_run(
         f"import sys, torch\nsys.path.append('site-packages')\nimport library\n{call}\n"
     )
@@ -159,6 +160,7 @@ def test_what_a_library_compiles_on_import_counts_where_it_is_called(
     # What a script does not reach for an error of its own, no argument would let it reach.
     assert ("nothing was put on the device" in outcome.errors) == calls
     assert outcome.answer["is_complete"] == calls
+    assert calls or outcome.answer["error"].startswith("ValueError: False")  # nothing was compiled
 
 
 def test_a_crash_of_foreign_code_is_named_with_its_line(dry_run) -> None:

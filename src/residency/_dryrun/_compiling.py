@@ -7,10 +7,11 @@ autograd then takes for a change of what it has saved.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable
-from types import FrameType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -55,14 +56,10 @@ class Compiling:
                 return compile_function(**options)  # a decorator, which comes here again
             if _is_of_torch(caller):
                 return self._unnoted(compile_function)(model, **options)
-            if not self._is_eager:
-                # Not earlier: it imports Dynamo, which takes as long as torch itself.
-                torch.compiler.set_stance("force_eager")
-                self._is_eager = True
-            make = compile_function
-            if options.get("backend") in _FUSE_NOTHING:
-                make = self._unnoted(compile_function)
-            made = make(model, **options)
+            make = functools.partial(self._make, compile_function, model, **options)
+            if _is_of_import(caller) and isinstance(model, FunctionType):
+                return _at_first_call(model, make)
+            made = make()
             self.is_used |= not _is_of_import(caller)
             return made
 
@@ -72,6 +69,15 @@ class Compiling:
             "torch.utils.checkpoint": self._watch_checkpoints,
         }
         ImportWatch(watched).start()
+
+    def _make(self, compile_function: Callable[..., object], model: Any, **options: Any) -> Any:
+        if not self._is_eager:
+            # Not earlier: it imports Dynamo, which takes as long as torch itself.
+            torch.compiler.set_stance("force_eager")
+            self._is_eager = True
+        if options.get("backend") in _FUSE_NOTHING:
+            compile_function = self._unnoted(compile_function)
+        return compile_function(model, **options)
 
     def _watch_contexts(self, module: ModuleType) -> None:
         """Notes the calls of what is compiled: its contexts have hooks for that alone."""
@@ -133,6 +139,23 @@ class Compiling:
                 own["is_unnoted"] = before
 
         return made
+
+
+def _at_first_call(
+    function: Callable[..., object], make: Callable[[], Callable[..., object]]
+) -> Callable[..., object]:
+    """Returns a function that is compiled when it is called: that imports Dynamo and Inductor,
+    which a script that imports a library may never need.
+    """
+    made: list[Callable[..., object]] = []
+
+    @around(function)
+    def called(*args: object, **options: object) -> object:
+        if not made:
+            made.append(make())
+        return made[0](*args, **options)
+
+    return called
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:

@@ -63,8 +63,8 @@ class HandOffError(ResidencyError, RuntimeError):
     """A device that could not be handed over, or parked bytes that did not fit back.
 
     Attributes:
-        is_parked: Whether something of this rank is still on the host, whole: `retry`, or
-            `residency.unpark`, brings it back.
+        is_parked: Whether objects of this rank are still parked, complete on the host: `retry`, or
+            `residency.unpark`, brings them back.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class HandOffError(ResidencyError, RuntimeError):
         self.is_parked = is_parked
 
     def retry(self) -> None:
-        """Waits for the bytes once more, and brings parked owners back; else does nothing.
+        """Waits for the bytes once more and brings parked objects back, if there are any.
 
-        With a group, all of its ranks call it, those with nothing parked too.
+        With a group, all of its ranks call it, also the ranks that have nothing parked.
 
         Raises:
-            HandOffError: They are still not free; everything is still whole on the host.
+            HandOffError: The bytes are still not free; the objects are still complete on the host.
             RefusedError: Another hand-off of the device is under way.
         """
         if self._bring_back is not None:
@@ -125,7 +125,7 @@ class QueuedWorkError(ResidencyError, RuntimeError):
 
 
 class RefusedError(ResidencyError, RuntimeError):
-    """A request that cannot be carried out exactly; whatever it named is as it was before."""
+    """A request that cannot be carried out exactly; all objects stay as they were before."""
 
 
 class SimulatorError(ResidencyError, RuntimeError):

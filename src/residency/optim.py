@@ -1,6 +1,6 @@
 """The optimizers of ``torch.optim``, made with their state on the host.
 
-For tools that take the dotted path of an optimizer's class:
+Tools that take the dotted path of an optimizer's class can use them:
 ``residency.optim.AdamW(params, lr=1e-3, bucket="64MiB")`` is
 ``residency.offload_optimizer(torch.optim.AdamW(params, lr=1e-3), bucket="64MiB")``. Each class of
 ``torch.optim`` is here under its own name, and takes the options of both.
@@ -75,10 +75,11 @@ def _made_of(base: type[Optimizer]) -> _Maker:
     made.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     made.__doc__ = f"""``torch.optim.{base.__name__}`` whose state lives on the host.
 
-    Takes the options of both it and `residency.offload_optimizer`, raises and needs as they do.
+    Takes the options of it and of `residency.offload_optimizer`. Raises the errors of both, and
+    needs their memory.
 
     Raises:
-        InvalidArgumentError: An option is one of neither.
+        InvalidArgumentError: Neither of the two has an option of this name.
     """
     return made
 

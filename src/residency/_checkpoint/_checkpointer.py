@@ -63,18 +63,18 @@ class Checkpointer:
         keep: How many of the newest saves stay, or a ``Retention`` that also keeps the best by a
             metric; None keeps all. Older ones go only when a newer one is published.
         max_in_flight: Saves that may be under way at once; each takes host memory of its own.
-        policy: The action of ``save`` at that limit: ``"wait"`` for the oldest, ``"skip"`` this
-            one, or ``"replace"`` the newest one that is not yet being written, once this one is
-            known to be possible (of several ranks, only ``"wait"``, which decides the same on all).
-        verify: ``"full"`` compares sums over all bytes on the device before and after they are
-            copied, and fails a save that other code wrote into; ``"gate"`` does so for the state
-            that an offloaded optimizer lends, and trusts that others use ``residency.mutating``.
-            ``"read"`` is ``"gate"``, and reads each save back before it is published.
+        policy: The action of ``save`` at that limit: ``"wait"`` for the oldest save, ``"skip"``
+            this one, or ``"replace"`` the newest one that is not being written yet, after a check
+            that this one is possible. Several ranks can only ``"wait"``.
+        verify: ``"full"`` compares sums over all bytes on the device before and after the copies,
+            and fails the save if other code wrote to them. ``"gate"`` checks only the state of an
+            offloaded optimizer, which a save reads without a copy, and trusts that other code uses
+            ``residency.mutating``. ``"read"`` also reads each save back before it is published.
         spare: Host bytes that the steps of an offloaded optimizer may take while a save still reads
-            its state; a step that needs more waits for the disk. None is two buckets; ``"all"`` a
-            full second set, with which no step ever waits.
-        timeout_seconds: How long a rank waits for others to make theirs, restore or write. A rank
-            that has reported a failure but may retry is given a tenth of this, at most 10 s.
+            its state; a step that needs more waits for the disk. None is two buckets; ``"all"`` is
+            a full second set: then no step waits.
+        timeout_seconds: How long a rank waits for the others to make a checkpointer, restore or
+            write. A rank that failed but may retry gets a tenth of this, at most 10 s.
 
     Raises:
         InvalidArgumentError: An argument is invalid.
@@ -83,9 +83,9 @@ class Checkpointer:
     Memory:
         Device: none; with ``verify="full"``, 8 bytes per 16 KiB and up to 32 KiB for each tensor,
         during the copies. Pinned host memory, kept until ``close``: for each save in flight, the
-        bytes of the state without those that offloaded optimizers lend (overlapping tensors:
-        their common span once), each rounded up to 512 (to 4096 above 64 KiB), plus the unused
-        rest of a power of two; and ``spare``. Host: four chunks of 4 MiB to write from.
+        bytes of the state, except state of offloaded optimizers (overlapping tensors: their common
+        span once), each rounded up to 512 (to 4096 above 64 KiB), plus the unused rest of a power
+        of two; and ``spare``. Host: four chunks of 4 MiB to write from.
     """
 
     def __init__(
@@ -185,9 +185,9 @@ class Checkpointer:
         Raises:
             InvalidArgumentError: An argument is invalid.
             RefusedError: Something in the state cannot be saved, another process writes into the
-                directory, it cannot be written to, or it or the host has no room.
-            CheckpointError, OSError: An earlier save failed. This one was not begun, and the next
-                one will be; of several ranks, in which different calls may raise, this one was.
+                directory, the directory cannot be written to, or the disk or the host has no room.
+            CheckpointError, OSError: An earlier save failed. This one was not begun; the next call
+                begins one. With several ranks it was begun: they may raise in different calls.
         """
         self._check_open("save")
         begun = time.perf_counter()
@@ -214,11 +214,11 @@ class Checkpointer:
         """Fills a state in place from a save.
 
         Tensors get the saved bytes in place; identity, ties, hooks and shards are kept. An
-        offloaded optimizer's state goes to its homes on the host; a plain one's waits on the host
-        and goes onto the device at its first use, a step or any read of ``optimizer.state``, also
-        one by ``copy.deepcopy``. If an object has a ``load_state_dict`` of its own, or hooks in
-        it, that is called when the tensors are in place. Every chunk that is read is checked. All
-        ranks restore the same save, or none does.
+        offloaded optimizer's state goes to its homes on the host. A plain optimizer's state waits
+        on the host until its first use: a step or any read of ``optimizer.state``, also by
+        ``copy.deepcopy``. Then it moves to the device. If an object has its own
+        ``load_state_dict``, or hooks on it, it is called when the tensors are in place. Every chunk
+        that is read is checked. All ranks restore the same save, or none does.
 
         Args:
             state: The state that ``save`` took, or a part of it. Mappings, lists and arrays in it
@@ -227,7 +227,7 @@ class Checkpointer:
                 one before it is restored, with a warning.
             strict: Whether names, shapes and dtypes that do not match are refused; else they are
                 left out, with a warning.
-            rng: Whether the random number generators go back, too.
+            rng: Whether the random number generators are restored, too.
             eager: Whether a plain optimizer's state goes onto the device at once; the state of a
                 class that copies or pickles itself in a way of its own always does.
             progress: Whether to draw a progress bar.
@@ -244,8 +244,8 @@ class Checkpointer:
 
         Memory:
             Device: the ring (64 MiB) at the most, and no state of an optimizer unless ``eager``, or
-            it has methods of its own. Host: the ring, and offloaded optimizers' state. Other values
-            of an object that its own method takes are on both once more until that returns.
+            it has methods of its own. Host: the ring, and offloaded optimizers' state. Other
+            values, which an object's own method loads, are on both twice until it returns.
         """
         self._check_open("restore")
         if step is not None:
@@ -259,7 +259,7 @@ class Checkpointer:
         return self._directory.steps()
 
     def wait(self) -> None:
-        """Blocks until no save is on its way, and old ones that are not kept are gone.
+        """Blocks until no save is on its way, and old saves that are not kept are removed.
 
         Raises:
             CheckpointError, OSError: A save failed, and no call has raised that yet.
@@ -272,7 +272,7 @@ class Checkpointer:
             raise_unreported(self._directory.path)
 
     def close(self) -> None:
-        """Waits for saves on their way, then gives memory and directory back; again, does nothing.
+        """Waits for pending saves, then gives memory and directory back; a second call is a no-op.
 
         Raises:
             CheckpointError, OSError: A save failed, and no call has raised that yet.

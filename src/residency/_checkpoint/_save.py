@@ -97,10 +97,10 @@ class Save:
 
         Raises:
             CheckpointError: It could not be written or published; earlier saves are as they were.
-            OSError: The system refused, such as a disk without room.
-            RefusedError: It is on its way, and the calling thread is inside of a call of its
-                checkpointer, as a signal handler may be: what is to end the wait may itself wait
-                for that call.
+            OSError: The system refused a write, for example because the disk is full.
+            RefusedError: The save is on its way, and the calling thread is inside of another call
+                of the checkpointer, as a signal handler may be: the work that ends the wait may
+                itself wait for that call.
         """
         if not self.is_done():
             refuse_inside("wait", self._owner() or self)

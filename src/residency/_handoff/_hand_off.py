@@ -37,30 +37,31 @@ def hand_off(
     peer: str | os.PathLike[str] | None = None,
     expandable_segments: bool | None = None,
 ) -> AbstractContextManager[Reclaimed]:
-    """Frees a number of bytes on the device for as long as the body runs, and proves it.
+    """Frees a number of bytes on the device while the body runs, and checks that they are free.
 
-    Tries the means of `residency.reclaim` until they suffice; then parks the listed owners as far
-    as bytes are missing. On exit, after an exception too, those owners come back, and no others.
+    Tries the means of `residency.reclaim` first. If bytes are still missing, parks as many listed
+    objects as needed. On exit, after an exception too, exactly these objects come back.
 
     Args:
-        need: Bytes, or a size such as ``"20GiB"``, that are to be free by the device's own figure.
+        need: Bytes, or a size such as ``"20GiB"``, that must be free by the device's own count.
         park: Modules and optimizers that may be moved to the host, the first ones first. An
             optimizer may be listed without its model, which then stays.
         device: The accelerator, by default the current one.
-        timeout: Seconds to wait for the other side, and on exit for the bytes; twice for ranks.
+        timeout: Seconds to wait for the other process, and on exit for the bytes; twice for ranks.
         collect: Whether garbage may be collected, if a search found that it pays.
         group: Ranks that hand over together: none enters before all have their bytes, and all
             raise if one has not. A group with a host backend is best.
         peer: A path, at which another process calls `residency.take_over` and states its bytes.
-        expandable_segments: Whether the allocator's segments grow inside; None leaves that.
+        expandable_segments: Whether the body uses expandable segments; None changes nothing.
 
     Returns:
-        A context manager; it gives the bytes that went back, by the means that freed them.
+        A context manager. It yields the bytes that went back, by the means that freed them.
 
     Raises:
-        HandOffError: The bytes cannot be reached, or the process that had the device before at
-            this path is dead and none asks in its place: everything is back. Or, on exit, they are
-            not free in time: everything is whole on the host, and ``retry()`` tries again.
+        HandOffError: The bytes cannot be freed, or the process that had the device at this path
+            before is dead and no other asks for it: all parked objects are back. Or, on exit, the
+            bytes are not free in time: the objects are complete on the host, and ``retry()`` tries
+            again.
         InvalidArgumentError: A size, a device, a path or an owner is invalid.
         RefusedError: A hand-off of the device is under way, a graph is being captured, or the
             device does not tell its free bytes. Nothing was moved.

@@ -56,12 +56,12 @@ class Reclaimed:
         draining: Freed blocks whose streams had to be waited for.
         workspaces: Workspaces of the matrix library, and segments that only they kept.
         cycles: Tensors that reference cycles kept, after a garbage collection.
-        parked: What was moved to the host, by `hand_off` only.
+        parked: The bytes that were moved to the host, by `hand_off` only.
         before: The memory before.
         after: The memory after.
         seconds: How long it took.
-        notes: What was not tried, and why.
-        errors: Tensors of functions that an error of before had left, where that was asked for.
+        notes: The means that were not tried, and why.
+        errors: Tensors of functions that an earlier error had left, if the caller asked for them.
     """
 
     cache: int
@@ -247,7 +247,7 @@ def reclaim(
     collect: bool = True,
     errors: bool = False,
 ) -> Reclaimed:
-    """Gives device memory back that this process does not use, if the figures say that it pays.
+    """Gives back device memory that this process does not use, if the figures say that it pays.
 
     Tries, in this order and only as far as `need` asks for: the allocator's whole free segments,
     blocks that wait for a stream, the matrix library's workspaces, and tensors that reference
@@ -255,14 +255,14 @@ def reclaim(
     request of `errors`.
 
     Args:
-        need: Bytes, or a size such as ``"2GiB"``, that are to be free on the device by its own
-            figure; nothing is done once they are. None gives back all that can be.
+        need: Bytes, or a size such as ``"2GiB"``, that must be free on the device by its own count.
+            The search for more stops then. None gives back as much as possible.
         device: The accelerator, by default the current one.
         collect: Whether garbage may be collected. Even then it is collected only if a search found
-            tensors that nothing but cycles keep.
-        errors: Whether to empty the functions that the last error of an interactive session left:
-            a notebook, IPython or the interpreter's prompt keeps it, and their tensors with it. Its
-            text stays, and a debugger shows no values of it any more.
+            tensors that only cycles keep.
+        errors: Whether to clear the variables of the functions that the last error of an
+            interactive session left. A notebook, IPython or the prompt keeps this error, and with
+            it their tensors. The error's text stays; a debugger no longer shows values.
 
     Returns:
         The bytes that went back to the device, by the means that freed them. Fewer than needed is

@@ -35,7 +35,7 @@ class TakenOver:
     Attributes:
         need: The bytes that it asked for.
         free: The bytes that are free on the device now, by its own figure.
-        free_before: Those that were free when it asked.
+        free_before: The bytes that were free when it asked.
         capacity: All bytes of the device.
         device: The device.
         seconds: How long it waited, for the other process to come and to make the room.
@@ -66,24 +66,24 @@ def take_over(
 ) -> AbstractContextManager[TakenOver]:
     """Asks a process that calls `residency.hand_off` for bytes, and has them while the body runs.
 
-    The body frees everything that it allocates; on exit the allocator's cache goes back to the
-    device, and the other process hears that it may take it back. Each also hears at once when the
-    other one is killed, or ends with an error, before they meet again.
+    The body must free everything that it allocates. On exit the allocator's cache goes back to the
+    device, and the other process learns that it may take the device back. If one process is killed
+    or ends with an error before the next hand-off, the other one learns it at once.
 
     Args:
         need: Bytes, or a size such as ``"20GiB"``, that the body will take.
         peer: The path at which the other process hands the device over.
         device: The accelerator, by default the current one.
-        timeout: Seconds to wait for the other process, which may not have come that far.
+        timeout: Seconds to wait for the other process, which may not be ready yet.
 
     Returns:
-        A context manager; it gives the bytes that are free on the device, by its own figure, and
-        how long it waited for them.
+        A context manager. It yields the bytes that are free on the device, by its own count, and
+        the time that it waited for them.
 
     Raises:
         HandOffError: No process hands the device over in time, the other process ended or could not
-            make the room, or a third one took it meanwhile. Or the process that handed it over
-            before at this path is dead, and none does in its place.
+            make the room, or a third process took it meanwhile. Or the process that handed the
+            device over at this path before is dead, and no other does so now.
         InvalidArgumentError: The size or the path is invalid, or there is no such accelerator.
     """
     num_bytes = parse_bytes(need, name="need")

@@ -219,7 +219,7 @@ class phase:  # noqa: N801 - used as a function, as torch.no_grad is
             names of nested phases.
 
     Raises:
-        InvalidArgumentError: The name is none, or a generator function is decorated.
+        InvalidArgumentError: The name is not valid, or the decorated function is a generator.
     """
 
     def __init__(self, name: str) -> None:

@@ -42,21 +42,20 @@ def record(
     ``run.rank0.jsonl`` for ``run.jsonl``.
 
     Args:
-        path: The file; a record that is there is replaced.
+        path: The file; an existing record is replaced.
         peaks: ``"bounds"`` leaves torch's peak register alone: a phase's peak is exact when the
             register rose in it, and marked as an upper bound otherwise. ``"exact"`` resets the
             register at every boundary, so that ``max_memory_allocated`` of the script itself then
             shows the peak since the last boundary only.
-        calls: Make phases of known calls as well: forward and backward passes, optimizer steps,
-            saves, loads, evaluation and generation of torch and of frameworks. Taken back at the
-            end of the block.
+        calls: Whether known calls become phases, too: forward and backward passes, optimizer steps,
+            saves, loads, evaluation and generation of torch and frameworks, until the block ends.
 
     Yields:
         The `Ledger`.
 
     Raises:
-        InvalidArgumentError: The path cannot be written, a file is there that is no record, or
-            ``peaks`` is invalid.
+        InvalidArgumentError: The path cannot be written, its file is not a record, or ``peaks`` is
+            invalid.
         RefusedError: Another block records this process already.
 
     Memory:

@@ -46,22 +46,22 @@ class MemoryState:
 
     Attributes:
         held: Bytes allocated to live tensors, as the allocator rounds them.
-        returnable: Whole free segments, what ``empty_cache`` gives back now; at most that where
+        returnable: Whole free segments, which ``empty_cache`` gives back now; an upper bound if
             `is_returnable_exact` is false.
-        stuck: Free bytes in segments that something else still uses; None where the allocator has
-            no segments to tell.
-        draining: Freed, but a stream that used them has not come that far; ``empty_cache`` waits.
+        stuck: Free bytes in segments that something else still uses; None if the allocator tells no
+            segments.
+        draining: Freed bytes that a stream may still use; ``empty_cache`` waits for this stream.
         pooled: Free bytes that private pools (graphs, ``MemPool``) keep for themselves.
         outside: Used on the device, but not by this process's torch allocator.
         free: Free on the device, for every process.
         capacity: All bytes of the device.
-        device: The device, or None where there is none.
+        device: The device, or None if there is none.
         peak_held: The most that live tensors have held since torch's register was last reset.
         peak_reserved: The most that the allocator has reserved since then.
         num_retries: Allocations that succeeded only after the cache had been flushed.
         num_out_of_memory: Allocations that failed.
         is_returnable_exact: Whether `returnable` is exact and not an upper bound.
-        notes: What could not be measured, and why.
+        notes: The figures that could not be measured, and why.
     """
 
     held: int
@@ -134,7 +134,7 @@ def memory_state(device: torch.device | int | str | None = None) -> MemoryState:
 
     Raises:
         InvalidArgumentError: No such accelerator is on this machine.
-        torch.AcceleratorError: The device is lost, by an index out of bounds for one.
+        torch.AcceleratorError: The device is lost, for example after an index out of bounds.
     """
     return measure(_device.resolve(device), walk_pools=True)
 

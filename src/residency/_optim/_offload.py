@@ -58,14 +58,14 @@ def offload_optimizer(
     """Moves an optimizer's state to the host; from now on a step streams it through the device.
 
     Args:
-        optimizer: Changed in place: its class becomes a subclass of ``OffloadedOptimizer`` and of
-            its own. If it is the result of accelerate's ``prepare``, the optimizer inside is
+        optimizer: Changed in place: its new class is a subclass of ``OffloadedOptimizer`` and of
+            its old class. If it is the result of accelerate's ``prepare``, the optimizer inside is
             changed; its figures are at ``wrapper.optimizer.statistics()``.
-        resident: Bytes of state that may stay on the device, taken in group order. A parameter
-            whose state grows beyond them, for any reason, streams from then on.
+        resident: Bytes of state that may stay on the device, taken in group order. If the state of
+            a parameter grows beyond this limit, it streams from then on.
         bucket: Bytes of state that move together.
         slots: Buckets that may be on the device at once; 3 lets both copies and the step overlap.
-        pin: Whether the homes are page-locked; without, copies block the host.
+        pin: Whether the host memory is page-locked; if not, copies block the host.
         master_weights: Whether bfloat16 and float16 parameters get float32 masters, which are
             stepped in their place and rounded; they are state, under the key ``master_weight``.
 
@@ -75,20 +75,20 @@ def offload_optimizer(
     Raises:
         InvalidArgumentError: It is no optimizer, a size does not parse, or there are no slots.
         RefusedError: The optimizer cannot be stepped in parts with the same bits, states share a
-            part of their bytes, the host has no room, or the device shares its memory. Nothing has
-            moved.
-        torch.OutOfMemoryError: State that is to stay resident has no room on the device, to which
-            it was not moved yet. Nothing has moved.
+            part of their bytes, or the host has no room or shares its memory with the device.
+            Nothing has moved.
+        torch.OutOfMemoryError: The device has no room for state that must stay there and is not
+            there yet. Nothing has moved.
 
     Memory:
         Device bytes of state during a step, the first included, are at most
-        ``resident + slots * max(bucket, s)``; ``s`` is the state of the largest parameter
-        that cannot be cut, each state rounded up to 512 bytes. Only the element-wise classes of
-        ``torch.optim`` cut, and only contiguous parameters; for them ``s`` is 0 with a bucket of at
-        least 64 elements. Any other class, a subclass of theirs too, moves whole parameters.
-        Pinned host bytes are the bytes of the state, each rounded up to 512, plus the unused end
-        of each slab. Masters take a float32 copy of a unit's gradients beside the slots, and 7
-        bytes for each element of the parameter that one is compared with.
+        ``resident + slots * max(bucket, s)``; ``s`` is the state of the largest parameter that
+        cannot be cut, each state rounded up to 512 bytes. Only the element-wise classes of
+        ``torch.optim`` cut, and only contiguous parameters; for these ``s`` is 0 if a bucket has 64
+        elements or more. Any other class, a subclass of these too, moves whole parameters. Pinned
+        host bytes are the bytes of the state, each rounded up to 512, plus the unused end of each
+        slab. Masters need more beside the slots: a float32 copy of a unit's gradients, and 7 bytes
+        for each element of the parameter that a master is compared with.
     """
     settings = _settings(resident, bucket, slots, pin, master_weights)
     if isinstance(optimizer, OffloadedOptimizer):
@@ -115,23 +115,23 @@ def onload_optimizer(optimizer: OptimizerT) -> OptimizerT:
 
     Args:
         optimizer: Changed in place: it gets its own class and a plain state back. If it is the
-            result of accelerate's ``prepare``, the optimizer inside does.
+            result of accelerate's ``prepare``, the optimizer inside is changed.
 
     Returns:
         The same object.
 
     Raises:
         InvalidArgumentError: It is no optimizer.
-        RefusedError: The optimizer is not offloaded, or has master weights; something that no LR
-            scheduler of torch made sits on its ``step``; its parameters are on several devices.
+        RefusedError: The optimizer is not offloaded, or has master weights; code other than torch's
+            LR schedulers has wrapped its ``step``; or its parameters are on several devices.
             Nothing has changed.
         torch.OutOfMemoryError: The device has no room for the whole state. The optimizer is
             offloaded as before.
 
     Memory:
         The device holds the whole state again. Pinned memory stays for homes that the caller still
-        refers to. Up to 64 MiB of the rest stay in torch's cache of such memory, for the next
-        caller that pins some; more than that goes back to the system, with others' cached memory.
+        refers to. Of the rest, torch's cache keeps up to 64 MiB for the next caller that pins
+        memory. If there is more, it goes back to the system, with the rest of this cache.
     """
     offload = record_of(optimizer)
     if offload is None:

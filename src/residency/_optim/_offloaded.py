@@ -44,9 +44,9 @@ class OffloadedOptimizer(Optimizer):
 
     Memory:
         Device bytes of state during a step are at most ``resident + slots * slot_bytes``.
-        ``slot_bytes`` is the bucket, or the state of the largest parameter, if that is more and
-        the optimizer is not element-wise or the parameter not contiguous. Between steps only the
-        resident ones are there. The first step, which makes the state, keeps to the same bound.
+        ``slot_bytes`` is the bucket, or the state of the largest parameter, if that is more and the
+        optimizer is not element-wise or the parameter not contiguous. Between steps only resident
+        state is there. The first step, which makes the state, keeps to the same bound.
     """
 
     def __init__(self, *_: object, **__: object) -> None:
@@ -60,9 +60,9 @@ class OffloadedOptimizer(Optimizer):
         """Takes one step, bit for bit the step of the optimizer's own class.
 
         Args:
-            args: The arguments of the class's own step. One may be a closure (a function to be
-                called with nothing), which is evaluated once, first, with gradients enabled; the
-                parts of the step get the others, and its result.
+            args: The arguments of the class's own step. One may be a closure (a function without
+                arguments). It is evaluated once, first, with gradients enabled; the parts of the
+                step get its result and the other arguments.
             kwargs: The same by name.
 
         Returns:
@@ -70,30 +70,30 @@ class OffloadedOptimizer(Optimizer):
 
         Raises:
             TypeError: The class's own step does not take these arguments.
-            RefusedError: An argument is no number, text or scalar tensor, or with it a step couples
-                its parameters, or evaluates its closure more than once. Or a state was put over
+            RefusedError: An argument is no number, text or scalar tensor, or makes the step couple
+                its parameters or evaluate its closure more than once. Or a state was pointed to
                 other memory, two parameters have one mapping as their state, a gradient is sparse,
-                the parameters are on several devices, one has another shape or dtype than its state
-                was made for, a group was made ``capturable`` or ``differentiable``, or the host has
-                no room for the state that this step makes. Nothing was stepped, and a step after
-                the cause is gone continues exactly. Only for a class whose first step could not be
-                foreseen (its own code fails on meta and on small host tensors), the last may come
-                midway.
-            torch.OutOfMemoryError: The device has no room for the slots, then nothing was stepped;
-                or none for the step's own allocations. Then, as in torch's own step, some
+                the parameters are on several devices, a parameter has another shape or dtype than
+                its state was made for, a group was made ``capturable`` or ``differentiable``, or
+                the host has no room for the state that this step makes. Nothing was stepped; remove
+                the cause, and the next step continues exactly. One exception: if the first step of
+                a class cannot be foreseen (its code fails on meta and on small host tensors), the
+                host may run out of room midway.
+            torch.OutOfMemoryError: The device has no room for the slots; then nothing was stepped.
+                Or it has no room for the step's own allocations; then, as in torch's own step, some
                 parameters have been stepped and others not; group values and attributes are as
                 before.
             ResidencyError: The step turned out to couple its parameters, to change a tensor that
                 its parts share, or to make a state of a tensor that has another use, too, such as
                 a gradient. Some parameters have been stepped.
 
-        Whatever exception ends a step midway, each parameter is either fully updated, with its
-        state, or unchanged; one processed in cuts may be updated up to some element. Only the
-        parameters that the optimizer's own code was changing when it failed may be in between, and
-        their streamed state is unchanged. A note on the exception counts both kinds;
+        If an exception ends a step midway, each parameter is either fully updated, with its state,
+        or unchanged; a parameter that is stepped in cuts may be updated up to some element. Only
+        the parameters that the optimizer's own code was changing when it failed may be in between,
+        and their streamed state is unchanged. A note on the exception counts both kinds;
         ``error.stepped_parameters`` and ``error.parameters_in_part`` list them. Another call steps
-        every parameter with a gradient: after ``grad = None`` for the parameters that were stepped,
-        it does the rest of the same step, bit for bit.
+        every parameter with a gradient: set ``grad = None`` for the parameters that were stepped,
+        and it does the rest of the same step, bit for bit.
         """
         offload = offload_of(self)
         try:
@@ -174,12 +174,12 @@ class OffloadedOptimizer(Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state as torch shapes it, after the host has waited for copies home.
+        """Returns the state in torch's format, after the host has waited for the copies to it.
 
         Memory:
             No copy: the tensors are the live state, as torch's are, and the next step writes into
-            them. For ``get_optimizer_state_dict`` with ``cpu_offload=True`` host copies of it all,
-            as without an offload.
+            them. ``get_optimizer_state_dict`` with ``cpu_offload=True`` makes host copies of it, as
+            without an offload.
         """
         is_copied = _is_asked_for_copies()
         saved = super().state_dict()
@@ -206,7 +206,7 @@ class OffloadedOptimizer(Optimizer):
 
     @inference_mode_off()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict into the homes; nothing that is not resident touches the device.
+        """Loads a state dict into the homes; only resident state goes onto the device.
 
         Saved dtypes are kept: torch casts floating states to the parameter's dtype, which would
         make float32 moments of bfloat16 parameters bfloat16. Each entry gets bytes of its own.

@@ -39,33 +39,33 @@ def park(
 ) -> int:
     """Moves a module's parameters, buffers and gradients to the host, in place.
 
-    ``unpark`` must be called with the object that was given here: a part of a parked module cannot
-    be unparked by itself, while a part that was parked first comes back by itself.
+    Call ``unpark`` with the same object. A part of a parked module cannot be unparked alone. A part
+    that was parked before its module must be unparked by a call of its own.
 
-    Parameters stay the same objects, with their hooks, and keys of optimizers; tensors that share a
-    storage share it on the host too. The host waits until the bytes are there, so every thread and
+    Parameters stay the same objects, with their hooks, and keys of optimizers. Tensors that share a
+    storage share it on the host. The host waits until the bytes are there, so every thread and
     stream may read them. An owner that is parked already stays as it is. If other code holds the
-    same storage (a state dict that is kept, a flat buffer in a variable), that storage stays on the
-    device, with a warning, because its bytes would not be freed and the tie would be cut.
+    same storage (a state dict, a flat buffer), it stays on the device, with a warning: its bytes
+    would not be freed, and the tie would be cut.
 
     Args:
         module: A module, FSDP2 and DDP too, or an optimizer, whose state is moved.
         need: Park only so many device bytes, as whole storages: bytes, or a string such as
-            ``"2GiB"``. None parks everything, and so does a number that takes all bytes there are:
-            tensors without elements go then, too.
+            ``"2GiB"``. None parks everything, empty tensors too; so does a number that needs all
+            bytes.
         gradients: ``"move"`` them with the rest, or ``"drop"`` them, as
             ``zero_grad(set_to_none=True)`` does.
         pin: Whether the host memory is page-locked.
 
     Returns:
-        The device bytes that were freed, as the allocator rounds them. Bytes that a save in flight
-        reads follow when it has seen its copies done.
+        The device bytes that were freed, as the allocator rounds them. If a save in flight still
+        reads some bytes, they are freed when it has seen that its copies are done.
 
     Raises:
         InvalidArgumentError: An argument is invalid.
-        RefusedError: It is on the host, or was parked with another owner, is on several devices,
-            has a tensor that cannot be moved, the host has no room, or the device shares its
-            memory. Nothing moved.
+        RefusedError: The module is on the host, was parked with another object, is on several
+            devices or has a tensor that cannot be moved; or the host has no room, or shares its
+            memory with the device. Nothing moved.
 
     Memory:
         Device: no more than before. Host: the bytes of the storages, each rounded up to 512,
@@ -94,16 +94,16 @@ def unpark(module: Owner) -> int:
     """Brings back to the device the tensors that ``park`` moved for this owner, and no others.
 
     Args:
-        module: The very object that was given to ``park``. A part of it, or a module that contains
-            it, brings nothing back but the tensors that were parked with that object itself.
+        module: The very object that was given to ``park``. With a part of it, or a module that
+            contains it, only tensors that were parked with that part or module come back.
 
     Returns:
         The device bytes that it takes, as the allocator rounds them; 0 if it has nothing parked.
 
     Raises:
         InvalidArgumentError: It is neither a module nor an optimizer.
-        torch.OutOfMemoryError: The device has no room. The rest is whole on the host, and a call
-            after room was made works.
+        torch.OutOfMemoryError: The device has no room. The rest is whole on the host; make room and
+            call again.
 
     Memory:
         Device: the bytes that were freed. Host: no more than was in use; the slabs stay with the

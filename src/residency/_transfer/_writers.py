@@ -60,17 +60,17 @@ def mutating(*tensors: Tensor) -> Iterator[None]:
     """Names tensors that the body writes without an optimizer's step: a moving average, a kernel of
     one's own, the replay of a captured graph, ``load_state_dict``.
 
-    A snapshot reads a tensor on a stream of its own while training goes on. Code in this body
-    comes after such reads: the current stream waits for them, and the host does not, except for
-    state of an offloaded optimizer, which a save borrows. A snapshot or a save that the body itself
-    makes is not covered: begin another block after it.
+    A snapshot reads a tensor on a stream of its own while training goes on. Code in this body runs
+    after such reads: the current stream waits for them. The host does not wait, except for state of
+    an offloaded optimizer that a save reads. A snapshot or a save that the body itself makes is not
+    covered: begin another block after it.
 
     Args:
         tensors: Parameters, buffers or states that the body writes, each by itself.
 
     Raises:
         InvalidArgumentError: One of them is no tensor.
-        RefusedError: A snapshot has borrowed one of them: assign to the state instead.
+        RefusedError: A snapshot keeps the bytes of one of them: assign to the state instead.
     """
     for each in tensors:
         if not isinstance(each, Tensor):

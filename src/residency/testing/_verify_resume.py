@@ -37,7 +37,7 @@ class ResumeProof:
     Attributes:
         num_tensors: How many tensors were equal, bit for bit, states of generators among them.
         num_values: How many other values were equal.
-        digest: Of all of them; the same for two runs that end at the same bits.
+        digest: A digest of all values; the same for two runs that end at the same bits.
     """
 
     num_tensors: int
@@ -60,8 +60,8 @@ def verify_resume(
 
     Args:
         make_run: Called twice. Returns the state, as ``Checkpointer.save`` takes it, and a function
-            that takes one step; it is called with the step's number, from 0. It must not seed the
-            random generators in a step, or a resume that forgets them goes unseen.
+            that takes one step; it is called with the step's number, from 0. The step must not seed
+            the random generators, or a resume that forgets them goes unseen.
         steps: How many steps an uninterrupted run takes.
         save_after: After how many of them it saves; half of them if None.
         directory: The directory of the save; a temporary one if None.

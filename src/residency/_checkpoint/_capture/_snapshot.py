@@ -32,10 +32,10 @@ class Snapshot:
         """Blocks the host until the copies are complete; returns the snapshot.
 
         Raises:
-            CheckpointError: With ``verify="full"``, something was written while it was copied by
-                code that passes no gate.
-            RefusedError: The host has no room for a copy of an offloaded optimizer's state, which
-                others have borrowed, too.
+            CheckpointError: With ``verify="full"``, code outside of ``residency.mutating`` wrote to
+                a tensor during its copy.
+            RefusedError: The host has no room for a copy of an offloaded optimizer's state that
+                another save or snapshot reads, too.
         """
         if not self._is_complete:
             spans = {id(held.block): held.final() for held in self._capture.held}
@@ -88,37 +88,36 @@ def tree_of(captured: Capture, spans: Mapping[int, Tensor]) -> Any:
 def snapshot(tree: object, *, verify: str = "gate", pin: bool = True) -> Snapshot:
     """Copies a state tree to the host as it is now, without stopping training.
 
-    Returns when the copies are queued. Training may go on at once: the current stream waits for
-    the copies of buffers; the next optimizer step waits, on the device, for the copies of its own
-    parameters and states; the host waits for nothing. Code that writes in other ways says so
-    with ``residency.mutating``.
+    Returns when the copies are queued. Training may go on at once: the current stream waits for the
+    copies of buffers; the next optimizer step waits, on the device, for the copies of its own
+    parameters and states; the host does not wait. Code that writes in other ways must use
+    ``residency.mutating``.
 
     Args:
         tree: Modules, optimizers, LR schedulers, ``GradScaler``, whatever has ``state_dict`` and
             ``load_state_dict``, tensors, arrays, plain values, and containers of all these.
         verify: ``"full"`` compares sums over all bytes of device tensors before and after the
-            copies, and so finds writers that pass no gate; ``"gate"`` trusts that all do.
-        pin: Whether copies from a device go to page-locked memory; without, they block the host.
+            copies, and so finds writes outside of ``residency.mutating``; ``"gate"`` does not.
+        pin: Whether copies from a device go to page-locked memory; if not, they block the host.
 
     Returns:
         The snapshot; its tensors are yours, and keep their memory as long as they live.
 
     Raises:
         InvalidArgumentError: ``verify`` is neither.
-        RefusedError: Something in the tree has no place in a snapshot, by its name, or the host has
-            no room.
+        RefusedError: Something in the tree, which the message names, cannot be in it; or the host
+            has no room.
 
     Memory:
         Device: none; with ``verify="full"``, 8 bytes per 16 KiB and up to 32 KiB for each tensor.
         Host: the bytes of the tree (overlapping tensors: their common span once), each rounded up
-        to 512, plus the unused end of each slab. Of an offloaded optimizer there is a second set
-        of homes: its next step moves there, and the snapshot has the first; if ``wait`` or ``tree``
-        comes before a step, the host copies the state there for the snapshot.
-        The first call of its size page-locks all that, for which the host waits: seconds for
-        gigabytes on CUDA. Torch keeps the memory once the snapshot is dropped, and the next one of
-        the same sizes takes it from there. ``torch.accelerator.empty_host_cache()`` (torch 2.12 and
-        later) gives it back to the system; so does any call of this library that finds too little
-        host memory.
+        to 512, plus the unused end of each slab. An offloaded optimizer gets a second set of homes:
+        its next step moves there, and the snapshot keeps the first set. If ``wait`` or ``tree``
+        comes before a step, the host copies the state there for the snapshot. The first call of a
+        size page-locks this memory, and the host waits for that: seconds for gigabytes on CUDA.
+        Torch keeps the memory after the snapshot is deleted, and the next snapshot of the same
+        sizes uses it. ``torch.accelerator.empty_host_cache()`` (torch 2.12 and later) gives it back
+        to the system; so does any call of this library that finds too little host memory.
     """
     is_verified = check_verify(verify)
     arena = SlabArena(pin=pin)

@@ -13,8 +13,8 @@ class Retention:
     """The rule by which saves stay; the newest one always does.
 
     Attributes:
-        newest: How many of the newest stay; None for all, or, with ``best``, for one.
-        best: How many stay for their metric, besides.
+        newest: How many of the newest stay. None keeps all; with ``best``, None keeps one.
+        best: How many more stay because their metric is best.
         metric: The metric's name. A save that lacks it, or has NaN, never counts as one of the
             best.
         greatest: Whether a greater metric is a better one.

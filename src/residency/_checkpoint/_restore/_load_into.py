@@ -47,12 +47,12 @@ def load_into(
     buffers of another size), its ``load_state_dict`` is called once the tensors are in place.
 
     Args:
-        module: On a device or the host, sharded or not.
+        module: The module, on a device or the host, sharded or not.
         path: A save of this library under any name, a directory of such saves, whose newest is
             taken, a directory of ``torch.distributed.checkpoint``, a safetensors file or directory,
             or a file of ``torch.save``.
         name: The name of the module's weights in it, such as ``"ema"`` or ``"state_dict.model"``.
-            Without it they are at the top, or below the one name under which they fit.
+            Without a name, the weights are at the top, or below the one name under which they fit.
         strict: Whether missing and unexpected names and other shapes and dtypes are refused; else
             they are left out, with a warning.
         staging: The bytes of the ring through which a device is filled.
@@ -62,8 +62,8 @@ def load_into(
 
     Raises:
         InvalidArgumentError: ``staging`` is no size.
-        RefusedError: The checkpoint does not fit, has several sets of weights that do, or cannot be
-            read safely. Nothing was changed.
+        RefusedError: The checkpoint does not fit, has several sets of weights that fit, or cannot
+            be read safely. Nothing was changed.
         CorruptSaveError: The files are damaged. Some tensors may have been filled.
         CheckpointError: A file cannot be read.
 

@@ -52,9 +52,9 @@ class Holder:
         path: The Python name that leads to it: ``train() local 'state_dict' ['model']['w']``.
         kind: ``"parameter"``, ``"buffer"``, ``"gradient"``, ``"optimizer state"``, ``"tensor"``,
             ``"autograd"`` (an operation saved it for the backward pass) or ``"c++"``.
-        others: Further paths that keep it, the first few; of C++'s, at most what its blocks are.
-        shape: Of one of the tensors that share the storage; None where none is known.
-        dtype: That tensor's, as ``"float32"``.
+        others: The first few other paths that keep it; for C++, at most a note on its blocks.
+        shape: The shape of one tensor in the storage; None if no tensor is known.
+        dtype: The dtype of this tensor, such as ``"float32"``.
         num_tensors: How many tensors that Python knows share the storage.
         root: The path of the whole that it is a part of: its module, its optimizer, or the tensor
             whose graph keeps it. None for a tensor that stands alone.
@@ -100,8 +100,8 @@ def holders(
         device: The accelerator, by default the current one.
 
     Returns:
-        A holder for each storage, and one for the allocator's other bytes, to which no Python
-        object leads, if they are that large. Nothing if there is no device, which is logged once.
+        A holder for each storage, and one for the other allocated bytes, to which no Python object
+        leads, if they are ``min_bytes`` or more. Nothing without a device, which is logged once.
 
     Raises:
         InvalidArgumentError: The size does not parse, or there is no such accelerator.

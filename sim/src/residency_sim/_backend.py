@@ -113,7 +113,7 @@ def register(devices: int) -> None:
     extension.register(str(Path(torch.__file__).parent), RaceError)
     _state["core"] = extension
     if is_cuda:
-        _face.register(extension, lambda: DeviceProperties.model)
+        _face.register(extension, lambda: DeviceProperties.model, is_dry)
     else:
         _register_sim(extension)
         compat.teach_packages()

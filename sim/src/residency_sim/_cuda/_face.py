@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from residency._errors import SimulatorError
 from residency_sim import _allocator
-from residency_sim._cuda import _bindings, _graphs, _tensor_types, _types
+from residency_sim._cuda import _bindings, _graphs, _kernels, _tensor_types, _types
 from residency_sim._gpus import Gpu
 
 NAME = "cuda"
@@ -45,16 +45,17 @@ def check_free() -> None:
         )
 
 
-def register(core: Any, model: Callable[[], Gpu]) -> None:
+def register(core: Any, model: Callable[[], Gpu], is_dry: Callable[[], bool]) -> None:
     """Gives torch the Python side of the device; the compiled one is registered already.
 
     Args:
         core: The compiled module.
         model: Says which GPU the device stands for.
+        is_dry: Says whether kernels run for their shapes only.
     """
     _types.install(core, model)
     _tensor_types.install()
-    names = _bindings.bindings(core)
+    names = _bindings.bindings(core) | _kernels.bindings(is_dry)
     torch._C.__dict__.update(names, _has_cuda=True)
     # What these modules took from torch._C when they were imported.
     torch.cuda.__dict__.update(
@@ -64,6 +65,7 @@ def register(core: Any, model: Callable[[], Gpu]) -> None:
         _device_count_nvml=core.num_devices,  # which leaves a process able to fork
     )
     _graphs.install(core)
+    _kernels.keep_from_fusing()
     if torch.version.cuda is None:
         torch.version.__dict__["cuda"] = _CUDA_VERSION
     pools = _allocator.functions(core)

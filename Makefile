@@ -146,8 +146,8 @@ bench-checkpoint: $(STAMP)
 
 # For a machine with a GPU: probes, the tests on it, benchmarks and the demo, and one dated report.
 # Uses an interpreter that has torch with CUDA and what CONTRIBUTING.md names. A part or several, of
-# probe, optimizers, saves, memory, stacks, benchmarks, record, demo, or of tests and figures, which
-# are all of the first and the rest: make gpu PARTS="probe optimizers"
+# probe, optimizers, saves, memory, stacks, benchmarks, record, demo, atlas, or of tests and figures,
+# which are all of the first and the rest but atlas: make gpu PARTS="probe optimizers"
 gpu:
 	PYTHONPATH=$(SOURCES) $(GPU_PYTHON) -m benchmarks.gpu $(PARTS)
 

@@ -3,9 +3,9 @@ report.
 
 ``python -m benchmarks.gpu`` does all; ``python -m benchmarks.gpu probe optimizers`` the parts that
 are named, so that each fits where time is short. ``tests`` are all parts of tests, ``figures`` the
-rest: each of the two is over in six minutes, with what it has by then. A command at the end of its
-time is interrupted, and shows what it has. Each is a process of its own: an error that stays with a
-CUDA context ends with it. The report is
+rest but ``atlas``: each of the two is over in six minutes, with what it has by then. A command at
+the end of its time is interrupted, and shows what it has. Each is a process of its own: an error
+that stays with a CUDA context ends with it. The report is
 ``reports/YYYY-MM-DD_<hardware>_gpu[_parts].md``, written anew after each command.
 
 ``RESIDENCY_TEST_DEVICE=sim-as-cuda`` takes the simulated accelerator in CUDA's place, with the
@@ -73,8 +73,12 @@ _DEMO = {
     "best-adapter": "peft",
     "evaluation": "transformers",
 }
-_PARTS = ("benchmarks", "probe", *_TESTS, "record", "demo")
+_PARTS = ("benchmarks", "probe", *_TESTS, "record", "demo", "atlas")
 _GROUPS = {"tests": tuple(_TESTS), "figures": ("benchmarks", "probe", "record", "demo")}
+# Its rows are on disk as they come; those of convolutions that are refused a workspace, each of
+# which starts two processes, come last.
+_ATLAS = (("attention", "shapes", "known", "convolutions"), ("opinfo",), ("refused",))
+_ATLAS_OF_A_PROCESSOR = (("opinfo:0/300",),)
 _SECONDS_OF_A_GROUP = 330  # leaves half a minute of six minutes for the last command to end
 _MOST_SECONDS = 120  # of its commands; the tests beside one another took 90 on an H200
 _MOST_SECONDS_OF_A_PART = 1800  # that was asked for by its own name
@@ -159,6 +163,10 @@ def _commands(part: str) -> Iterable[Sequence[str]]:
             folder = str(report_path("allocations", "", _hardware()))
             small = ["--small"] * _IS_SIMULATED
             yield ("-m", "benchmarks.record_allocations", folder, *small)
+    elif part == "atlas":
+        for names in _ATLAS_OF_A_PROCESSOR if _IS_SIMULATED else _ATLAS:
+            path = report_path(f"atlas_{names[-1].partition(':')[0]}", ".jsonl", _hardware())
+            yield ("-m", "benchmarks.atlas", "rows", *names, "--to", str(path))
     elif part == "demo":
         yield from (
             ("-m", "residency", "demo", "--case", case) for case in _DEMO if _can_show(case)

@@ -24,7 +24,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def test_every_folder_and_file_that_it_names_is_there(gpu: Any) -> None:
     names = [name for part in gpu._TESTS.values() for name in part]
     assert all((ROOT / name.removeprefix("--ignore=")).exists() for name in names), names
-    for part in ("benchmarks", "probe", "record"):
+    for part in ("benchmarks", "probe", "record", "atlas"):
         for _, module, *_ in gpu._commands(part):
             assert importlib.util.find_spec(module) is not None
 

@@ -1,10 +1,11 @@
-"""Makes the rows of the atlas, and compares those of two runs.
+"""Makes the rows of the atlas, compares those of two runs, and lists what is held of each kind.
 
-``python -m benchmarks.atlas rows [PART ...] [--to FILE]`` makes rows on a card, two minutes for
-all, and as a dry run under ``residency dry-run --device h100 --steps 0 --``. The parts are those of
-``PARTS``, ``opinfo:3/10`` a tenth of the operators. ``--no-order`` lists no large requests.
+``python -m benchmarks.atlas rows [PART ...] [--to FILE]`` makes rows on a card, in minutes, and as
+a dry run under ``residency dry-run --device h100 --steps 0 --``. The parts are those of ``PARTS``;
+``opinfo:3/10`` is a tenth of the operators.
 ``python -m benchmarks.atlas compare CARD DRY [--kind KIND]`` prints a table by kind, or the rows of
 one kind that differ.
+``python -m benchmarks.atlas hold DRY [DRY_OF_ANOTHER_TORCH]`` writes ``kinds.txt`` anew.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from benchmarks.atlas import attention, compare, convolutions, known, opinfo, shapes
-from benchmarks.atlas.rows import Atlas
+import torch
+
+from benchmarks.atlas import attention, compare, convolutions, kinds, known, opinfo, shapes
+from benchmarks.atlas.rows import DEVICE, Atlas
+from benchmarks.device import find_device
+from residency import sim
 
 PARTS: MappingProxyType[str, Callable[[Atlas], None]] = MappingProxyType(
     {
@@ -32,6 +37,7 @@ PARTS: MappingProxyType[str, Callable[[Atlas], None]] = MappingProxyType(
         "opinfo": opinfo.opinfo,
     }
 )
+_EXIT_NOTHING = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,24 +49,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines = compare.differences(a, b, wanted) if wanted else compare.table(a, b, options.all)
         print("\n".join(lines))
         return 0
+    if options.command == "hold":
+        return _hold(options.dry, options.other)
+    if find_device("8GiB", schedule="eager").type != DEVICE:
+        print("torch finds no CUDA: run it on a card, or as a dry run", file=sys.stderr)
+        return _EXIT_NOTHING
     warnings.simplefilter("ignore")  # what samples warn of is no row
+    if options.command == "refuse":
+        convolutions.refuse(Atlas(sys.stdout), options.case, options.spaces)
+        return 0
     with contextlib.ExitStack() as stack:
-        is_alone = options.command == "refuse"
-        path = None if is_alone else options.to
+        path = options.to
         file = stack.enter_context(path.open("w", encoding="utf-8")) if path else sys.stdout
-        atlas = Atlas(file, are_large_listed=not options.no_order)
-        if is_alone:
-            convolutions.refuse(atlas, options.case, options.spaces)
-            return 0
         print(json.dumps({"about": _about()}), file=file, flush=True)
         for name in options.parts or PARTS:
             part, _, fraction = name.partition(":")
             if fraction:
-                number, num_parts = map(int, fraction.split("/"))
-                opinfo.opinfo(atlas, number, num_parts)
+                opinfo.opinfo(Atlas(file), *map(int, fraction.split("/")))
             else:
-                PARTS[part](atlas)
+                PARTS[part](Atlas(file))
+    if path:
+        print(f"{len(compare.load(path))} rows: {path}")
     return 0
+
+
+def _hold(dry: Path, other: Path | None) -> int:
+    """Writes the list of kinds anew; returns 1 where a kind lacks its reason."""
+    rows = compare.load(other) if other else None
+    version = compare.about(dry).get("torch", "")
+    missing = kinds.update(compare.load(kinds.CARD), compare.load(dry), version, rows)
+    print("\n".join(f"{kind}: write its reason into {kinds.LIST.name}" for kind in missing))
+    return 1 if missing else 0
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -72,13 +91,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     alone = commands.add_parser("refuse", help="print the row of one convolution, in this process")
     alone.add_argument("case", type=int)
     alone.add_argument("spaces", nargs="*", type=int, help="workspaces of two passes, in bytes")
-    for made in (rows, alone):
-        made.add_argument("--no-order", action="store_true", help="do not list large requests")
     held = commands.add_parser("compare", help="print a table by kind")
     held.add_argument("a", type=Path)
     held.add_argument("b", type=Path)
     held.add_argument("--kind", help="print the rows of this kind that differ")
     held.add_argument("--all", action="store_true", help="kinds, too, of which no row differs")
+    listed = commands.add_parser("hold", help="write anew what is held of each kind")
+    listed.add_argument("dry", type=Path, help="rows of a dry run with the card's torch")
+    listed.add_argument("other", type=Path, nargs="?", help="rows with another torch")
     return parser.parse_args(arguments)
 
 
@@ -90,11 +110,7 @@ def _part(name: str) -> str:
 
 
 def _about() -> dict[str, str]:
-    """Returns what the rows were made with."""
-    import torch
-
-    from residency import sim
-
+    """Returns what the rows are made with."""
     return {
         "card": ("simulated " if sim.is_enabled() else "") + torch.cuda.get_device_name(),
         "torch": torch.__version__,

@@ -92,12 +92,18 @@ def _attend(
     grouped: bool | None,
     options: dict[str, Any],
 ) -> Callable[[], Tensor]:
+    query, key, value = inputs
+
+    def lain(part: Tensor) -> Tensor:
+        return part.transpose(1, 2) if behind else part
+
     def run() -> Tensor:
-        q, k, v = (part.transpose(1, 2) if behind else part for part in inputs)
+        # The order in which the views are made is that of the backward pass.
+        k, v = lain(key), lain(value)
         if grouped is False:
             k, v = k.repeat_interleave(num_repeats, 1), v.repeat_interleave(num_repeats, 1)
         more = {"enable_gqa": True} if grouped else {}
-        return functional.scaled_dot_product_attention(q, k, v, **options, **more)
+        return functional.scaled_dot_product_attention(lain(query), k, v, **options, **more)
 
     return run
 
@@ -105,10 +111,13 @@ def _attend(
 def _with_kernel(
     kernel: str, inputs: tuple[Tensor, ...], num_repeats: int, options: dict[str, Any]
 ) -> Callable[[], Tensor]:
+    query, key, value = inputs
+
     def run() -> Tensor:
         with sdpa_kernel([getattr(SDPBackend, kernel)]):
-            q, k, v = (part.transpose(1, 2) for part in inputs)
-            k, v = k.repeat_interleave(num_repeats, 1), v.repeat_interleave(num_repeats, 1)
+            k = key.transpose(1, 2).repeat_interleave(num_repeats, 1)
+            v = value.transpose(1, 2).repeat_interleave(num_repeats, 1)
+            q = query.transpose(1, 2)
             return functional.scaled_dot_product_attention(q, k, v, **options)
 
     return run

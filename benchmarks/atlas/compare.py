@@ -41,6 +41,13 @@ def load(path: Path) -> dict[str, Row]:
         return by_case(json.loads(line) for line in file if line.startswith('{"op"'))
 
 
+def about(path: Path) -> dict[str, str]:
+    """Returns what the rows of a file were made with: card, torch, date."""
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+        told = [line for line in file if line.startswith('{"about"')]
+    return dict(json.loads(told[0])["about"]) if told else {}
+
+
 def by_case(rows: Iterable[Row]) -> dict[str, Row]:
     """Returns rows by what names their case."""
     return {case_of(row): row for row in rows}
@@ -61,7 +68,12 @@ def group_of(row: Row) -> str:
 
 def kind_of(row: Row) -> str:
     """Returns the kind of a row: all whose requests follow one rule of the source."""
-    return f"{group_of(row)}/{row['op']}"
+    words = [row["op"], "channels_last" if row.get("channels_last") else None]
+    if row["op"] == "sdpa":
+        words = ["fp32" if row["dtype"] == "fp32" else "half", row.get("backend")]
+        words += ["grouped" if row["gqa"] else None]
+        words += ["dropout" if row["mask"] == "dropout" else None]
+    return f"{group_of(row)}/{' '.join(filter(None, words))}"
 
 
 def likeness(a: Row, b: Row) -> Likeness:

@@ -60,6 +60,10 @@ CASES = [
     *(Case(dims, 4, *shape, 0) for dims, *shape in _SOUND_AND_VOLUMES),
 ]
 _OF_SWITCHES = CASES[12:26]
+# Those whose input and result, converted to channels_last, are a workspace of 60 MiB and more.
+_OF_SPACE = [Case(2, 64, *_RESNET[i], 1, 0) for i in (0, 2, 5)] + [
+    Case(2, 16, *_DIFFUSION[i], 1, 0) for i in (0, 1, 2, 8)
+]
 _LARGEST_SEGMENT = 20 << 20  # of requests of less than 10 MiB, which then share it
 _LEAST_WORKSPACE = 3 * _LARGEST_SEGMENT  # half of it then holds what shares a segment
 
@@ -95,7 +99,7 @@ def refused(atlas: Atlas) -> None:
     workspace, and needs none.
     """
     for number, case in enumerate(CASES):
-        if case.dims != 2 or case.groups > 1 or case.transposed or case.n not in (16, 64):
+        if case not in _OF_SPACE:
             continue
         if sim.is_enabled():
             refuse(atlas, number, ())

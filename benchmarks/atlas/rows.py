@@ -39,11 +39,9 @@ class Atlas:
 
     Attributes:
         file: Gets a line for each.
-        are_large_listed: Whether large requests are listed in their order.
     """
 
     file: TextIO
-    are_large_listed: bool = True
     _start: tuple[int, ...] = field(default=(), init=False)
 
     def row(
@@ -86,21 +84,18 @@ class Atlas:
         """Begins a pass."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        if self.are_large_listed:
-            # A private name: nothing public lists requests in their order.
-            torch.cuda.memory._record_memory_history("all", context=None, max_entries=_MOST_EVENTS)
+        # A private name: nothing public lists requests in their order.
+        torch.cuda.memory._record_memory_history("all", context=None, max_entries=_MOST_EVENTS)
         self._start = _stats()
 
     def stop(self) -> Figures:
         """Returns the figures of the pass that ends here."""
         requests, asked, current, _ = self._start
         end = _stats()
-        figures: Figures = [end[0] - requests, end[1] - asked, end[3] - current, end[2] - current]
-        if self.are_large_listed:
-            events = torch.cuda.memory._snapshot()["device_traces"][0]
-            torch.cuda.memory._record_memory_history(None)
-            figures.append(list(_large(events))[:_MOST_LARGE])
-        return figures
+        figures = [end[0] - requests, end[1] - asked, end[3] - current, end[2] - current]
+        events = torch.cuda.memory._snapshot()["device_traces"][0]
+        torch.cuda.memory._record_memory_history(None)
+        return [*figures, list(_large(events))[:_MOST_LARGE]]
 
     def _measure(
         self,

@@ -151,8 +151,9 @@ def _reductions(x: Tensor) -> dict[str, Callable[[], object]]:
 
 def _losses(x: Tensor) -> dict[str, Callable[[], object]]:
     def divergence() -> Tensor:
-        wanted = functional.softmax(x.detach(), -1)
-        return functional.kl_div(functional.log_softmax(x, -1), wanted, reduction="batchmean")
+        return functional.kl_div(
+            functional.log_softmax(x, -1), functional.softmax(x.detach(), -1), reduction="batchmean"
+        )
 
     bce = functional.binary_cross_entropy_with_logits
     return {

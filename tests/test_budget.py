@@ -20,6 +20,7 @@ _SLACK_LINES = 150  # below its budget a part may be by so many
 BUDGET_LINES = {"library": 43_680, "dry run and demo": 13_105, "simulator": 14_946}
 RAISES: list[tuple[str, int, str]] = [  # the part, lines, what they buy
     ("dry run and demo", 23, "what a library compiles on import waits for its first call"),
+    ("dry run and demo", 1, "a backward pass may ask for values in a thread that has no frame"),
     ("simulator", 79, "kernels and libraries that torch asks CUDA for beside its dispatcher"),
 ]
 GOAL_LINES = 61_000  # of all three

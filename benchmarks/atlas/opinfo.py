@@ -18,8 +18,8 @@ _NUM_SAMPLES = 5
 
 def opinfo(atlas: Atlas, part: int = 0, num_parts: int = 1) -> None:
     """Writes the rows of every operator of which the number among all has that remainder."""
-    warm()
     operators = sorted(_operators(), key=lambda info: (info.name, info.variant_test_name))
+    warm()
     for operator in operators[part::num_parts]:
         for dtype in ("fp32", "bf16"):
             _of_operator(atlas, operator, dtype)

@@ -9,6 +9,7 @@ stands in the place of both where the case failed.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -64,10 +65,14 @@ class Atlas:
         """
         row: dict[str, Any] = {"op": op}
         before = torch.cuda.memory_stats().get("num_ooms", 0)
+        gc.collect()
+        gc.disable()  # what an earlier case left in a cycle is not given back in a pass of this one
         try:
             row["fw"], row["bw"] = self._measure(function, inputs, rooms)
         except Exception as error:
             row = {"op": op, "error": f"{type(error).__name__}: {str(error)[:_MOST_LETTERS]}"}
+        finally:
+            gc.enable()
         if rooms is not None:
             torch.cuda.set_per_process_memory_fraction(1.0)
             row["refusals"] = torch.cuda.memory_stats()["num_ooms"] - before
@@ -93,7 +98,9 @@ class Atlas:
         requests, asked, current, _ = self._start
         end = _stats()
         figures = [end[0] - requests, end[1] - asked, end[3] - current, end[2] - current]
-        events = torch.cuda.memory._snapshot()["device_traces"][0]
+        # A snapshot takes longer than the pass: one whose requests and frees are small needs none.
+        are_small = max(figures[1], figures[1] - figures[3]) < LARGE_BYTES
+        events = [] if are_small else torch.cuda.memory._snapshot()["device_traces"][0]
         torch.cuda.memory._record_memory_history(None)
         return [*figures, list(_large(events))[:_MOST_LARGE]]
 
@@ -111,6 +118,8 @@ class Atlas:
             self.start()
             result = function()
             forward, backward = self.stop(), None
+            if rooms is not None:
+                torch.cuda.set_per_process_memory_fraction(1.0)
             outputs = [o for o in tensors_of(result) if o.requires_grad and o.grad_fn is not None]
             if outputs:
                 gradients = [torch.ones_like(output) for output in outputs]
@@ -152,7 +161,8 @@ def under_autocast(function: Callable[[], object]) -> Callable[[], object]:
 
 
 def warm() -> None:
-    """Makes the workspaces that a process makes once."""
+    """Makes what a process makes once; collections pass by what is there already."""
+    gc.freeze()
     for dtype in DTYPES.values():
         a = tensor(256, 256, dtype=dtype)
         (a @ a).sum().backward()

@@ -140,3 +140,13 @@ def test_an_interrupt_prints_what_is_known(tmp_path: Path) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
     assert "ended the run before its time" in output
     assert "optimizer step" in output
+
+
+def test_a_question_of_a_backward_pass_comes_from_no_line_and_is_answered(dry_run) -> None:
+    # Torch asks whether eigenvectors are the real ones in a thread of autograd's, without a frame.
+    outcome = dry_run(
+        "import torch\n"
+        "a = torch.randn(5, 5, device='cuda', requires_grad=True)\n"
+        "torch.linalg.eigvals(a).abs().sum().backward()\n"
+    )
+    assert outcome.has_run, outcome.errors

@@ -84,8 +84,9 @@ class Ways:
                 or a "fraction" that may be asked for its truth, or compared; "", nothing.
             number: The number that stands for it.
         """
-        # The frame may have been entered from ours, as a function that a dry run goes around has.
-        frame = next((f for f in outwards(sys._getframe(1)) if not _is_of_ours(f.f_code)), None)
+        # A function that a dry run goes around is entered from ours; autograd's threads have none.
+        frames = (f for f in outwards(sys._getframe().f_back) if not _is_of_ours(f.f_code))
+        frame = next(frames, None)
         if frame is None or frame.f_code.co_filename.startswith(TORCH):
             return None
         code, instruction = frame.f_code, frame.f_lasti

@@ -17,6 +17,7 @@ from residency import sim
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("quick_collections")]
 
 LONG, FLOAT, HALF = 8, 4, 2
+OF_PLAN = 256  # of cuDNN's, as measured on an H100 with torch 2.11
 
 
 @pytest.fixture(autouse=True)
@@ -198,6 +199,11 @@ def test_what_a_kernel_cannot_do_on_cuda_another_one_does() -> None:
         del inputs, output
 
 
+def _drops_in_sixteenths() -> bool:
+    """Of cuDNN's attention: an H100 shows that torch 2.11 takes it for any dropout."""
+    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+
+
 def _kept_and_scratch(gpu: str, width: int, dtype: torch.dtype, **options: float) -> list[int]:
     sim.enable("2GiB", gpu=gpu)
     inputs = [_heads(4, 256, width, dtype) for _ in range(3)]
@@ -211,13 +217,14 @@ def _kept_and_scratch(gpu: str, width: int, dtype: torch.dtype, **options: float
 
 def test_half_precision_goes_to_cudnn_on_hopper_and_else_to_the_next_kernel() -> None:
     rows, state = 2 * 4 * 256, 2 * LONG
-    by_cudnn = [rows * FLOAT + state, rows * 65 * FLOAT]
+    by_cudnn = [rows * FLOAT + state, rows * 65 * FLOAT + OF_PLAN]
     by_flash = [rows * FLOAT + state + LONG, rows * 65 * FLOAT]
     by_tiles = [rows * FLOAT, rows * FLOAT + 2 * 4 * 4 * (16 + 64 * 64 * FLOAT)]
     half = torch.bfloat16
     assert _kept_and_scratch("h100-80g", 64, half) == by_cudnn
     assert _kept_and_scratch("h100-80g", 64, half, dropout_p=0.25) == by_cudnn
-    assert _kept_and_scratch("h100-80g", 64, half, dropout_p=0.1) == by_flash  # no sixteenths
+    of_tenths = by_flash if _drops_in_sixteenths() else by_cudnn
+    assert _kept_and_scratch("h100-80g", 64, half, dropout_p=0.1) == of_tenths
     assert _kept_and_scratch("a100-80g", 64, half) == by_flash
     torch.use_deterministic_algorithms(True)
     try:
@@ -242,7 +249,9 @@ def test_masked_and_grouped_heads_take_no_square_where_cudnn_has_them(dry: bool)
     assert _requested("current") - before == output.nbytes + rows * FLOAT + as_bias + state
     gradient = torch.ones_like(output)
     whole = 2 * (2 * heads * length * width * HALF)  # gradients of keys and values for all heads
-    assert scratch_of_backward(output, inputs, gradient) == rows * (width + 1) * FLOAT + whole
+    assert scratch_of_backward(output, inputs, gradient) == (
+        rows * (width + 1) * FLOAT + whole + OF_PLAN
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@
 #include "registration.h"
 #include "torch_device.h"
 #include "torch_readings.h"
+#include "torch_scratch.h"
 
 namespace py = pybind11;
 
@@ -207,6 +208,24 @@ int exchange_capture_mode(int mode) {
   return static_cast<int>(Captures::exchange_mode(static_cast<CaptureMode>(mode)));
 }
 
+// The table of torch_scratch.h, for its readers: an entry for each operation.
+py::list scratch_rules() {
+  py::list rules;
+  for (const ScratchEntry& entry : scratch_table()) {
+    py::dict rule;
+    rule["operation"] = entry.operation;
+    rule["takes_temporaries"] = entry.charge != nullptr;
+    rule["keeps_storage"] = entry.num_kept != nullptr;
+    rule["orders_results"] = entry.results == Results::kByRule;
+    rule["source"] = entry.source;
+    rule["measured"] = entry.measured;
+    rule["first_torch"] = "2." + std::to_string(entry.versions.first);
+    rule["last_torch"] = "2." + std::to_string(entry.versions.last);
+    rules.append(rule);
+  }
+  return rules;
+}
+
 void free_checked(uintptr_t number) {
   auto* address = reinterpret_cast<void*>(number);
   const bool is_ours = !address || Machine::get().with_allocator([&](CachingAllocator& allocator) {
@@ -271,6 +290,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("attach_guess_observer", &attach_guess_observer);
   module.def("attach_decider", &attach_decider);
   module.def("now_seconds", [] { return Machine::get().now_seconds(); });
+  module.def("scratch_rules", &scratch_rules);
   module.def("default_generator", [] { return default_generator(); });
   module.def("pinned_memory_stats", &pinned_memory_stats);
   module.def("reset_peak_pinned_memory_stats",

@@ -133,6 +133,12 @@ void register_memory(py::module& module) {
   module.def("host_memory_stats", &host_memory_stats);
   module.def("reset_accumulated_host_memory_stats",
              [] { Machine::get().reset_accumulated_pinned_statistics(); });
+  module.def("sort_scratch_bytes", &sort_scratch_bytes);
+  module.def("scan_scratch_bytes", &scan_scratch_bytes);
+  module.def("scan_by_key_scratch_bytes", &scan_by_key_scratch_bytes);
+  module.def("select_scratch_bytes", &select_scratch_bytes);
+  module.def("unique_by_key_scratch_bytes", &unique_by_key_scratch_bytes);
+  module.def("sum_scratch_bytes", &sum_scratch_bytes);
   module.def("blas_workspace_bytes", [](std::optional<std::string> config, int capability_major) {
     bool is_understood = true;
     const size_t num_bytes =

@@ -3,7 +3,7 @@
 // that cannot do (dropout, values of another width, a gradient of the bias) by the plain formula;
 // what either needs beside its results is the host's. Grouped keys and values are repeated for the
 // flash kernel, which does not group. What the device is charged are the results as CUDA's kernels
-// leave them, and their scratch (torch_scratch_attention.h).
+// leave them, and their scratch (torch_scratch_attention.cpp).
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/transformers/sdp_utils_cpp.h>
@@ -22,8 +22,7 @@
 #include "registration.h"
 #include "torch_device.h"
 #include "torch_generator.h"
-#include "torch_scratch_attention.h"
-#include "workspaces.h"
+#include "torch_scratch.h"
 
 namespace sim {
 namespace {
@@ -68,8 +67,11 @@ struct Inputs {
   std::optional<double> scale;
 };
 
-AttentionShapes shapes_of(const Inputs& in) {
-  return {in.query, in.key, in.value, in.dropout > 0.0};
+// By the table of what CUDA's kernels take (torch_scratch.h), with what they see of a call.
+void charge(const char* operation, const Inputs& in, std::initializer_list<Tensor> more = {}) {
+  c10::SmallVector<c10::IValue, 6> seen{in.query, in.key, in.value, in.dropout > 0.0};
+  for (const Tensor& tensor : more) seen.emplace_back(tensor);
+  charge_scratch(operation, seen);
 }
 
 // ------------------------------------------------------------------------------- the flash kernel
@@ -294,7 +296,7 @@ OfFlash attend_with(const Inputs& in) {
   const auto of_state = in.query.options().dtype(c10::kUInt64);
   const State state{at::empty({2}, of_state), at::empty({}, of_state)};
   launch_forward(in, state, output, sums, steps_by_lane);
-  charge_flash(shapes_of(in));
+  charge("aten::_scaled_dot_product_flash_attention", in);
   return {output,     sums,         Tensor(),
           Tensor(),   length,       in.key.size(2),
           state.seed, state.offset, at::empty({0}, in.query.options())};
@@ -305,7 +307,7 @@ std::vector<Tensor> flash_gradients(const Inputs& in, const State& state, const 
   const std::vector<Tensor> gradients{at::empty_like(in.query), at::empty_like(in.key),
                                       at::empty_like(in.value)};
   launch_backward(in, state, gradient, output, sums, gradients);
-  charge_flash_backward(shapes_of(in), gradient, output);
+  charge("aten::_scaled_dot_product_flash_attention_backward", in, {gradient, output});
   return gradients;
 }
 
@@ -369,7 +371,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention(
                             .device(is_captured ? query.device() : c10::Device(c10::kCPU));
   const State state{at::empty({}, of_state), at::empty({}, of_state)};
   launch_forward(in, state, output, sums, steps_by_weight);
-  charge_efficient(shapes_of(in));
+  charge("aten::_scaled_dot_product_efficient_attention", in);
   return {output, sums, state.seed, state.offset};
 }
 
@@ -392,7 +394,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention_backward(
     gradients.push_back(of_bias);
   }
   launch_backward(in, {seed, offset}, gradient, output, sums, gradients);
-  charge_efficient_backward(shapes_of(in), gradient, output);
+  charge("aten::_scaled_dot_product_efficient_attention_backward", in, {gradient, output});
   return {gradients[0], gradients[1], gradients[2], of_bias};
 }
 
@@ -428,6 +430,7 @@ OfFlash cudnn_attention(const Tensor& query, const Tensor& key, const Tensor& va
                      query.options().dtype(c10::kFloat));
   }
   launch_forward(in, state, output, with_sums ? sums.squeeze(-1) : sums, steps_by_weight);
+  charge("aten::_scaled_dot_product_cudnn_attention", in);
   return {output,      sums,       Tensor(),     Tensor(), query.size(2),
           key.size(2), state.seed, state.offset, Tensor()};
 }
@@ -442,7 +445,7 @@ std::tuple<Tensor, Tensor, Tensor> cudnn_attention_backward(
   const std::vector<Tensor> gradients{at::empty_like(query), at::empty_like(key),
                                       at::empty_like(value)};
   launch_backward(in, {seed, offset}, gradient, output, sums.squeeze(-1), gradients);
-  charge_cudnn_backward(shapes_of(in), gradient);
+  charge("aten::_scaled_dot_product_cudnn_attention_backward", in, {gradient, output});
   return {gradients[0], gradients[1], gradients[2]};
 }
 

@@ -17,6 +17,7 @@
 #include "torch_attention.h"
 #include "torch_device.h"
 #include "torch_scratch_attention.h"
+#include "torch_versions.h"
 
 namespace sim {
 namespace {
@@ -81,7 +82,7 @@ bool can_use_efficient(const Asked& asked) {
 }
 
 // cuDNN's, as of 9.20, which the wheels of torch 2.13 for CUDA 13 bring: heads up to 256 wide on
-// Hopper alone, and dropout in sixteenths.
+// Hopper alone, and dropout in sixteenths (torch_versions.h).
 bool can_use_cudnn(const Asked& asked) {
   constexpr int64_t kLeastCapability = 80, kHopper = 90, kWidest = 128, kWidestOfHopper = 256;
   constexpr double kDropoutSteps = 16.0;
@@ -91,7 +92,7 @@ bool can_use_cudnn(const Asked& asked) {
   const double dropout_steps = asked.dropout * kDropoutSteps;
   return at::globalContext().userEnabledCuDNNSDP() && capability() >= kLeastCapability &&
          is_half(asked) && has_one_type(asked) && !is_deterministic() &&
-         dropout_steps == std::floor(dropout_steps) &&
+         (!drops_in_sixteenths() || dropout_steps == std::floor(dropout_steps)) &&
          (is_deepseek || std::max(width, value_width) <= widest) && width % 8 == 0 &&
          value_width % 8 == 0 && asked.key.size(2) != 1 &&
          (asked.dropout == 0.0 || asked.query.size(2) != 1) &&

@@ -211,32 +211,6 @@ void mode_out(const DryCall& call) {
   }
 }
 
-// --------------------------------------------------------------------------------- kept storages
-
-void keep_bytes(const IValue& result, int64_t numel) {
-  const Tensor& tensor = result.toTensor();
-  const size_t num_bytes = static_cast<size_t>(numel) * tensor.itemsize();
-  c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
-  if (storage->nbytes() < num_bytes) storage->set_nbytes(num_bytes);
-}
-
-// CUDA's kernel makes the losses of all elements, sums them, and gives the sum their storage.
-Rule reduced_loss(size_t reduction) {
-  return [reduction](const DryCall& call) {
-    call.call_meta();
-    if (call.aliased[reduction].toInt() == 0) return;
-    const auto sizes =
-        at::infer_size(call.aliased[0].toTensor().sizes(), call.aliased[1].toTensor().sizes());
-    keep_bytes(call.results.back(), c10::multiply_integers(sizes));
-  };
-}
-
-// CUDA's kernel makes its result as large as the columns, and resizes it.
-void image_of_columns(const DryCall& call) {
-  call.call_meta();
-  keep_bytes(call.results.back(), call.aliased[0].toTensor().numel());
-}
-
 // ------------------------------------------------------------------ batch norm over several ranks
 
 // Statistics of half precision are floats, one for each channel.
@@ -309,10 +283,8 @@ const Rule* rule_for(const std::string& name) {
       {"aten::batch_norm_elemt", like(0)},
       {"aten::batch_norm_gather_stats_with_counts", two_per_channel},
       {"aten::batch_norm_stats", two_per_channel},
-      {"aten::binary_cross_entropy", reduced_loss(3)},
       {"aten::bincount", unless_known(bincount)},
       {"aten::binomial", like(0)},
-      {"aten::col2im", image_of_columns},
       {"aten::equal", unless_known(equal)},
       {"aten::fractional_max_pool3d_backward", like(1)},
       {"aten::glu_backward_jvp", like(0)},
@@ -326,13 +298,11 @@ const Rule* rule_for(const std::string& name) {
       {"aten::masked_select", unless_known(masked_select)},
       {"aten::masked_select.out", masked_select_out},
       {"aten::mode.values", mode_out},
-      {"aten::mse_loss", reduced_loss(2)},
       {"aten::multi_margin_loss_backward", like(1)},
       {"aten::multilabel_margin_loss_backward", like(1)},
       {"aten::nonzero", unless_known(nonzero)},
       {"aten::nonzero.out", nonzero_out},
       {"aten::repeat_interleave.Tensor", unless_known(repeat_interleave)},
-      {"aten::smooth_l1_loss", reduced_loss(2)},
       {"aten::unique_consecutive", unless_known(unique({.dim = 3, .inverse = 1, .counts = 2}))},
       {"aten::unique_dim", unless_known(unique({.dim = 1, .inverse = 3, .counts = 4}))},
       {"aten::unique_dim_consecutive", unless_known(unique({.dim = 1, .inverse = 2, .counts = 3}))},

@@ -1,6 +1,5 @@
-// What dry mode knows of an operation beyond torch's meta kernels: operations that have none,
-// results whose sizes are those of their values, and storages that real kernels keep larger than
-// their result.
+// What dry mode knows of an operation beyond torch's meta kernels: operations that have none, and
+// results whose sizes are those of their values.
 #pragma once
 
 #include <functional>

@@ -85,7 +85,7 @@ class Call {
   void run() {
     use_device();
     check_devices();
-    if (plan_.scratch.takes_any()) {
+    if (plan_.scratch.charges()) {
       check_product(op_.schema(), arguments_.data(), arguments_.size());
     }
     if (plan_.is_list_kernel) check_fused_step(op_.schema(), arguments_.data());
@@ -111,10 +111,11 @@ class Call {
       if (error) return fail(error);
     }
     carry_back();
-    adopt_results();
-    if (computed_) note_computed(*computed_, arguments_, *stack_);
-    if (machine_.is_capturing() && !machine_.settings().dry) capture();
-    take_scratch();
+    take_scratch([this] {
+      adopt_results();
+      if (computed_) note_computed(*computed_, arguments_, *stack_);
+      if (machine_.is_capturing() && !machine_.settings().dry) capture();
+    });
   }
 
  private:
@@ -198,6 +199,7 @@ class Call {
                   [this](c10::DispatchKey key, const Arguments& arguments, Stack& found) {
                     call_kernel(op_, plan_.kernel, key, arguments, &found);
                   }});
+    if (plan_.scratch.keeps()) keep_storage(plan_.scratch, {aliased_, results});
     stack_->insert(stack_->end(), results.begin(), results.end());
     noted_ = note_written(plan_, arguments_);
   }
@@ -288,7 +290,7 @@ class Call {
                       call_late(op, plan, key, aliased, written, &results);
                     });
     return_written();
-    take_scratch();
+    take_scratch([] {});
   }
 
   void capture() {
@@ -343,9 +345,15 @@ class Call {
     return results;
   }
 
-  void take_scratch() {
-    if (!plan_.scratch.takes_any()) return;
-    charge_scratch(plan_.scratch, {arguments_, c10::ArrayRef<IValue>(*stack_).slice(num_below_)});
+  // `make_results` gives the results to the device, which may be in the middle of it.
+  template <class Make>
+  void take_scratch(Make make_results) {
+    if (!plan_.scratch.charges()) return make_results();
+    const Stack found(stack_->begin() + static_cast<std::ptrdiff_t>(num_below_), stack_->end());
+    bool are_made = false;
+    charge_scratch(plan_.scratch, {arguments_, found, [&] {
+                                     if (!std::exchange(are_made, true)) make_results();
+                                   }});
   }
 
   // --------------------------------------------------------------------------------- its results

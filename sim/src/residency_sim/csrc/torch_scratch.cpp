@@ -1,5 +1,3 @@
-// Which operations take scratch memory on CUDA, and how much: charged to the device for as long as
-// CUDA's kernels hold it.
 #include "torch_scratch.h"
 
 #include <ATen/native/ReduceOpsUtils.h>
@@ -9,8 +7,6 @@
 #include <string>
 #include <unordered_map>
 
-#include "workspaces.h"
-
 namespace sim {
 namespace {
 
@@ -19,17 +15,24 @@ using c10::IValue;
 
 std::string without_overload(const std::string& name) { return name.substr(0, name.find('.')); }
 
-bool has_elements(c10::ArrayRef<IValue> values) {
+bool has_elements(ScratchCall::Values values) {
   return std::all_of(values.begin(), values.end(), [](const IValue& value) {
     return !value.isTensor() || !value.toTensor().defined() || value.toTensor().numel() > 0;
   });
+}
+
+int64_t capability_of_card() { return Machine::get().settings().capability; }
+
+bool has_any_elements(ScratchCall::Values results) {
+  return std::any_of(results.begin(), results.end(),
+                     [](const IValue& result) { return has_elements({result}); });
 }
 
 Tensor if_of_device(const IValue& value) {
   return value.isTensor() && is_sim(value.toTensor()) ? value.toTensor() : Tensor();
 }
 
-void charge_product(const ScratchRule&, const ScratchCall& call) {
+void charge_product(const ScratchCall& call) {
   if (has_elements(call.arguments)) use_blas();
 }
 
@@ -40,16 +43,11 @@ int64_t accumulator_bytes(c10::ScalarType type) {
   return type == c10::kDouble || c10::isIntegralType(type, /*includeBool=*/true) ? 8 : 4;
 }
 
-// The same iterator as CUDA's kernel gets, over tensors without bytes.
-Reduction describe(const Tensor& input, const Tensor& result, c10::OptionalIntArrayRef dims,
+// The same iterator as CUDA's kernel gets.
+Reduction describe(const Tensor& input, Tensor output, c10::OptionalIntArrayRef dims,
                    bool keeps_dims) {
-  Aliases shapes(/*dry=*/true);
-  Tensor output = shapes.of(result);
-  at::TensorIterator iterator;
-  as_device_work([&] {
-    iterator = at::native::make_reduction("reduction", output, shapes.of(input), dims, keeps_dims,
-                                          input.scalar_type(), result.scalar_type());
-  });
+  const at::TensorIterator iterator = at::native::make_reduction(
+      "reduction", output, input, dims, keeps_dims, input.scalar_type(), output.scalar_type());
   Reduction reduction;
   reduction.num_dims = iterator.ndim();
   reduction.num_reduced_dims = iterator.num_reduce_dims();
@@ -66,7 +64,7 @@ Reduction describe(const Tensor& input, const Tensor& result, c10::OptionalIntAr
   const auto align_to = [&](int64_t number) {
     while (number % reduction.output_alignment) reduction.output_alignment /= 2;
   };
-  align_to(reinterpret_cast<int64_t>(input.const_data_ptr()) / reduction.element_bytes);
+  align_to(input.storage_offset());  // allocations are aligned
   align_to(iterator.shape()[kept]);
   for (const auto i : c10::irange(strides.size())) {
     if (i != kept) align_to(strides[i] / reduction.element_bytes);
@@ -74,76 +72,145 @@ Reduction describe(const Tensor& input, const Tensor& result, c10::OptionalIntAr
   return reduction;
 }
 
-void charge_reduction(const ScratchRule& rule, const ScratchCall& call) {
+void charge_reduction(const ScratchCall& call) {
   const Tensor input = call.argument(0);
-  const Tensor result = call.result(0);
-  if (!input.defined() || !result.defined() || input.numel() == 0) return;
+  if (!input.defined() || input.numel() == 0) return;
   std::vector<int64_t> dims;
   const IValue none;
-  const IValue& dim = rule.dim < 0 ? none : call.arguments[rule.dim];
+  const IValue& dim = call.dim < 0 ? none : call.arguments[call.dim];
   if (dim.isInt()) dims = {dim.toInt()};
   if (dim.isIntList()) dims = dim.toIntVector();
-  const bool keeps_dims = rule.keepdim >= 0 && call.arguments[rule.keepdim].toBool();
+  const bool keeps_dims = call.keepdim >= 0 && call.arguments[call.keepdim].toBool();
+  hold_reduction(call.shape(0), call.result(0), dims, keeps_dims);
+}
+
+ScratchEntries own_entries() {
+  ScratchEntries entries;
+  // Those that get a cuBLAS handle on CUDA. An addmm may take cublasLt, which shares the workspace.
+  for (const char* name :
+       {"aten::mm", "aten::addmm", "aten::_addmm_activation", "aten::bmm", "aten::baddbmm",
+        "aten::addmv", "aten::dot", "aten::vdot", "aten::_int_mm", "aten::_scaled_mm",
+        "aten::triangular_solve", "aten::linalg_solve_triangular"}) {
+    entries.push_back(
+        {name, charge_product, "ATen/cuda/CublasHandlePool.cpp: getCUDABlasLtWorkspace"});
+  }
+  for (const char* name :
+       {"aten::sum", "aten::nansum", "aten::mean", "aten::prod", "aten::linalg_vector_norm"}) {
+    entries.push_back({name, charge_reduction, "cuda/Reduce.cuh: setReduceConfig"});
+  }
+  return entries;
+}
+
+using EntriesByName = std::unordered_map<std::string, const ScratchEntry*>;
+
+const EntriesByName& entries_by_name() {
+  static const EntriesByName found = [] {
+    EntriesByName all;
+    for (const ScratchEntry& entry : scratch_table()) all.emplace(entry.operation, &entry);
+    return all;
+  }();
+  return found;
+}
+
+}  // namespace
+
+Tensor ScratchCall::argument(size_t index) const { return if_of_device(arguments[index]); }
+
+Tensor ScratchCall::shape(const Tensor& tensor) const {
+  return !tensor.defined() || tensor.is_meta() ? tensor : shapes_.of(tensor);
+}
+
+Tensor ScratchCall::shape(size_t index) const { return shape(arguments[index].toTensor()); }
+Tensor ScratchCall::result(size_t index) const { return shape(results[index].toTensor()); }
+
+const ScratchEntries& scratch_table() {
+  static const ScratchEntries table = [] {
+    ScratchEntries all;
+    for (const ScratchEntries& some :
+         {own_entries(), scratch_of_attention(), scratch_of_indexing(), scratch_of_layouts(),
+          scratch_of_losses(), scratch_of_norms(), scratch_of_sorts()}) {
+      all.insert(all.end(), some.begin(), some.end());
+    }
+    return all;
+  }();
+  return table;
+}
+
+ScratchRule scratch_rule(const c10::FunctionSchema& schema) {
+  ScratchRule rule;
+  const auto found = entries_by_name().find(without_overload(schema.name()));
+  if (found == entries_by_name().end()) return rule;
+  rule.entry = found->second;
+  for (const auto i : c10::irange(schema.arguments().size())) {
+    const c10::Argument& argument = schema.arguments()[i];
+    if (argument.name() == "dim") rule.dim = static_cast<int>(i);
+    if (argument.name() == "keepdim") rule.keepdim = static_cast<int>(i);
+    rule.is_out |= argument.is_out();
+  }
+  return rule;
+}
+
+void charge_scratch(const ScratchRule& rule, ScratchCall call) {
+  call.dim = rule.dim;
+  call.keepdim = rule.keepdim;
+  const bool is_ordered = rule.entry->results == Results::kByRule && !rule.is_out;
+  const bool charges =
+      Machine::get().settings().workspaces && (is_ordered || has_any_elements(call.results));
+  if (!charges || !is_ordered) call.make_results();
+  if (charges) as_device_work([&] { rule.entry->charge(call); });
+  call.make_results();
+}
+
+void charge_scratch(const char* operation, ScratchCall::Values arguments) {
+  if (!Machine::get().settings().workspaces) return;
+  const ScratchEntry* entry = entries_by_name().at(operation);
+  as_device_work([&] { entry->charge({arguments, {}}); });
+}
+
+void keep_storage(const ScratchRule& rule, const ScratchCall& call) {
+  const Tensor& result = call.results.back().toTensor();
+  const size_t num_bytes = static_cast<size_t>(rule.entry->num_kept(call)) * result.itemsize();
+  c10::StorageImpl* storage = result.storage().unsafeGetStorageImpl();
+  if (storage->nbytes() < num_bytes) storage->set_nbytes(num_bytes);
+}
+
+Held hold(const Tensor& shape) { return Held(static_cast<int64_t>(shape.storage().nbytes())); }
+
+int64_t bytes_to_be_contiguous(const Tensor& tensor) {
+  return tensor.is_contiguous() ? 0 : static_cast<int64_t>(tensor.nbytes());
+}
+
+Held hold_sort(int64_t num_keys, int64_t num_bits, int64_t key_bytes, int64_t value_bytes) {
+  return Held(sort_scratch_bytes(capability_of_card(), num_keys, num_bits, key_bytes, value_bytes));
+}
+Held hold_scan(int64_t num_items, int64_t item_bytes) {
+  return Held(scan_scratch_bytes(capability_of_card(), num_items, item_bytes));
+}
+Held hold_scan_by_key(int64_t num_items) {
+  return Held(scan_by_key_scratch_bytes(capability_of_card(), num_items));
+}
+Held hold_select(int64_t num_items) {
+  return Held(select_scratch_bytes(capability_of_card(), num_items));
+}
+Held hold_unique_by_key(int64_t num_items, int64_t key_bytes) {
+  return Held(unique_by_key_scratch_bytes(capability_of_card(), num_items, key_bytes));
+}
+Held hold_sum(int64_t num_items) {
+  const Settings& settings = Machine::get().settings();
+  return Held(sum_scratch_bytes(num_items, settings.num_multiprocessors,
+                                settings.threads_per_multiprocessor));
+}
+
+Held hold_contiguous(const Tensor& tensor) { return Held(bytes_to_be_contiguous(tensor)); }
+
+void hold_reduction(const Tensor& input, const Tensor& result, c10::OptionalIntArrayRef dims,
+                    bool keeps_dims) {
   const Settings& settings = Machine::get().settings();
   const ReductionScratch scratch =
       scratch_of(describe(input, result, dims, keeps_dims), settings.num_multiprocessors,
                  settings.threads_per_multiprocessor);
   const Held buffer(static_cast<int64_t>(scratch.buffer_bytes));
   const Held semaphores(static_cast<int64_t>(scratch.semaphore_bytes));
-}
-
-ChargesByName own_charges() {
-  ChargesByName charges;
-  // Those that get a cuBLAS handle on CUDA. An addmm may take cublasLt, which shares the workspace.
-  for (const char* name :
-       {"aten::mm", "aten::addmm", "aten::_addmm_activation", "aten::bmm", "aten::baddbmm",
-        "aten::addmv", "aten::dot", "aten::vdot", "aten::_int_mm", "aten::_scaled_mm",
-        "aten::triangular_solve", "aten::linalg_solve_triangular"}) {
-    charges.emplace_back(name, charge_product);
-  }
-  for (const char* name :
-       {"aten::sum", "aten::nansum", "aten::mean", "aten::prod", "aten::linalg_vector_norm"}) {
-    charges.emplace_back(name, charge_reduction);
-  }
-  return charges;
-}
-
-std::unordered_map<std::string, ChargeScratch> all_charges() {
-  std::unordered_map<std::string, ChargeScratch> all;
-  for (const ChargesByName& some :
-       {own_charges(), scratch_of_indexing(), scratch_of_norms(), scratch_of_sorts()}) {
-    all.insert(some.begin(), some.end());
-  }
-  return all;
-}
-
-}  // namespace
-
-Tensor ScratchCall::argument(size_t index) const { return if_of_device(arguments[index]); }
-Tensor ScratchCall::result(size_t index) const { return if_of_device(results[index]); }
-
-int64_t bytes_to_be_contiguous(const Tensor& tensor) {
-  return tensor.is_contiguous() ? 0 : static_cast<int64_t>(tensor.nbytes());
-}
-
-ScratchRule scratch_rule(const c10::FunctionSchema& schema) {
-  static const auto charges = all_charges();
-  ScratchRule rule;
-  const auto found = charges.find(without_overload(schema.name()));
-  if (found != charges.end()) rule.charge = found->second;
-  for (const auto i : c10::irange(schema.arguments().size())) {
-    if (schema.arguments()[i].name() == "dim") rule.dim = static_cast<int>(i);
-    if (schema.arguments()[i].name() == "keepdim") rule.keepdim = static_cast<int>(i);
-  }
-  return rule;
-}
-
-void charge_scratch(const ScratchRule& rule, const ScratchCall& call) {
-  if (!Machine::get().settings().workspaces) return;
-  const auto& results = call.results;
-  const bool has_any = std::any_of(results.begin(), results.end(),
-                                   [](const IValue& result) { return has_elements({result}); });
-  if (has_any) rule.charge(rule, call);
 }
 
 }  // namespace sim

@@ -1,3 +1,5 @@
+// Scratch of CUDA's fused attention; the kernels are the CPU's (torch_attention.cpp), and say what
+// a call is of.
 #include "torch_scratch_attention.h"
 
 #include <ATen/Context.h>
@@ -9,7 +11,6 @@
 #include <vector>
 
 #include "torch_scratch.h"
-#include "workspaces.h"
 
 namespace sim {
 namespace {
@@ -19,7 +20,22 @@ using at::Tensor;
 // The flash kernel's own rounding of a head's width.
 int64_t rounded_width(int64_t width) { return to_multiple(width, width <= 128 ? 32 : 64); }
 
-bool is_charged() { return Machine::get().settings().workspaces; }
+// query [batch, heads, length, width], key and value [batch, groups, length, width], whether it
+// drops and, in a backward pass, the gradient of the output and the output.
+struct AttentionCall {
+  explicit AttentionCall(const ScratchCall& call)
+      : query(call.arguments[0].toTensor()),
+        key(call.arguments[1].toTensor()),
+        value(call.arguments[2].toTensor()),
+        drops(call.arguments[3].toBool()) {
+    if (call.arguments.size() <= 4) return;
+    gradient = call.arguments[4].toTensor();
+    output = call.arguments[5].toTensor();
+  }
+  Tensor query, key, value;
+  bool drops;
+  Tensor gradient, output;
+};
 
 // [batch, heads, length, width] -> what a kernel takes that wants [batch, length, heads, width].
 int64_t bytes_to_be_length_first(const Tensor& tensor) {
@@ -48,17 +64,11 @@ int64_t num_splits_of(int64_t num_blocks, int64_t num_at_once, int64_t num_key_b
   return found == efficiency.end() ? 1 : found - efficiency.begin() + 1;
 }
 
-}  // namespace
-
-bool is_deterministic() {
-  const at::Context& context = at::globalContext();
-  return context.deterministicAlgorithms() && !context.deterministicAlgorithmsWarnOnly();
-}
-
 // A single query of grouped heads counts as so many queries of one head. Source: mha_fwd and
 // set_params_splitkv in the same file.
-void charge_flash(const AttentionShapes& of) {
-  if (of.drops || !is_charged()) return;
+void charge_flash(const ScratchCall& call) {
+  const AttentionCall of(call);
+  if (of.drops) return;
   constexpr int64_t kQueriesOfBlock = 64;
   const int64_t width = of.query.size(3);
   const int64_t num_queries = of.query.numel() / width;
@@ -75,9 +85,8 @@ void charge_flash(const AttentionShapes& of) {
 }
 
 // Source: mha_bwd in the same file, and _flash_attention_backward in attention_backward.cu.
-void charge_flash_backward(const AttentionShapes& of, const Tensor& gradient,
-                           const Tensor& output) {
-  if (!is_charged()) return;
+void charge_flash_backward(const ScratchCall& call) {
+  const AttentionCall of(call);
   constexpr int64_t kLengthMultiple = 128;
   const int64_t batch = of.query.size(0), num_heads = of.query.size(1);
   const int64_t num_queries = batch * num_heads * to_multiple(of.query.size(2), kLengthMultiple);
@@ -88,8 +97,8 @@ void charge_flash_backward(const AttentionShapes& of, const Tensor& gradient,
   const int64_t expanded_bytes = is_grouped ? batch * num_heads * of.key.size(2) * of.key.size(3) *
                                                   static_cast<int64_t>(of.key.element_size())
                                             : 0;
-  const Held whole_gradient(bytes_to_be_length_first(gradient));
-  const Held whole_output(bytes_to_be_length_first(output));
+  const Held whole_gradient(bytes_to_be_length_first(of.gradient));
+  const Held whole_output(bytes_to_be_length_first(of.output));
   const Held row_sums(num_queries * kFloatBytes);
   const Held query_sums(num_copies * num_queries * rounded_width(of.query.size(3)) * kFloatBytes);
   const Held expanded_keys(expanded_bytes);
@@ -97,8 +106,6 @@ void charge_flash_backward(const AttentionShapes& of, const Tensor& gradient,
 }
 
 // ----------------------------------------------------------------------- the memory-efficient one
-
-namespace {
 
 // A kernel of CUTLASS for the backward pass: so many queries and keys in a block, and whether it
 // keeps the gradients of keys and values in registers.
@@ -128,7 +135,7 @@ Tile tile_of(int64_t width, bool is_half, bool drops) {
 
 // Source: workspace_size in mem_eff_attention/kernel_backward.h: a tile of the queries' gradient
 // for each block with a lock, and float32 sums of the others where registers do not hold them.
-int64_t efficient_workspace_bytes(const AttentionShapes& of) {
+int64_t efficient_workspace_bytes(const AttentionCall& of) {
   constexpr int64_t kLockBytes = 16, kMostSplitRows = 200;
   const int64_t num_rows = of.query.size(0) * of.query.size(1);
   const int64_t num_keys = of.key.size(2);
@@ -151,11 +158,9 @@ int64_t efficient_workspace_bytes(const AttentionShapes& of) {
   return num_rows * to_multiple(num_floats, 4) * kFloatBytes;
 }
 
-}  // namespace
-
 // Source: kNeedsOutputAccumulatorBuffer in mem_eff_attention/kernel_forward.h.
-void charge_efficient(const AttentionShapes& of) {
-  if (!is_charged()) return;
+void charge_efficient(const ScratchCall& call) {
+  const AttentionCall of(call);
   constexpr int64_t kWidestInRegisters = 128;
   const int64_t width = std::max(of.query.size(3), of.value.size(3));
   const bool is_half = c10::isReducedFloatingType(of.query.scalar_type());
@@ -163,38 +168,72 @@ void charge_efficient(const AttentionShapes& of) {
   const Held sums(of.query.numel() / of.query.size(3) * of.value.size(3) * kFloatBytes);
 }
 
-// Source: _efficient_attention_backward in attention_backward.cu.
-void charge_efficient_backward(const AttentionShapes& of, const Tensor& gradient,
-                               const Tensor& output) {
-  if (!is_charged()) return;
+// Source: _efficient_attention_backward in attention_backward.cu: what is declared first, the
+// workspace, is the last to go.
+void charge_efficient_backward(const ScratchCall& call) {
+  const AttentionCall of(call);
   const int64_t row_bytes = of.query.numel() / of.query.size(3) * kFloatBytes;
-  const Held whole_gradient(bytes_to_be_length_first(gradient));
+  const Held whole_gradient(bytes_to_be_length_first(of.gradient));
+  Held workspace(0);
   const Held row_sums([&] {
     if (c10::isReducedFloatingType(of.query.scalar_type())) return Held(row_bytes);
-    const Held product(output.numel() * kFloatBytes);
+    const Held product(of.output.numel() * kFloatBytes);
     Held sums(row_bytes);
     const bool lie_by_head = of.query.size(1) == 1 || of.query.size(2) == 1;
     return lie_by_head ? std::move(sums) : Held(row_bytes);
   }());
-  const Held workspace(efficient_workspace_bytes(of));
+  workspace = Held(efficient_workspace_bytes(of));
 }
 
 // ------------------------------------------------------------------------------------ cuDNN's own
 
+// cuDNN's plan takes so much beside what cudnn-frontend asks for, in either direction. No public
+// source says it: measured on an H100, torch 2.11, cuDNN 9.19, with heads of 64 to 256.
+constexpr int64_t kOfPlan = 256;
+
+void charge_cudnn(const ScratchCall&) { const Held workspace(kOfPlan); }
+
 // What cudnn-frontend asks for: float32 sums of the query's gradient, and a number for each row;
-// and the gradients of keys and values for all heads, where heads are grouped, which it leaves to
-// cuDNN. What cuDNN adds is not public. Source: MHA.cpp in ATen/native/cudnn, and
-// CompositeSDPABackwardNode in cudnn-frontend's node/scaled_dot_product_flash_attention.h.
-void charge_cudnn_backward(const AttentionShapes& of, const Tensor& gradient) {
-  if (!is_charged()) return;
+// and the gradients of keys and values for all heads, where heads are grouped.
+void charge_cudnn_backward(const ScratchCall& call) {
+  const AttentionCall of(call);
   const int64_t num_heads = of.query.size(1), num_rows = of.query.numel() / of.query.size(3);
   const int64_t of_sums = num_rows * (of.query.size(3) + 1) * kFloatBytes;
   const auto expanded = [&](const Tensor& grouped) {
     if (grouped.size(1) == num_heads) return int64_t{0};
     return static_cast<int64_t>(grouped.nbytes()) / grouped.size(1) * num_heads;
   };
-  const Held in_order(gradient.stride(-1) == 1 ? 0 : static_cast<int64_t>(gradient.nbytes()));
-  const Held workspace(of_sums + expanded(of.key) + expanded(of.value));
+  const Held in_order(of.gradient.stride(-1) == 1 ? 0 : static_cast<int64_t>(of.gradient.nbytes()));
+  const Held workspace(of_sums + expanded(of.key) + expanded(of.value) + kOfPlan);
+}
+
+}  // namespace
+
+bool is_deterministic() {
+  const at::Context& context = at::globalContext();
+  return context.deterministicAlgorithms() && !context.deterministicAlgorithmsWarnOnly();
+}
+
+ScratchEntries scratch_of_attention() {
+  const char* of_plan = "256 bytes of cuDNN's plan, on an H100";
+  return {
+      {"aten::_scaled_dot_product_flash_attention", charge_flash,
+       "transformers/cuda/flash_attn/flash_api.cpp: mha_fwd, set_params_splitkv"},
+      {"aten::_scaled_dot_product_flash_attention_backward", charge_flash_backward,
+       "transformers/cuda/flash_attn/flash_api.cpp: mha_bwd"},
+      {"aten::_scaled_dot_product_efficient_attention", charge_efficient,
+       "transformers/cuda/mem_eff_attention/kernel_forward.h: kNeedsOutputAccumulatorBuffer"},
+      {"aten::_scaled_dot_product_efficient_attention_backward", charge_efficient_backward,
+       "transformers/cuda/attention_backward.cu: _efficient_attention_backward"},
+      {.operation = "aten::_scaled_dot_product_cudnn_attention",
+       .charge = charge_cudnn,
+       .source = "cudnn/MHA.cpp: run_cudnn_SDP_fprop",
+       .measured = of_plan},
+      {.operation = "aten::_scaled_dot_product_cudnn_attention_backward",
+       .charge = charge_cudnn_backward,
+       .source = "cudnn/MHA.cpp: run_cudnn_SDP_bprop; cudnn-frontend: CompositeSDPABackwardNode",
+       .measured = of_plan},
+  };
 }
 
 }  // namespace sim

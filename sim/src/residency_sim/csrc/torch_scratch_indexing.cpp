@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "torch_scratch.h"
-#include "workspaces.h"
 
 namespace sim {
 namespace {
@@ -20,63 +19,125 @@ bool is_mask(const Tensor& index) {
   return index.scalar_type() == c10::kBool || index.scalar_type() == c10::kByte;
 }
 
-// Source: index_put_with_sort_kernel and makeLinearIndex in ATen/native/cuda/Indexing.cu. Positions
-// of all indices in one, which are sorted with a range; those that come from masks are not known.
-void charge_index_put(const ScratchRule&, const ScratchCall& call) {
-  const Tensor self = call.argument(0);
-  if (!self.defined() || !call.arguments[3].toBool()) return;
-  std::vector<int64_t> shape;
-  int64_t num_rows = 1;
+// The positions of what a mask has; `make` takes them where they are results. Source:
+// nonzero_cuda_out_impl in ATen/native/cuda/Nonzero.cu: a count, of up to 2^31 elements at a time,
+// and then the positions, one row for each dimension.
+template <class Make>
+auto hold_nonzero(const Tensor& mask, Make make) {
+  const Held whole = hold_contiguous(mask);
+  const Held count(kIntBytes);
+  {
+    const Held sum = hold_sum(mask.numel());
+  }
+  auto positions = make();
+  if (mask.dim() > 0) const Held select = hold_select(mask.numel());
+  return positions;
+}
+
+Held hold_positions(const Tensor& mask, int64_t num_true) {
+  return hold_nonzero(mask, [&] { return Held(num_true * mask.dim() * kInt64Bytes); });
+}
+
+void charge_nonzero(const ScratchCall& call) {
+  if (!call.argument(0).defined()) return;
+  hold_nonzero(call.shape(0), [&] {
+    call.make_results();
+    return 0;
+  });
+}
+
+// Indices as positions, masks among them, which count as one for each of their dimensions. Source:
+// expandTensors in ATen/native/IndexingUtils.h.
+struct Indices {
+  std::vector<int64_t> shape;  // of the positions
+  int64_t num_rows = 1;        // that they choose from
   int64_t num_indices = 0;
+  std::vector<Held> masks;
+};
+
+Indices hold_indices(const ScratchCall& call, int64_t num_true) {
+  const Tensor self = call.shape(0);
+  Indices found;
   int64_t dim = 0;
   for (const IValue& each : call.arguments[1].toListRef()) {
-    if (each.isTensor() && each.toTensor().defined()) {
-      const Tensor& index = each.toTensor();
-      if (is_mask(index)) return;
-      shape = at::infer_size(shape, index.sizes());
-      num_rows *= self.size(dim);
-      num_indices++;
+    const Tensor index = each.isTensor() ? each.toTensor() : Tensor();
+    const bool is_mask_here = index.defined() && is_mask(index);
+    const int64_t num_dims = is_mask_here ? index.dim() : 1;
+    if (index.defined()) {
+      for (const auto i : c10::irange(num_dims)) found.num_rows *= self.size(dim + i);
+      found.num_indices += num_dims;
+      if (is_mask_here) found.masks.push_back(hold_positions(index, num_true));
+      const std::vector<int64_t> of_mask{num_true};
+      found.shape = at::infer_size(found.shape, is_mask_here ? of_mask : index.sizes());
     }
-    dim++;
+    dim += num_dims;
   }
-  if (num_indices == 0) return;
-  const int64_t num_positions = c10::multiply_integers(shape);
-  if (num_positions == 0 || call.arguments[2].toTensor().numel() == 0) return;
+  return found;
+}
+
+// How many are true: what is indexed by one mask has so many rows. More masks than one are as long.
+int64_t num_true(const ScratchCall& call, const Tensor& indexed) {
+  int64_t dim = 0, first = -1, num_masks = 0, num_others = 0;
+  for (const IValue& each : call.arguments[1].toListRef()) {
+    const Tensor index = each.isTensor() ? each.toTensor() : Tensor();
+    const bool is_mask_here = index.defined() && is_mask(index);
+    if (is_mask_here && first < 0) first = dim;
+    num_masks += is_mask_here;
+    num_others += index.defined() && !is_mask_here;
+    dim += is_mask_here ? index.dim() : 1;
+  }
+  return num_masks > 0 && num_others == 0 && first < indexed.dim() ? indexed.size(first) : -1;
+}
+
+void charge_index(const ScratchCall& call) {
+  if (!call.argument(0).defined()) return;
+  const int64_t count = num_true(call, call.result(0));
+  if (count < 0) return;
+  const Indices indices = hold_indices(call, count);
+  call.make_results();
+}
+
+// Source: index_put_with_sort_kernel and computeLinearIndex in ATen/native/cuda/Indexing.cu.
+// Positions of all indices in one, which are sorted with a range.
+void charge_index_put(const ScratchCall& call) {
+  if (!call.argument(0).defined() || !call.arguments[3].toBool()) return;
+  const Tensor values = call.arguments[2].toTensor();
+  Indices indices = hold_indices(call, values.dim() ? values.size(0) : 0);
+  const int64_t num_positions = c10::multiply_integers(indices.shape);
+  if (indices.num_indices == 0 || num_positions == 0 || values.numel() == 0) return;
   const int64_t num_bytes = num_positions * kInt64Bytes;
   const auto scaled = [&] {
     const Held wrapped(num_bytes);
     return Held(num_bytes);
   };
   Held positions = scaled();
-  for (int64_t i = 1; i < num_indices; i++) {
-    const Held more = scaled();
-    Held sum(num_bytes);
-    positions = std::move(sum);
-  }
+  for (int64_t i = 1; i < indices.num_indices; i++) const Held more = scaled();  // added in place
+  indices.masks.clear();
   const Held sorted(num_bytes);
   const Held original(num_bytes);
   const Held range(num_bytes);
   int64_t num_bits = 1;
-  for (int64_t largest = num_rows - 1; largest > 1; largest >>= 1) num_bits++;
-  const Held sort(sort_scratch_bytes(num_positions, num_bits, kInt64Bytes, kInt64Bytes));
+  for (int64_t largest = indices.num_rows - 1; largest > 1; largest >>= 1) num_bits++;
+  const Held sort = hold_sort(num_positions, num_bits, kInt64Bytes, kInt64Bytes);
 }
 
 // ------------------------------------------------------------------------------------------- masks
 
-// Source: masked_select_out_cuda_impl in ATen/native/cuda/IndexKernel.cpp: an index by the mask.
-void charge_masked_select(const ScratchRule&, const ScratchCall& call) {
-  const Tensor self = call.argument(0);
-  const Tensor mask = call.argument(1);
-  const Tensor result = call.result(0);
-  if (!self.defined() || !mask.defined() || !result.defined()) return;
-  const int64_t num_dims = std::max<int64_t>({1, self.dim(), mask.dim()});
-  const Held positions(result.numel() * num_dims * kInt64Bytes);
+// Source: masked_select_out_cuda_impl in ATen/native/cuda/IndexKernel.cpp: an index by the mask, as
+// wide as what it chooses from.
+void charge_masked_select(const ScratchCall& call) {
+  if (!call.argument(0).defined() || !call.argument(1).defined()) return;
+  const Tensor self = call.shape(0), mask = call.shape(1);
+  const Tensor wide = mask.expand(at::infer_size(self.sizes(), mask.sizes()));
+  const Held positions =
+      hold_positions(wide.dim() ? wide : wide.unsqueeze(0), call.result(0).numel());
+  call.make_results();
 }
 
 // Source: masked_scatter__cuda in ATen/native/cuda/IndexKernel.cpp and its kernel in
 // IndexKernel.cu: for every element, how many of the source come before it; the mask and the source
 // contiguous.
-void charge_masked_scatter(const ScratchRule&, const ScratchCall& call) {
+void charge_masked_scatter(const ScratchCall& call) {
   const Tensor self = call.argument(0);
   const Tensor mask = call.argument(1);
   const Tensor source = call.argument(2);
@@ -113,10 +174,14 @@ void charge_segments(const Tensor& gradient, int64_t num_positions, int64_t inde
   const Held begins(num_positions * index_bytes);
   const Held num_segments(kInt64Bytes);
   {
-    const Held keys(num_positions * index_bytes);
-  }  // of cub's unique_by_key, which are never read
+    const Held keys(num_positions * index_bytes);  // which are never read
+    const Held unique = hold_unique_by_key(num_positions, index_bytes);
+  }
   const Held partial(most * index_bytes);
   const Held partial_begins(most * index_bytes);
+  {
+    const Held scan = hold_scan(most, index_bytes);
+  }
   const Held num_partial(kInt64Bytes);
   const Held begins_of_partial(most_partial * index_bytes);
   if (adds_at_once(most, most_partial, width)) {
@@ -129,7 +194,7 @@ void charge_segments(const Tensor& gradient, int64_t num_positions, int64_t inde
 
 // Source: embedding_dense_backward_cuda in ATen/native/cuda/Embedding.cu: more than some positions
 // are sorted by the row that they name.
-void charge_embedding_backward(const ScratchRule&, const ScratchCall& call) {
+void charge_embedding_backward(const ScratchCall& call) {
   constexpr int64_t kMostUnsorted = 3072;
   const Tensor gradient = call.argument(0);
   const Tensor indices = call.argument(1);
@@ -145,20 +210,26 @@ void charge_embedding_backward(const ScratchRule&, const ScratchCall& call) {
   const Held original(num_bytes);
   {
     const Held range(num_bytes);
-    const Held sort(sort_scratch_bytes(num_positions, 8 * index_bytes, index_bytes, index_bytes));
+    const Held sort = hold_sort(num_positions, 8 * index_bytes, index_bytes, index_bytes);
   }
   const Held count(counts ? num_bytes : 0);
+  call.make_results();
   charge_segments(gradient, num_positions, index_bytes, call.arguments[2].toInt());
 }
 
 }  // namespace
 
-ChargesByName scratch_of_indexing() {
+ScratchEntries scratch_of_indexing() {
   return {
-      {"aten::_index_put_impl_", charge_index_put},
-      {"aten::masked_select", charge_masked_select},
-      {"aten::masked_scatter_", charge_masked_scatter},
-      {"aten::embedding_dense_backward", charge_embedding_backward},
+      {"aten::_index_put_impl_", charge_index_put, "cuda/Indexing.cu: index_put_with_sort_kernel"},
+      {"aten::index", charge_index, "IndexingUtils.h: expandTensors", Results::kByRule},
+      {"aten::nonzero", charge_nonzero, "cuda/Nonzero.cu: nonzero_cuda_out_impl", Results::kByRule},
+      {"aten::masked_select", charge_masked_select,
+       "cuda/IndexKernel.cpp: masked_select_out_cuda_impl", Results::kByRule},
+      {"aten::masked_scatter_", charge_masked_scatter,
+       "cuda/IndexKernel.cpp: masked_scatter__cuda"},
+      {"aten::embedding_dense_backward", charge_embedding_backward,
+       "cuda/EmbeddingBackwardKernel.cu: embedding_backward_cuda_kernel", Results::kByRule},
   };
 }
 

@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "torch_scratch.h"
-#include "workspaces.h"
 
 namespace sim {
 namespace {
@@ -37,7 +36,7 @@ void charge_partial_sums(const Tensor& input, c10::ArrayRef<Tensor> gradients, i
   }
 }
 
-void charge_layer_norm_backward(const ScratchRule&, const ScratchCall& call) {
+void charge_layer_norm_backward(const ScratchCall& call) {
   const Tensor gradient = call.argument(0);
   const Tensor input = call.argument(1);
   if (!gradient.defined() || !input.defined()) return;
@@ -52,21 +51,62 @@ void charge_layer_norm_backward(const ScratchRule&, const ScratchCall& call) {
   charge_partial_sums(input, gradients, width);
 }
 
+// ------------------------------------------------------------------------------------- group norms
+
+int64_t sum_bytes(const Tensor& input) {
+  return c10::isReducedFloatingType(input.scalar_type())
+             ? kFloatBytes
+             : static_cast<int64_t>(input.element_size());
+}
+
+// A scale and a shift for each channel of each sample, unless a sample has one position.
+void charge_group_norm(const ScratchCall& call) {
+  const Tensor input = call.argument(0);
+  const bool is_affine = call.argument(1).defined() || call.argument(2).defined();
+  if (!input.defined() || call.arguments[5].toInt() == 1 || !is_affine) return;
+  const int64_t num_channels = call.arguments[3].toInt() * call.arguments[4].toInt();
+  const Held scales(num_channels * sum_bytes(input));
+  const Held shifts(num_channels * sum_bytes(input));
+}
+
+void charge_group_norm_backward(const ScratchCall& call) {
+  const Tensor input = call.argument(1);
+  if (!input.defined()) return;
+  const int64_t num_samples = call.arguments[5].toInt();
+  const int64_t of_channels = num_samples * call.arguments[6].toInt() * sum_bytes(input);
+  const int64_t of_groups = num_samples * call.arguments[8].toInt() * sum_bytes(input);
+  const Held products(of_channels);
+  const Held sums(of_channels);
+  if (call.arguments[7].toInt() == 1 || !call.arguments[9].toBoolList()[0]) return;
+  const Held of_weight(call.argument(4).defined() ? of_channels : 0);
+  const Held factors(of_groups);
+  const Held shifts(of_groups);
+}
+
 // ----------------------------------------------------------------------------------------- softmax
 
 // Source: host_softmax and host_softmax_backward in ATen/native/cuda/SoftMax.cu: of what is not
 // contiguous a copy, as of logits with the classes in the middle.
-void charge_softmax(const ScratchRule&, const ScratchCall& call) {
+void charge_softmax(const ScratchCall& call) {
   const Tensor input = call.argument(0);
   const Held whole(input.defined() ? bytes_to_be_contiguous(input) : 0);
 }
 
-void charge_softmax_backward(const ScratchRule&, const ScratchCall& call) {
+void charge_log_softmax_backward(const ScratchCall& call) {
   const Tensor gradient = call.argument(0);
   const Tensor output = call.argument(1);
   if (!gradient.defined() || !output.defined()) return;
-  const Held whole_gradient(bytes_to_be_contiguous(gradient));
-  const Held whole_output(bytes_to_be_contiguous(output));
+  const Held whole_gradient = hold_contiguous(gradient);
+  const Held whole_output = hold_contiguous(output);
+}
+
+// The gradient times the output first, in the layout that TensorIterator gives it.
+void charge_softmax_backward(const ScratchCall& call) {
+  if (!call.argument(0).defined() || !call.argument(1).defined()) return;
+  const Tensor product = call.shape(0).mul(call.shape(1));
+  const Held whole = hold(product);
+  const Held whole_product = hold_contiguous(product);
+  const Held whole_output = hold_contiguous(call.argument(1));
 }
 
 // ---------------------------------------------------------------------------------- norms of lists
@@ -81,7 +121,7 @@ bool is_fast(const std::vector<Tensor>& tensors) {
 
 // Source: foreach_tensor_norm_cuda in ATen/native/cuda/ForeachReduceOp.cu: one number for each
 // 65,536 elements of the largest, and that for every tensor.
-void charge_list_norm(const ScratchRule&, const ScratchCall& call) {
+void charge_list_norm(const ScratchCall& call) {
   const std::vector<Tensor> tensors = call.arguments[0].toTensorVector();
   const double order = call.arguments[1].toScalar().toDouble();
   if (!is_fast(tensors) || !c10::isFloatingType(tensors[0].scalar_type())) return;
@@ -98,15 +138,24 @@ void charge_list_norm(const ScratchRule&, const ScratchCall& call) {
 
 }  // namespace
 
-ChargesByName scratch_of_norms() {
+ScratchEntries scratch_of_norms() {
+  const char* of_norms = "cuda/layer_norm_kernel.cu: LaunchGammaBetaBackwardCUDAKernel";
+  const char* of_softmax = "cuda/SoftMax.cu: host_softmax";
   return {
-      {"aten::native_layer_norm_backward", charge_layer_norm_backward},
-      {"aten::_fused_rms_norm_backward", charge_layer_norm_backward},
-      {"aten::_softmax", charge_softmax},
-      {"aten::_log_softmax", charge_softmax},
-      {"aten::_softmax_backward_data", charge_softmax_backward},
-      {"aten::_log_softmax_backward_data", charge_softmax_backward},
-      {"aten::_foreach_norm", charge_list_norm},
+      {"aten::native_layer_norm_backward", charge_layer_norm_backward, of_norms},
+      {"aten::_fused_rms_norm_backward", charge_layer_norm_backward, of_norms},
+      {"aten::native_group_norm", charge_group_norm,
+       "cuda/group_norm_kernel.cu: GroupNormKernelImplInternal"},
+      {"aten::native_group_norm_backward", charge_group_norm_backward,
+       "cuda/group_norm_kernel.cu: GroupNormBackwardKernelImplInternal"},
+      {"aten::_softmax", charge_softmax, of_softmax},
+      {"aten::_log_softmax", charge_softmax, of_softmax},
+      {"aten::_softmax_backward_data", charge_softmax_backward,
+       "cuda/SoftMax.cu: softmax_backward_cuda_out"},
+      {"aten::_log_softmax_backward_data", charge_log_softmax_backward,
+       "cuda/SoftMax.cu: host_softmax_backward"},
+      {"aten::_foreach_norm", charge_list_norm,
+       "cuda/ForeachReduceOp.cu: foreach_tensor_norm_cuda"},
   };
 }
 

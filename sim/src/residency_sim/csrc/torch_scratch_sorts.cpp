@@ -1,12 +1,12 @@
 // Scratch of operations that sort, by cub, with copies of what does not lie as it wants it, and of
 // draws.
+#include <ATen/ops/empty_like.h>
 #include <c10/util/irange.h>
 
 #include <algorithm>
 #include <cmath>
 
 #include "torch_scratch.h"
-#include "workspaces.h"
 
 namespace sim {
 namespace {
@@ -23,30 +23,29 @@ void charge_stable_sort(int64_t num_keys, int64_t num_in_row, int64_t key_bytes)
   const int64_t num_rows = num_keys / num_in_row;
   if (num_rows == 1 || num_in_row >= kManyInRow) {
     const Held range(num_in_row * kInt64Bytes);
-    const Held sort(sort_scratch_bytes(num_in_row, 8 * key_bytes, key_bytes, kInt64Bytes));
+    const Held sort = hold_sort(num_in_row, 8 * key_bytes, key_bytes, kInt64Bytes);
   } else if (num_rows < kManyRows) {
     const auto row_bits = static_cast<int64_t>(std::ceil(std::log2(num_rows)));
     const Held places(num_keys * kInt64Bytes);
     const Held sorted_places(num_keys * kInt64Bytes);
     {
       const Held sorted(num_keys * key_bytes);
-      const Held sort(sort_scratch_bytes(num_keys, 8 * key_bytes, key_bytes, kInt64Bytes));
+      const Held sort = hold_sort(num_keys, 8 * key_bytes, key_bytes, kInt64Bytes);
     }
-    const Held sort(sort_scratch_bytes(num_keys, row_bits, kInt64Bytes, 0));
+    const Held sort = hold_sort(num_keys, row_bits, kInt64Bytes, 0);
   } else {
     const Held range(num_keys * kInt64Bytes);
-    const Held sort(to_multiple(num_keys * key_bytes, 256) +
-                    to_multiple(num_keys * kInt64Bytes, 256) + 255);  // keys and values again
+    const Held sort(segmented_sort_scratch_bytes(num_keys, key_bytes, kInt64Bytes));
   }
 }
 
 // Source: sort_cuda_kernel in ATen/native/cuda/Sort.cpp. Up to 4096 a row are sorted in place.
-void charge_sort(const ScratchRule& rule, const ScratchCall& call) {
+void charge_sort(const ScratchCall& call) {
   constexpr int64_t kMostInPlace = 4096;
   const Tensor self = call.argument(0);
   const Tensor values = call.result(0);
   if (!self.defined() || !values.defined() || self.dim() == 0) return;
-  const int64_t dim = c10::maybe_wrap_dim(call.arguments[rule.dim].toInt(), self.dim());
+  const int64_t dim = c10::maybe_wrap_dim(call.arguments[call.dim].toInt(), self.dim());
   const int64_t num_in_row = self.size(dim);
   if (num_in_row <= kMostInPlace) {
     const Held range(num_in_row * kInt64Bytes);
@@ -61,10 +60,48 @@ void charge_sort(const ScratchRule& rule, const ScratchCall& call) {
   charge_stable_sort(self.numel(), num_in_row, static_cast<int64_t>(self.element_size()));
 }
 
+// ------------------------------------------------------------------------------------------- topk
+
+// Whether each slice is searched by many blocks. Source: should_use_multiblock in TensorTopK.cu.
+bool takes_many_blocks(int64_t num_slices, int64_t size) {
+  const std::pair<int64_t, int64_t> least[] = {{20, 20000}, {40, 10000}, {80, 8000},
+                                               {199, 5000}, {799, 3000}, {4000, 800}};
+  for (const auto& [most_slices, least_size] : least) {
+    if (num_slices <= most_slices) return size >= least_size;
+  }
+  return size >= 400;
+}
+
+// Source: mbtopk::launch and get_items_per_thread in the same file. A block alone takes nothing.
+void charge_topk(const ScratchCall& call) {
+  constexpr int64_t kThreads = 256, kDigits = 256, kRegisters = 65536, kRegistersOfThread = 40;
+  constexpr int64_t kLeastItems = 4, kMostItems = 64, kShortBytes = 2;
+  const Tensor self = call.argument(0);
+  if (!self.defined() || self.numel() == 0) return;
+  const Held whole = hold_contiguous(self);
+  const int64_t dim = c10::maybe_wrap_dim(call.arguments[call.dim].toInt(), self.dim());
+  const int64_t size = self.dim() ? self.size(dim) : 1, num_slices = self.numel() / size;
+  if (!takes_many_blocks(num_slices, size)) return;
+  const int64_t num_at_once = Machine::get().settings().num_multiprocessors *
+                              (kRegisters / (kRegistersOfThread * kThreads)) * kThreads;
+  const int64_t num_items =
+      std::clamp(divide_up(self.numel(), num_at_once), kLeastItems, kMostItems);
+  const int64_t num_blocks = num_slices * divide_up(size, num_items * kThreads);
+  const auto value_bytes = static_cast<int64_t>(self.element_size());
+  const Held kth(num_slices * value_bytes);
+  const Held places(2 * num_slices * kIntBytes);
+  const Held desired(2 * num_slices * std::max(value_bytes, kIntBytes));
+  const Held counts(num_blocks * kDigits * kShortBytes);
+  const Held sums(num_slices * kDigits * kIntBytes);
+  const Held within(num_blocks * kIntBytes);
+  const Held of_kth(num_blocks * kIntBytes);
+  for (int i = 0; i < 2; i++) const Held scan = hold_scan_by_key(num_blocks);
+}
+
 // ---------------------------------------------------------------------------------- unique values
 
 // Source: ATen/native/cuda/UniqueCub.cu. Truth values are counted.
-void charge_unique(const ScratchRule&, const ScratchCall& call) {
+void charge_unique(const ScratchCall& call) {
   const Tensor self = call.argument(0);
   if (!self.defined() || self.scalar_type() == c10::kBool) return;
   const int64_t num_values = self.numel();
@@ -75,8 +112,8 @@ void charge_unique(const ScratchRule&, const ScratchCall& call) {
   const Held places(inverts ? num_values * kInt64Bytes : 0);
   {
     const Held range(inverts ? num_values * kInt64Bytes : 0);
-    const Held sort(
-        sort_scratch_bytes(num_values, 8 * value_bytes, value_bytes, inverts ? kInt64Bytes : 0));
+    const Held sort =
+        hold_sort(num_values, 8 * value_bytes, value_bytes, inverts ? kInt64Bytes : 0);
   }
   const Held inverse_of_sorted(inverts ? num_values * kInt64Bytes : 0);
 }
@@ -84,7 +121,7 @@ void charge_unique(const ScratchRule&, const ScratchCall& call) {
 // ------------------------------------------------------------------------------------ permutations
 
 // Source: ATen/native/cuda/Randperm.cu: keys with so many random bits that few are equal.
-void charge_randperm(const ScratchRule&, const ScratchCall& call) {
+void charge_randperm(const ScratchCall& call) {
   const Tensor result = call.result(0);
   if (!result.defined()) return;
   const int64_t num_values = result.numel();
@@ -96,26 +133,31 @@ void charge_randperm(const ScratchRule&, const ScratchCall& call) {
   const Held range(num_values * value_bytes);
   const Held keys(num_values * key_bytes);
   const Held sorted(num_values * key_bytes);
-  const Held sort(sort_scratch_bytes(num_values, num_bits, key_bytes, value_bytes));
+  const Held sort = hold_sort(num_values, num_bits, key_bytes, value_bytes);
 }
 
-// Source: multinomial_out in ATen/native/Distributions.cpp: without replacement, or of one sample,
-// the largest of as many random numbers as there are probabilities.
-void charge_multinomial(const ScratchRule&, const ScratchCall& call) {
-  const Tensor self = call.argument(0);
-  if (!self.defined() || (call.arguments[2].toBool() && call.arguments[1].toInt() != 1)) return;
-  const Held numbers(static_cast<int64_t>(self.nbytes()));
+// Source: multinomial_out in ATen/native/Distributions.cpp: checks of the probabilities and then,
+// without replacement or of one sample, the largest of as many random numbers as there are.
+void charge_multinomial(const ScratchCall& call) {
+  if (!call.argument(0).defined()) return;
+  const int64_t num_samples = call.arguments[1].toInt();
+  if (call.arguments[2].toBool() && num_samples != 1) return;
+  const Tensor self = call.shape(0);
+  const Held numbers = hold(at::empty_like(self));
+  if (num_samples > 1) const Held largest = hold(call.result(0).to(self.scalar_type()));
 }
 
 }  // namespace
 
-ChargesByName scratch_of_sorts() {
+ScratchEntries scratch_of_sorts() {
+  const char* of_unique = "cuda/UniqueCub.cu: unique_cuda_template";
   return {
-      {"aten::sort", charge_sort},
-      {"aten::_unique", charge_unique},
-      {"aten::_unique2", charge_unique},
-      {"aten::randperm", charge_randperm},
-      {"aten::multinomial", charge_multinomial},
+      {"aten::sort", charge_sort, "cuda/SortStable.cu: launch_stable_sort_kernel"},
+      {"aten::topk", charge_topk, "cuda/TensorTopK.cu: mbtopk::launch"},
+      {"aten::_unique", charge_unique, of_unique},
+      {"aten::_unique2", charge_unique, of_unique},
+      {"aten::randperm", charge_randperm, "cuda/Randperm.cu: randperm_out_cuda"},
+      {"aten::multinomial", charge_multinomial, "Distributions.cpp: multinomial_out"},
   };
 }
 

@@ -22,6 +22,10 @@
 
 namespace sim {
 
+// Whether cuDNN's attention drops in sixteenths alone (pull request 174245): on an H100, torch 2.11
+// takes it for any dropout, and 2.13's source does not. 2.12 was not looked at.
+constexpr bool drops_in_sixteenths() { return TORCH_VERSION_MINOR >= 12; }
+
 using PoolId = c10::MempoolId_t;
 using PoolFigures = std::map<PoolId, c10::CachingAllocator::StatArray>;
 

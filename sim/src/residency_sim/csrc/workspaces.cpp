@@ -170,35 +170,4 @@ ReductionScratch scratch_of(const Reduction& r, int64_t num_multiprocessors,
           static_cast<size_t>(num_blocks) * sizeof(int)};
 }
 
-// ------------------------------------------------------------------------------------------ sorts
-
-// Source: DispatchRadixSort in cub/device/dispatch/dispatch_radix_sort.cuh, with 64-bit offsets as
-// torch calls it: a single tile of 256 threads with 19 four-byte items each, or one sweep for each
-// eight bits, with tiles of 384 threads with 21 or 17 (compute capability 8; others differ by some
-// KiB). Longer items are fewer: RegBoundScaling in cub/util_arch.cuh. AliasTemporaries in
-// cub/util_device.cuh rounds the parts and adds them.
-int64_t sort_scratch_bytes(int64_t num_keys, int64_t num_bits, int64_t key_bytes,
-                           int64_t value_bytes) {
-  constexpr int64_t kDigits = 256, kAlignment = 256, kLeastOneSweepKey = 4;
-  const int64_t item_bytes = std::max(key_bytes, value_bytes);
-  const auto scaled = [&](int64_t num_items) {
-    return std::max<int64_t>(1, num_items * 4 / std::max<int64_t>(4, item_bytes));
-  };
-  if (num_keys <= 256 * scaled(19)) return 1;
-  const int64_t num_passes = divide_up(num_bits, 8);
-  const bool is_swept = key_bytes >= kLeastOneSweepKey;
-  const int64_t num_swept = 384 * scaled(key_bytes == 4 && value_bytes > 0 ? 17 : 21);
-  const int64_t num_copied = num_passes > 1 ? num_keys : 0;
-  const int64_t parts[] = {
-      is_swept ? num_passes * kDigits * int64_t(sizeof(int64_t)) : 0,                  // counts
-      is_swept ? divide_up(num_keys, num_swept) * kDigits * int64_t(sizeof(int)) : 0,  // of tiles
-      num_copied * key_bytes,
-      num_copied * value_bytes,
-      is_swept ? num_passes * int64_t(sizeof(int)) : 0,
-  };
-  int64_t total = kAlignment - 1;
-  for (const int64_t part : parts) total += divide_up(part, kAlignment) * kAlignment;
-  return total;
-}
-
 }  // namespace sim

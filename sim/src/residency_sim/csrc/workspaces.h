@@ -1,6 +1,5 @@
 // Scratch memory that CUDA's libraries and kernels take from torch's allocator: the workspace of
-// cuBLAS, the buffers of reductions that are split over blocks, and of sorts. Off where settings
-// say so.
+// cuBLAS, the buffers of reductions that are split over blocks. Off where settings say so.
 #pragma once
 
 #include <cstddef>
@@ -9,13 +8,9 @@
 #include <utility>
 #include <vector>
 
+#include "cub_scratch.h"
+
 namespace sim {
-
-constexpr int64_t kInt64Bytes = sizeof(int64_t);
-constexpr int64_t kFloatBytes = sizeof(float);
-
-inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-inline int64_t to_multiple(int64_t a, int64_t b) { return divide_up(a, b) * b; }
 
 // Device memory of a kernel, for as long as this lives; none where it has no bytes.
 class Held {
@@ -66,11 +61,5 @@ struct ReductionScratch {
 // On a device of so many multiprocessors, each of so many threads.
 ReductionScratch scratch_of(const Reduction& reduction, int64_t num_multiprocessors,
                             int64_t threads_per_multiprocessor);
-
-// Bytes that cub's radix sort takes to sort so many keys by `num_bits` bits, each with a value (of
-// no bytes: keys alone). Keys of one or two bytes take some more, which follows from how many
-// blocks the device can hold.
-int64_t sort_scratch_bytes(int64_t num_keys, int64_t num_bits, int64_t key_bytes,
-                           int64_t value_bytes);
 
 }  // namespace sim

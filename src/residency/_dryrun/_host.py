@@ -1,5 +1,10 @@
 """The work that a dry run leaves out on the host: random numbers for large weights, and the
 conversion of such weights, whose values mean nothing. Their memory is asked for and never touched.
+
+What a script draws after them is what it would have drawn: how long its samples are, and in which
+order they come, decides its peak. So as many numbers of 32 bits are taken from the generator as
+CPU kernels take: a few elements are filled, and the others take one each, or two for a double.
+Source: `normal_fill` and `uniform_kernel` in aten/src/ATen/native/cpu/DistributionTemplates.h.
 """
 
 from __future__ import annotations
@@ -14,13 +19,15 @@ from residency._units import MIB
 # What `Tensor.to` reads its arguments with. Torch does not annotate it.
 _parse_to: Any = vars(torch._C)["_nn"]._parse_to
 LARGE_BYTES = MIB  # the values of smaller tensors may steer a script
+_MOST_TAKEN = 1_000_000_000  # numbers, in 3 seconds; after them the generator stands still
+_taken = 0
 
 
 def leave_out_weights() -> None:
     """Makes large host tensors of floating-point numbers without filling them."""
     for name in ("normal_", "uniform_"):
         replace_method(name, _unfilled(getattr(torch.Tensor, name)))
-    # Torch's own draws again until all numbers lie inside, which unfilled ones never need to.
+    # Since torch 2.12 it draws again until all numbers lie inside, which wide bounds never need.
     init: Any = torch.nn.init
     init._no_grad_trunc_normal_ = _unfilled(init._no_grad_trunc_normal_)
     replace_method("to", _unconverted(torch.Tensor.to))
@@ -43,10 +50,28 @@ def _is_large(tensor: torch.Tensor) -> bool:
 
 def _unfilled(fill: Any) -> Any:
     @around(fill)
-    def filled(tensor: torch.Tensor, *args: object, **options: object) -> Any:
-        return tensor if _is_large(tensor) else fill(tensor, *args, **options)
+    def filled(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if not _is_large(tensor):
+            return fill(tensor, *args, **options)
+        # Kernels go by sixteen elements, and treat the last ones with what is over.
+        few = torch.empty(16 + tensor.numel() % 16, dtype=tensor.dtype, device="cpu")
+        fill(few, *args, **options)
+        words = 2 if tensor.dtype is torch.float64 else 1
+        _take(words * (tensor.numel() - few.numel()), options.get("generator"))
+        return tensor
 
     return filled
+
+
+def _take(count: int, generator: torch.Generator | None) -> None:
+    """Takes numbers of 32 bits from a generator of the host."""
+    global _taken
+    _taken += count
+    if _taken > _MOST_TAKEN:
+        return
+    thrown_away = torch.empty(min(count, MIB), dtype=torch.uint8, device="cpu")
+    for first in range(0, count, MIB):
+        thrown_away[: count - first].random_(generator=generator)
 
 
 def _unconverted(convert: Any, target: torch.dtype | None = None) -> Any:

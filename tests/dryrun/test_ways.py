@@ -150,6 +150,20 @@ def test_of_a_branch_that_no_such_value_decides_nothing_is_said(tmp_path: Path) 
     assert {name: each["lines"] for name, each in found.items() if each["lines"]} == {}
 
 
+def test_a_branch_of_a_library_is_said_where_the_library_asks(tmp_path: Path) -> None:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    library = "def count(ids):\n    if (ids[:, -1] == 0).all():\n        return 1\n    return 2\n"
+    (folder / "packed.py").write_text(library)
+    call = f"import sys\nsys.path.insert(0, {str(folder)!r})\nimport packed\nrounds = packed.count"
+    programs = {
+        "known": f"{call}(torch.arange(4096, device='cuda').expand(2, -1))\n",
+        "unknown": f"{call}(x.long().expand(2, -1))\n",
+    }
+    found = ran(tmp_path, {name: HEAD + text for name, text in programs.items()})
+    assert {name: each["lines"] for name, each in found.items()} == {"known": [], "unknown": [2]}
+
+
 def test_a_number_that_has_a_name_is_compared_so_that_a_loop_goes_to_its_bound(
     tmp_path: Path,
 ) -> None:

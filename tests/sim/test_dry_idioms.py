@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from residency import sim
+from residency_sim import dry_run
 
 pytestmark = [
     pytest.mark.sim,
@@ -260,6 +261,21 @@ def masks_on_the_host() -> None:
 # --------------------------------------------------------------------------- what is known
 
 
+def checks_of_whole_numbers_that_are_zero() -> None:
+    lengths = unknown((4,), dtype=torch.long)
+    heard: list[str] = []
+    dry_run.attach_guess_observer(lambda what, numel: heard.append(what))
+    try:
+        assert not (lengths == 0).any()
+        assert (lengths == 0).sum().item() == 0
+        assert heard == ["False", "0"]  # none is taken to be 0, which is no more than likely
+        assert not (unknown((4,)) == 0).any()
+        assert not torch.isnan(unknown((4,))).any()
+        assert len(heard) == 2
+    finally:
+        dry_run.attach_guess_observer(None)
+
+
 def what_was_copied_from_the_host() -> None:
     sizes = torch.tensor([3, 5, 7]).to("sim")
     assert sizes.tolist() == [3, 5, 7]
@@ -300,6 +316,25 @@ def sizes_of_what_is_known() -> None:
     assert unknown((3, 3))[torch.zeros(3, 3, dtype=torch.bool, device="sim")].shape == (0,)
 
 
+def whole_numbers_of_a_batch() -> None:
+    positions = torch.arange(2048, device="sim").expand(4, -1)
+    steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)  # as transformers does
+    assert ((steps != 1).cumsum(-1)[:, -1] == 0).all()
+    packed = positions % 1024
+    steps = torch.diff(packed, prepend=packed[:, :1] - 1, dim=-1)
+    assert not ((steps != 1).cumsum(-1)[:, -1] == 0).all()
+    mask = torch.ones(16, 512, **INDEX)
+    assert mask.sum() == mask.numel()
+    mask[3, 100:] = 0
+    mask[:, 0] = 0
+    assert mask.sum().item() == 16 * 511 - 412
+    labels = functional.pad(packed, (0, 1), value=-100)[:, 1:]
+    assert (labels == -100).sum().item() == 4
+    assert unknown((4, 2048))[labels != -100].shape == (4 * 2047,)
+    assert torch.full((2, 4096), 7, **INDEX).sum().item() == 2 * 4096 * 7
+    assert torch.arange(1 << 20, device="sim")[3].item() == 1  # too many: a placeholder
+
+
 def few_random_numbers_are_drawn() -> None:
     assert all(3 <= each < 4 for each in torch.zeros(3, device="sim").uniform_(3, 4).tolist())
     assert torch.zeros(99, device="sim").uniform_(3, 4).tolist() == [1.0] * 99
@@ -333,6 +368,8 @@ IDIOMS = [
     what_was_copied_from_the_host,
     what_is_computed_from_what_is_known,
     sizes_of_what_is_known,
+    whole_numbers_of_a_batch,
+    checks_of_whole_numbers_that_are_zero,
     few_random_numbers_are_drawn,
 ]
 

@@ -3,8 +3,8 @@
 The code that asks for one says which way a training goes in which nothing goes wrong: a check
 holds, a loop that something else bounds goes on to that bound (the most that it can take), and a
 loop that nothing else bounds makes one round. The place of an instruction leads to that code in
-the source. The answer names the branches and loops of the script that hung on such values: another
-way may take more.
+the source. The answer names the branches and loops, of the script and of libraries but torch, that
+hung on such values: another way may take more.
 """
 
 from __future__ import annotations
@@ -140,16 +140,18 @@ class Ways:
         return self._sources[file]
 
     def branches(self, places: dict[str, set[Span]]) -> Iterator[dict[str, str]]:
-        """Yields the branches and loops of the script that hung on what was not computed.
+        """Yields the branches and loops that hung on what was not computed, the script's first.
 
         Args:
-            places: For each file where values were read that were not computed.
+            places: For each file where values were read that were not computed. Of a library only
+                tests count that asked themselves: a call of it that reads a value may be ours.
         """
-        for file in {**places, **self._spans}:
-            source = self._source(file) if is_script(file) else None
+        for file in sorted({**places, **self._spans}, key=lambda file: not is_script(file)):
+            source = None if is_ours(file) or file.startswith(TORCH) else self._source(file)
             if source is None:
                 continue
-            spans = places.get(file, set()) | self._spans.get(file, set())
+            spans = self._spans.get(file, set())
+            spans = spans | places.get(file, set()) if is_script(file) else spans
             for node in ast.walk(source.tree):
                 if not isinstance(node, ast.If | ast.While) or only_says(node):
                     continue

@@ -112,14 +112,16 @@ void tell_of_guess(const char* what, int64_t numel) {
   observer(what, numel);
 }
 
-bool read_truth(Reading reading) {
-  if (reading == Reading::kZero || reading == Reading::kTrue) return reading == Reading::kTrue;
-  if (const auto decided = decide(reading)) {
+// What rests on a guess may be asked for by a check.
+bool read_truth(Reading reading, bool is_guess) {
+  const bool is_sure = is_certain(reading) && reading != Reading::kAll;
+  if (is_sure && !is_guess) return reading == Reading::kTrue;
+  if (const auto decided = decide(is_sure ? Reading::kHolds : reading)) {
     tell_of_guess(*decided != 0 ? "True" : "False", 1);
     return *decided != 0;
   }
-  if (reading == Reading::kAll) return true;
-  const bool one = (reading != Reading::kUnknown) != has_asked_too_often(kMostAnswers);
+  const bool usual = is_sure ? reading == Reading::kTrue : reading != Reading::kUnknown;
+  const bool one = usual != (reading != Reading::kAll && has_asked_too_often(kMostAnswers));
   tell_of_guess(one ? "True" : "False", 1);
   return one;
 }
@@ -127,10 +129,11 @@ bool read_truth(Reading reading) {
 c10::Scalar read_scalar(const Tensor& tensor) {
   if (const auto known = known_value(tensor)) return at::native::_local_scalar_dense_cpu(*known);
   const Reading reading = dry_reading(tensor);
-  if (tensor.scalar_type() == at::kBool) return read_truth(reading);
+  if (tensor.scalar_type() == at::kBool) return read_truth(reading, is_guess(tensor));
   const bool is_whole = c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/false);
   if (is_certain(reading)) {
     const bool one = reading == Reading::kTrue;
+    if (is_guess(tensor)) tell_of_guess(one ? "1" : "0", 1);
     return is_whole ? c10::Scalar(int64_t(one)) : c10::Scalar(one ? 1.0 : 0.0);
   }
   if (!is_whole) return read_fraction(tensor);
@@ -161,7 +164,7 @@ void read_to_host(const Tensor& from, const Tensor& to) {
                        : number > 0 && number < 1 ? "a share of 1"
                        : number == 0              ? "0"
                                                   : "1";
-  if (!is_certain(reading)) tell_of_guess(stands, from.numel());
+  if (!is_certain(reading) || is_guess(from)) tell_of_guess(stands, from.numel());
   if (one && can_be_filled(to)) {
     as_device_work([&] { to.fill_(number); });
   } else {

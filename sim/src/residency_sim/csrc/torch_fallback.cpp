@@ -193,15 +193,18 @@ class Call {
         return numbers_at(draw_from(value.isNone() ? default_generator() : value.toGenerator()));
       };
     }
-    if (machine_.settings().dry) computed_ = compute_known(op_, arguments_, numbers);
+    const bool is_dry = machine_.settings().dry;
+    const bool comes_first = makes_sizes(op_);
+    if (is_dry && comes_first) computed_ = compute_known(op_, arguments_, numbers, {});
     const Computed* computed = computed_ ? &*computed_ : nullptr;
     sim::run_dry({plan_.name, op_.schema(), arguments_, aliased_, results, computed,
                   [this](c10::DispatchKey key, const Arguments& arguments, Stack& found) {
                     call_kernel(op_, plan_.kernel, key, arguments, &found);
                   }});
     if (plan_.scratch.keeps()) keep_storage(plan_.scratch, {aliased_, results});
+    if (is_dry && !comes_first) computed_ = compute_known(op_, arguments_, numbers, results);
     stack_->insert(stack_->end(), results.begin(), results.end());
-    noted_ = note_written(plan_, arguments_);
+    if (!computed_) noted_ = note_written(plan_, arguments_);  // else in note_computed
   }
 
   // ------------------------------------------------------------------------------ running it later

@@ -24,10 +24,7 @@ using at::Tensor;
 
 constexpr size_t kMostKnownBytes = size_t(4) << 20;  // the pickles that ranks gather
 constexpr size_t kMostKnownFractions = size_t(64) << 10;
-constexpr int64_t kMostComputed = 1024;  // elements of what is computed from what is known
-constexpr size_t kMostListed = 64;
-constexpr int64_t kMostDrawn = int64_t(1) << 16;
-constexpr int64_t kMostDrawnFractions = 16;  // more are weights
+constexpr size_t kMostKept = size_t(256) << 20;  // of all tensors together
 
 // ----------------------------------------------------------------------------------------- bytes
 
@@ -38,23 +35,23 @@ class Known {
     const size_t end = begin + num_bytes;
     if (bytes_.size() < end) {
       bytes_.resize(end);
-      is_known_.resize(end, false);
+      is_known_.resize(end, 0);
     }
     std::memcpy(bytes_.data() + begin, bytes, num_bytes);
-    std::fill(is_known_.begin() + begin, is_known_.begin() + end, true);
+    std::memset(is_known_.data() + begin, 1, num_bytes);
   }
+
+  size_t num_bytes() const { return bytes_.size(); }
 
   const char* read(size_t begin, size_t num_bytes) const {
     const size_t end = begin + num_bytes;
     if (bytes_.size() < end) return nullptr;
-    const auto last = is_known_.begin() + end;
-    return std::find(is_known_.begin() + begin, last, false) == last ? bytes_.data() + begin
-                                                                     : nullptr;
+    return std::memchr(is_known_.data() + begin, 0, num_bytes) ? nullptr : bytes_.data() + begin;
   }
 
  private:
   std::vector<char> bytes_;
-  std::vector<bool> is_known_;
+  std::vector<char> is_known_;
 };
 
 class Readings {
@@ -72,15 +69,23 @@ class Readings {
 
   void note(const c10::Storage& storage, Noted noted) {
     std::lock_guard<std::mutex> guard(lock_);
-    noted_.erase(storage.unsafeGetStorageImpl());
+    const auto found = noted_.find(storage.unsafeGetStorageImpl());
+    if (found != noted_.end()) forget(found);
     if (noted.reading != Reading::kUnknown) entry_of(storage).noted = noted;
   }
 
   void write(const c10::Storage& storage, size_t begin, const void* bytes, size_t num_bytes) {
     std::lock_guard<std::mutex> guard(lock_);
+    if (kept_ + begin + num_bytes > kMostKept) forget_the_dead();
     Entry& entry = entry_of(storage);
     entry.noted = {};
-    entry.known.write(begin, bytes, num_bytes);
+    kept_ -= entry.known.num_bytes();
+    if (kept_ + begin + num_bytes > kMostKept) {
+      entry.known = {};
+    } else {
+      entry.known.write(begin, bytes, num_bytes);
+      kept_ += entry.known.num_bytes();
+    }
   }
 
   // Copies known bytes to where `make` says; false where there are none.
@@ -102,33 +107,51 @@ class Readings {
     Known known;
   };
 
+  using Entries = std::unordered_map<const c10::StorageImpl*, Entry>;
+
+  Entries::iterator forget(Entries::iterator entry) {
+    kept_ -= entry->second.known.num_bytes();
+    return noted_.erase(entry);
+  }
+
+  void forget_the_dead() {
+    for (auto entry = noted_.begin(); entry != noted_.end();) {
+      entry = entry->second.storage.expired() ? forget(entry) : std::next(entry);
+    }
+    most_ = 2 * noted_.size() + 64;
+  }
+
   Entry& entry_of(const c10::Storage& storage) {
     const auto found = noted_.find(storage.unsafeGetStorageImpl());
     if (found != noted_.end()) return found->second;
-    if (noted_.size() >= most_) {
-      std::erase_if(noted_, [](const auto& entry) { return entry.second.storage.expired(); });
-      most_ = 2 * noted_.size() + 64;
-    }
+    if (noted_.size() >= most_) forget_the_dead();
     return noted_.emplace(storage.unsafeGetStorageImpl(), Entry{storage.getWeakStorageImpl()})
         .first->second;
   }
 
   std::mutex lock_;
-  std::unordered_map<const c10::StorageImpl*, Entry> noted_;
+  Entries noted_;
   size_t most_ = 64;
+  size_t kept_ = 0;  // bytes that are known
 };
 
 size_t first_byte(const Tensor& tensor) { return tensor.storage_offset() * tensor.itemsize(); }
 
-// A tensor whose bytes are known, on the host and contiguous.
-std::optional<Tensor> known_bytes(const Tensor& tensor) {
-  if (!tensor.has_storage() || tensor.numel() == 0 || tensor.is_conj() || tensor.is_neg()) {
-    return std::nullopt;
-  }
+// The elements of a storage from a tensor's first to its last.
+int64_t extent(const Tensor& tensor) {
   int64_t length = 1;
   for (const auto dim : c10::irange(tensor.dim())) {
     length += (tensor.size(dim) - 1) * tensor.stride(dim);
   }
+  return length;
+}
+
+// These, on the host, where their bytes are known.
+std::optional<Tensor> known_extent(const Tensor& tensor) {
+  if (!tensor.has_storage() || tensor.numel() == 0 || tensor.is_conj() || tensor.is_neg()) {
+    return std::nullopt;
+  }
+  const int64_t length = extent(tensor);
   Tensor host;
   auto make = [&] {
     as_device_work([&] { host = at::empty({length}, tensor.options().device(c10::kCPU)); });
@@ -136,24 +159,16 @@ std::optional<Tensor> known_bytes(const Tensor& tensor) {
   };
   const size_t num_bytes = length * tensor.itemsize();
   if (num_bytes > kMostKnownBytes) return std::nullopt;
-  if (!Readings::get().read(tensor.storage(), first_byte(tensor), num_bytes, make)) {
-    return std::nullopt;
-  }
-  as_device_work([&] { host = host.as_strided(tensor.sizes(), tensor.strides()).contiguous(); });
-  return host;
+  const bool is_known = Readings::get().read(tensor.storage(), first_byte(tensor), num_bytes, make);
+  return is_known ? std::optional(host) : std::nullopt;
 }
 
-// `value` is on the host, of the sizes of `to`.
-void note_value(const Tensor& value, const Tensor& to) {
-  const bool is_whole = c10::isIntegralType(to.scalar_type(), /*includeBool=*/true);
-  const size_t most = is_whole ? kMostKnownBytes : kMostKnownFractions;
-  const bool is_small = first_byte(to) + to.nbytes() <= most;
-  if (!is_small || !to.is_contiguous() || to.is_conj() || to.is_neg()) {
-    return note_reading(to.storage(), {});
-  }
-  Tensor cast = value;
-  as_device_work([&] { cast = value.to(to.scalar_type()).contiguous(); });
-  Readings::get().write(to.storage(), first_byte(to), cast.const_data_ptr(), to.nbytes());
+// A tensor whose bytes are known, on the host and contiguous.
+std::optional<Tensor> known_bytes(const Tensor& tensor) {
+  auto host = known_extent(tensor);
+  if (!host) return host;
+  as_device_work([&] { *host = host->as_strided(tensor.sizes(), tensor.strides()).contiguous(); });
+  return host;
 }
 
 // ------------------------------------------------------------------------------------ operations
@@ -276,30 +291,75 @@ Reading reading_after(const std::string& name, const Arguments& arguments) {
   return Reading::kUnknown;
 }
 
+// Whether a certain reading rests on none of some whole numbers being 0, or on another that does.
+bool rests_on_guess(const std::string& name, const Arguments& arguments) {
+  if (name.starts_with("aten::eq.") && is_scalar(arguments[1], 0.0)) {
+    const Tensor& input = arguments[0].toTensor();
+    const auto number = number_of(input);
+    const bool is_known = number && number->is_certain;
+    if (c10::isIntegralType(input.scalar_type(), /*includeBool=*/false) && !is_known) return true;
+  }
+  bool found = false;
+  for (const c10::IValue& value : arguments) {
+    visit_tensors(value, [&](const Tensor& tensor) {
+      found |= tensor.defined() && tensor.has_storage() && Readings::get().of(tensor).is_guess;
+    });
+  }
+  return found;
+}
+
 Noted noted_after(const std::string& name, const Arguments& arguments) {
   const Reading reading = reading_after(name, arguments);
-  const auto number = reading == Reading::kUnknown ? number_after(name, arguments) : std::nullopt;
-  if (!number || !std::isfinite(*number)) return {reading};
-  return {Reading::kNumber, *number};
+  if (reading != Reading::kUnknown) {
+    return {.reading = reading, .is_guess = rests_on_guess(name, arguments)};
+  }
+  const auto number = number_after(name, arguments);
+  if (!number || !std::isfinite(*number)) return {};
+  return {.reading = Reading::kNumber, .number = *number};
 }
 
 }  // namespace
 
+size_t most_known(const Tensor& tensor) {
+  const bool is_whole = c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true);
+  return is_whole ? kMostKnownBytes : kMostKnownFractions;
+}
+
 std::optional<Tensor> known_value(const Tensor& tensor) {
   if (auto known = known_bytes(tensor)) return known;
-  if (!tensor.has_storage() || tensor.numel() > kMostComputed) return std::nullopt;
-  const Reading reading = Readings::get().of(tensor).reading;
-  if (reading != Reading::kZero && reading != Reading::kTrue) return std::nullopt;
+  if (!tensor.has_storage() || tensor.numel() > kMostComputedFractions) return std::nullopt;
+  const auto [reading, number, is_guess] = Readings::get().of(tensor);
+  const bool is_certain = reading == Reading::kZero || reading == Reading::kTrue;
+  if (!is_certain || is_guess) return std::nullopt;
   Tensor host;
   const auto options = tensor.options().device(c10::kCPU);
   as_device_work([&] { host = at::full(tensor.sizes(), reading == Reading::kTrue, options); });
   return host;
 }
 
+void note_value(const Tensor& value, const Tensor& to) {
+  if (to.numel() == 0) return;
+  const bool is_small = first_byte(to) + extent(to) * to.itemsize() <= most_known(to);
+  // Between the elements that are written lie others, which stay what they are.
+  std::optional<Tensor> host;
+  if (is_small && !to.is_contiguous()) host = known_extent(to);
+  if (!is_small || (!to.is_contiguous() && !host) || to.is_conj() || to.is_neg()) {
+    return note_reading(to.storage(), {});
+  }
+  as_device_work([&] {
+    if (host) {
+      host->as_strided(to.sizes(), to.strides()).copy_(value);
+    } else {
+      host = value.to(to.scalar_type()).contiguous();
+    }
+  });
+  Readings::get().write(to.storage(), first_byte(to), host->const_data_ptr(), host->nbytes());
+}
+
 Reading dry_reading(const Tensor& tensor) {
   if (!tensor.defined() || !tensor.has_storage()) return Reading::kUnknown;
   const Reading noted = Readings::get().of(tensor).reading;
-  if (noted != Reading::kUnknown || tensor.numel() > kMostComputed) return noted;
+  if (noted != Reading::kUnknown || tensor.numel() > kMostComputedFractions) return noted;
   const auto known = known_bytes(tensor);
   if (!known) return noted;
   Reading reading = Reading::kUnknown;
@@ -317,6 +377,10 @@ void note_reading(const c10::Storage& storage, Noted noted) {
   Readings::get().note(storage, noted);
 }
 
+bool is_guess(const Tensor& tensor) {
+  return tensor.has_storage() && Readings::get().of(tensor).is_guess;
+}
+
 double dry_number(const Tensor& tensor) {
   return tensor.has_storage() ? Readings::get().of(tensor).number : 1;
 }
@@ -331,123 +395,6 @@ Noted note_written(const Plan& plan, const Arguments& arguments) {
     });
   }
   return noted;
-}
-
-namespace {
-
-// What is known of counts is that they sum to what was counted: they are taken as equal, and what
-// does not divide goes to the first.
-std::optional<Computed> compute_counts(const std::string& name, const Arguments& arguments) {
-  const bool is_bincount = name == "aten::bincount";
-  if (!is_bincount && name != "aten::histc") return std::nullopt;
-  const auto is_given = [](const c10::IValue& v) { return v.isTensor() && v.toTensor().defined(); };
-  if (is_bincount && is_given(arguments[1])) return std::nullopt;  // weights
-  const Tensor& counted = arguments[0].toTensor();
-  const int64_t num_places = std::max<int64_t>(1, arguments[is_bincount ? 2 : 1].toInt());
-  if (num_places > kMostComputed || !is_sim(counted)) return std::nullopt;
-  const auto type = is_bincount ? at::kLong : counted.scalar_type();
-  Tensor counts;
-  as_device_work([&] {
-    counts = at::full({num_places}, counted.numel() / num_places, at::TensorOptions(type));
-    counts[0] += counted.numel() % num_places;
-  });
-  tell_of_guess("counts", counted.numel());
-  return Computed{arguments, {}, {counts}};
-}
-
-// Few numbers that are drawn, as a program reads them: sizes, an order, what a branch goes by.
-bool is_small_draw(const c10::FunctionSchema& schema, const Arguments& arguments) {
-  static const auto* names = new std::unordered_set<std::string>{
-      "aten::bernoulli_", "aten::exponential_", "aten::normal_", "aten::random_", "aten::uniform_"};
-  if (schema.name() == "aten::randperm") {
-    return schema.overload_name() == "generator_out" && arguments[0].toInt() <= kMostDrawn;
-  }
-  if (!names->contains(schema.name()) || !arguments[0].isTensor()) return false;
-  const Tensor& drawn = arguments[0].toTensor();
-  const bool is_whole = c10::isIntegralType(drawn.scalar_type(), /*includeBool=*/true);
-  return drawn.numel() <= (is_whole ? kMostDrawn : kMostDrawnFractions);
-}
-
-// Only what is small, repeats, and looks at nothing but what is known: the counters and flags of a
-// program, which end its loops.
-std::optional<Computed> compute_from_known(const c10::OperatorHandle& op,
-                                           const Arguments& arguments, const Numbers& numbers) {
-  const c10::FunctionSchema& schema = op.schema();
-  const std::string& name = schema.name();
-  const bool is_draw = op.hasTag(at::Tag::nondeterministic_seeded);
-  if (is_draw && (!numbers || !is_small_draw(schema, arguments))) return std::nullopt;
-  const bool overwrites = is_draw || name == "aten::fill_" || name == "aten::zero_";
-  // Sizes that hang on values, and whether two inputs are the same, are worth more work.
-  const bool makes_sizes = op.hasTag(at::Tag::dynamic_output_shape) || name == "aten::equal";
-  const auto most = makes_sizes ? static_cast<int64_t>(kMostKnownBytes)
-                    : is_draw   ? kMostDrawn
-                                : kMostComputed;
-  bool is_known = true;
-  Computed computed;
-  for (const auto i : c10::irange(arguments.size())) {
-    const c10::Argument& argument = schema.arguments()[i];
-    const bool writes = argument.alias_info() && argument.alias_info()->isWrite();
-    const bool is_viewed = argument.alias_info() && !writes;
-    if (writes) computed.written.push_back(i);
-    const bool is_overwritten = argument.is_out() || (overwrites && writes);
-    auto host_of = [&](const Tensor& tensor) -> Tensor {
-      if (!is_known || !tensor.defined() || (tensor.is_cpu() && !writes)) return tensor;
-      is_known = is_sim(tensor) && tensor.numel() <= most && !is_viewed;
-      if (!is_known) return tensor;
-      Tensor empty;
-      if (is_overwritten) {
-        const auto options = tensor.options().device(c10::kCPU);
-        as_device_work([&] { empty = at::empty(tensor.sizes(), options); });
-        return empty;
-      }
-      const auto known = known_value(tensor);
-      is_known = known.has_value();
-      return known.value_or(tensor);
-    };
-    const bool is_list = arguments[i].isTensorList() || arguments[i].isOptionalTensorList();
-    if (is_list && (writes || arguments[i].toListRef().size() > kMostListed)) return std::nullopt;
-    const bool is_device = arguments[i].isDevice();
-    if (is_draw && argument.name() == "generator") {
-      computed.arguments.emplace_back(numbers(arguments[i]));
-      continue;
-    }
-    computed.arguments.push_back(is_device ? c10::IValue(c10::Device(c10::kCPU))
-                                           : replace_tensors(arguments[i], host_of));
-    if (!is_known) return std::nullopt;
-  }
-  try {
-    as_device_work([&] {
-      computed.results.assign(computed.arguments.begin(), computed.arguments.end());
-      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &computed.results);
-    });
-  } catch (const c10::Error&) {
-    return std::nullopt;
-  }
-  if (is_draw && most_elements(arguments) == 1) tell_of_guess("drawn", 1);
-  return computed;
-}
-
-}  // namespace
-
-std::optional<Computed> compute_known(const c10::OperatorHandle& op, const Arguments& arguments,
-                                      const Numbers& numbers) {
-  if (auto computed = compute_from_known(op, arguments, numbers)) return computed;
-  return compute_counts(op.schema().name(), arguments);
-}
-
-void note_computed(const Computed& computed, const Arguments& arguments,
-                   const torch::jit::Stack& stack) {
-  auto note = [](const c10::IValue& value, const c10::IValue& device) {
-    if (!value.isTensor() || !device.isTensor() || !is_sim(device.toTensor())) return;
-    const Tensor& from = value.toTensor();
-    const Tensor& to = device.toTensor();
-    if (from.is_cpu() && to.numel() > 0 && from.sizes() == to.sizes()) note_value(from, to);
-  };
-  for (const size_t i : computed.written) note(computed.arguments[i], arguments[i]);
-  const size_t first = stack.size() - computed.results.size();
-  for (const auto i : c10::irange(computed.results.size())) {
-    note(computed.results[i], stack[first + i]);
-  }
 }
 
 void note_copy(const Tensor& from, const Tensor& to) {

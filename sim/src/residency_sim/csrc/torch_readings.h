@@ -30,28 +30,41 @@ namespace sim {
 // in a while (`kMostAnswers`): nearly 0 for a fraction, 0 for a whole number, the other truth
 // value. What was noted is not doubted: a check that holds does so every time. A fraction is a
 // little less each time, as a loss is that is compared with the best so far.
+constexpr int64_t kMostComputedFractions = 1024;  // more are weights
+size_t most_known(const at::Tensor& tensor);      // bytes
+
 enum class Reading { kUnknown, kZero, kTrue, kHolds, kAll, kNumber };
 Reading dry_reading(const at::Tensor& tensor);
 
 struct Noted {
   Reading reading = Reading::kUnknown;
-  double number = 1;  // what stands for each element of a placeholder
+  double number = 1;      // what stands for each element of a placeholder
+  bool is_guess = false;  // that none of whole numbers is 0
 };
 
 // A tensor whose values are known, or were noted where it is small: on the host, and contiguous.
 std::optional<at::Tensor> known_value(const at::Tensor& tensor);
 
+// Notes what a tensor of the device is from now on: a value on the host, of its sizes.
+void note_value(const at::Tensor& value, const at::Tensor& to);
+
 // Notes what the tensors that an operation wrote read as; those that it made read as the same.
 Noted note_written(const Plan& plan, const Arguments& arguments);
 void note_reading(const c10::Storage& storage, Noted noted);
 double dry_number(const at::Tensor& tensor);
+bool is_guess(const at::Tensor& tensor);
+
+// Whether the sizes of what an operation makes hang on values: it is computed before its shapes are
+// asked for.
+bool makes_sizes(const c10::OperatorHandle& op);
 
 // An operation on nothing but what is known is computed, on the host, and counts of what is not
 // known are taken as equal; none, where it is neither. `numbers` gives it the generator that stands
-// for one of the device's; none, where nothing is drawn now.
+// for one of the device's; none, where nothing is drawn now. `made` has the shapes of its results,
+// where they are known.
 using Numbers = std::function<at::Generator(const c10::IValue& generator)>;
 std::optional<Computed> compute_known(const c10::OperatorHandle& op, const Arguments& arguments,
-                                      const Numbers& numbers);
+                                      const Numbers& numbers, const torch::jit::Stack& made);
 // `stack` ends with the device's results.
 void note_computed(const Computed& computed, const Arguments& arguments,
                    const torch::jit::Stack& stack);
@@ -63,7 +76,7 @@ void note_collective(const std::vector<at::Tensor>& reads, const std::vector<at:
 // Answers: those of a copy to the host, which leaves large tensors as they are, and of `item()`.
 void read_to_host(const at::Tensor& from, const at::Tensor& to);
 c10::Scalar read_scalar(const at::Tensor& tensor);
-bool read_truth(Reading reading);
+bool read_truth(Reading reading, bool is_guess = false);
 
 // [Note: guesses] Who is shown a figure, or an error, has to know what it hangs on that no kernel
 // has computed. An observer hears of it with the interpreter's lock held: a placeholder that was

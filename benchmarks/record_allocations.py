@@ -6,7 +6,8 @@ steps in order, with sizes and addresses, and the segments at the end; no stacks
 tests replay them with ``RESIDENCY_TRACE_DIR=FOLDER`` (`tests/sim/test_allocator_traces.py`).
 
 ``--small`` takes models of a few thousand parameters. As simulated CUDA this tries the recorder;
-what it writes then is no fixture.
+what it writes then is no fixture. ``--dry h200`` writes what a dry run of that card asks for, for
+the tests to compare.
 """
 
 from __future__ import annotations
@@ -94,8 +95,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--only", choices=_MODELS)
+    parser.add_argument("--dry", metavar="GPU", help="its name, as residency dry-run takes it")
     options = parser.parse_args()
-    device = find_device("8GiB", schedule="eager")
+    dry = {"gpu": options.dry, "dry": True} if options.dry else {}
+    device = find_device("80GiB" if dry else "8GiB", schedule="eager", **dry)
     if device.type != "cuda":
         parser.error("torch finds no CUDA; RESIDENCY_TEST_DEVICE=sim-as-cuda takes the simulated")
     options.folder.mkdir(parents=True, exist_ok=True)

@@ -87,6 +87,12 @@ def _block_size(num_bytes: int, room: int, is_small: bool) -> int:
     return room if slack <= (GRANULE - 1 if is_small else LARGEST_SMALL) else size
 
 
+def requests(path: Path) -> list[int]:
+    """Returns the bytes of each allocation of a trace, in their order."""
+    with gzip.open(path) as file:
+        return [size for action, _, size, _ in json.load(file)["events"] if action == "alloc"]
+
+
 class _Blocks:
     """The blocks that are held, and the most bytes in them."""
 

@@ -32,9 +32,11 @@ def facts(**changed: Any) -> dict[str, Any]:
         "phase_of_error": "",
         "seen": dict(SEEN),
         "signals": [],
+        "tries_plans": False,
         "since_error": None,
         "unstepped": 0,
         "was_interrupted": False,
+        "workspaces": None,
     }
     return found | changed
 

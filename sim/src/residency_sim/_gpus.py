@@ -14,6 +14,7 @@ _CONTEXT_SOURCE = "meta-pytorch/torchcomms/pull/777"
 # Compute Capability".
 _WARPS = {(7, 5): 32, (8, 0): 64, (8, 6): 48, (8, 9): 48, (9, 0): 64, (12, 0): 48}
 _THREADS_OF_A_WARP = 32
+_MEASURED = (9, 0)  # the architecture whose kernels a card has shown, an H100's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,7 @@ class Gpu:
         context_source: The source of the context, of the same kind. In errors of torch it is the
             memory that "this process has in use" less "allocated by PyTorch" and "reserved by
             PyTorch but unallocated", each in hundredths of a GiB.
+        peaks: The peaks of this card that predictions were compared with, by who made them.
     """
 
     title: str
@@ -41,11 +43,25 @@ class Gpu:
     capacity_source: str
     context: int = CONTEXT_BYTES
     context_source: str = _CONTEXT_SOURCE
+    peaks: str = ""
 
     @property
     def threads_per_multiprocessor(self) -> int:
         """Threads that a multiprocessor holds at most, by the capability."""
         return _WARPS[self.capability] * _THREADS_OF_A_WARP
+
+    @property
+    def rests_on(self) -> str:
+        """What the figures of a dry run for it rest on: measurements, or sources alone."""
+        kernels = "memory of kernels measured on an H100 (torch 2.11)"
+        if self.capability != _MEASURED:
+            kernels = (
+                "memory of kernels by the rules in torch's sources for its architecture, and "
+                "cuDNN's workspaces by an H100's"
+            )
+        peaks = "compared with " + (self.peaks or "no peak of this card")
+        context = "an H100's" if self.context_source == _CONTEXT_SOURCE else "a published one"
+        return f"{kernels}; {peaks}; context: {context}"
 
 
 def _gpu(
@@ -55,6 +71,7 @@ def _gpu(
     multiprocessors: int,
     source: str,
     context: tuple[int, str] = (CONTEXT_BYTES // MIB, _CONTEXT_SOURCE),
+    peaks: str = "",
 ) -> Gpu:
     return Gpu(
         title=title,
@@ -64,6 +81,7 @@ def _gpu(
         capacity_source=source,
         context=context[0] * MIB,
         context_source=context[1],
+        peaks=peaks,
     )
 
 
@@ -77,13 +95,19 @@ _RTX4090 = "3DTopia/Phidias-Diffusion/issues/8"
 _RTX5090 = "Wan-Video/Wan2.1/issues/465"
 _A100_40G = "TianheWu/CoSeR/issues/10"
 _A100_80G = "HiDream-ai/VAREdit/issues/6"
+# Peaks that predictions were compared with: docs/reference/figures.md has each.
+_OF_A10G = "3 peaks of LitGPT's"
+_OF_L40S = "10 peaks of PEFT's"
+_OF_A100 = "9 peaks of LitGPT's and 4 of LLMs-from-scratch's"
+_OF_H100 = "2 peaks of torchtitan's"
+_OF_H200 = "18 peaks measured on it (torch 2.11)"
 # Capacities differ by some hundredths of a GiB between drivers: 23.52 to 23.65 for an RTX 4090.
 # Of an H200's context nothing is published that we know: it has an H100's architecture.
 GPUS: dict[str, Gpu] = {
     "t4": _gpu("Tesla T4", 14.56, (7, 5), 40, _T4, (240, _T4)),
     "l4": _gpu("NVIDIA L4", 22.03, (8, 9), 58, _L4, (236, _L4)),
-    "a10g": _gpu("NVIDIA A10G", 22.19, (8, 6), 80, _A10G, (282, _A10G)),
-    "l40s": _gpu("NVIDIA L40S", 44.42, (8, 9), 142, _L40S, (420, _L40S)),
+    "a10g": _gpu("NVIDIA A10G", 22.19, (8, 6), 80, _A10G, (282, _A10G), _OF_A10G),
+    "l40s": _gpu("NVIDIA L40S", 44.42, (8, 9), 142, _L40S, (420, _L40S), _OF_L40S),
     "rtx3090": _gpu(
         "NVIDIA GeForce RTX 3090", 23.70, (8, 6), 82, "GaoLii/DSP/issues/10", (256, _RTX3090)
     ),
@@ -91,10 +115,14 @@ GPUS: dict[str, Gpu] = {
         "NVIDIA GeForce RTX 4090", 23.64, (8, 9), 128, "ali-vilab/VGen/issues/104", (504, _RTX4090)
     ),
     "rtx5090": _gpu("NVIDIA GeForce RTX 5090", 31.37, (12, 0), 170, _RTX5090, (595, _RTX5090)),
-    "a100-40g": _gpu("NVIDIA A100-SXM4-40GB", 39.50, (8, 0), 108, _A100_40G, (501, _A100_40G)),
-    "a100-80g": _gpu("NVIDIA A100-SXM4-80GB", 79.25, (8, 0), 108, _A100_80G, (409, _A100_80G)),
-    "h100-80g": _gpu("NVIDIA H100 80GB HBM3", 79.18, (9, 0), 132, _PRIME_RL),
-    "h200": _gpu("NVIDIA H200", 139.80, (9, 0), 132, _PRIME_RL),
+    "a100-40g": _gpu(
+        "NVIDIA A100-SXM4-40GB", 39.50, (8, 0), 108, _A100_40G, (501, _A100_40G), _OF_A100
+    ),
+    "a100-80g": _gpu(
+        "NVIDIA A100-SXM4-80GB", 79.25, (8, 0), 108, _A100_80G, (409, _A100_80G), _OF_A100
+    ),
+    "h100-80g": _gpu("NVIDIA H100 80GB HBM3", 79.18, (9, 0), 132, _PRIME_RL, peaks=_OF_H100),
+    "h200": _gpu("NVIDIA H200", 139.80, (9, 0), 132, _PRIME_RL, peaks=_OF_H200),
 }
 _ALIASES = {"h100": "h100-80g", "a100": "a100-40g", "4090": "rtx4090", "3090": "rtx3090"}
 _ALIASES |= {"5090": "rtx5090"}

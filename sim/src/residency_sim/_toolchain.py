@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import signal
@@ -30,6 +31,7 @@ _Count = Callable[[int], None]
 _FLAGS = ["-O2", "-g0", "-std=c++20", "-fvisibility=hidden", "-fno-semantic-interposition"]
 _LIBRARIES = ["c10", "torch_cpu", "torch", "torch_python"]
 _LINK = "link"
+_OLDEST_TORCH = (2, 11)
 # A Ctrl-C that comes just before Python begins a wait does not end the wait (seen once in 18 starts
 # on a busy machine); between two of them it is raised.
 _SECONDS_BETWEEN_LOOKS = 0.5
@@ -45,8 +47,15 @@ def check_tools() -> None:
     """Checks that this machine can compile.
 
     Raises:
-        BuildError: A compiler or Python's headers are missing; the message says what to install.
+        BuildError: torch is too old, or a compiler or Python's headers are missing; the message
+            says what to install.
     """
+    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < _OLDEST_TORCH:
+        raise BuildError(
+            f"torch is {torch.__version__}, and the simulated accelerator is compiled against 2.11 "
+            "or newer, whose rules it has; what an older torch takes is not simulated. Install one "
+            "in an environment of its own."
+        )
     missing = [
         f"the C++ compiler {program} (apt-get install g++)"
         for program in _programs(_compiler())

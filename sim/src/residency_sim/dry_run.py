@@ -5,6 +5,7 @@ of it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from residency_sim._backend import core, has_compiled
 
@@ -13,6 +14,7 @@ __all__ = [
     "attach_guess_observer",
     "attach_observer",
     "blas_workspaces",
+    "cards_of_plenty",
     "has_compiled",
     "has_context",
     "is_in_bad_fork",
@@ -31,6 +33,13 @@ def take_journal() -> bytes:
     """Returns the journal since the last call, in the order of ``Journal::Entry``."""
     journal: bytes = core().take_journal()
     return journal
+
+
+def cards_of_plenty() -> tuple[Any, Any]:
+    """Returns two cards that read journals and have room for each of cuDNN's workspaces: one that
+    takes them all, and one that takes none of those in which a plan is tried once.
+    """
+    return core().Plenty(True), core().Plenty(False)
 
 
 def attach_observer(observer: Callable[[int, int, int, int], None]) -> None:

@@ -23,7 +23,22 @@ if TYPE_CHECKING:
     from residency._dryrun import Answer, RunSettings, TriedNumber
 
 _LEFT_BY_SEARCHES = "300MiB"  # as docs/reference/dry-run.md asks for: what is not modelled
+_DESCRIPTION = """\
+Will it fit, with which batch, and which changes make it fit? For an unmodified training script
+that says cuda, on a machine without a GPU:
+
+  residency dry-run --device l4 -- python train.py                   does it fit?
+  residency dry-run --device l4 --largest batch -- python train.py   the largest batch that fits
+  residency dry-run --device l4 --fit -- python train.py             the changes that make it fit
+
+The script runs on a simulated GPU, for shapes only, in seconds. The answer has the peak of each
+phase, who holds it, and the line that runs out of memory."""
+_EPILOG = """\
+status: 0 if it fits, 1 if it does not, 3 if neither was seen, as the script failed, made no step or
+was interrupted, 2 if the run cannot be made. How near the figures are:
+docs/reference/dry-run-figures.md"""
 _ROOM = 1 << 44  # bytes of a device that holds everything
+_OF_NO_CARD = "no card was named: an A100's kernels by torch's sources, and an H100's context"
 _SITE = Path(__file__).parent / "_site"
 
 
@@ -36,13 +51,11 @@ def add_parser(
         parents=[common],
         usage="residency dry-run --device GPU [options] -- python train.py ...",
         help="say whether a CUDA training script fits a GPU, on a machine without one",
-        description=(
-            "Runs an unmodified training script that says cuda on a simulated GPU, for shapes "
-            "only: its peak of memory in every phase, who holds it, and which line runs out. "
-            "Status: 0 if it fits, 1 if it does not, 3 if neither was seen, as the script failed, "
-            "made no step or was interrupted, 2 if the run cannot be made."
-        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
     )
+    _add_questions(parser.add_argument_group("what is asked"))
     device = parser.add_argument_group("the device")
     device.add_argument(
         "--device", metavar="GPU",
@@ -71,7 +84,6 @@ def add_parser(
         help="make pretrained models without their weights, from_pretrained by a config.json",
     )  # fmt: skip
     script.add_argument("--quiet", action="store_true", help="do not show what the script prints")
-    _add_questions(parser.add_argument_group("what is asked"))
     parser.add_argument(
         "command", metavar="-- COMMAND", nargs=argparse.REMAINDER, help="as in: -- python train.py"
     )
@@ -102,15 +114,15 @@ def run(arguments: argparse.Namespace) -> int:
     words = arguments.command[arguments.command[:1] == ["--"] :]
     if not words:
         raise InvalidArgumentError("there is no command; expected one after --: -- python train.py")
-    settings, title = _settings(arguments)
+    settings, device = _settings(arguments)
     _check_file(arguments.html)
     # JSON alone goes to stdout, and the script's own words nowhere then.
-    runner = _Runner(arguments, title)
+    runner = _Runner(arguments, device)
     console = Console(stderr=arguments.json)
     if arguments.largest:
         return _largest(arguments, words, settings, runner, console)
     answer = runner.answer(words, settings)
-    _dryrun.print_answer(answer, console)
+    _dryrun.print_answer(answer, console, () if arguments.fit else _next_questions(answer))
     made = answer.as_dict()
     if arguments.fit and answer.is_too_large:
         left = parse_bytes(_LEFT_BY_SEARCHES) if arguments.others is None else 0
@@ -120,6 +132,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.html:
         _dryrun.write_page(answer, arguments.html, words)
     return answer.verdict.status
+
+
+def _next_questions(answer: Answer) -> Iterator[str]:
+    """Yields what to ask next, as a line below the verdict."""
+    if answer.is_too_large:
+        yield "the changes that make it fit: --fit; the largest batch that fits: --largest batch"
+    elif answer.fits and answer.found["steps"]:
+        yield "the largest batch that fits: --largest batch"
 
 
 def _check_file(file: Path | None) -> None:
@@ -288,9 +308,9 @@ def _in_short(answer: Answer) -> dict[str, Any]:
 class _Runner:
     """The maker of runs, as the arguments say."""
 
-    def __init__(self, arguments: argparse.Namespace, title: str) -> None:
+    def __init__(self, arguments: argparse.Namespace, device: tuple[str, str]) -> None:
         self._arguments = arguments
-        self._title = title
+        self._device = device
 
     def answer(
         self,
@@ -307,15 +327,16 @@ class _Runner:
         is_searching = bool(self._arguments.fit or self._arguments.largest)
         command = _dryrun.Command(words, settings, _SITE, quiet, sys.stderr, tries, is_searching)
         found = _dryrun.dry_run(command)
-        answer: Answer = _dryrun.answer_of(found, settings, self._title)
+        answer: Answer = _dryrun.answer_of(found, settings, self._device)
         if answer.is_too_large and has_second:
             ample = replace(settings, capacity=_ROOM)
             roomy = _dryrun.dry_run(replace(command, settings=ample, is_quiet=True, has_room=True))
-            answer = _dryrun.answer_of(found, settings, self._title, roomy)
+            answer = _dryrun.answer_of(found, settings, self._device, roomy)
         return answer
 
 
-def _settings(arguments: argparse.Namespace) -> tuple[RunSettings, str]:
+def _settings(arguments: argparse.Namespace) -> tuple[RunSettings, tuple[str, str]]:
+    """Returns how a run is made, what the device is called, and what its figures rest on."""
     from residency.sim import gpu_named
 
     if arguments.device is None and arguments.capacity is None:
@@ -326,10 +347,10 @@ def _settings(arguments: argparse.Namespace) -> tuple[RunSettings, str]:
         raise InvalidArgumentError(f"--steps is {arguments.steps}; expected 0 or more.")
     if arguments.ranks < 1:
         raise InvalidArgumentError(f"--ranks is {arguments.ranks}; expected 1 or more.")
-    name, title, capacity = None, "a device of this size", 0
+    name, title, capacity, rests_on = None, "a device of this size", 0, _OF_NO_CARD
     if arguments.device is not None:
         name, gpu = gpu_named(arguments.device, name="--device")
-        title, capacity = gpu.title, gpu.capacity
+        title, capacity, rests_on = gpu.title, gpu.capacity, gpu.rests_on
     if arguments.capacity is not None:
         capacity = parse_bytes(arguments.capacity, name="--capacity")
     if capacity == 0:
@@ -348,4 +369,4 @@ def _settings(arguments: argparse.Namespace) -> tuple[RunSettings, str]:
         random_weights=arguments.random_weights,
         shows_errors=arguments.debug,
     )
-    return settings, title
+    return settings, (title, rests_on)

@@ -27,6 +27,7 @@ from residency._dryrun._verdict import (
     left_out,
     verdict_of,
 )
+from residency._dryrun._workspaces import lines_of_workspaces, most_of_workspaces
 from residency._units import format_bytes, parse_bytes
 
 _COLOURS = {Verdict.FITS: "green", Verdict.DOES_NOT_FIT: "red"}
@@ -35,7 +36,8 @@ _OF_ERRORS = 3  # out-of-memory errors that are shown
 _SCHEMA = 2  # of the JSON: it grows with a key that is renamed, removed or means something else
 # Of what a child found, which keys are bytes, and which are for this package alone.
 _SIZES = {"asked", "at_peak", "context", "free", "host_peak", "peak_allocated", "peak_reserved"}
-_SIZES |= {"pinned_peak", "saved", "unstepped"}
+_SIZES |= {"pinned_peak", "saved", "unstepped", "largest", "most"}
+_SIZES |= {"peak_reserved_without_benchmark"}
 _INNER = {"timeline", "marks", "kinds", "pid", "started", "arguments", "libraries", "recomputed"}
 _INNER |= {"trainer", "has_template", "loads_on_device", "loads_state", "has_optimizer"}
 _INNER |= {"since_error", "phase_of_error", "caught", "written_at", "has_framework", "has_failed"}
@@ -52,6 +54,7 @@ class Answer:
         capacity: Bytes of the device.
         context: Bytes of it that are not torch's.
         title: What the device is called.
+        rests_on: What the figures rest on: measurements of the card, or sources alone.
     """
 
     found: dict[str, Any]
@@ -59,6 +62,7 @@ class Answer:
     capacity: int
     context: int
     title: str
+    rests_on: str = ""
 
     @property
     def peak_allocated(self) -> int:
@@ -121,12 +125,15 @@ class Answer:
         found["phases"] = [
             phase | {"headroom_bytes": room - phase["peak_reserved"]} for phase in found["phases"]
         ]
+        most = most_of_workspaces(self.found, self.peak_reserved)
+        found["workspaces"] = found["workspaces"] | {"most": most} if most else None
         figures = {
             "schema": _SCHEMA,
             "verdict": self.verdict.value,
             "fits": self.fits,
             "is_complete": self.is_complete,
             "device": self.title,
+            "rests_on": self.rests_on,
             "capacity_bytes": self.capacity,
             "peak_allocated": self.peak_allocated,
             "peak_reserved": self.peak_reserved,
@@ -140,11 +147,21 @@ class Answer:
 
 
 def answer_of(
-    found: dict[str, Any], settings: RunSettings, title: str, roomy: dict[str, Any] | None = None
+    found: dict[str, Any],
+    settings: RunSettings,
+    device: tuple[str, str],
+    roomy: dict[str, Any] | None = None,
 ) -> Answer:
-    """Makes the answer of a run, and of the one with room enough where the first had too little."""
+    """Makes the answer of a run, and of the one with room enough where the first had too little.
+
+    Args:
+        found: What the run found.
+        settings: Its settings.
+        device: What it is called, and what its figures rest on.
+        roomy: What the second run found.
+    """
     complete = found if roomy is None else roomy
-    return Answer(complete, found, settings.capacity, found["context"], title)
+    return Answer(complete, found, settings.capacity, found["context"], *device)
 
 
 def _with_units(value: Any) -> Any:
@@ -156,12 +173,12 @@ def _with_units(value: Any) -> Any:
     return {key + "_bytes" * (key in _SIZES): _with_units(inner) for key, inner in value.items()}
 
 
-def print_answer(answer: Answer, console: Console) -> None:
-    """Prints the answer for a reader."""
+def print_answer(answer: Answer, console: Console, questions: Iterable[str] = ()) -> None:
+    """Prints the answer for a reader, and what may be asked next."""
     begin, rest = first_line(answer)
     console.print(f"[bold {_COLOURS.get(answer.verdict, 'yellow')}]{begin}[/]", end="")
     console.print(rest, highlight=False, markup=False, soft_wrap=True)
-    _say_plainly(console, below_first_line(answer))
+    _say_plainly(console, (*below_first_line(answer), *questions))
     table = _table(answer)
     wide = console.options.update(width=_WIDEST)
     # In a file or a narrow terminal, too: no figure of it may be cut.
@@ -229,6 +246,7 @@ def below_first_line(answer: Answer) -> Iterator[str]:
     """Yields what stands below the first line: where the device ran out of memory, the first time
     first, and what was left out.
     """
+    yield from lines_of_workspaces(answer.found, answer.peak_reserved)
     if answer.is_too_large:
         yield from _errors_of(answer)
         if (growing := line_of_passes(answer.found)) is not None:
@@ -297,8 +315,10 @@ def notes(answer: Answer) -> Iterator[str]:
     )
     yield (
         f"{found['steps']} optimizer steps in {found['seconds']:.0f} s without a GPU; the figures "
-        f"hold for torch {found['torch']}, eager"
+        f"hold for torch {found['torch']}, eager; a torch before 2.4 has taken up to 38 % more"
     )
+    if answer.rests_on:
+        yield f"they rest on: {answer.rests_on}"
     if found["has_no_optimizer"]:
         yield "no optimizer was made: each backward pass was taken for one of its steps"
     if found["has_compiled"]:

@@ -217,8 +217,8 @@ class Books:
         for address, num_bytes, _, reserved, _ in _ENTRY.iter_unpack(self._take_journal()):
             if num_bytes > 0:
                 block = live[address] = _BlockOfDevice(num_bytes, self.round, self.free_pass)
-            else:
-                known = live.pop(address, None)
+            else:  # of no bytes: what a card of plenty would do (`_workspaces`)
+                known = live.pop(address, None) if num_bytes else None
                 if known is None:  # from before the journal
                     continue
                 block = known

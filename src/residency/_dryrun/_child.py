@@ -44,6 +44,7 @@ from residency._dryrun._stopping import Stopping
 from residency._dryrun._triton import launch_nothing
 from residency._dryrun._uploads import publish_nothing
 from residency._dryrun._ways import Ways
+from residency._dryrun._workspaces import Workspaces
 from residency._errors import ResidencyError
 from residency._memory import ImportWatch, measure, remedy_for
 from residency._units import parse_bytes
@@ -94,7 +95,8 @@ class Run:
 
     def _be_of_this_process(self) -> None:
         """Knows nothing yet: at the start, and in a forked child, as its parent's are not its."""
-        self._books = Books(dry_run.take_journal)
+        self._workspaces = Workspaces(*dry_run.cards_of_plenty())
+        self._books = Books(self._take_journal)
         self._growing = Growing(self._books, self._stopping.steps_of_training)
         self._growing_passes = GrowingPasses(self._books)
         self._num_written = (0, 0, 0)  # of the timeline's points, marks and owners
@@ -108,6 +110,11 @@ class Run:
         self._pid = os.getpid()
         self._file = Path(self._settings.folder, f"{self._pid}.json")
         self._has_begun = False
+
+    def _take_journal(self) -> bytes:
+        journal = dry_run.take_journal()
+        self._workspaces.read(journal)
+        return journal
 
     def _begin(self) -> None:
         """Makes the process's files."""
@@ -340,6 +347,7 @@ class Run:
             "growth_of_passes": self._growing_passes.found,
             "growth_of_trainings": self._growing.of_trainings,
             "retries": measure(torch.device("cuda", 0)).num_retries,
+            **self._workspaces.found(),
             "context": sim.settings()["context"],
             "pinned_peak": sim.pinned_memory_stats()["pinned_bytes.peak"],
             "host_peak": max(0, self._most_host),

@@ -170,6 +170,7 @@ void CachingAllocator::empty_cache(PoolId only) {
     stats_.num_sync_all_streams++;
     release_free_memory(large_);
     release_free_memory(small_);
+    journal_.add_note(Journal::Note::kEmptied, 0, reserved_bytes_, kDefaultStream);
   }
   release_unused_pools(only);
 }

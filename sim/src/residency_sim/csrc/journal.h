@@ -12,6 +12,10 @@ namespace sim {
 
 class Journal {
  public:
+  // What an entry of no bytes says, in place of an address: that the cache was given back, or that
+  // cuDNN would take `requested` for a workspace, where the device has them (torch_convolutions.h).
+  enum class Note : int64_t { kEmptied, kWorkspace, kOfLayout, kOfTrial };
+
   struct Entry {
     int64_t address;
     int64_t num_bytes;  // of the block, as the allocator rounds it; negative when it is let go
@@ -29,6 +33,11 @@ class Journal {
     if (!is_on_) return;
     entries_.push_back({static_cast<int64_t>(reinterpret_cast<uintptr_t>(address)), num_bytes,
                         static_cast<int64_t>(requested), static_cast<int64_t>(reserved), stream});
+  }
+  void add_note(Note what, int64_t num_bytes, size_t reserved, StreamId stream) {
+    if (!is_on_) return;
+    entries_.push_back(
+        {static_cast<int64_t>(what), 0, num_bytes, static_cast<int64_t>(reserved), stream});
   }
   std::vector<Entry> take() { return std::exchange(entries_, {}); }
 

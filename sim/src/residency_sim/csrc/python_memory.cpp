@@ -5,10 +5,15 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <array>
+#include <cstring>
+#include <string_view>
 #include <thread>
+#include <vector>
 
 #include "allocator_settings.h"
 #include "machine.h"
+#include "plenty.h"
 #include "workspaces.h"
 
 namespace py = pybind11;
@@ -90,6 +95,21 @@ py::bytes take_journal() {
                    entries.size() * sizeof(Journal::Entry));
 }
 
+// The most that was held and reserved, which workspace was taken then, its bytes, and how many
+// plans were tried.
+std::array<int64_t, 5> peaks_of(const Plenty& plenty) {
+  const Plenty::Peaks peaks = plenty.peaks();
+  return {peaks.allocated, peaks.reserved, static_cast<int64_t>(peaks.note), peaks.num_bytes,
+          peaks.num_trials};
+}
+
+void read_journal(Plenty& plenty, const py::bytes& journal) {
+  const std::string_view bytes = journal;
+  std::vector<Journal::Entry> entries(bytes.size() / sizeof(Journal::Entry));
+  std::memcpy(entries.data(), bytes.data(), entries.size() * sizeof(Journal::Entry));
+  plenty.read(entries.data(), entries.size());
+}
+
 }  // namespace
 
 void register_memory(py::module& module) {
@@ -122,6 +142,10 @@ void register_memory(py::module& module) {
     with_allocator([&](CachingAllocator& allocator) { allocator.journal().set_on(is_on); });
   });
   module.def("take_journal", &take_journal);
+  py::class_<Plenty>(module, "Plenty")
+      .def(py::init<bool>())
+      .def("read", &read_journal)
+      .def("peaks", &peaks_of);
   module.attr("names_private_pools") = names_private_pools<DeviceStats>();  // this torch, on CUDA
   module.def("empty_pinned_cache", [] { Machine::get().empty_pinned_cache(); }, no_gil());
   module.def("register_host", [](uintptr_t address, size_t num_bytes) {

@@ -116,6 +116,7 @@ class Call {
       if (computed_) note_computed(*computed_, arguments_, *stack_);
       if (machine_.is_capturing() && !machine_.settings().dry) capture();
     });
+    if (is_dry() && plan_.note_convolution) plan_.note_convolution(arguments_, results());
   }
 
  private:
@@ -193,16 +194,16 @@ class Call {
         return numbers_at(draw_from(value.isNone() ? default_generator() : value.toGenerator()));
       };
     }
-    const bool is_dry = machine_.settings().dry;
+    const bool computes = machine_.settings().dry;
     const bool comes_first = makes_sizes(op_);
-    if (is_dry && comes_first) computed_ = compute_known(op_, arguments_, numbers, {});
+    if (computes && comes_first) computed_ = compute_known(op_, arguments_, numbers, {});
     const Computed* computed = computed_ ? &*computed_ : nullptr;
     sim::run_dry({plan_.name, op_.schema(), arguments_, aliased_, results, computed,
                   [this](c10::DispatchKey key, const Arguments& arguments, Stack& found) {
                     call_kernel(op_, plan_.kernel, key, arguments, &found);
                   }});
     if (plan_.scratch.keeps()) keep_storage(plan_.scratch, {aliased_, results});
-    if (is_dry && !comes_first) computed_ = compute_known(op_, arguments_, numbers, results);
+    if (computes && !comes_first) computed_ = compute_known(op_, arguments_, numbers, results);
     stack_->insert(stack_->end(), results.begin(), results.end());
     if (!computed_) noted_ = note_written(plan_, arguments_);  // else in note_computed
   }
@@ -352,12 +353,14 @@ class Call {
   template <class Make>
   void take_scratch(Make make_results) {
     if (!plan_.scratch.charges()) return make_results();
-    const Stack found(stack_->begin() + static_cast<std::ptrdiff_t>(num_below_), stack_->end());
+    const Stack found = results().vec();
     bool are_made = false;
     charge_scratch(plan_.scratch, {arguments_, found, [&] {
                                      if (!std::exchange(are_made, true)) make_results();
                                    }});
   }
+
+  c10::ArrayRef<IValue> results() const { return c10::ArrayRef<IValue>(*stack_).slice(num_below_); }
 
   // --------------------------------------------------------------------------------- its results
 

@@ -44,6 +44,7 @@ Plan make_plan(const c10::FunctionSchema& schema) {
                         plan.name.find("_fused_") != std::string::npos;
   plan.count_operations = operation_counter(plan.name);
   plan.scratch = scratch_rule(schema);
+  plan.note_convolution = convolution_note(plan.name);
   plan.determinism = determinism_rule(schema);
   if (plan.name == "aten::convolution_overrideable") plan.kernel = Plan::Kernel::kConvolution;
   if (plan.name == "aten::convolution_backward_overrideable") {

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "torch_convolutions.h"
 #include "torch_determinism.h"
 #include "torch_device.h"
 #include "torch_scratch.h"
@@ -26,6 +27,7 @@ struct Plan {
   bool accepts_host_tensors = false;
   OperationCounter count_operations = nullptr;
   ScratchRule scratch;
+  NoteConvolution note_convolution = nullptr;
   const DeterminismRule* determinism = nullptr;
   // The *_overrideable convolutions have no CPU kernel; the operations they stand for have. For a
   // few others torch's kernel is not the one to run, or not alone (torch_substitutes.h).

@@ -48,6 +48,15 @@ def test_only_constants_of_the_script_are_changed(published: Any, tmp_path: Path
     assert options[:2] == ["--data_dir=data/alpaca_long", f"--checkpoint_dir={checkpoint}"]
 
 
+def test_a_clone_has_its_own_runs_with_the_figures_that_it_published(published: Any) -> None:
+    files = {("28c65cd", "ch05/10_llm-training-speed"): "tree"}
+    first, second = published.others_in(lambda *asked: files.get(asked, ""))
+    assert (first.published, second.device) == (26.2617, "a100-40g")
+    assert first.figure_in("Allocated memory: 2.50 GB\nReserved memory: 26.2617 GB\n") == 26.2617
+    assert first.figure_in("") is None
+    assert list(published.others_in(lambda *asked: "")) == []
+
+
 def test_the_docs_have_the_figures_of_the_newest_report(published: Any) -> None:
     report = max((ROOT / "benchmarks" / "reports").glob("*_simulated_published.md")).read_text()
     titles = [run.title for run in (*published.OF_TABLES, *published.OF_CONFIGS)]

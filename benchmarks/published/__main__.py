@@ -4,7 +4,8 @@
 history, and reads the commits of the published runs from it. Their scripts run as they are, but for
 the constants that their authors changed from row to row: the micro batch and the number of devices.
 They need ``pip install "jsonargparse[signatures]"`` beside the tests' environment, and an hour;
-words behind the folder, as ``a10g lora``, choose among them.
+words behind the folder, as ``a10g lora``, choose among them. A clone of rasbt/LLMs-from-scratch
+does, too (`others`), with a report of its own.
 
 A script prints ``torch.cuda.max_memory_allocated()`` as its training ends, which is the published
 figure. The report is ``reports/YYYY-MM-DD_simulated_published.md``, written anew after each run.
@@ -12,6 +13,7 @@ figure. The report is ``reports/YYYY-MM-DD_simulated_published.md``, written ane
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
@@ -24,6 +26,7 @@ from pathlib import Path
 import yaml
 
 from benchmarks.__main__ import report_heading, report_path
+from benchmarks.published.others import Other, others_in
 from benchmarks.published.runs import CONFIGS, LONGEST, OF_CONFIGS, OF_TABLES, Run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +37,10 @@ TABLE = (
     "| run | GPU | published, GB | predicted, GB | error |",
     "|---|---|---:|---:|---:|",
 )
+MADE_UP = """
+The scripts are those of the commit; what they download is made up (benchmarks/published/others.py
+says how), and torch is the one above. A figure has the unit that its row names.
+""".strip()
 NOTES = """
 The scripts are those of the commits that the figures were published with; torch, Lightning and the
 kernels are the ones of today, where the authors had torch 2.1.0 (A100) and 2.2 or 2.3 (A10G).
@@ -60,42 +67,80 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or not (Path(arguments[0]) / "").is_dir():
         print("give the folder of a clone: git clone https://github.com/Lightning-AI/litgpt")
         return 2
-    runs = [
-        run
-        for run in (*OF_TABLES, *OF_CONFIGS)
-        if all(word in f"{run.title} {run.device}" for word in arguments[1:])
+    clone = Path(arguments[0])
+    known = list(others_in(functools.partial(_file_of, clone))) or [*OF_TABLES, *OF_CONFIGS]
+    chosen = [
+        run for run in known if all(word in f"{run.title} {run.device}" for word in arguments[1:])
     ]
+    return _compare(clone, chosen, known)
+
+
+def _compare(clone: Path, runs: Sequence[Run | Other], known: Sequence[Run | Other]) -> int:
     has_failed = False
     with tempfile.TemporaryDirectory(prefix="residency-published-") as given:
         for run in runs:
-            folder = _sources(Path(arguments[0]), Path(given), run.commit)
-            predicted = [_predicted(run, folder, texts) for texts in run.texts]
+            folder = _sources(clone, Path(given), run.commit)
+            if isinstance(run, Other):
+                predicted = [_predicted_of_other(run, folder)]
+            else:
+                predicted = [_predicted(run, folder, texts) for texts in run.texts]
             print(row(run, predicted), flush=True)
             if None in predicted:
                 has_failed = True
             else:
-                _report(row(run, predicted))
+                _report(row(run, predicted), known)
     return 1 if has_failed else 0
 
 
-def _report(new: str) -> None:
+def _file_of(clone: Path, commit: str, file: str) -> str:
+    """Returns a file, or a folder's names, of a commit; nothing where there is none."""
+    command = ["git", "-C", str(clone), "show", f"{commit}:{file}"]
+    return subprocess.run(command, capture_output=True, check=False, text=True).stdout
+
+
+def _predicted_of_other(run: Other, folder: Path) -> float | None:
+    """Returns what a run of another project is predicted; infinite where it does not fit."""
+    run.prepare(folder / run.folder)
+    command = [sys.executable, "-m", "residency", "dry-run", "--device", run.device]
+    done = subprocess.run(
+        [*command, "--", sys.executable, *run.words],
+        cwd=folder / run.folder,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    if re.search(f"^{_DOES_NOT}", said, re.MULTILINE):
+        return math.inf
+    figure = run.figure_in(said) if done.returncode == 0 else None
+    if figure is None:
+        print(said[-4000:], file=sys.stderr)
+    return figure
+
+
+def _report(new: str, known: Sequence[Run | Other]) -> None:
     """Writes today's report anew, with a row more or in the place of an older one."""
-    path = report_path("published", ".md", "simulated")
+    is_other = isinstance(known[0], Other)
+    name = known[0].title.partition(",")[0].lower() if is_other else "published"
+    path = report_path(name, ".md", "simulated")
     rows = {}
     for line in [*(path.read_text().splitlines() if path.exists() else ()), new]:
         if line.startswith("| ") and line not in TABLE:
             rows[_title(line)] = line
-    order = [_title(row(run, [0.0])) for run in (*OF_TABLES, *OF_CONFIGS)]
+    order = [_title(row(run, [0.0])) for run in known]
     lines = [*TABLE, *(rows[title] for title in order if title in rows)]
-    heading = report_heading("published", "simulated", "python -m benchmarks.published litgpt")
-    path.write_text(f"{heading}\n" + "\n".join(lines) + f"\n\n{NOTES}\n", encoding="utf-8")
+    command = f"python -m benchmarks.published {name if is_other else 'litgpt'}"
+    heading = report_heading(name, "simulated", command)
+    notes = MADE_UP if is_other else NOTES
+    path.write_text(f"{heading}\n" + "\n".join(lines) + f"\n\n{notes}\n", encoding="utf-8")
 
 
 def _title(line: str) -> str:
     return line.split(" | ")[0]
 
 
-def row(run: Run, predicted: Sequence[float | None]) -> str:
+def row(run: Run | Other, predicted: Sequence[float | None]) -> str:
     """Returns the row of a run: what was published, and what dry runs say, or a failed one.
 
     Args:

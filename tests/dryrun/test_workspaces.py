@@ -9,6 +9,7 @@ import pytest
 from tests.dryrun.facts import MIB, facts
 
 from residency._dryrun._workspaces import Workspaces, lines_of_workspaces
+from residency.sim import gpu_named
 
 SCRIPT = """
 import sys
@@ -25,7 +26,9 @@ model = model.to("cuda", memory_format=layout)
 images = torch.randn(32, 64, 56, 56, device="cuda").to(memory_format=layout)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(2):
-    model(images).sum().backward()
+    results = model(images)
+    assert results.is_contiguous(memory_format=layout)
+    results.sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 """
@@ -49,6 +52,7 @@ def test_the_workspace_lies_beside_what_the_script_needs(dry_run: Any) -> None:
     assert workspaces["most"] == workspaces["peak_reserved"] - answer["peak_reserved"]
     assert workspaces["reason"] == "layout"
     assert not answer["tries_plans"]
+    assert f"they rest on: {answer['rests_on']}" in outcome.errors
     assert "cuDNN may take up to" in outcome.errors
     assert "channels_last" in outcome.errors
 
@@ -66,8 +70,9 @@ def test_with_channels_last_no_copies_are_made(dry_run: Any) -> None:
 
 
 def test_a_peak_without_a_convolution_has_no_workspace(dry_run: Any) -> None:
-    outcome = run(dry_run, "before")
+    outcome = run(dry_run, "before", options=("--capacity", "8GiB"))
     assert outcome.answer["workspaces"] is None
+    assert "they rest on: no card was named" in outcome.errors
     assert "cuDNN" not in outcome.errors.replace("cuDNN's workspaces", "")
 
 
@@ -82,15 +87,10 @@ def test_the_trials_of_benchmark_are_shown_apart(dry_run: Any) -> None:
     assert "torch.backends.cudnn.benchmark" in outcome.errors
 
 
-def test_the_answer_says_what_its_figures_rest_on(dry_run: Any) -> None:
-    for options, words in (
-        (("--device", "h200"), "compared with 18 peaks measured on it"),
-        (("--device", "t4"), "by the rules in torch's sources for its architecture"),
-        (("--capacity", "8GiB"), "no card was named"),
-    ):
-        outcome = run(dry_run, "before", options=options)
-        assert words in outcome.answer["rests_on"]
-        assert f"they rest on: {outcome.answer['rests_on']}" in outcome.errors
+def test_the_figures_of_each_card_rest_on_something_that_is_named() -> None:
+    assert "compared with 18 peaks measured on it" in gpu_named("h200")[1].rests_on
+    assert "by the rules in torch's sources for its architecture" in gpu_named("t4")[1].rests_on
+    assert "compared with no peak of this card" in gpu_named("rtx4090")[1].rests_on
 
 
 def test_a_script_that_tries_plans_hears_so_where_they_change_nothing() -> None:

@@ -243,6 +243,14 @@ def _error(source: Path) -> str:
     return str(caught.value)
 
 
+def test_a_torch_that_is_too_old_is_named(
+    cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_toolchain.torch, "__version__", "2.10.1+cu128")
+    with pytest.raises(BuildError, match=r"torch is 2\.10\.1\+cu128, and .* 2\.11 or newer"):
+        build_extension(sources=[source], name=NAME)
+
+
 def test_a_missing_compiler_is_named_with_its_package(
     cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

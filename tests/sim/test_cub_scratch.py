@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 
+from residency import sim
 from residency_sim import _backend
 
 pytestmark = pytest.mark.sim
@@ -13,6 +14,11 @@ pytestmark = pytest.mark.sim
 A100, RTX4090, H100, B200 = 80, 89, 90, 100
 LONG, INT = 8, 4
 BEFORE = 32  # states before the first tile's
+
+
+@pytest.fixture(autouse=True, scope="module")
+def device() -> None:
+    sim.enable()
 
 
 def _ceil(a: int, b: int) -> int:
@@ -86,6 +92,9 @@ def test_a_scan_keeps_a_state_for_each_tile(card: int, of_longs: int, of_ints: i
     for count in (1, 4096, 1_000_000):
         assert scan(card, count, LONG) == _parts(_states(count, of_longs, LONG))
         assert scan(card, count, INT) == _parts(_states(count, of_ints, INT))
+        of_halves = _ceil(count, 128 * 30) + BEFORE  # a word and two sums for each, apart
+        apart = _parts(of_halves * INT, of_halves * 2, of_halves * 2)
+        assert scan(card, count, 2) == _parts(apart)
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,14 @@ int64_t segmented_sort_scratch_bytes(int64_t num_keys, int64_t key_bytes, int64_
 
 // ------------------------------------------------------------------------------------------ scans
 
-// DispatchScan.
+// DispatchScan. Of a type of torch's own a word and two sums are kept for each tile, apart.
 int64_t scan_scratch_bytes(int64_t capability, int64_t num_items, int64_t item_bytes) {
+  constexpr int64_t kHalfBytes = 2, kTileOfHalves = 128 * 30;
+  if (item_bytes == kHalfBytes) {
+    const int64_t num_states = states(num_items, kTileOfHalves);
+    const int64_t sums_bytes = num_states * kHalfBytes;
+    return add_up({add_up({num_states * kIntBytes, sums_bytes, sums_bytes})});
+  }
   const Tiles of_long{288 * 11, 128 * 7, 224 * 12, 320 * 11};
   const Tiles of_int{320 * 12, 128 * 15, 128 * 24, 416 * 19};
   const int64_t tile = (item_bytes == 8 ? of_long : of_int).on(capability);

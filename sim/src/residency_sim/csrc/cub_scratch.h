@@ -20,7 +20,7 @@ int64_t sort_scratch_bytes(int64_t capability, int64_t num_keys, int64_t num_bit
 // Rows of keys, each sorted by itself.
 int64_t segmented_sort_scratch_bytes(int64_t num_keys, int64_t key_bytes, int64_t value_bytes);
 
-// A running sum of whole numbers or floats.
+// A running sum of whole numbers or floats; half precision is no type of the language.
 int64_t scan_scratch_bytes(int64_t capability, int64_t num_items, int64_t item_bytes);
 
 // A running sum within equal keys of four bytes, of four bytes each.

@@ -175,6 +175,13 @@ void equal(const DryCall& call) {
   call.results.emplace_back(holds || read_truth(Reading::kUnknown));
 }
 
+// CUDA's kernel has no use for the buffer.
+void log_sigmoid(const DryCall& call) {
+  const Tensor& input = call.aliased[0].toTensor();
+  call.results.emplace_back(at::empty_like(input));
+  call.results.emplace_back(meta({0}, input.scalar_type()));
+}
+
 // (log_probs [T, N, C], targets [N, S] or [all], input_lengths, target_lengths, ..)
 void ctc_loss(const DryCall& call) {
   const Tensor& log_probs = call.aliased[0].toTensor();
@@ -295,6 +302,7 @@ const Rule* rule_for(const std::string& name) {
       {"aten::index_put_", index_by_masks},
       {"aten::_index_put_impl_", index_by_masks},
       {"aten::_unsafe_index.Tensor", index_by_masks},
+      {"aten::log_sigmoid_forward", log_sigmoid},
       {"aten::masked_select", unless_known(masked_select)},
       {"aten::masked_select.out", masked_select_out},
       {"aten::mode.values", mode_out},

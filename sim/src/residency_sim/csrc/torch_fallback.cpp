@@ -381,8 +381,10 @@ class Call {
   }
 
   void adopt_results() {
-    const size_t first = stack_->size() - plan_.returned_argument.size();
-    for (const auto i : c10::irange(plan_.returned_argument.size())) {
+    const size_t num_results = plan_.returned_argument.size();
+    const size_t first = stack_->size() - num_results;
+    for (const auto place : c10::irange(num_results)) {
+      const size_t i = plan_.scratch.are_results_backwards() ? num_results - 1 - place : place;
       IValue& result = (*stack_)[first + i];
       const int argument = plan_.returned_argument[i];
       if (argument >= 0 && arguments_[static_cast<size_t>(argument)].isTensor()) {
@@ -466,7 +468,7 @@ RESIDENCY_KERNELS(aten, face().key, library) {
        {"convolution_overrideable", "convolution_backward_overrideable", "silu_backward",
         "mish_backward", "native_channel_shuffle", "native_layer_norm", "native_group_norm",
         "_stack", "addr", "addr.out", "any.dims", "any.dims_out", "all.dims", "all.dims_out",
-        "linalg__powsum", "mse_loss", "smooth_l1_loss", "mode.values"}) {
+        "linalg__powsum", "mse_loss", "smooth_l1_loss", "mode.values", "index.Tensor"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
   for (const char* name : {"_fused_rms_norm", "_fused_rms_norm_backward", "_foreach_norm.Scalar"}) {

@@ -72,16 +72,33 @@ Reduction describe(const Tensor& input, Tensor output, c10::OptionalIntArrayRef 
   return reduction;
 }
 
-void charge_reduction(const ScratchCall& call) {
-  const Tensor input = call.argument(0);
-  if (!input.defined() || input.numel() == 0) return;
+void hold_reduction_of(const ScratchCall& call, const Tensor& input) {
   std::vector<int64_t> dims;
   const IValue none;
   const IValue& dim = call.dim < 0 ? none : call.arguments[call.dim];
   if (dim.isInt()) dims = {dim.toInt()};
   if (dim.isIntList()) dims = dim.toIntVector();
   const bool keeps_dims = call.keepdim >= 0 && call.arguments[call.keepdim].toBool();
-  hold_reduction(call.shape(0), call.result(0), dims, keeps_dims);
+  hold_reduction(input, call.result(0), dims, keeps_dims);
+}
+
+void charge_reduction(const ScratchCall& call) {
+  const Tensor input = call.argument(0);
+  if (input.defined() && input.numel() > 0) hold_reduction_of(call, call.shape(0));
+}
+
+// Of another type than its sum, but for half precision in float32, it is copied to that. Source:
+// make_reduction_from_out_ty in ATen/native/ReduceOpsUtils.h.
+void charge_sum(const ScratchCall& call) {
+  const Tensor input = call.argument(0);
+  if (!input.defined() || input.numel() == 0) return;
+  const auto type = call.result(0).scalar_type();
+  const bool is_read_as_it_is =
+      input.scalar_type() == type ||
+      (c10::isReducedFloatingType(input.scalar_type()) && type == c10::kFloat);
+  const Tensor summed = is_read_as_it_is ? call.shape(0) : call.shape(0).to(type);
+  const Held copy = is_read_as_it_is ? Held(0) : hold(summed);
+  hold_reduction_of(call, summed);
 }
 
 ScratchEntries own_entries() {
@@ -94,10 +111,11 @@ ScratchEntries own_entries() {
     entries.push_back(
         {name, charge_product, "ATen/cuda/CublasHandlePool.cpp: getCUDABlasLtWorkspace"});
   }
-  for (const char* name :
-       {"aten::sum", "aten::nansum", "aten::mean", "aten::prod", "aten::linalg_vector_norm"}) {
-    entries.push_back({name, charge_reduction, "cuda/Reduce.cuh: setReduceConfig"});
+  const char* of_reduction = "cuda/Reduce.cuh: setReduceConfig";
+  for (const char* name : {"aten::sum", "aten::nansum", "aten::mean", "aten::prod"}) {
+    entries.push_back({name, charge_sum, of_reduction});
   }
+  entries.push_back({"aten::linalg_vector_norm", charge_reduction, of_reduction});
   return entries;
 }
 

@@ -47,14 +47,16 @@ class ScratchCall {
 using ChargeScratch = void (*)(const ScratchCall& call);
 using CountKept = int64_t (*)(const ScratchCall& call);
 
-// When a kernel allocates its results: before all else, or where the rule says so.
-enum class Results { kFirst, kByRule };
+// When a kernel allocates its results: before all else, that in their order or backwards, or where
+// the rule says so.
+enum class Results { kFirst, kBackwards, kByRule };
 
 // Minor versions of torch 2 between which a rule was read, or held against a card's figures.
 struct Versions {
   int first = 11;
   int last = 13;
 };
+constexpr Versions kOf11{11, 11};
 
 struct ScratchEntry {
   const char* operation;  // its name without an overload
@@ -75,6 +77,7 @@ struct ScratchRule {
   bool is_out = false;  // writes into results that the caller has
 
   bool charges() const { return entry && entry->charge; }
+  bool are_results_backwards() const { return entry && entry->results == Results::kBackwards; }
   bool keeps() const { return entry && entry->num_kept && !is_out; }
 };
 

@@ -228,10 +228,12 @@ ScratchEntries scratch_of_attention() {
       {.operation = "aten::_scaled_dot_product_cudnn_attention",
        .charge = charge_cudnn,
        .source = "cudnn/MHA.cpp: run_cudnn_SDP_fprop",
+       .versions = kOf11,
        .measured = of_plan},
       {.operation = "aten::_scaled_dot_product_cudnn_attention_backward",
        .charge = charge_cudnn_backward,
        .source = "cudnn/MHA.cpp: run_cudnn_SDP_bprop; cudnn-frontend: CompositeSDPABackwardNode",
+       .versions = kOf11,
        .measured = of_plan},
   };
 }

@@ -68,7 +68,9 @@ Indices hold_indices(const ScratchCall& call, int64_t num_true) {
       found.num_indices += num_dims;
       if (is_mask_here) found.masks.push_back(hold_positions(index, num_true));
       const std::vector<int64_t> of_mask{num_true};
-      found.shape = at::infer_size(found.shape, is_mask_here ? of_mask : index.sizes());
+      const c10::IntArrayRef sizes = is_mask_here ? c10::IntArrayRef(of_mask) : index.sizes();
+      if (!at::are_expandable(found.shape, sizes)) return {};  // `num_true` is not what is true
+      found.shape = at::infer_size(found.shape, sizes);
     }
     dim += num_dims;
   }
@@ -135,8 +137,8 @@ void charge_masked_select(const ScratchCall& call) {
 }
 
 // Source: masked_scatter__cuda in ATen/native/cuda/IndexKernel.cpp and its kernel in
-// IndexKernel.cu: for every element, how many of the source come before it; the mask and the source
-// contiguous.
+// IndexKernel.cu: for every element, how many of the source come before it, a running sum; the mask
+// and the source contiguous.
 void charge_masked_scatter(const ScratchCall& call) {
   const Tensor self = call.argument(0);
   const Tensor mask = call.argument(1);
@@ -146,6 +148,7 @@ void charge_masked_scatter(const ScratchCall& call) {
   const bool is_whole = mask.sizes() == self.sizes() && mask.is_contiguous();
   const Held whole_mask(is_whole ? 0 : self.numel());
   const Held whole_source(bytes_to_be_contiguous(source));
+  const Held scan = hold_scan(self.numel(), kInt64Bytes);
 }
 
 // -------------------------------------------------------------------------------------- embeddings
@@ -222,14 +225,15 @@ void charge_embedding_backward(const ScratchCall& call) {
 ScratchEntries scratch_of_indexing() {
   return {
       {"aten::_index_put_impl_", charge_index_put, "cuda/Indexing.cu: index_put_with_sort_kernel"},
-      {"aten::index", charge_index, "IndexingUtils.h: expandTensors", Results::kByRule},
-      {"aten::nonzero", charge_nonzero, "cuda/Nonzero.cu: nonzero_cuda_out_impl", Results::kByRule},
+      {"aten::index", charge_index, "IndexingUtils.h: expandTensors", Results::kByRule, kOf11},
+      {"aten::nonzero", charge_nonzero, "cuda/Nonzero.cu: nonzero_cuda_out_impl", Results::kByRule,
+       kOf11},
       {"aten::masked_select", charge_masked_select,
-       "cuda/IndexKernel.cpp: masked_select_out_cuda_impl", Results::kByRule},
+       "cuda/IndexKernel.cpp: masked_select_out_cuda_impl", Results::kByRule, kOf11},
       {"aten::masked_scatter_", charge_masked_scatter,
        "cuda/IndexKernel.cpp: masked_scatter__cuda"},
       {"aten::embedding_dense_backward", charge_embedding_backward,
-       "cuda/EmbeddingBackwardKernel.cu: embedding_backward_cuda_kernel", Results::kByRule},
+       "cuda/EmbeddingBackwardKernel.cu: embedding_backward_cuda_kernel", Results::kByRule, kOf11},
   };
 }
 

@@ -2,6 +2,8 @@
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/empty.h>
 
+#include <vector>
+
 #include "torch_scratch.h"
 
 namespace sim {
@@ -49,6 +51,25 @@ void charge_entropy(const ScratchCall& call) {
   hold_reduction(call.shape(0), sum);
 }
 
+// (log_probs [T, N, C], targets, lengths ..): the lengths of each sample, its target's among them,
+// and where that begins.
+std::vector<Held> hold_lengths(int64_t num_samples) {
+  std::vector<Held> held;
+  for (int i = 0; i < 3; i++) held.emplace_back(num_samples * kInt64Bytes);
+  return held;
+}
+
+void charge_ctc(const ScratchCall& call) {
+  if (call.argument(0).defined()) hold_lengths(call.argument(0).size(1));
+}
+
+// (gradient, log_probs, targets, lengths, lengths, neg_log_likelihood, log_alpha, ..)
+void charge_ctc_backward(const ScratchCall& call) {
+  if (!call.argument(1).defined()) return;
+  const auto lengths = hold_lengths(call.argument(1).size(1));
+  const Held log_beta(static_cast<int64_t>(call.arguments[6].toTensor().nbytes()));
+}
+
 }  // namespace
 
 ScratchEntries scratch_of_losses() {
@@ -61,6 +82,10 @@ ScratchEntries scratch_of_losses() {
        .charge = charge_two,
        .source = "BinaryOps.cpp: smooth_l1_loss_out",
        .num_kept = kept_of_two},
+      {"aten::_ctc_loss", charge_ctc, "cuda/LossCTC.cu: ctc_loss_gpu_template", Results::kFirst,
+       kOf11},
+      {"aten::_ctc_loss_backward", charge_ctc_backward,
+       "cuda/LossCTC.cu: ctc_loss_backward_gpu_template", Results::kFirst, kOf11},
       {"aten::huber_loss", charge_huber, "Loss.cpp: huber_loss", Results::kByRule},
       {.operation = "aten::binary_cross_entropy",
        .charge = charge_entropy,

@@ -51,6 +51,52 @@ void charge_layer_norm_backward(const ScratchCall& call) {
   charge_partial_sums(input, gradients, width);
 }
 
+// ------------------------------------------------------------------------------------- batch norms
+
+// The blocks that add up a channel over several blocks, where the channels lie last: none where one
+// does. Source: flexible_launch_configs in ATen/native/cuda/Normalization.cuh.
+struct Blocks {
+  int64_t num_rows = 0, num_columns = 0;
+};
+
+Blocks blocks_of_channels(const Tensor& input) {
+  constexpr int64_t kValuesOfThread = 16, kTile = 32, kThreads = 512, kMostRows = 128, kFewRows = 8;
+  const auto power_of_2 = [](int64_t n) { return int64_t(1) << (63 - __builtin_clzll(n)); };
+  const bool is_last = input.dim() > 3 && !input.is_contiguous() &&
+                       input.is_contiguous(input.suggest_memory_format());
+  if (!is_last || input.numel() == 0) return {};
+  const int64_t num_channels = input.size(1), num_values = input.numel() / num_channels;
+  const int64_t height = std::min(power_of_2(divide_up(num_values, kValuesOfThread)),
+                                  kThreads / std::min(power_of_2(num_channels), kTile));
+  const int64_t width = std::min(power_of_2(num_channels), kThreads / height);
+  const int64_t num_rows = std::min(divide_up(num_values, height * kValuesOfThread), kMostRows);
+  return num_rows < kFewRows ? Blocks{} : Blocks{num_rows, divide_up(num_channels, width)};
+}
+
+void hold_channel_sums(const Tensor& input, int64_t sums_of_channel) {
+  const Blocks blocks = blocks_of_channels(input);
+  const Held staged(sums_of_channel * input.size(1) * blocks.num_rows * kFloatBytes);
+  const Held semaphores(blocks.num_columns * kIntBytes);
+}
+
+// (input, weight, bias, running_mean, running_var, training, ..)
+void charge_batch_norm(const ScratchCall& call) {
+  if (call.argument(0).defined() && call.arguments[5].toBool()) {
+    hold_channel_sums(call.argument(0), 4);
+  }
+}
+
+// (gradient, input, .., training, eps, output_mask): both sums of a channel stay.
+void charge_batch_norm_backward(const ScratchCall& call) {
+  const Tensor input = call.argument(1);
+  if (!input.defined() || !call.arguments[7].toBool()) return;
+  if (blocks_of_channels(input).num_rows == 0) return;
+  const Held sums(input.size(1) * kFloatBytes);
+  const Held products(input.size(1) * kFloatBytes);
+  hold_channel_sums(input, 2);
+  call.make_results();
+}
+
 // ------------------------------------------------------------------------------------- group norms
 
 int64_t sum_bytes(const Tensor& input) {
@@ -144,10 +190,16 @@ ScratchEntries scratch_of_norms() {
   return {
       {"aten::native_layer_norm_backward", charge_layer_norm_backward, of_norms},
       {"aten::_fused_rms_norm_backward", charge_layer_norm_backward, of_norms},
+      {"aten::native_batch_norm", charge_batch_norm,
+       "cuda/Normalization.cuh: batch_norm_stats_channels_last_cuda_template", Results::kFirst,
+       kOf11},
+      {"aten::native_batch_norm_backward", charge_batch_norm_backward,
+       "cuda/Normalization.cuh: batch_norm_backward_reduce_cuda_channels_last_template",
+       Results::kByRule, kOf11},
       {"aten::native_group_norm", charge_group_norm,
-       "cuda/group_norm_kernel.cu: GroupNormKernelImplInternal"},
+       "cuda/group_norm_kernel.cu: GroupNormKernelImplInternal", Results::kFirst, kOf11},
       {"aten::native_group_norm_backward", charge_group_norm_backward,
-       "cuda/group_norm_kernel.cu: GroupNormBackwardKernelImplInternal"},
+       "cuda/group_norm_kernel.cu: GroupNormBackwardKernelImplInternal", Results::kFirst, kOf11},
       {"aten::_softmax", charge_softmax, of_softmax},
       {"aten::_log_softmax", charge_softmax, of_softmax},
       {"aten::_softmax_backward_data", charge_softmax_backward,

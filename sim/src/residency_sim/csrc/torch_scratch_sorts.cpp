@@ -98,6 +98,22 @@ void charge_topk(const ScratchCall& call) {
   for (int i = 0; i < 2; i++) const Held scan = hold_scan_by_key(num_blocks);
 }
 
+// ------------------------------------------------------------------------------------------ scans
+
+// Source: cumsum_cuda_kernel and scan_dim in ATen/native/cuda/ScanUtils.cuh: a single row by cub.
+void charge_cumulative(const ScratchCall& call) {
+  const Tensor self = call.argument(0);
+  if (!self.defined() || self.dim() == 0 || self.numel() == 0) return;
+  const auto type = call.result(0).scalar_type();
+  const bool has_type = self.scalar_type() == type;
+  const Tensor scanned = has_type ? call.shape(0) : call.shape(0).to(type);
+  const Held copy = has_type ? Held(0) : hold(scanned);
+  const Held whole = hold_contiguous(scanned);
+  const int64_t dim = c10::maybe_wrap_dim(call.arguments[1].toInt(), self.dim());
+  if (self.numel() != self.size(dim)) return;
+  const Held scan = hold_scan(self.numel(), static_cast<int64_t>(scanned.element_size()));
+}
+
 // ---------------------------------------------------------------------------------- unique values
 
 // Source: ATen/native/cuda/UniqueCub.cu. Truth values are counted.
@@ -143,6 +159,8 @@ void charge_multinomial(const ScratchCall& call) {
   const int64_t num_samples = call.arguments[1].toInt();
   if (call.arguments[2].toBool() && num_samples != 1) return;
   const Tensor self = call.shape(0);
+  const Held are_valid(1);
+  const Held have_sums(1);
   const Held numbers = hold(at::empty_like(self));
   if (num_samples > 1) const Held largest = hold(call.result(0).to(self.scalar_type()));
 }
@@ -154,10 +172,13 @@ ScratchEntries scratch_of_sorts() {
   return {
       {"aten::sort", charge_sort, "cuda/SortStable.cu: launch_stable_sort_kernel"},
       {"aten::topk", charge_topk, "cuda/TensorTopK.cu: mbtopk::launch"},
+      {"aten::cumsum", charge_cumulative, "cuda/ScanUtils.cuh: scan_dim", Results::kFirst, kOf11},
+      {"aten::cumprod", charge_cumulative, "cuda/ScanUtils.cuh: scan_dim", Results::kFirst, kOf11},
       {"aten::_unique", charge_unique, of_unique},
       {"aten::_unique2", charge_unique, of_unique},
       {"aten::randperm", charge_randperm, "cuda/Randperm.cu: randperm_out_cuda"},
-      {"aten::multinomial", charge_multinomial, "Distributions.cpp: multinomial_out"},
+      {"aten::multinomial", charge_multinomial, "Distributions.cpp: multinomial_out",
+       Results::kFirst, kOf11},
   };
 }
 

@@ -24,7 +24,6 @@ RAISES: list[tuple[str, int, str]] = [  # the part, lines, what they buy
     ("simulator", 79, "kernels and libraries that torch asks CUDA for beside its dispatcher"),
     ("simulator", 130, "whole numbers of a batch are known, so that masks and shapes are a card's"),
     ("dry run and demo", 28, "a script draws on the host what it draws without a dry run"),
-    ("simulator", 480, "cuDNN's workspaces, as a range; what the figures of each card rest on"),
     ("simulator", 515, "cuDNN's workspaces, as a range; what the figures of each card rest on"),
     ("dry run and demo", 125, "the need of convolutions and what cuDNN may take, in the answer"),
     ("library", 20, "help and answers that begin with the question of a newcomer"),

@@ -104,6 +104,7 @@ def _predicted(run: Run) -> tuple[int, int] | None:
     words = [str(ROOT / word) if (ROOT / word).is_file() else word for word in run.command.split()]
     command = [sys.executable, "-m", "residency", "dry-run", "--device", CARD, "--steps", "0"]
     with tempfile.TemporaryDirectory(prefix="residency-measured-") as folder:
+        Path(folder, "out").mkdir()  # the scripts make files in it
         done = subprocess.run(
             [*command, "--json", "--", sys.executable, *words],
             cwd=folder,

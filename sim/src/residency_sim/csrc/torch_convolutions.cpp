@@ -266,7 +266,8 @@ void note_backward(c10::ArrayRef<IValue> arguments, c10::ArrayRef<IValue> result
   if (of_bias < 0) return;
   std::vector<int64_t> dims{0};
   for (const auto i : c10::irange<int64_t>(2, gradient.dim())) dims.push_back(i);
-  as_device_work([&] { at::sum(gradient, dims); });  // for the buffers that this takes
+  Tensor bias = results[2].toTensor();
+  as_device_work([&] { at::sum_out(bias, gradient, dims); });  // for the buffers that this takes
 }
 
 }  // namespace

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CARD = "h200"
 PEAKS = Path(__file__).with_name(f"{CARD}.json")
 GIB = 1 << 30
+Predicted = tuple[tuple[int, int], tuple[int, int]]
 TABLE = (
     "| n | script | GiB allocated | predicted | error | GiB reserved | predicted | error |",
     "|---:|---|---:|---:|---:|---:|---:|---:|",
@@ -64,19 +65,25 @@ def runs() -> list[Run]:
     ]
 
 
-def row(run: Run, predicted: tuple[int, int] | None) -> str:
+def row(run: Run, predicted: Predicted | None) -> str:
     """Returns the row of a run.
 
     Args:
         run: The run.
-        predicted: Bytes allocated and reserved at the peak of its dry run; None, it failed.
+        predicted: Bytes allocated and reserved at the peak of its dry run, each what it needs and
+            the most that cuDNN makes of it; None, it failed.
     """
     cells = []
-    allocated, reserved = predicted or (None, None)
-    for measured, found in ((run.allocated, allocated), (run.reserved, reserved)):
-        said, error = ("the script failed", "") if found is None else (f"{found / GIB:.3f}", "")
+    for measured, found in zip(
+        (run.allocated, run.reserved), predicted or (None, None), strict=True
+    ):
+        said, error = "the script failed", ""
         if found is not None:
-            error = f"{100 * (found / measured - 1):+.2f} %"
+            need, most = found
+            said = f"{need / GIB:.3f}" + f" to {most / GIB:.3f}" * (most > need)
+            nearest = min(max(measured, need), most)
+            is_inside = need <= measured <= most > need
+            error = "inside" if is_inside else f"{100 * (nearest / measured - 1):+.2f} %"
         cells += [f"{measured / GIB:.3f}", said, error]
     return f"| {run.n} | `{run.title}` | " + " | ".join(cells) + " |"
 
@@ -99,8 +106,8 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if has_failed else 0
 
 
-def _predicted(run: Run) -> tuple[int, int] | None:
-    """Returns the bytes of the peak, allocated and reserved, of a dry run; None where it failed."""
+def _predicted(run: Run) -> Predicted | None:
+    """Makes a dry run; returns None if it failed."""
     words = [str(ROOT / word) if (ROOT / word).is_file() else word for word in run.command.split()]
     command = [sys.executable, "-m", "residency", "dry-run", "--device", CARD, "--steps", "0"]
     with tempfile.TemporaryDirectory(prefix="residency-measured-") as folder:
@@ -116,10 +123,15 @@ def _predicted(run: Run) -> tuple[int, int] | None:
     if not answer.get("is_complete"):
         print(answer.get("error") or done.stderr[-4000:], file=sys.stderr)
         return None
-    return answer["peak_allocated_bytes"], answer["peak_reserved_bytes"]
+    most = answer["workspaces"] or {}
+    allocated, reserved = (
+        (answer[key], max(answer[key], most.get(key, 0)))
+        for key in ("peak_allocated_bytes", "peak_reserved_bytes")
+    )
+    return allocated, reserved
 
 
-def _report(run: Run, predicted: tuple[int, int]) -> None:
+def _report(run: Run, predicted: Predicted) -> None:
     """Writes today's report anew, with a row more or in the place of an older one."""
     path = report_path(f"measured_{CARD}", ".md", "simulated")
     rows = {}

@@ -21,8 +21,8 @@ kernel holds it, in the order in which the kernel asks. Each rule was read in th
 row names, below `aten/src/ATen/native` in torch unless another library is named. The last column
 has the versions of torch between which the rule was read or held against a card; some files were
 read in copies that are near these versions, not exactly theirs. Other versions use the same rule,
-unconfirmed. What else is charged, what is left out, and how near the rules are to an H100 is on
-[the page of the simulator](simulated-accelerator.md#scratch-of-libraries-and-kernels).
+unconfirmed. [The page of the simulator](simulated-accelerator.md#scratch-of-libraries-and-kernels)
+says which memory is charged beside it, which is left out, and how near the rules are to an H100.
 
 | operations (`aten::`) | what | source | torch |
 |---|---|---|---|

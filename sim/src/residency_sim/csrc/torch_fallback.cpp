@@ -123,7 +123,7 @@ class Call {
   bool is_dry() const { return dry_; }
 
   void check_devices() const {
-    if (plan_.accepts_host_tensors) return;
+    if (plan_.accepts_host_tensors) return check_indexed(plan_.name, arguments_[0]);
     bool on_device = false;
     bool on_host = false;
     auto look = [&](const Tensor& tensor) {

@@ -277,6 +277,12 @@ void check_product(const c10::FunctionSchema& schema, const IValue* arguments,
   check_blas_is_deterministic();
 }
 
+void check_indexed(const std::string& name, const IValue& indexed) {
+  const bool is_index = name.find("index") != std::string::npos;
+  TORCH_CHECK(!is_index || !indexed.isTensor() || !indexed.toTensor().is_cpu(),
+              "indices should be either on cpu or on the same device as the indexed tensor (cpu)");
+}
+
 void check_fused_step(const c10::FunctionSchema& schema, const IValue* arguments) {
   struct Step {
     size_t num_lists;  // parameters, gradients and states, of which the last may be empty

@@ -19,6 +19,9 @@ void call_substitute(const c10::OperatorHandle& op, c10::DispatchKey key,
 void check_product(const c10::FunctionSchema& schema, const c10::IValue* arguments,
                    size_t num_arguments);
 
+// Refuses positions on the device in a tensor of the host, in CUDA's words.
+void check_indexed(const std::string& name, const c10::IValue& indexed);
+
 // Refuses optimizers' fused steps over tensors that lie in another order than their parameters, as
 // CUDA's kernels do; the CPU's take the elements in the order of the memory.
 void check_fused_step(const c10::FunctionSchema& schema, const c10::IValue* arguments);

@@ -148,7 +148,7 @@ void read_to_host(const Tensor& from, const Tensor& to) {
   if (const auto known = known_value(from)) {
     return as_device_work([&] { to.copy_(*known); });
   }
-  if (to.nbytes() > kMostFilledBytes || !to.is_contiguous()) {
+  if (to.nbytes() > kMostFilledBytes || !to.is_non_overlapping_and_dense()) {
     return tell_of_guess("anything", from.numel());
   }
   if (from.numel() == 1 && from.scalar_type() != at::kBool && can_be_filled(to)) {

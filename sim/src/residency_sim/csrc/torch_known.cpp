@@ -80,7 +80,9 @@ std::optional<Computed> compute_from_known(const c10::OperatorHandle& op,
   const std::string& name = schema.name();
   const bool is_draw = op.hasTag(at::Tag::nondeterministic_seeded);
   if (is_draw && (!numbers || !is_small_draw(schema, arguments))) return std::nullopt;
-  const bool overwrites = is_draw || name == "aten::fill_" || name == "aten::zero_";
+  static const auto* overwriting = new std::unordered_set<std::string>{
+      "aten::_cummax_helper", "aten::_cummin_helper", "aten::fill_", "aten::zero_"};
+  const bool overwrites = is_draw || overwriting->contains(name);
   // Sizes that hang on values, and whether two inputs are the same, are worth more work.
   const bool is_worth_more = makes_sizes(op);
   bool is_known = true;

@@ -163,9 +163,14 @@ std::optional<Tensor> known_extent(const Tensor& tensor) {
   return is_known ? std::optional(host) : std::nullopt;
 }
 
-// A tensor whose bytes are known, on the host and contiguous.
+// A tensor whose bytes are known, on the host and contiguous, as all of one without elements are.
 std::optional<Tensor> known_bytes(const Tensor& tensor) {
-  auto host = known_extent(tensor);
+  std::optional<Tensor> host;
+  if (tensor.has_storage() && tensor.numel() == 0) {
+    as_device_work([&] { host = at::empty(tensor.sizes(), tensor.options().device(c10::kCPU)); });
+    return host;
+  }
+  host = known_extent(tensor);
   if (!host) return host;
   as_device_work([&] { *host = host->as_strided(tensor.sizes(), tensor.strides()).contiguous(); });
   return host;
@@ -340,18 +345,16 @@ std::optional<Tensor> known_value(const Tensor& tensor) {
 void note_value(const Tensor& value, const Tensor& to) {
   if (to.numel() == 0) return;
   const bool is_small = first_byte(to) + extent(to) * to.itemsize() <= most_known(to);
-  // Between the elements that are written lie others, which stay what they are.
+  // Between the elements that are written others may lie, which stay what they are.
+  const bool is_dense = to.is_non_overlapping_and_dense();
   std::optional<Tensor> host;
-  if (is_small && !to.is_contiguous()) host = known_extent(to);
-  if (!is_small || (!to.is_contiguous() && !host) || to.is_conj() || to.is_neg()) {
+  if (is_small && !is_dense) host = known_extent(to);
+  if (!is_small || (!is_dense && !host) || to.is_conj() || to.is_neg()) {
     return note_reading(to.storage(), {});
   }
   as_device_work([&] {
-    if (host) {
-      host->as_strided(to.sizes(), to.strides()).copy_(value);
-    } else {
-      host = value.to(to.scalar_type()).contiguous();
-    }
+    if (!host) host = at::empty({extent(to)}, to.options().device(c10::kCPU));
+    host->as_strided(to.sizes(), to.strides()).copy_(value);
   });
   Readings::get().write(to.storage(), first_byte(to), host->const_data_ptr(), host->nbytes());
 }
@@ -359,7 +362,8 @@ void note_value(const Tensor& value, const Tensor& to) {
 Reading dry_reading(const Tensor& tensor) {
   if (!tensor.defined() || !tensor.has_storage()) return Reading::kUnknown;
   const Reading noted = Readings::get().of(tensor).reading;
-  if (noted != Reading::kUnknown || tensor.numel() > kMostComputedFractions) return noted;
+  const bool is_small = tensor.numel() > 0 && tensor.numel() <= kMostComputedFractions;
+  if (noted != Reading::kUnknown || !is_small) return noted;
   const auto known = known_bytes(tensor);
   if (!known) return noted;
   Reading reading = Reading::kUnknown;

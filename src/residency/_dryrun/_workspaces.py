@@ -28,6 +28,7 @@ class Card(Protocol):
         """Returns the most bytes held and reserved, the last workspace that raised one of them,
         which is why it was taken and its bytes (0 for none), and how many were of trials.
         """
+        ...
 
 
 class Workspaces:

@@ -1,4 +1,4 @@
-"""Makes the rows of the atlas, compares those of two runs, and lists what is held of each kind.
+"""Makes the rows of the atlas, compares two runs, and lists how near each kind has to be.
 
 ``python -m benchmarks.atlas rows [PART ...] [--to FILE]`` makes rows on a card, in minutes, and as
 a dry run under ``residency dry-run --device h100 --steps 0 --``. The parts are those of ``PARTS``;
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _hold(dry: Path, other: Path | None) -> int:
-    """Writes the list of kinds anew; returns 1 where a kind lacks its reason."""
+    """Writes the list of kinds anew; returns 1 if a kind lacks its reason."""
     rows = compare.load(other) if other else None
     version = compare.about(dry).get("torch", "")
     missing = kinds.update(compare.load(kinds.CARD), compare.load(dry), version, rows)
@@ -96,7 +96,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     held.add_argument("b", type=Path)
     held.add_argument("--kind", help="print the rows of this kind that differ")
     held.add_argument("--all", action="store_true", help="kinds, too, of which no row differs")
-    listed = commands.add_parser("hold", help="write anew what is held of each kind")
+    listed = commands.add_parser("hold", help="write the list of kinds anew")
     listed.add_argument("dry", type=Path, help="rows of a dry run with the card's torch")
     listed.add_argument("other", type=Path, nargs="?", help="rows with another torch")
     return parser.parse_args(arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,15 +37,18 @@ class Likeness:
 
 def load(path: Path) -> dict[str, Row]:
     """Returns the rows of a file, plain or gzipped, by their case; other lines are passed by."""
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-        return by_case(json.loads(line) for line in file if line.startswith('{"op"'))
+    return by_case(json.loads(line) for line in _lines(path) if line.startswith('{"op"'))
 
 
 def about(path: Path) -> dict[str, str]:
     """Returns what the rows of a file were made with: card, torch, date."""
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-        told = [line for line in file if line.startswith('{"about"')]
+    told = [line for line in _lines(path) if line.startswith('{"about"')]
     return dict(json.loads(told[0])["about"]) if told else {}
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+        yield from file
 
 
 def by_case(rows: Iterable[Row]) -> dict[str, Row]:

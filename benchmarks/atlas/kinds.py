@@ -1,5 +1,5 @@
-"""What is held of each kind of rows: ``kinds.txt``, where every kind of the card's stands that a
-dry run does not have to the byte, with its reason.
+"""The list of kinds, ``kinds.txt``: each kind of rows in which a dry run differs from the card, how
+far it may, and why.
 
 A line is ``kind | held | reason``. Held is ``1 KiB``, within which peak and retained bytes are of
 every row, or ``apart``. ``, torch 2.11`` behind it, or behind ``exact``, says that other torches
@@ -25,7 +25,7 @@ _NO_REASON = "?"
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What is held of a kind.
+    """A line of the list: how near the rows of a kind have to be.
 
     Attributes:
         held: ``exact``, ``1 KiB`` or ``apart``.
@@ -39,7 +39,7 @@ class Held:
 
 
 def read(path: Path = LIST) -> dict[str, Held]:
-    """Returns what is held by kind, and by group the rows with large requests in order.
+    """Returns the lines of the list by kind, or by group, which counts its rows in order.
 
     Raises:
         ValueError: A line has no such form, or a kind stands twice.

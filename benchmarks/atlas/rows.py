@@ -1,4 +1,4 @@
-"""What an operator asks the allocator for: one row for each case, on a card or in a dry run.
+"""Measures the requests that an operator makes of the allocator, on a card or in a dry run.
 
 A row names its case by ``op`` and further words, and has ``fw`` and ``bw``, of the forward and the
 backward pass: requests, bytes asked for, peak above the start, bytes that stay, and the requests of
@@ -60,7 +60,7 @@ class Atlas:
             op: The operator's name.
             function: Computes the case.
             inputs: What gets a gradient; each begins without one.
-            rooms: So many bytes may be reserved in the two passes beyond what is there.
+            rooms: The bytes that each of the two passes may reserve beyond the reserved ones.
             words: What tells the case from others of the operator.
         """
         row: dict[str, Any] = {"op": op}
@@ -69,7 +69,7 @@ class Atlas:
         gc.disable()  # what an earlier case left in a cycle is not given back in a pass of this one
         try:
             row["fw"], row["bw"] = self._measure(function, inputs, rooms)
-        except Exception as error:
+        except Exception as error:  # a case that an operator refuses is a row, too
             row = {"op": op, "error": f"{type(error).__name__}: {str(error)[:_MOST_LETTERS]}"}
         finally:
             gc.enable()
@@ -161,7 +161,7 @@ def under_autocast(function: Callable[[], object]) -> Callable[[], object]:
 
 
 def warm() -> None:
-    """Makes what a process makes once; collections pass by what is there already."""
+    """Runs products and a convolution, whose workspaces a process keeps; freezes all objects."""
     gc.freeze()
     for dtype in DTYPES.values():
         a = tensor(256, 256, dtype=dtype)

@@ -53,7 +53,7 @@ def _of_optimizer(atlas: Atlas, name: str, dtype: str, sizes: str) -> None:
     try:
         for number in range(2):
             _once(atlas, f"step {name}", optimizer.step, **words, n=number)
-    except Exception as error:
+    except Exception as error:  # a step that this torch refuses is a row, too
         atlas.write({"op": f"step {name}", **words, "error": str(error)[:120]})
     if name == "AdamW fused":
         for foreach in (True, False):

@@ -24,14 +24,14 @@ _DID_WHAT_IT_SHOULD = (0, 3)  # a dry run of a program that takes no optimizer s
 
 @pytest.fixture
 def kinds(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What is held of each kind, of the benchmarks beside the tests."""
+    """The list of kinds, a module of the benchmarks beside the tests."""
     monkeypatch.syspath_prepend(str(ROOT))
     return importlib.import_module("benchmarks.atlas.kinds")
 
 
 @pytest.fixture
 def compare(kinds: Any) -> Any:
-    """What compares rows."""
+    """The module that compares rows."""
     return importlib.import_module("benchmarks.atlas.compare")
 
 

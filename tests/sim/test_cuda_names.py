@@ -114,7 +114,7 @@ try:
     wide = torch.ones(3, 1, 2, device="cuda").transpose(0, 2)
     made = kernel(wide, torch.ones(4, 1, device="cuda", dtype=torch.int64))
     print(made.shape, made.stride(), made.dtype, made.requires_grad)
-except Exception as error:
+except sim.SimulatorError as error:
     print(error)
 """
 

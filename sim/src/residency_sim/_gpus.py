@@ -52,7 +52,7 @@ class Gpu:
 
     @property
     def rests_on(self) -> str:
-        """What the figures of a dry run for it rest on: measurements, or sources alone."""
+        """The measurements, or the sources alone, that a dry run's figures for it come from."""
         kernels = "memory of kernels measured on an H100 (torch 2.11)"
         if self.capability != _MEASURED:
             kernels = (
@@ -95,7 +95,7 @@ _RTX4090 = "3DTopia/Phidias-Diffusion/issues/8"
 _RTX5090 = "Wan-Video/Wan2.1/issues/465"
 _A100_40G = "TianheWu/CoSeR/issues/10"
 _A100_80G = "HiDream-ai/VAREdit/issues/6"
-# Peaks that predictions were compared with: docs/reference/figures.md has each.
+# Peaks that predictions were compared with: docs/reference/dry-run-figures.md has each.
 _OF_A10G = "3 peaks of LitGPT's"
 _OF_L40S = "10 peaks of PEFT's"
 _OF_A100 = "9 peaks of LitGPT's and 4 of LLMs-from-scratch's"

@@ -57,10 +57,11 @@ class Compiling:
             if _is_of_torch(caller):
                 return self._unnoted(compile_function)(model, **options)
             make = functools.partial(self._make, compile_function, model, **options)
-            if _is_of_import(caller) and isinstance(model, FunctionType):
+            is_of_import = _is_of_import(caller)
+            if is_of_import and isinstance(model, FunctionType):
                 return _at_first_call(model, make)
             made = make()
-            self.is_used |= not _is_of_import(caller)
+            self.is_used |= not is_of_import
             return made
 
         torch_module.compile = compiled
@@ -147,13 +148,11 @@ def _at_first_call(
     """Returns a function that is compiled when it is called: that imports Dynamo and Inductor,
     which a script that imports a library may never need.
     """
-    made: list[Callable[..., object]] = []
+    once = functools.cache(make)
 
     @around(function)
     def called(*args: object, **options: object) -> object:
-        if not made:
-            made.append(make())
-        return made[0](*args, **options)
+        return once()(*args, **options)
 
     return called
 

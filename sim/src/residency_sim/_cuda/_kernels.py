@@ -47,7 +47,7 @@ def bindings(is_dry: Callable[[], bool]) -> dict[str, Callable[..., Any]]:
 
 
 def keep_from_fusing() -> None:
-    """Lets TorchScript run its operators one by one: fused, they would not be the device's."""
+    """Keeps TorchScript from fusing operators: a fused one would not run on the device."""
     # A private switch, and the only one: it stands above each of torch's fusers.
     torch._C._jit_override_can_fuse_on_gpu(False)
 

@@ -28,14 +28,8 @@ int64_t kept_of_entropy(const ScratchCall& call) {
 
 Tensor sum_of(const Tensor& losses) { return at::empty({}, losses.options()); }
 
-void charge_two(const ScratchCall& call) {
-  if (!is_reduced(call, 2) || num_losses(call) == 0) return;
-  const Tensor losses = call.shape(0).sub(call.shape(1));
-  const Held all = hold(losses);
-  hold_reduction(losses, sum_of(losses));
-}
-
-void charge_huber(const ScratchCall& call) {
+// huber_loss makes its result after the losses; of the others it is there.
+void charge_losses(const ScratchCall& call) {
   if (!is_reduced(call, 2) || num_losses(call) == 0) return;
   const Tensor losses = call.shape(0).sub(call.shape(1));
   const Held all = hold(losses);
@@ -75,18 +69,18 @@ void charge_ctc_backward(const ScratchCall& call) {
 ScratchEntries scratch_of_losses() {
   return {
       {.operation = "aten::mse_loss",
-       .charge = charge_two,
+       .charge = charge_losses,
        .source = "BinaryOps.cpp: mse_loss_out",
        .num_kept = kept_of_two},
       {.operation = "aten::smooth_l1_loss",
-       .charge = charge_two,
+       .charge = charge_losses,
        .source = "BinaryOps.cpp: smooth_l1_loss_out",
        .num_kept = kept_of_two},
       {"aten::_ctc_loss", charge_ctc, "cuda/LossCTC.cu: ctc_loss_gpu_template", Results::kFirst,
        kOf11},
       {"aten::_ctc_loss_backward", charge_ctc_backward,
        "cuda/LossCTC.cu: ctc_loss_backward_gpu_template", Results::kFirst, kOf11},
-      {"aten::huber_loss", charge_huber, "Loss.cpp: huber_loss", Results::kByRule},
+      {"aten::huber_loss", charge_losses, "Loss.cpp: huber_loss", Results::kByRule},
       {.operation = "aten::binary_cross_entropy",
        .charge = charge_entropy,
        .source = "cuda/Loss.cu: binary_cross_entropy_out_cuda",

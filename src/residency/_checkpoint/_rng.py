@@ -67,7 +67,8 @@ def sizes(node: Node) -> dict[str, tuple[int, ...]]:
     device, saved = _device.accelerator(), node["accelerator"]
     if saved is None:
         return wanted
-    if not is_plain_dict(saved) or kind_of(saved.get("state")) != TENSOR or "type" not in saved:
+    is_state = is_plain_dict(saved) and type(saved.get("type")) is str
+    if not is_state or kind_of(saved.get("state")) != TENSOR:
         raise CorruptSaveError("the random state of the accelerator is none.", file=MANIFEST)
     if device is not None and saved["type"] == device.type:
         state = _device.rng_state(device)

@@ -232,6 +232,18 @@ def test_a_value_that_makes_no_sense_is_damage_wherever_it_stands(saves, kind, p
         is_judged(saves, kind, fields, place)
 
 
+@pytest.mark.parametrize(
+    "kind", [7, None, {"$": "tensor", "name": "t"}, {"$": "int", "value": "7"}]
+)
+def test_the_state_of_no_kind_of_accelerator_is_damage(saves, kind):
+    def change(document):
+        state = {"$": "tensor", "name": "rng.torch"}
+        document["tree"]["rng"]["accelerator"] = {"type": kind, "state": state}
+
+    saves.write(change)
+    assert saves.judge(is_damage=True) == "damage"
+
+
 def nodes_of(tree):
     """Yields every dict and list of a document, with the nodes in them."""
     yield tree

@@ -28,6 +28,8 @@ RAISES: list[tuple[str, int, str]] = [  # the part, lines, what they buy
     ("dry run and demo", 125, "the need of convolutions and what cuDNN may take, in the answer"),
     ("library", 20, "help and answers that begin with the question of a newcomer"),
     ("simulator", 762, "one table of what operations take, with sources, and cub by generation"),
+    ("library", 229, "`residency doctor`, and the commands to begin with"),
+    ("simulator", 24, "whether the simulated accelerator is compiled already"),
 ]
 GOAL_LINES = 61_000  # of all three
 

@@ -151,11 +151,17 @@ def test_the_help_of_the_demo_names_its_cases_and_their_defaults(
     assert f"batches ({settings.seed})" in said
 
 
-def test_without_a_verb_the_usage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main([])
-    assert stopped.value.code == 2
-    assert "usage: residency" in capsys.readouterr().err
+def test_without_a_verb_the_commands_to_begin_with_are_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()) < 12
+    for verb in ("dry-run", "record", "demo", "doctor"):
+        assert f"residency {verb}" in shown
+        with pytest.raises(SystemExit) as stopped:
+            main([verb, "--help"])
+        assert stopped.value.code == 0
 
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from residency_sim._enable import (
         build,
         enable,
+        is_built,
         is_enabled,
         now_seconds,
         pinned_memory_stats,
@@ -39,6 +40,7 @@ __all__ = [
     "build",
     "enable",
     "gpu_named",
+    "is_built",
     "is_enabled",
     "now_seconds",
     "pinned_memory_stats",
@@ -54,6 +56,7 @@ __getattr__ = door(
         "_enable": [
             "build",
             "enable",
+            "is_built",
             "is_enabled",
             "now_seconds",
             "pinned_memory_stats",

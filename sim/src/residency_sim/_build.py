@@ -87,15 +87,7 @@ def build_extension(
         BuildError: A compiler or Python's headers are missing, the sources cannot be read, the
             cache cannot be written, or the compiler failed.
     """
-    try:
-        files = sorted(_SOURCES.iterdir()) if sources is None else sorted(sources)
-        fingerprint = _fingerprint(files)
-    except OSError as error:
-        raise BuildError(
-            f"The sources of the simulated accelerator cannot be read: {error}. Install the "
-            "package again, as a user who may read it."
-        ) from error
-    built = Path(f"{name}-{fingerprint}", f"{name}.so")
+    files, built = _files_and_place(sources, name)
     if (_SHIPPED / built).exists():
         return _SHIPPED / built
     library = cache_directory() / built
@@ -113,6 +105,26 @@ def build_extension(
             "Set RESIDENCY_CACHE to a folder that can be written."
         ) from error
     return library
+
+
+def is_built() -> bool:
+    """Returns whether the extension is there; see `residency_sim.is_built`."""
+    _, built = _files_and_place(None, _NAME)
+    if any((folder / built).exists() for folder in (_SHIPPED, cache_directory())):
+        return True
+    _toolchain.check_tools()
+    return False
+
+
+def _files_and_place(sources: Sequence[Path] | None, name: str) -> tuple[list[Path], Path]:
+    try:
+        files = sorted(_SOURCES.iterdir()) if sources is None else sorted(sources)
+        return files, Path(f"{name}-{_fingerprint(files)}", f"{name}.so")
+    except OSError as error:
+        raise BuildError(
+            f"The sources of the simulated accelerator cannot be read: {error}. Install the "
+            "package again, as a user who may read it."
+        ) from error
 
 
 def _fingerprint(files: Sequence[Path]) -> str:

@@ -10,8 +10,7 @@ import torch
 
 from residency._errors import InvalidArgumentError, SimulatorError
 from residency._units import format_bytes, parse_bytes
-from residency_sim import _backend
-from residency_sim._build import build_extension
+from residency_sim import _backend, _build
 from residency_sim._clock import Clock
 from residency_sim._gpus import CONTEXT_BYTES, gpu_named
 from residency_sim._share import share_name
@@ -95,7 +94,16 @@ def build(show: Callable[[str, int, int], None] | None = None) -> Path:
     Raises:
         BuildError: It cannot be built here; the message says what to install.
     """
-    return build_extension(show=show)
+    return _build.build_extension(show=show)
+
+
+def is_built() -> bool:
+    """Returns whether ``enable`` finds the simulated accelerator compiled for this torch.
+
+    Raises:
+        BuildError: It is not compiled, and cannot be here; the message says what to install.
+    """
+    return _build.is_built()
 
 
 def is_enabled() -> bool:

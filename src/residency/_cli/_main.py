@@ -12,13 +12,30 @@ from residency import _memory
 from residency._cli import (
     _checkpoint_verb,
     _demo_verb,
+    _doctor_verb,
     _dry_run_verb,
     _record_verb,
     _report_verb,
 )
 from residency._errors import ResidencyError
 
-_VERBS = (_dry_run_verb, _demo_verb, _checkpoint_verb, _record_verb, _report_verb)
+_VERBS = (
+    _dry_run_verb,
+    _demo_verb,
+    _checkpoint_verb,
+    _record_verb,
+    _report_verb,
+    _doctor_verb,
+)
+_BEGINNING = """\
+residency keeps a PyTorch training run inside its memory at every transition.
+
+  residency dry-run --device rtx4090 -- python train.py   # will it fit? without a GPU
+  residency record -- python train.py                     # where does its memory go?
+  residency demo                                          # six failures, fixed
+
+In a script: residency.offload_optimizer(optimizer), residency.Checkpointer(folder).
+All verbs: residency --help. This machine, for a report of a bug: residency doctor."""
 # What the extra `demo` brings, and `rich`, which an incomplete installation may lack.
 _OPTIONAL_PACKAGES = frozenset({"rich", "transformers"})
 _EXIT_ERROR = 2
@@ -32,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the program's name; by default those of the process.
     """
     arguments = _make_parser().parse_args(argv)
+    if arguments.run is None:
+        print(_BEGINNING)
+        return 0
     try:
         return int(arguments.run(arguments))
     except KeyboardInterrupt:
@@ -52,9 +72,10 @@ def _make_parser() -> argparse.ArgumentParser:
         description="Keeps a PyTorch training run inside its memory at every transition.",
     )
     parser.add_argument("--version", action="version", version=f"residency {residency.__version__}")
+    parser.set_defaults(run=None)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB")
     for verb in _VERBS:
         verb.add_parser(verbs, common)
     return parser

@@ -45,6 +45,7 @@ from residency._transfer._owner import (
     register_owner as register_owner,
     states_to_come as states_to_come,
 )
+from residency._transfer._rates import link_rates as link_rates
 from residency._transfer._slab import (
     ALIGNMENT as ALIGNMENT,
     Region as Region,

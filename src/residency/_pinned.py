@@ -24,6 +24,7 @@ from torch import Tensor
 
 from residency import _device
 from residency._modes import callers_modes_off
+from residency._system import in_forked_child, num_processors
 from residency._threads import begin
 from residency._units import MIB, format_bytes, parse_bytes
 
@@ -90,7 +91,7 @@ def _forget_lock() -> None:
     _Left.lock = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_forget_lock)  # a thread of the parent's may have held it
+in_forked_child(_forget_lock)  # a thread of the parent's may have held it
 _waits: dict[torch.device, Callable[[], None]] = {}
 
 
@@ -165,7 +166,7 @@ def _left_over(num_bytes: int) -> Tensor | None:
 
 def _touch(data: Tensor) -> None:
     """Touches a byte of each page, so that the system finds them now, in several threads."""
-    num_threads = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0))))
+    num_threads = max(1, min(_MOST_THREADS, num_processors()))
     parts = data.chunk(num_threads)
     threads = [
         threading.Thread(target=_touch_part, args=(part,), name="residency-pages", daemon=True)

@@ -20,6 +20,7 @@ LAYERS = (
     ("_nesting",),
     ("_commands",),
     ("_lazy",),
+    ("_system",),
     ("_modes",),
     ("_storages",),
     ("_threads",),

@@ -18,7 +18,6 @@ before. So it is where the system lets no thread begin.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from queue import Empty, SimpleQueue
 from residency import _device
 from residency._checkpoint._once import Once
 from residency._registries import WeakRegistry
+from residency._system import in_forked_child
 
 Action = Callable[[], object]
 
@@ -175,4 +175,4 @@ def _end_all() -> None:
 # Before the interpreter waits for threads, as `concurrent.futures` has it; there is no public way,
 # and `atexit` comes after that wait.
 threading._register_atexit(_end_all)  # type: ignore[attr-defined]
-os.register_at_fork(after_in_child=_alive.clear)  # threads stay with the parent
+in_forked_child(_alive.clear)  # threads stay with the parent

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from residency._checkpoint._once import Once
 from residency._nesting import refuse_inside
+from residency._system import in_forked_child
 from residency._units import format_figures
 
 _MEANINGS = {
@@ -195,4 +196,4 @@ def _tell_at_exit() -> None:
 
 
 atexit.register(_tell_at_exit)
-os.register_at_fork(after_in_child=unreported.clear)  # they are the parent's to tell
+in_forked_child(unreported.clear)  # they are the parent's to tell

@@ -9,12 +9,12 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from residency._errors import ResidencyError
+from residency._system import num_processors
 from residency._units import MIB, format_bytes
 
 _PACKAGES = ("accelerate", "diffusers", "lightning", "peft", "transformers", "trl", "vllm")
@@ -97,17 +97,13 @@ def _host() -> str:
 
     available = available_host_bytes()
     memory = "unknown" if available is None else format_bytes(available)
-    return f"{memory} can be had, {os.cpu_count()} processors"
+    return f"{memory} can be had, {num_processors()} processors"
 
 
 def _page_locked() -> str:
-    if sys.platform == "win32":
-        return "Windows sets no limit of a process's own"
-    import resource
+    from residency._transfer import locked_limit
 
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    found = "none" if limit == resource.RLIM_INFINITY else format_bytes(limit)
-    return f"limit of the process (ulimit -l): {found}"
+    return f"the system says that this process may lock {locked_limit()}"
 
 
 def _huge_pages() -> str:

@@ -21,7 +21,6 @@ wait after that is for a process that was started in its place.
 from __future__ import annotations
 
 import atexit
-import fcntl
 import json
 import math
 import os
@@ -37,6 +36,7 @@ from typing import Any
 
 from residency._errors import HandOffError, InvalidArgumentError
 from residency._registries import WeakRegistry
+from residency._system import in_forked_child, posix
 
 _LONGEST_LINE = 65_536  # far more than a message has: what sends more is no peer
 _LONGEST_PATH = 107  # bytes in sockaddr_un, less the closing zero
@@ -116,7 +116,7 @@ def _forget_links() -> None:
     _releasers.clear()
 
 
-os.register_at_fork(after_in_child=_forget_links)
+in_forked_child(_forget_links)
 
 
 class Link:
@@ -455,6 +455,7 @@ def _nobody_hands_over(
 @contextmanager
 def _sole_listener(path: Path) -> Iterator[None]:
     """Makes this process the one that listens at a path, and removes what a killed one left."""
+    fcntl = posix("fcntl", "a hand-off locks a file")
     lock_path = path.with_name(f"{path.name}.lock")  # stays; only its lock counts
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:

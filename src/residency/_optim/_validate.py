@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from residency import _device
 from residency._dtensor import is_sharded, local_of
 from residency._errors import InvalidArgumentError, RefusedError
-from residency._transfer import is_away
+from residency._transfer import is_away, refuse_hidden_state
 
 _FLAGS = {
     "capturable": "a captured step replays fixed addresses, and streamed state has none",
@@ -32,11 +32,18 @@ def check_optimizer(value: object, *, caller: str) -> None:
 
     Raises:
         InvalidArgumentError: It is something else; the message says what to pass instead.
+        RefusedError: It hides its state.
     """
     if isinstance(value, Optimizer):
+        refuse_hidden_state(value, "give the parameters to one of torch.optim, and offload that")
         return
     got = f"a {type(value).__name__}"
-    if isinstance(value, type):
+    if type(value).__module__.partition(".")[0] == "deepspeed":
+        remedy = (
+            "DeepSpeed moves its state by itself, if zero_optimization.offload_optimizer in its "
+            "configuration names a device"
+        )
+    elif isinstance(value, type):
         got, remedy = f"the class {value.__name__}", "make one of it"
     elif isinstance(value, torch.nn.Module):
         got += ", which is a torch.nn.Module"

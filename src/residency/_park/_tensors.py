@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from residency._dtensor import local_of
 from residency._errors import RefusedError
 from residency._storages import storage_key
-from residency._transfer import owner_of, state_stays
+from residency._transfer import owner_of, refuse_hidden_state, state_stays
 
 Owner = nn.Module | Optimizer
 Gradients = Literal["move", "drop"]
@@ -120,6 +120,7 @@ def _attributes(module: nn.Module) -> _Named:
 def _state(optimizer: Optimizer) -> _Named:
     if owner_of(optimizer) is not None:
         return  # at home on the host already
+    refuse_hidden_state(optimizer, "park its model alone")
     with state_stays():  # what waits is on the host already
         state = optimizer.state
     for index, values in enumerate(state.values()):

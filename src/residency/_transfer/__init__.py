@@ -15,7 +15,10 @@ from residency._transfer._gate import (
     copy_to_host as copy_to_host,
     gate_of as gate_of,
 )
-from residency._transfer._host_memory import available_host_bytes as available_host_bytes
+from residency._transfer._host_memory import (
+    available_host_bytes as available_host_bytes,
+    locked_limit as locked_limit,
+)
 from residency._transfer._host_ring import (
     Carried as Carried,
     HostRing as HostRing,
@@ -41,6 +44,7 @@ from residency._transfer._owner import (
     note_owned as note_owned,
     owned_optimizers as owned_optimizers,
     owner_of as owner_of,
+    refuse_hidden_state as refuse_hidden_state,
     register_forecast as register_forecast,
     register_owner as register_owner,
     states_to_come as states_to_come,

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from residency._units import parse_bytes
+from residency._units import format_bytes, parse_bytes
 
 _ROOT = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
@@ -56,6 +56,16 @@ def available_host_bytes() -> int | None:
     """
     found = [n for n in (_available_ram(), available_in_cgroups()) if n is not None]
     return min(found) if found else None
+
+
+def locked_limit() -> str:
+    """Returns how much of its memory the system lets this process lock, as words."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows
+        return "as much as the system lets it"
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "no limit" if limit == resource.RLIM_INFINITY else f"at most {format_bytes(limit)}"
 
 
 def available_in_cgroups(*, root: Path = _ROOT, proc: Path = _PROC) -> int | None:

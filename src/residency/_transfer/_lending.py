@@ -10,7 +10,6 @@ another.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 from residency._nesting import half_done
+from residency._system import in_forked_child
 
 
 class Lending:
@@ -132,4 +132,4 @@ def _forget_all() -> None:
 
 
 # The parent's threads, which end loans, are not in a forked process; one may have held the lock.
-os.register_at_fork(after_in_child=_forget_all)
+in_forked_child(_forget_all)

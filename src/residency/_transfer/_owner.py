@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from residency._dtensor import write_count
+from residency._errors import RefusedError
 from residency._registries import WeakRegistry
 from residency._transfer._lending import lending
 from residency._transfer._slab import Region
@@ -235,6 +236,20 @@ def register_owner(kind: type, owner: StateOwner) -> None:
 def owner_of(optimizer: object) -> StateOwner | None:
     """Returns who speaks for an optimizer, or None for one that keeps its state itself."""
     return next((owner for kind, owner in _owners.items() if isinstance(optimizer, kind)), None)
+
+
+def refuse_hidden_state(optimizer: torch.optim.Optimizer, remedy: str) -> None:
+    """Refuses an optimizer that hides its state and what it steps, as torchao's CPUOffloadOptimizer
+    does, which steps copies of the parameters on the host.
+
+    Raises:
+        RefusedError: It has no ``state``, which ``Optimizer.__init__`` makes.
+    """
+    if "state" not in vars(optimizer) and not hasattr(type(optimizer), "state"):
+        raise RefusedError(
+            f"this {type(optimizer).__name__} has no attribute state: it keeps its state by "
+            f"itself, and may step copies of the parameters. Nothing was changed; {remedy}."
+        )
 
 
 def defining_class(kind: type, name: str) -> type:

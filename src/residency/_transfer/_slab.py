@@ -10,8 +10,6 @@ ranges of live entries never overlap, and a range is used again only when no ten
 from __future__ import annotations
 
 import ctypes
-import os
-import resource
 import threading
 import weakref
 from collections import deque
@@ -25,7 +23,12 @@ from torch import Tensor
 from residency import _device, _pinned
 from residency._errors import RefusedError
 from residency._modes import callers_modes_off
-from residency._transfer._host_memory import ask_for_large_pages, available_host_bytes
+from residency._system import in_forked_child
+from residency._transfer._host_memory import (
+    ask_for_large_pages,
+    available_host_bytes,
+    locked_limit,
+)
 from residency._transfer._lending import lending
 from residency._units import MIB, format_bytes, parse_bytes
 
@@ -80,7 +83,7 @@ def _forget_lock() -> None:
     _Ranges.lock = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_forget_lock)  # a thread of the parent's may have held it
+in_forked_child(_forget_lock)  # a thread of the parent's may have held it
 
 
 class Slab:
@@ -359,8 +362,9 @@ class SlabArena:
                 raise
             raise RefusedError(
                 f"{format_bytes(size)} of host memory could not be page-locked ({error}; "
-                f"{_locked_limit()}). Nothing was changed; raise that limit (ulimit -l), keep "
-                "more state on the device with `resident=`, or pass `pin=False`."
+                f"the system says that this process may lock {locked_limit()}). Nothing was "
+                "changed; raise that limit (ulimit -l), keep more state on the device with "
+                "`resident=`, or pass `pin=False`."
             ) from error
 
     def _collect(self) -> None:
@@ -426,12 +430,6 @@ def _slab_sizes(entries: Sequence[int]) -> list[int]:
                 rest.append(entry)
         left = rest
     return sizes
-
-
-def _locked_limit() -> str:
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    amount = "no limit" if limit == resource.RLIM_INFINITY else f"at most {format_bytes(limit)}"
-    return f"the system says that this process may lock {amount}"
 
 
 def _require_host_room(num_bytes: int) -> None:

@@ -8,7 +8,6 @@ writer left can be distinguished from what is being written.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +23,7 @@ from residency._checkpoint._disk._system import (
 )
 from residency._errors import RefusedError, warn
 from residency._registries import WeakRegistry
+from residency._system import in_forked_child, posix
 
 _TAKEN = frozenset({errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES})
 # ENOLCK: the file system's lock service does not answer (NFS).
@@ -55,6 +55,7 @@ class FileLock:
         Where the file system knows no locks it warns, and counts it as had.
         """
         self.give_back()
+        fcntl = posix("fcntl", "a Checkpointer locks its directory")
         flags = os.O_RDWR | os.O_CREAT | O_NOFOLLOW  # `sign` must not write where a link leads
         fd = self._opened = self._system.open(self.path, flags)
         try:
@@ -108,7 +109,7 @@ class FileLock:
         if fd is not None:
             # Unlocked by name: should closing fail, the lock must not stay with this process.
             with suppress(OSError):
-                self._system.flock(fd, fcntl.LOCK_UN)
+                self._system.flock(fd, posix("fcntl", "a lock ends").LOCK_UN)
             self._opened = None  # first: another file may have the number once it is closed
             close_quietly(self._system, fd)
 
@@ -154,4 +155,4 @@ def _forget_all() -> None:
 
 
 # A DataLoader's worker would otherwise keep its dead parent's lock for as long as it lives.
-os.register_at_fork(after_in_child=_forget_all)
+in_forked_child(_forget_all)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import struct
 import sys
@@ -22,6 +21,7 @@ from typing import Any
 
 from residency._checkpoint._disk._crc import crc32
 from residency._checkpoint._disk._descriptor import Descriptor
+from residency._system import posix
 
 # What a file system answers when it knows no such operation, or not for this file.
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
@@ -156,7 +156,7 @@ class System:
 
     def flock(self, fd: Descriptor, operation: int) -> None:
         """Locks or unlocks an open file."""
-        self._call("flock", fcntl.flock, fd, operation)
+        self._call("flock", posix("fcntl", "a save locks files").flock, fd, operation)
 
     def sleep(self, seconds: float) -> None:
         """Waits."""

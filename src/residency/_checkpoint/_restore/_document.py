@@ -54,6 +54,7 @@ from residency._checkpoint._restore._plan import MetObject, RestorePlan
 from residency._checkpoint._restore._values import understood
 from residency._checkpoint._sources._own import SavedForRank
 from residency._errors import RefusedError
+from residency._transfer import refuse_hidden_state
 
 _OWN_CLASSES: dict[str | None, type] = {COUNTER: Counter, DEFAULTDICT: defaultdict}
 _OBJECTS: dict[str, tuple[str, type | None]] = {
@@ -199,6 +200,11 @@ class DocumentPlan:
 
     def _stateful(self, path: str, node: Any, value: Any) -> Thunk:
         inner = plain_optimizer(value)
+        if isinstance(inner, Optimizer) and self._names:
+            refuse_hidden_state(
+                inner,
+                "restore its model first, then make the optimizer and restore it by another call",
+            )
         saved, here = node["class"].rpartition(".")[2], type(inner).__qualname__.rpartition(".")[2]
         if saved != here:
             self._plan.differing.append(f"{path}: saved a {node['class']}, here a {here}")

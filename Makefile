@@ -60,7 +60,7 @@ PROJECTS_STAMP := $(call stamp,$(PROJECTS_VENV),$(PROJECTS_PINS))
 RELEASE_VENV := .venv-release
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-all test-costs test-versions torture test-verl test-frameworks test-projects check docs bench bench-checkpoint gpu release-check
+.PHONY: demo test test-all test-costs test-versions torture test-verl test-frameworks test-projects check docs bench bench-checkpoint gpu release-check release-versions publish
 
 demo: $(DEMO_STAMP)
 	$(RUN) residency demo $(DEMO_ARGS)
@@ -184,6 +184,19 @@ release-check:
 	$(call within,sim) residency dry-run --device l4 -- python $(CURDIR)/examples/nanogpt.py
 	$(call installed,demo,[demo])
 	$(call within,demo) residency demo --case resume
+
+# The same under other interpreters and torches, each in environments of its own:
+#   make release-versions VERSIONS=python3.13,torch==2.11.0
+release-versions: $(VERSIONS:%=release-version-%)
+
+release-version-%:
+	$(MAKE) release-check RELEASE_VENV=.venv-release-$(subst $(comma),-,$(subst ==,-,$*)) \
+		PYTHON=$(firstword $(subst $(comma), ,$*)) TORCH=$(lastword $(subst $(comma), ,$*))
+
+# Uploads the files that have just been checked. It asks for the token of the index, or takes it
+# from TWINE_PASSWORD.
+publish: release-check
+	$(RELEASE_TOOLS)/twine upload dist/*
 
 # Installs both distributions with an extra, and pip's options: $(call install,dev,--quiet). torch
 # comes first and alone: a later resolution then finds it installed and fetches no other build. The

@@ -26,7 +26,7 @@ from residency._memory import find_growth
 from residency._units import format_bytes, parse_bytes
 
 _NUM_STEPS = 50
-_LARGE_BYTES = parse_bytes("8GiB")  # of a simulated device
+_LARGE_BYTES = parse_bytes("512MiB")  # of a simulated device, whose bytes are filled
 _FIRST_STEPS = 4
 _MARGIN_SHARE = 100  # of the trainer's reserve: what the block leaves
 _FLAT_SHARE = 0.02

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from residency._handoff import hand_off, reclaim, take_over
     from residency._memory import holders, memory_state, phase, record
     from residency._optim import OffloadedOptimizer, offload_optimizer, onload_optimizer
-    from residency._park import park, unpark
+    from residency._park import park, parked, unpark
     from residency._transfer import mutating
 
 __version__ = "0.1.0"
@@ -47,6 +47,7 @@ __all__ = [
     "offload_optimizer",
     "onload_optimizer",
     "park",
+    "parked",
     "phase",
     "reclaim",
     "record",
@@ -63,7 +64,7 @@ _NAMES = {
     "_handoff": ["hand_off", "reclaim", "take_over"],
     "_memory": ["holders", "memory_state", "phase", "record"],
     "_optim": ["OffloadedOptimizer", "offload_optimizer", "onload_optimizer"],
-    "_park": ["park", "unpark"],
+    "_park": ["park", "parked", "unpark"],
     "_transfer": ["mutating"],
 }
 

@@ -64,7 +64,7 @@ CASES = {
     "a parked state": (
         ("levers.py", "evaluates"), (), 1520,
         "the optimizer's state parked while the script evaluates or generates",
-        "residency.park(optimizer)",
+        "with residency.parked(optimizer):  # around",
     ),
     "an offloaded state": (
         ("levers.py", "trains", "--width", "6144"), (), 4200, "the optimizer's state on the host",

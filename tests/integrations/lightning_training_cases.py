@@ -318,3 +318,61 @@ def the_other_tree_is_left_alone() -> None:
     assert other not in sys.modules
     bases = {each.__module__.partition(".")[0] for each in type(ResidencyCallback()).__mro__}
     assert bases == {TREE.partition(".")[0], "residency", "builtins"}
+
+
+@case
+def a_validation_has_the_room_of_the_state_and_the_run_the_bits_of_a_stock_one() -> None:
+    states: list[tuple[bool, bool]] = []
+
+    def note(trainer: Any) -> None:
+        (optimizer,) = trainer.optimizers
+        values = [state["exp_avg"] for state in optimizer.state.values()]
+        states.append((trainer.validating or trainer.sanity_checking, values[0].is_cuda))
+
+    class Looks(L.Callback):  # type: ignore[misc]
+        def on_validation_batch_end(self, trainer: Any, *args: Any) -> None:
+            note(trainer)
+
+        def on_save_checkpoint(self, trainer: Any, *args: Any) -> None:
+            note(trainer)
+
+    def run(at: Any, *tools: Any) -> Any:
+        trainer = make_trainer(
+            callbacks=[*tools, ModelCheckpoint(at)],
+            val_check_interval=2,
+            num_sanity_val_steps=0,
+            folder=at,
+        )
+        trainer.fit(Module(), loader(), loader())
+        return [trainer.model.state_dict(), trainer.optimizers[0].state_dict()]
+
+    with folder() as at:
+        expected = run(at / "stock")
+        found = run(at / "ours", ResidencyCallback(offload=False, park_in_validation=True), Looks())
+    assert_same(found, expected)
+    validated = [is_there for _, is_there in states[:6]]
+    assert validated == [False] * 6
+    assert states[6][1], "a save has the state on the device"
+
+
+@case
+def a_validation_that_fails_leaves_the_state_on_the_device_and_the_error_as_it_was() -> None:
+    seen: list[bool] = []
+
+    class Fails(L.Callback):  # type: ignore[misc]
+        def on_validation_batch_end(self, *args: Any) -> None:
+            raise ValueError("of the test")
+
+        def on_exception(self, trainer: Any, *args: Any) -> None:  # before Lightning moves it
+            seen.extend(s["exp_avg"].is_cuda for s in trainer.optimizers[0].state.values())
+
+    trainer = make_trainer(
+        callbacks=[ResidencyCallback(offload=False, park_in_validation=True), Fails()],
+        val_check_interval=2,
+        num_sanity_val_steps=0,
+    )
+    with pytest.raises(ValueError, match="of the test") as caught:
+        trainer.fit(Module(), loader(), loader())
+    assert caught.traceback[-1].name == "on_validation_batch_end"
+    assert seen
+    assert all(seen)

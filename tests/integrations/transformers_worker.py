@@ -12,6 +12,7 @@ from pathlib import Path
 import transformers_adapters_cases
 import transformers_evaluation_cases
 import transformers_interrupted_cases
+import transformers_parking_cases
 import transformers_saving_cases
 import transformers_training_cases
 from transformers_interrupted_cases import dead, let_some_die
@@ -23,6 +24,7 @@ MODULES = (
     transformers_adapters_cases,
     transformers_evaluation_cases,
     transformers_interrupted_cases,
+    transformers_parking_cases,
     transformers_saving_cases,
     transformers_training_cases,
 )

@@ -71,7 +71,7 @@ CUDA_FILES = ("_device.py", "residency_sim/_cuda/", "residency_sim/compat.py")
 UNITS_FILE = "_units.py"
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
-MAX_PUBLIC_NAMES = 25
+MAX_PUBLIC_NAMES = 26
 MAX_ANY = 25  # of 1,000 lines
 # Public, and of one name in each framework's own terms.
 NAMES_OF_FRAMEWORKS = {"Config", "ResidencyCallback"}

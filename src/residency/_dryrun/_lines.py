@@ -17,6 +17,7 @@ from residency._units import MIB
 Found = Mapping[str, Any]  # what a run's child found
 _DOORS = "residency.integrations"
 _VIEWS = "gradient_as_bucket_view=True"
+_AROUND = "# around each evaluation or generation"
 
 
 def lines_of(settings: RunSettings, found: Found) -> tuple[str, ...]:
@@ -80,15 +81,16 @@ def _of_transformers(settings: RunSettings, found: Found) -> Iterator[str]:
         yield f"{'MyTrainer' if has_mixin else trainer}(..., {call}){place}"
     if settings.parks_state:
         yield "import residency"
-        yield "residency.park(trainer.optimizer.optimizer)  # before it evaluates or generates"
-        yield "residency.unpark(trainer.optimizer.optimizer)  # after it"
+        yield f"with residency.parked(trainer.optimizer.optimizer):  {_AROUND}"
 
 
 def _of_lightning(settings: RunSettings, libraries: Collection[str]) -> Iterator[str]:
     given = {}
-    if settings.offload is not None:
+    if settings.offload is not None or settings.parks_state:
         sizes = ", ".join(f'"{name}": {size}' for name, size in _sizes(settings).items())
-        given["callbacks"] = f"ResidencyCallback(offload={{{sizes}}})"
+        offload = "False" if settings.offload is None else f"{{{sizes}}}"
+        parks = ", park_in_validation=True" * settings.parks_state
+        given["callbacks"] = f"ResidencyCallback(offload={offload}{parks})"
     if settings.saves_on_host or settings.loads_on_host:
         given["plugins"] = "ResidencyCheckpointIO()"
     if given:
@@ -99,11 +101,6 @@ def _of_lightning(settings: RunSettings, libraries: Collection[str]) -> Iterator
     if settings.views_buckets:
         yield f"from {_package(libraries)}.strategies import DDPStrategy"
         yield f"Trainer(..., strategy=DDPStrategy({_VIEWS}))  # each of them"
-    if settings.parks_state:
-        optimizer = "self.optimizers(use_pl_optimizer=False)"
-        yield "import residency  # and two methods of the LightningModule"
-        yield f"def on_validation_start(self): residency.park({optimizer})"
-        yield f"def on_validation_end(self): residency.unpark({optimizer})"
 
 
 def _of_loop(settings: RunSettings, found: Found) -> Iterator[str]:
@@ -122,8 +119,7 @@ def _of_loop(settings: RunSettings, found: Found) -> Iterator[str]:
         )
         yield f"residency.offload_optimizer(optimizer, {_sizes_of_call(settings)})  # {when}"
     if settings.parks_state:
-        yield "residency.park(optimizer)  # before it evaluates or generates"
-        yield "residency.unpark(optimizer)  # after it"
+        yield f"with residency.parked(optimizer):  {_AROUND}"
     if is_saved:
         yield "checkpointer = residency.Checkpointer(folder)"
         yield (

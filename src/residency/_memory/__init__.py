@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from residency._memory._imports import ImportWatch as ImportWatch
     from residency._memory._kept_errors import (
         errors_kept as errors_kept,
+        let_go_of as let_go_of,
         let_go_of_errors as let_go_of_errors,
     )
     from residency._memory._known_calls import (
@@ -90,7 +91,7 @@ __getattr__ = door(
         "_growth": ["Growth", "find_growth", "growing_classes"],
         "_holders._holders": ["Holder", "addresses_of", "find_holders", "holders"],
         "_imports": ["ImportWatch"],
-        "_kept_errors": ["errors_kept", "let_go_of_errors"],
+        "_kept_errors": ["errors_kept", "let_go_of", "let_go_of_errors"],
         "_known_calls": ["OPTIMIZER_STEP", "KnownCalls"],
         "_messages": ["asked_bytes"],
         "_objects": ["is_a", "slot"],

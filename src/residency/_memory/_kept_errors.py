@@ -11,7 +11,7 @@ import inspect
 import sys
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from residency._memory import _objects
@@ -44,7 +44,17 @@ def let_go_of_errors() -> None:
 
     A debugger that is started later shows no values of theirs. What still runs stays as it is.
     """
-    for thing, _ in errors_kept():
+    _empty_frames(thing for thing, _ in errors_kept())
+
+
+def let_go_of(error: BaseException) -> None:
+    """Empties the functions that one error left, as `let_go_of_errors` does."""
+    _empty_frames(_belonging(error))
+
+
+def _empty_frames(things: Iterable[object]) -> None:
+    """Empties the functions that tracebacks lead through, and that run no more."""
+    for thing in list(things):
         if not isinstance(thing, types.TracebackType):
             continue
         traceback.clear_frames(thing)

@@ -71,23 +71,13 @@ def park(
         Device: no more than before. Host: the bytes of the storages, each rounded up to 512,
         in slabs whose sizes are powers of two. They stay with the module for its next parking.
     """
-    _check(module, "park")
+    check_owner(module, "park")
     need_bytes = None if need is None else parse_bytes(need, name="need")
-    if gradients not in ("move", "drop"):
-        raise InvalidArgumentError(f"gradients is {gradients!r}; expected 'move' or 'drop'.")
-    before = [parking for parking in _parkings.get(module, ()) if parking.is_parked]
-    _check_place(module, was_parked=bool(before))
-    parking = Parking(module, gradients=gradients, pin=pin)
-    _parkings[module] = [*before, parking]  # before it moves: whatever stops it, unpark knows of it
-    freed = parking.park(need_bytes)
-    _warn_of_graphs(parking)
-    shared = parking.num_bytes_shared
-    if shared and (need_bytes is None or freed < need_bytes):
-        warn(
-            f"{format_bytes(shared)} of this {type(module).__name__} stay on the device: other "
-            "code holds the same storages. residency.holders() names it.",
-        )
-    return freed
+    check_gradients(gradients)
+    if isinstance(module, nn.Module) and not is_parked(module) and is_on_host(module):
+        raise RefusedError(f"this {type(module).__name__} {_reason(module)}")
+    refuse_shared_memory(module)
+    return park_with(Parking(module, gradients=gradients, pin=pin), need_bytes)
 
 
 def unpark(module: Owner) -> int:
@@ -109,7 +99,7 @@ def unpark(module: Owner) -> int:
         Device: the bytes that were freed. Host: no more than was in use; the slabs stay with the
         module for its next parking.
     """
-    _check(module, "unpark")
+    check_owner(module, "unpark")
     total = 0
     parkings = _parkings.get(module, [])
     while parkings:
@@ -118,15 +108,35 @@ def unpark(module: Owner) -> int:
     return total
 
 
-def _check_place(module: Owner, *, was_parked: bool) -> None:
-    """Refuses a module that is on the host, and a device that has no memory of its own."""
-    if isinstance(module, nn.Module) and not was_parked and _is_on_host(module):
-        raise RefusedError(f"this {type(module).__name__} {_reason(module)}")
+def park_with(parking: Parking, need_bytes: int | None = None) -> int:
+    """Parks what `unpark` is to know of, whatever stops it; warns of bytes that stay."""
+    owner = parking.owner
+    remember(parking)
+    freed = parking.park(need_bytes)
+    _warn_of_graphs(parking)
+    shared = parking.num_bytes_shared
+    if shared and (need_bytes is None or freed < need_bytes):
+        warn(
+            f"{format_bytes(shared)} of this {type(owner).__name__} stay on the device: other "
+            "code holds the same storages. residency.holders() names it.",
+        )
+    return freed
+
+
+def check_gradients(gradients: object) -> None:
+    """Refuses what ``gradients`` cannot be."""
+    if gradients not in ("move", "drop"):
+        raise InvalidArgumentError(f"gradients is {gradients!r}; expected 'move' or 'drop'.")
+
+
+def refuse_shared_memory(owner: Owner) -> None:
+    """Refuses a device that has no memory of its own."""
     if (device := _device.accelerator()) is not None and _device.has_context(device):
-        _device.refuse_shared_memory(device, f"parking this {type(module).__name__}")
+        _device.refuse_shared_memory(device, f"parking this {type(owner).__name__}")
 
 
-def _is_on_host(module: nn.Module) -> bool:
+def is_on_host(module: nn.Module) -> bool:
+    """Returns whether a module has tensors, and all of them are on the host."""
     tensors = [tensor for _, tensor in tensors_of(module)]
     return bool(tensors) and all(tensor.is_cpu for tensor in tensors)
 
@@ -170,7 +180,8 @@ def is_parked(owner: Owner) -> bool:
     return any(parking.is_parked for parking in _parkings.get(owner, ()))
 
 
-def _check(owner: object, function: str) -> None:
+def check_owner(owner: object, function: str) -> None:
+    """Refuses what cannot be parked."""
     if not isinstance(owner, nn.Module | Optimizer):
         raise InvalidArgumentError(
             f"{function} got {type(owner).__name__}; expected a module or an optimizer."

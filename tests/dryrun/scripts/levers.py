@@ -65,9 +65,10 @@ elif args.does == "pieces":
         kept.append(torch.empty(24 << 20, dtype=torch.uint8, device="cuda"))
     del kept
 elif args.does == "evaluates":
-    # + residency.park
-    evaluate(model)
-    # + residency.unpark
+    # - with residency.parked
+    if True:
+        # -
+        evaluate(model)
 elif args.does.startswith("resumes"):
     # - checkpointer = , checkpointer.save
     torch.save(state, file)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from residency._errors import InvalidArgumentError, RefusedError
 from residency._memory import begin_phase, end_phase, explain
 from residency._optim import OffloadedOptimizer, offload_optimizer, onload_optimizer
+from residency._park import parked
 from residency.integrations.lightning._trees import in_trees, kind_of, made_again, version_of
 
 _HOOKS = (
@@ -38,9 +40,12 @@ class ResidencyCallback:
             ``{"resident": "1GiB"}``.
         phases: Whether to make phases: ``fit``, ``validate``, ``test`` and ``predict``, and inside
             them ``train_step`` (forward, backward and step of a batch) and ``validation``.
+        park_in_validation: Whether the optimizers' state waits on the host while a validation
+            within ``fit`` runs, as in ``residency.parked``: for ``offload=False``, and for state
+            that stays resident.
 
     Raises:
-        InvalidArgumentError: ``offload`` or ``phases`` is something else.
+        InvalidArgumentError: An argument is something else.
         ImportError: Neither tree is installed.
     """
 
@@ -48,17 +53,26 @@ class ResidencyCallback:
         """Makes an instance of the classes that the imported trees have hooks in."""
         return object.__new__(in_trees(cls, "callback", *_HOOKS))
 
-    def __init__(self, *, offload: bool | Mapping[str, Any] = True, phases: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        offload: bool | Mapping[str, Any] = True,
+        phases: bool = True,
+        park_in_validation: bool = False,
+    ) -> None:
         """Checks the settings; nothing is changed before ``fit``."""
-        if not isinstance(phases, bool):
-            raise InvalidArgumentError(f"phases is {phases!r}; expected True or False.")
+        for name, value in (("phases", phases), ("park_in_validation", park_in_validation)):
+            if not isinstance(value, bool):
+                raise InvalidArgumentError(f"{name} is {value!r}; expected True or False.")
         self.offload = _checked(offload)
         self.phases = phases
+        self.park_in_validation = park_in_validation
+        self._away: AbstractContextManager[int] | None = None
         self._open: list[tuple[str, object]] = []  # phases and their owners, the innermost last
 
     def __reduce__(self) -> Any:
         """Makes another one, with no phase open, where a launcher copies the Trainer."""
-        return made_again, (kind_of(self),), {**vars(self), "_open": []}
+        return made_again, (kind_of(self),), {**vars(self), "_open": [], "_away": None}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Begins the phase of the whole call.
@@ -105,12 +119,17 @@ class ResidencyCallback:
         """Ends ``train_step``."""
         self._end("train_step")
 
-    def on_validation_start(self, *args: Any, **kwargs: Any) -> None:
-        """Begins ``validation``."""
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begins ``validation``, and makes room for it."""
         self._begin("validation")
+        if self.park_in_validation and self._away is None and trainer.optimizers:
+            away = parked(*trainer.optimizers)
+            away.__enter__()
+            self._away = away
 
     def on_validation_end(self, *args: Any, **kwargs: Any) -> None:
-        """Ends ``validation``."""
+        """Ends ``validation``; the parked state comes back."""
+        self._bring_back(None)
         self._end("validation")
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -118,9 +137,21 @@ class ResidencyCallback:
         self._end_all(None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Explains an out-of-memory error, and ends the phases that it leaves."""
+        """Explains an out-of-memory error, ends the phases that it leaves, and brings parked
+        state back.
+        """
         self._end_all(exception)
         explain(exception)
+        self._bring_back(exception)
+
+    def _bring_back(self, error: BaseException | None) -> None:
+        away, self._away = self._away, None
+        if away is None:
+            return
+        if error is None:
+            away.__exit__(None, None, None)
+        else:
+            away.__exit__(type(error), error, error.__traceback__)
 
     def _begin(self, name: str) -> None:
         if self.phases:

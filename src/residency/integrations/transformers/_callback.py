@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from residency._errors import RefusedError
 from residency._memory import begin_phase, end_failed, end_phase, explain, open_phases
 from residency._optim import OffloadedOptimizer, offload_optimizer, onload_optimizer
+from residency._park import parked
 from residency._units import parse_bytes
 from residency.integrations._common._framework import hook_in, load_framework, named_with_version
 from residency.integrations.transformers import _evaluation
@@ -58,6 +59,11 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
         outputs_on_host: Whether ``evaluate`` and ``predict`` keep their outputs on the host. Their
             arrays, in ``compute_metrics`` too, equal the stock loop's bit for bit; metrics of each
             batch (``batch_eval_metrics``) get device tensors as ever.
+        park_in_evaluation: Whether the optimizer's state waits on the host while an evaluation in
+            training runs, as in ``residency.parked``: for ``offload=False``, and for state that
+            stays ``resident``. A callback hears with its first batch of an evaluation that no
+            strategy of the arguments asked for, and of a second data set's. With
+            `ResidencyTrainerMixin` each ``evaluate`` and ``predict`` has the room at once.
 
     Raises:
         InvalidArgumentError: A size does not parse.
@@ -78,9 +84,12 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
         pin: bool = True,
         master_weights: bool = False,
         outputs_on_host: bool = True,
+        park_in_evaluation: bool = False,
     ) -> None:
         super().__init__()
         self._is_offloading = offload
+        self._parks = park_in_evaluation
+        self._away: AbstractContextManager[object] | None = None
         self._are_outputs_on_host = outputs_on_host
         self._settings: dict[str, Any] = {
             "resident": parse_bytes(resident, name="resident"),
@@ -120,6 +129,7 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
             before._undo_begin(optimizer if has_offloaded else None)
             raise self._added_twice()
         self._put_on(others.get("model"))  # a `model_init` has made another one
+        self._bring_back()  # of a run that an error ended
         was_offloaded = _is_offloaded(optimizer)
         self.offload(optimizer)
         has_offloaded = _is_offloaded(optimizer) and not was_offloaded
@@ -136,13 +146,30 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
         self._enter("step")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Ends the phase ``step``."""
+        """Ends the phase ``step``; an evaluation may come next."""
         self._leave("step")
+        if control.should_evaluate:
+            self._park(others.get("optimizer"))
 
-    def on_prediction_step(self, *args: object, **others: object) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Makes room for an evaluation that comes next."""
+        if control.should_evaluate:
+            self._park(others.get("optimizer"))
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Sends the outputs of the evaluation that is under way to the host, from this batch on."""
         if self._are_outputs_on_host:
             _evaluation.claim()
+        if "train" in self._entered:
+            self._park(others.get("optimizer"))
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Brings back the state that was parked for the evaluation."""
+        self._bring_back()
+
+    def on_predict(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Brings back the state that was parked for the predictions."""
+        self._bring_back()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Ends the phase ``train``.
@@ -150,6 +177,7 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
         The adapters of the model go on loading host-first: a second ``train`` resumes before it
         calls a callback.
         """
+        self._bring_back()
         self._leave("step")
         self._leave("train")
         _UncaughtErrors.take_off(self)
@@ -179,6 +207,20 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
                 " ResidencyCallback(offload=False) to train with it as it is."
             ) from error
 
+    def parked(self, optimizer: Any) -> AbstractContextManager[object]:
+        """Keeps an optimizer's state on the host during a block, if this callback is to do so.
+
+        Args:
+            optimizer: The result of accelerate's ``prepare``, or the optimizer itself; None for
+                none.
+
+        Returns:
+            The context manager of ``residency.parked``, or one that does nothing.
+        """
+        if not self._parks or optimizer is None:
+            return nullcontext()
+        return parked(optimizer_inside(optimizer))
+
     def remove(self) -> None:
         """Takes off models and process everything that this callback put on; an offload is undone
         with ``residency.onload_optimizer``.
@@ -186,6 +228,7 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
         while self._put:
             self._put.pop().take_off()
         _evaluation.take_off(self)
+        self._bring_back()
         self._leave("train")
         _UncaughtErrors.take_off(self)
 
@@ -195,6 +238,17 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
             self._put.append(put)
         if self._are_outputs_on_host:
             _evaluation.put_on(self)
+
+    def _park(self, optimizer: Any) -> None:
+        if self._away is None and self._parks and optimizer is not None:
+            away = self.parked(optimizer)
+            away.__enter__()
+            self._away = away
+
+    def _bring_back(self) -> None:
+        away, self._away = self._away, None
+        if away is not None:
+            away.__exit__(None, None, None)
 
     def _undo_begin(self, optimizer: Any) -> None:
         """Undoes `on_train_begin`, for a run that another callback refuses."""

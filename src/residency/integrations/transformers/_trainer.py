@@ -124,8 +124,13 @@ class ResidencyTrainerMixin(_Trainer):  # type: ignore[misc]  # is not analysed:
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates as the trainer does, in a phase of its own."""
-        with phase("evaluate"):
+        with phase("evaluate"), self._residency_callback.parked(self.optimizer):
             return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Predicts as the trainer does, with the room that an evaluation has."""
+        with self._residency_callback.parked(self.optimizer):
+            return super().predict(*args, **kwargs)
 
     # Loading.
 

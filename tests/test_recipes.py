@@ -1,0 +1,82 @@
+"""Each recipe is a page and a script: the page shows lines of the script and its very output.
+
+A script asserts what its page promises and ends with an error if that does not hold.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from pasted_pages import blocks_of
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = os.pathsep.join([str(ROOT / "src"), str(ROOT / "sim" / "src")])
+SCRIPTS = sorted((ROOT / "examples" / "recipes").glob("*.py"))
+PACKAGES = {"previews.py": ()}  # beside torch
+
+
+def page_of(script: Path) -> Path:
+    call = f"python examples/recipes/{script.name}"
+    (page,) = [page for page in ROOT.glob("docs/how-to/*.md") if call in page.read_text()]
+    return page
+
+
+def output_on(page: Path) -> str:
+    """Returns the first output that a page shows."""
+    found = re.search(r"^```text\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    assert found, f"{page.name} shows no output"
+    return found[1]
+
+
+def without_times(text: str) -> str:
+    return re.sub(r"\d+(?:\.\d+)? (?=m?s\b)", "# ", text)
+
+
+def test_every_recipe_has_its_page_in_the_index_and_names_its_packages() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert {script.name for script in SCRIPTS} == set(PACKAGES)
+    for script in SCRIPTS:
+        assert f"how-to/{page_of(script).stem}\n" in index
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_a_page_shows_lines_that_stand_in_its_script(script: Path) -> None:
+    lines = script.read_text()
+    shown = [block for block in blocks_of(page_of(script)) if block.file == script.name]
+    assert shown
+    for block in shown:
+        for excerpt in block.source.partition("\n")[2].split("\n...\n"):
+            indents = [textwrap.indent(excerpt, " " * width).strip("\n") for width in (0, 4, 8)]
+            assert any(f"{each}\n" in lines for each in indents), excerpt
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_a_page_shows_what_a_user_needs_on_its_first_screen(script: Path) -> None:
+    text = page_of(script).read_text()
+    assert len(text.partition("**Next:**")[0].splitlines()) <= 45
+    assert "**Next:**" in text
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_a_script_keeps_its_promise_and_prints_what_its_page_shows(
+    script: Path, tmp_path: Path
+) -> None:
+    for package in PACKAGES[script.name]:
+        pytest.importorskip(package)
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": SOURCES, "HF_HUB_OFFLINE": "1"}
+    ran = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, **hidden},
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert without_times(ran.stdout) == without_times(output_on(page_of(script)))

@@ -18,7 +18,10 @@ from pasted_pages import blocks_of
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = os.pathsep.join([str(ROOT / "src"), str(ROOT / "sim" / "src")])
 SCRIPTS = sorted((ROOT / "examples" / "recipes").glob("*.py"))
-PACKAGES = {"previews.py": ()}  # beside torch
+PACKAGES: dict[str, tuple[str, ...]] = {  # beside torch
+    "previews.py": (),
+    "two_models.py": (),
+}
 
 
 def page_of(script: Path) -> Path:

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = os.pathsep.join([str(ROOT / "src"), str(ROOT / "sim" / "src")])
 SCRIPTS = sorted((ROOT / "examples" / "recipes").glob("*.py"))
 PACKAGES: dict[str, tuple[str, ...]] = {  # beside torch
+    "averages.py": (),
     "previews.py": (),
     "two_models.py": (),
 }

@@ -20,6 +20,7 @@ SOURCES = os.pathsep.join([str(ROOT / "src"), str(ROOT / "sim" / "src")])
 SCRIPTS = sorted((ROOT / "examples" / "recipes").glob("*.py"))
 PACKAGES: dict[str, tuple[str, ...]] = {  # beside torch
     "averages.py": (),
+    "merge_adapter.py": ("peft", "transformers"),
     "previews.py": (),
     "two_models.py": (),
 }

@@ -20,6 +20,7 @@ SOURCES = os.pathsep.join([str(ROOT / "src"), str(ROOT / "sim" / "src")])
 SCRIPTS = sorted((ROOT / "examples" / "recipes").glob("*.py"))
 PACKAGES: dict[str, tuple[str, ...]] = {  # beside torch
     "averages.py": (),
+    "clean_start.py": (),
     "merge_adapter.py": ("peft", "transformers"),
     "preemption.py": (),
     "previews.py": (),
@@ -70,6 +71,20 @@ def test_a_page_shows_what_a_user_needs_on_its_first_screen(script: Path) -> Non
     assert "**Next:**" in text
 
 
+def output_of(script: Path, *options: str, folder: Path) -> str:
+    paths = os.pathsep.join([SOURCES, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
+    ran = subprocess.run(
+        [sys.executable, str(script), *options],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, **hidden},
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 def test_a_script_keeps_its_promise_and_prints_what_its_page_shows(
@@ -77,13 +92,13 @@ def test_a_script_keeps_its_promise_and_prints_what_its_page_shows(
 ) -> None:
     for package in PACKAGES[script.name]:
         pytest.importorskip(package)
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": SOURCES, "HF_HUB_OFFLINE": "1"}
-    ran = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, **hidden},
+    assert same_everywhere(output_of(script, folder=tmp_path)) == same_everywhere(
+        output_on(page_of(script))
     )
-    assert ran.returncode == 0, ran.stderr
-    assert same_everywhere(ran.stdout) == same_everywhere(output_on(page_of(script)))
+
+
+@pytest.mark.whole
+def test_a_study_of_optunas_starts_each_trial_on_a_clean_device(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    script = ROOT / "examples" / "recipes" / "clean_start.py"
+    assert output_of(script, "--optuna", folder=tmp_path) == output_on(page_of(script))

@@ -132,7 +132,7 @@ def test_commands_of_the_pages_are_those_of_the_command_line_and_of_make() -> No
     num_commands = 0
     for page in ALL_PAGES:
         for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(), flags=re.M | re.S):
-            for line in block.splitlines():
+            for line in block.replace("\\\n", "").splitlines():
                 if not line.startswith(("residency ", "make ")):
                     continue
                 words = shlex.split(line, comments=True)

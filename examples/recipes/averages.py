@@ -17,7 +17,7 @@ device = torch.accelerator.current_accelerator()
 
 
 def mib(num_bytes):
-    return f"{num_bytes / 2**20:6.2f} MiB"
+    return f"{num_bytes / 2**20:.2f} MiB"
 
 
 def block(tensor):

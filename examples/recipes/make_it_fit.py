@@ -28,11 +28,11 @@ LINES = {  # after a line of nanogpt.py: the lines that --fit printed
 
 
 def dry_run(device, script, *arguments):
-    """Returns whether a script fits a card, and the first line of the answer."""
+    """Returns whether a script fits a card, and the beginning of the answer."""
     options = ["dry-run", "--quiet", "--device", device, "--", "python", str(script)]
     command = [sys.executable, "-m", "residency", *options, *arguments]
     answer = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    return answer.returncode == 0, answer.stdout.partition("\n")[0]
+    return answer.returncode == 0, answer.stdout.partition(" with")[0]
 
 
 def changed_copy(folder):
@@ -62,7 +62,7 @@ def main():
         }
         for name, (device, script, arguments) in runs.items():
             fits, line = dry_run(device, script, *arguments.split())
-            print(f"{name}:\n  {line}", flush=True)
+            print(f"{name}, on one {device}: {line}", flush=True)
             assert fits == name.endswith("changed")
 
 

@@ -23,7 +23,7 @@ peak = torch.accelerator.max_memory_allocated
 
 
 def mib(num_bytes):
-    return f"{num_bytes / 2**20:6.2f} MiB"
+    return f"{num_bytes / 2**20:.2f} MiB"
 
 
 def train(base, folder):

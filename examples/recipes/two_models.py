@@ -18,7 +18,7 @@ memory = torch.accelerator.memory_allocated
 
 
 def mib(num_bytes):
-    return f"{num_bytes / 2**20:6.2f} MiB"
+    return f"{num_bytes / 2**20:.2f} MiB"
 
 
 def make(seed):

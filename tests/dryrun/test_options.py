@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 import venv
@@ -94,17 +95,38 @@ def test_the_page_has_the_verdict_the_command_versions_and_names(tmp_path: Path)
         for text in (
             "torch 2.99",
             "400.00 MiB allocated in forward",
-            *KINDS,
+            "<i style='background:#2b7bba'></i>parameters",
+            "activations",
             "set up",
             "audit events: changes that C++ or other programs made",
         ):
             assert text in page
+        assert "gradients" not in page  # which nothing held: no column of zeros
         assert "a &lt;device&gt;" in page
         assert "a &lt;b&gt;" in page
         assert ("does not fit" in page) == bool(errors)
         assert ("out of memory in forward, step 1 at train.py:7 (aten::mm)" in page) == bool(errors)
         assert "<script" not in page
         assert "http" not in page
+
+
+def test_the_page_has_round_ticks_one_unit_a_table_and_the_context_below_the_card(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "page.html"
+    write_page(answer(errors=[]), file, ["python", "train.py"])
+    page = file.read_text()
+    labels = re.findall(r"text-anchor='end'>([\d,]+) MiB</text>", page)
+    assert labels == ["0", "200", "400", "600", "800", "1,000"]
+    assert "the card: 1000.00 MiB" in page
+    assert "the context: 34.00 MiB" in page
+    table = page.partition("<table>")[2]
+    assert "in MiB" in page.partition("<table>")[0]
+    assert "iB" not in table
+    assert "<td>400.00</td><td>500.00</td><td>466.00</td><td>100.00</td><td>300.00</td>" in table
+    owners = set(re.findall(r"<polygon fill='(#\w+)'", page))
+    assert len(owners) == 2
+    assert not owners & set(re.findall(r"<rect [^>]*fill='([^']*)'", page))
 
 
 def test_the_table_is_whole_where_the_output_is_no_terminal() -> None:

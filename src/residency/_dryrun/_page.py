@@ -1,6 +1,7 @@
 """The page of a dry run: a timeline of the device by owner, and the table of phases.
 
-One file without scripts, which opens without a network.
+One file without scripts, which opens without a network, on a light or a dark screen of any width.
+Colours are the owners' alone: each phase has a row with its name.
 """
 
 from __future__ import annotations
@@ -15,29 +16,38 @@ from typing import Any
 from residency import __version__
 from residency._dryrun._answer import Answer, below_first_line, first_line, notes
 from residency._errors import InvalidArgumentError
-from residency._report import PHASE_COLOURS
-from residency._units import MIB, format_bytes
+from residency._units import format_bytes, parse_bytes
 
 _COLOURS = (
-    "#0072b2",
+    "#2b7bba",
     "#009e73",
     "#d55e00",
     "#cc79a7",
     "#56b4e9",
     "#999999",
-)  # all readers can distinguish them
-_WIDTH, _HEIGHT, _LEFT, _BAR = 1080, 380, 70, 18
+)  # all readers can distinguish them, on light and dark
+_WIDTH, _HEIGHT, _LEFT, _LANE, _LABEL = 1080, 380, 132, 22, 8.5  # the last: a letter's width
+_MOST_TICKS = 6
 _Scale = Callable[[Any], float]  # from what is shown to the picture
 _STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1180px;
-  padding: 0 1rem; color: #1a1a1a; background: #fff; }
-h1 { font-size: 1.4rem; margin: 0 0 .3rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .4rem; }
-p { margin: .2rem 0; } .muted { color: #555; } svg { width: 100%; height: auto; }
+:root { color-scheme: light dark; --ink: #1a1a1a; --soft: #555; --line: #ddd; --page: #fff;
+  --phase: #64748b; --good: #00684a; --bad: #a8320a; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e8e8e8; --soft: #a8adb3; --line: #3a3f45;
+  --page: #16191d; --phase: #8391a5; --good: #4cc79a; --bad: #ff9166; } }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 1.5rem auto; max-width: 1180px;
+  padding: 0 1rem; color: var(--ink); background: var(--page); }
+h1 { font-size: 1.3rem; margin: 0 0 .3rem; } h2 { font-size: 1.1rem; margin: 1.8rem 0 .4rem; }
+p { margin: .2rem 0; overflow-wrap: anywhere; } h1 code { overflow-wrap: anywhere; }
+.muted { color: var(--soft); } .yes { color: var(--good); } .no { color: var(--bad); }
+.wide { overflow-x: auto; } .wide:focus-visible { outline: 2px solid var(--phase); }
+svg { display: block; width: 100%; min-width: 780px; height: auto; } svg text { fill: var(--ink); }
+svg .soft { fill: var(--soft); } svg .card { fill: var(--bad); stroke: none; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid #ddd; }
-th:first-child, td:first-child { text-align: left; }
-.key { display: inline-block; width: .8rem; height: .8rem; margin: 0 .3rem 0 1rem; }
-.yes { color: #00684a; } .no { color: #a8320a; }
+th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid var(--line);
+  white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; }
+.keys span { white-space: nowrap; margin-right: 1rem; }
+.keys i { display: inline-block; width: .8rem; height: .8rem; margin-right: .3rem; }
 """
 
 
@@ -57,6 +67,8 @@ def write_page(answer: Answer, file: Path, words: Sequence[str]) -> None:
     colour = "yes" if answer.fits else "no"
     parts = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>",
+        "<link rel='icon' href='data:,'>",
         f"<title>residency dry-run</title><style>{_STYLE}</style></head><body>",
         f"<h1><code>{escape(shlex.join(words))}</code></h1>",
         f"<p><b class='{colour}'>{begin}</b>{escape(rest)}</p>",
@@ -81,10 +93,9 @@ def _timeline(answer: Answer) -> str:
     points = answer.found["timeline"]
     if not points:
         return "<p>Nothing was on the device.</p>"
-    kinds = answer.found["kinds"]
     last = max(1, points[-1][0])
-    room = answer.capacity - answer.context
-    top = 1.08 * max(answer.peak_reserved, room if 2 * answer.peak_reserved >= room else 0, 1)
+    is_card_seen = 2 * answer.peak_reserved >= answer.capacity - answer.context
+    top = 1.08 * max(answer.peak_reserved, answer.capacity if is_card_seen else 0, 1)
 
     def x(position: int) -> float:
         return float(_LEFT + (_WIDTH - _LEFT) * position / last)
@@ -92,45 +103,96 @@ def _timeline(answer: Answer) -> str:
     def y(num_bytes: float) -> float:
         return _HEIGHT * (1 - num_bytes / top)
 
-    parts = [f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT + _BAR + 30}' font-size='12'>"]
+    marks = answer.found["marks"]
+    lanes = {name: number for number, name in enumerate(dict.fromkeys(name for _, name in marks))}
+    height = _HEIGHT + _LANE * len(lanes) + 10
+    parts = [f"<svg viewBox='0 0 {_WIDTH} {height}' font-size='14' role='img'>", *_ticks(top, y)]
+    parts += _areas(answer, x, y)
+    reserved = " ".join(f"{x(point[0]):.1f},{y(point[-1]):.1f}" for point in points)
+    parts.append(f"<polyline fill='none' stroke='var(--ink)' points='{reserved}'/>")
+    if is_card_seen:
+        parts += _card(answer, y)
+    parts += [*_peak(answer, x, y), *_lanes(marks, lanes, x), "</svg>"]
+    above = "" if is_card_seen else f" The card's {format_bytes(answer.capacity)} lie above it."
+    return (
+        f"{_scrolled('the timeline', ''.join(parts))}{_keys(answer)}"
+        f"<p class='muted'>From left to right: allocations and frees, in order.{above}</p>"
+    )
+
+
+def _scrolled(name: str, content: str) -> str:
+    """Returns content that may be wider than the screen; keys move it, too."""
+    return f"<div class='wide' tabindex='0' role='region' aria-label='{name}'>{content}</div>"
+
+
+def _kinds(answer: Answer) -> dict[str, tuple[int, str]]:
+    """Returns the owners that hold anything at a time: the place in a point, and the colour."""
+    found = answer.found
+    peaks = [phase["at_peak"] for phase in found["phases"]]
+    return {
+        kind: (1 + number, _COLOURS[number])
+        for number, kind in enumerate(found["kinds"])
+        if any(point[1 + number] for point in found["timeline"])
+        or any(peak.get(kind) for peak in peaks)
+    }
+
+
+def _unit(num_bytes: float) -> tuple[str, int]:
+    """Returns the unit in which a size is read, and its bytes."""
+    unit = "GiB" if num_bytes >= parse_bytes("1GiB") else "MiB"
+    return unit, parse_bytes(f"1{unit}")
+
+
+def _ticks(top: float, y: _Scale) -> list[str]:
+    """Returns lines at round sizes, with their labels."""
+    unit, divisor = _unit(top / 4)  # at least four lines
+    step = next(
+        number * 10**power
+        for power in range(12)
+        for number in (1, 2, 5)
+        if top / divisor <= _MOST_TICKS * number * 10**power
+    )
+    parts = []
+    for size in range(0, int(top / divisor) + 1, step):
+        level = f"{y(size * divisor):.1f}"
+        parts.append(
+            f"<text class='soft' x='{_LEFT - 8}' y='{y(size * divisor) + 4:.1f}' "
+            f"text-anchor='end'>{size:,} {unit}</text>"
+            f"<line x1='{_LEFT}' x2='{_WIDTH}' y1='{level}' y2='{level}' stroke='var(--line)'/>"
+        )
+    return parts
+
+
+def _areas(answer: Answer, x: _Scale, y: _Scale) -> list[str]:
+    """Returns an area for each owner, one upon the other."""
+    points = answer.found["timeline"]
+    parts = []
     lower = [0] * len(points)
-    for number, kind in enumerate(kinds):
-        upper = [below + point[1 + number] for below, point in zip(lower, points, strict=True)]
+    for kind, (place, colour) in _kinds(answer).items():
+        upper = [below + point[place] for below, point in zip(lower, points, strict=True)]
         there = [f"{x(p[0]):.1f},{y(level):.1f}" for p, level in zip(points, upper, strict=True)]
         back = [f"{x(p[0]):.1f},{y(level):.1f}" for p, level in zip(points, lower, strict=True)]
         parts.append(
-            f"<polygon fill='{_COLOURS[number]}' points='{' '.join(there + back[::-1])}'>"
+            f"<polygon fill='{colour}' points='{' '.join(there + back[::-1])}'>"
             f"<title>{kind}</title></polygon>"
         )
         lower = upper
-    reserved = " ".join(f"{x(point[0]):.1f},{y(point[-1]):.1f}" for point in points)
-    parts.append(f"<polyline fill='none' stroke='#1a1a1a' points='{reserved}'/>")
-    if room <= top:
-        level = f"{y(room):.1f}"
-        parts.append(
-            f"<line x1='{_LEFT}' x2='{_WIDTH}' y1='{level}' y2='{level}' stroke='#a8320a' "
-            "stroke-dasharray='6 4'/>"
-            f"<text x='{_WIDTH}' y='{y(room) - 4:.1f}' text-anchor='end' fill='#a8320a'>"
-            "the device's memory for torch</text>"
-        )
-    for share in (0.25, 0.5, 0.75, 1.0):
-        size = share * answer.peak_reserved
-        parts.append(
-            f"<text x='{_LEFT - 6}' y='{y(size) + 4:.1f}' text-anchor='end'>"
-            f"{format_bytes(int(size) // MIB * MIB)}</text>"
-            f"<line x1='{_LEFT}' x2='{_WIDTH}' y1='{y(size):.1f}' y2='{y(size):.1f}' "
-            "stroke='#000' stroke-opacity='.08'/>"
-        )
-    parts += _peak(answer, x, y)
-    parts += _bars(answer.found["marks"], x)
-    parts.append("</svg>")
-    return "".join(parts) + (
-        _keys(dict(zip(kinds, _COLOURS, strict=True)), "Held by")
-        + " <span class='key' style='background:#1a1a1a;height:2px'></span>reserved by torch's "
-        + "allocator</p>"
-        + _keys(_colours(answer.found["marks"]), "Phases")
-        + "</p><p class='muted'>From left to right: allocations and frees, in order.</p>"
-    )
+    return parts
+
+
+def _card(answer: Answer, y: _Scale) -> list[str]:
+    """Returns the line of the card, and below it the band that is not torch's."""
+    card, room = y(answer.capacity), y(answer.capacity - answer.context)
+    return [
+        f"<rect x='{_LEFT}' width='{_WIDTH - _LEFT}' y='{card:.1f}' height='{room - card:.1f}' "
+        "fill='var(--bad)' fill-opacity='.22'/>"
+        f"<line x1='{_LEFT}' x2='{_WIDTH}' y1='{card:.1f}' y2='{card:.1f}' stroke='var(--bad)' "
+        "stroke-width='2'/>"
+        f"<text class='card' x='{_WIDTH}' y='{card - 6:.1f}' text-anchor='end'>"
+        f"the card: {format_bytes(answer.capacity)}</text>"
+        f"<text class='card' x='{_LEFT + 6}' y='{room + 16:.1f}'>"
+        f"the band is the context: {format_bytes(answer.context)}, not torch's</text>"
+    ]
 
 
 def _peak(answer: Answer, x: _Scale, y: _Scale) -> list[str]:
@@ -140,60 +202,64 @@ def _peak(answer: Answer, x: _Scale, y: _Scale) -> list[str]:
     phase = next((name for end, name in answer.found["marks"] if end > point[0]), "")
     is_left = x(point[0]) < _WIDTH / 2
     place = x(point[0]) + (8 if is_left else -8)
+    above = max(y(answer.peak_reserved), 16)  # above the line of reserved bytes, which it hides
     return [
-        f"<circle cx='{x(point[0]):.1f}' cy='{y(held):.1f}' r='4' fill='#1a1a1a'/>"
-        f"<text x='{place:.1f}' y='{y(held) - 8:.1f}' font-weight='bold' "
+        f"<circle cx='{x(point[0]):.1f}' cy='{y(held):.1f}' r='4' fill='var(--ink)'/>"
+        f"<text x='{place:.1f}' y='{above - 7:.1f}' font-weight='bold' "
         f"text-anchor='{'start' if is_left else 'end'}'>"
         f"{format_bytes(held)} allocated in {escape(phase)}</text>"
     ]
 
 
-def _colours(marks: Sequence[Any]) -> dict[str, str]:
-    names = dict.fromkeys(name for _, name in marks)
-    return {name: PHASE_COLOURS[number % len(PHASE_COLOURS)] for number, name in enumerate(names)}
-
-
-def _keys(colours: dict[str, str], what: str) -> str:
-    return f"<p><span class='muted'>{what}:</span>" + "".join(
-        f" <span class='key' style='background:{colour}'></span>{escape(name)}"
-        for name, colour in colours.items()
+def _keys(answer: Answer) -> str:
+    keys = "".join(
+        f"<span><i style='background:{colour}'></i>{escape(kind)}</span> "
+        for kind, (_, colour) in _kinds(answer).items()
+    )
+    return (
+        f"<p class='keys'>{keys}<span><i style='background:var(--ink);height:2px'></i>"
+        "reserved by torch's allocator</span></p>"
     )
 
 
-def _bars(marks: list[Any], x: _Scale) -> list[str]:
-    colours = _colours(marks)
-    parts, first = [], 0
+def _lanes(marks: list[Any], lanes: dict[str, int], x: _Scale) -> list[str]:
+    """Returns a row for each phase, with its name and a bar for each visit."""
+    parts = [
+        f"<text class='soft' x='{_LEFT - 8}' y='{_HEIGHT + _LANE * (lane + 1):.1f}' "
+        f"text-anchor='end'>{escape(_short(name))}</text>"
+        for name, lane in lanes.items()
+    ]
+    first = 0
     for end, name in marks:
-        width = x(end) - x(first)
-        colour = colours[name]
-        label = escape(name)
+        width = max(x(end) - x(first), 1.5)  # a short visit is seen, too
         parts.append(
-            f"<rect x='{x(first):.1f}' y='{_HEIGHT + 6}' width='{width:.1f}' height='{_BAR}' "
-            f"fill='{colour}'><title>{label}</title></rect>"
+            f"<rect x='{x(first):.1f}' y='{_HEIGHT + _LANE * lanes[name] + 9}' "
+            f"width='{width:.1f}' height='{_LANE - 7}' fill='var(--phase)'>"
+            f"<title>{escape(name)}</title></rect>"
         )
-        if width > 8 * len(name):
-            parts.append(
-                f"<text x='{x(first) + 4:.1f}' y='{_HEIGHT + _BAR + 1}' fill='#fff'>{label}</text>"
-            )
         first = end
     return parts
 
 
+def _short(name: str) -> str:
+    most = int((_LEFT - 8) / _LABEL)
+    return name if len(name) <= most else name[: most - 1] + "\u2026"
+
+
 def _table(answer: Answer) -> str:
-    kinds = answer.found["kinds"]
+    unit, divisor = _unit(answer.peak_reserved)
+    kinds = list(_kinds(answer))
     head = "".join(
-        f"<th>{name}</th>"
+        f"<th scope='col'>{name}</th>"
         for name in ("phase", "visits", "allocated", "reserved", "headroom", *kinds)
     )
     rows = []
     for phase in answer.found["phases"]:
-        cells = [phase["name"], str(phase["visits"])]
         headroom = answer.capacity - answer.context - phase["peak_reserved"]
         sizes = [phase["peak_allocated"], phase["peak_reserved"], headroom]
         sizes += [phase["at_peak"].get(kind, 0) for kind in kinds]
-        cells += [format_bytes(size) for size in sizes]
+        cells = [phase["name"], str(phase["visits"])]
+        cells += [f"{size / divisor:,.2f}" if size else "-" for size in sizes]
         rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
-    return (
-        "<h2>Phases, each at its peak</h2>"
-        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-    )
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return f"<h2>Phases, each at its peak, in {unit}</h2>{_scrolled('the phases', table)}"

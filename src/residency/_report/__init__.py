@@ -9,4 +9,3 @@ from residency._report._html import write_page as write_page
 from residency._report._read import read_run as read_run, read_runs as read_runs
 from residency._report._summary import summarise as summarise
 from residency._report._table import compare as compare, print_report as print_report
-from residency._report._timeline import PHASE_COLOURS as PHASE_COLOURS

@@ -381,7 +381,7 @@ def test_a_search_that_is_interrupted_ends() -> None:
 def test_the_how_to_shows_the_lines_that_are_printed_today() -> None:
     page = (Path(__file__).parents[2] / "docs/how-to/will-it-fit.md").read_text()
     (shown,) = re.findall(r"^changes that make it fit.*?^```", page, flags=re.MULTILINE | re.DOTALL)
-    settings = RunSettings(folder="", capacity=0, offload=2501 * MIB, calls_back=True)
+    settings = RunSettings(folder="", capacity=0, offload=2469 * MIB, calls_back=True)
     trainer = {"class": "Trainer", "arguments": "TrainingArguments"}
     lines = lines_of(settings, {"libraries": ["transformers.trainer"], "trainer": trainer})
     assert [line.strip() for line in shown.splitlines()[3:-1]] == list(lines)

@@ -71,6 +71,22 @@ def _pasted(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=env)
 
 
+@pytest.mark.whole
+@pytest.mark.parametrize("name", ["tutorial", "index"])
+def test_a_page_for_beginners_shows_what_its_blocks_print(name: str) -> None:
+    page = ROOT / "docs" / f"{name}.md"
+    shown = re.findall(r"^```python\n.*?^```\n\n```text\n(.*?)^```", page.read_text(), re.M | re.S)
+    assert len(shown) >= 2
+    ran = _pasted(str(page))
+    assert ran.returncode == 0, ran.stderr
+    printed = iter(ran.stdout.splitlines())
+    for line in "".join(shown).splitlines():
+        if line == "...":  # lines that the page leaves out
+            continue
+        begin = line.removesuffix(" ...")
+        assert any(begin == each[: len(begin)] for each in printed), f"{line!r} is not printed next"
+
+
 def test_every_block_is_python() -> None:
     for page in ALL_PAGES:
         for block in blocks_of(page):

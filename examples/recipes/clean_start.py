@@ -48,7 +48,7 @@ def trial(lr):
 
 
 def start_clean():
-    """Frees what nothing needs any more, and raises with the names of what is still held."""
+    """Frees unused memory; raises with the names of all holders that are left."""
     residency.reclaim(errors=True)
     held = residency.holders("1MiB")
     if held:

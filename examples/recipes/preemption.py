@@ -35,7 +35,12 @@ def train(folder, kill, at):
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, NUM_STEPS)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
+    def note_more():
+        taken.append(torch.accelerator.max_memory_allocated() - memory())
+
     def train_step(step):
+        if step > begin:
+            note_more()  # the bytes that a save after the last step took
         loss = model(torch.randn(16, 1024, device=device)).square().mean()
         if step == at:
             checkpointer.wait()  # so that this trial prints the same each time
@@ -56,16 +61,16 @@ def train(folder, kill, at):
             train_step(step)
             if step % 4 == 3 or asked_to_end:
                 checkpointer.save(step, state)
-            taken.append(torch.accelerator.max_memory_allocated() - memory())
             if asked_to_end:
                 break
+    note_more()
     num_bytes = max(taken)
     assert num_bytes == 0, "a save took memory of the device"
     took = f"steps {begin} to {step}, saves {residency.Checkpointer(folder).steps()}"
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().cpu().numpy().tobytes())
-    print(f"{took}, {num_bytes} B of the device for a save, sum {digest.hexdigest()[:8]}")
+    print(f"{took} took {num_bytes} B, sum {digest.hexdigest()[:8]}")
 
 
 def run(folder, kill=0, at=-1):

@@ -13,6 +13,9 @@ release = residency.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "glossary_links"]
 source_suffix = {".md": "markdown"}
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 html_title = f"residency {release}"
 html_show_copyright = False
 

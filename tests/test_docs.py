@@ -238,7 +238,10 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": SOURCES},
     )
     assert built.returncode == 0, built.stderr
-    assert (tmp_path / "site" / "index.html").is_file()
+    index = _page(tmp_path, "index")
+    for file in ("site.css", "site.js"):  # for wide output, narrow screens and keys
+        assert file in index
+        assert (tmp_path / "site" / "_static" / file).is_file()
     words = set(re.findall('id="(word-[^"]*)"', _page(tmp_path, "explanation/vocabulary")))
     linked = {
         page: _linked_words(_page(tmp_path, page)) for page in ("how-to/save-and-resume", "index")

@@ -79,6 +79,7 @@ def test_weights_that_are_left_out_already_are_not_advised_to_be() -> None:
     error = raised("import urllib.error\nraise urllib.error.URLError('not known')")
     found = advice(error, error.__traceback__, has_random_weights=True)
     assert "--random-weights does not make it" in found
+    assert "hf download NAME --include '*.json'" in found
 
 
 @pytest.mark.parametrize("package", ["triton", "bitsandbytes", "xformers", "flash_attn"])

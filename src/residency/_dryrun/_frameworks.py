@@ -14,7 +14,11 @@ import torch
 
 from residency._dryrun._methods import around
 from residency._dryrun._native import leave_out_kernels
-from residency._dryrun._random_weights import make_weights
+from residency._dryrun._random_weights import (
+    ask_for_no_variant,
+    make_weights,
+    make_weights_of_diffusers,
+)
 from residency._dryrun._settings import RunSettings
 from residency._memory import ImportWatch
 
@@ -26,6 +30,10 @@ def change(settings: RunSettings) -> None:
         watched["transformers.modeling_utils"] = functools.partial(
             make_weights, is_real=settings.is_real
         )
+        watched["diffusers.models.modeling_utils"] = functools.partial(
+            make_weights_of_diffusers, is_real=settings.is_real
+        )
+        watched["diffusers.pipelines.pipeline_utils"] = ask_for_no_variant
         watched["timm.models._builder"] = _keep_weights
         leave_out_downloads()
     if not settings.is_real:

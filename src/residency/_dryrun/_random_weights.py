@@ -1,4 +1,5 @@
-"""Models of Transformers without their weights: ``from_pretrained`` reads a file of their sizes.
+"""Models of Transformers and diffusers without their weights: ``from_pretrained`` reads a file of
+their sizes.
 
 The file takes no room: its tensors are holes. All else is the library's own way, so that a device
 map, a quantisation and what loading takes on the device are those of a model with weights.
@@ -6,10 +7,11 @@ map, a quantisation and what loading takes on the device are those of a model wi
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +30,7 @@ _OF_LOAD = frozenset({
     *("distributed_config", "offload_state_dict", "key_mapping", "output_loading_info"),
 })  # fmt: skip
 _OF_FILES = ("subfolder", "use_safetensors", "variant")
+_OF_HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
 _KIND = "bitsandbytes"  # the one that quantises what it loads
 
 
@@ -68,36 +71,99 @@ def make_weights(module: ModuleType, *, is_real: bool) -> None:
     models.from_pretrained = classmethod(wrapped)
 
 
-def _quantised_here(config: Any, options: dict[str, Any]) -> Any:
-    """Returns the configuration of weights that are quantised as they are loaded.
+def make_weights_of_diffusers(module: ModuleType, *, is_real: bool) -> None:
+    """Makes models of diffusers, and so those of its pipelines, load weights that are not there.
 
-    Raises:
-        RefusedError: The weights themselves would be quantised, in a way of their own.
+    Args:
+        module: ``diffusers.models.modeling_utils``.
+        is_real: Whether kernels compute: the weights are then random numbers.
     """
+    models: Any = vars(module)["ModelMixin"]
+    load = models.from_pretrained.__func__
+
+    @around(load)
+    def from_pretrained(cls: Any, name: Any, **options: Any) -> object:
+        where = {key: options.pop(key) for key in (*_OF_HUB, *_OF_FILES) if key in options}
+        config = dict(cls.load_config(name, **{**where, "variant": None}))
+        kind = config.pop("quantization_config", None)
+        if kind is not None:
+            _refuse_others(kind)
+            options.setdefault("quantization_config", kind)
+        dtype = options.get("dtype") or options.get("torch_dtype")
+        file = vars(module)["SAFETENSORS_WEIGHTS_NAME"]
+        with _weights(lambda: cls.from_config(config), dtype, file, is_real) as folder:
+            Path(folder, "config.json").write_text(json.dumps(config))
+            made = load(cls, folder, **options)
+        (made[0] if isinstance(made, tuple) else made).register_to_config(_name_or_path=str(name))
+        return made
+
+    wrapped: Any = from_pretrained
+    models.from_pretrained = classmethod(wrapped)
+
+
+def ask_for_no_variant(module: ModuleType) -> None:
+    """Makes pipelines of diffusers ask for no ``variant``, which is one of weights' files.
+
+    Args:
+        module: ``diffusers.pipelines.pipeline_utils``.
+    """
+    pipelines: Any = vars(module)["DiffusionPipeline"]
+    load = pipelines.from_pretrained.__func__
+
+    @around(load)
+    def from_pretrained(cls: Any, name: Any, **options: Any) -> object:
+        return load(cls, name, **{**options, "variant": None})
+
+    wrapped: Any = from_pretrained
+    pipelines.from_pretrained = classmethod(wrapped)
+
+
+def _quantised_here(config: Any, options: dict[str, Any]) -> Any:
+    """Returns the configuration of weights that are quantised as they are loaded."""
     kind: Any = getattr(config, "quantization_config", None)
     if kind is None:
         return config
-    method = (kind if isinstance(kind, dict) else kind.to_dict()).get("quant_method")
-    if _KIND not in str(method):
-        raise RefusedError(
-            f"--random-weights makes no weights that are quantised by {method}. "
-            "Give the script a folder with the weights and leave the option out."
-        )
+    _refuse_others(kind)
     config = type(config).from_dict(config.to_dict())
     del config.quantization_config
     options.setdefault("quantization_config", kind)
     return config
 
 
+def _refuse_others(kind: Any) -> None:
+    """Refuses weights that are quantised in a way of their own.
+
+    Raises:
+        RefusedError: They are.
+    """
+    method = (kind if isinstance(kind, dict) else kind.to_dict()).get("quant_method")
+    if _KIND not in str(method):
+        raise RefusedError(
+            f"--random-weights makes no weights that are quantised by {method}. "
+            "Give the script a folder with the weights and leave the option out."
+        )
+
+
 @contextmanager
 def _folder(cls: Any, name: Any, config: Any, is_real: bool) -> Iterator[str]:
-    """Makes a folder of a model whose weights are holes, for the time of a load."""
-    with torch.device("meta"):
-        tensors: Mapping[str, torch.Tensor] = cls(
-            type(config).from_dict(config.to_dict())
-        ).state_dict(keep_vars=True)  # a tied one is one object there
+    """Makes a folder of a model of Transformers whose weights are holes, for the time of a load."""
     said = getattr(config, "dtype", None)  # also as its name
     dtype = getattr(torch, said, None) if isinstance(said, str) else said
+    with _weights(
+        lambda: cls(type(config).from_dict(config.to_dict())), dtype, "model.safetensors", is_real
+    ) as folder:
+        config.to_json_file(Path(folder, "config.json"))
+        _link(name, "generation_config.json", folder)
+        yield folder
+
+
+@contextmanager
+def _weights(
+    make: Callable[[], torch.nn.Module], dtype: object, name: str, is_real: bool
+) -> Iterator[str]:
+    """Makes a folder with a file of a model's weights, for the time of a load."""
+    with torch.device("meta"):
+        tensors = make().state_dict(keep_vars=True)  # a tied one is one object there
     dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32
     kept: dict[int, tuple[str, torch.Tensor]] = {}
     for key, each in tensors.items():  # of a tied one, the first name
@@ -105,19 +171,17 @@ def _folder(cls: Any, name: Any, config: Any, is_real: bool) -> Iterator[str]:
         kept.setdefault(id(each), (key, bare.to(dtype) if bare.is_floating_point() else bare))
     folder = tempfile.mkdtemp(prefix="residency-weights-")
     try:
-        file = Path(folder, "model.safetensors")
+        file = Path(folder, name)
         if is_real:
             _write_random(dict(kept.values()), file)
         else:
             write_holes(dict(kept.values()), file, {"format": "pt"})
-        config.to_json_file(Path(folder, "config.json"))
-        _link(name, "generation_config.json", folder)
         yield folder
     finally:
         shutil.rmtree(folder)
 
 
-def _write_random(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+def _write_random(tensors: dict[str, torch.Tensor], file: Path) -> None:
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(0)

@@ -47,10 +47,14 @@ _NOT_THERE = (
     "script its path."
 )
 _WEIGHTS = (
-    " For weights alone --random-weights does: the models of Transformers, timm and torchvision "
-    "are then made without them."
+    " For weights alone --random-weights does: the models of Transformers, diffusers, timm and "
+    "torchvision are then made without them."
 )
-_NO_WEIGHTS = " --random-weights does not make it: if it is weights, build the model without."
+_NO_WEIGHTS = (
+    " --random-weights does not make it. A model's configurations and tokenizers are a few MB: "
+    "`hf download NAME --include '*.json' '*.txt' '*.model'` puts them there. If it is weights, "
+    "build the model without."
+)
 _TOOL = "nvidia-smi"  # of the driver
 _NVML = re.compile(r"NVML|libnvidia-ml|\bnvidia-smi\b")
 _SPARSE = re.compile(r"of sparse tensors|Sparse(Csr)?(CUDA|PrivateUse1|Meta)|SparseTensorImpl")

@@ -9,6 +9,7 @@ Tools that take the dotted path of an optimizer's class can use them:
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import cache
 from typing import Any, cast
 
@@ -69,7 +70,7 @@ def _classes() -> dict[str, _Maker]:
 
 
 def _made_of(base: type[Optimizer]) -> _Maker:
-    made = _Maker(base.__name__, (base,), {"__module__": __name__})
+    made = _Maker(base.__name__, (base,), {"__module__": __name__, "__init__": _init_of(base)})
     signature = inspect.signature(base)
     parameters = [*signature.parameters.values(), *_OURS]
     made.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -82,6 +83,18 @@ def _made_of(base: type[Optimizer]) -> _Maker:
         InvalidArgumentError: Neither of the two has an option of this name.
     """
     return made
+
+
+def _init_of(base: Any) -> Callable[..., None]:
+    """Returns an ``__init__`` for tools that ask it which options there are. It is never called."""
+
+    def init(self: object, *args: object, **options: object) -> None:
+        base.__init__(self, *args, **options)
+
+    signature = inspect.signature(base.__init__)
+    parameters = [*signature.parameters.values(), *_OURS]
+    init.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return init
 
 
 def __getattr__(name: str) -> type[OffloadedOptimizer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 from typing import Any
@@ -38,6 +39,8 @@ def test_every_class_of_torch_is_there_and_no_other() -> None:
         assert made.__name__ == name
         options = inspect.signature(made).parameters
         assert {"bucket", "resident", "slots"} < options.keys()
+        # SimpleTuner drops each option that this one does not name.
+        assert {"self", *options} == inspect.signature(made.__init__).parameters.keys()
         assert inspect.signature(getattr(torch.optim, name)).parameters.keys() < options.keys()
     with pytest.raises(AttributeError, match=r"'AdamX'; it has .* ASGD, "):
         by_path("residency.optim.AdamX")
@@ -69,6 +72,40 @@ def test_what_a_class_makes_is_the_offloaded_optimizer(device: torch.device, nam
     plain = trained(lambda groups: stock(groups, 0.1, weight_decay=0.1))
     assert not isinstance(stock([torch.ones(1)]), by_path(f"residency.optim.{name}"))
     assert all(map(torch.equal, trained(offloaded), plain))
+
+
+def made_as_by_kohya(kind: str, words: list[str], groups: Any, lr: float) -> tuple[str, Any]:
+    """Makes an optimizer of command-line arguments as sd-scripts and musubi-tuner do."""
+    options = {}
+    for word in words:
+        key, value = word.split("=")
+        options[key] = ast.literal_eval(value)
+    made = by_path(kind)
+    return f"{made.__module__}.{made.__name__}", made(groups, lr=lr, **options)
+
+
+@pytest.mark.parametrize("bucket", ["bucket='1KiB'", "bucket=1024"])
+def test_options_are_taken_as_a_command_line_has_them(device: torch.device, bucket: str) -> None:
+    words = [bucket, "resident='0'", "weight_decay=0.01", "betas=(0.9, 0.99)"]
+    states = []
+    for kind, own in (("residency.optim.AdamW", words), ("torch.optim.AdamW", words[2:])):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(64, 64).to(device)
+        groups = [{"params": list(model.parameters()), "lr": 0.05}]
+        name, optimizer = made_as_by_kohya(kind, own, groups, 0.1)
+        assert name.startswith(kind.rpartition(".")[0])  # it stands in the metadata of a LoRA
+        assert not hasattr(optimizer, "train")  # which is what a schedule-free one has
+        for _ in range(2):
+            model(torch.ones(2, 64, device=device)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        states.append((optimizer.state_dict(), dict(model.state_dict())))
+    (ours, weights), (stock, plain) = states
+    assert all(torch.equal(weights[name].cpu(), plain[name].cpu()) for name in plain)
+    assert ours["state"].keys() == stock["state"].keys()
+    for index, state in stock["state"].items():
+        assert all(torch.equal(ours["state"][index][k].cpu(), v.cpu()) for k, v in state.items())
+    assert ours["param_groups"] == stock["param_groups"]
 
 
 def test_options_of_neither_are_named_with_those_that_there_are() -> None:

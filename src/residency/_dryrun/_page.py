@@ -40,8 +40,9 @@ h1 { font-size: 1.3rem; margin: 0 0 .3rem; } h2 { font-size: 1.1rem; margin: 1.8
 p { margin: .2rem 0; overflow-wrap: anywhere; } h1 code { overflow-wrap: anywhere; }
 .muted { color: var(--soft); } .yes { color: var(--good); } .no { color: var(--bad); }
 .wide { overflow-x: auto; } .wide:focus-visible { outline: 2px solid var(--phase); }
-svg { display: block; width: 100%; min-width: 780px; height: auto; } svg text { fill: var(--ink); }
-svg .soft { fill: var(--soft); } svg .card { fill: var(--bad); stroke: none; }
+svg { display: block; width: 100%; min-width: 780px; height: auto; } svg text { fill: var(--ink);
+  paint-order: stroke; stroke: var(--page); stroke-width: 4px; }
+svg .soft { fill: var(--soft); } svg .card { fill: var(--bad); }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid var(--line);
   white-space: nowrap; }
@@ -189,9 +190,8 @@ def _card(answer: Answer, y: _Scale) -> list[str]:
         f"<line x1='{_LEFT}' x2='{_WIDTH}' y1='{card:.1f}' y2='{card:.1f}' stroke='var(--bad)' "
         "stroke-width='2'/>"
         f"<text class='card' x='{_WIDTH}' y='{card - 6:.1f}' text-anchor='end'>"
-        f"the card: {format_bytes(answer.capacity)}</text>"
-        f"<text class='card' x='{_LEFT + 6}' y='{room + 16:.1f}'>"
-        f"the band is the context: {format_bytes(answer.context)}, not torch's</text>"
+        f"the card: {format_bytes(answer.capacity)}; the band is the context: "
+        f"{format_bytes(answer.context)}, not torch's</text>"
     ]
 
 

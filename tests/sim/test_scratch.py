@@ -4,7 +4,6 @@ its results, computed from its shapes as torch's and cub's public sources do.
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Iterator
 
@@ -29,7 +28,7 @@ def empty_device() -> Iterator[None]:
     sim.enable("2GiB")
     check_empty()
     yield
-    gc.collect()
+    check_empty()
     sim.enable()
 
 

@@ -25,7 +25,7 @@ def empty_device() -> Iterator[None]:
     sim.enable("2GiB")
     check_empty()
     yield
-    gc.collect()
+    check_empty()
     sim.enable()
 
 

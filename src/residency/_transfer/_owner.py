@@ -245,7 +245,7 @@ def refuse_hidden_state(optimizer: torch.optim.Optimizer, remedy: str) -> None:
     Raises:
         RefusedError: It has no ``state``, which ``Optimizer.__init__`` makes.
     """
-    if "state" not in vars(optimizer) and not hasattr(type(optimizer), "state"):
+    if not (hasattr(type(optimizer), "state") or hasattr(optimizer, "state")):
         raise RefusedError(
             f"this {type(optimizer).__name__} has no attribute state: it keeps its state by "
             f"itself, and may step copies of the parameters. Nothing was changed; {remedy}."

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from allocator import check_empty
+from allocator import check_empty, take_defaults
 from requested import requested as _requested, scratch_of as _scratch_of, scratch_of_backward
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -25,8 +25,7 @@ def empty_device() -> Iterator[None]:
     sim.enable("2GiB")
     check_empty()
     yield
-    check_empty()
-    sim.enable()
+    take_defaults()
 
 
 def _ceil(a: int, b: int) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from allocator import take_defaults
 from requested import requested
 from torch import nn
 
@@ -23,8 +24,7 @@ def device_of_its_own() -> Iterator[None]:
     gc.collect()
     sim.enable("1GiB")
     yield
-    gc.collect()
-    sim.enable()
+    take_defaults()
 
 
 def _layer() -> nn.TransformerEncoderLayer:

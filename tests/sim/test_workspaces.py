@@ -4,7 +4,6 @@ them.
 
 from __future__ import annotations
 
-import gc
 import gzip
 import itertools
 import json
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from allocator import check_empty
+from allocator import check_empty, take_defaults
 
 from residency import sim
 from residency_sim import _backend
@@ -38,9 +37,8 @@ def empty_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     check_empty()
     accelerator.reset_peak_memory_stats()
     yield
-    gc.collect()
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    sim.enable()
+    take_defaults()
 
 
 def _multiply() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from residency import _device
-from residency._memory import let_go_of
+from residency._memory import explain, let_go_of
 from residency._park._park import (
     check_gradients,
     check_owner,
@@ -82,6 +82,7 @@ def _parked(
         with _forked_rng() if fork_rng else nullcontext():
             yield freed
     except BaseException as error:
+        explain(error)  # while the owners are away, as they were when it was raised
         _bring_back(parkings, error)
         raise
     _bring_back(parkings, None)

@@ -161,6 +161,23 @@ def test_an_owner_that_is_parked_or_on_the_host_stays_as_it_is(device: torch.dev
     assert unpark(away) > 0
 
 
+@pytest.mark.sim_device(capacity=CAPACITY, schedule="late")
+def test_a_note_on_what_ran_out_is_of_the_time_when_owners_were_away(device: torch.device) -> None:
+    model = Net().to(device)
+    optimizer = AdamW(model.parameters())
+    step(model, optimizer, device)
+    with (
+        pytest.raises(torch.OutOfMemoryError) as caught,
+        residency.phase("train"),
+        parked(optimizer),
+    ):
+        torch.empty(CAPACITY, dtype=torch.uint8, device=device)
+    [note] = caught.value.__notes__
+    assert "parameters in 1" in note
+    assert "optimizer states in" not in note
+    assert "offload_optimizer" not in note  # which moves no more than the block has moved
+
+
 def test_an_inner_block_leaves_what_the_outer_one_parked(device: torch.device) -> None:
     model = nn.Linear(4, 4).to(device)
     with parked(model):

@@ -103,7 +103,7 @@ def _host() -> str:
 def _page_locked() -> str:
     from residency._transfer import locked_limit
 
-    return f"the system says that this process may lock {locked_limit()}"
+    return f"{locked_limit()} by ulimit -l; CUDA's own page-locking is mostly not counted there"
 
 
 def _huge_pages() -> str:

@@ -27,6 +27,7 @@ from residency._units import MIB
 from residency.sim import Clock
 
 Phase = Mapping[str, Any]  # of it
+_OVER_LINK = "over PCIe 5 (PCIe 4: twice that)"
 _DIVISORS = (2, 4, 8, 16)
 _NUM_SLOTS = 3  # of an offloaded optimizer, each of a bucket's size
 _SMALLEST_BUCKET = MIB
@@ -119,7 +120,7 @@ def _seconds(num_bytes: int) -> str:
 
 
 def _segments() -> Offer:
-    setting = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    setting = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     return Offer(
         name="segments that grow",
         gain=lambda phase: 0,
@@ -209,7 +210,7 @@ def _park_state(state: Callable[[Phase], int]) -> Offer:
 
     def cost(settings: RunSettings, found: Found) -> str:
         seconds = _seconds(2 * state_bytes(found))
-        return f"{seconds} for each evaluation or generation over PCIe 5, none in a step"
+        return f"{seconds} for each evaluation or generation {_OVER_LINK}, none in a step"
 
     return Offer(
         name="the optimizer's state parked while the script evaluates or generates",
@@ -238,7 +239,7 @@ def _offload(found: Found, state: Callable[[Phase], int], *, is_resumed: bool) -
             loads_on_host=settings.loads_on_host or is_resumed,
         ),
         cost=lambda settings, found: (
-            f"{_seconds(num_bytes - (settings.offload or 0))} a step over PCIe 5"
+            f"{_seconds(num_bytes - (settings.offload or 0))} a step {_OVER_LINK}"
         ),
         group="offload",
         added=lambda phase: min(_NUM_SLOTS * bucket, _at_peak(OTHER)(phase)),

@@ -60,6 +60,8 @@ def _savings(optimizer: Optimizer, offload: Offload, host: HostState) -> tuple[i
     in_slots = _slot_bytes(optimizer, offload, offload.bucket_bytes)
     saved = max(0, state_bytes - in_slots)  # slots of one size may take more than the state
     bucket_bytes = fitting_bucket(state_bytes, offload.num_slots)
+    excess = in_slots - state_bytes
+    more = f", {format_bytes(excess)} more than the state" if excess > 0 else ""
     advice = ""
     if _LEAST_BUCKET_BYTES <= bucket_bytes < offload.bucket_bytes:
         better = state_bytes - _slot_bytes(optimizer, offload, bucket_bytes)
@@ -68,7 +70,7 @@ def _savings(optimizer: Optimizer, offload: Offload, host: HostState) -> tuple[i
     _, capacity = _device.device_room(host.homes.device) or (0, 0)
     return saved, (
         f"{format_bytes(saved)} of device memory in a step, whose slots have "
-        f"{format_bytes(in_slots)}, and {format_bytes(state_bytes)} between steps."
+        f"{format_bytes(in_slots)}{more}, and {format_bytes(state_bytes)} between steps."
         f"{advice}{'' if saved or state_bytes > _LITTLE * capacity else _NOT_WORTH}"
     )
 

@@ -125,7 +125,8 @@ def pinned_memory_stats() -> dict[str, int]:
     """Returns the bytes of pinned host memory.
 
     ``used_bytes`` are held by tensors, ``pinned_bytes`` also count freed blocks that are kept for
-    reuse; each with ``.current`` and ``.peak``. ``num_pinned`` counts allocations that pinned
+    reuse, and ``registered_bytes`` are memory that ``cudaHostRegister`` pinned; each with
+    ``.current`` and ``.peak``. ``num_pinned`` counts allocations that pinned
     memory.
     """
     stats: dict[str, int] = _backend.core().pinned_memory_stats()

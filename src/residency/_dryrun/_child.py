@@ -315,7 +315,7 @@ class Run:
             partial.replace(self._file)
 
     def _found(self) -> dict[str, object]:
-        books = self._books
+        books, pinned = self._books, sim.pinned_memory_stats()
         return {
             "pid": self._pid,
             "started": self._started,
@@ -349,7 +349,7 @@ class Run:
             "retries": measure(torch.device("cuda", 0)).num_retries,
             **self._workspaces.found(),
             "context": sim.settings()["context"],
-            "pinned_peak": sim.pinned_memory_stats()["pinned_bytes.peak"],
+            "pinned_peak": sum(pinned[f"{of}_bytes.peak"] for of in ("pinned", "registered")),
             "host_peak": max(0, self._most_host),
             "is_real": self._settings.is_real,
             "saved": self._saves.num_bytes,

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from residency._dryrun._methods import around
 from residency._dtensor import local_of
-from residency._optim import record_of
 from residency._transfer import state_stays
 
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
@@ -63,9 +62,9 @@ class OwnersOfBlocks:
         for optimizer in list(self.optimizers):
             for group in getattr(optimizer, "param_groups", ()):
                 parameters += group["params"]
-            if record_of(optimizer) is None:
-                for values in dict.values(getattr(optimizer, "state", {})):
-                    _note(kinds, STATE, _tensors(values, 0))
+            # Of an offloaded one, as it lies there: what is read by a key is waited for.
+            for values in dict.values(getattr(optimizer, "state", {})):
+                _note(kinds, STATE, _tensors(values, 0))
         gradients = [each.grad for each in parameters if each.is_leaf and each.grad is not None]
         _note(kinds, GRADIENTS, gradients)
         _note(kinds, PARAMETERS, parameters)
@@ -107,5 +106,5 @@ def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif depth < _DEEPEST and isinstance(value, dict | list | tuple):
-        for inner in value.values() if isinstance(value, dict) else value:
+        for inner in dict.values(value) if isinstance(value, dict) else value:
             yield from _tensors(inner, depth + 1)

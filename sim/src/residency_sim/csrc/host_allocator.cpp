@@ -160,13 +160,16 @@ bool HostAllocator::add_registered(void* address, size_t num_bytes) {
     if (next != blocks->end() && next->first < begin + num_bytes) return false;
     if (around(*blocks, address) != blocks->end()) return false;
   }
-  return num_bytes > 0 && registered_.emplace(begin, Block{.size = num_bytes}).second;
+  if (num_bytes == 0 || !registered_.emplace(begin, Block{.size = num_bytes}).second) return false;
+  statistics_.registered_bytes.increase(num_bytes);
+  return true;
 }
 
 bool HostAllocator::remove_registered(void* address, bool& is_in_use) {
   auto found = registered_.find(reinterpret_cast<uintptr_t>(address));
   if (found == registered_.end()) return false;
   is_in_use = !is_quiet(found->second);
+  statistics_.registered_bytes.decrease(found->second.size);
   registered_.erase(found);
   return true;
 }

@@ -21,7 +21,8 @@ struct HostStatistics {
   using Stat = c10::CachingAllocator::Stat;
   using DurationStat = c10::CachingAllocator::DurationStat;
 
-  Stat used_bytes;  // by tensors
+  Stat used_bytes;        // by tensors
+  Stat registered_bytes;  // of memory of the caller's
   Stat allocations;
   Stat allocated_bytes;
   Stat active_requests;
@@ -31,8 +32,8 @@ struct HostStatistics {
 
   template <class Apply>
   void for_each(Apply apply) {
-    for (Stat* stat :
-         {&used_bytes, &allocations, &allocated_bytes, &active_requests, &active_bytes}) {
+    for (Stat* stat : {&used_bytes, &registered_bytes, &allocations, &allocated_bytes,
+                       &active_requests, &active_bytes}) {
       apply(*stat);
     }
     for (DurationStat* stat : {&alloc_time, &free_time}) apply(*stat);

@@ -191,6 +191,8 @@ py::dict pinned_memory_stats() {
   result["used_bytes.peak"] = statistics.used_bytes.peak;
   result["pinned_bytes.current"] = statistics.allocated_bytes.current;
   result["pinned_bytes.peak"] = statistics.allocated_bytes.peak;
+  result["registered_bytes.current"] = statistics.registered_bytes.current;
+  result["registered_bytes.peak"] = statistics.registered_bytes.peak;
   result["num_pinned"] = statistics.allocations.allocated;
   return result;
 }

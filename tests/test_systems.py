@@ -83,7 +83,7 @@ def run(folder: Path, modules: tuple[str, ...], lacks: dict[str, tuple[str, ...]
 def test_without_what_macos_lacks_saves_come_back(tmp_path: Path) -> None:
     process = run(tmp_path, (), LACKS_BOTH, SAVES)
     assert process.returncode == 0, process.stderr
-    assert "lock no limit" in process.stdout or "lock at most" in process.stdout
+    assert "no limit by ulimit" in process.stdout or "at most" in process.stdout
 
 
 @pytest.mark.whole

@@ -44,7 +44,7 @@ text { fill: #e6edf3; } .soft { fill: #9198a1; } .page { fill: #151b23; stroke: 
 
 @dataclass(frozen=True)
 class Transition:
-    """What a transition takes of its capacity, in bytes.
+    """The bytes that a transition takes, and its capacity.
 
     Attributes:
         lines: Its name, in lines.

@@ -22,7 +22,7 @@ def mib(num_bytes):
 
 
 class Run:
-    """Has a callback that knows its run, as trainers do: a reference cycle."""
+    """A training whose callback knows it, as callbacks of trainers do: a reference cycle."""
 
     def __init__(self, lr):
         self.model = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 1)).to(device)

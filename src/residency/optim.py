@@ -71,9 +71,7 @@ def _classes() -> dict[str, _Maker]:
 
 def _made_of(base: type[Optimizer]) -> _Maker:
     made = _Maker(base.__name__, (base,), {"__module__": __name__, "__init__": _init_of(base)})
-    signature = inspect.signature(base)
-    parameters = [*signature.parameters.values(), *_OURS]
-    made.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    made.__signature__ = _with_ours(base)  # type: ignore[attr-defined]
     made.__doc__ = f"""``torch.optim.{base.__name__}`` whose state lives on the host.
 
     Takes the options of it and of `residency.offload_optimizer`. Raises the errors of both, and
@@ -91,10 +89,14 @@ def _init_of(base: Any) -> Callable[..., None]:
     def init(self: object, *args: object, **options: object) -> None:
         base.__init__(self, *args, **options)
 
-    signature = inspect.signature(base.__init__)
-    parameters = [*signature.parameters.values(), *_OURS]
-    init.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    init.__signature__ = _with_ours(base.__init__)  # type: ignore[attr-defined]
     return init
+
+
+def _with_ours(call: Callable[..., object]) -> inspect.Signature:
+    """Returns the signature of a call with the options of `offload_optimizer` behind it."""
+    signature = inspect.signature(call)
+    return signature.replace(parameters=[*signature.parameters.values(), *_OURS])
 
 
 def __getattr__(name: str) -> type[OffloadedOptimizer]:

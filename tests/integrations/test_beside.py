@@ -16,7 +16,7 @@ import residency
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "sim"))
 
-from worker_cases import cases_of, judge, run_phase
+from worker_cases import cases_of, judge, run_cases
 
 from residency.testing import simulated_device_type
 
@@ -26,11 +26,7 @@ WORKER = HERE / "beside_worker.py"
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    for package in ("trl", "peft"):
-        pytest.importorskip(package)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(HERE.parent / "sim"))
-        return run_phase(WORKER, tmp_path_factory.mktemp("beside"), "case", 1)[0]
+    return run_cases(WORKER, tmp_path_factory.mktemp("beside"), "trl", "peft")
 
 
 @pytest.mark.whole

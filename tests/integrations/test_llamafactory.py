@@ -7,7 +7,6 @@ With llamafactory 0.9.5, and with its source at ff6d4d12, on transformers 5.16.1
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -15,19 +14,15 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "sim"))
 
-from worker_cases import cases_of, judge, run_phase
+from worker_cases import cases_of, judge, run_cases
 
 pytestmark = pytest.mark.whole  # a process that imports Transformers
-SHARED = str(Path(__file__).parents[1] / "sim")  # has worker_cases
 WORKER = Path(__file__).with_name("llamafactory_worker.py")
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    pytest.importorskip("transformers")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", SHARED, prepend=os.pathsep)
-        return run_phase(WORKER, tmp_path_factory.mktemp("llamafactory"), "case", 1)[0]
+    return run_cases(WORKER, tmp_path_factory.mktemp("llamafactory"), "transformers")
 
 
 @pytest.mark.parametrize("case", [name for _, name in cases_of(WORKER, {"case"})])

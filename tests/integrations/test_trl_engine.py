@@ -6,7 +6,6 @@ With trl 1.16.0, transformers 5.23.0 and accelerate 1.15.0 (2026-11-24). vLLM ne
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from limits import WORKER_SECONDS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "sim"))
 
-from worker_cases import cases_of, judge, run_phase
+from worker_cases import cases_of, judge, run_cases
 
 from residency.testing import simulated_device_type
 
@@ -30,12 +29,7 @@ WORKER = HERE / "trl_engine_worker.py"
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    for package in ("trl", "datasets"):
-        pytest.importorskip(package)
-    with pytest.MonkeyPatch.context() as patch:
-        for folder in (HERE, HERE.parent / "sim"):  # the engine's process imports them, too
-            patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
-        return run_phase(WORKER, tmp_path_factory.mktemp("trl"), "case", 1)[0]
+    return run_cases(WORKER, tmp_path_factory.mktemp("trl"), "trl", "datasets")
 
 
 @pytest.mark.parametrize("case", [name for _, name in cases_of(WORKER, {"case"})])

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from residency import InvalidArgumentError, sim
+from residency import sim
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -52,20 +52,10 @@ def check_empty() -> None:
 
 
 def take_defaults() -> None:
-    """Enables the device as tests find it, once a thread of autograd's has let go of a test's
-    tensors: those of a dry device hold it in its mode.
-    """
-    deadline = time.monotonic() + 30
-    while True:
-        gc.collect()
-        try:
-            sim.enable()
-        except InvalidArgumentError:
-            if time.monotonic() > deadline:
-                raise
-        else:
-            return
-        time.sleep(0.01)
+    """Enables the device as tests find it, which nothing that a dry test left may hold."""
+    torch.sim.clear_workspaces()
+    check_empty()
+    sim.enable()
 
 
 def empty(num_bytes: int) -> torch.Tensor:

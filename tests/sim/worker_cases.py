@@ -6,6 +6,7 @@ import ast
 import gc
 import importlib
 import json
+import os
 import threading
 import traceback
 from collections.abc import Callable, Container
@@ -230,6 +231,25 @@ def parameters_of(
         pytest.param(phase, case, marks=[pytest.mark.whole] if phase in whole else [])
         for phase, case in cases_of(worker, phases)
     ]
+
+
+def run_cases(worker: Path, folder: Path, *packages: str) -> dict[str, str]:
+    """Runs the phase "case" of a worker whose processes find this file and the worker's folder.
+
+    Args:
+        worker: The file.
+        folder: Where it writes.
+        packages: What it imports; where one is missing, the tests are skipped.
+
+    Returns:
+        What became of every case.
+    """
+    for package in packages:
+        pytest.importorskip(package)
+    with pytest.MonkeyPatch.context() as patch:
+        for each in (worker.parent, Path(__file__).parent):
+            patch.setenv("PYTHONPATH", str(each), prepend=os.pathsep)
+        return run_phase(worker, folder, "case", 1)[0]
 
 
 def run_phase(

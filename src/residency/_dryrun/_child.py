@@ -349,6 +349,7 @@ class Run:
             "retries": measure(torch.device("cuda", 0)).num_retries,
             **self._workspaces.found(),
             "context": sim.settings()["context"],
+            # At most: the two may have their peaks at different times.
             "pinned_peak": sum(pinned[f"{of}_bytes.peak"] for of in ("pinned", "registered")),
             "host_peak": max(0, self._most_host),
             "is_real": self._settings.is_real,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from residency._transfer import seconds_between
 from residency._units import format_figures
 
 _MEANINGS = {
@@ -44,18 +45,13 @@ class Timeline:
 
     def exposed_seconds(self) -> float:
         """Returns the time for which the computing stream waited for copies; blocks the host."""
-        return sum(_seconds(start, end) for start, end in self.stalls)
+        return sum(seconds_between(start, end) for start, end in self.stalls)
 
 
 def bytes_per_second(copies: list[tuple[torch.Event, torch.Event, int]]) -> float | None:
     """Returns the rate of copies while they ran, or None without any; blocks the host."""
-    seconds = sum(_seconds(start, end) for start, end, _ in copies)
+    seconds = sum(seconds_between(start, end) for start, end, _ in copies)
     return sum(num_bytes for _, _, num_bytes in copies) / seconds if seconds else None
-
-
-def _seconds(start: torch.Event, end: torch.Event) -> float:
-    end.synchronize()  # before it there is no time to ask for
-    return max(start.elapsed_time(end), 0.0) / 1e3
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,10 @@ from residency._transfer._buckets import (
     ELEMENT_WISE as ELEMENT_WISE,
     fitting_bucket as fitting_bucket,
 )
-from residency._transfer._events import wait_asleep as wait_asleep
+from residency._transfer._events import (
+    seconds_between as seconds_between,
+    wait_asleep as wait_asleep,
+)
 from residency._transfer._gate import (
     Gate as Gate,
     Read as Read,

@@ -47,6 +47,12 @@ def wait_asleep(event: torch.Event) -> None:
         seconds = min(2 * seconds, _LONGEST_SLEEP_SECONDS)
 
 
+def seconds_between(start: torch.Event, end: torch.Event) -> float:
+    """Returns the device's time from one timed event to a later one; blocks the host until then."""
+    end.synchronize()  # before it there is no time to ask for
+    return max(start.elapsed_time(end), 0.0) / 1e3
+
+
 def _make_event(device: torch.device, *, timed: bool) -> torch.Event:
     return torch.Event(device.type, enable_timing=timed)
 

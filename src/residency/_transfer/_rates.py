@@ -6,6 +6,7 @@ import torch
 
 from residency import _device
 from residency._pinned import allocate_pinned
+from residency._transfer._events import seconds_between
 from residency._transfer._lanes import copy_on, lanes_of
 
 _NUM_COPIES = 5  # the first of them warms up
@@ -36,8 +37,6 @@ def link_rates(device: torch.device, num_bytes: int) -> tuple[float, float]:
         for _ in range(_NUM_COPIES):
             start = lanes.mark(lane, timed=True)
             copy_on(lane, [pair])
-            end = lanes.mark(lane, timed=True)
-            end.synchronize()  # its time is asked for next
-            seconds.append(start.elapsed_time(end) / 1e3)
+            seconds.append(seconds_between(start, lanes.mark(lane, timed=True)))
         best.append(min(seconds[1:]))
     return num_bytes / best[0], num_bytes / best[1]

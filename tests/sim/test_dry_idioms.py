@@ -300,6 +300,14 @@ def what_is_computed_from_what_is_known() -> None:
     assert torch.full((2,), 7, device="sim").tolist() == [7, 7]
 
 
+def sums_of_few_fractions_in_the_order_of_their_layout() -> None:
+    row = torch.linspace(0, 128, 50)
+    for lies in (row.expand(2, 50), row.reshape(5, 10).T, torch.stack([row, row])):
+        there = row.to("sim").expand(2, 50) if lies.stride(0) == 0 else lies.to("sim")
+        assert there.stride() == lies.stride()
+        assert there.mean().item() == lies.mean().item()
+
+
 def sizes_of_what_is_known() -> None:
     labels = torch.tensor([2, -100, 2, 0], device="sim")
     mask = labels != -100
@@ -367,6 +375,7 @@ IDIOMS = [
     masks_on_the_host,
     what_was_copied_from_the_host,
     what_is_computed_from_what_is_known,
+    sums_of_few_fractions_in_the_order_of_their_layout,
     sizes_of_what_is_known,
     whole_numbers_of_a_batch,
     checks_of_whole_numbers_that_are_zero,

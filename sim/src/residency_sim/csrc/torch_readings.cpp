@@ -163,7 +163,8 @@ std::optional<Tensor> known_extent(const Tensor& tensor) {
   return is_known ? std::optional(host) : std::nullopt;
 }
 
-// A tensor whose bytes are known, on the host and contiguous, as all of one without elements are.
+// A tensor whose bytes are known, on the host and in its own layout, by which kernels order their
+// sums. All bytes of one without elements are known.
 std::optional<Tensor> known_bytes(const Tensor& tensor) {
   std::optional<Tensor> host;
   if (tensor.has_storage() && tensor.numel() == 0) {
@@ -172,7 +173,7 @@ std::optional<Tensor> known_bytes(const Tensor& tensor) {
   }
   host = known_extent(tensor);
   if (!host) return host;
-  as_device_work([&] { *host = host->as_strided(tensor.sizes(), tensor.strides()).contiguous(); });
+  as_device_work([&] { *host = host->as_strided(tensor.sizes(), tensor.strides()); });
   return host;
 }
 

@@ -42,7 +42,7 @@ struct Noted {
   bool is_guess = false;  // that none of whole numbers is 0
 };
 
-// A tensor whose values are known, or were noted where it is small: on the host, and contiguous.
+// A tensor whose values are known, or were noted where it is small: on the host.
 std::optional<at::Tensor> known_value(const at::Tensor& tensor);
 
 // Notes what a tensor of the device is from now on: a value on the host, of its sizes.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+OF_PLAN = 256  # of cuDNN's
 MATH, FLASH, EFFICIENT, CUDNN = 0, 1, 2, 3  # the numbers of torch.nn.attention.SDPBackend
 
 # sharedMemPerBlockOptin decides between tiles: CUDA's programming guide, table of capabilities.
@@ -350,7 +351,8 @@ class Attention:
         """Follows transformers/cuda/attention.cu, cudnn/MHA.cpp and NVIDIA/cudnn-frontend.
 
         Of the workspace it has what cudnn-frontend asks for (``get_fe_workspace_size_node`` in
-        ``node/scaled_dot_product_flash_attention.h``); what cuDNN adds to that is not public.
+        ``node/scaled_dot_product_flash_attention.h``), and what cuDNN adds to that on an H100: no
+        source says it, and docs/reference/temporaries.md has what was measured.
         """
         batch, heads, length, width = self.query.shape
         item = self.query.element_size()
@@ -359,7 +361,7 @@ class Attention:
         out = blank_out(self.query, self.value)
         statistics = batch * heads * length * 4 if self.wants_statistics else 0
         state = 8 + 8
-        forward = max(made + scalars, made + bytes_of(out) + statistics + state)
+        forward = max(made + scalars, made + bytes_of(out) + statistics + state + OF_PLAN)
         if not self.call.learns:
             return bytes_of(out), forward, 0
         held = made + bytes_of(out) + statistics + state
@@ -368,7 +370,7 @@ class Attention:
         taken += sum(
             bytes_of(torch.empty_like(each)) for each in (self.query, self.key, self.value)
         )
-        taken += batch * heads * length * (width + 1) * 4  # dQ_accum, softmax_sum
+        taken += batch * heads * length * (width + 1) * 4 + OF_PLAN  # dQ_accum, softmax_sum
         for each in (self.key, self.value):
             if each.shape[1] != heads:  # dK_fullhead, dV_fullhead: tensors of cuDNN's own graph
                 taken += bytes_of(torch.empty_like(each)) // each.shape[1] * heads

@@ -30,7 +30,12 @@ pytestmark = pytest.mark.sim
 
 HERE = Path(__file__).parent
 FIRST = ("cuda_face_worker", "cuda_strict_worker")
-SECOND = ("cuda_frameworks_worker", "cuda_graphs_worker", "cuda_history_worker")
+SECOND = (
+    "cuda_frameworks_worker",
+    "cuda_graphs_worker",
+    "cuda_history_worker",
+    "cuda_masks_worker",
+)
 CASES = [
     (worker, case)
     for worker in (*FIRST, *SECOND)

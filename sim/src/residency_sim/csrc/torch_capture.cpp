@@ -75,6 +75,22 @@ void replay_call(const CapturedCall& call, std::optional<Draw> draw) {
   }
 }
 
+// An index by a mask finds the mask's positions first, as `nonzero` does. A fill with a number of
+// the host by one mask does not. Source: expandTensors in ATen/native/IndexingUtils.h, and
+// canDispatchToMaskedFill in ATen/native/TensorAdvancedIndexingUtils.h.
+bool counts_a_mask(const std::string& name, const Arguments& arguments) {
+  const bool is_put = name.find("index_put") != std::string::npos;
+  if (!is_put && name != "aten::index.Tensor" && name != "aten::index.Tensor_out") return false;
+  int num_masks = 0;
+  int num_others = 0;
+  visit_tensors(arguments[1], [&](const Tensor& index) {
+    if (index.defined()) ++(is_mask(index) ? num_masks : num_others);
+  });
+  if (!is_put || num_masks != 1 || num_others > 0) return num_masks > 0;
+  const Tensor& value = arguments[2].toTensor();
+  return !value.is_cpu() || value.numel() != 1;
+}
+
 }  // namespace
 
 Tensor copy_as_read_now(const Tensor& tensor) {
@@ -86,12 +102,13 @@ Tensor copy_as_read_now(const Tensor& tensor) {
   return copy;
 }
 
-void check_capturable(const std::string& name) {
+void check_capturable(const std::string& name, const Arguments& arguments) {
   static const std::set<std::string_view> waiting = {
       "aten::_unique2",           "aten::bincount",   "aten::equal",
       "aten::masked_select",      "aten::nonzero",    "aten::repeat_interleave.Tensor",
       "aten::unique_consecutive", "aten::unique_dim", "aten::unique_dim_consecutive"};
-  if (waiting.count(name)) Machine::get().synchronize_stream(Machine::current_stream());
+  if (waiting.count(name) || counts_a_mask(name, arguments))
+    Machine::get().synchronize_stream(Machine::current_stream());
 }
 
 void capture_call(Launch&& launch, CapturedCall call) {

@@ -13,7 +13,7 @@ at::Tensor copy_as_read_now(const at::Tensor& tensor);
 
 // Refuses, in CUDA's words, an operation whose results have sizes that the host must know: its
 // kernel waits for the device.
-void check_capturable(const std::string& name);
+void check_capturable(const std::string& name, const Arguments& arguments);
 
 struct CapturedCall {
   const Plan& plan;

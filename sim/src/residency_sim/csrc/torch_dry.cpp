@@ -257,9 +257,7 @@ void index_by_masks(const DryCall& call) {
   const auto metas = call.aliased[1].toOptionalTensorList();
   for (const auto i : c10::irange(metas.size())) {
     const std::optional<Tensor> index = metas[i];
-    const bool is_mask = index && index->defined() &&
-                         (index->scalar_type() == c10::kBool || index->scalar_type() == c10::kByte);
-    if (!is_mask) {
+    if (!index || !index->defined() || !is_mask(*index)) {
       indices.push_back(index);
       continue;
     }

@@ -92,7 +92,7 @@ class Call {
     if (plan_.determinism) {
       check_deterministic(*plan_.determinism, op_.schema(), arguments_.data());
     }
-    if (machine_.is_capturing()) check_capturable(plan_.name);
+    if (machine_.is_capturing()) check_capturable(plan_.name, arguments_);
     aliased_ = alias_arguments(aliases_);
     if (can_be_queued()) return queue();
     auto work = [&] { call_kernel(op_, plan_.kernel, aliases_.key(), aliased_, stack_); };

@@ -8,16 +8,13 @@
 #include <vector>
 
 #include "torch_scratch.h"
+#include "torch_values.h"
 
 namespace sim {
 namespace {
 
 using at::Tensor;
 using c10::IValue;
-
-bool is_mask(const Tensor& index) {
-  return index.scalar_type() == c10::kBool || index.scalar_type() == c10::kByte;
-}
 
 // The positions of what a mask has; `make` takes them where they are results. Source:
 // nonzero_cuda_out_impl in ATen/native/cuda/Nonzero.cu: a count, of up to 2^31 elements at a time,

@@ -20,6 +20,11 @@ void visit_tensors(const c10::IValue& value, Visit visit) {
   }
 }
 
+// Whether a tensor among indices chooses by truth values.
+inline bool is_mask(const at::Tensor& index) {
+  return index.scalar_type() == c10::kBool || index.scalar_type() == c10::kByte;
+}
+
 template <class Values>
 int64_t most_elements(const Values& values) {
   int64_t numel = 0;

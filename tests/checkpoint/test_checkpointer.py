@@ -77,7 +77,7 @@ def test_a_save_takes_no_device_memory_and_the_host_waits_for_nothing(
             # Nothing runs here before the host waits for it, for something that comes after it, or
             # looks: so one look at the first of them.
             job = checkpointer._memories[0].job
-            on_device = [held for held in job.captured.held if held.group.event is not None]
+            on_device = [held for held in job.captured.held if held.group.flight is not None]
             assert not on_device[0].is_done()
         run.step()
         held_writer.set()

@@ -21,6 +21,7 @@ from limits import WORKER_SECONDS
 import residency
 from residency._checkpoint._capture import _capture
 from residency._checkpoint._job import Job
+from residency._transfer import Flight
 
 _IS_LONG = "RESIDENCY_TEST_LINES" in os.environ
 MOST = 16
@@ -196,17 +197,17 @@ def test_an_error_of_the_device_that_stays_ends_a_save_with_its_own_error(
 ):
     """As after an assertion in a kernel: every event raises for good."""
 
-    class Broken:
-        def synchronize(self):
+    class Lost(Flight):
+        def wait(self, *, asleep: bool = False) -> None:
             raise RuntimeError("device-side assert triggered")
 
-        query = synchronize
+        is_over = wait
 
     copy_group = _capture._copy_group
 
     def break_the_event(group, *rest):
         copy_group(group, *rest)
-        group.event = Broken()
+        group.flight = Lost(group.flight.event)
 
     trial = Trial(lab, tmp_path, True, no_loans)
     trial.advance()

@@ -6,29 +6,22 @@ import pytest
 import torch
 
 import residency
-from residency._optim import _stream, _unit_step
-from residency._transfer import Gate, Lanes
+from residency._optim import _unit_step
+from residency._transfer import Gate, Mover
 
 pytestmark = pytest.mark.sim
 
 
 def _without_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_stream.StreamedStep, "_allow_h2d", lambda self: None)
+    monkeypatch.setattr(Mover, "follow_to_device", lambda self: None)
 
 
 def _without_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_stream.StreamedStep, "_await", lambda self, ready: None)
+    monkeypatch.setattr(Mover, "land", lambda self, flight: None)
 
 
 def _without_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Lanes.store
-
-    def store_with_a_blind_lane(self: Lanes, copies: object, **options: bool) -> torch.Event:
-        # As if the lane had not been made to wait for the step: its copies run on a fresh stream.
-        blind = Lanes(self.device, self.h2d, torch.Stream(device=self.device), self.turn)
-        return store(blind, copies, **options)
-
-    monkeypatch.setattr(Lanes, "store", store_with_a_blind_lane)
+    monkeypatch.setattr(Mover, "follow_to_host", lambda self: None)
 
 
 def _without_slot(monkeypatch: pytest.MonkeyPatch) -> None:

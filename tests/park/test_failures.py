@@ -11,9 +11,8 @@ from torch import nn
 
 import residency
 from residency import _device, _pinned, park, unpark
-from residency._park import _parking
 from residency._park._storages import Rebound
-from residency._transfer import Lanes, _events, _slab as slab_module, lanes_of
+from residency._transfer import Flight, Lanes, Mover, _events, _slab as slab_module, lanes_of
 
 
 def make(device: torch.device) -> nn.Sequential:
@@ -50,13 +49,13 @@ def no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
 
 
 def failing_copy(monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
-    real = _parking.copy_to_host
+    real = Mover.to_host
 
-    def copy_then_fail(*args: object, **kwargs: object) -> torch.Event:
-        real(*args, **kwargs)
+    def copy_then_fail(self: Mover, *args: object, **kwargs: object) -> Flight:
+        real(self, *args, **kwargs)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_parking, "copy_to_host", copy_then_fail)
+    monkeypatch.setattr(Mover, "to_host", copy_then_fail)
     return KeyboardInterrupt
 
 

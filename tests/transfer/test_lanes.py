@@ -11,7 +11,7 @@ import torch
 
 import residency
 from residency import _device, sim
-from residency._transfer import CopyRun, Slab, _lanes, copy_out, lanes_of
+from residency._transfer import Slab, _lanes, copy_on, copy_out, lanes_of
 
 SECONDS = 60
 
@@ -153,7 +153,7 @@ def test_an_error_in_a_lane_leaves_the_thread_on_its_own_stream(device):
     before = _device.current_stream(device).stream_id
     slot, slab = torch.empty(512, dtype=torch.uint8, device=device), Slab(512, pin=True)
     with pytest.raises(RuntimeError):
-        lanes_of(device).load(slot, [CopyRun(slab, 0, 256, 512)])
+        copy_on(lanes_of(device).h2d, [(slot, slab.data[:256])])
     assert _device.current_stream(device).stream_id == before
 
 

@@ -173,7 +173,7 @@ class Job:
             if held.block.lent is not None:
                 lent_bytes += held.block.num_bytes
             else:
-                copied[held.group.event is not None] += held.block.num_bytes
+                copied[held.group.flight is not None] += held.block.num_bytes
         return SaveStatistics(
             call_seconds=call_seconds,
             copied_from_device_bytes=copied[True],

@@ -28,16 +28,12 @@ from residency._modes import callers_modes_off
 from residency._optim._apart import refuse_replaced
 from residency._storages import is_dense, strided_as
 from residency._transfer import (
-    Gate,
-    Lanes,
     Region,
     SlabArena,
     align_up,
     another_over,
     copy_across,
-    gate_of,
     is_only_one,
-    lanes_of,
     lending,
 )
 
@@ -83,8 +79,6 @@ class Homes:
     def __init__(self, device: torch.device, *, pin: bool = True, spare_bytes: int = 0) -> None:
         self.device = device
         self.arena = SlabArena(pin=pin)
-        self.lanes: Lanes = lanes_of(device)
-        self.gate: Gate = gate_of(device)
         self.version = 0
         self.newest: torch.Event | None = None
         self.spare_bytes = spare_bytes

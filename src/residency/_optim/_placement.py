@@ -32,7 +32,7 @@ from residency._optim._trial._borrowed import refuse_borrowed
 from residency._optim._trial._first_step import Schema, StateSize
 from residency._optim._validate import check_flags, device_of
 from residency._optim._whole import done_whole
-from residency._transfer import copy_to_host, is_away, moved_at_once
+from residency._transfer import Move, Mover, is_away, moved_at_once, raw_bytes
 
 _SPARE_BUCKETS = 2
 _Values = Mapping[str, Any]
@@ -295,14 +295,14 @@ def _moved_state(
     """
     state = State.over(homes, resident)
     members = {m.parameter: m for m in members_of(optimizer)}
+    mover = Mover(homes.device)
     for parameter, values in optimizer.state.items():
         if parameter not in members or not isinstance(values, dict):
             state[parameter] = values
             continue
         inner = state.of(parameter)
         inner.made_for = layout_of(parameter)
-        moving: list[Tensor] = []
-        regions = []
+        moves: list[Move] = []
         has_master = offload.has_master(parameter)
         for key, saved in values.items():
             value = saved
@@ -312,14 +312,14 @@ def _moved_state(
             if is_on_device and not inner.is_resident and value.device == homes.device:
                 home = homes.allocate(value)
                 inner.settle(key, home)
-                moving.append(local_of(value))
-                regions.append(home.region)
+                moves.append((raw_bytes(home.tensor), raw_bytes(local_of(value))))
             elif isinstance(value, Tensor):
                 inner.place(key, value, on_device=is_on_device, copy=(parameter, key) in repeats)
             else:
                 dict.__setitem__(inner, key, value)
-        if moving:
-            inner.written = copy_to_host(moving, regions, lanes=homes.lanes, gate=homes.gate)
-            homes.newest = inner.written
-            homes.gate.before_free(moving)
+        if moves:
+            mover.follow_to_host()
+            sources = [source for _, source in moves]
+            homes.newest = inner.written = mover.to_host(moves, sources).event
+            mover.let_go(sources)
     return state

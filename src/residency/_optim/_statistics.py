@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from residency._transfer import seconds_between
+from residency._transfer import Flight, seconds_between
 from residency._units import format_figures
 
 _MEANINGS = {
@@ -34,13 +34,13 @@ class Timeline:
     """The events of one step, which are read only when the figures are asked for.
 
     Attributes:
-        loads: Around each unit's copies to the device, with their bytes.
-        stores: Around each unit's copies to the host, with their bytes.
+        loads: Each unit's copies to the device, with their bytes.
+        stores: Each unit's copies to the host, with their bytes.
         stalls: Around each wait of the computing stream for copies.
     """
 
-    loads: list[tuple[torch.Event, torch.Event, int]] = field(default_factory=list)
-    stores: list[tuple[torch.Event, torch.Event, int]] = field(default_factory=list)
+    loads: list[tuple[Flight, int]] = field(default_factory=list)
+    stores: list[tuple[Flight, int]] = field(default_factory=list)
     stalls: list[tuple[torch.Event, torch.Event]] = field(default_factory=list)
 
     def exposed_seconds(self) -> float:
@@ -48,10 +48,10 @@ class Timeline:
         return sum(seconds_between(start, end) for start, end in self.stalls)
 
 
-def bytes_per_second(copies: list[tuple[torch.Event, torch.Event, int]]) -> float | None:
+def bytes_per_second(copies: list[tuple[Flight, int]]) -> float | None:
     """Returns the rate of copies while they ran, or None without any; blocks the host."""
-    seconds = sum(seconds_between(start, end) for start, end, _ in copies)
-    return sum(num_bytes for _, _, num_bytes in copies) / seconds if seconds else None
+    seconds = sum(flight.seconds() for flight, _ in copies)
+    return sum(num_bytes for _, num_bytes in copies) / seconds if seconds else None
 
 
 @dataclass(frozen=True, slots=True)

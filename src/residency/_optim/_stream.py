@@ -36,7 +36,7 @@ from residency._optim._trial._partial_step import Commit
 from residency._optim._trial._step_call import StepCall
 from residency._optim._unit_step import Copy, Shared, UnitStep
 from residency._optim._validate import has_no_rate
-from residency._transfer import CopyRun, lending
+from residency._transfer import CopyRun, Flight, Mover, lending
 
 
 class StreamedStep:
@@ -48,10 +48,8 @@ class StreamedStep:
         self._optimizer = optimizer
         self._offload = offload
         self._homes = homes
-        self._lanes = homes.lanes
-        self._gate = homes.gate
+        self._mover = Mover(homes.device)
         self._state = state
-        self._current = _device.current_stream(homes.device)
         self._shared = Shared(
             optimizer, offload, homes, state, Commit(optimizer), StandIns(offload, state), call
         )
@@ -113,11 +111,7 @@ class StreamedStep:
 
     def _stop(self) -> None:
         """Waits for the lanes after a failure, and completes what they were to complete."""
-        for lane in (self._lanes.h2d, self._lanes.d2h):
-            idle = self._lanes.mark(lane)
-            # Slots go back to the allocator, and the host reads the homes.
-            _device.wait_event(self._current, idle)
-            idle.synchronize()
+        self._mover.settle()  # slots go back to the allocator, and the host reads the homes
         self._alive.clear()
         for parameter, moved in self._left_homes.items():
             if self._progress.is_stepped(parameter):
@@ -160,7 +154,7 @@ class StreamedStep:
         slots = [self._allocate(plan.slot_bytes) for _ in range(num_slots)]
         self._alive.append(slots)
         self._offload.slot_bytes = plan.slot_bytes
-        self._allow_h2d()
+        self._mover.follow_to_device()
         ready = {i: self._load(units[i], slots[i]) for i in range(num_slots)}
         if plan.resident.pieces:
             self._drop(self._step_unit(plan.resident, None))
@@ -176,7 +170,7 @@ class StreamedStep:
     def _drop(self, buffers: list[Tensor]) -> None:
         """Frees buffers that copies home read."""
         if buffers:
-            self._gate.before_free(buffers)
+            self._mover.let_go(buffers)
             buffers.clear()
 
     def _step_fresh(self, plan: Plan) -> None:
@@ -187,7 +181,7 @@ class StreamedStep:
             # One that has state, and makes more, goes alone: it is rare, and takes the most.
             self._drop_alive(num_left=0 if unit.loads else self._num_fresh_alive - 1)
             slot = self._allocate(unit.num_bytes)
-            self._allow_h2d()
+            self._mover.follow_to_device()
             self._await(self._load(unit, slot))
             self._alive.append([slot, *self._step_unit(unit, slot)])
             if self._num_fresh_alive == 1:
@@ -196,35 +190,30 @@ class StreamedStep:
     def _allocate(self, num_bytes: int) -> Tensor:
         return _device.unfilled_bytes(num_bytes, self._homes.device)
 
-    def _allow_h2d(self) -> None:
-        allocated = self._lanes.mark(self._current)
-        _device.wait_event(self._lanes.h2d, allocated)  # a slot's memory may have earlier readers
-
-    def _load(self, unit: Unit, slot: Tensor) -> torch.Event | None:
+    def _load(self, unit: Unit, slot: Tensor) -> Flight | None:
         if not unit.loads:
             return None
-        self._gate.before_write([slot], stream=self._lanes.h2d)
+        moves = ((run.in_buffer(slot), run.in_slab()) for run in unit.loads)
+        flight = self._mover.to_device(moves, over=[slot], timed=True)
         num_bytes = sum(run.num_bytes for run in unit.loads)
         self._offload.copied_to_device_bytes += num_bytes
-        begun = self._lanes.mark(self._lanes.h2d, timed=True)
-        ready = self._lanes.load(slot, unit.loads, timed=True)
-        self._timeline.loads.append((begun, ready, num_bytes))
-        return ready
+        self._timeline.loads.append((flight, num_bytes))
+        return flight
 
-    def _await(self, ready: torch.Event | None) -> None:
-        if ready is not None:
-            begun = self._lanes.mark(self._current, timed=True)
-            _device.wait_event(self._current, ready)  # the step reads what the copies bring
-            self._timeline.stalls.append((begun, self._lanes.mark(self._current, timed=True)))
+    def _await(self, flight: Flight | None) -> None:
+        if flight is not None:
+            begun = self._mover.mark()
+            self._mover.land(flight)
+            self._timeline.stalls.append((begun, self._mover.mark()))
 
     def _drop_alive(self, *, num_left: int) -> None:
         if len(self._alive) <= num_left:
             return
-        begun = self._lanes.mark(self._current, timed=True)
+        begun = self._mover.mark()
         while len(self._alive) > num_left:
-            self._gate.before_free(self._alive[0])
+            self._mover.let_go(self._alive[0])
             self._alive.popleft()
-        self._timeline.stalls.append((begun, self._lanes.mark(self._current, timed=True)))
+        self._timeline.stalls.append((begun, self._mover.mark()))
 
     def _step_unit(self, unit: Unit, slot: Tensor | None) -> list[Tensor]:
         """Steps one unit and queues its copies home; returns the new tensors that those copies
@@ -233,7 +222,7 @@ class StreamedStep:
         What the optimizer's own step has changed is followed up, though an exception comes between.
         """
         step = UnitStep(self._shared, unit, slot, number=self._num_done + 1, of=self._num_units)
-        self._gate.before_write(step.written)
+        self._mover.before_write(step.written)
         try:
             self._progress.begun = unit.pieces
             step.step()
@@ -297,13 +286,11 @@ class StreamedStep:
         return lending.is_any_lent([home.tensor for home in homes])
 
     def _store(self, copies: Sequence[Copy]) -> torch.Event:
-        # The copies home read what the step has written.
-        _device.wait_event(self._lanes.d2h, self._lanes.mark(self._current))
-        begun = self._lanes.mark(self._lanes.d2h, timed=True)
-        written = self._lanes.store(copies, timed=True)
+        self._mover.follow_to_host()  # the step has written what goes home
+        moves = ((run.in_slab(), run.in_buffer(buffer)) for buffer, runs in copies for run in runs)
+        flight = self._mover.to_host(moves, [buffer for buffer, _ in copies], timed=True)
         num_bytes = sum(run.num_bytes for _, runs in copies for run in runs)
-        self._timeline.stores.append((begun, written, num_bytes))
-        self._gate.reading([buffer for buffer, _ in copies], written, self._lanes.d2h)
-        self._homes.newest = written
+        self._timeline.stores.append((flight, num_bytes))
+        self._homes.newest = flight.event
         self._offload.copied_to_host_bytes += num_bytes
-        return written
+        return flight.event

@@ -19,7 +19,7 @@ from residency._modes import callers_modes_off
 from residency._park._guards import Notices
 from residency._park._room import WantedStorage, allocate_all
 from residency._park._storages import (
-    Move,
+    Binding,
     Rebound,
     Tie,
     gone_bytes,
@@ -40,16 +40,7 @@ from residency._park._tensors import (
     tensors_of,
 )
 from residency._storages import storage_key
-from residency._transfer import (
-    CopyRun,
-    Region,
-    SlabArena,
-    copy_across,
-    copy_to_host,
-    gate_of,
-    lanes_of,
-    on_lane,
-)
+from residency._transfer import Mover, Region, SlabArena
 from residency._units import format_bytes
 
 # A pinned arena for each owner, so that the second parking of a module allocates nothing.
@@ -88,8 +79,7 @@ class Parking:
         self.device: torch.device | None = None
         self._rebound: dict[int, Rebound] = {}
         self._sites: set[str] = set()
-        self._regions: dict[int, Region] = {}
-        self._addresses: dict[int, int] = {}  # where the bytes of a region were
+        self._addresses: dict[int, int] = {}  # where the bytes of a storage on the host were
         self._notices = Notices(self._rebound)
 
     @property
@@ -198,7 +188,6 @@ class Parking:
         self._move_to_device(ties)
         self._notices.take_down()
         self._sites.clear()
-        self._regions.clear()
         self._addresses.clear()
         self._rebound.clear()
         return sum(tie.allocated_bytes for tie in ties)
@@ -297,7 +286,7 @@ class Parking:
 
     def _move_to_host(self, ties: Sequence[Tie]) -> None:
         assert self.device is not None
-        lanes, gate = lanes_of(self.device), gate_of(self.device)
+        mover = Mover(self.device)
         full = [tie for tie in ties if tie.num_bytes]
         rebound = [
             [self._rebound.get(id(tensor), Rebound(tensor)) for tensor in tie.tensors]
@@ -307,27 +296,27 @@ class Parking:
             for each in of_tie:
                 each.check(min(tie.sites))
         regions = self._take_room([tie.num_bytes for tie in full])
-        hosts = {
-            tie: self._arena.tensor(region, torch.uint8, [tie.num_bytes], [1]).untyped_storage()
+        taken = [
+            self._arena.tensor(region, torch.uint8, [tie.num_bytes], [1])
             for tie, region in zip(full, regions, strict=True)
-        }
+        ]
         buffers = [tie.as_bytes() for tie in full]
+        mover.follow_to_host()
         try:
-            # The device's memory goes next, and the host may read the regions.
-            copy_to_host(buffers, regions, lanes=lanes, gate=gate).synchronize()
+            mover.to_host(zip(taken, buffers, strict=True), buffers).wait()
         except BaseException:
-            _device.synchronize(self.device)  # nothing may still write into the regions
+            mover.settle()
             raise
-        gate.before_free(buffers)
+        mover.let_go(buffers)
+        hosts = {tie: host.untyped_storage() for tie, host in zip(full, taken, strict=True)}
         empty = torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
         moves = [
-            Move(each, hosts.get(tie, empty), tie.storage)
+            Binding(each, hosts.get(tie, empty), tie.storage)
             for tie, of_tie in zip(ties, rebound, strict=True)
             for each in of_tie
         ]
         # All that the way back needs is known before the first tensor goes.
-        for tie, region in zip(full, regions, strict=True):
-            self._regions[hosts[tie].data_ptr()] = region
+        for tie in full:
             self._addresses[hosts[tie].data_ptr()] = tie.storage.data_ptr()
         self._sites.update(site for tie in ties for site in tie.sites)
         known = self._rebound.copy()
@@ -350,7 +339,7 @@ class Parking:
 
     def _move_to_device(self, ties: Sequence[Tie]) -> None:
         assert self.device is not None
-        lanes = lanes_of(self.device)
+        mover = Mover(self.device)
         for tie in ties:
             for tensor in tie.tensors:
                 if id(tensor) in self._rebound:
@@ -368,17 +357,18 @@ class Parking:
                 "Make room on the device and call residency.unpark again."
             )
             raise
-        # A block may have been freed by work that the current stream has not come to yet.
-        _device.wait_event(lanes.h2d, lanes.mark(_device.current_stream(self.device)))
+        mover.follow_to_device()
         try:
-            for tie, target in zip(ties, targets, strict=True):
-                self._load(tie, target)
-            lanes.mark(lanes.h2d).synchronize()  # the regions go, whose bytes the copies read
+            mover.to_device(
+                (target, tie.as_bytes())
+                for tie, target in zip(ties, targets, strict=True)
+                if tie.num_bytes
+            ).wait()
         except BaseException:
-            _device.synchronize(self.device)  # nothing may still write what is freed now
+            mover.settle()
             raise
         moves = [
-            Move(
+            Binding(
                 self._rebound.get(id(tensor), Rebound(tensor)),
                 target.untyped_storage(),
                 tie.storage,
@@ -387,23 +377,11 @@ class Parking:
             for tensor in tie.tensors
         ]
         moves += [
-            Move(rebound, rebound.tensor.untyped_storage(), rebound.tensor.untyped_storage())
+            Binding(rebound, rebound.tensor.untyped_storage(), rebound.tensor.untyped_storage())
             for rebound in self._rebound.values()
             if rebound.is_split and rebound.tensor.device == self.device  # moved by other code
         ]
         rebind_all(moves, Rebound.to_device, Rebound.to_host)
-
-    def _load(self, tie: Tie, target: Tensor) -> None:
-        assert self.device is not None
-        region = self._regions.get(tie.storage.data_ptr())
-        if not tie.num_bytes:
-            return
-        lanes = lanes_of(self.device)
-        if region is not None and region.num_bytes >= tie.num_bytes:
-            lanes.load(target, [CopyRun(region.slab, region.offset, 0, tie.num_bytes)])
-            return
-        with on_lane(lanes.h2d):
-            copy_across(target, tie.as_bytes())
 
 
 def _with_gradients(chosen: Sequence[Tie], ties: Sequence[Tie]) -> list[Tie]:

@@ -197,7 +197,7 @@ class Rebound:
         self._other = None
 
 
-class Move(NamedTuple):
+class Binding(NamedTuple):
     """A tensor to bind anew: to which storage, and to which it is bound now."""
 
     rebound: Rebound
@@ -206,7 +206,7 @@ class Move(NamedTuple):
 
 
 def rebind_all(
-    moves: Iterable[Move],
+    moves: Iterable[Binding],
     do: Callable[[Rebound, torch.UntypedStorage], None],
     undo: Callable[[Rebound, torch.UntypedStorage], None],
 ) -> None:
@@ -215,7 +215,7 @@ def rebind_all(
     Gradients come before their parameters in both directions: torch takes a gradient only where its
     parameter is.
     """
-    begun: list[Move] = []
+    begun: list[Binding] = []
     try:
         for move in moves:
             begun.append(move)

@@ -15,7 +15,6 @@ from residency._transfer._events import (
 from residency._transfer._gate import (
     Gate as Gate,
     Read as Read,
-    copy_to_host as copy_to_host,
     gate_of as gate_of,
 )
 from residency._transfer._host_memory import (
@@ -37,6 +36,7 @@ from residency._transfer._lanes import (
     raw_bytes as raw_bytes,
 )
 from residency._transfer._lending import lending as lending
+from residency._transfer._mover import Flight as Flight, Move as Move, Mover as Mover
 from residency._transfer._moves import copy_across as copy_across, moved_at_once as moved_at_once
 from residency._transfer._owner import (
     Incoming as Incoming,

@@ -29,8 +29,6 @@ from torch import Tensor
 
 from residency import _device
 from residency._registries import WeakRegistry
-from residency._transfer._lanes import CopyRun, Lanes, raw_bytes
-from residency._transfer._slab import Region
 
 _PRUNE_AT_LEAST = 256  # reads that are kept before a look at which are over; any value works
 
@@ -164,38 +162,3 @@ gates: dict[torch.device, Gate] = {}
 def gate_of(device: torch.device) -> Gate:
     """Returns the gate of a device, made at the first call; all callers share it."""
     return gates.setdefault(device, Gate(device))
-
-
-def copy_to_host(
-    tensors: Sequence[Tensor], regions: Sequence[Region], *, lanes: Lanes, gate: Gate
-) -> torch.Event:
-    """Queues copies of device tensors into slab regions on the d2h lane and tells the gate.
-
-    The lane first waits for what the current stream has queued so far, so the bytes are those of
-    the moment of the call.
-
-    Args:
-        tensors: Device tensors; their bytes are copied in memory order.
-        regions: For each tensor, where its bytes go.
-        lanes: The lanes of the tensors' device.
-        gate: The gate of the tensors' device.
-
-    Returns:
-        The event after the last copy; wait for it before reading the regions.
-
-    Memory:
-        No device memory, except a contiguous copy of a tensor that is not dense.
-    """
-    buffers = [raw_bytes(tensor) for tensor in tensors]
-    runs = [
-        [CopyRun(region.slab, region.offset, 0, buffer.numel())] if buffer.numel() else []
-        for buffer, region in zip(buffers, regions, strict=True)
-    ]
-    # The copies read what the current stream has written so far.
-    _device.wait_event(lanes.d2h, lanes.mark(_device.current_stream(lanes.device)))
-    event = lanes.store(zip(buffers, runs, strict=True))
-    gate.reading(buffers, event, lanes.d2h)
-    # A contiguous copy dies with this frame; its memory must outlive the lane's read.
-    originals = _storages(tensors)
-    gate.before_free([b for b in buffers if b.untyped_storage().data_ptr() not in originals])
-    return event

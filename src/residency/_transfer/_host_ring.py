@@ -27,8 +27,8 @@ from residency import _device
 from residency._errors import RefusedError
 from residency._modes import callers_modes_off
 from residency._storages import is_dense, laid_over
-from residency._transfer._gate import Read, gate_of
-from residency._transfer._lanes import CopyRun, lanes_of, raw_bytes
+from residency._transfer._lanes import lanes_of, raw_bytes
+from residency._transfer._mover import Flight, Move, Mover
 from residency._transfer._slab import Slab, align_up, is_only_one
 from residency._units import MIB, format_bytes
 
@@ -97,14 +97,12 @@ class _Filling:
     Attributes:
         slot: Where it begins in the ring.
         stretches: What comes into it.
-        event: Recorded on the lane after the copies.
-        read: What the gate knows of them.
+        flight: Of the copies.
     """
 
     slot: int
     stretches: list[_Ferried]
-    event: torch.Event
-    read: Read
+    flight: Flight
 
 
 class Carried:
@@ -247,25 +245,24 @@ class HostRing:
 
     def _queued(self, slot: int, stretches: list[_Ferried], device: torch.device) -> _Filling:
         assert self._slab is not None
-        lanes = lanes_of(device)
-        copies: list[tuple[Tensor, list[CopyRun]]] = []
+        mover = Mover(device)
+        moves: list[Move] = []
+        sources: list[Tensor] = []
         for each in stretches:
-            assert each.source.ready is not None
-            assert each.source.device_bytes is not None
+            source = each.source.device_bytes
+            assert source is not None
             # It reads what the caller's stream had queued when the tensor was given.
-            _device.wait_event(lanes.d2h, each.source.ready)
-            run = CopyRun(self._slab, each.ring_offset, each.start, each.num_bytes)
-            copies.append((each.source.device_bytes, [run]))
-        event = lanes.store(copies)
-        read = gate_of(device).reading([buffer for buffer, _ in copies], event, lanes.d2h)
-        return _Filling(slot, stretches, event, read)
+            mover.follow_to_host(each.source.ready)
+            target = self._slab.data.narrow(0, each.ring_offset, each.num_bytes)
+            moves.append((target, source.narrow(0, each.start, each.num_bytes)))
+            sources.append(source)
+        return _Filling(slot, stretches, mover.to_host(moves, sources))
 
     def _empty_oldest(self) -> None:
         """Copies the oldest filling to where its bytes stay, and lets the lane have its slot."""
         assert self._slab is not None
         filling = self._under_way[0]
-        filling.event.synchronize()  # the host reads the slot next
-        filling.read.end()
+        filling.flight.wait()  # the host reads the slot next
         for each in filling.stretches:
             data = self._slab.data.narrow(0, each.ring_offset, each.num_bytes)
             each.source.arrive(each.start, data)
@@ -278,11 +275,10 @@ class HostRing:
         while self._under_way:
             filling = self._under_way.popleft()
             try:
-                filling.event.synchronize()  # see above
+                filling.flight.wait()
             except Exception as error:  # the next call that asks the device raises it
                 why = f"{type(error).__name__}: {error}"
                 _logger.warning("copies to the host cannot be waited for: %s", why)
-            filling.read.end()
 
 
 def host_bytes(num_bytes: int) -> Tensor:

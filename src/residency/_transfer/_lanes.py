@@ -87,24 +87,6 @@ class Lanes:
         copy_on(self.h2d, ((run.in_buffer(slot), run.in_slab()) for run in runs))
         return self.mark(self.h2d, timed=timed)
 
-    def store(
-        self, copies: Iterable[tuple[Tensor, Iterable[CopyRun]]], *, timed: bool = False
-    ) -> torch.Event:
-        """Queues copies from device buffers into slabs on the d2h lane, after a wait on the
-        producer.
-
-        Args:
-            copies: Buffers (``uint8``, on the device) with the runs to copy out of them. The caller
-                passes the buffers to ``Gate.reading`` with the returned event.
-            timed: Whether the event is.
-
-        Returns:
-            The event after the copies.
-        """
-        pairs = ((run.in_slab(), run.in_buffer(buffer)) for buffer, runs in copies for run in runs)
-        copy_on(self.d2h, pairs)
-        return self.mark(self.d2h, timed=timed)
-
     def synchronize(self) -> None:
         """Blocks the host until all copies of the lanes have ended."""
         for lane in (self.h2d, self.turn, self.d2h):

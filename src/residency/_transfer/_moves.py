@@ -12,11 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from residency import _device
 from residency._dtensor import local_of, moved, wrapped_like
 from residency._modes import callers_modes_off
 from residency._storages import is_dense
-from residency._transfer._lanes import copy_on, lanes_of
+from residency._transfer._mover import Move, Mover
 
 
 def moved_at_once(tensors: Sequence[Tensor], device: torch.device, *, copy: bool) -> list[Tensor]:
@@ -68,17 +67,16 @@ def _like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 @callers_modes_off()
-def _carry(copies: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
-    """Copies each second one into the first."""
+def _carry(copies: Sequence[Move], device: torch.device) -> None:
+    """Makes these moves, and waits for them."""
     if not copies:
         return
-    lanes = lanes_of(device)
-    current = _device.current_stream(device)
-    _device.wait_event(lanes.h2d, lanes.mark(current))  # their memory may have readers from before
+    mover = Mover(device)
+    mover.follow_to_device()
     try:
-        copy_on(lanes.h2d, copies)
-    finally:
-        landed = lanes.mark(lanes.h2d)
-        # The caller's work reads the targets, and the sources' memory goes after this.
-        _device.wait_event(current, landed)
-        landed.synchronize()
+        flight = mover.to_device(copies)
+        mover.land(flight)
+        flight.wait()  # the sources' memory goes after this
+    except BaseException:
+        mover.settle()
+        raise

@@ -185,16 +185,17 @@ def test_the_ring_bounds_what_a_restore_takes_on_device_and_host(device, save, p
 
 
 def test_writers_pass_the_gate_first(device, save, tmp_path):
-    from residency._transfer import SlabArena, copy_to_host, gate_of, lanes_of
+    from residency._transfer import Mover
 
     value = noise(64, 1024)
     saved = save({"t": {"a": value}})
     target = torch.full((64, 1024), 3.0, device=device)
-    region = SlabArena().allocate(target.nbytes)
-    copy_to_host([target], [region], lanes=lanes_of(device), gate=gate_of(device))
+    kept = torch.empty(64, 1024, pin_memory=True)
+    mover = Mover(device)
+    mover.follow_to_host()
+    mover.to_host([(kept, target)], [target])
     restored(saved, {"t.a": target})
     torch.accelerator.synchronize()
-    kept = region.slab.data[region.offset :][: target.nbytes].view(torch.float32)
     assert torch.equal(kept, torch.full_like(kept, 3.0))
     assert raw(target) == raw(value)
 

@@ -30,17 +30,12 @@ from residency._checkpoint._disk._manifest import Record
 from residency._dtensor import local_of
 from residency._errors import CheckpointError, InvalidArgumentError
 from residency._transfer import (
-    Gate,
-    Lanes,
-    Read,
+    Flight,
+    Mover,
     Region,
     SlabArena,
-    copy_on,
-    copy_out,
     gate_of,
-    lanes_of,
     memory_of,
-    on_lane,
     wait_asleep,
     watch_optimizers,
 )
@@ -56,7 +51,7 @@ _NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class CopyGroup:
-    """The copies of some blocks to the host that one event covers.
+    """The copies of some blocks to the host that one flight covers.
 
     Args:
         device: Whose storages are copied; None where nothing is.
@@ -64,8 +59,7 @@ class CopyGroup:
         sums: See below.
 
     Attributes:
-        event: The event after the copies, None before they are queued and where they are done.
-        read: What the gate knows of the copies, from when they are queued until they are done.
+        flight: The copies, None before they are queued and once they are done.
         sources: What keeps the copied storages alive until then.
         sums: Those over all bytes before and after, where they were asked for.
     """
@@ -77,28 +71,25 @@ class CopyGroup:
         sums: Sums | None = None,
     ) -> None:
         self._device = device
-        self.event: torch.Event | None = None
-        self.read: Read | None = None
+        self.flight: Flight | None = None
         self.sources = list(sources)
         self.sums = sums
         self._is_over = device is None
 
     def finish(self) -> None:
         """Blocks the host until the copies are done; may be called from any thread, and again."""
-        event = self.event
+        flight = self.flight
         if self._is_over or self._device is None:
             return
-        if event is not None:
-            wait_asleep(event)
-        else:  # an exception came before the event; copies may be queued
-            lanes_of(self._device).synchronize()
-        if (read := self.read) is not None:
-            read.end()
+        if flight is not None:
+            flight.wait(asleep=True)
+        else:  # an exception came before it; copies may be queued
+            Mover(self._device).settle()
         self.sources = []
         if self.sums is not None:
             self.sums.let_go()
         self._is_over = True
-        self.event = self.read = None
+        self.flight = None
 
 
 class Held:
@@ -147,8 +138,9 @@ class Held:
 
     def is_done(self) -> bool:
         """Returns whether the bytes are final, without a wait."""
-        events = [self.group.event, self.block.lent.written if self.block.lent else None]
-        is_done = all(event is None or event.query() for event in events)
+        flight, lent = self.group.flight, self.block.lent
+        is_there = lent is None or lent.written is None or lent.written.query()
+        is_done = is_there and (flight is None or flight.is_over())
         if is_done:
             self.group.finish()  # from here on no step waits for it
         return is_done
@@ -435,28 +427,22 @@ def _groups_of(
 
 def _queue_copies(device: torch.device, groups: Sequence[tuple[CopyGroup, list[Held]]]) -> None:
     """Queues the copies from one device. [Note: the order of a capture]"""
-    lanes, gate = lanes_of(device), gate_of(device)
-    current = _device.current_stream(device)
-    # The copies read what the current stream has written so far.
-    _device.wait_event(lanes.d2h, lanes.mark(current))
+    mover = Mover(device)
+    mover.follow_to_host()
     num_early = sum(1 for _, members in groups if members[0].block.is_early)
     for index, (group, members) in enumerate(groups):
-        _copy_group(group, members, lanes, gate)
+        _copy_group(group, members, mover)
         if index + 1 == num_early:
-            # Others than optimizers may write these, past the gate.
-            _device.wait_event(current, lanes.mark(lanes.d2h))
+            assert group.flight is not None
+            mover.land(group.flight)  # others than optimizers may write these, past the gate
 
 
-def _copy_group(group: CopyGroup, members: Sequence[Held], lanes: Lanes, gate: Gate) -> None:
+def _copy_group(group: CopyGroup, members: Sequence[Held], mover: Mover) -> None:
     for each in members:
         each.group = group
-    copy_out(lanes, ((each.host, each.block.span) for each in members))
-    if group.sums is not None:
-        with on_lane(lanes.d2h):
-            answers = group.sums.compare()
-        copy_on(lanes.d2h, [answers])
-    group.event = lanes.mark(lanes.d2h)
-    group.read = gate.reading(group.sources, group.event, lanes.d2h)
+    moves = ((each.host, each.block.span) for each in members)
+    then = None if group.sums is None else group.sums.compare
+    group.flight = mover.to_host(moves, group.sources, then=then)
     gone = torch.empty(0, dtype=torch.uint8, device=group.sources[0].device)
     for each in members:
         each.block.span = gone  # the group alone keeps the storage

@@ -74,7 +74,7 @@ class PinnedStager(AsyncStager):
         self._pin = pin
         self._arena = self._new_arena()
         self._newest: weakref.ref[_Staged] | None = None
-        self._flight: _Flight | None = None
+        self._flight: _HandedOut | None = None
         self._is_closed = False
         watch_optimizers()
 
@@ -122,7 +122,7 @@ class PinnedStager(AsyncStager):
         try:
             description, thawer = _described(state_dict, self._spare_bytes)
             captured = capture_described(description, arena=self._arena)
-            flight = _Flight(captured)
+            flight = _HandedOut(captured)
             staged = _Staged(captured, thawer, flight)
             # Held weakly: only who writes it keeps what was staged.
             weakref.finalize(staged, flight.drop_unasked).atexit = False
@@ -151,7 +151,7 @@ class PinnedStager(AsyncStager):
         _pinned.give_back_pinned(pinned_bytes)
 
 
-class _Flight:
+class _HandedOut:
     """One staged state between its call and the end of its save."""
 
     def __init__(self, captured: Capture) -> None:
@@ -227,7 +227,7 @@ class _Token:
 class _Staged(Future[dict[str, Any]]):
     """The staged state: it is put together by who asks for it first, the writing thread."""
 
-    def __init__(self, captured: Capture, thawer: Thawer, flight: _Flight) -> None:
+    def __init__(self, captured: Capture, thawer: Thawer, flight: _HandedOut) -> None:
         super().__init__()
         self._capture: Capture | None = captured
         self._thawer = thawer
@@ -268,7 +268,7 @@ class _Staged(Future[dict[str, Any]]):
         self.set_result(made)
 
 
-def _lasting(held: Held, flight: _Flight) -> Tensor:
+def _lasting(held: Held, flight: _HandedOut) -> Tensor:
     """Returns the final bytes of a block as a storage of their own, with whose end they return."""
     memory = memory_of(held.final())
     if not memory:

@@ -15,8 +15,9 @@ allocated on that stream (2). Reads by other moves are known to the gate (2, 3).
 caller names memory that is free, or not lent: lending answers before there is a move.
 
 [Note: interrupts of a move] An interrupt may come between a copy and the event after it, or before
-the caller has the flight, which then cannot be waited for. ``settle`` asks the lanes instead, so it precedes the return of any memory after an error: ``except BaseException:
-mover.settle(); raise``. A ``with`` would not do, whose exit is Python, too.
+the caller has the flight, which then cannot be waited for. ``settle`` asks the lanes instead, so it
+precedes the return of any memory after an error: ``except BaseException: mover.settle(); raise``. A
+``with`` would not do, whose exit is Python, too.
 """
 
 from __future__ import annotations

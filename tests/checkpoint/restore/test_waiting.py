@@ -468,3 +468,23 @@ def test_the_first_use_page_locks_no_more_than_twice_what_comes(
     assert lies_on(run.optimizer) == {device.type}
     assert 0 < max(taken) <= max(2 * comes, _fill.ring_bytes_of(0, 1 << 20))
     assert pinned_bytes() == before
+
+
+@pytest.mark.parametrize("kind", ["history", "adamw"])
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("also_model", [False, True])
+def test_what_a_save_read_while_it_was_parked_goes_to_the_device(
+    device, tmp_path, kind, eager, also_model
+):
+    first = Run(device, kind)
+    first.step()
+    first.step()
+    owners = [first.optimizer, *([first.model] if also_model else [])]
+    with residency.Checkpointer(tmp_path) as checkpointer, residency.parked(*owners):
+        checkpointer.save(1, first.state).wait()
+    run = resumed(device, kind, tmp_path, eager=eager)
+    stock = loaded(device, kind, first)
+    assert_same(run.read(), stock.read())
+    run.step()
+    stock.step()
+    assert_same(run.read(), stock.read())

@@ -52,7 +52,7 @@ from residency._errors import RefusedError
 from residency._nesting import refuse_inside
 from residency._ranks import rank_and_world_size
 from residency._storages import is_wrapper, storage_key, strided_as
-from residency._transfer import Lent, Loans, owner_of, state_stays, waiting_of
+from residency._transfer import Lent, Loans, is_away, owner_of, state_stays, tensors_in, waiting_of
 
 _STATE_METHODS = ("state_dict", "load_state_dict")
 _APART = "PostLocalSGDOptimizer"  # of torch: lets the ranks' replicas differ between averagings
@@ -273,7 +273,8 @@ class _StateWalk:
         for parameter, values in found.by_parameter.items():
             name = names[parameter]
             inner_path = joined(joined(path, "state"), name)
-            is_on_host = parameter.is_cpu
+            is_on_host = parameter.is_cpu and not is_away(parameter)
+            going |= _parked(values)
             state[name] = {
                 key: self._state(joined(inner_path, key), v, is_on_host, going)
                 for key, v in values.items()
@@ -362,8 +363,10 @@ class _StateWalk:
         device is given to it on one.
         """
         node = self._value(name, value)
+        parked = _parked(value)
         for each in tensor_nodes(node):
-            if not local_of(self.encoder.leaves[each["name"]].value).is_cpu:
+            leaf = local_of(self.encoder.leaves[each["name"]].value)
+            if not leaf.is_cpu or storage_key(leaf) in parked:
                 each["place"] = "device"
         return node
 
@@ -454,3 +457,8 @@ def layout_problem(local: Tensor) -> tuple[str, str] | None:
             "call resolve_conj() or resolve_neg() on it",
         )
     return None
+
+
+def _parked(value: object) -> set[int]:
+    """Returns the storages of a value that are on the host only as long as they are parked."""
+    return {storage_key(local_of(each)) for each in tensors_in(value) if is_away(each)}

@@ -206,6 +206,58 @@ def test_an_offloaded_optimizer_has_nothing_to_park(device: torch.device) -> Non
     residency.onload_optimizer(optimizer)
 
 
+def test_state_that_stays_on_the_device_between_steps_waits_on_the_host(
+    device: torch.device,
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 64, bias=False)).to(
+        device
+    )
+    optimizer = AdamW(model.parameters())
+    residency.offload_optimizer(optimizer, bucket="64KiB", resident="128KiB")
+    model(torch.randn(2, 128, device=device)).sum().backward()
+    optimizer.step()
+    state = optimizer.state[model[0].weight]
+    before = state["exp_avg"].cpu()
+    with parked(optimizer) as num_bytes:
+        assert num_bytes == 2 * 4 * 128 * 128
+        assert state["exp_avg"].is_cpu
+        with pytest.raises(RefusedError, match=r"residency\.unpark"):
+            optimizer.step()
+    assert state["exp_avg"].device == device
+    assert torch.equal(state["exp_avg"].cpu(), before)
+    optimizer.step()
+    residency.onload_optimizer(optimizer)
+
+
+def test_a_state_that_outgrows_its_place_while_it_is_parked_goes_home(device: torch.device) -> None:
+    model = nn.Linear(64, 64, bias=False).to(device)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    residency.offload_optimizer(optimizer, bucket="64KiB", resident="16KiB")
+    model(torch.randn(2, 64, device=device)).sum().backward()
+    optimizer.step()
+    state = optimizer.state[model.weight]
+    momentum = state["momentum_buffer"].cpu()
+    held = torch.accelerator.memory_allocated()
+    with parked(optimizer) as num_bytes:
+        assert num_bytes == 4 * 64 * 64
+        state["second"] = torch.ones(64, 64, device=device)
+    assert state["momentum_buffer"].is_cpu
+    assert torch.equal(state["momentum_buffer"], momentum)
+    assert torch.accelerator.memory_allocated() == held - 4 * 64 * 64
+
+
+def test_a_block_gives_unused_memory_back_if_its_owners_have_none(device: torch.device) -> None:
+    model = nn.Linear(4, 4)
+    torch.ones(32 << 20, dtype=torch.uint8, device=device)
+    assert torch.accelerator.memory_reserved() >= 32 << 20
+    with parked(model) as num_bytes:
+        assert num_bytes == 0
+        assert torch.accelerator.memory_reserved() < 32 << 20
+        torch.ones(32 << 20, dtype=torch.uint8, device=device)
+    assert torch.accelerator.memory_reserved() < 32 << 20
+
+
 def test_wrong_arguments_are_named_before_anything_moves(device: torch.device) -> None:
     model = nn.Linear(4, 4).to(device)
     with pytest.raises(InvalidArgumentError, match="parked got list"):

@@ -211,6 +211,7 @@ def draw_ours(chance: random.Random) -> dict[str, Any]:
         "in flight": chance.choice([1, 1, 2, 3]),
         "base": chance.choice([None, TorchCheckpointIO, Slow, Slow]),
         "phases": chance.random() < 0.7,
+        "park": chance.random() < 0.5,
     }
 
 
@@ -237,7 +238,11 @@ def callbacks_of(plan: dict[str, Any], ours: dict[str, Any] | None) -> list[Any]
     )
     if ours is not None and ours["where"] != "none":
         offload = ours["offload"] if ours["where"] in ("callback", "both") else False
-        found.append(ResidencyCallback(offload=offload, phases=ours["phases"]))
+        found.append(
+            ResidencyCallback(
+                offload=offload, phases=ours["phases"], park_in_validation=ours["park"]
+            )
+        )
     return found
 
 

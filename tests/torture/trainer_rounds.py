@@ -133,6 +133,7 @@ def draw_ours(chance: random.Random) -> dict[str, Any]:
         "mixin": chance.random() < 0.6,
         "callback": chance.random() < 0.8,
         "offload": chance.random() < 0.8,
+        "park": chance.random() < 0.5,
         "settings": offload_settings(chance),
         "in flight": chance.choice([0, 1, 1, 2, 3]),
     }
@@ -165,7 +166,8 @@ def trainer_of(plan: dict[str, Any], ours: dict[str, Any] | None, watch: Watch) 
     kind: Any = transformers.Trainer
     if ours is not None:
         if ours["callback"] or not ours["mixin"]:
-            callbacks.append(ResidencyCallback(offload=ours["offload"], **ours["settings"]))
+            how = {"offload": ours["offload"], "park_in_evaluation": ours["park"]}
+            callbacks.append(ResidencyCallback(**how, **ours["settings"]))
         if ours["mixin"]:
             kind, more = Mixed, {"max_in_flight": ours["in flight"]}
     random.seed(settings["seed"])

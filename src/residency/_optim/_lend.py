@@ -74,6 +74,14 @@ class OffloadOwner:
             homes.spare_bytes = num_bytes
         homes.make_spare(sizes)
 
+    def staying(self, optimizer: Any) -> Mapping[str, Tensor]:
+        """Returns the states that stay on the device between steps; see ``StateOwner``."""
+        return {
+            f"state.{index}.{key}": value
+            for index, inner in enumerate(dict.values(optimizer.state))
+            for key, value in (inner.staying() if isinstance(inner, ParameterState) else {}).items()
+        }
+
     def receive(
         self, optimizer: Any, states: Mapping[Tensor, Mapping[str, Incoming | None]]
     ) -> Reception | None:

@@ -25,6 +25,7 @@ from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes
 from residency._optim._residents import Residents
 from residency._optim._trial._first_step import planned_bytes
+from residency._transfer import is_away
 
 if TYPE_CHECKING:  # in whose eyes a dict is a MutableMapping, and has its methods
     _MutableDict = dict[str, Any]
@@ -213,22 +214,25 @@ class ParameterState(_MutableDict):
 
     def _may_stay(self, key: str, value: Tensor) -> bool:
         """Returns whether a value may stay on the device; without room for it, all go home."""
-        others = [
-            v for k, v in dict.items(self) if k != key and isinstance(v, Tensor) and not v.is_cpu
-        ]
+        others = [each for name, each in self.staying().items() if name != key]
         num_bytes = sum(planned_bytes(each) for each in (*others, value))
         if self._residents.allow_owner(self._owner, num_bytes):
             return True
         self.leave_device()
         return False
 
-    def leave_device(self) -> None:
-        """Sends the values that stay on the device home; from now on they stream."""
-        leaving = {
+    def staying(self) -> dict[str, Tensor]:
+        """Returns the values that stay on the device; those that are parked come back to it."""
+        return {
             key: value
             for key, value in dict.items(self)
-            if isinstance(value, Tensor) and not value.is_cpu
+            if isinstance(value, Tensor) and key not in self.homes_by_key
+            if not value.is_cpu or is_away(value)
         }
+
+    def leave_device(self) -> None:
+        """Sends the values that stay on the device home; from now on they stream."""
+        leaving = self.staying()
         homes = [self._homes.fill(self.home_for(key), value) for key, value in leaving.items()]
         self.leave_residents()
         for key, home in zip(leaving, homes, strict=True):

@@ -49,7 +49,8 @@ def park(
     would not be freed, and the tie would be cut.
 
     Args:
-        module: A module, FSDP2 and DDP too, or an optimizer, whose state is moved.
+        module: A module, FSDP2 and DDP too, or an optimizer, whose state is moved; of an offloaded
+            one, the state that stays ``resident``.
         need: Park only so many device bytes, as whole storages: bytes, or a string such as
             ``"2GiB"``. None parks everything, empty tensors too; so does a number that needs all
             bytes.

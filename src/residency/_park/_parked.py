@@ -40,8 +40,8 @@ def parked(
     longer shows values.
 
     Args:
-        owners: Modules, FSDP2 and DDP too, and optimizers, whose state is moved. An optimizer
-            whose state is offloaded costs nothing.
+        owners: Modules, FSDP2 and DDP too, and optimizers, whose state is moved. Of an offloaded
+            optimizer only the state that stays ``resident`` moves.
         gradients: As in `residency.park`: ``"move"`` or ``"drop"``.
         pin: Whether the host memory is page-locked.
         fork_rng: Whether torch's random numbers, the host's and the device's, go on after the body
@@ -78,7 +78,7 @@ def _parked(
     ]
     try:
         freed = sum(park_with(parking) for parking in parkings)
-        _give_cache_back(parkings)
+        _give_cache_back()
         with _forked_rng() if fork_rng else nullcontext():
             yield freed
     except BaseException as error:
@@ -90,16 +90,14 @@ def _parked(
 
 def _bring_back(parkings: Sequence[Parking], error: BaseException | None) -> None:
     """Brings back what is parked; an error on its way may hold the room, and has to let go."""
-    if not any(parking.is_parked for parking in parkings):
-        return
-    _give_cache_back(parkings)
+    _give_cache_back()
     try:
         _unpark_all(parkings)
     except torch.OutOfMemoryError:
         if error is None:
             raise
         let_go_of(error)
-        _give_cache_back(parkings)
+        _give_cache_back()
         _unpark_all(parkings)
 
 
@@ -108,9 +106,9 @@ def _unpark_all(parkings: Sequence[Parking]) -> None:
         parking.unpark()
 
 
-def _give_cache_back(parkings: Sequence[Parking]) -> None:
-    for device in {parking.device for parking in parkings if parking.is_parked}:
-        assert device is not None, "parked bytes were on a device"
+def _give_cache_back() -> None:
+    """Gives unused segments back, for owners that have nothing on the device too: the body's."""
+    if (device := _device.accelerator()) is not None and _device.has_context(device):
         _device.empty_cache(device)
 
 

@@ -118,8 +118,10 @@ def _attributes(module: nn.Module) -> _Named:
 
 
 def _state(optimizer: Optimizer) -> _Named:
-    if owner_of(optimizer) is not None:
-        return  # at home on the host already
+    if (owner := owner_of(optimizer)) is not None:
+        for site, tensor in owner.staying(optimizer).items():  # the rest is at home on the host
+            yield from _plain(site, tensor)
+        return
     refuse_hidden_state(optimizer, "park its model alone")
     with state_stays():  # what waits is on the host already
         state = optimizer.state

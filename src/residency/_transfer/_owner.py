@@ -206,6 +206,10 @@ class StateOwner(Protocol):
             RefusedError: The host has no room.
         """
 
+    def staying(self, optimizer: object) -> Mapping[str, Tensor]:
+        """Returns the states that stay on the device between steps, by their sites."""
+        ...
+
     def receive(
         self, optimizer: object, states: Mapping[Tensor, Mapping[str, Incoming | None]]
     ) -> Reception | None:

@@ -1,6 +1,7 @@
 """What an offload saves is said once in the log, and is what the device measures."""
 
 import logging
+import math
 import re
 
 import pytest
@@ -64,7 +65,7 @@ def test_the_figure_is_the_difference_of_both_peaks(lab, caplog, slots):
 def test_a_state_that_the_slots_hold_is_a_warning_with_a_bucket_that_saves_what_it_says(
     lab, caplog
 ):
-    offloaded = peak_of_a_step(lab, slots=3)
+    offloaded = peak_of_a_step(lab, bucket="128MiB", slots=3)
     level, text = told(caplog)
     assert level == "WARNING"
     saved, bucket, offered = saved_by(text)
@@ -75,6 +76,41 @@ def test_a_state_that_the_slots_hold_is_a_warning_with_a_bucket_that_saves_what_
     better = peak_of_a_step(lab, bucket=bucket)
     assert offered == format_bytes(plain - better)
     assert saved_by(told(caplog)[1]) == (offered, None, None)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_the_bucket_that_nobody_gives_fits_the_state(lab, caplog, slots):
+    offloaded = peak_of_a_step(lab, slots=slots)
+    level, text = told(caplog)
+    plain = peak_of_a_step(lab)
+    assert level == "INFO"
+    assert saved_by(text) == (format_bytes(plain - offloaded), None, None)
+    assert plain - offloaded >= sum(2 * 4 * math.prod(shape) for shape in SHAPES) // 2
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Muon", "Adafactor", "Adagrad"])
+@pytest.mark.parametrize(
+    "shapes", [((512, 512),), ((512, 512), (512, 480), (3, 2)), ((96, 96),) * 9, ((2, 3),)]
+)
+def test_an_offload_without_settings_takes_no_more_than_stock(lab, name, shapes):
+    options = {"lr": 1e-3} | ({"momentum": 0.9} if name == "SGD" else {})
+    peaks = []
+    for is_offloaded in (False, True):
+        parameters = lab.parameters(shapes=shapes)
+        optimizer = getattr(torch.optim, name)(parameters, **options)
+        if is_offloaded:
+            residency.offload_optimizer(optimizer)
+        for step in range(2):
+            lab.set_gradients(parameters, step, missing=False)
+            torch.accelerator.synchronize()
+            torch.accelerator.reset_peak_memory_stats()
+            optimizer.step()
+            torch.accelerator.synchronize()
+            peaks.append(torch.accelerator.max_memory_allocated())
+        optimizer.zero_grad()
+        del optimizer, parameters
+    assert peaks[2] <= peaks[0]
+    assert peaks[3] <= peaks[1]
 
 
 def test_slots_that_take_more_than_the_state_are_told_as_they_are(lab, caplog):

@@ -9,6 +9,7 @@ from residency._optim._lend import lend_homes as lend_homes  # saves find offloa
 from residency._optim._offload import (
     offload_optimizer as offload_optimizer,
     onload_optimizer as onload_optimizer,
+    parse_bucket as parse_bucket,
 )
 from residency._optim._offload_record import record_of as record_of
 from residency._optim._offloaded import OffloadedOptimizer as OffloadedOptimizer

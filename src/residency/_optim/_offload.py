@@ -50,7 +50,7 @@ def offload_optimizer(
     optimizer: OptimizerT,
     *,
     resident: int | str = 0,
-    bucket: int | str = "128MiB",
+    bucket: int | str | None = None,
     slots: int = 3,
     pin: bool = True,
     master_weights: bool = False,
@@ -59,11 +59,12 @@ def offload_optimizer(
 
     Args:
         optimizer: Changed in place: its new class is a subclass of ``OffloadedOptimizer`` and of
-            its old class. If it is the result of accelerate's ``prepare``, the optimizer inside is
-            changed; its figures are at ``wrapper.optimizer.statistics()``.
-        resident: Bytes of state that may stay on the device, taken in group order. If the state of
-            a parameter grows beyond this limit, it streams from then on.
-        bucket: Bytes of state that move together.
+            its old class. Of a wrapper by accelerate's ``prepare``, the one inside is changed;
+            its figures are at ``wrapper.optimizer.statistics()``.
+        resident: Bytes of state that may stay on the device, taken in group order; a parameter
+            whose state outgrows this limit streams from then on.
+        bucket: Bytes of state that move together. None takes 128 MiB; for a small state it takes a
+            power of two from 64 KiB on, so that all slots have at most a quarter of the state.
         slots: Buckets that may be on the device at once; 3 lets both copies and the step overlap.
         pin: Whether the host memory is page-locked; if not, copies block the host.
         master_weights: Whether bfloat16 and float16 parameters get float32 masters, which are
@@ -83,20 +84,19 @@ def offload_optimizer(
     Memory:
         Device bytes of state during a step, the first included, are at most
         ``resident + slots * max(bucket, s)``; ``s`` is the state of the largest parameter that
-        cannot be cut, each state rounded up to 512 bytes. Only the element-wise classes of
-        ``torch.optim`` cut, and only contiguous parameters; for these ``s`` is 0 if a bucket has 64
-        elements or more. Any other class, a subclass of these too, moves whole parameters. Pinned
-        host bytes are the bytes of the state, each rounded up to 512, plus the unused end of each
-        slab. Masters need more beside the slots: a float32 copy of a unit's gradients, and 7 bytes
-        for each element of the parameter that a master is compared with.
+        cannot be cut, each state rounded up to 512 bytes. A bucket that is not given has 128 MiB at
+        most. Only the element-wise classes of ``torch.optim`` cut, and only contiguous parameters;
+        for these ``s`` is 0 if a bucket has 64 elements or more. Any other class, a subclass of
+        these too, moves whole parameters. Pinned host bytes are the state's, each rounded up to
+        512, plus the unused end of each slab. Masters need more beside the slots: a float32 copy of
+        a unit's gradients, and 7 bytes for each element of a parameter whose master is compared.
     """
     settings = _settings(resident, bucket, slots, pin, master_weights)
+    base = type(optimizer)
     if isinstance(optimizer, OffloadedOptimizer):
         raise RefusedError(
-            f"this {type(optimizer).__name__} is offloaded already. To change its settings, call "
-            "onload_optimizer first."
+            f"this {base.__name__} is offloaded already: call onload_optimizer before."
         )
-    base = type(optimizer)
     check_groups(base.__name__, optimizer.param_groups)
     device = device_of(base.__name__, [m.parameter for m in members_of(optimizer)])
     validate_step_patch(optimizer)
@@ -218,8 +218,17 @@ def _swap_back(
     _pinned.give_back_pinned(pinned_bytes)
 
 
+def parse_bucket(bucket: int | str | None, *, name: str = "bucket") -> int | None:
+    """Returns the bytes of a setting ``bucket``; None for one that is not given.
+
+    Raises:
+        InvalidArgumentError: It does not parse.
+    """
+    return None if bucket is None else parse_bytes(bucket, name=name)
+
+
 def _settings(
-    resident: int | str, bucket: int | str, slots: int, pin: bool, master_weights: bool
+    resident: int | str, bucket: int | str | None, slots: int, pin: bool, master_weights: bool
 ) -> dict[str, Any]:
     for name, value in (("pin", pin), ("master_weights", master_weights)):
         if not isinstance(value, bool):
@@ -228,12 +237,12 @@ def _settings(
         raise InvalidArgumentError(f"slots is {slots!r}; expected a whole number of at least 1.")
     sizes = {
         "resident_bytes": parse_bytes(resident, name="resident"),
-        "bucket_bytes": parse_bytes(bucket, name="bucket"),
+        "bucket_bytes": parse_bucket(bucket),
         "num_slots": slots,
         "pin": pin,
         "master_weights": master_weights,
     }
-    if sizes["bucket_bytes"] < 1:
+    if sizes["bucket_bytes"] == 0:
         raise InvalidArgumentError("bucket is 0 bytes; expected room for at least one element.")
     return sizes
 

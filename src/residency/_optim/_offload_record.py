@@ -29,6 +29,7 @@ from residency._optim._trial._first_step import Schema, Schemas, StateSize
 from residency._optim._trial._partial_step import PRIVATE, is_torchs_own
 from residency._optim._trial._separable import Separability, separability
 from residency._optim._trial._step_call import NO_ARGUMENTS, StepCall
+from residency._transfer import LARGEST_BUCKET_BYTES, default_bucket
 
 
 class Loading:
@@ -67,6 +68,7 @@ class Offload:
 
     Attributes:
         base: The class that the optimizer had.
+        bucket_bytes: Bytes of state that move together; None for those that fit the state.
         host: Its state on the host; None when the parameters are there too, and nothing moves.
         resident_bytes: Bytes of state that may stay on the device.
         resident: The parameters whose state stays on the device.
@@ -79,7 +81,7 @@ class Offload:
 
     base: type[Optimizer]
     separability: Separability
-    bucket_bytes: int
+    bucket_bytes: int | None
     num_slots: int
     resident_bytes: int = 0
     host: HostState | None = None
@@ -111,6 +113,11 @@ class Offload:
         """The state on the host, of an optimizer that has its parameters on the accelerator."""
         assert self.host is not None
         return self.host
+
+    @property
+    def most_in_bucket(self) -> int:
+        """The most bytes of state that move together."""
+        return LARGEST_BUCKET_BYTES if self.bucket_bytes is None else self.bucket_bytes
 
     @property
     def is_local(self) -> bool:
@@ -158,13 +165,14 @@ class Offload:
         if plan is None or ties != self._plan_ties:
             self._forget_the_gone(optimizer)
             self._ask_budget(optimizer, members)
-            bucket_bytes = self.bucket_bytes // (2 if is_template else 1)
-            self._plan = plan = self._plan_of(optimizer, members, bucket_bytes, ties)
+            self._plan = plan = self._plan_of(
+                optimizer, members, self.bucket_bytes, ties, part=2 if is_template else 1
+            )
             self._plan_key, self._plan_ties = key, ties
         plan.seat(members.parameters, inners)
         return plan
 
-    def plan_like_newest(self, optimizer: Optimizer, bucket_bytes: int) -> Plan:
+    def plan_like_newest(self, optimizer: Optimizer, bucket_bytes: int | None) -> Plan:
         """Returns the plan of another step over the parameters of the newest one, with buckets of
         a size; it is only looked at.
         """
@@ -172,13 +180,23 @@ class Offload:
         return self._plan_of(optimizer, members, bucket_bytes, self._plan_ties)
 
     def _plan_of(
-        self, optimizer: Optimizer, members: Members, bucket_bytes: int, ties: Ties
+        self,
+        optimizer: Optimizer,
+        members: Members,
+        bucket_bytes: int | None,
+        ties: Ties,
+        *,
+        part: int = 1,
     ) -> Plan:
+        def bucket_of(state_bytes: int, whole_bytes: int) -> int:
+            fitting = default_bucket(state_bytes, whole_bytes, self.num_slots)
+            return (fitting if bucket_bytes is None else bucket_bytes) // part
+
         return make_plan(
             members,
             self.on_host.state,
             resident=self.resident,
-            bucket_bytes=bucket_bytes,
+            bucket_of=bucket_of,
             can_cut=self.is_local,
             size_of=lambda member: self.size_of(optimizer, member),
             later_of=lambda member: self._later_of(optimizer, member),

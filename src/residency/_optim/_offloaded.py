@@ -164,13 +164,14 @@ class OffloadedOptimizer(Optimizer):
             return f"{super().__repr__()}\noffloaded: parameters on the host, nothing moves"
         num_parameters = sum(len(group["params"]) for group in self.param_groups)
         kind = "pinned" if offload.pin else "not pinned"
+        most = "at most " if offload.bucket_bytes is None else ""
         return (
             f"{super().__repr__()}\n"
             f"offloaded: {format_bytes(offload.host.homes.arena.used_bytes)} of homes on the host "
             f"({format_bytes(offload.host.homes.arena.slab_bytes)}, {kind}); "
             f"{len(offload.resident)} of {num_parameters} parameters have resident state "
             f"(at most {format_bytes(offload.resident_bytes)}); the rest streams through "
-            f"{offload.num_slots} slots of {format_bytes(offload.bucket_bytes)}"
+            f"{offload.num_slots} slots of {most}{format_bytes(offload.most_in_bucket)}"
         )
 
     def state_dict(self) -> dict[str, Any]:

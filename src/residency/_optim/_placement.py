@@ -69,7 +69,7 @@ def place_state(optimizer: Optimizer, offload: Offload, device: torch.device) ->
     states = [_values(optimizer, member.parameter) for member in members_of(optimizer)]
     require_own_mappings(states, "Nothing was moved")
     repeats = repeated(_tensors_of(optimizer), "Nothing was moved")
-    homes = Homes(device, pin=offload.pin, spare_bytes=_SPARE_BUCKETS * offload.bucket_bytes)
+    homes = Homes(device, pin=offload.pin, spare_bytes=_SPARE_BUCKETS * offload.most_in_bucket)
     resident = _choose_resident(offload, optimizer)
     on_device = _values_on_device(offload, optimizer)
     announced = {

@@ -236,7 +236,7 @@ def make_plan(
     state: State,
     *,
     resident: Residents,
-    bucket_bytes: int,
+    bucket_of: Callable[[int, int], int],
     can_cut: bool,
     size_of: Callable[[Member], StateSize | None],
     later_of: Callable[[Member], Mapping[str, Tensor]],
@@ -249,8 +249,8 @@ def make_plan(
         members: The parameters, in group order.
         state: The optimizer's state.
         resident: The parameters whose state stays on the device.
-        bucket_bytes: The most bytes of state in a unit, unless one parameter that cannot be cut has
-            more.
+        bucket_of: Returns the most bytes of state in a unit, unless one parameter that cannot be
+            cut has more; it gets the bytes of all states and of the largest that cannot be cut.
         can_cut: Whether the optimizer is element-wise.
         size_of: Estimates the state of a parameter that has none yet.
         later_of: Foresees what steps after the first make besides, by key.
@@ -258,7 +258,7 @@ def make_plan(
         ties: Groups of members, by index, that belong into one unit; none of them is cut.
     """
     stay: list[Piece] = []
-    streamed, fresh = _Packer(bucket_bytes), _Packer(bucket_bytes)
+    moving: list[_Moving] = []
     planned = list(members)
     state.require_own_mappings("Nothing was stepped")
     seats = [Seat(member.parameter) for member in planned]
@@ -282,14 +282,26 @@ def make_plan(
             is_fresh |= not is_made and (size is None or size.num_bytes > 0)
             sizes.append(size)
         is_cuttable = can_cut and len(group) == 1 and _is_cuttable(group[0].parameter, inners[0])
-        packer = fresh if is_fresh else streamed
-        packer.add(pieces, _sum_of(sizes), is_cuttable=is_cuttable)
-    return Plan(
-        Unit(stay, [()] * len(stay)),
-        tuple(lay_out(pieces, homes_of(pieces, state)) for pieces in streamed.finish()),
-        tuple(lay_out(pieces, homes_of(pieces, state)) for pieces in fresh.finish()),
-        tuple(seats),
+        moving.append(_Moving(pieces, _sum_of(sizes), is_fresh, is_cuttable))
+    streamed, fresh = (
+        tuple(lay_out(pieces, homes_of(pieces, state)) for pieces in packed)
+        for packed in _packed(moving, bucket_of)
     )
+    return Plan(Unit(stay, [()] * len(stay)), streamed, fresh, tuple(seats))
+
+
+def _packed(
+    moving: Sequence[_Moving], bucket_of: Callable[[int, int], int]
+) -> tuple[list[list[Piece]], list[list[Piece]]]:
+    """Returns the pieces of each unit: those of states that exist, and of states to come."""
+    known = [(each.size.num_bytes, each.is_cuttable) for each in moving if each.size is not None]
+    whole_bytes = max((size for size, is_cuttable in known if not is_cuttable), default=0)
+    bucket_bytes = bucket_of(sum(size for size, _ in known), whole_bytes)
+    streamed, fresh = _Packer(bucket_bytes), _Packer(bucket_bytes)
+    for each in moving:
+        packer = fresh if each.is_fresh else streamed
+        packer.add(each.pieces, each.size, is_cuttable=each.is_cuttable)
+    return streamed.finish(), fresh.finish()
 
 
 def _tied(num_members: int, ties: Ties) -> Iterator[tuple[int, ...]]:
@@ -319,6 +331,15 @@ def _is_cuttable(parameter: Tensor, inner: ParameterState | None) -> bool:
     return local.is_contiguous() and all(
         t.dim() == 0 or (t.shape == local.shape and t.is_contiguous()) for t in homes
     )
+
+
+class _Moving(NamedTuple):
+    """A group of parameters that goes through one unit, with the size of its state if known."""
+
+    pieces: list[Piece]
+    size: StateSize | None
+    is_fresh: bool
+    is_cuttable: bool
 
 
 class _Packer:

@@ -63,7 +63,7 @@ def _savings(optimizer: Optimizer, offload: Offload, host: HostState) -> tuple[i
     excess = in_slots - state_bytes
     more = f", {format_bytes(excess)} more than the state" if excess > 0 else ""
     advice = ""
-    if _LEAST_BUCKET_BYTES <= bucket_bytes < offload.bucket_bytes:
+    if _LEAST_BUCKET_BYTES <= bucket_bytes < (offload.bucket_bytes or 0):
         better = state_bytes - _slot_bytes(optimizer, offload, bucket_bytes)
         if better > 2 * saved:
             advice = f' bucket="{spell_bytes(bucket_bytes)}" would save {format_bytes(better)}.'
@@ -75,7 +75,7 @@ def _savings(optimizer: Optimizer, offload: Offload, host: HostState) -> tuple[i
     )
 
 
-def _slot_bytes(optimizer: Optimizer, offload: Offload, bucket_bytes: int) -> int:
+def _slot_bytes(optimizer: Optimizer, offload: Offload, bucket_bytes: int | None) -> int:
     """Returns what a step has in slots, as it allocates them."""
     plan = offload.plan_like_newest(optimizer, bucket_bytes)
     return min(offload.num_slots, len(plan.streamed)) * plan.slot_bytes

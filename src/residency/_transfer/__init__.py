@@ -6,6 +6,8 @@ What moves as a whole into a new tensor, torch's ``Tensor.to`` moves.
 
 from residency._transfer._buckets import (
     ELEMENT_WISE as ELEMENT_WISE,
+    LARGEST_BUCKET_BYTES as LARGEST_BUCKET_BYTES,
+    default_bucket as default_bucket,
     fitting_bucket as fitting_bucket,
 )
 from residency._transfer._events import (

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from residency._errors import InvalidArgumentError, RefusedError
-from residency._units import parse_bytes
+from residency._optim import parse_bucket
 from residency.integrations._common._framework import (
     hook_in,
     load_framework,
@@ -79,7 +79,7 @@ class ResidencyArgs(BaseModel):
 
     residency_offload: bool = True
     residency_resident: int | str = 0
-    residency_bucket: int | str = "128MiB"
+    residency_bucket: int | str | None = None
     residency_slots: int = Field(default=3, ge=1)
     residency_pin: bool = True
     residency_master_weights: bool = False
@@ -111,13 +111,13 @@ class ResidencyArgs(BaseModel):
 
     @field_validator("residency_resident", "residency_bucket")
     @classmethod
-    def check_size(cls, size: int | str, info: Any) -> int | str:
-        """Returns a size that parses.
+    def check_size(cls, size: int | str | None, info: Any) -> int | str | None:
+        """Returns a size that parses, or None for a bucket that is not given.
 
         Raises:
             InvalidArgumentError: It does not.
         """
-        parse_bytes(size, name=info.field_name)
+        parse_bucket(size, name=info.field_name)
         return size
 
     @classmethod

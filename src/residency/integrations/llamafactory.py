@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from residency._errors import InvalidArgumentError, RefusedError
-from residency._optim import OffloadedOptimizer, offload_optimizer
+from residency._optim import OffloadedOptimizer, offload_optimizer, parse_bucket
 from residency._units import parse_bytes
 from residency.integrations._common._framework import hook_in, load_framework, named_with_version
 from residency.integrations._common._options import OURS, options_of, unknown_options
@@ -89,9 +89,8 @@ def _build(model: nn.Module, optim_config: Mapping[str, Any]) -> OffloadedOptimi
             "optim_config."
         )
     own = {key: options.pop(key) for key in OURS & options.keys()}
-    for size in ("resident", "bucket"):
-        if size in own:
-            parse_bytes(own[size], name=f"optim_config.{size}")
+    parse_bytes(own.get("resident", 0), name="optim_config.resident")
+    parse_bucket(own.get("bucket"), name="optim_config.bucket")
     if isinstance(options.get("betas"), list):
         options["betas"] = tuple(options["betas"])  # as a YAML has them
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -18,7 +18,7 @@ from typing import ParamSpec, TypeVar, cast
 from torch.optim import Optimizer
 
 from residency._errors import InvalidArgumentError, RefusedError
-from residency._optim import OffloadedOptimizer, offload_optimizer
+from residency._optim import OffloadedOptimizer, offload_optimizer, parse_bucket
 from residency._units import parse_bytes
 from residency.integrations._common._framework import missing_in, named_with_version
 
@@ -38,7 +38,7 @@ def offload_built_by(
     setup_optimizer: Callable[_Arguments, _Built],
     *,
     resident: int | str = 0,
-    bucket: int | str = "128MiB",
+    bucket: int | str | None = None,
     slots: int = 3,
     master_weights: bool = False,
 ) -> Callable[_Arguments, _Built]:
@@ -69,8 +69,8 @@ def offload_built_by(
             f"offload_built_by got {setup_optimizer!r}; expected prime-rl's function: "
             "trainer.setup_optimizer = offload_built_by(trainer.setup_optimizer)."
         )
-    for name, value in (("resident", resident), ("bucket", bucket)):
-        parse_bytes(value, name=name)  # now, and not after minutes in which a model is loaded
+    parse_bytes(resident, name="resident")  # now, and not after minutes of loading a model
+    parse_bucket(bucket)
 
     @functools.wraps(setup_optimizer)
     def setup_offloaded(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Built:

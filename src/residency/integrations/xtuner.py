@@ -74,7 +74,7 @@ def _config_class() -> type[Any]:
 
         swap_optimizer: Literal[True] = True
         resident: int | str = 0
-        bucket: int | str = "128MiB"
+        bucket: int | str | None = None
         slots: int = 3
         master_weights: bool = False
 

@@ -20,13 +20,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from residency._dtensor import local_of, wrapped_like
-from residency._optim import offload_optimizer
+from residency._optim import offload_optimizer, parse_bucket
 from residency._units import parse_bytes
 from residency.integrations.torchtitan._published import published
 
 _Container: Any = published("torchtitan.components.optimizer", "OptimizersContainer")
 _IN_BFLOAT16 = "fused_opt_states_bf16"
-SIZES = ("resident", "bucket")
 
 
 class OffloadedOptimizers(_Container):  # type: ignore[misc]  # known when it runs
@@ -64,14 +63,14 @@ class OffloadedOptimizers(_Container):  # type: ignore[misc]  # known when it ru
         """
 
         resident: int | str = 0
-        bucket: int | str = "128MiB"
+        bucket: int | str | None = None
         slots: int = 3
         master_weights: bool = False
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         """Builds torchtitan's container, and offloads what is in it."""
-        for size in SIZES:
-            parse_bytes(getattr(config, size), name=size)  # before anything is built
+        parse_bytes(config.resident, name="resident")  # before anything is built
+        parse_bucket(config.bucket)
         super().__init__(config, model_parts=model_parts)
         for optimizer in self.optimizers:
             if config.implementation == _IN_BFLOAT16:

@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from residency._errors import InvalidArgumentError, RefusedError
+from residency._optim import parse_bucket
 from residency._units import parse_bytes
 from residency.integrations._common._framework import named_with_version
 from residency.integrations.torchtitan._checkpoints import ResidencyCheckpointManager
-from residency.integrations.torchtitan._optimizers import SIZES, OffloadedOptimizers
+from residency.integrations.torchtitan._optimizers import OffloadedOptimizers
 from residency.integrations.torchtitan._published import published
 
 _DOOR = __name__.rpartition(".")[0]
@@ -28,7 +29,7 @@ def offload_optimizers(
     config: Any,
     *,
     resident: int | str = 0,
-    bucket: int | str = "128MiB",
+    bucket: int | str | None = None,
     slots: int = 3,
     master_weights: bool = False,
     **unknown: object,
@@ -50,15 +51,15 @@ def offload_optimizers(
         InvalidArgumentError: There is no such setting, or a size does not parse.
         RefusedError: The config is of another container, or offloads already.
     """
-    settings: dict[str, int | str | bool] = {
+    settings: dict[str, int | str | bool | None] = {
         "resident": resident,
         "bucket": bucket,
         "slots": slots,
         "master_weights": master_weights,
     }
     _refuse_unknown("offload_optimizers", unknown, settings)
-    for size in SIZES:
-        parse_bytes(settings[size], name=size)  # now, and not after minutes of building a model
+    parse_bytes(resident, name="resident")  # now, and not after minutes of building a model
+    parse_bucket(bucket)
     _refuse_others("offload_optimizers", "optimizer", config, OffloadedOptimizers)
     return _derive(config, OffloadedOptimizers.Config, **settings)
 

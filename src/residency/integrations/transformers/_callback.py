@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from residency._errors import RefusedError
 from residency._memory import begin_phase, end_failed, end_phase, explain, open_phases
-from residency._optim import OffloadedOptimizer, offload_optimizer, onload_optimizer
+from residency._optim import (
+    OffloadedOptimizer,
+    offload_optimizer,
+    onload_optimizer,
+    parse_bucket,
+)
 from residency._park import parked
 from residency._units import parse_bytes
 from residency.integrations._common._framework import hook_in, load_framework, named_with_version
@@ -79,7 +84,7 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
         *,
         offload: bool = True,
         resident: int | str = 0,
-        bucket: int | str = "128MiB",
+        bucket: int | str | None = None,
         slots: int = 3,
         pin: bool = True,
         master_weights: bool = False,
@@ -93,7 +98,7 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
         self._are_outputs_on_host = outputs_on_host
         self._settings: dict[str, Any] = {
             "resident": parse_bytes(resident, name="resident"),
-            "bucket": parse_bytes(bucket, name="bucket"),
+            "bucket": parse_bucket(bucket),
             "slots": slots,
             "pin": pin,
             "master_weights": master_weights,

@@ -12,6 +12,7 @@ from tests.dryrun.facts import NOTHING, answered, phase
 from residency._dryrun import RunSettings, largest_seen, largest_that_fits
 from residency._dryrun._answer import Answer
 from residency._errors import InvalidArgumentError
+from residency._units import MIB
 
 
 class Sizes:
@@ -43,10 +44,12 @@ class Sizes:
         found: dict[str, Any] = {"arguments": self.arguments}
         if self.is_of_loader and number > self.samples:
             found["left_out"] = {"data": {"samples": self.samples, "batch": number}}
-        return answered(need, self.most, error=error, **found)
+        return answered(need, self.most, error=error, context=settings.others, **found)
 
-    def largest(self, *words: str, what: str = "batch") -> tuple[int | None, list[Any]]:
-        tried = list(largest_that_fits(words, NOTHING, what, self.run))
+    def largest(
+        self, *words: str, what: str = "batch", left: int = 0
+    ) -> tuple[int | None, list[Any]]:
+        tried = list(largest_that_fits(words, NOTHING, what, self.run, left=left))
         best, _ = largest_seen(tried)
         return None if best is None else best.number, tried
 
@@ -137,3 +140,12 @@ def test_a_script_that_fails_as_it_stands_is_tried_once() -> None:
     sizes = Sizes(100, refuses=lambda number: True)
     assert sizes.largest("train.py", "--batch-size", "16")[0] is None
     assert sizes.seen == [16]
+
+
+def test_the_largest_leaves_the_room_that_it_is_told_to_and_counts_it_in_no_peak() -> None:
+    largest, tried = Sizes(1000).largest("train.py", "--batch-size", "8", left=300 * MIB)
+    assert largest == 700
+    answer = next(each.answer for each in tried if each.number == largest)
+    assert answer.context == 0
+    assert answer.needed == 700 * MIB
+    assert answer.headroom == 300 * MIB

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from residency._dryrun import Answer, RunSettings, TriedNumber
 
+_FOR_TEMPORARIES = " for temporaries that are not modelled"
 _LEFT_BY_SEARCHES = "300MiB"  # as docs/reference/dry-run.md asks for: what is not modelled
 _DESCRIPTION = """\
 Will it fit, with which batch, and which changes make it fit? For an unmodified training script
@@ -125,13 +126,17 @@ def run(arguments: argparse.Namespace) -> int:
     _dryrun.print_answer(answer, console, () if arguments.fit else _next_questions(answer))
     made = answer.as_dict()
     if arguments.fit and answer.is_too_large:
-        left = parse_bytes(_LEFT_BY_SEARCHES) if arguments.others is None else 0
-        made["fit"] = _fit(words, settings, answer, runner, console, left)
+        made["fit"] = _fit(words, settings, answer, runner, console, _left(arguments))
     if arguments.json:
         print(json.dumps(made))
     if arguments.html:
         _dryrun.write_page(answer, arguments.html, words)
     return answer.verdict.status
+
+
+def _left(arguments: argparse.Namespace) -> int:
+    """Returns the bytes that a search leaves free, where no other programs were spoken of."""
+    return parse_bytes(_LEFT_BY_SEARCHES) if arguments.others is None else 0
 
 
 def _next_questions(answer: Answer) -> Iterator[str]:
@@ -175,7 +180,7 @@ def _fit(
     """Prints what was tried to make a script fit; returns it for JSON."""
     made: list[dict[str, Any]] = []
     nearest = answer
-    room = f", with {format_bytes(left)} left for temporaries that are not modelled" * bool(left)
+    room = f", with {format_bytes(left)} left{_FOR_TEMPORARIES}" * bool(left)
     _say(console, f"\n[bold]changes that make it fit[/], the cheapest first{room}:")
     for tried in _dryrun.settings_that_fit(
         settings,
@@ -211,22 +216,22 @@ def _largest(
     runner: _Runner,
     console: Console,
 ) -> int:
-    what = arguments.largest
+    what, left = arguments.largest, _left(arguments)
     tried = []
     for each in _dryrun.largest_that_fits(
         words,
         settings,
         what,
         lambda changed, with_it: runner.answer(changed, with_it, is_quiet=True, has_second=False),
+        left=left,
     ):
         tried.append(each)
         _say(console, f"{what} {each.number}: {_verdict(each.answer)}")
     best, end = _dryrun.largest_seen(tried)
     for line in _said_of_largest(what, tried, best, end):
         _say(console, line)
-    if best is not None and settings.others:
-        left = format_bytes(settings.others)
-        _say(console, f"besides, {left} are left for other programs and unmodelled temporaries")
+    if best is not None and left:
+        _say(console, f"{format_bytes(left)} of them are left{_FOR_TEMPORARIES}")
     if arguments.json:
         made = {
             "largest": None if best is None else best.number,
@@ -355,14 +360,11 @@ def _settings(arguments: argparse.Namespace) -> tuple[RunSettings, tuple[str, st
         capacity = parse_bytes(arguments.capacity, name="--capacity")
     if capacity == 0:
         raise InvalidArgumentError("--capacity is 0; expected a device with room for something.")
-    others = arguments.others
-    if others is None:
-        others = _LEFT_BY_SEARCHES if arguments.largest else "0B"
     settings = _dryrun.RunSettings(
         folder="",
         capacity=capacity,
         gpu=name,
-        others=parse_bytes(others, name="--others"),
+        others=parse_bytes(arguments.others or "0B", name="--others"),
         steps=arguments.steps,
         ranks=arguments.ranks,
         is_real=arguments.real,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from residency._dryrun._answer import Answer
 from residency._dryrun._numbers import BATCH, SEQUENCE, number_in_command, number_in_script
@@ -41,7 +41,7 @@ class TriedNumber:
 
 
 def largest_that_fits(
-    words: Sequence[str], settings: RunSettings, what: str, run: Run
+    words: Sequence[str], settings: RunSettings, what: str, run: Run, *, left: int = 0
 ) -> Iterator[TriedNumber]:
     """Tries numbers until the largest one that fits is known.
 
@@ -56,6 +56,7 @@ def largest_that_fits(
         settings: Those of the runs.
         what: ``"batch"`` or ``"sequence"``.
         run: Makes a run of a command.
+        left: Bytes of the device that are to be left free; no peak of an answer counts them.
 
     Yields:
         Each number with its answer. The largest of those that fit and were seen is the result;
@@ -64,11 +65,13 @@ def largest_that_fits(
     Raises:
         InvalidArgumentError: There is no such number, or the script fails before it is changed.
     """
+    settings = replace(settings, others=settings.others + left)
     number, run_with = _place(words, settings, what, run)
     search = _NumberSearch(number, is_long=what == "sequence")
     while number := search.next():
         answer = run_with(number)
-        yield TriedNumber(number, answer, search.note(number, answer))
+        seen = search.note(number, answer)
+        yield TriedNumber(number, replace(answer, context=answer.context - left), seen)
 
 
 def largest_seen(tried: Sequence[TriedNumber]) -> tuple[TriedNumber | None, int]:

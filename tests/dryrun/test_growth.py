@@ -262,7 +262,7 @@ def test_a_second_model_is_named_where_its_bytes_are_enough(dry_run, capacity, i
         assert remedy is None
         return
     assert "a second model of the same shapes, __main__.reference, beside __main__.model" in remedy
-    assert f"the cheapest that would have fitted: {remedy}" in outcome.errors
+    assert f"this would have made room there: {remedy}" in outcome.errors
     assert dry_run(TWO, "cpu", options=("--capacity", capacity)).answer["fits"]
 
 

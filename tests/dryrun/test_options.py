@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import venv
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,9 @@ def test_the_page_has_the_verdict_the_command_versions_and_names(tmp_path: Path)
         assert "a &lt;b&gt;" in page
         assert ("does not fit" in page) == bool(errors)
         assert ("out of memory in forward, step 1 at train.py:7 (aten::mm)" in page) == bool(errors)
+        assert (
+            "figures below are of a second run, on a device that holds everything" in page
+        ) == bool(errors)
         assert "<script" not in page
         assert "http" not in page
 
@@ -141,6 +145,19 @@ def test_the_table_is_whole_where_the_output_is_no_terminal() -> None:
     (row,) = [line for line in output.getvalue().splitlines() if phase["name"] in line]
     for size in (*sizes, sum(sizes)):
         assert f" {size >> 30:,}.00" in row, row
+
+
+def test_a_terminal_has_what_a_reader_needs_and_the_page_has_what_it_rests_on(
+    tmp_path: Path,
+) -> None:
+    given = replace(answer(errors=[]), rests_on="measurements of this card")
+    output, file = io.StringIO(), tmp_path / "page.html"
+    print_answer(given, Console(file=output, width=200))
+    write_page(given, file, ["python", "train.py"])
+    for text in ("measurements of this card", "a torch before 2.4", "audit events"):
+        assert text not in output.getvalue()
+        assert text in file.read_text()
+    assert output.getvalue().splitlines()[-1].endswith("--html FILE")
 
 
 def test_brackets_of_the_script_are_printed_as_they_are() -> None:

@@ -33,7 +33,7 @@ DOES = {
     r"gc\.collect": "collect",
     r"a smaller batch": "batch",
 }
-FITS = ("the cheapest that would have fitted:", "the cheapest that makes room for that")
+FITS = ("this would have made room:", "this makes room for that")
 MAY = "changes that may make room"
 NOTHING = ("none of these would have been enough alone:", "nothing that is known here")
 # What is advised first, or what may be done; "" where no switch of the case lets it end.

@@ -62,7 +62,7 @@ def test_what_the_last_error_alone_keeps_is_one_line_and_the_remedy(
     # The tensor that something else has, too, would stay: it is not counted.
     what = "an error that is kept, with the values of the functions that it left"
     assert f"     24.00 MiB  sys.last_value, {what}: 3 tensors\n" in note
-    assert note.splitlines()[-2] == "the cheapest that would have fitted:"
+    assert note.splitlines()[-2] == "this would have made room:"
     assert note.splitlines()[-1].endswith("residency.reclaim(errors=True) lets go of it")
     assert kept
 

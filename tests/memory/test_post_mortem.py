@@ -60,7 +60,7 @@ def test_optimizer_states_that_would_have_fitted_on_the_host_are_offered(
     model.weight.grad = torch.zeros_like(model.weight)
     optimizer.step()
     note = note_of(lambda: megabytes(36, device), "update_actor")
-    assert "the cheapest that would have fitted:" in note
+    assert "this would have made room:" in note
     assert (
         "     13.00 MiB  of optimizer state: residency.offload_optimizer(optimizer, "
         'bucket="1MiB", slots=3) keeps it on the host'
@@ -135,7 +135,7 @@ def test_an_error_amid_a_move_counts_what_is_still_on_the_host(
 def test_a_second_model_amid_its_move_is_known_by_all_of_its_shapes(device: torch.device) -> None:
     trained, again = layers(8, device=device), layers(8)
     note = note_of(lambda: again.to(device), "validate")
-    assert "the cheapest that would have fitted:" in note
+    assert "this would have made room:" in note
     assert "     32.00 MiB  in a second model of the same shapes, " in note
     assert trained
 

@@ -112,7 +112,7 @@ class Answer:
 
     @property
     def remedy(self) -> str | None:
-        """The cheapest change that gives as many bytes as are missing; None where none is known."""
+        """A change that gives as many bytes as are missing; None where none is known."""
         remedy = self.first["remedy"]
         if remedy is None or remedy[0] < -self.headroom or not self.is_too_large:
             return None
@@ -178,13 +178,16 @@ def print_answer(answer: Answer, console: Console, questions: Iterable[str] = ()
     begin, rest = first_line(answer)
     console.print(f"[bold {_COLOURS.get(answer.verdict, 'yellow')}]{begin}[/]", end="")
     console.print(rest, highlight=False, markup=False, soft_wrap=True)
-    _say_plainly(console, (*below_first_line(answer), *questions))
+    _say_plainly(console, (*below_first_line(answer), *questions, *of_second_run(answer)))
     table = _table(answer)
     wide = console.options.update(width=_WIDEST)
     # In a file or a narrow terminal, too: no figure of it may be cut.
     console.width = max(console.width, Measurement.get(console, wide, table).maximum)
     console.print(table)
     _say_plainly(console, notes(answer))
+    _say_plainly(
+        console, ["the sources of these figures, and the limits of a dry run: --html FILE"]
+    )
 
 
 def _say_plainly(console: Console, texts: Iterable[str]) -> None:
@@ -252,7 +255,7 @@ def below_first_line(answer: Answer) -> Iterator[str]:
         if (growing := line_of_passes(answer.found)) is not None:
             yield growing
     if answer.remedy is not None:
-        yield f"the cheapest that would have fitted: {answer.remedy}"
+        yield f"this would have made room there: {answer.remedy}"
     yield from left_out(answer.found)
     for is_at_once, when in ((True, "at the same time"), (False, "before or after")):
         others = [each for each in answer.found["others"] if each["at_once"] is is_at_once]
@@ -314,11 +317,9 @@ def notes(answer: Answer) -> Iterator[str]:
         + (", and removed" * (bool(found["files"]) and not found["is_real"]))
     )
     yield (
-        f"{found['steps']} optimizer steps in {found['seconds']:.0f} s without a GPU; the figures "
-        f"hold for torch {found['torch']}, eager; a torch before 2.4 has taken up to 38 % more"
+        f"{found['steps']} optimizer steps in {found['seconds']:.0f} s without a GPU, as with "
+        f"torch {found['torch']}, eager"
     )
-    if answer.rests_on:
-        yield f"they rest on: {answer.rests_on}"
     if found["has_no_optimizer"]:
         yield "no optimizer was made: each backward pass was taken for one of its steps"
     if found["has_compiled"]:
@@ -326,7 +327,6 @@ def notes(answer: Answer) -> Iterator[str]:
     yield from (f"{each['line']}: {each['what']}" for each in found["guesses"])
     if (growing := growth_line(found)) is not None:
         yield growing
-    yield _note_of_files(found["files_seen_by"])
     yield from (f"residency warned: {text}" for text in found["warnings"])
     yield from _notes_of_end(answer)
     if found["is_cut"] and not any(each["name"].endswith("save") for each in found["phases"]):
@@ -352,12 +352,21 @@ def notes(answer: Answer) -> Iterator[str]:
         )
 
 
-def _note_of_files(seen_by: str) -> str:
-    """Returns what watched the script's files: what it does not see is not put back."""
-    return (
-        f"changes of files were seen by Python's {seen_by}: changes that C++ or other programs "
-        "made by themselves are not put back"
+def foundations(answer: Answer) -> Iterator[str]:
+    """Yields what the figures rest on, and what no dry run sees: the same for many scripts."""
+    if answer.rests_on:
+        yield f"the figures rest on: {answer.rests_on}"
+    yield "a torch before 2.4 has taken up to 38 % more"
+    yield (
+        f"changes of files were seen by Python's {answer.found['files_seen_by']}: changes that C++ "
+        "or other programs made by themselves are not put back"
     )
+
+
+def of_second_run(answer: Answer) -> Iterator[str]:
+    """Yields, where the script had too little memory, whose figures the phases have."""
+    if answer.is_too_large and answer.found is not answer.first:
+        yield "the figures below are of a second run, on a device that holds everything"
 
 
 def _notes_of_end(answer: Answer) -> Iterator[str]:

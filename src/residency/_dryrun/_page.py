@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from residency import __version__
-from residency._dryrun._answer import Answer, below_first_line, first_line, notes
+from residency._dryrun._answer import (
+    Answer,
+    below_first_line,
+    first_line,
+    foundations,
+    notes,
+    of_second_run,
+)
 from residency._errors import InvalidArgumentError
 from residency._units import format_bytes, parse_bytes
 
@@ -74,10 +81,17 @@ def write_page(answer: Answer, file: Path, words: Sequence[str]) -> None:
         f"<h1><code>{escape(shlex.join(words))}</code></h1>",
         f"<p><b class='{colour}'>{begin}</b>{escape(rest)}</p>",
         *(f"<p class='no'>{escape(text)}</p>" for text in below_first_line(answer)),
-        *(f"<p class='muted'>{escape(text)}</p>" for text in notes(answer)),
+        *(
+            f"<p class='muted'>{escape(text)}</p>"
+            for text in (*notes(answer), *foundations(answer))
+        ),
         f"<p class='muted'>made on {datetime.now():%Y-%m-%d %H:%M} by residency {__version__}, "
         f"with torch {escape(found['torch'])}</p>",
         "<h2>Who holds the device's memory</h2>",
+        *(
+            f"<p>The script ran out of memory on the card; {text}.</p>"
+            for text in of_second_run(answer)
+        ),
         _timeline(answer),
         _table(answer),
         "</body></html>",

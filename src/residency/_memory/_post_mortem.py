@@ -2,7 +2,7 @@
 
 The error's traceback keeps the locals of the functions that it left, so that their tensors are
 still held, and can be named, where the error is caught. The explanation is a note on the error: the
-memory's classes, who holds the most, and the cheapest thing that would have made room.
+memory's classes, who holds the most, and a change that would have made room.
 
 It allocates nothing on the device, waits for nothing, ends within seconds, and never fails: the
 error that a caller gets is the one that was raised.
@@ -67,7 +67,7 @@ def explain(error: BaseException, *, phase: str | None = None) -> None:
 
 
 def remedy_for(error: BaseException, *, phase: str | None = None) -> tuple[int, str] | None:
-    """Returns the cheapest change that would have made room for what ran out of memory.
+    """Returns the first change that would have made room for what ran out of memory.
 
     Args:
         error: As for `explain`.
@@ -196,7 +196,7 @@ def _remedy_lines(error: BaseException, failure: Failure) -> Iterator[str]:
     found = _remedies(failure)
     if failure.asked is None:
         if found:
-            yield "changes that would make room, the cheapest first:"
+            yield "changes that would make room, in the order to try them:"
         for remedy in found:
             yield f"  {format_bytes(remedy.num_bytes):>12}  {remedy.text}"
         return

@@ -1,4 +1,4 @@
-"""What would have made room, the cheapest first: one table, and one place that reckons.
+"""What would have made room, in the order to try it: one table, and one place that reckons.
 
 A remedy stands as one that fits only where the bytes that it gives at the moment of the failure are
 as many as were missing then, with what an optimizer's step or a module's move is known to take
@@ -103,7 +103,7 @@ class Failure:
 
 
 def remedies(failure: Failure) -> list[Remedy]:
-    """Returns what would make room, the cheapest first, each with the bytes that it gives."""
+    """Returns what would make room, in the order to try it, each with the bytes that it gives."""
     found = [remedy for make in _TABLE for remedy in make(failure) if remedy.num_bytes > 0]
     return sorted(found, key=lambda remedy: not remedy.is_sure)
 
@@ -418,8 +418,8 @@ def remedy_lines(failure: Failure, found: Sequence[Remedy]) -> Iterator[str]:
 
 def _heading(failure: Failure) -> str:
     if failure.phase in _PASSES and failure.is_new:
-        return f"the cheapest that makes room for that; the rest of this {failure.phase!r} is new:"
-    return "the cheapest that would have fitted:"
+        return f"this makes room for that; the rest of this {failure.phase!r} is new:"
+    return "this would have made room:"
 
 
 def _line(remedy: Remedy) -> str:

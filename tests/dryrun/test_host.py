@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from residency._units import MIB
+
 DRAWS = """
 import sys
 import torch
@@ -31,3 +33,35 @@ def test_a_script_draws_what_it_draws_without_a_dry_run(dry_run: Any, tmp_path: 
     plain = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     outcome = dry_run(DRAWS, plain.strip())
     assert outcome.has_run, outcome.answer["error"]
+
+
+MAPPED = """
+import sys
+import torch
+from safetensors.torch import load_file, save_file
+names = [str(number) for number in range(8)]
+if sys.argv[1] == "save":
+    weights = {name: torch.empty(1 << 21) for name in names}
+    torch.save(weights, "weights.pt")
+    save_file(weights, "weights.safetensors")
+else:
+    taken = {name: torch.empty(1 << 21) for name in names}
+    for loaded in (torch.load("weights.pt", mmap=True), load_file("weights.safetensors")):
+        for name in names:
+            taken[name].copy_(loaded[name])
+        del loaded
+    torch.ones(1).cuda()
+"""
+
+
+def test_a_file_of_weights_that_is_mapped_is_no_memory_of_the_host(
+    dry_run: Any, tmp_path: Path
+) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text(MAPPED)
+    subprocess.run([sys.executable, str(script), "save"], check=True, cwd=tmp_path)
+    outcome = dry_run(MAPPED, "load", options=("--capacity", "1GiB"))
+    assert outcome.has_run, outcome.answer["error"]
+    weights = 8 * 8 * MIB
+    # The weights, those that safetensors makes of its file, and a process that began.
+    assert weights < outcome.answer["host_peak"] < 2 * weights + 40 * MIB

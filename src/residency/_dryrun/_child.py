@@ -89,7 +89,7 @@ class Run:
         self._blame = Blame()
         self._ways = Ways()
         self._warnings = _Warnings()
-        self._first_host = _host_bytes()
+        self._first_host, self._first_mapped = _host_bytes(), _mapped_bytes()
         self._be_of_this_process()
         self._begin()
 
@@ -243,7 +243,9 @@ class Run:
                 self.write()
 
     def _look_at_host(self) -> None:
-        self._most_host = max(self._most_host, _host_bytes() - self._first_host)
+        asked = _host_bytes() - self._first_host
+        if asked > self._most_host:  # else it is no peak, whatever is mapped
+            self._most_host = max(self._most_host, asked - (_mapped_bytes() - self._first_mapped))
 
     def _end_phase(self, name: str) -> None:
         if not self._is_watched():
@@ -405,3 +407,17 @@ def _host_bytes() -> int:
         lines = dict(line.split(":", 1) for line in file if line.startswith("VmData"))
     asked = parse_bytes(lines["VmData"].strip().replace(" kB", "KiB"))
     return asked - (measure(torch.device("cuda", 0)).reserved if dry_run.has_context(0) else 0)
+
+
+def _mapped_bytes() -> int:
+    """Returns the part of this memory that is files, as weights are mapped: tensors that are made
+    of them count by themselves, and the system takes pages of a file back where it needs room.
+    """
+    num_bytes = 0
+    with open("/proc/self/maps") as file:
+        for line in file:
+            addresses, kind, _, _, inode = line.split(maxsplit=5)[:5]
+            if kind == "rw-p" and inode != "0":
+                first, last = (int(address, 16) for address in addresses.split("-"))
+                num_bytes += last - first
+    return num_bytes

@@ -89,7 +89,7 @@ def is_parked(tensor: Tensor) -> bool:
     return tensor.is_cpu and any(notices.is_parked(tensor) for notices in _standing)
 
 
-register_away(is_parked)
+register_away(is_parked, is_any=lambda: bool(len(_standing)))
 
 
 def _watch_calls() -> None:

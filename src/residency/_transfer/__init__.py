@@ -68,6 +68,7 @@ from residency._transfer._slab import (
 from residency._transfer._waiting import (
     Waiting as Waiting,
     can_wait as can_wait,
+    is_any_away as is_any_away,
     is_away as is_away,
     is_looked_at as is_looked_at,
     let_wait as let_wait,

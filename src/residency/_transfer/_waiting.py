@@ -81,6 +81,7 @@ class _WaitingState(NamedTuple):
 
 _records: weakref.WeakKeyDictionary[Optimizer, _WaitingState] = weakref.WeakKeyDictionary()
 _away: list[Callable[[Tensor], bool]] = []
+_any_away: list[Callable[[], bool]] = []
 _lock = threading.RLock()  # reentrant: whatever Python collects may read a state
 _looks = threading.local()
 
@@ -134,11 +135,17 @@ def let_wait(
         _put_or_take()
 
 
-def register_away(is_away: Callable[[Tensor], bool]) -> None:
+def register_away(is_away: Callable[[Tensor], bool], is_any: Callable[[], bool]) -> None:
     """Makes ``is_away`` say which parameters are on the host for a while only: what waits for one
-    waits until it is back.
+    waits until it is back. ``is_any`` says whether any is.
     """
     _away[:] = [is_away]
+    _any_away[:] = [is_any]
+
+
+def is_any_away() -> bool:
+    """Returns whether ``is_away`` may be true of anything."""
+    return any(says() for says in _any_away)
 
 
 def is_away(parameter: Tensor) -> bool:

@@ -52,7 +52,16 @@ from residency._errors import RefusedError
 from residency._nesting import refuse_inside
 from residency._ranks import rank_and_world_size
 from residency._storages import is_wrapper, storage_key, strided_as
-from residency._transfer import Lent, Loans, is_away, owner_of, state_stays, tensors_in, waiting_of
+from residency._transfer import (
+    Lent,
+    Loans,
+    is_any_away,
+    is_away,
+    owner_of,
+    state_stays,
+    tensors_in,
+    waiting_of,
+)
 
 _STATE_METHODS = ("state_dict", "load_state_dict")
 _APART = "PostLocalSGDOptimizer"  # of torch: lets the ranks' replicas differ between averagings
@@ -270,11 +279,14 @@ class _StateWalk:
             names = index_names
         state = {}
         going = {storage_key(local_of(each.tensor)) for each in waiting_of(optimizer)}
+        any_parked = is_any_away()
         for parameter, values in found.by_parameter.items():
             name = names[parameter]
             inner_path = joined(joined(path, "state"), name)
-            is_on_host = parameter.is_cpu and not is_away(parameter)
-            going |= _parked(values)
+            is_on_host = parameter.is_cpu
+            if any_parked:
+                is_on_host &= not is_away(parameter)
+                going |= _parked(values)
             state[name] = {
                 key: self._state(joined(inner_path, key), v, is_on_host, going)
                 for key, v in values.items()
@@ -363,7 +375,7 @@ class _StateWalk:
         device is given to it on one.
         """
         node = self._value(name, value)
-        parked = _parked(value)
+        parked = _parked(value) if is_any_away() else ()
         for each in tensor_nodes(node):
             leaf = local_of(self.encoder.leaves[each["name"]].value)
             if not leaf.is_cpu or storage_key(leaf) in parked:

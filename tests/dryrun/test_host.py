@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from residency._units import MIB
 
 DRAWS = """
@@ -54,6 +56,7 @@ else:
 """
 
 
+@pytest.mark.whole
 def test_a_file_of_weights_that_is_mapped_is_no_memory_of_the_host(
     dry_run: Any, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ REGISTRIES = {
     "_checkpoint/_disk/_read.py:_pools": "weak",
     "_checkpoint/_disk/_system.py:_in_use": "one entry",
     "_checkpoint/_disk/_system.py:_libc": "one entry",
+    "_checkpoint/_restore/_boxes.py:whole_box": "256 shapes",
     "_checkpoint/_save.py:_exit": "a flag",
     "_checkpoint/_save.py:unreported": "failed saves that nobody was told of; no tensors",
     "_cli/_site/sitecustomize.py:_asked": "two entries",

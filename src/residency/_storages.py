@@ -36,8 +36,7 @@ class Span(NamedTuple):
 def is_wrapper(tensor: Tensor) -> bool:
     """Returns whether a tensor is of a class that stands before the bytes of others."""
     # Torch annotates the attribute as an operator's method, which it is none of.
-    dispatches = [kind.__torch_dispatch__ for kind in (type(tensor), Tensor)]  # pyright: ignore[reportAttributeAccessIssue]
-    return dispatches[0] is not dispatches[1]
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def span_of(tensor: Tensor) -> Span | None:
@@ -159,8 +158,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
     Memory:
         Host: one byte for each byte of its range, where sizes and strides alone do not tell.
     """
-    span = span_of(tensor)
-    if span is None or is_dense(tensor):
+    if is_dense(tensor) or (span := span_of(tensor)) is None:
         return False
     if any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
         return True

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "sim"))
 from worker_cases import Cases
 
 from residency import sim
+from residency._checkpoint._disk._open_save import open_save
 from residency._checkpoint._sources import open_source
 from residency.integrations.dcp import ResidencyStorageReader, ResidencyStorageWriter
 
@@ -130,7 +131,7 @@ def what_all_ranks_have_is_written_once() -> None:
     assert target["n"] == 4
     assert target["text"] == "on both"
     assert torch.equal(target["replicated"].to_local(), torch.arange(8.0))
-    for document in open_source(folder).documents:  # every rank's says all
+    for document in open_save(folder).documents:  # every rank's says all
         assert document["tree"]["n"] == 4
         assert document["tree"]["plain"] == {"$": "tensor", "name": "plain"}
 
@@ -142,7 +143,7 @@ def the_lowest_rank_writes_where_the_planner_says_so() -> None:
     assert [file.name for file in folder.glob("*.safetensors")] == [
         "tensors-rank-00000-of-00002.safetensors"
     ]
-    documents = open_source(folder).documents
+    documents = open_save(folder).documents
     assert documents[0]["tensors"] == {}
     assert documents[1]["tensors"] == {name: {"of_rank": 0} for name in state}
 

@@ -74,7 +74,8 @@ class PreparedLoad:
                 inner.forget(key)
             for key, entry in entries.items():
                 if entry.home is not None:
-                    homes.write(entry.home, entry.value)
+                    if entry.value is not entry.home.value:  # else it was read there
+                        homes.write(entry.home, entry.value)
                     inner.settle(key, entry.home)
                 else:
                     inner.put_as_is(key, entry.value)

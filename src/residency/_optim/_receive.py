@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from residency._optim._loading import (
 from residency._optim._masters import MASTER, as_masters_state
 from residency._optim._offload_record import Offload
 from residency._optim._residents import Residents
-from residency._optim._trial._first_step import Schemas
+from residency._optim._trial._first_step import Schema, Schemas
 from residency._optim._trial._partial_step import is_torchs_own
 from residency._optim._whole import done_whole
 from residency._storages import strided_as
@@ -89,25 +90,45 @@ def receive_state(
     received = Received(optimizer, offload, states, Residents(offload.resident_bytes))
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     schemas = Schemas()
-    known: dict[Hashable, Tensor] = {}
+    known: dict[Hashable, tuple[Schema | None, dict[str, Tensor]]] = {}
     for parameter, entries in states.items():
-        likes = {
-            k: _like(parameter, each, known) for k, each in entries.items() if each is not None
-        }
-        if MASTER in likes and not offload.has_master(parameter):
-            raise RefusedError(
-                "the saved optimizer has float32 master weights, and this one steps the rounded "
-                "parameters. Nothing was changed: offload it with master_weights=True."
-            )
-        schema = offload.schema_in(optimizer, group_of[parameter], parameter, schemas)
-        if schema is not None and is_torchs_own(offload.base):
-            check_shapes(schema, likes)
+        group = group_of[parameter]
+        # Parameters of one group that are alike, with states that are alike: asked of one of them.
+        kind = id(group), layout_of(parameter), local_of(parameter).stride(), *entries.items()
+        if kind not in known:
+            likes = {k: _like(parameter, each) for k, each in entries.items() if each is not None}
+            known[kind] = _schema_for(optimizer, offload, group, parameter, likes, schemas), likes
+        schema, likes = known[kind]
         needs_device = device_rule(offload, schema, parameter)
         stay_here(offload, received.resident, parameter, likes, needs_device)
         for key, like in likes.items():
             target = _target_for(received, parameter, key, like, needs_device(key, like))
             received.targets[parameter, key] = target
     return received
+
+
+def _schema_for(
+    optimizer: Optimizer,
+    offload: Offload,
+    group: dict[str, Any],
+    parameter: Tensor,
+    likes: Mapping[str, Tensor],
+    schemas: Schemas,
+) -> Schema | None:
+    """Returns what a first step makes for a parameter, which the states are to be like.
+
+    Raises:
+        RefusedError: They are not.
+    """
+    if MASTER in likes and not offload.has_master(parameter):
+        raise RefusedError(
+            "the saved optimizer has float32 master weights, and this one steps the rounded "
+            "parameters. Nothing was changed: offload it with master_weights=True."
+        )
+    schema = offload.schema_in(optimizer, group, parameter, schemas)
+    if schema is not None and is_torchs_own(offload.base):
+        check_shapes(schema, likes)
+    return schema
 
 
 def _target_for(
@@ -137,16 +158,8 @@ def _target_for(
     return home.value if wanted.dtype == like.dtype else _empty(like, torch.device("cpu"))
 
 
-def _like(parameter: Tensor, incoming: Incoming, known: dict[Hashable, Tensor]) -> Tensor:
-    """Returns what a saved state looks like here, on meta; alike ones are one tensor."""
-    kind = layout_of(parameter), local_of(parameter).stride(), incoming
-    found = known.get(kind)
-    if found is None:
-        found = known[kind] = _made_like(parameter, incoming)
-    return found
-
-
-def _made_like(parameter: Tensor, incoming: Incoming) -> Tensor:
+def _like(parameter: Tensor, incoming: Incoming) -> Tensor:
+    """Returns what a saved state looks like here, on meta."""
     if incoming.shape == tuple(parameter.shape) and incoming.shape:
         local = torch.empty_like(
             local_of(parameter).detach(),
@@ -159,5 +172,6 @@ def _made_like(parameter: Tensor, incoming: Incoming) -> Tensor:
 
 
 def _empty(like: Tensor, device: torch.device) -> Tensor:
-    made = torch.empty_like(local_of(like), device=device, memory_format=torch.preserve_format)
+    local = local_of(like)
+    made = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=device)
     return wrapped_like(made, like)

@@ -49,7 +49,7 @@ def check_is_one_attempt_of_each(path: Path, world_size: int, own: tuple[int, in
             file = saves.file_name(name.split(".")[0], rank=rank, world_size=world_size)
             (entry,) = [e for e in found.entries[name] if e.file == file]
             stored = (found.folder / file).read_bytes()
-            assert stored[entry.start : entry.start + entry.record.num_bytes] == data, (rank, name)
+            assert stored[entry.start : entry.start + entry.num_bytes] == data, (rank, name)
     files = sorted(each.name for each in found.folder.iterdir())
     assert len(files) == 2 * world_size + 1, files
 

@@ -100,7 +100,7 @@ def contents(path: Path, step: int) -> dict[str, bytes]:
     for name, entries in found.entries.items():
         for entry in entries:
             data = (found.folder / entry.file).read_bytes()
-            names[name] = data[entry.start : entry.start + entry.record.num_bytes]
+            names[name] = data[entry.start : entry.start + entry.num_bytes]
     seed = found.documents[0]["tree"]["seed"]
     assert names == tensors(seed), "the tensors are not those of the document"
     return names

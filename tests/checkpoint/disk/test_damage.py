@@ -60,11 +60,11 @@ def test_every_flipped_byte_is_found_and_named(
         assert {damage.file for damage in damages} == {name}
         if name != "manifest.json" and at >= ALIGNMENT:
             (damage,) = damages
-            (owner,) = [e for e in entries if 0 <= at - e.start < e.record.num_bytes]
-            assert owner.record.name in damage.tensors
+            (owner,) = [e for e in entries if 0 <= at - e.start < e.num_bytes]
+            assert owner.name in damage.tensors
             assert damage.offset == at - at % saves.CHUNK_BYTES
             assert damage.file in damage.reason
-            assert owner.record.name in damage.reason
+            assert owner.name in damage.reason
         else:  # what says what is in the save: it is not even opened
             with pytest.raises(CorruptSaveError) as caught:
                 where.open(1)
@@ -261,14 +261,14 @@ def test_a_header_that_was_made_is_parsed_to_the_same_records() -> None:
     assert header_length(data, 10**6, file="x") == len(data)
     found = parse_header(data, len(data) + 4096 + 21, file="x")
     # A stock reader of shards wants offsets for every tensor of the file.
-    assert {e.record.name: e.record.offsets for e in found} == {
+    assert {e.name: e.offsets for e in found} == {
         "page": (64, 0),
         "half": (7,),
         "scalar": (),
         "none": (0, 0),
         "odd": (0,),
     }
-    assert {e.record.name: e.start - len(data) for e in found} == {
+    assert {e.name: e.start - len(data) for e in found} == {
         "page": 0,
         "none": 4096,
         "scalar": 4096,

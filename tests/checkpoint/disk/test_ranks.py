@@ -35,7 +35,7 @@ def check_together(saves: ModuleType, path: Path, world_size: int) -> None:
             file = saves.file_name(name.split(".")[0], rank=rank, world_size=world_size)
             (entry,) = [e for e in found.entries[name] if e.file == file]
             stored = (found.folder / file).read_bytes()
-            assert stored[entry.start : entry.start + entry.record.num_bytes] == data
+            assert stored[entry.start : entry.start + entry.num_bytes] == data
     assert len(os.listdir(found.folder)) == 2 * world_size + 1
 
 

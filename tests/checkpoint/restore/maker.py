@@ -70,7 +70,7 @@ def write(folder, *parts, chunk_bytes=CHUNK_BYTES):
             ]
             files[name] = FileRecord(len(content), 0, 0, chunk_bytes, tuple(sums))
             for (record, _), start in zip(tensors, starts, strict=True):
-                entries.setdefault(record.name, []).append(StoredEntry(record, name, start))
+                entries.setdefault(record.name, []).append(StoredEntry(*record, name, start))
     documents = [json.loads(json.dumps(part.document)) for part in parts]
     return SimpleNamespace(
         folder=folder,

@@ -9,7 +9,7 @@ import torch
 from residency._checkpoint._restore import _fill
 from residency._checkpoint._restore._boxes import Box, row_major, spans, stretches
 from residency._checkpoint._restore._fill import fill
-from residency._checkpoint._restore._plan import Assignment, RestorePlan, Target, box_of
+from residency._checkpoint._restore._plan import RestorePlan, Target, box_of
 from residency._checkpoint._sources._own import saved_for_rank
 from residency._checkpoint._sources._source import StoredTensor
 
@@ -37,11 +37,11 @@ def raw(tensor):
 
 def restored(saved, tree, **settings):
     """Fills tensors by name."""
-    plan = RestorePlan(saved_for_rank(saved).tensors, saved_for_rank(saved).checksums)
+    plan = RestorePlan(saved_for_rank(saved))
     for name, tensor in tree.items():
         plan.fill(name, tensor)
     assert not plan.differences()
-    fill(plan.assignments, checksums=plan.checksums, staging_bytes=1 << 13, **settings)
+    fill(plan.targets, checksums=plan.source.checksums, staging_bytes=1 << 13, **settings)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")  # torch's, on making one
@@ -109,13 +109,13 @@ def test_boxes_are_assembled_from_whatever_shards_overlap_them(
             held = narrowed(whole, box).clone()
             stored = StoredTensor("t", whole.dtype, box.shape, shape, box.offsets, tensor=held)
         shards.append(stored)
-    assignments, expected = [], []
+    targets, expected = [], []
     for box in cut(shape, chance):
         place = device if chance.random() < 0.6 else torch.device("cpu")
         local = torch.zeros(box.shape, dtype=whole.dtype, device=place)
-        assignments.append(Assignment(Target("t", local, local, box, shape), shards))
+        targets.append(Target("t", local, box, shape, shards))
         expected.append((local, narrowed(whole, box)))
-    fill(assignments, checksums={}, staging_bytes=1 << 13)
+    fill(targets, checksums={}, staging_bytes=1 << 13)
     for local, value in expected:
         assert raw(local) == raw(value)
 
@@ -167,14 +167,13 @@ def test_the_ring_bounds_what_a_restore_takes_on_device_and_host(device, save, p
     saved = save({"t": {"a": value, "b": value.mT.contiguous().mT}})
     targets = {f"t.{n}": torch.zeros(40, 100, 100, device=device) for n in "ab"}
     targets["t.b"] = LAYOUTS["transposed"](targets["t.b"])
-    described = saved_for_rank(saved)
-    plan = RestorePlan(described.tensors, described.checksums)
+    plan = RestorePlan(saved_for_rank(saved))
     for name, tensor in targets.items():
         plan.fill(name, tensor)
     torch.accelerator.synchronize()
     torch.accelerator.reset_peak_memory_stats()
     before, pinned = torch.accelerator.memory_allocated(), pinned_bytes()
-    fill(plan.assignments, checksums=plan.checksums, staging_bytes=staging)
+    fill(plan.targets, checksums=plan.source.checksums, staging_bytes=staging)
     torch.accelerator.synchronize()
     slot = staging // _fill._NUM_SLOTS
     assert torch.accelerator.max_memory_allocated() - before <= slot

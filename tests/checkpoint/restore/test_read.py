@@ -71,7 +71,7 @@ def test_ranges_of_any_place_and_size_arrive_whole(
     monkeypatch.setattr(_read, "_CALL_BYTES", 3000)
     monkeypatch.setattr(_read, "_STEP_BYTES", 800)
     monkeypatch.setattr(_read, "SCRATCH_BYTES", 700)
-    monkeypatch.setattr(_read, "_BRIDGED_BYTES", 300)
+    monkeypatch.setattr(_wanted, "_BRIDGED_BYTES", 300)
     monkeypatch.setattr(_wanted, "_UNCHECKED_CHUNK_BYTES", 5000)
     monkeypatch.setattr(_read, "_MOST_BUFFERS", 3)
     path, data, sums = make_file(tmp_path, 50_001, chunk_bytes=4096)

@@ -36,7 +36,7 @@ def published(folder: Path, notes: dict[str, Any], *parts: Part, step: int = 1) 
     return folder / f"step-{step:08d}"
 
 
-def test_a_save_is_found_with_its_documents_and_checksums(tmp_path: Path) -> None:
+def test_a_save_is_found_with_its_values_and_checksums(tmp_path: Path) -> None:
     weights = torch.randn(3, 4)
     path = published(tmp_path, {}, part("w", weights))
     for given in (path, path / "manifest.json", tmp_path):
@@ -44,10 +44,9 @@ def test_a_save_is_found_with_its_documents_and_checksums(tmp_path: Path) -> Non
             assert source.kind == "residency"
             assert source.path == path
             assert source.values == {"note": 1}
-            assert source.documents == [{"tree": {"note": 1}, "tensors": {}}]
-            assert list(source.files) == [path / "model.safetensors"]
+            assert list(source.checksums) == [path / "model.safetensors"]
             assert bits(whole(list(source.tensors["w"]))) == bits(weights)
-    assert source.files == {}
+    assert source.checksums == {}
 
 
 def test_of_several_saves_the_newest_is_opened(tmp_path: Path) -> None:

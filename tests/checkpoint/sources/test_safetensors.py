@@ -141,7 +141,7 @@ def test_a_shard_that_several_ranks_wrote_counts_once(tmp_path: Path) -> None:
         ([[0, 0], [3, 0]], "missing"),
         ([[0, 0], [2, 1]], "missing"),
         ([[0, 0], [2]], r"\[2\]"),
-        ([[0, 0], [2, -1]], r"\[2, -1\]"),
+        ([[0, 0], [2, -1]], r"\(2, -1\)"),
     ],
 )
 def test_shards_that_do_not_fit_each_other_are_named(

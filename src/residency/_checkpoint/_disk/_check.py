@@ -191,9 +191,9 @@ def _rounded(num_bytes: int) -> int:
 
 def _tensors_in(entries: Sequence[StoredEntry], start: int, stop: int) -> tuple[str, ...]:
     return tuple(
-        entry.record.name
+        entry.name
         for entry in entries
-        if entry.start < stop and start < entry.start + entry.record.num_bytes
+        if entry.start < stop and start < entry.start + entry.num_bytes
     )
 
 

@@ -9,7 +9,7 @@ import math
 import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from json.encoder import encode_basestring_ascii as _quoted
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from residency._checkpoint._disk._manifest import Record, StoredEntry, parse_json
 from residency._errors import CheckpointError, CorruptSaveError
@@ -25,6 +25,7 @@ Source: ``MAX_HEADER_SIZE`` in safetensors/src/tensor.rs.
 
 _LENGTH_BYTES = 8
 _MOST_DIMENSIONS = 1000
+_INTS = frozenset((int,))
 _TOO_LARGE = 1 << 128  # the format counts in 64 bits; longer numbers only take time
 METADATA = "__metadata__"  # no tensor has this name
 _METADATA = {"format": "pt", "residency": "1"}  # of the files of a save
@@ -175,23 +176,23 @@ def parse_header(header: bytes, file_bytes: int, *, file: str) -> list[StoredEnt
     if not isinstance(fields, dict):
         _fail(file, "its header is no JSON object")
     offsets = _parse_sharding(fields.pop(METADATA, None), file)
-    found = [_parse_entry(name, fields[name], offsets, file) for name in fields]
-    found.sort(key=lambda item: (item[0], item[0] + item[1].num_bytes))
-    end = 0
-    for start, record in found:
-        if start != end:
-            what = "overlap others" if start < end else "leave a hole before them"
-            _fail(file, f"the bytes of {record.name!r} {what}", record.name)
-        end = start + record.num_bytes
-    if len(header) + end != file_bytes:
-        what = "truncated" if file_bytes < len(header) + end else "too long"
-        _fail(file, f"it is {what}: {file_bytes} bytes, expected {len(header) + end}")
-    return [StoredEntry(record, file, len(header) + start) for start, record in found]
+    end = len(header)
+    found = [_parse_entry(name, fields[name], offsets, file, end) for name in fields]
+    found.sort(key=lambda entry: (entry.start, entry.num_bytes))
+    for entry in found:
+        if entry.start != end:
+            what = "overlap others" if entry.start < end else "leave a hole before them"
+            _fail(file, f"the bytes of {entry.name!r} {what}", entry.name)
+        end += entry.num_bytes
+    if end != file_bytes:
+        what = "truncated" if file_bytes < end else "too long"
+        _fail(file, f"it is {what}: {file_bytes} bytes, expected {end}")
+    return found
 
 
 def _parse_entry(
-    name: str, fields: object, offsets: dict[str, tuple[int, ...]], file: str
-) -> tuple[int, Record]:
+    name: str, fields: object, offsets: dict[str, tuple[int, ...]], file: str, first: int
+) -> StoredEntry:
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         _fail(file, f"the entry {name!r} is not a dtype, a shape and two offsets", name)
     dtype, shape, data = fields["dtype"], fields["shape"], fields["data_offsets"]
@@ -203,11 +204,11 @@ def _parse_entry(
         _fail(file, f"the offsets of {name!r} are {reprlib.repr(data)}", name)
     num_bytes = data[1] - data[0]
     if _size_bits(dtype, shape) != num_bytes * 8:
-        _fail(file, f"{name!r} has {num_bytes} bytes for {dtype} of the shape {shape}", name)
+        _fail(file, f"{name!r} has {num_bytes} bytes for {dtype} of the shape {list(shape)}", name)
     begin = offsets.get(name)
     if begin is not None and len(begin) != len(shape):
-        _fail(file, f"the shard {name!r} of the shape {shape} begins at {list(begin)}", name)
-    return data[0], Record(name, dtype, tuple(shape), num_bytes, begin)
+        _fail(file, f"the shard {name!r} of the shape {list(shape)} begins at {list(begin)}", name)
+    return StoredEntry(name, dtype, shape, num_bytes, begin, file, first + data[0])
 
 
 def _parse_sharding(metadata: object, file: str) -> dict[str, tuple[int, ...]]:
@@ -225,11 +226,13 @@ def _parse_sharding(metadata: object, file: str) -> dict[str, tuple[int, ...]]:
     for name, begin in begins.items():
         if not _is_counts(begin):
             _fail(file, f"the shard {name!r} begins at {reprlib.repr(begin)}", name)
-    return {name: tuple(begin) for name, begin in begins.items()}
+    return begins
 
 
-def _is_counts(values: object) -> bool:
-    return isinstance(values, list) and all(type(v) is int and 0 <= v < _TOO_LARGE for v in values)
+def _is_counts(values: Any) -> bool:
+    if not isinstance(values, tuple) or not _INTS.issuperset(map(type, values)):
+        return False
+    return not values or (min(values) >= 0 and max(values) < _TOO_LARGE)
 
 
 def _size_bits(dtype: str, shape: Sequence[int]) -> int:

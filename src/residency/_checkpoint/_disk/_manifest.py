@@ -13,7 +13,7 @@ import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from residency._checkpoint._disk._crc import crc32
 from residency._errors import CheckpointError, CorruptSaveError, InvalidArgumentError
@@ -27,8 +27,7 @@ _VERSION = 1
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """One tensor, or one shard of it, as a file holds it.
 
     Attributes:
@@ -46,17 +45,19 @@ class Record:
     offsets: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StoredEntry:
-    """The place of a record's bytes.
+class StoredEntry(NamedTuple):
+    """A record as it was read, and the place of its bytes.
 
     Attributes:
-        record: What is stored.
         file: The name of the file, in the save's directory.
         start: Where in the file its bytes begin.
     """
 
-    record: Record
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    offsets: tuple[int, ...] | None
     file: str
     start: int
 
@@ -197,7 +198,9 @@ def parse_report(data: bytes, *, rank: int, file: str) -> RankReport:
 
 
 def parse_json(text: str) -> Any:
-    """Returns what JSON says; a key that stands twice, and NaN, are errors as any other."""
+    """Returns what JSON says, with arrays in objects as tuples: of numbers, those are nothing that
+    a garbage collection looks at. A key that stands twice, and NaN, are errors as any other.
+    """
     return json.loads(text, object_pairs_hook=_without_doubles, parse_constant=_refuse_constant)
 
 
@@ -288,7 +291,7 @@ def _dump_float(value: float) -> float | str:
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
+    found = {name: tuple(each) if type(each) is list else each for name, each in pairs}
     if len(found) != len(pairs):
         seen: set[str] = set()
         for name, _ in pairs:

@@ -88,7 +88,7 @@ def open_save(folder: Path, step: int | None = None, *, system: System = SYSTEM)
     entries: dict[str, list[StoredEntry]] = {}
     for name, record in files.items():
         for entry in read_header(folder, name, record, system=system):
-            entries.setdefault(entry.record.name, []).append(entry)
+            entries.setdefault(entry.name, []).append(entry)
     return StoredSave(
         step=manifest.step,
         folder=folder,

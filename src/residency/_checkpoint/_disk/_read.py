@@ -39,7 +39,6 @@ SCRATCH_BYTES = parse_bytes("256KiB")  # for gaps that are read along; holds sev
 _CALL_BYTES = parse_bytes("4MiB")  # at the most what is handed on at once
 # Small enough that the checksum finds the bytes in the cache, large enough for a system call.
 _STEP_BYTES = parse_bytes("256KiB")
-_BRIDGED_BYTES = parse_bytes("64KiB")  # a gap that is cheaper to read than to skip
 _MOST_BUFFERS = 512  # Linux takes 1024 in a call
 _NUM_THREADS = 2  # one reads while the other sums
 
@@ -229,7 +228,7 @@ class _ChunkReader:
         crc = 0
         for spans in self._calls(task):
             slot = None
-            if any(w.target is None for span in spans for w in span.wanted):
+            if any(span.is_staged for span in spans):
                 assert self._ring is not None
                 slot = self._ring.take()
                 if slot is None:
@@ -242,7 +241,8 @@ class _ChunkReader:
                     crc = crc if task.crc32 is None else self._system.crc32(buffer, crc)
                     offset += buffer.nbytes
             for span, buffer in zip(spans, buffers, strict=True):
-                _copy_to_others(span, buffer)
+                if len(span.wanted) > 1:
+                    _copy_to_others(span, buffer)
             if slot is not None:
                 self._filled(_Filled(slot, arrivals))
         if task.crc32 is not None and crc != task.crc32:
@@ -255,15 +255,15 @@ class _ChunkReader:
         call: list[FileRange] = []
         left, scratch_left = _CALL_BYTES, SCRATCH_BYTES
         slot_left = slot_bytes
-        spans = list(reversed(_bridged(task.spans)))
+        spans = task.spans[::-1]
         while spans:
             span = spans.pop()
             is_new = bool(call) and span.start != call[-1].stop
             room = left
-            if not span.wanted:
-                room = min(room, scratch_left)
-            elif any(w.target is None for w in span.wanted):
+            if span.is_staged:
                 room = min(room, slot_left)
+            elif not span.wanted:
+                room = min(room, scratch_left)
             if is_new or room == 0 or len(call) == _MOST_BUFFERS:
                 yield call
                 call, left, scratch_left, slot_left = [], _CALL_BYTES, SCRATCH_BYTES, slot_bytes
@@ -271,14 +271,16 @@ class _ChunkReader:
                 continue
             taken = min(room, span.stop - span.start)
             is_all = span.start + taken == span.stop
-            call.append(span if is_all else FileRange(span.start, span.start + taken, span.wanted))
-            left -= taken
-            if not span.wanted:
-                scratch_left -= taken
-            elif any(w.target is None for w in span.wanted):
-                slot_left -= taken
             if not is_all:
-                spans.append(FileRange(span.start + taken, span.stop, span.wanted))
+                end = span.start + taken
+                spans.append(FileRange(end, span.stop, span.wanted, span.is_staged))
+                span = FileRange(span.start, end, span.wanted, span.is_staged)
+            call.append(span)
+            left -= taken
+            if span.is_staged:
+                slot_left -= taken
+            elif not span.wanted:
+                scratch_left -= taken
         if call:
             yield call
 
@@ -290,11 +292,14 @@ class _ChunkReader:
         slot_used = scratch_used = 0
         for span in spans:
             size = span.stop - span.start
-            staged = [w for w in span.wanted if w.target is None]
-            if staged:
+            if span.is_staged:
                 assert slot is not None
                 buffers.append(slot.memory[slot_used : slot_used + size])
-                arrivals += [FilledSlot(w, span.start - w.start, slot_used, size) for w in staged]
+                arrivals += [
+                    FilledSlot(w, span.start - w.start, slot_used, size)
+                    for w in span.wanted
+                    if w.target is None
+                ]
                 slot_used += size
             elif span.wanted:
                 first = span.wanted[0]
@@ -350,25 +355,15 @@ def _steps(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
     left = _STEP_BYTES
     for whole in buffers:
         buffer = whole
-        while buffer.nbytes:
-            step.append(buffer[:left])
-            left -= step[-1].nbytes
-            buffer = buffer[step[-1].nbytes :]
-            if not left:
-                yield step
-                step, left = [], _STEP_BYTES
+        while buffer.nbytes >= left:
+            yield [*step, buffer[:left]]
+            buffer = buffer[left:]
+            step, left = [], _STEP_BYTES
+        if buffer.nbytes:
+            step.append(buffer)
+            left -= buffer.nbytes
     if step:
         yield step
-
-
-def _bridged(spans: Sequence[FileRange]) -> list[FileRange]:
-    """Returns the spans with short gaps between them as spans that are not wanted."""
-    bridged: list[FileRange] = []
-    for span in spans:
-        if bridged and 0 < span.start - bridged[-1].stop <= _BRIDGED_BYTES:
-            bridged.append(FileRange(bridged[-1].stop, span.start))
-        bridged.append(span)
-    return bridged
 
 
 def _copy_to_others(span: FileRange, source: memoryview) -> None:

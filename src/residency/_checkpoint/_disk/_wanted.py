@@ -6,15 +6,17 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 from residency._errors import CorruptSaveError
 from residency._units import parse_bytes
 
+_BRIDGED_BYTES = parse_bytes("64KiB")  # a gap that is cheaper to read than to skip
 _UNCHECKED_CHUNK_BYTES = parse_bytes("8MiB")  # of a file without chunks: two calls for a task
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Wanted:
     """A range of a file, and where its bytes go.
 
@@ -63,11 +65,16 @@ class FileReads:
 
 @dataclass(slots=True, eq=False)
 class FileRange:
-    """A range of a file in which every byte is wanted by the same ranges."""
+    """A range of a file in which every byte is wanted by the same ranges.
+
+    Attributes:
+        is_staged: Whether one of them has no target, so that the bytes go through the ring.
+    """
 
     start: int
     stop: int
-    wanted: tuple[Wanted, ...] = ()
+    wanted: Sequence[Wanted] = ()
+    is_staged: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -102,37 +109,58 @@ def tasks_of(file: FileReads) -> Iterator[Task]:
             task = by_chunk.get(index)
             if task is None:
                 task = by_chunk[index] = Task(file)
-            is_inside = (start, stop) == (span.start, span.stop)
-            task.spans.append(span if is_inside else FileRange(start, stop, span.wanted))
+            is_inside = start == span.start and stop == span.stop
+            piece = span if is_inside else FileRange(start, stop, span.wanted, span.is_staged)
+            task.spans.append(piece)
     for index in sorted(by_chunk):
         task = by_chunk[index]
-        if sums is not None:
+        if sums is None:
+            first, last = task.spans[0].start, task.spans[-1].stop
+            task.spans = _with_gaps(task.spans, first, last, _BRIDGED_BYTES)
+        else:
             task.crc32 = sums.crc32[index]
-            _fill_gaps(task.spans, index * grid, min((index + 1) * grid, sums.num_bytes))
+            last = min((index + 1) * grid, sums.num_bytes)
+            task.spans = _with_gaps(task.spans, index * grid, last, grid)
         yield task
 
 
 def _spans(wanted: Sequence[Wanted]) -> Iterator[FileRange]:
-    left = sorted(wanted, key=lambda w: w.start, reverse=True)
-    cuts = sorted({edge for w in wanted for edge in (w.start, w.stop)})
-    active: list[Wanted] = []
-    for start, stop in pairwise(cuts):
-        active = [w for w in active if w.stop > start]
-        while left and left[-1].start == start:
-            active.append(left.pop())
-        if active:
-            yield FileRange(start, stop, tuple(active))
+    near: list[Wanted] = []
+    reach = 0
+    for each in sorted(wanted, key=attrgetter("start")):
+        if near and each.start >= reach:
+            yield from _cut(near)
+            near = []
+        near.append(each)
+        reach = max(reach, each.stop)
+    yield from _cut(near)
 
 
-def _fill_gaps(spans: list[FileRange], first: int, last: int) -> None:
-    edges = [first, *(edge for span in spans for edge in (span.start, span.stop)), last]
-    gaps = [
-        FileRange(start, stop)
-        for start, stop in zip(edges[::2], edges[1::2], strict=True)
-        if start < stop
-    ]
-    spans += gaps
-    spans.sort(key=lambda span: span.start)
+def _cut(near: Sequence[Wanted]) -> Iterator[FileRange]:
+    """Cuts ranges that overlap where one of them begins or ends."""
+    if len(near) == 1:  # as nearly always
+        yield FileRange(near[0].start, near[0].stop, near, near[0].target is None)
+        return
+    for start, stop in pairwise(sorted({edge for w in near for edge in (w.start, w.stop)})):
+        here = [w for w in near if w.start <= start and w.stop >= stop]
+        yield FileRange(start, stop, here, any(w.target is None for w in here))
+
+
+def _with_gaps(
+    spans: Sequence[FileRange], first: int, last: int, most_bytes: int
+) -> list[FileRange]:
+    """Returns the spans from one byte of a file to another with what no one wants between them,
+    where that is short enough to be read along.
+    """
+    filled: list[FileRange] = []
+    for span in spans:
+        if 0 < span.start - first <= most_bytes:
+            filled.append(FileRange(first, span.start))
+        filled.append(span)
+        first = span.stop
+    if first < last:
+        filled.append(FileRange(first, last))
+    return filled
 
 
 def name_of(file: FileReads) -> str:

@@ -158,17 +158,20 @@ def _is_sensible(node: Mapping[str, Any], kind: object) -> bool:
     """Returns whether a node has what those of its kind have, at the least."""
     if not isinstance(kind, str):
         return False
-    fields = _FIELDS.get(kind, {})
+    for name, form in _FIELDS.get(kind, {}).items():
+        if name not in node or not _fits(node[name], form):
+            return False
     is_whole = _WHOLE.get(kind)
-    has_all = all(name in node and _fits(node[name], form) for name, form in fields.items())
-    return has_all and (is_whole is None or is_whole(node))
+    return is_whole is None or is_whole(node)
 
 
 def _fits(value: object, form: Any) -> bool:
     """Returns whether a value of JSON is of a class, a list of such, or what a function takes."""
+    if isinstance(form, type):
+        return isinstance(value, form)
     if isinstance(form, list):
         return isinstance(value, list) and all(_fits(each, form[0]) for each in value)
-    return isinstance(value, form) if isinstance(form, type) else form(value)
+    return bool(form(value))
 
 
 def _is_pair(value: object) -> bool:

@@ -7,7 +7,6 @@ is found by address among all that a restore fills.
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from residency._checkpoint._document._kinds import array_form
 from residency._checkpoint._document._nodes import NDARRAY, Node, kind_of
 from residency._checkpoint._restore._boxes import Box
-from residency._checkpoint._restore._plan import Assignment, RestorePlan, Target
+from residency._checkpoint._restore._plan import RestorePlan, Target
 from residency._checkpoint._restore._values import senseless_is_damage, understood
 from residency._checkpoint._sources._source import StoredTensor
 from residency._modes import callers_modes_off
@@ -56,9 +55,8 @@ def fill_memory(plan: RestorePlan, path: str, node: Node, there: Any) -> bool:
         return False
     shape = tuple(memory.shape)
     zeros = (0,) * len(shape)
-    stored = replace(stored, shape=shape, whole_shape=shape, offsets=zeros)
-    target = Target(path, memory, memory, Box(zeros, shape), shape)
-    plan.assignments.append(Assignment(target, [stored]))
+    stored = stored._replace(shape=shape, whole_shape=shape, offsets=zeros)
+    plan.targets.append(Target(path, memory, Box(zeros, shape), shape, [stored]))
     return True
 
 
@@ -91,7 +89,7 @@ def _bytes_memory(there: Any) -> tuple[Tensor, bool] | None:
 def _stored(plan: RestorePlan, path: str, node: Node, num_bytes: int) -> StoredTensor | None:
     """Returns where the bytes of a node are; None where they are of another number."""
     if "tensor" in node:
-        [stored, *others] = plan.tensors[node["tensor"]]
+        [stored, *others] = plan.source.tensors[node["tensor"]]
         is_plain = not others and stored.dtype == torch.uint8 and stored.stride is None
         return stored if is_plain and stored.shape == (num_bytes,) else None
     data = understood(path, node)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -40,6 +41,12 @@ class Box:
         """Returns this box as seen from the first element of ``outer``."""
         pairs = zip(self.offsets, outer.offsets, strict=True)
         return Box(tuple(a - b for a, b in pairs), self.shape)
+
+
+@lru_cache(maxsize=256)
+def whole_box(shape: tuple[int, ...]) -> Box:
+    """Returns the box that is all of a tensor: one for all tensors of a shape."""
+    return Box((0,) * len(shape), shape)
 
 
 class Stretch(NamedTuple):

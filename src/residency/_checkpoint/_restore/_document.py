@@ -52,7 +52,6 @@ from residency._checkpoint._restore._optimizers import Thunk, plan_optimizer
 from residency._checkpoint._restore._overlaps import is_same_stored
 from residency._checkpoint._restore._plan import MetObject, RestorePlan
 from residency._checkpoint._restore._values import understood
-from residency._checkpoint._sources._own import SavedForRank
 from residency._errors import RefusedError
 from residency._transfer import refuse_hidden_state
 
@@ -71,9 +70,8 @@ _IN_ORDER = (dict, OrderedDict, defaultdict, Counter)  # whose order is a part o
 class DocumentPlan:
     """The plan of a state's restore from a save of this library."""
 
-    def __init__(self, plan: RestorePlan, saved: SavedForRank, state: Any, *, eager: bool) -> None:
+    def __init__(self, plan: RestorePlan, state: Any, *, eager: bool) -> None:
         self._plan = plan
-        self._saved = saved
         self._names = parameters_of(state)
         self._eager = eager
 
@@ -89,7 +87,7 @@ class DocumentPlan:
                 "was changed; give dict(it)."
             )
         for name, value in state.items():
-            node = self._saved.tree.get(name, _MISSING)
+            node = self._plan.source.values.get(name, _MISSING)
             if node is _MISSING:
                 self._plan.missing.append(name)
                 continue

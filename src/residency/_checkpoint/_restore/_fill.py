@@ -10,7 +10,7 @@ the lane.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -30,14 +30,13 @@ from residency._checkpoint._restore._boxes import (
     spans,
     stretches,
 )
-from residency._checkpoint._restore._plan import Assignment, Target, box_of, is_whole
+from residency._checkpoint._restore._plan import Target, box_of, is_whole
 from residency._checkpoint._sources._source import StoredTensor
 from residency._errors import InvalidArgumentError, RefusedError
 from residency._transfer import (
-    CopyRun,
-    Lanes,
     Slab,
     copy_across,
+    copy_on,
     gate_of,
     lanes_of,
     memory_of,
@@ -70,7 +69,7 @@ def staging_bytes_of(staging: int | str) -> int:
 
 
 def fill(
-    assignments: Iterable[Assignment],
+    targets: Iterable[Target],
     *,
     checksums: Mapping[Path, Checksums],
     staging_bytes: int,
@@ -80,7 +79,7 @@ def fill(
     """Fills targets with what is stored of them.
 
     Args:
-        assignments: What goes where; dtypes and shapes agree.
+        targets: What goes where; dtypes and shapes agree.
         checksums: Of files, where they are known.
         staging_bytes: The ring's, a power of two.
         on_bytes: Called with the bytes that were read.
@@ -97,21 +96,24 @@ def fill(
         slot on the device, and on the host. All of it is given back, up to 64 MiB of the ring to
         torch's cache of page-locked memory.
     """
-    work = _sorted_out(assignments)
-    devices = {target.local.device for target in work.targets if not target.local.is_cpu}
-    for device in devices:
-        written = [t.local for t in work.targets if t.local.device == device]
+    work = _sorted_out(targets)
+    on_device: dict[torch.device, list[Tensor]] = {}
+    for local in work.locals_:
+        on_device.setdefault(local.device, []).append(local)
+    on_host = on_device.pop(torch.device("cpu"), [])
+    devices = on_device.keys()
+    for device, written in on_device.items():
         gate_of(device).before_write(written)
         lanes = lanes_of(device)
         # Work that is queued already may read the targets, or write them.
         _device.wait_event(lanes.h2d, lanes.mark(_device.current_stream(device)))
-    is_own_ring = ring is None and work.needs_ring
+    is_own_ring = ring is None and work.staged_bytes > 0
     if is_own_ring:
         ring = Staging(ring_bytes_of(work.staged_bytes, staging_bytes), pin=bool(devices))
     try:
         # A file is read into the memory of a host tensor, of which autograd would not hear: a
         # graph that kept the tensor's old values would go on with the new ones.
-        increment_version([target.local for target in work.targets if target.local.is_cpu])
+        increment_version(on_host)
         with torch.no_grad():
             _read_in_order(work, checksums, ring, on_bytes)
             _wait_for_lanes(devices)
@@ -153,7 +155,7 @@ class Staging:
             ) from error
         num_slots = _NUM_SLOTS if num_bytes >= _NUM_SLOTS * _SMALLEST_SLOT else 2
         self.slot_bytes = num_bytes // num_slots
-        self._under_way: deque[tuple[Slot, torch.Event]] = deque()
+        self._under_way: deque[tuple[Slot, Sequence[torch.Event]]] = deque()
         self._most_under_way = num_slots // 2
         memory = memory_of(self._slab.data)
         self.ring = Ring(
@@ -178,16 +180,17 @@ class Staging:
         assert slot is not None, "the ring is closed only when a read fails"
         return slot
 
-    def give_back_after(self, slot: Slot, event: torch.Event) -> None:
+    def give_back_after(self, slot: Slot, events: Sequence[torch.Event]) -> None:
         """Returns a slot to the ring once its bytes are on the device.
 
         Half of the slots may be under way, so that the other half is always there to be filled;
         this thread alone waits for events.
         """
-        self._under_way.append((slot, event))
+        self._under_way.append((slot, events))
         while len(self._under_way) >= self._most_under_way:
             oldest, landed = self._under_way.popleft()
-            landed.synchronize()  # the copy has read the slot, which is filled anew
+            for event in landed:
+                event.synchronize()  # the copies have read the slot, which is filled anew
             self.ring.give_back(oldest)
 
     def values(
@@ -199,13 +202,13 @@ class Staging:
         stride: Sequence[int],
     ) -> Tensor:
         """Returns what lies in a slot as a tensor."""
-        typed = self._slab.data[slot.tag + offset : slot.tag + self.slot_bytes]
-        whole = typed.numel() // dtype.itemsize * dtype.itemsize
-        return typed[:whole].view(dtype).as_strided(tuple(shape), tuple(stride), None)
+        whole = (self.slot_bytes - offset) // dtype.itemsize * dtype.itemsize
+        typed = self.bytes_at(slot, offset, whole).view(dtype)
+        return typed.as_strided(tuple(shape), tuple(stride), None)
 
-    def run(self, slot: Slot, slot_offset: int, target_offset: int, num_bytes: int) -> CopyRun:
-        """Returns the copy of a slot's bytes to a place in a device buffer."""
-        return CopyRun(self._slab, slot.tag + slot_offset, target_offset, num_bytes)
+    def bytes_at(self, slot: Slot, offset: int, num_bytes: int) -> Tensor:
+        """Returns some bytes of a slot."""
+        return self._slab.data.narrow(0, slot.tag + offset, num_bytes)
 
 
 class _ShardBox(NamedTuple):
@@ -231,45 +234,38 @@ class _Work:
     """The tensors to fill, by how they are filled.
 
     Attributes:
-        in_order: From files, where elements lie in order on both sides.
-        of_tensors: From host tensors.
-        out_of_order: From files, where they do not.
+        locals_: Those with elements.
+        of_files: What is read of each file, where elements lie in order on both sides.
+        of_tensors: What is copied from host tensors.
+        out_of_order: What is read from files where elements do not lie in order.
+        staged_bytes: What passes through the ring.
     """
 
-    targets: list[Target] = field(default_factory=list)
-    in_order: list[_ShardBox] = field(default_factory=list)
+    locals_: list[Tensor] = field(default_factory=list)
+    of_files: dict[Path, list[Wanted]] = field(default_factory=dict)
     of_tensors: list[_ShardBox] = field(default_factory=list)
     out_of_order: list[_ShardBox] = field(default_factory=list)
-
-    @property
-    def needs_ring(self) -> bool:
-        is_staged = any(not overlap.target.local.is_cpu for overlap in self.in_order)
-        return bool(is_staged or self.of_tensors or self.out_of_order)
-
-    @property
-    def staged_bytes(self) -> int:
-        parts = (*self.in_order, *self.of_tensors, *self.out_of_order)
-        return sum(overlap.box.numel * overlap.shard.dtype.itemsize for overlap in parts)
+    staged_bytes: int = 0
 
 
-def _sorted_out(assignments: Iterable[Assignment]) -> _Work:
+def _sorted_out(targets: Iterable[Target]) -> _Work:
     work = _Work()
-    for target, shards in ((a.target, a.shards) for a in assignments):
+    for target in targets:
         if target.local.numel() == 0:
             continue
-        work.targets.append(target)
-        for shard in shards:
+        work.locals_.append(target.local)
+        for shard in target.shards:
             shard_box = target.box if is_whole(target, shard) else box_of(shard)
             box = target.box.overlap(shard_box)
             if box is None:
                 continue
             overlap = _ShardBox(target, shard, box, shard_box)
-            if shard.tensor is not None:
-                work.of_tensors.append(overlap)
-            elif _is_in_order(overlap):
-                work.in_order.append(overlap)
-            else:
-                work.out_of_order.append(overlap)
+            if shard.tensor is None and _is_in_order(overlap):
+                _want(work, overlap)
+                continue
+            parts = work.out_of_order if shard.tensor is None else work.of_tensors
+            parts.append(overlap)
+            work.staged_bytes += box.numel * shard.dtype.itemsize
     return work
 
 
@@ -283,46 +279,58 @@ def _is_in_order(overlap: _ShardBox) -> bool:
     return count <= _FEW_STRETCHES or box.numel // count * shard.dtype.itemsize >= _LONG_STRETCH
 
 
+def _want(work: _Work, overlap: _ShardBox) -> None:
+    """Adds the bytes of an overlap to what is read, with the places that they go to."""
+    target, shard, box, shard_box = overlap
+    local, itemsize = target.local, shard.dtype.itemsize
+    assert shard.file is not None
+    wanted = work.of_files.setdefault(shard.file, [])
+    memory = memory_of(local) if local.is_cpu else None
+    flat = None if local.is_cpu else local.as_strided((local.numel(),), (1,)).view(torch.uint8)
+    for source, first, numel in stretches(box, shard_box, target.box):
+        start, size = shard.start + source * itemsize, numel * itemsize
+        if memory is None:
+            wanted.append(Wanted(start, size, target.name, None, (flat, first * itemsize)))
+            work.staged_bytes += size
+        else:
+            here = memory[first * itemsize :][:size] if size < memory.nbytes else memory
+            wanted.append(Wanted(start, size, target.name, here))
+
+
 def _read_in_order(
     work: _Work,
     checksums: Mapping[Path, Checksums],
     ring: Staging | None,
     on_bytes: Callable[[int], None] | None,
 ) -> None:
-    wanted: dict[Path, list[Wanted]] = {}
-    for overlap in work.in_order:
-        assert overlap.shard.file is not None
-        wanted.setdefault(overlap.shard.file, []).extend(_ranges(overlap))
-
     def consume(slot: Slot, arrivals: Sequence[FilledSlot]) -> None:
         assert ring is not None
-        for each in arrivals:
-            flat, first = each.wanted.destination
-            run = ring.run(slot, each.slot_offset, first + each.first, each.num_bytes)
-            event = lanes_of(flat.device).load(flat, [run])
-        ring.give_back_after(slot, event)
+        copies = []
+        for wanted, first, offset, num_bytes in arrivals:
+            flat, begin = wanted.destination
+            target = flat.narrow(0, begin + first, num_bytes)
+            copies.append((target, ring.bytes_at(slot, offset, num_bytes)))
+        _queue(ring, slot, copies)
 
     read_files(
-        [FileReads(path, ranges, checksums.get(path)) for path, ranges in wanted.items()],
+        [FileReads(path, ranges, checksums.get(path)) for path, ranges in work.of_files.items()],
         ring=None if ring is None else ring.ring,
         consume=consume,
         on_bytes=on_bytes,
     )
 
 
-def _ranges(overlap: _ShardBox) -> Iterator[Wanted]:
-    """Yields the bytes of an overlap, with the places that they go to."""
-    local, shard = overlap.target.local, overlap.shard
-    memory = memory_of(local) if local.is_cpu else None
-    flat = raw_bytes(local) if memory is None else None
-    itemsize = shard.dtype.itemsize
-    for source, target, numel in stretches(overlap.box, overlap.shard_box, overlap.target.box):
-        start, first, size = shard.start + source * itemsize, target * itemsize, numel * itemsize
-        if memory is None:
-            yield Wanted(start, size, overlap.target.name, None, (flat, first))
-        else:
-            here = memory if size == memory.nbytes else memory[first : first + size]
-            yield Wanted(start, size, overlap.target.name, here)
+def _queue(ring: Staging, slot: Slot, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Queues copies of a slot's bytes to devices, after which the ring has the slot again."""
+    by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+    for pair in copies:
+        by_device.setdefault(pair[0].device, []).append(pair)
+    events = []
+    for device, pairs in by_device.items():
+        lanes = lanes_of(device)
+        copy_on(lanes.h2d, pairs)
+        events.append(lanes.mark(lanes.h2d))
+    ring.give_back_after(slot, events)
 
 
 def _carry(overlap: _ShardBox, ring: Staging) -> None:
@@ -353,13 +361,13 @@ def _narrowed(tensor: Tensor, box: Box) -> Tensor:
 
 def _deliver(view: Tensor, staged: Tensor, ring: Staging, slot: Slot) -> None:
     """Copies values that begin a slot to the device, and gives the slot back."""
-    lanes: Lanes = lanes_of(view.device)
     if not view.is_contiguous():
         copy_across(view, staged)  # by way of a copy on the device, on the current stream
-        ring.give_back_after(slot, lanes.mark(_device.current_stream(view.device)))
+        current = _device.current_stream(view.device)
+        ring.give_back_after(slot, [lanes_of(view.device).mark(current)])
         return
     flat = raw_bytes(view)
-    ring.give_back_after(slot, lanes.load(flat, [ring.run(slot, 0, 0, flat.numel())]))
+    _queue(ring, slot, [(flat, ring.bytes_at(slot, 0, flat.numel()))])
 
 
 class _StagedBox(NamedTuple):

@@ -17,7 +17,7 @@ from torch import Tensor
 from residency._checkpoint._document._decode import pairs_if_alike
 from residency._checkpoint._document._nodes import COMPLEX, FLOAT, INT, TENSOR, Node, kind_of
 from residency._checkpoint._restore._overlaps import is_same_stored
-from residency._checkpoint._restore._plan import Assignment, RestorePlan, difference, target_of
+from residency._checkpoint._restore._plan import RestorePlan, difference, target_of
 from residency._checkpoint._restore._values import senseless_is_damage, understood
 from residency._checkpoint._sources._source import StoredTensor
 from residency._dtensor import local_of
@@ -61,9 +61,9 @@ def _value(
         is_number = isinstance(before, float)
         return lambda: _as_number(value()) if is_number else value(device)
     home = _home(plan, before, node)
-    target = target_of(path, home)
-    if difference(target, shards) is None:
-        plan.assignments.append(Assignment(target, shards))
+    target = target_of(path, home, shards)
+    if difference(target) is None:
+        plan.targets.append(target)
         return lambda: home
     value = plan.value(node, path)  # of another dtype
 
@@ -80,7 +80,7 @@ def _stored(
     """Returns what a tensor is filled with; None where something else takes its place."""
     shape = tuple(before.shape)
     if kind_of(node) == TENSOR:
-        shards = plan.tensors[node["name"]]
+        shards = plan.source.tensors[node["name"]]
         return shards if tuple(shards[0].whole_shape) == shape else None
     if type(node) not in (bool, int, float) and kind_of(node) not in _NUMBERS:
         return None

@@ -21,8 +21,8 @@ from residency._checkpoint._restore._plan import Differences, RestorePlan
 from residency._checkpoint._restore._restore import carry_out, settled
 from residency._checkpoint._restore._values import SavedValue
 from residency._checkpoint._sources import open_source
-from residency._checkpoint._sources._own import SavedForRank, find_save, saved_for_rank
-from residency._checkpoint._sources._source import TensorName
+from residency._checkpoint._sources._own import find_save, saved_for_rank
+from residency._checkpoint._sources._source import Source, TensorName
 from residency._errors import RefusedError, listed
 from residency._modes import inference_mode_off
 from residency._ranks import rank_and_world_size
@@ -79,8 +79,8 @@ def load_into(
                 module, open_save(folder), name=name, strict=strict, staging_bytes=staging_bytes
             )
     with damage_named(path), open_source(path) as source:
-        plan = RestorePlan(source.tensors, staging_bytes=staging_bytes)
-        return _load_by_names(module, plan, str(path), name, strict, tree=source.values)
+        plan = RestorePlan(source, staging_bytes)
+        return _load_by_names(module, plan, name, strict)
 
 
 def load_save(
@@ -94,30 +94,25 @@ def load_save(
     """Fills a module from a save of this library; see ``load_into``."""
     rank, world_size = rank_and_world_size()
     saved = saved_for_rank(save, rank=rank, world_size=world_size)
-    plan = RestorePlan(saved.tensors, saved.checksums, staging_bytes, saved.views)
-    if not any(kind_of(node) == MODULE for node in saved.tree.values()):
+    plan = RestorePlan(saved, staging_bytes)
+    if not any(kind_of(node) == MODULE for node in saved.values.values()):
         # Of state dicts, as torch's distributed checkpoints save them.
-        return _load_by_names(module, plan, str(saved.folder), name, strict)
+        return _load_by_names(module, plan, name, strict)
     name = _module_in(saved, module, name)
-    document = DocumentPlan(plan, saved, {}, eager=False)
-    plan.after.append(document.visit(name, saved.tree[name], module))
-    found = settled(plan, f"{saved.folder.name}, {name}", strict=strict)
+    document = DocumentPlan(plan, {}, eager=False)
+    plan.after.append(document.visit(name, saved.values[name], module))
+    found = settled(plan, f"{saved.path.name}, {name}", strict=strict)
     carry_out(plan)
     return found
 
 
 def _load_by_names(
-    module: nn.Module,
-    plan: RestorePlan,
-    what: str,
-    name: str | None,
-    strict: bool,
-    tree: object = None,
+    module: nn.Module, plan: RestorePlan, name: str | None, strict: bool
 ) -> Differences:
     """Fills a module from tensors that have its names, or its names behind one prefix; what else
     its own state dict has comes from the tree that the file has of both.
     """
-    names = list(plan.tensors)
+    names, what = list(plan.source.tensors), str(plan.source.path)
     prefix = find_prefix(module, names, what) if name is None else f"{name}." * bool(name)
     if name and not any(each.startswith(prefix) for each in names):
         raise RefusedError(
@@ -127,7 +122,7 @@ def _load_by_names(
     saved = SavedModule(
         [name[len(prefix) :] for name in names if name.startswith(prefix)],
         stored_name=lambda name: prefix + name,
-        values=_plain_values(module, tree, prefix),
+        values=_plain_values(module, plan.source, prefix),
     )
     plan.after.append(plan_module(plan, module, saved, prefix=""))
     found = settled(plan, what, strict=strict)
@@ -135,8 +130,9 @@ def _load_by_names(
     return found
 
 
-def _plain_values(module: nn.Module, tree: Any, prefix: str) -> dict[str, SavedValue]:
-    """Returns what the module's state dict has beside tensors, as it is in a tree."""
+def _plain_values(module: nn.Module, source: Source, prefix: str) -> dict[str, SavedValue]:
+    """Returns what the module's state dict has beside tensors, as a source has it."""
+    tree = None if source.kind == "residency" else source.values  # whose nodes are no values
     for part in prefix.split(".")[:-1]:
         tree = tree.get(part) if isinstance(tree, Mapping) else None
     if not isinstance(tree, Mapping):
@@ -199,14 +195,14 @@ def _last_dots(name: str, most: int) -> list[int]:
     return found
 
 
-def _module_in(saved: SavedForRank, module: nn.Module, name: str | None) -> str:
+def _module_in(saved: Source, module: nn.Module, name: str | None) -> str:
     """Returns the name under which a save has this module.
 
     Raises:
         RefusedError: There is none, or several of which none has this one's names.
     """
     nodes: Mapping[str, Any] = {
-        name: node for name, node in saved.tree.items() if kind_of(node) == MODULE
+        name: node for name, node in saved.values.items() if kind_of(node) == MODULE
     }
     if name is None and len(nodes) == 1:
         return next(iter(nodes))
@@ -219,7 +215,7 @@ def _module_in(saved: SavedForRank, module: nn.Module, name: str | None) -> str:
     there = listed(list(nodes), _MOST_LISTED)
     found = f"{len(fitting)} have all parameters of this {type(module).__name__}"
     raise RefusedError(
-        f"{saved.folder} has the modules {there}; among them "
+        f"{saved.path} has the modules {there}; among them "
         + (found if name is None else f"none is {name!r}")
         + ". Nothing was changed; give load_into the name of the one that you mean."
     )

@@ -87,7 +87,7 @@ def _is_filled(entry: ModuleEntry) -> bool:
 
 def _is_reshaped(plan: RestorePlan, state: ModuleState, entry: ModuleEntry, stored: str) -> bool:
     """Returns whether a tensor has another shape here, which its part changes when it is loaded."""
-    shards = plan.tensors.get(stored)
+    shards = plan.source.tensors.get(stored)
     if not shards or tuple(shards[0].whole_shape) == tuple(entry.value.shape):
         return False
     return state.takes_other_shapes(entry)

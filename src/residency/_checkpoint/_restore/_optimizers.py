@@ -222,7 +222,7 @@ def _incoming(
             incoming[key] = None
             if kind_of(each) != "tensor":
                 continue
-            shards = plan.tensors.get(each["name"])
+            shards = plan.source.tensors.get(each["name"])
             if not shards:
                 plan.missing.append(each["name"])
                 is_whole = False

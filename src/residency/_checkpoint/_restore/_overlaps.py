@@ -4,7 +4,7 @@ Tied tensors and views are asked for under each of their names. Where a save has
 what they share, the order of reading does not matter; where it does not, no order would be right.
 Only the bytes tell: a save may hold a tensor and a part of it apart. Invariant, which
 ``tests/checkpoint/restore/test_overlaps.py`` tries to break: after ``settle_overlaps`` no two
-assignments write different bytes to one place.
+targets get different bytes at to one place.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from residency._checkpoint._restore._boxes import Box, row_major, spans
 from residency._checkpoint._restore._fill import fill
-from residency._checkpoint._restore._plan import Assignment, Remedied, RestorePlan, Target
+from residency._checkpoint._restore._plan import Remedied, RestorePlan, Target
 from residency._checkpoint._sources._source import StoredTensor
 from residency._modes import callers_modes_off
 from residency._storages import sharing
 
 
 def settle_overlaps(plan: RestorePlan) -> list[str]:
-    """Takes assignments out of a plan that others of it make needless.
+    """Takes targets out of a plan that others of it make needless.
 
     Args:
         plan: What is to be filled; no target is written.
@@ -38,25 +38,25 @@ def settle_overlaps(plan: RestorePlan) -> list[str]:
     """
     problems = _late_conflicts(plan)
     dropped: set[int] = set()
-    for group in sharing([each.target.local for each in plan.assignments]):
+    for group in sharing([each.local for each in plan.targets]):
         last_of: dict[object, int] = {}
         for index in group:
-            here = plan.assignments[index]
-            before = last_of.get(_geometry(here.target))
+            here = plan.targets[index]
+            before = last_of.get(_geometry(here))
             if before is not None:
                 dropped.add(before)
-                other = plan.assignments[before]
+                other = plan.targets[before]
                 if not _is_same_saved(plan, other, here):
                     problems.append(_conflict(other, here))
-            last_of[_geometry(here.target)] = index
+            last_of[_geometry(here)] = index
         for left, right in _apart(plan, list(last_of.values())):
-            pair = plan.assignments[left], plan.assignments[right]
+            pair = plan.targets[left], plan.targets[right]
             if not _is_same_saved(plan, *pair):
                 dropped.add(left)
                 problems.append(_conflict(*pair))
     if dropped:
-        remaining = [each for index, each in enumerate(plan.assignments) if index not in dropped]
-        plan.assignments[:] = remaining
+        remaining = [each for index, each in enumerate(plan.targets) if index not in dropped]
+        plan.targets[:] = remaining
     return problems
 
 
@@ -69,34 +69,36 @@ def is_same_stored(plan: RestorePlan, left: str, right: str) -> bool:
     Memory:
         Host: as ``_is_same_saved``.
     """
-    mine, theirs = plan.tensors[left], plan.tensors[right]
+    mine, theirs = plan.source.tensors[left], plan.source.tensors[right]
     dtype, shape = mine[0].dtype, tuple(mine[0].whole_shape)
     if (theirs[0].dtype, tuple(theirs[0].whole_shape)) != (dtype, shape):
         return False
     if 0 in shape:
         return True
     whole = Box((0,) * len(shape), shape)
-    target = _scratch(left, dtype, whole, shape, "meta")  # as if both were to lie there
-    return _is_same_saved(plan, Assignment(target, mine), Assignment(target, theirs))
+    with callers_modes_off():  # as if both were to lie there
+        place = torch.empty(shape, dtype=dtype, device="meta")
+    targets = [Target(left, place, whole, shape, shards) for shards in (mine, theirs)]
+    return _is_same_saved(plan, *targets)
 
 
 def _late_conflicts(plan: RestorePlan) -> list[str]:
     """Returns what lies in memory that is written after the rest, whatever was saved of it."""
     if not plan.late:
         return []
-    names = [each.target.name for each in plan.assignments] + [name for name, _ in plan.late]
-    tensors = [each.target.local for each in plan.assignments] + [each for _, each in plan.late]
+    names = [each.name for each in plan.targets] + [name for name, _ in plan.late]
+    tensors = [each.local for each in plan.targets] + [each for _, each in plan.late]
     return [
         f"{' and '.join(names[i] for i in group)}: they share memory here, and one of them is read "
         "in another order"
         for group in sharing(tensors)
-        if group[-1] >= len(plan.assignments)
+        if group[-1] >= len(plan.targets)
     ]
 
 
-def _conflict(left: Assignment, right: Assignment) -> str:
+def _conflict(left: Target, right: Target) -> str:
     return Remedied(
-        f"{left.target.name} and {right.target.name}: they share memory here, and their saved "
+        f"{left.name} and {right.name}: they share memory here, and their saved "
         "values differ; untie them here, as they were when they were saved"
     )
 
@@ -109,22 +111,22 @@ def _geometry(target: Target) -> tuple[object, ...]:
 
 def _apart(plan: RestorePlan, indices: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yields pairs that share bytes in other ways here than in the files."""
-    anchors = {index: _anchor(plan.assignments[index]) for index in indices}
+    anchors = {index: _anchor(plan.targets[index]) for index in indices}
     if len(set(anchors.values())) == 1 and None not in anchors.values():
         return
     for position, left in enumerate(indices):
         for right in indices[position + 1 :]:
             if anchors[left] is not None and anchors[left] == anchors[right]:
                 continue
-            if sharing([plan.assignments[each].target.local for each in (left, right)]):
+            if sharing([plan.targets[each].local for each in (left, right)]):
                 yield left, right
 
 
-def _anchor(assignment: Assignment) -> tuple[object, int] | None:
+def _anchor(target: Target) -> tuple[object, int] | None:
     """Returns where the bytes of a target come from, as seen from its memory: equal for all that
     lie among one another as they lie in the file. None for what lies in another order.
     """
-    local, shards = assignment.target.local, assignment.shards
+    local, shards = target.local, target.shards
     if len(shards) != 1 or shards[0].shape != tuple(local.shape):
         return None
     [shard] = shards
@@ -146,31 +148,22 @@ def _places(shards: Sequence[StoredTensor]) -> list[object]:
     return [(_bytes_of(each), each.offsets, each.shape) for each in shards]
 
 
-def _scratch(
-    name: str, dtype: torch.dtype, box: Box, whole_shape: tuple[int, ...], device: str = "cpu"
-) -> Target:
-    """Makes a place for a box of a tensor."""
-    with callers_modes_off():
-        made = torch.empty(box.shape, dtype=dtype, device=device)
-    return Target(name, made, made, box, whole_shape)
-
-
-def _is_same_saved(plan: RestorePlan, left: Assignment, right: Assignment) -> bool:
-    """Returns whether two assignments bring the same bytes to the memory that both lie in.
+def _is_same_saved(plan: RestorePlan, left: Target, right: Target) -> bool:
+    """Returns whether two targets bring the same bytes to the memory that both lie in.
 
     Memory:
         Host: at most the plan's ``staging_bytes``.
     """
-    is_one_place = _geometry(left.target) == _geometry(right.target)
+    is_one_place = _geometry(left) == _geometry(right)
     if is_one_place and _places(left.shards) == _places(right.shards):
         return True
     most_bytes = plan.staging_bytes // 8
-    areas = [_areas(each.target, most_bytes) for each in (left, right)]
+    areas = [_areas(each, most_bytes) for each in (left, right)]
     for mine, theirs in _meeting(*areas):
         first, last = max(mine.first, theirs.first), min(mine.last, theirs.last)
         found = []
-        for assignment, area in ((left, mine), (right, theirs)):
-            data, is_set = _laid(plan, assignment, area)
+        for target, area in ((left, mine), (right, theirs)):
+            data, is_set = _laid(plan, target, area)
             part = slice(first - area.first, last - area.first)
             found.append((data[part], is_set[part]))
         (ours, is_ours), (others, is_others) = found
@@ -210,23 +203,21 @@ def _meeting(
         yield from ((mine, theirs) for theirs in near if theirs.first < mine.last)
 
 
-def _laid(plan: RestorePlan, assignment: Assignment, area: _AddressedBox) -> tuple[Tensor, Tensor]:
+def _laid(plan: RestorePlan, target: Target, area: _AddressedBox) -> tuple[Tensor, Tensor]:
     """Returns what is saved of an area as it will lie in memory, and which bytes are of it.
 
     Memory:
         Host: four times the bytes between the area's first and last, at most.
     """
-    target = assignment.target
     dtype, stride = target.local.dtype, target.local.stride()
     numel = (area.last - area.first) // target.local.element_size()
-    scratch = _scratch(target.name, dtype, area.box, target.whole_shape)
-    read = scratch.local
     with callers_modes_off():
+        read = torch.empty(area.box.shape, dtype=dtype, device="cpu")
         data = torch.zeros(numel, dtype=dtype, device="cpu")
         is_set = torch.zeros((numel, dtype.itemsize), dtype=torch.bool, device="cpu")
     fill(
-        [Assignment(scratch, assignment.shards)],
-        checksums=plan.checksums,
+        [Target(target.name, read, area.box, target.whole_shape, target.shards)],
+        checksums=plan.source.checksums,
         staging_bytes=plan.staging_bytes,
     )
     data.as_strided(read.shape, stride).copy_(read)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from residency._checkpoint._restore._fill import Staging, fill, ring_bytes_of
-from residency._checkpoint._restore._plan import Assignment, target_of
+from residency._checkpoint._restore._plan import target_of
 from residency._checkpoint._sources._source import StoredTensor
 from residency._dtensor import local_of, wrapped_like
 from residency._errors import RefusedError
@@ -206,7 +206,7 @@ def _move(
     try:
         for bucket in _buckets(waiting, _BUCKETS * staging_bytes):
             made: list[Tensor] = []
-            assignments = []
+            targets = []
             for each in bucket:
                 local = local_of(each.tensor)
                 with callers_modes_off():
@@ -214,9 +214,8 @@ def _move(
                         local, device=each.parameter.device, memory_format=torch.preserve_format
                     )
                 made.append(wrapped_like(target, each.tensor))
-                stored = _stored(each.key, local)
-                assignments.append(Assignment(target_of(each.key, target), [stored]))
-            fill(assignments, checksums={}, staging_bytes=staging_bytes, ring=ring)
+                targets.append(target_of(each.key, target, [_stored(each.key, local)]))
+            fill(targets, checksums={}, staging_bytes=staging_bytes, ring=ring)
             for each, value in zip(bucket, made, strict=True):
                 put(each, value)
             bucket.clear()

@@ -7,9 +7,8 @@ nothing. A plan that is refused leaves every object as it was.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,13 +16,11 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from residency._checkpoint._capture._walk import layout_problem
-from residency._checkpoint._disk._wanted import Checksums
 from residency._checkpoint._document._decode import tensor_names
 from residency._checkpoint._document._nodes import Node
-from residency._checkpoint._document._notes import TensorNote
-from residency._checkpoint._restore._boxes import Box
+from residency._checkpoint._restore._boxes import Box, whole_box
 from residency._checkpoint._restore._values import SavedValue
-from residency._checkpoint._sources._source import StoredTensor
+from residency._checkpoint._sources._source import Source, StoredTensor
 from residency._dtensor import is_sharded, local_of, shard_offsets
 from residency._errors import RefusedError, in_short, warn
 from residency._storages import overlaps_itself
@@ -32,30 +29,22 @@ from residency._units import MIB
 _MOST_LINES = 40
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Target:
-    """A tensor to fill.
+    """A tensor to fill, and what fills it.
 
     Attributes:
         name: How errors call it.
-        tensor: What the caller has.
         local: Its bytes, on the device or on the host; of a ``DTensor``, those of this rank.
         box: Where in the whole tensor they are.
         whole_shape: The whole tensor's.
+        shards: What is stored of it, of which each element is in one place.
     """
 
     name: str
-    tensor: Tensor
     local: Tensor
     box: Box
     whole_shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Assignment:
-    """A target with what is stored of it, of which each element is in one place."""
-
-    target: Target
     shards: Sequence[StoredTensor]
 
 
@@ -129,15 +118,13 @@ class RestorePlan:
     so data would be a class for each of them, with one method that this calls.
 
     Attributes:
-        tensors: What is stored, by name.
-        checksums: Those of the files, where they are known.
+        source: What is stored, and where.
         staging_bytes: The ring's; what is compared of a save takes as much.
-        assignments: Tensors to fill.
-        values: What is read anew: understood before any assignment is carried out.
+        targets: Tensors to fill.
+        values: What is read anew: understood before any target is filled.
         fresh: Host tensors that are made for values, by name.
         of_values: What fills those.
-        late: Memory that is written after all assignments, by name; no assignment may lie in it.
-        views: Tensors that shared their bytes with another when they were saved, by name.
+        late: Memory that is written after all targets, by name; no target may lie in it.
         seen: What is here and was planned already, by ``id``.
         taken: What was saved for each tensor of an optimizer's group, by the tensor's memory.
         checks: What looks at the values once they are understood, with nothing changed.
@@ -145,14 +132,12 @@ class RestorePlan:
         after: What puts values in place once all bytes are there.
     """
 
-    tensors: Mapping[str, Sequence[StoredTensor]]
-    checksums: Mapping[Path, Checksums] = field(default_factory=dict)
+    source: Source
     staging_bytes: int = 64 * MIB
-    views: Mapping[str, TensorNote] = field(default_factory=dict)
-    assignments: list[Assignment] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
     values: list[SavedValue] = field(default_factory=list)
     fresh: dict[str, Tensor] = field(default_factory=dict)
-    of_values: list[Assignment] = field(default_factory=list)
+    of_values: list[Target] = field(default_factory=list)
     late: list[tuple[str, Tensor]] = field(default_factory=list)
     seen: dict[int, MetObject] = field(default_factory=dict)
     taken: dict[object, Node] = field(default_factory=dict)
@@ -163,7 +148,7 @@ class RestorePlan:
     unexpected: list[str] = field(default_factory=list)
     differing: list[str] = field(default_factory=list)
 
-    def fill(self, name: str, tensor: Tensor, stored_name: str | None = None) -> bool:
+    def fill(self, name: str, tensor: Tensor, stored_name: str | None = None) -> None:
         """Plans to fill a tensor, or notes why it cannot be; what shares bytes with others, as a
         tied one does, is for ``settle_overlaps``.
 
@@ -172,17 +157,16 @@ class RestorePlan:
             tensor: Filled in place later; a ``DTensor`` in its local part.
             stored_name: What it is called in the checkpoint, where that is another name.
         """
-        shards = self.tensors.get(stored_name or name)
+        shards = self.source.tensors.get(stored_name or name)
         if shards is None:
             self.missing.append(name)
-            return False
-        target = target_of(name, tensor)
-        problem = difference(target, shards)
+            return
+        target = target_of(name, tensor, shards)
+        problem = difference(target)
         if problem is not None:
             self.differing.append(problem)
-            return False
-        self.assignments.append(Assignment(target, shards))
-        return True
+            return
+        self.targets.append(target)
 
     def value(
         self, node: Node, path: str, check: Callable[[Any], object] | None = None
@@ -204,7 +188,7 @@ class RestorePlan:
         """Plans a host tensor; those that shared their bytes when they were saved do so again."""
         if name in self.fresh:
             return
-        view = self.views.get(name)
+        view = self.source.views.get(name)
         dtype = None if view is None else view.dtype
         if view is not None and view.of is not None and dtype and not view.start % dtype.itemsize:
             self.make_fresh(view.of)
@@ -212,14 +196,14 @@ class RestorePlan:
             whole = flat[: flat.numel() // dtype.itemsize * dtype.itemsize]
             self.fresh[name] = whole.view(dtype).as_strided(view.shape, view.stride)
             return
-        shards = self.tensors[name]
+        shards = self.source.tensors[name]
         made = torch.empty(tuple(shards[0].whole_shape), dtype=shards[0].dtype, device="cpu")
         self.fresh[name] = made
-        self.of_values.append(Assignment(target_of(name, made), shards))
+        self.of_values.append(target_of(name, made, shards))
 
     def clear(self) -> None:
         """Lets go of every tensor."""
-        for each in (self.assignments, self.of_values, self.values, self.late):
+        for each in (self.targets, self.of_values, self.values, self.late):
             each.clear()
         for later in (self.fresh, self.seen, self.checks, self.before, self.after):
             later.clear()
@@ -249,8 +233,8 @@ class RestorePlan:
         return found
 
 
-def target_of(name: str, tensor: Tensor) -> Target:
-    """Describes a tensor to fill.
+def target_of(name: str, tensor: Tensor, shards: Sequence[StoredTensor]) -> Target:
+    """Describes a tensor to fill from what is stored of it.
 
     Raises:
         RefusedError: It is a partial sum, of which no rank has the value, or has no bytes.
@@ -260,7 +244,8 @@ def target_of(name: str, tensor: Tensor) -> Target:
             f"{name} is a {type(tensor).__name__}, which has no shape before the first forward. "
             "Nothing was changed; run one first."
         )
-    local = local_of(tensor).detach()
+    local = local_of(tensor)
+    local = local.detach() if local.requires_grad else local
     shape = tuple(tensor.shape)
     if local.is_meta:
         raise RefusedError(
@@ -269,9 +254,10 @@ def target_of(name: str, tensor: Tensor) -> Target:
             "not persistent: to_empty leaves them without values."
         )
     if not is_sharded(tensor):
-        return Target(name, tensor, local, Box((0,) * len(shape), shape), shape)
+        box = whole_box(shape)
+        return Target(name, local, box, box.shape, shards)
     offsets = shard_offsets(name, tensor, done="changed")
-    return Target(name, tensor, local, Box(offsets, tuple(local.shape)), shape)
+    return Target(name, local, Box(offsets, tuple(local.shape)), shape, shards)
 
 
 def box_of(shard: StoredTensor) -> Box:
@@ -284,9 +270,9 @@ def is_whole(target: Target, shard: StoredTensor) -> bool:
     return shard.shape == target.box.shape and shard.offsets == target.box.offsets
 
 
-def difference(target: Target, shards: Sequence[StoredTensor]) -> str | None:
-    """Returns what stands against filling a target from what is stored, or None."""
-    first = shards[0]
+def difference(target: Target) -> str | None:
+    """Returns what stands against filling a target, or None."""
+    first = target.shards[0]
     name, local = target.name, target.local
     if tuple(first.whole_shape) != target.whole_shape:
         return f"{name}: saved shape {tuple(first.whole_shape)}, here {target.whole_shape}"
@@ -299,7 +285,7 @@ def difference(target: Target, shards: Sequence[StoredTensor]) -> str | None:
         return f"{name}: several of its elements share their bytes here, as in an expanded tensor"
     if is_whole(target, first):
         return None
-    overlaps = (target.box.overlap(box_of(shard)) for shard in shards)
+    overlaps = (target.box.overlap(box_of(shard)) for shard in target.shards)
     num_saved = sum(part.numel for part in overlaps if part is not None)
     if num_saved < math.prod(target.box.shape):
         wanted = math.prod(target.box.shape)

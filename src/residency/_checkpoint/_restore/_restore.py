@@ -14,7 +14,8 @@ from residency._checkpoint._restore._fill import fill, staging_bytes_of
 from residency._checkpoint._restore._overlaps import settle_overlaps
 from residency._checkpoint._restore._plan import Differences, RestorePlan
 from residency._checkpoint._restore._values import unusable_is_damage
-from residency._checkpoint._sources._own import SavedForRank, saved_for_rank
+from residency._checkpoint._sources._own import saved_for_rank
+from residency._checkpoint._sources._source import Source
 from residency._errors import RefusedError, warn
 
 
@@ -50,9 +51,9 @@ def plan_state(
     staging_bytes = staging_bytes_of(staging)
     check_is_finite(state, done="changed")
     saved = saved_for_rank(save, rank=rank, world_size=world_size)
-    plan = RestorePlan(saved.tensors, saved.checksums, staging_bytes, saved.views)
-    DocumentPlan(plan, saved, state, eager=eager).add(state)
-    if rng and _rng.RNG not in state and _rng.is_saved(saved.tree.get(_rng.RNG)):
+    plan = RestorePlan(saved, staging_bytes)
+    DocumentPlan(plan, state, eager=eager).add(state)
+    if rng and _rng.RNG not in state and _rng.is_saved(saved.values.get(_rng.RNG)):
         _plan_generators(plan, saved)
     settled(plan, f"the save {save.folder.name}", strict=strict)
     return plan
@@ -72,7 +73,7 @@ def settled(plan: RestorePlan, what: str, *, strict: bool) -> Differences:
         plan.differing += settle_overlaps(plan)
         found = plan.check(what, strict=strict)
         if plan.of_values:
-            fill(plan.of_values, checksums=plan.checksums, staging_bytes=plan.staging_bytes)
+            fill(plan.of_values, checksums=plan.source.checksums, staging_bytes=plan.staging_bytes)
         with torch.no_grad():
             for each in plan.values:
                 each.understand(plan.fresh.__getitem__)
@@ -122,8 +123,8 @@ def _carry_out(plan: RestorePlan, on_bytes: Callable[[int], None] | None) -> Non
             "optimizer like the one that was saved.\n" + "\n".join(overlaps)
         )
     fill(
-        plan.assignments,
-        checksums=plan.checksums,
+        plan.targets,
+        checksums=plan.source.checksums,
         staging_bytes=plan.staging_bytes,
         on_bytes=on_bytes,
     )
@@ -138,16 +139,16 @@ def _carry_out(plan: RestorePlan, on_bytes: Callable[[int], None] | None) -> Non
         raise
 
 
-def _plan_generators(plan: RestorePlan, saved: SavedForRank) -> None:
+def _plan_generators(plan: RestorePlan, saved: Source) -> None:
     if not saved.is_own_rank:
         warn(
             "the save is of another number of ranks, so the random states are left as they "
             "are: none of them is this rank's.",
         )
         return
-    node = saved.tree[_rng.RNG]
+    node = saved.values[_rng.RNG]
     for name, size in _rng.sizes(node).items():
-        [stored] = plan.tensors.get(name, [None])[:1]
+        [stored] = plan.source.tensors.get(name, [None])[:1]
         if stored is not None and tuple(stored.shape) != size:
             plan.differing.append(
                 f"{name}: saved a state of {tuple(stored.shape)} bytes, here of {size}"
@@ -157,7 +158,7 @@ def _plan_generators(plan: RestorePlan, saved: SavedForRank) -> None:
 
     def restore_generators() -> None:
         values = thunk()
-        with unusable_is_damage(f"the random states in {saved.folder.name} are none"):
+        with unusable_is_damage(f"the random states in {saved.path.name} are none"):
             _rng.restore(values)
 
     plan.after.append(restore_generators)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +86,7 @@ class _ForeignReader:
                     file=METADATA,
                     tensor=name,
                 )
-            shards.append(replace(stored, whole_shape=whole, offsets=offsets))
+            shards.append(stored._replace(whole_shape=whole, offsets=offsets))
         shards = without_copies(shards)
         if not shards:
             raise CorruptSaveError(f"{self._file} has no bytes for {name!r}.", file=METADATA)

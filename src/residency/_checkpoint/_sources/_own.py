@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from residency._checkpoint._disk._manifest import MANIFEST, StoredEntry
@@ -18,32 +17,11 @@ from residency._checkpoint._disk._open_save import StoredSave, open_save
 from residency._checkpoint._disk._published import newest_save
 from residency._checkpoint._disk._wanted import Checksums
 from residency._checkpoint._document._decode import tensor_names
-from residency._checkpoint._document._nodes import Node, read_document
+from residency._checkpoint._document._nodes import read_document
 from residency._checkpoint._document._notes import PLAIN, TensorNote, read_note, senseless
 from residency._checkpoint._sources._safetensors import stored_at
 from residency._checkpoint._sources._source import Source, StoredTensor, check_cover, without_copies
 from residency._errors import CorruptSaveError, RefusedError
-
-
-@dataclass(frozen=True, slots=True)
-class SavedForRank:
-    """A save as one rank restores it.
-
-    Attributes:
-        folder: The save's directory.
-        tree: The structure of the state: nodes by top-level name.
-        tensors: By name, where each is; several places are shards.
-        views: Tensors that share their bytes with another.
-        checksums: Of each file.
-        is_own_rank: Whether the tree was saved by this very rank of as many ranks.
-    """
-
-    folder: Path
-    tree: Mapping[str, Node]
-    tensors: Mapping[str, Sequence[StoredTensor]]
-    views: Mapping[str, TensorNote]
-    checksums: Mapping[Path, Checksums]
-    is_own_rank: bool
 
 
 def find_save(path: Path) -> Path | None:
@@ -62,22 +40,17 @@ def find_save(path: Path) -> Path | None:
 
 
 def open_source(folder: Path) -> Source:
-    """Opens a published save as a source.
-
-    Its `values` are the tree of the first rank's document, as it is on disk, with what others alone
+    """Opens a published save as a source, with the values of its first rank and what others alone
     have.
 
     Raises:
         CorruptSaveError: The manifest, the files and the documents do not fit each other.
     """
     with damage_named(folder, file=MANIFEST):
-        save = open_save(folder)
-        saved = saved_for_rank(save, world_size=0)
-    tree = {key: node for each in reversed(save.documents) for key, node in each["tree"].items()}
-    return Source(folder, "residency", saved.tensors, tree, save.documents, saved.checksums)
+        return saved_for_rank(open_save(folder), world_size=0)
 
 
-def saved_for_rank(save: StoredSave, *, rank: int = 0, world_size: int = 1) -> SavedForRank:
+def saved_for_rank(save: StoredSave, *, rank: int = 0, world_size: int = 1) -> Source:
     """Describes a save as one rank restores it.
 
     Args:
@@ -116,22 +89,23 @@ def saved_for_rank(save: StoredSave, *, rank: int = 0, world_size: int = 1) -> S
         writer = notes[source_rank].get(name, PLAIN).of_rank
         chosen = next(r for r in (source_rank, writer, min(by_rank)) if r in by_rank)
         tensors.setdefault(name, [by_rank[chosen]])
-    views = {
-        name: note
-        for rank in trees
-        for name in tensor_names([node for key, node in tree.items() if rank_of[key] == rank])
-        if (note := notes[rank].get(name, PLAIN)).of is not None
-    }
-    for name in tensor_names(list(tree.values())):
-        if name not in tensors:
-            raise CorruptSaveError(
-                f"{save.folder} has no bytes for {name!r}, which its document names.", tensor=name
-            )
+    views: dict[str, TensorNote] = {}
+    for key, node in tree.items():
+        notes_here = notes[rank_of[key]]
+        for name in tensor_names(node):
+            if name not in tensors:
+                raise CorruptSaveError(
+                    f"{save.folder} has no bytes for {name!r}, which its document names.",
+                    tensor=name,
+                )
+            if (note := notes_here.get(name, PLAIN)).of is not None:
+                views[name] = note
     checksums = {
         save.folder / name: Checksums(record.num_bytes, record.chunk_bytes, record.crc32)
         for name, record in save.files.items()
     }
-    return SavedForRank(save.folder, tree, tensors, views, checksums, num_saved == world_size)
+    is_own_rank = num_saved == world_size
+    return Source(save.folder, "residency", tensors, tree, views, checksums, is_own_rank)
 
 
 def check_whole(save: StoredSave) -> None:
@@ -199,21 +173,20 @@ def _located(
 
 
 def _stored(path: Path, name: str, entry: StoredEntry, note: TensorNote) -> StoredTensor:
-    record = entry.record
-    stored = stored_at(path, record, entry.start)
+    stored = stored_at(path, entry)
     if stored.name != name:
-        stored = replace(stored, name=name)
+        stored = stored._replace(name=name)
     if note.dtype is not None:
-        stored = _as_noted(stored, record.num_bytes, note)
+        stored = _as_noted(stored, entry.num_bytes, note)
     if note.whole_shape is None:
         if not any(stored.offsets):
             return stored  # it is whole already, as nearly always
-        return replace(stored, whole_shape=stored.shape, offsets=(0,) * len(stored.shape))
+        return stored._replace(whole_shape=stored.shape, offsets=(0,) * len(stored.shape))
     # The header has the offsets, but for what is stored as bytes.
-    offsets = record.offsets if note.dtype is None and record.offsets else note.offsets
+    offsets = entry.offsets if note.dtype is None and entry.offsets else note.offsets
     if offsets is None or not len(offsets) == len(stored.shape) == len(note.whole_shape):
         raise senseless(name, note)
-    return replace(stored, whole_shape=note.whole_shape, offsets=offsets)
+    return stored._replace(whole_shape=note.whole_shape, offsets=offsets)
 
 
 def _as_noted(stored: StoredTensor, num_bytes: int, note: TensorNote) -> StoredTensor:

@@ -7,12 +7,12 @@ torch's `HuggingFaceStorageWriter` puts into them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from residency._checkpoint._disk._header import header_length, parse_header
-from residency._checkpoint._disk._manifest import Record, parse_json
+from residency._checkpoint._disk._manifest import StoredEntry, parse_json
 from residency._checkpoint._document._dtypes import DTYPES, HALF_BYTES
 from residency._checkpoint._sources._source import (
     Source,
@@ -111,30 +111,30 @@ def read_header(path: Path) -> _Header:
     entries = {}
     has_shards = False
     for entry in parse_header(header, num_bytes, file=path.name):
-        record = entry.record
-        has_shards = has_shards or record.offsets is not None
-        entries[record.name] = stored_at(path, record, entry.start)
+        has_shards = has_shards or entry.offsets is not None
+        entries[entry.name] = stored_at(path, entry)
     return _Header(path, entries, has_shards)
 
 
-def stored_at(path: Path, record: Record, start: int) -> StoredTensor:
-    """Describes what a record says is in a file, as a whole tensor or a shard of that shape.
+def stored_at(path: Path, entry: StoredEntry) -> StoredTensor:
+    """Describes what a header says is in a file, as a whole tensor or a shard of that shape.
 
     Raises:
-        CorruptSaveError: The record contradicts itself.
+        CorruptSaveError: The entry contradicts itself.
         RefusedError: It has a dtype that torch lacks.
     """
-    dtype, shape = DTYPES.get(record.dtype), record.shape
+    dtype, shape = DTYPES.get(entry.dtype), entry.shape
     if dtype is None:
         raise RefusedError(
-            f"{in_short(record.name)!r} in {path} is {record.dtype}, for which torch has no dtype."
+            f"{in_short(entry.name)!r} in {path} is {entry.dtype}, for which torch has no dtype."
         )
-    if record.dtype == HALF_BYTES:
+    if entry.dtype == HALF_BYTES:
         if not shape or shape[-1] % 2:
-            _corrupt(path, f"has {record.name!r} with half a byte in a row: {shape}", record.name)
+            _corrupt(path, f"has {entry.name!r} with half a byte in a row: {shape}", entry.name)
         shape = (*shape[:-1], shape[-1] // 2)
-    offsets = record.offsets or (0,) * len(shape)
-    return StoredTensor(record.name, dtype, shape, shape, offsets, path, start, record.num_bytes)
+    offsets = entry.offsets or (0,) * len(shape)
+    span = path, entry.start, entry.num_bytes
+    return StoredTensor(entry.name, dtype, shape, shape, offsets, *span)
 
 
 def member(folder: Path, name: object, said_by: Path) -> Path:
@@ -177,7 +177,7 @@ def _together(path: Path, name: str, shards: Sequence[StoredTensor]) -> list[Sto
         _corrupt(path, f"has shards of {name!r} with different numbers of dimensions", name)
     ends = [[o + n for o, n in zip(s.offsets, s.shape, strict=True)] for s in shards]
     whole = tuple(max(sizes) for sizes in zip(*ends, strict=True))
-    shards = [replace(shard, whole_shape=whole) for shard in without_copies(shards)]
+    shards = [shard._replace(whole_shape=whole) for shard in without_copies(shards)]
     check_cover(name, shards, path)
     return shards
 

@@ -11,12 +11,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from residency._checkpoint._disk._system import system_in_use
 from residency._checkpoint._disk._wanted import Checksums
+from residency._checkpoint._document._notes import TensorNote
 from residency._errors import CorruptSaveError, RefusedError
 
 
@@ -31,8 +32,7 @@ class TensorName:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """The place of a tensor's bytes, or of one shard's.
 
     Either `file` is set, or `tensor`. In a file the elements lie in row-major order, without gaps,
@@ -74,21 +74,23 @@ class Source:
         tensors: By name, where each is; several entries are shards of one tensor, which together
             cover it without overlap.
         values: The saved structure, with a `TensorName` for each tensor; a flat dict by name
-            where the format keeps no structure.
-        documents: The documents of the ranks, of a save that this library wrote; else empty.
-        files: The sizes and checksums of its files, of a save that this library wrote.
+            where the format keeps no structure. Of a save of this library, nodes by top-level name.
+        views: Tensors that share their bytes with another, by name.
+        checksums: Those of its files, where they are known.
+        is_own_rank: Whether this very rank of as many ranks saved it, as far as that matters.
     """
 
     path: Path
     kind: str
     tensors: Mapping[str, Sequence[StoredTensor]]
     values: Any
-    documents: Sequence[dict[str, Any]] = field(default=())
-    files: Mapping[Path, Checksums] = field(default_factory=dict)
+    views: Mapping[str, TensorNote] = field(default_factory=dict)
+    checksums: Mapping[Path, Checksums] = field(default_factory=dict)
+    is_own_rank: bool = True
 
     def close(self) -> None:
         """Lets go of mapped files. The source is empty afterwards."""
-        self.tensors, self.values, self.documents, self.files = {}, {}, (), {}
+        self.tensors, self.values, self.views, self.checksums = {}, {}, {}, {}
 
     def __enter__(self) -> Source:
         return self

@@ -97,7 +97,7 @@ class RankPlan:
             )
         self._taken.add((file, name))
         self.notes[name] = note
-        self._parts.setdefault(file, []).append(replace(part, record=replace(record, name=name)))
+        self._parts.setdefault(file, []).append(replace(part, record=record._replace(name=name)))
 
 
 def _value_of(planner: SavePlanner, item: WriteItem) -> Any:

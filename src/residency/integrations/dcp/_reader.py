@@ -179,7 +179,7 @@ class ResidencyStorageReader(StorageReader):
         self._fetch_into([(read.stored, read.start, read.data) for read in reads])
 
     def _fetch_into(self, wanted_bytes: Sequence[tuple[StoredTensor, int, Tensor]]) -> None:
-        checksums = self._opened().files
+        checksums = self._opened().checksums
         wanted: dict[Path, list[Wanted]] = {}
         for stored, start, data in wanted_bytes:
             if stored.file is not None and data.numel():

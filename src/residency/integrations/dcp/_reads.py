@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,7 +75,7 @@ class ShardRead:
     def finish(self) -> None:
         """Carries the bytes on, and tells the planner."""
         if not self._is_direct and self.num_bytes:
-            rows = replace(self.stored, shape=(*self._rows, *self.stored.shape[1:]))
+            rows = self.stored._replace(shape=(*self._rows, *self.stored.shape[1:]))
             found = elements(self.data, rows)
             is_cut = rows.shape != self.stored.shape or self.stored.stride is None
             for dim, size in enumerate(self._item.lengths):

@@ -171,6 +171,8 @@ class Homes:
         that is used up or a caller has a view, which cannot follow, the same one once the save has
         given it back; the host waits for that.
         """
+        if not lending.is_lent(home.tensor):  # as nearly always
+            return home
         found: list[Home] = []
 
         def is_found() -> bool:

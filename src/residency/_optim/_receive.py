@@ -53,20 +53,25 @@ class Received:
         """Makes the homes that were filled the optimizer's state; see ``Reception``."""
         prepared = PreparedLoad(self.optimizer.param_groups, {}, self.resident, dict(by_other_key))
         for parameter, entries in self.states.items():
+            has_master = self.offload.has_master(parameter)
             prepared.entries[parameter] = {
-                key: self._entry(parameter, key, values) for key in entries
+                key: self._entry(parameter, key, values, has_master) for key in entries
             }
         homes, state = self.offload.on_host.homes, self.offload.on_host.state
         done_whole(lambda: prepared.finish(self.optimizer, state, homes))
         self.offload.forget_plan()
 
     def _entry(
-        self, parameter: Tensor, key: str, values: Mapping[tuple[Tensor, str], object]
+        self,
+        parameter: Tensor,
+        key: str,
+        values: Mapping[tuple[Tensor, str], object],
+        has_master: bool,
     ) -> object:
         found = self.targets.get((parameter, key))
         if found is None:
             return Entry(values[parameter, key])
-        if self.offload.has_master(parameter):
+        if has_master:
             found = as_masters_state(found, parameter)
         if (parameter, key) in self.staying:
             found = moved(found, self.offload.on_host.homes.device)

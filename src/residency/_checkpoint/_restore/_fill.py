@@ -25,6 +25,7 @@ from residency._checkpoint._disk._ring import Ring, Slot
 from residency._checkpoint._disk._wanted import Checksums, FileReads, Wanted
 from residency._checkpoint._restore._boxes import (
     Box,
+    Stretch,
     count_stretches,
     row_major,
     spans,
@@ -212,12 +213,11 @@ class Staging:
 
 
 class _ShardBox(NamedTuple):
-    """The box of a target that one stored shard has, and where in the whole that shard is."""
+    """The box of a target that one stored shard has."""
 
     target: Target
     shard: StoredTensor
     box: Box
-    shard_box: Box
 
     @property
     def view(self) -> Tensor:
@@ -255,39 +255,43 @@ def _sorted_out(targets: Iterable[Target]) -> _Work:
             continue
         work.locals_.append(target.local)
         for shard in target.shards:
-            shard_box = target.box if is_whole(target, shard) else box_of(shard)
+            is_in_order = _lies_in_order(target, shard)
+            if is_in_order and is_whole(target, shard):  # as nearly always
+                _want(work, target, shard, [Stretch(0, 0, target.local.numel())])
+                continue
+            shard_box = box_of(shard)
             box = target.box.overlap(shard_box)
             if box is None:
                 continue
-            overlap = _ShardBox(target, shard, box, shard_box)
-            if shard.tensor is None and _is_in_order(overlap):
-                _want(work, overlap)
+            if is_in_order and _is_read_by_rows(box, shard_box, target):
+                _want(work, target, shard, stretches(box, shard_box, target.box))
                 continue
             parts = work.out_of_order if shard.tensor is None else work.of_tensors
-            parts.append(overlap)
+            parts.append(_ShardBox(target, shard, box))
             work.staged_bytes += box.numel * shard.dtype.itemsize
     return work
 
 
-def _is_in_order(overlap: _ShardBox) -> bool:
-    target, shard, box, shard_box = overlap
-    if not target.local.is_contiguous():
-        return False
-    if shard.stride is not None and tuple(shard.stride) != row_major(shard.shape):
-        return False
+def _lies_in_order(target: Target, shard: StoredTensor) -> bool:
+    """Returns whether elements lie in row-major order in the file and in the target."""
+    is_row_major = shard.stride is None or tuple(shard.stride) == row_major(shard.shape)
+    return shard.tensor is None and is_row_major and target.local.is_contiguous()
+
+
+def _is_read_by_rows(box: Box, shard_box: Box, target: Target) -> bool:
     count = count_stretches(box, shard_box, target.box)
-    return count <= _FEW_STRETCHES or box.numel // count * shard.dtype.itemsize >= _LONG_STRETCH
+    num_bytes = box.numel * target.local.element_size()
+    return count <= _FEW_STRETCHES or num_bytes // count >= _LONG_STRETCH
 
 
-def _want(work: _Work, overlap: _ShardBox) -> None:
-    """Adds the bytes of an overlap to what is read, with the places that they go to."""
-    target, shard, box, shard_box = overlap
+def _want(work: _Work, target: Target, shard: StoredTensor, runs: Iterable[Stretch]) -> None:
+    """Adds what is stored of a target to what is read, with the places that it goes to."""
     local, itemsize = target.local, shard.dtype.itemsize
     assert shard.file is not None
     wanted = work.of_files.setdefault(shard.file, [])
     memory = memory_of(local) if local.is_cpu else None
     flat = None if local.is_cpu else local.as_strided((local.numel(),), (1,)).view(torch.uint8)
-    for source, first, numel in stretches(box, shard_box, target.box):
+    for source, first, numel in runs:
         start, size = shard.start + source * itemsize, numel * itemsize
         if memory is None:
             wanted.append(Wanted(start, size, target.name, None, (flat, first * itemsize)))

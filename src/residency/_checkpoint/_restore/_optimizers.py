@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from residency._checkpoint._capture._own_pairs import has_own_pair
 from residency._checkpoint._capture._walk import ParameterName
 from residency._checkpoint._document._decode import tensor_nodes
-from residency._checkpoint._document._nodes import Node, kind_of
+from residency._checkpoint._document._nodes import TENSOR, Node, kind_of
 from residency._checkpoint._restore._groups import plan_group
 from residency._checkpoint._restore._own_loads import load_through
 from residency._checkpoint._restore._plain_optimizers import PlainReception, receive_plain
@@ -34,6 +34,7 @@ from residency._dtensor import moved
 from residency._transfer import Incoming, Reception, owner_of, replaced, state_stays
 
 Thunk = Callable[[], Any]
+_Incomings = dict[Tensor, dict[str, Incoming | None]]
 
 _PARAM_NAMES = "param_names"  # torch's key for what `named_parameters` called them
 _AS_SAVED = "make the groups as they were when it was saved (add_param_group, unfreeze) before"
@@ -72,21 +73,9 @@ def plan_optimizer(
         mine = optimizer.param_groups[order[index].group]["params"]
         for name, position in zip(group, order[index].positions, strict=True):
             by_name[name] = mine[position]
-    states = _incoming(plan, path, node, by_name)
-    if states is None:
+    found = _incoming(plan, path, node, by_name)
+    if found is None:
         return lambda: None
-    tensors = {
-        (by_name[name], key): each["name"]
-        for name, values in node["state"].items()
-        for key, each in values.items()
-        if kind_of(each) == "tensor"
-    }
-    others = {
-        (by_name[name], key): plan.value(each, f"{path}.state.{name}.{key}")
-        for name, values in node["state"].items()
-        for key, each in values.items()
-        if kind_of(each) != "tensor"
-    }
     loose = plan.value(node.get("loose") or {}, f"{path}.loose")
     own = plan.value(node.get("others") or {}, path)
     groups = [
@@ -95,7 +84,7 @@ def plan_optimizer(
         for match in (order[index],)
         for group in (optimizer.param_groups[match.group],)
     ]
-    coming = _ComingOptimizer(plan, optimizer, eager, states, tensors, others, loose, own, groups)
+    coming = _ComingOptimizer(plan, optimizer, eager, *found, loose, own, groups)
     plan.checks.append(coming.rehearse)
     plan.before.append(coming.make_room)
     return coming.finish
@@ -213,15 +202,23 @@ def _settle_nested(
 
 def _incoming(
     plan: RestorePlan, path: str, node: Mapping[str, Any], by_name: Mapping[str, Tensor]
-) -> dict[Tensor, dict[str, Incoming | None]] | None:
-    states: dict[Tensor, dict[str, Incoming | None]] = {}
+) -> tuple[_Incomings, dict[tuple[Tensor, str], str], dict[tuple[Tensor, str], SavedValue]] | None:
+    """Returns the states by parameter, the names of those that are tensors, and the others; None
+    where some do not fit.
+    """
+    states: _Incomings = {}
+    tensors: dict[tuple[Tensor, str], str] = {}
+    others: dict[tuple[Tensor, str], SavedValue] = {}
     is_whole = True
     for name, values in node["state"].items():
+        parameter = by_name[name]
         incoming: dict[str, Incoming | None] = {}
         for key, each in values.items():
             incoming[key] = None
-            if kind_of(each) != "tensor":
+            if kind_of(each) != TENSOR:
+                others[parameter, key] = plan.value(each, f"{path}.state.{name}.{key}")
                 continue
+            tensors[parameter, key] = each["name"]
             shards = plan.source.tensors.get(each["name"])
             if not shards:
                 plan.missing.append(each["name"])
@@ -229,15 +226,15 @@ def _incoming(
                 continue
             shape = tuple(shards[0].whole_shape)
             is_cut = shards[0].shape != shape or len(shards) > 1
-            if is_cut and shape != tuple(by_name[name].shape):
+            if is_cut and shape != tuple(parameter.shape):
                 plan.differing.append(
                     f"{each['name']}: a shard of shape {shape}, of a parameter of shape "
-                    f"{tuple(by_name[name].shape)} here"
+                    f"{tuple(parameter.shape)} here"
                 )
                 is_whole = False
             incoming[key] = Incoming(shards[0].dtype, shape, each.get("place") == "host")
-        states[by_name[name]] = incoming
-    return states if is_whole else None
+        states[parameter] = incoming
+    return (states, tensors, others) if is_whole else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -245,7 +245,8 @@ def target_of(name: str, tensor: Tensor, shards: Sequence[StoredTensor]) -> Targ
             "Nothing was changed; run one first."
         )
     local = local_of(tensor)
-    local = local.detach() if local.requires_grad else local
+    if local.requires_grad:
+        local = local.detach()
     shape = tuple(tensor.shape)
     if local.is_meta:
         raise RefusedError(
@@ -281,7 +282,7 @@ def difference(target: Target) -> str | None:
     problem = layout_problem(local)
     if problem is not None:
         return f"{name}: here {problem[0]}"
-    if overlaps_itself(local):
+    if not local.is_contiguous() and overlaps_itself(local):
         return f"{name}: several of its elements share their bytes here, as in an expanded tensor"
     if is_whole(target, first):
         return None

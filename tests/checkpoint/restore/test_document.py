@@ -199,11 +199,12 @@ def test_a_save_of_another_model_is_refused_with_all_differences_and_nothing_cha
 
 
 def test_what_fits_is_left_alone_where_something_else_does_not(save, restore):
-    saved = save({"first": torch.zeros(2), "second": torch.zeros(2)})
-    state = {"first": torch.ones(2), "second": torch.ones(3)}
+    saved = save({"first": torch.zeros(2), "second": torch.zeros(2), "third": 0})
+    state = {"first": torch.ones(2), "second": torch.ones(3), "third": 1}
     with pytest.raises(RefusedError, match="nothing was changed"):
         restore(state, saved)
     assert state["first"].tolist() == [1, 1]
+    assert state["third"] == 1
 
 
 def test_shapes_dtypes_kinds_and_missing_names_are_listed_at_once(save, restore):

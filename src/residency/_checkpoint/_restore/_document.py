@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,10 +49,10 @@ from residency._checkpoint._document._nodes import (
 from residency._checkpoint._document._state_dicts import scaler_state
 from residency._checkpoint._restore._arrays import fill_memory, is_array
 from residency._checkpoint._restore._modules import SavedModule, plan_module
-from residency._checkpoint._restore._optimizers import Thunk, plan_optimizer
+from residency._checkpoint._restore._optimizers import plan_optimizer
 from residency._checkpoint._restore._overlaps import is_same_stored
 from residency._checkpoint._restore._plan import MetObject, RestorePlan
-from residency._checkpoint._restore._values import understood
+from residency._checkpoint._restore._values import SavedValue, settled_value, understood
 from residency._errors import RefusedError
 from residency._transfer import refuse_hidden_state
 
@@ -86,15 +87,18 @@ class DocumentPlan:
                 f"the state is a {type(state).__name__}, into which no value can be put. Nothing "
                 "was changed; give dict(it)."
             )
+        parts = {}
         for name, value in state.items():
             node = self._plan.source.values.get(name, _MISSING)
             if node is _MISSING:
                 self._plan.missing.append(name)
                 continue
-            self._plan.after.append(_setter(state, name, self.visit(name, node, value)))
+            parts[name] = self.visit(name, node, value)
+        self._plan.after.append(partial(_put_mapping, state, parts, None))
 
-    def visit(self, path: str, node: Node, value: Any) -> Thunk:
-        """Plans to fill a value from its node; the thunk returns what is to stand in its place.
+    def visit(self, path: str, node: Node, value: Any) -> object:
+        """Plans to fill a value from its node; returns what is to stand in its place: itself, or a
+        ``SavedValue``, which is called for it.
 
         An object that was met under another name is planned once, and both names get it.
         """
@@ -102,16 +106,17 @@ class DocumentPlan:
         if not _is_fit(kind, node, value):
             expected = _OBJECTS[kind][0] if kind in _OBJECTS else "a plain value or a container"
             self._plan.differing.append(f"{path}: saved {expected}, here a {type(value).__name__}")
-            return lambda: value
+            return value
         one = plain_optimizer(plain_module(value) if isinstance(value, nn.Module) else value)
         if not _has_identity(kind, one):
             return self._visit(path, node, value)
         first = self._plan.seen.get(id(one))
         if first is not None:
             self._compare(first, path, node)
-            return lambda: value if kind in _OBJECTS else first.result
+            return value if kind in _OBJECTS else first.result
         seen = self._plan.seen[id(one)] = MetObject(path, node, one)
-        return _noted(seen, self._visit(path, node, value))
+        seen.result = self._visit(path, node, value)
+        return seen.result
 
     def _compare(self, seen: MetObject, path: str, node: Node) -> None:
         """Notes where one object that is here has two names, and something else was saved under
@@ -128,27 +133,21 @@ class DocumentPlan:
             f"saved values differ{where}"
         )
 
-    def _visit(self, path: str, node: Node, value: Any) -> Thunk:
+    def _visit(self, path: str, node: Node, value: Any) -> object:
         kind = kind_of(node)
         if kind == MODULE:
             return self._module(path, node, value)
         if kind == OPTIMIZER:
-            made = plan_optimizer(
-                self._plan,
-                path,
-                node,
-                plain_optimizer(value),
-                names=self._names,
-                eager=self._eager,
-            )
-            return _then(made, value)
+            inner = plain_optimizer(value)
+            plan_optimizer(self._plan, path, node, inner, names=self._names, eager=self._eager)
+            return value
         if kind == SCALER:
             return self._scaler(path, node, value)
         if kind == STATEFUL:
             return self._stateful(path, node, value)
         if kind == TENSOR and isinstance(value, Tensor):
             self._plan.fill(path, value, node["name"])
-            return lambda: value
+            return value
         if isinstance(value, MutableMapping) and _is_filled(node, value):
             return self._mapping(path, node, value)
         if isinstance(node, list) and type(value) is list:
@@ -157,46 +156,43 @@ class DocumentPlan:
             return self._tuple(path, node, value)
         if kind == NDARRAY and _is_read_only(node, value):
             self._plan.differing.append(f"{path}: the array that is here is read-only")
-            return lambda: value
+            return value
         if kind in (NDARRAY, BYTEARRAY) and fill_memory(self._plan, path, node, value):
-            return lambda: value
-        return _in_place(value, self._new(path, node))
+            return value
+        made = self._new(path, node)
+        if made is not None and kind_for(value) is not None:
+            self._plan.after.append(partial(_put_in_place, value, made))
+        return made
 
-    def _new(self, path: str, node: object) -> Thunk:
+    def _new(self, path: str, node: object) -> SavedValue | None:
         """Plans a value for which there is nothing yet."""
         objects = [label for kind, (label, _) in _OBJECTS.items() if _contains(node, kind)]
         if objects:
             self._plan.unexpected.append(f"{path} ({objects[0]}, which must exist to be filled)")
-            return lambda: None
+            return None
         return self._plan.value(node, path)
 
-    def _module(self, path: str, node: Any, module: nn.Module) -> Thunk:
+    def _module(self, path: str, node: Any, module: nn.Module) -> nn.Module:
         plan, metadata = self._plan, None
         if "metadata" in node:
             metadata = plan.value(node["metadata"], f"{path}._metadata", _check_versions)
         saved = SavedModule(
-            node["keys"],
-            stored_name=dict(zip(node["keys"], node["names"], strict=True)).__getitem__,
+            dict(zip(node["keys"], node["names"], strict=True)),
             values={n: plan.value(each, joined(path, n)) for n, each in node["extra"].items()},
             metadata=metadata,
         )
-        return _then(plan_module(plan, module, saved, prefix=f"{path}."), module)
+        plan_module(plan, module, saved, prefix=f"{path}.")
+        return module
 
-    def _scaler(self, path: str, node: Any, scaler: torch.amp.GradScaler) -> Thunk:
-        if not scaler.is_enabled():  # it keeps nothing, as in torch
-            return lambda: scaler
-        if not node["state"]:
+    def _scaler(self, path: str, node: Any, scaler: torch.amp.GradScaler) -> object:
+        if scaler.is_enabled() and not node["state"]:
             self._plan.differing.append(f"{path}: saved a disabled GradScaler, here an enabled one")
-            return lambda: scaler
-        state = self._plan.value(node["state"], path, scaler_state)
+        elif scaler.is_enabled():  # else it keeps nothing, as in torch
+            state = self._plan.value(node["state"], path, scaler_state)
+            self._plan.after.append(partial(_load_scaler, scaler, state))
+        return scaler
 
-        def finish() -> torch.amp.GradScaler:
-            scaler.load_state_dict(scaler_state(state()))
-            return scaler
-
-        return finish
-
-    def _stateful(self, path: str, node: Any, value: Any) -> Thunk:
+    def _stateful(self, path: str, node: Any, value: Any) -> object:
         inner = plain_optimizer(value)
         if isinstance(inner, Optimizer) and self._names:
             refuse_hidden_state(
@@ -206,73 +202,88 @@ class DocumentPlan:
         saved, here = node["class"].rpartition(".")[2], type(inner).__qualname__.rpartition(".")[2]
         if saved != here:
             self._plan.differing.append(f"{path}: saved a {node['class']}, here a {here}")
-            return lambda: value
-        state = self._plan.value(node["state"], path)
-
-        def finish() -> Any:
-            inner.load_state_dict(state(_device.accelerator()))
             return value
+        state = self._plan.value(node["state"], path)
+        self._plan.after.append(partial(_load_stateful, inner, state))
+        return value
 
-        return finish
-
-    def _mapping(self, path: str, node: Node, value: MutableMapping[Any, Any]) -> Thunk:
+    def _mapping(self, path: str, node: Node, value: MutableMapping[Any, object]) -> object:
         pairs = pairs_of(node)
         has_metadata = "metadata" in node and kind_of(node)
         metadata = self._plan.value(node["metadata"], f"{path}._metadata") if has_metadata else None
-        thunks: dict[Any, Thunk] = {}
+        parts: dict[Any, object] = {}
         for key_node, each in pairs:
             key = understood(path, key_node, check=hash) if kind_of(node) else key_node
             # Not `get`, of which a class may make something else, as ConfigParser does.
             there = value[key] if key in value else _MISSING  # noqa: SIM401
             below = joined(path, key)
             is_new = there is _MISSING
-            thunks[key] = self._new(below, each) if is_new else self.visit(below, each, there)
-        self._plan.missing += [joined(path, key) for key in value if key not in thunks]
+            parts[key] = self._new(below, each) if is_new else self.visit(below, each, there)
+        self._plan.missing += [joined(path, key) for key in value if key not in parts]
+        self._plan.after.append(partial(_put_mapping, value, parts, metadata))
+        return value
 
-        def finish() -> object:
-            results = {key: thunk() for key, thunk in thunks.items()}
-            if metadata is not None and type(value) is OrderedDict:
-                value.__dict__["_metadata"] = metadata()
-            for key, result in results.items():
-                if key not in value or value[key] is not result:
-                    value[key] = result
-            is_ordered = type(value) in _IN_ORDER
-            if is_ordered and list(results) != [key for key in value if key in results]:
-                for key in results:
-                    value[key] = value.pop(key)
-            return value
-
-        return finish
-
-    def _list(self, path: str, node: list[object], value: list[object]) -> Thunk:
+    def _list(self, path: str, node: list[object], value: list[object]) -> object:
         # A plain value takes the place of whatever plain value is there.
-        thunks = {
+        parts = {
             i: self.visit(joined(path, i), each, value[i])
             if i < len(value)
             else self._new(joined(path, i), each)
             for i, each in enumerate(node)
             if type(each) not in PLAIN or (i < len(value) and type(value[i]) not in PLAIN)
         }
+        self._plan.after.append(partial(_put_list, value, node, parts))
+        return value
 
-        def finish() -> list[object]:
-            value[:] = [thunks[i]() if i in thunks else each for i, each in enumerate(node)]
-            return value
-
-        return finish
-
-    def _tuple(self, path: str, node: Node, value: tuple[Any, ...]) -> Thunk:
+    def _tuple(self, path: str, node: Node, value: tuple[object, ...]) -> object:
         items = node["items"]
         if len(items) != len(value):
             return self._new(path, node)
         pairs = enumerate(zip(items, value, strict=True))
-        thunks = [self.visit(joined(path, i), each, there) for i, (each, there) in pairs]
+        parts = [self.visit(joined(path, i), each, there) for i, (each, there) in pairs]
+        made = SavedValue(path, node)
+        self._plan.after.append(partial(_make_tuple, made, value, parts))
+        return made
 
-        def finish() -> tuple[object, ...]:
-            results = tuple(thunk() for thunk in thunks)
-            is_same = all(a is b for a, b in zip(results, value, strict=True))
-            return value if is_same else results
 
-        return finish
+def _put_mapping(
+    value: MutableMapping[Any, object], parts: Mapping[Any, object], metadata: SavedValue | None
+) -> None:
+    results = {key: settled_value(each) for key, each in parts.items()}
+    if metadata is not None and type(value) is OrderedDict:
+        value.__dict__["_metadata"] = metadata()
+    for key, result in results.items():
+        if key not in value or value[key] is not result:
+            value[key] = result
+    is_ordered = type(value) in _IN_ORDER
+    if is_ordered and list(results) != [key for key in value if key in results]:
+        for key in results:
+            value[key] = value.pop(key)
+
+
+def _put_list(value: list[object], node: list[object], parts: Mapping[int, object]) -> None:
+    value[:] = [settled_value(parts[i]) if i in parts else each for i, each in enumerate(node)]
+
+
+def _make_tuple(made: SavedValue, value: tuple[object, ...], parts: Sequence[object]) -> None:
+    results = tuple(map(settled_value, parts))
+    is_same = all(a is b for a, b in zip(results, value, strict=True))
+    made.value = value if is_same else results
+
+
+def _put_in_place(value: object, made: SavedValue) -> None:
+    """Puts what was saved into the object that is there, where it can; that then is the value."""
+    kind = kind_for(value)
+    if kind is not None and type(value) is type(made.value) and kind.put(value, made.value):
+        made.value = value
+
+
+def _load_scaler(scaler: torch.amp.GradScaler, state: SavedValue) -> None:
+    scaler.load_state_dict(scaler_state(state()))
+
+
+def _load_stateful(value: Any, state: SavedValue) -> None:
+    value.load_state_dict(state(_device.accelerator()))
 
 
 def _check_versions(found: Any) -> None:
@@ -281,7 +292,7 @@ def _check_versions(found: Any) -> None:
         raise TypeError("the versions of a module's parts are mappings")
 
 
-def _is_filled(node: Any, value: MutableMapping[Any, Any]) -> bool:
+def _is_filled(node: Any, value: MutableMapping[Any, object]) -> bool:
     """Returns whether a mapping that is here takes what was saved, or another one its place."""
     kind = kind_of(node)
     if kind is None:
@@ -327,40 +338,3 @@ def _contains(node: object, kind: str) -> bool:
     if not isinstance(node, dict):
         return False
     return kind_of(node) == kind or any(_contains(each, kind) for each in node.values())
-
-
-def _then(thunk: Thunk, value: object) -> Thunk:
-    def finish() -> object:
-        thunk()
-        return value
-
-    return finish
-
-
-def _noted(seen: MetObject, thunk: Thunk) -> Thunk:
-    def finish() -> object:
-        seen.result = thunk()
-        return seen.result
-
-    return finish
-
-
-def _setter(state: MutableMapping[str, object], name: str, thunk: Thunk) -> Callable[[], None]:
-    def finish() -> None:
-        result = thunk()
-        if state[name] is not result:
-            state[name] = result
-
-    return finish
-
-
-def _in_place(value: object, thunk: Thunk) -> Thunk:
-    """Returns a thunk that puts the contents into the object that is there, where it can."""
-
-    def finish() -> object:
-        found = thunk()
-        kind = kind_for(value)
-        is_put = kind is not None and type(value) is type(found) and kind.put(value, found)
-        return value if is_put else found
-
-    return finish

@@ -8,7 +8,8 @@ them, the first group keeps it and each other one gets its own, as with the opti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from residency._checkpoint._document._decode import pairs_if_alike
 from residency._checkpoint._document._nodes import COMPLEX, FLOAT, INT, TENSOR, Node, kind_of
 from residency._checkpoint._restore._overlaps import is_same_stored
 from residency._checkpoint._restore._plan import RestorePlan, difference, target_of
-from residency._checkpoint._restore._values import senseless_is_damage, understood
+from residency._checkpoint._restore._values import SavedValue, senseless_is_damage, understood
 from residency._checkpoint._sources._source import StoredTensor
 from residency._dtensor import local_of
 from residency._modes import callers_modes_off
@@ -31,47 +32,43 @@ _NUMBERS = (FLOAT, INT, COMPLEX)
 
 def plan_group(
     plan: RestorePlan, path: str, saved: Mapping[str, Node], group: dict[str, Any]
-) -> Callable[[], None]:
-    """Plans what is saved of one group.
-
-    Returns:
-        What puts the values into the group, once bytes are there.
-    """
-    device = next((p.device for p in group["params"]), None)
-    thunks = {
-        key: _value(plan, f"{path}.{key}", node, group.get(key), device)
+) -> dict[str, Tensor | SavedValue]:
+    """Plans what is saved of one group; returns what is to stand in it, for ``put_group``."""
+    return {
+        key: _value(plan, f"{path}.{key}", node, group.get(key))
         for key, node in saved.items()
         if key not in _HOW or key not in group
     }
 
-    def finish() -> None:
-        for key, thunk in thunks.items():
-            group[key] = thunk()
 
-    return finish
+def put_group(group: dict[str, Any], planned: Mapping[str, Tensor | SavedValue]) -> None:
+    """Puts values into a group, once bytes are there."""
+    device = next((p.device for p in group["params"]), None)
+    for key, each in planned.items():
+        if isinstance(each, Tensor):
+            group[key] = each
+        elif isinstance(group.get(key), float):
+            group[key] = _as_number(each())
+        else:
+            group[key] = each(device)
 
 
-def _value(
-    plan: RestorePlan, path: str, node: Node, before: object, device: torch.device | None
-) -> Callable[[], Any]:
-    """Plans one value; the thunk returns what is to stand in the group."""
+def _value(plan: RestorePlan, path: str, node: Node, before: object) -> Tensor | SavedValue:
+    """Plans one value; returns the tensor that is filled, or what is understood."""
     shards = _stored(plan, path, node, before) if isinstance(before, Tensor) else None
     if not isinstance(before, Tensor) or shards is None:
-        value = plan.value(node, path)
-        is_number = isinstance(before, float)
-        return lambda: _as_number(value()) if is_number else value(device)
+        return plan.value(node, path)
     home = _home(plan, before, node)
     target = target_of(path, home, shards)
     if difference(target) is None:
         plan.targets.append(target)
-        return lambda: home
-    value = plan.value(node, path)  # of another dtype
+    else:  # of another dtype
+        plan.after.append(partial(_copy_value, home, plan.value(node, path)))
+    return home
 
-    def finish() -> Tensor:
-        copy_across(home, value())
-        return home
 
-    return finish
+def _copy_value(home: Tensor, value: SavedValue) -> None:
+    copy_across(home, value())
 
 
 def _stored(

@@ -100,7 +100,7 @@ def load_save(
         return _load_by_names(module, plan, name, strict)
     name = _module_in(saved, module, name)
     document = DocumentPlan(plan, {}, eager=False)
-    plan.after.append(document.visit(name, saved.values[name], module))
+    document.visit(name, saved.values[name], module)
     found = settled(plan, f"{saved.path.name}, {name}", strict=strict)
     carry_out(plan)
     return found
@@ -120,11 +120,10 @@ def _load_by_names(
             "Nothing was changed."
         )
     saved = SavedModule(
-        [name[len(prefix) :] for name in names if name.startswith(prefix)],
-        stored_name=lambda name: prefix + name,
+        {name[len(prefix) :]: name for name in names if name.startswith(prefix)},
         values=_plain_values(module, plan.source, prefix),
     )
-    plan.after.append(plan_module(plan, module, saved, prefix=""))
+    plan_module(plan, module, saved, prefix="")
     found = settled(plan, what, strict=strict)
     carry_out(plan)
     return found

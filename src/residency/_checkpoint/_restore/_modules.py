@@ -8,7 +8,7 @@ copies are of each onto itself, which torch leaves out. [Note: an object's own p
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -28,22 +28,19 @@ class SavedModule:
     """The part of a checkpoint that is a module, by names without what wrappers add.
 
     Attributes:
-        names: The names of its tensors.
-        stored_name: Returns a name's in the checkpoint.
+        names: The names of its tensors, with their names in the checkpoint.
         values: What is no tensor; called with a device, what was on one is there.
         metadata: The versions of its parts.
     """
 
-    names: Iterable[str]
-    stored_name: Callable[[str], str]
+    names: Mapping[str, str]
     values: Mapping[str, SavedValue] = field(default_factory=dict)
     metadata: SavedValue | None = None
 
 
-def plan_module(
-    plan: RestorePlan, module: nn.Module, saved: SavedModule, *, prefix: str
-) -> Callable[[], None]:
-    """Plans to fill a module's parameters and persistent buffers.
+def plan_module(plan: RestorePlan, module: nn.Module, saved: SavedModule, *, prefix: str) -> None:
+    """Plans to fill a module's parameters and persistent buffers, and what the module itself does
+    at a load, once all bytes are there.
 
     Args:
         plan: Gets the tensors, and every difference.
@@ -51,16 +48,13 @@ def plan_module(
         saved: What there is of it.
         prefix: What errors put before its names, such as ``"model."``.
 
-    Returns:
-        What the module itself does at a load, once all bytes are there.
-
     Memory:
         None for what is written in place. What the module's own ``load_state_dict`` takes is on the
         host once more, and on its device where it was there, until that returns.
     """
     module = plain_module(module)
     state = ModuleState(module)
-    names = dict.fromkeys(saved.names)
+    names = saved.names
     loading = _ComingModule(plan, module, state, saved)
     filled = {id(e.value) for n, e in state.entries.items() if n in names and _is_filled(e)}
     for name, entry in state.entries.items():
@@ -70,15 +64,15 @@ def plan_module(
                 plan.missing.append(prefix + name)
         elif name in saved.values and _is_filled(entry):
             plan.differing.append(f"{prefix}{name}: saved a plain value, here a tensor")
-        elif _is_filled(entry) and not _is_reshaped(plan, state, entry, saved.stored_name(name)):
-            plan.fill(prefix + name, entry.value, saved.stored_name(name))
+        elif _is_filled(entry) and not _is_reshaped(plan, state, entry, names[name]):
+            plan.fill(prefix + name, entry.value, names[name])
         else:
             loading.made[name] = entry
             if name not in saved.values:
-                plan.make_fresh(saved.stored_name(name))
+                plan.make_fresh(names[name])
     there = (*names, *saved.values)
     plan.unexpected += [prefix + name for name in there if name not in state.entries]
-    return loading.finish
+    plan.after.append(loading.finish)
 
 
 def _is_filled(entry: ModuleEntry) -> bool:
@@ -135,7 +129,7 @@ class _ComingModule:
         saved = self.saved
         if name in saved.values:
             return saved.values[name](_device_of(self.module))
-        value = self.plan.fresh[saved.stored_name(name)]
+        value = self.plan.fresh[saved.names[name]]
         here = entry.value.device if isinstance(entry.value, Tensor) else _device_of(self.module)
         return value if here is None or not entry.is_made else moved(value, here)
 

@@ -12,7 +12,7 @@ restored.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -25,7 +25,7 @@ from residency._checkpoint._capture._own_pairs import has_own_pair
 from residency._checkpoint._capture._walk import ParameterName
 from residency._checkpoint._document._decode import tensor_nodes
 from residency._checkpoint._document._nodes import TENSOR, Node, kind_of
-from residency._checkpoint._restore._groups import plan_group
+from residency._checkpoint._restore._groups import plan_group, put_group
 from residency._checkpoint._restore._own_loads import load_through
 from residency._checkpoint._restore._plain_optimizers import PlainReception, receive_plain
 from residency._checkpoint._restore._plan import Remedied, RestorePlan
@@ -33,7 +33,6 @@ from residency._checkpoint._restore._values import SavedValue, unusable_is_damag
 from residency._dtensor import moved
 from residency._transfer import Incoming, Reception, owner_of, replaced, state_stays
 
-Thunk = Callable[[], Any]
 _Incomings = dict[Tensor, dict[str, Incoming | None]]
 
 _PARAM_NAMES = "param_names"  # torch's key for what `named_parameters` called them
@@ -48,7 +47,7 @@ def plan_optimizer(
     *,
     names: Mapping[Tensor, ParameterName],
     eager: bool,
-) -> Thunk:
+) -> None:
     """Plans the restore of an optimizer, noting in the plan whatever does not fit.
 
     Args:
@@ -58,14 +57,11 @@ def plan_optimizer(
         optimizer: What is here; without wrappers.
         names: What the parameters of the modules in the state are called.
         eager: Whether a plain one gets its state on the device at once.
-
-    Returns:
-        What puts groups and states in place, once bytes are there.
     """
     problem, order = _match(node, optimizer, names)
     if problem is not None:
         plan.differing.append(Remedied(f"{path}: {problem}"))
-        return lambda: None
+        return
     if has_own_pair(optimizer):  # whose methods expect the state where its steps do
         eager = True
     by_name: dict[str, Tensor] = {}
@@ -75,19 +71,18 @@ def plan_optimizer(
             by_name[name] = mine[position]
     found = _incoming(plan, path, node, by_name)
     if found is None:
-        return lambda: None
+        return
     loose = plan.value(node.get("loose") or {}, f"{path}.loose")
     own = plan.value(node.get("others") or {}, path)
-    groups = [
-        plan_group(plan, f"{path}.param_groups.{index}", _named_here(saved, group, match), group)
-        for index, saved in enumerate(node["groups"])
-        for match in (order[index],)
-        for group in (optimizer.param_groups[match.group],)
-    ]
+    groups = []
+    for index, saved in enumerate(node["groups"]):
+        group = optimizer.param_groups[order[index].group]
+        named = _named_here(saved, group, order[index])
+        groups.append((group, plan_group(plan, f"{path}.param_groups.{index}", named, group)))
     coming = _ComingOptimizer(plan, optimizer, eager, *found, loose, own, groups)
     plan.checks.append(coming.rehearse)
     plan.before.append(coming.make_room)
-    return coming.finish
+    plan.after.append(coming.finish)
 
 
 @dataclass(slots=True)
@@ -100,7 +95,7 @@ class _ComingOptimizer:
         others: States that are no tensors.
         loose: The state by other keys than parameters.
         own: What its state dict has beside torch's keys.
-        groups: What puts values into the groups.
+        groups: The groups with what is to stand in them.
         reception: Where its states arrive, once there is room for them.
     """
 
@@ -112,7 +107,7 @@ class _ComingOptimizer:
     others: Mapping[tuple[Tensor, str], SavedValue]
     loose: SavedValue
     own: SavedValue
-    groups: Sequence[Callable[[], None]]
+    groups: Sequence[tuple[dict[str, Any], Mapping[str, Tensor | SavedValue]]]
     reception: Reception | None = None
 
     def rehearse(self) -> None:
@@ -170,8 +165,8 @@ class _ComingOptimizer:
         devices = (p.device for group in optimizer.param_groups for p in group["params"])
         device = next(devices, None)
         reception.finish(values, self.loose(device))
-        for put in self.groups:
-            put()
+        for group, planned in self.groups:
+            put_group(group, planned)
         if has_own_pair(optimizer):
             is_plain = isinstance(reception, PlainReception)
             load_through(optimizer, self.own(device), is_plain=is_plain)
@@ -209,6 +204,7 @@ def _incoming(
     states: _Incomings = {}
     tensors: dict[tuple[Tensor, str], str] = {}
     others: dict[tuple[Tensor, str], SavedValue] = {}
+    known: dict[tuple[torch.dtype, tuple[int, ...], bool], Incoming] = {}
     is_whole = True
     for name, values in node["state"].items():
         parameter = by_name[name]
@@ -232,7 +228,8 @@ def _incoming(
                     f"{tuple(parameter.shape)} here"
                 )
                 is_whole = False
-            incoming[key] = Incoming(shards[0].dtype, shape, each.get("place") == "host")
+            form = shards[0].dtype, shape, each.get("place") == "host"
+            incoming[key] = known.setdefault(form, Incoming(*form))
         states[parameter] = incoming
     return (states, tensors, others) if is_whole else None
 

@@ -56,7 +56,7 @@ class MetObject:
         path: The name.
         node: What is saved under it.
         here: The object, which lives as long as its ``id`` is asked for.
-        result: What stands in its place, once that is there.
+        result: What is to stand in its place; see ``DocumentPlan.visit``.
     """
 
     path: str
@@ -113,9 +113,8 @@ def _listed(title: str, lines: Sequence[str]) -> list[str]:
 class RestorePlan:
     """The work of a restore, as it is collected.
 
-    The tensors are data, which is checked, sorted and read at once. What comes before and after is
-    not: a document's values, modules and optimizers have nothing in common there but their order,
-    so data would be a class for each of them, with one method that this calls.
+    The tensors are data, which is checked, sorted and read at once. What comes before and after are
+    calls, each a function with its arguments, in the order in which they are made.
 
     Attributes:
         source: What is stored, and where.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
@@ -13,7 +14,7 @@ from residency._checkpoint._restore._document import DocumentPlan
 from residency._checkpoint._restore._fill import fill, staging_bytes_of
 from residency._checkpoint._restore._overlaps import settle_overlaps
 from residency._checkpoint._restore._plan import Differences, RestorePlan
-from residency._checkpoint._restore._values import unusable_is_damage
+from residency._checkpoint._restore._values import SavedValue, unusable_is_damage
 from residency._checkpoint._sources._own import saved_for_rank
 from residency._checkpoint._sources._source import Source
 from residency._errors import RefusedError, warn
@@ -154,11 +155,10 @@ def _plan_generators(plan: RestorePlan, saved: Source) -> None:
                 f"{name}: saved a state of {tuple(stored.shape)} bytes, here of {size}"
             )
             return
-    thunk = plan.value(node, _rng.RNG, _rng.check)
+    states = plan.value(node, _rng.RNG, _rng.check)
+    plan.after.append(partial(_restore_generators, states, saved.path.name))
 
-    def restore_generators() -> None:
-        values = thunk()
-        with unusable_is_damage(f"the random states in {saved.path.name} are none"):
-            _rng.restore(values)
 
-    plan.after.append(restore_generators)
+def _restore_generators(states: SavedValue, save: str) -> None:
+    with unusable_is_damage(f"the random states in {save} are none"):
+        _rng.restore(states())

@@ -81,6 +81,11 @@ def _no_tensor(name: str) -> Tensor:
     raise CorruptSaveError(f"the save has the tensor {name} instead of a plain value.")
 
 
+def settled_value(planned: object) -> object:
+    """Returns what a plan puts at a place: what is there already, or a ``SavedValue``'s value."""
+    return planned() if isinstance(planned, SavedValue) else planned
+
+
 @dataclass(slots=True, eq=False)
 class SavedValue:
     """A value that is read anew; called, it returns the value, with its tensors on the host.

@@ -119,8 +119,7 @@ def fill(
             _read_in_order(work, checksums, ring, on_bytes)
             _wait_for_lanes(devices)
             if ring is not None:
-                for overlap in work.of_tensors:
-                    _carry(overlap, ring)
+                _carry(work.of_tensors, ring)
                 _wait_for_lanes(devices)
                 _read_out_of_order(work.out_of_order, checksums, ring)
     finally:
@@ -222,11 +221,7 @@ class _ShardBox(NamedTuple):
     @property
     def view(self) -> Tensor:
         """The target's elements of the box."""
-        view = self.target.local
-        inner = self.box.within(self.target.box)
-        for dim, (start, size) in enumerate(zip(inner.offsets, inner.shape, strict=True)):
-            view = view.narrow(dim, start, size)
-        return view
+        return _narrowed(self.target.local, self.box.within(self.target.box))
 
 
 @dataclass(slots=True)
@@ -337,41 +332,42 @@ def _queue(ring: Staging, slot: Slot, copies: Sequence[tuple[Tensor, Tensor]]) -
     ring.give_back_after(slot, events)
 
 
-def _carry(overlap: _ShardBox, ring: Staging) -> None:
-    """Copies from a host tensor, a slot at a time."""
-    source = overlap.shard.tensor
-    assert source is not None
-    shard = box_of(overlap.shard)
-    view = overlap.view
-    if view.is_cpu:
-        view.copy_(_narrowed(source, overlap.box.within(shard)))
-        return
-    itemsize = overlap.shard.dtype.itemsize
-    for span in spans(
-        overlap.box, overlap.box, row_major(overlap.box.shape), ring.slot_bytes // itemsize
-    ):
-        slot = ring.take()
-        shape = span.box.shape
-        staged = ring.values(slot, 0, overlap.shard.dtype, shape, row_major(shape))
-        staged.copy_(_narrowed(source, span.box.within(shard)))
-        _deliver(_narrowed(view, span.box.within(overlap.box)), staged, ring, slot)
+def _carry(overlaps: Sequence[_ShardBox], ring: Staging) -> None:
+    """Copies from host tensors; on the way to a device as many share a slot as fit."""
+    slot: Slot | None = None
+    used, copies = 0, list[tuple[Tensor, Tensor]]()
+    for overlap in overlaps:
+        source, box, itemsize = overlap.shard.tensor, overlap.box, overlap.shard.dtype.itemsize
+        assert source is not None
+        shard, view = box_of(overlap.shard), overlap.view
+        if view.is_cpu:
+            view.copy_(_narrowed(source, box.within(shard)))
+            continue
+        for span in spans(box, box, row_major(box.shape), ring.slot_bytes // itemsize):
+            size, shape = span.numel * itemsize, span.box.shape
+            if slot is not None and used + size > ring.slot_bytes:
+                _queue(ring, slot, copies)
+                slot = None
+            if slot is None:
+                slot, used, copies = ring.take(), 0, []
+            staged = ring.values(slot, used, overlap.shard.dtype, shape, row_major(shape))
+            staged.copy_(_narrowed(source, span.box.within(shard)))
+            target = _narrowed(view, span.box.within(box))
+            if target.is_contiguous():
+                copies.append((raw_bytes(target), ring.bytes_at(slot, used, size)))
+            else:
+                copy_across(target, staged)  # by way of a copy on the device, on the current stream
+            used += -(-size // _ALIGNMENT) * _ALIGNMENT
+    if slot is not None:
+        _queue(ring, slot, copies)
 
 
 def _narrowed(tensor: Tensor, box: Box) -> Tensor:
+    if tensor.shape == box.shape:
+        return tensor
     for dim, (start, size) in enumerate(zip(box.offsets, box.shape, strict=True)):
         tensor = tensor.narrow(dim, start, size)
     return tensor
-
-
-def _deliver(view: Tensor, staged: Tensor, ring: Staging, slot: Slot) -> None:
-    """Copies values that begin a slot to the device, and gives the slot back."""
-    if not view.is_contiguous():
-        copy_across(view, staged)  # by way of a copy on the device, on the current stream
-        current = _device.current_stream(view.device)
-        ring.give_back_after(slot, [lanes_of(view.device).mark(current)])
-        return
-    flat = raw_bytes(view)
-    _queue(ring, slot, [(flat, ring.bytes_at(slot, 0, flat.numel()))])
 
 
 class _StagedBox(NamedTuple):

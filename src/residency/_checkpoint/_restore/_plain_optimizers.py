@@ -205,19 +205,22 @@ def _move(
     waiting.reverse()
     try:
         for bucket in _buckets(waiting, _BUCKETS * staging_bytes):
-            made: list[Tensor] = []
-            targets = []
-            for each in bucket:
-                local = local_of(each.tensor)
-                with callers_modes_off():
-                    target = torch.empty_like(
+            locals_ = [local_of(each.tensor) for each in bucket]
+            with callers_modes_off():
+                made = [
+                    torch.empty_like(
                         local, device=each.parameter.device, memory_format=torch.preserve_format
                     )
-                made.append(wrapped_like(target, each.tensor))
-                targets.append(target_of(each.key, target, [_stored(each.key, local)]))
+                    for each, local in zip(bucket, locals_, strict=True)
+                ]
+            targets = [
+                target_of(each.key, target, [_stored(each.key, local)])
+                for each, target, local in zip(bucket, made, locals_, strict=True)
+            ]
             fill(targets, checksums={}, staging_bytes=staging_bytes, ring=ring)
-            for each, value in zip(bucket, made, strict=True):
-                put(each, value)
+            for each, target in zip(bucket, made, strict=True):
+                put(each, wrapped_like(target, each.tensor))
+            del locals_, targets  # with the bucket goes the host's memory
             bucket.clear()
     finally:
         ring.release(devices)

@@ -131,7 +131,7 @@ BREAKS = (
     Break(
         "_checkpoint/_restore/_fill.py",
         "tests/checkpoint/restore/test_fill.py -k gate",
-        "        gate_of(device).before_write(written)\n",
+        "        gate_of(device).before_write(tensors)\n",
         "",
     ),
     Break(

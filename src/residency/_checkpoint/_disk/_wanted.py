@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -124,23 +125,24 @@ def tasks_of(file: FileReads) -> Iterator[Task]:
         yield task
 
 
-def _spans(wanted: Sequence[Wanted]) -> Iterator[FileRange]:
-    near: list[Wanted] = []
-    reach = 0
-    for each in sorted(wanted, key=attrgetter("start")):
-        if near and each.start >= reach:
-            yield from _cut(near)
-            near = []
-        near.append(each)
-        reach = max(reach, each.stop)
-    yield from _cut(near)
+def _spans(wanted: Sequence[Wanted]) -> list[FileRange]:
+    spans: list[FileRange] = []
+    left = deque(sorted(wanted, key=attrgetter("start")))
+    while left:
+        near = [left.popleft()]
+        reach = near[0].stop
+        while left and left[0].start < reach:
+            near.append(left.popleft())
+            reach = max(reach, near[-1].stop)
+        if len(near) == 1:  # as nearly always
+            spans.append(FileRange(near[0].start, reach, near, near[0].target is None))
+        else:
+            spans += _cut(near)
+    return spans
 
 
 def _cut(near: Sequence[Wanted]) -> Iterator[FileRange]:
     """Cuts ranges that overlap where one of them begins or ends."""
-    if len(near) == 1:  # as nearly always
-        yield FileRange(near[0].start, near[0].stop, near, near[0].target is None)
-        return
     for start, stop in pairwise(sorted({edge for w in near for edge in (w.start, w.stop)})):
         here = [w for w in near if w.start <= start and w.stop >= stop]
         yield FileRange(start, stop, here, any(w.target is None for w in here))

@@ -99,12 +99,12 @@ def fill(
     """
     work = _sorted_out(targets)
     on_device: dict[torch.device, list[Tensor]] = {}
-    for local in work.locals_:
+    for local in work.written:
         on_device.setdefault(local.device, []).append(local)
     on_host = on_device.pop(torch.device("cpu"), [])
     devices = on_device.keys()
-    for device, written in on_device.items():
-        gate_of(device).before_write(written)
+    for device, tensors in on_device.items():
+        gate_of(device).before_write(tensors)
         lanes = lanes_of(device)
         # Work that is queued already may read the targets, or write them.
         _device.wait_event(lanes.h2d, lanes.mark(_device.current_stream(device)))
@@ -229,14 +229,14 @@ class _Work:
     """The tensors to fill, by how they are filled.
 
     Attributes:
-        locals_: Those with elements.
+        written: Those with elements.
         of_files: What is read of each file, where elements lie in order on both sides.
         of_tensors: What is copied from host tensors.
         out_of_order: What is read from files where elements do not lie in order.
         staged_bytes: What passes through the ring.
     """
 
-    locals_: list[Tensor] = field(default_factory=list)
+    written: list[Tensor] = field(default_factory=list)
     of_files: dict[Path, list[Wanted]] = field(default_factory=dict)
     of_tensors: list[_ShardBox] = field(default_factory=list)
     out_of_order: list[_ShardBox] = field(default_factory=list)
@@ -248,7 +248,7 @@ def _sorted_out(targets: Iterable[Target]) -> _Work:
     for target in targets:
         if target.local.numel() == 0:
             continue
-        work.locals_.append(target.local)
+        work.written.append(target.local)
         for shard in target.shards:
             is_in_order = _lies_in_order(target, shard)
             if is_in_order and is_whole(target, shard):  # as nearly always

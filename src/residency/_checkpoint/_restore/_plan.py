@@ -243,7 +243,8 @@ def target_of(name: str, tensor: Tensor, shards: Sequence[StoredTensor]) -> Targ
             f"{name} is a {type(tensor).__name__}, which has no shape before the first forward. "
             "Nothing was changed; run one first."
         )
-    local = local_of(tensor)
+    is_shard = is_sharded(tensor)
+    local = local_of(tensor) if is_shard else tensor
     if local.requires_grad:
         local = local.detach()
     shape = tuple(tensor.shape)
@@ -253,7 +254,7 @@ def target_of(name: str, tensor: Tensor, shards: Sequence[StoredTensor]) -> Targ
             "its module first, and make values anew that no save has, such as buffers that are "
             "not persistent: to_empty leaves them without values."
         )
-    if not is_sharded(tensor):
+    if not is_shard:
         box = whole_box(shape)
         return Target(name, local, box, box.shape, shards)
     offsets = shard_offsets(name, tensor, done="changed")

@@ -1,6 +1,7 @@
 """How a dry run brings training loops to their end, in the forms that people give them."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,10 @@ from typing import Any
 
 import pytest
 from limits import WORKER_SECONDS
+from tests.dryrun.event_lists import differences, recorded
+
+from residency._dryrun import _steering
+from residency._dryrun._telling import EVENTS
 
 IDIOMS = Path(__file__).parent / "scripts" / "end_idioms.py"
 STEPS = 2
@@ -60,6 +65,7 @@ SEEN = {
     "epochs_around_a_map": ["average 1.0"],
     "a_value_that_leaves_an_endless_loop": ["returned 2"],
     "steps_in_another_thread": ["save"],
+    "epochs_in_threads": ["evaluate 3", "save"],
 }
 BY_HAND = 20  # passes until they are taken for steps
 RESUMES = 3  # at most: a script that loads in its loop is brought to its end, too
@@ -87,10 +93,20 @@ OF_OTHERS = {
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("events")
+
+
+@pytest.fixture(scope="module")
+def found(recordings: Path) -> dict[str, Any]:
     command = [sys.executable, str(IDIOMS)]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=WORKER_SECONDS, check=False
+        command,
+        env=os.environ | {EVENTS: str(recordings)},
+        capture_output=True,
+        text=True,
+        timeout=WORKER_SECONDS,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
@@ -120,3 +136,12 @@ def test_the_steps_of_all_trainings_are_counted(found: dict[str, Any], name: str
     others = BY_HAND if name == "steps_by_hand" else OF_OTHERS.get(name, 0)
     assert loop["counted"] == loop["steps"] - others, loop
     assert loop["was_cut"], loop
+
+
+def test_what_a_loop_has_told_is_decided_alike_from_its_list(
+    found: dict[str, Any], recordings: Path
+) -> None:
+    lists = [each for path in recordings.iterdir() if (each := recorded(path)).events]
+    assert len(lists) == len(found)
+    assert sum(len(each.events) for each in lists) > 1_500
+    assert [each for events in lists for each in differences(_steering, events)] == []

@@ -16,94 +16,38 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import dataloader
 
-from residency._dryrun._loops import loops
 from residency._dryrun._methods import around
 from residency._dryrun._places import is_for_script
 from residency._dryrun._ranks import be_first_rank
-from residency._units import MIB
-
-_MOST_SHORT_PASSES = 100  # of an evaluation, until the loops around it are ended
-_EVEN_BATCHES = 32  # of an evaluation, after which it ends where they have left nothing behind
-_EVEN_BYTES = MIB  # a loss of each batch is nothing; logits are more
-_MOST_EMPTY_PASSES = 1000  # in a library's loop that waits for a batch
-
-
-class Training(Protocol):
-    """A training, as far as its loaders ask.
-
-    Attributes:
-        is_ending: Whether enough has been seen of it, and no other has begun.
-    """
-
-    is_ending: bool
-
-    @property
-    def is_past(self) -> bool:
-        """Whether the script has left the loops of the training that has ended."""
-        ...
-
-    def see_optimizers(self) -> None:
-        """Takes note of optimizers that were made meanwhile."""
-
-    def leave(self) -> None:
-        """Leaves the script."""
+from residency._dryrun._steering import Steering
+from residency._dryrun._telling import Telling
 
 
 class Loaders:
     """The data loaders of a process's script.
 
     Attributes:
-        num_cut: Passes of evaluations that have ended early.
-        have_ended: Whether one has given a library's loop that trains nothing more.
         short: The samples of a data set and the batch of its loader, which they do not fill: of
             one that steps are made of, or of any where there is no step; None for none.
     """
 
-    def __init__(self, training: Training, held: Callable[[], int]) -> None:
-        """Watches none yet.
-
-        Args:
-            training: What is under way.
-            held: Returns the bytes that tensors hold on the device.
-        """
-        self.num_cut = 0
-        self.have_ended = False
+    def __init__(self, telling: Telling) -> None:
+        """Watches none yet."""
         self.short: tuple[int, int] | None = None
+        self._telling = telling
         self._has_steps = False
-        self._now = training
-        self._held = held
-        self._last: object = None  # the loader that gave out a batch last
-        self._of_steps: weakref.WeakSet[object] = weakref.WeakSet()  # those that steps were made of
-        self._num_empty_passes = 0
         self._own: set[object] = set()  # generators of loaders, which are watched
-        # Since the end: passes over each loader; batches of one, and what was held at its begin.
-        self._passes: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-        self._given: weakref.WeakKeyDictionary[object, tuple[int, int, int]]
-        self._given = weakref.WeakKeyDictionary()
-
-    @property
-    def have_trained(self) -> bool:
-        """Whether a loader gave the batches of the training."""
-        return len(self._of_steps) > 0
 
     def note_step(self) -> None:
         """Takes the loader that gave out a batch last as one that the training is made of."""
-        if self._last is None or self._last in self._of_steps:
-            return
-        self._of_steps.add(self._last)
-        if not self._has_steps or self.short is None:
-            self.short = _unfilled(self._last)
-        self._has_steps = True
-
-    def begin_training(self) -> None:
-        """Forgets what was of the training before."""
-        self._num_empty_passes = 0
-        self._of_steps.clear()
-        self._passes.clear()
+        last = self._telling.last
+        if last is not None and (self.short is None or not self._has_steps):
+            self.short = _unfilled(last)
+            self._has_steps = True
 
     def start(self) -> None:
         """Watches all loaders from now on, and classes of them that are made from now on."""
@@ -119,15 +63,17 @@ class Loaders:
         def follow(iterator: object) -> object:
             reference = getattr(iterator, "_residency_loader", None)
             loader = None if reference is None else reference()
-            if loader is not None and self._is_over(loader, sys._getframe(1)):
-                raise StopIteration
-            if loader is not None and self._has_enough(iterator, loader):
-                be_first_rank()
-                self.num_cut += 1
-                raise StopIteration
-            self._last = None  # after a last batch, of an evaluation, too
+            if loader is not None:
+                telling, for_script = self._telling, is_for_script(sys._getframe(1))
+                number, of = telling.number_of(loader), telling.number_of(iterator)
+                do = telling.tell(Steering.asked_batch, number, of, for_script)
+                if do.has_enough:
+                    be_first_rank()
+                if do.no_batch:
+                    raise StopIteration
+            self._telling.last = None  # after a last batch, of an evaluation, too
             batch = following(iterator)
-            self._last = loader
+            self._telling.last = loader
             return batch
 
         loaders: Any = dataloader.DataLoader
@@ -135,13 +81,11 @@ class Loaders:
 
         @around(begin)
         def begun(loader: object) -> object:
-            if self._is_over(loader, sys._getframe(1)):
-                self._note_empty_pass()  # `while step < last: for batch in loader` has no end
+            counts = _iterates_by(type(loader)) not in self._own
+            if not self._begin_pass(loader, sys._getframe(1), counts=counts):
                 return iter(())
             if not self._has_steps and self.short is None:
                 self.short = _unfilled(loader)
-            if _iterates_by(type(loader)) not in self._own:
-                self._begin_pass(loader)
             return begin(loader)
 
         @around(loaders.__init_subclass__)
@@ -159,61 +103,23 @@ class Loaders:
 
         @around(iterate)
         def iterated(loader: object) -> Iterator[object]:
-            if _iterates_by(type(loader)) is iterated:  # and not what that one asks
-                if self._is_over(loader, sys._getframe(1)):
-                    self._note_empty_pass()
-                    return
-                self._begin_pass(loader)
+            is_outer = _iterates_by(type(loader)) is iterated  # and not what that one asks
+            if is_outer and not self._begin_pass(loader, sys._getframe(1)):
+                return
             try:
                 yield from iterate(loader)
             except RuntimeError as error:
-                if not self._now.is_ending or not isinstance(error.__cause__, StopIteration):
+                is_end = isinstance(error.__cause__, StopIteration)
+                if not (is_end and self._telling.state.is_ending):
                     raise
 
         self._own.add(iterated)
         return iterated
 
-    def _begin_pass(self, loader: object) -> None:
-        if not self._now.is_ending:
-            return
-        self._passes[loader] = self._passes.get(loader, 0) + 1
-        if self._passes[loader] > _MOST_SHORT_PASSES:
-            loops.end()
-
-    def _note_empty_pass(self) -> None:
-        self._num_empty_passes += 1
-        if self._num_empty_passes > _MOST_EMPTY_PASSES:
-            self._now.leave()
-
-    def _is_over(self, loader: object, frame: FrameType) -> bool:
-        """Returns whether a loader gives nothing more to a frame: it is a library's that trains."""
-        self._now.see_optimizers()
-        is_ended = self._now.is_ending and not self._now.is_past and loader in self._of_steps
-        is_over = is_ended and not is_for_script(frame)
-        self.have_ended |= is_over
-        return is_over
-
-    def _has_enough(self, iterator: object, loader: object) -> bool:
-        """Returns whether an evaluation has batches enough.
-
-        That is one after the first pass, for those who divide by how many there were, and of the
-        first pass as many as show that they leave nothing on the device.
-        """
-        if not self._now.is_ending:
-            return False
-        number_of_pass = self._passes.get(loader, 0)
-        of_pass, number, held = self._given.get(iterator, (number_of_pass, 0, 0))
-        if of_pass != number_of_pass:  # of an iterator that is one for all passes
-            number = 0
-        if number and number_of_pass > 1:
-            return True
-        if number % _EVEN_BATCHES == 0:
-            now = self._held()
-            if number and now - held < _EVEN_BYTES:
-                return True
-            held = now
-        self._given[iterator] = number_of_pass, number + 1, held
-        return False
+    def _begin_pass(self, loader: object, frame: FrameType, *, counts: bool = True) -> bool:
+        """Returns whether there is anything in a pass over a loader."""
+        number, for_script = self._telling.number_of(loader), is_for_script(frame)
+        return not self._telling.tell(Steering.passing, number, for_script, counts).no_batch
 
 
 def _unfilled(loader: Any) -> tuple[int, int] | None:

@@ -19,6 +19,7 @@ from types import FrameType
 from residency._dryrun._places import is_generator, is_script, outwards
 
 _MOST_NAMES = 16  # more are data
+_numbers = itertools.count(1)  # of loops
 
 # The frame of a loop, and its code, by their ids: the frame itself would keep tensors. It is there
 # for as long as its loops, but for a `map` that is handed on: the loop follows the frame that asks,
@@ -36,6 +37,7 @@ class Loop:
     """A loop that is under way, from its first round on.
 
     Attributes:
+        number: Of this loop alone.
         num_rounds: How many it has begun.
         is_ended: Whether it has no further one.
         is_asking: Whether it has asked for its next item, and has not got it.
@@ -55,6 +57,7 @@ class Loop:
         "is_while",
         "line",
         "num_rounds",
+        "number",
     )
 
     def __init__(
@@ -65,6 +68,7 @@ class Loop:
         has_names: bool = False,
         is_while: bool = False,
     ) -> None:
+        self.number = next(_numbers)
         self.num_rounds = 0
         self.is_ended = False
         self.is_asking = False
@@ -164,43 +168,31 @@ class Loops:
     def around(self) -> list[Loop]:
         """Returns the loops that led to a call, the innermost first.
 
-        One that waits for an item of a generator with loops is none: it ends with them. A thread
-        that is in none works for the main one, as autograd's do, whose hooks make steps.
+        One that waits for an item of a generator with loops is none: it ends with them. The main
+        thread's are around another's, as for autograd's, whose hooks make steps.
         """
-        found = self._around(sys._getframe(1))
-        if found:
+        found, main = self._around(sys._getframe(1)), threading.main_thread().ident
+        if main == threading.get_ident():
             return found
-        return self._around(sys._current_frames().get(threading.main_thread().ident or 0))
+        return found + self._around(sys._current_frames().get(main or 0))
 
     def _around(self, frame: FrameType | None) -> list[Loop]:
         found: list[Loop] = []
         has_loops = False  # whether generators that the frame has asked are in loops
-        while frame is not None:
-            loops = self._open.get(_place_of(frame), [])
+        while frame is not None and self._open:
+            loops = self._open.get((id(frame), id(frame.f_code)), ())
             found += [each for each in reversed(loops) if not (each.is_asking and has_loops)]
-            has_loops = is_generator(frame) and (has_loops or bool(loops))
+            has_loops = (has_loops or bool(loops)) and is_generator(frame)
             frame = frame.f_back
         return found
 
-    def end(self, but: Collection[Loop] = ()) -> bool:
-        """Ends the loops that led to a call, each once its round is done.
-
-        One that goes over names goes on, unless it is the innermost.
-
-        Args:
-            but: Loops that go on.
-
-        Returns:
-            Whether there is one that is ended.
-        """
-        around = self.around()
-        ended = [e for e in around if e not in but and (e is around[0] or not e.has_names)]
-        if ended:
-            self._waits = self._waiting_for(ended[-1])
+    def end(self, numbers: Collection[int]) -> None:
+        """Ends those loops of some numbers that led to a call, each once its round is done."""
+        ended = [each for each in self.around() if each.number in numbers]
+        self._waits = self._waiting_for(ended[-1])
         for loop in ended:
             loop.is_ended = True
         self._ending.update(ended)
-        return bool(ended)
 
     @property
     def are_in_library(self) -> bool:

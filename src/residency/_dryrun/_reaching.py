@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from residency._dryrun._from_files import FromFiles, address_of
+from residency._dryrun._from_files import FromFiles
 from residency._dryrun._methods import around
+from residency._dryrun._steering import Steering
+from residency._dryrun._telling import Telling
 from residency._memory import ImportWatch, open_phases
 
 _DEEPEST = 6  # of the dicts and lists of a checkpoint
@@ -28,22 +30,10 @@ _LOAD = "load"  # how the phases of loads end
 class LoadsOfTrained:
     """The watch over loads that reach what a script trains."""
 
-    def __init__(
-        self,
-        reach: Callable[[Iterable[Tensor]], bool],
-        resume: Callable[[], None],
-    ) -> None:
-        """Prepares; nothing is changed until `start`.
-
-        Args:
-            reach: What is called with the parameters that a load has reached; returns whether
-                they are trained.
-            resume: What is called after a load of all that is trained.
-        """
-        self._reach = reach
-        self._resume = resume
+    def __init__(self, telling: Telling) -> None:
+        """Prepares; nothing is changed until `start`."""
+        self._telling = telling
         self._from_files = FromFiles(self._copied)
-        self._is_new = False  # whether a file was read since copies of one were a resume
         self._num_taking = 0  # state dicts that are being loaded
 
     def start(self) -> None:
@@ -86,7 +76,7 @@ class LoadsOfTrained:
         def loaded(state_dict: object, *args: object, **options: object) -> object:
             result = load(state_dict, *args, **options)
             self._note(state_dict)
-            self._reach(_tensors(state_dict))
+            self._telling.reach(_tensors(state_dict))
             return result
 
         module.__dict__["load"] = loaded
@@ -98,7 +88,7 @@ class LoadsOfTrained:
         @around(restore)
         def restored(*args: object, **options: object) -> object:
             result = restore(*args, **options)
-            self._resume()  # it fills what it is given, which is the run
+            self._telling.tell(Steering.loaded, True)  # it fills what it is given, which is the run
             return result
 
         checkpointers.restore = restored
@@ -113,13 +103,15 @@ class LoadsOfTrained:
         return loaded
 
     def _note(self, value: object) -> None:
-        self._is_new = True
+        self._telling.tell(Steering.read)
         self._from_files.add(_tensors(value))
 
     def _copied(self, into: Tensor) -> None:
-        """Takes a tensor that a script has copied into what is trained by itself for a resume."""
-        if self._is_new and not self._num_taking and self._reach([into]):
-            self._is_new = False  # for all parameters once
+        """Tells of a tensor that a script has copied into by itself; once one was a resume, of none
+        before the next file: to look whether it is trained takes as long as there are tensors.
+        """
+        if self._telling.state.is_new and not self._num_taking:
+            self._telling.reach([into], is_copied=True)
 
     def _taking(
         self, take: Callable[..., object], parameters: Callable[[Any], Iterable[Tensor]]
@@ -133,7 +125,7 @@ class LoadsOfTrained:
             finally:
                 self._num_taking -= 1
             if is_loaded:
-                self._reach(parameters(owner))
+                self._telling.reach(parameters(owner))
             return result
 
         return taken
@@ -166,16 +158,6 @@ class _OpenFile:
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._file, name)
         return self.note(found) if name.startswith("get_tensor") else found
-
-
-def share(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
-    """Returns whether one of some tensors is one of others, or has its bytes."""
-    ids, addresses = set(), {0}
-    for each in others:
-        ids.add(id(each))
-        addresses.add(address_of(each))
-    addresses.discard(0)
-    return any(id(each) in ids or address_of(each) in addresses for each in tensors)
 
 
 def _of_module(module: nn.Module) -> Iterable[Tensor]:

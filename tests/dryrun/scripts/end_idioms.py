@@ -8,7 +8,8 @@ import json
 import os
 
 from residency._dryrun._rewriting import rewrite_loops
-from residency._dryrun._stopping import EnoughSeen, Stopping
+from residency._dryrun._stopping import Stopping
+from residency._dryrun._telling import EnoughSeen
 
 rewrite_loops()
 idioms = importlib.import_module("idioms")  # this file itself is loaded as it is
@@ -24,7 +25,7 @@ samples_that_are_counted the_last_of_a_function a_training_and_another stages_of
 critics_of_two_optimizers an_endless_while_with_an_else cycles_in_a_zip as_long_as_it_learns
 sweeps_without_end made_in_the_first_round a_loop_of_a_library a_generator_that_trains
 phases_of_an_epoch a_value_that_leaves_an_endless_loop steps_in_another_thread epochs_around_a_map
-critics_of_two_trainings
+critics_of_two_trainings epochs_in_threads
 """
 
 for idiom in (vars(idioms)[name] for name in IDIOMS.split()):
@@ -45,6 +46,6 @@ for idiom in (vars(idioms)[name] for name in IDIOMS.split()):
         ended = repr(error)
     seen = idioms.seen
     found = {"name": idiom.__name__, "ended": ended, "steps": seen.count("step"), "seen": seen}
-    found |= {"counted": stopping.num_steps, "was_cut": stopping.was_cut}
+    found |= {"counted": stopping.state.num_steps, "was_cut": stopping.was_cut}
     print(json.dumps(found), flush=True)
     os._exit(0)

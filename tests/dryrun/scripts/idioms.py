@@ -231,7 +231,7 @@ def resumed():
     for _ in range(2):
         for batch in LOADER:
             step(batch=batch)
-        stopping.resume()
+        stopping.note_load(is_whole=True)
     seen.append("save")
 
 
@@ -239,14 +239,14 @@ def a_resume_in_the_loop():
     for _ in range(STEPS):
         for batch in LOADER:
             step(batch=batch)
-            stopping.resume()
+            stopping.note_load(is_whole=True)
         seen.append("epoch")
     seen.append("save")
 
 
 def resumes_without_end():
     while True:
-        stopping.resume()
+        stopping.note_load(is_whole=True)
         step()
 
 
@@ -464,6 +464,15 @@ def steps_in_another_thread():
         thread = threading.Thread(target=step)
         thread.start()
         thread.join()
+    seen.append("save")
+
+
+def epochs_in_threads():
+    for _ in range(STEPS):
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+        evaluate()
     seen.append("save")
 
 

@@ -103,7 +103,8 @@ class LoadsOfTrained:
         return loaded
 
     def _note(self, value: object) -> None:
-        self._telling.tell(Steering.read)
+        if not self._telling.state.is_new:  # of a thousand tensors of a file the first is enough
+            self._telling.tell(Steering.read)
         self._from_files.add(_tensors(value))
 
     def _copied(self, into: Tensor) -> None:

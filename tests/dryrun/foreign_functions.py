@@ -86,11 +86,13 @@ def file_of(function):
 
 
 def told(function):
-    """Returns the function that reads the arguments, and which names it gets in place of others."""
+    """Returns the function that reads the arguments, the names that it gets for others, and how
+    many arguments it gets before them.
+    """
     if function.__code__.co_filename == _methods.__file__:
         found = inspect.getclosurevars(function).nonlocals
-        return found["wrapper"], found["renamed"]
-    return function, {}
+        return found["wrapper"], found["renamed"], len(found["before"])
+    return function, {}, 0
 
 
 def ways(signature):
@@ -121,8 +123,11 @@ def ways(signature):
 
 def faults(function):
     """Yields what a function does not take of what the one that it stands around takes."""
-    reader, renamed = told(function)
+    reader, renamed, num_before = told(function)
     mine = inspect.signature(reader, follow_wrapped=False)
+    parameters = [*mine.parameters.values()]
+    if parameters[0].kind in BY_POSITION:  # else it hands on all that it gets, as a context does
+        mine = mine.replace(parameters=parameters[num_before:])
     first = [p for p in mine.parameters.values() if p.kind in BY_POSITION]
     yield from faults_of_source(reader)
     wrapped = getattr(function.__wrapped__, "__func__", function.__wrapped__)
@@ -175,6 +180,15 @@ def foreign_places():
                     yield f"{owner}.{key}", function
 
 
+def chain_of(function):
+    """Returns the files of functions that stand around each other, the outermost first."""
+    files = []
+    while is_ours(function) and hasattr(function, "__wrapped__"):
+        files.append(file_of(told(function)[0]))
+        function = getattr(function.__wrapped__, "__func__", function.__wrapped__)
+    return files
+
+
 def main():
     start()
     missing = import_watched(sys.argv[1:])
@@ -189,7 +203,10 @@ def main():
         for why in dict.fromkeys(faults(each))
     )
     bare = sorted({place for place, each in foreign_places() if not hasattr(each, "__wrapped__")})
-    print(json.dumps({"number": len(found), "wrong": wrong, "bare": bare, "missing": missing}))
+    chains = {place: chain_of(each) for place, each in foreign_places()}
+    chains = {place: each for place, each in chains.items() if len(each) > 1}
+    result = {"number": len(found), "wrong": wrong, "bare": bare, "missing": missing}
+    print(json.dumps(result | {"chains": chains}))
     sys.stdout.flush()
     os.kill(os.getpid(), signal.SIGKILL)  # no report of a run that was none
 

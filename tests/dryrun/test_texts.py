@@ -14,7 +14,7 @@ ENDING = """
 from residency._dryrun._loops import loops
 for number in range(5):
     print(number)
-    loops.end()
+    loops.end([each.number for each in loops.around()])
 print("after", __name__)
 """
 EXECUTED = {

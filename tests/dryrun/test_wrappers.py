@@ -11,6 +11,7 @@ import json
 import random
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,23 @@ import pytest
 import torch
 
 from residency._dryrun._from_files import FromFiles
-from residency._dryrun._methods import around
+from residency._dryrun._methods import around, put_around
 
+# Who stands around whom, the outermost first: a function of a later file is called by one of an
+# earlier one. Whoever changes what is asked for comes first, then whoever begins a phase, then
+# whoever does something else, and last whoever only notes what was done.
+CHANGES = (
+    "_levers.py",
+    "_trainers.py",
+    "_frameworks.py",
+    "_host.py",
+    "_resumes.py",
+    "_random_weights.py",
+)
+PHASES = ("_known_calls.py",)
+STAND_INS = ("_saves.py",)
+NOTES = ("_reaching.py", "_from_files.py", "_stopping.py", "_owners.py")
+ORDER = (*CHANGES, *PHASES, *STAND_INS, *NOTES)
 # What a dry run waits for that is not installed where these tests run everywhere.
 OPTIONAL = {"timm", "triton", "trl", "ultralytics", "bitsandbytes"}
 
@@ -35,19 +51,24 @@ def judged(*packages: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("packages", "least"),
+    ("packages", "least", "least_chains"),
     [
-        (("torch", "safetensors", "residency", "concurrent"), 95),
-        pytest.param((), 125, marks=pytest.mark.whole),
+        (("torch", "safetensors", "residency", "concurrent"), 95, 14),
+        pytest.param((), 125, 17, marks=pytest.mark.whole),
     ],
     ids=["torch", "all"],
 )
-def test_each_wrapper_takes_what_its_function_takes(packages: tuple[str, ...], least: int) -> None:
+def test_each_wrapper_takes_what_its_function_takes(
+    packages: tuple[str, ...], least: int, least_chains: int
+) -> None:
     found = judged(*packages)
     assert found["wrong"] == []
     assert found["bare"] == [], "stands in a place of another, and around nothing"
     assert {name.partition(".")[0] for name in found["missing"]} <= OPTIONAL
     assert found["number"] >= least  # it has looked
+    chains = found["chains"]
+    assert {place: sorted(files, key=ORDER.index) for place, files in chains.items()} == chains
+    assert len(chains) >= least_chains
 
 
 def drawn(draw: random.Random, names: list[str]) -> str:
@@ -61,8 +82,9 @@ def drawn(draw: random.Random, names: list[str]) -> str:
     return ", ".join(parts)
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_calls_arrive_as_they_do_at_the_function_itself(seed: int) -> None:
+@pytest.mark.parametrize("is_put", [False, True])
+@pytest.mark.parametrize("seed", range(40))
+def test_calls_arrive_as_they_do_at_the_function_itself(seed: int, is_put: bool) -> None:
     draw = random.Random(seed)
     names = [*draw.choice([(), ("self",)]), *draw.sample("abcdef", 4)]
     space: dict[str, Any] = {}
@@ -73,12 +95,18 @@ def test_calls_arrive_as_they_do_at_the_function_itself(seed: int) -> None:
     taken = [f"own_{p.name}" + f"={p.default}" * (p.default is not p.empty) for p in firsts]
     given = ", ".join([*(f"own_{p.name}" for p in firsts), "*args", "**options"])
     space["called"] = []
+    other = ["other"] * is_put
     exec(
-        f"def wrapper({', '.join([*taken, '*args', '**options'])}):\n"
-        f"    called.append(1)\n    return function({given})",
+        f"def wrapper({', '.join([*other, *taken, '*args', '**options'])}):\n"
+        f"    called.append(1)\n    return {'other' if is_put else 'function'}({given})",
         space,
     )
-    wrapped = around(function)(space["wrapper"])
+    owner = types.SimpleNamespace(name=function)
+    if is_put:
+        assert put_around(owner, "name")(space["wrapper"]) is space["wrapper"]
+        wrapped = owner.name
+    else:
+        wrapped = around(function)(space["wrapper"])
     assert inspect.signature(wrapped) == inspect.signature(function)
     parameters = list(inspect.signature(function).parameters.values())
     for _ in range(8):

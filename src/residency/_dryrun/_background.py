@@ -11,7 +11,7 @@ import threading
 from concurrent import futures
 from typing import Any
 
-from residency._dryrun._methods import around
+from residency._dryrun._methods import Function, put_around
 
 
 class BackgroundWrites:
@@ -23,10 +23,8 @@ class BackgroundWrites:
 
     def start(self) -> None:
         """Replaces Python's waits for threads and results by ones that drop what is kept."""
-        thread: Any = threading.Thread
-        future: Any = futures.Future
-        thread.join = self._ending(threading.Thread.join)
-        future.result = self._ending(futures.Future.result)
+        put_around(threading.Thread, "join")(self._wait)
+        put_around(futures.Future, "result")(self._wait)
 
     def begin(self) -> None:
         """Notes that a write begins: the one before it has ended, as writers take turns."""
@@ -38,16 +36,12 @@ class BackgroundWrites:
         if _is_in_background():
             self._held.append(saved)
 
-    def _ending(self, wait: Any) -> Any:
-        @around(wait)
-        def waited(*args: Any, **options: Any) -> Any:
-            try:
-                return wait(*args, **options)
-            finally:
-                if not _is_in_background():
-                    self._held.clear()
-
-        return waited
+    def _wait(self, wait: Function, *args: Any, **options: Any) -> Any:
+        try:
+            return wait(*args, **options)
+        finally:
+            if not _is_in_background():
+                self._held.clear()
 
 
 def _is_in_background() -> bool:

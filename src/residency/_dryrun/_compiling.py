@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from residency._dryrun._methods import around
+from residency._dryrun._methods import Function, around, put_around
 from residency._dryrun._places import is_script
 from residency._memory import ImportWatch
 
@@ -82,27 +82,20 @@ class Compiling:
 
     def _watch_contexts(self, module: ModuleType) -> None:
         """Notes the calls of what is compiled: its contexts have hooks for that alone."""
-        context: Any = vars(module)["OptimizeContext"]
-        make = context.__init__
 
-        @around(make)
-        def made(this: Any, *args: object, **options: object) -> None:
+        @put_around(module.OptimizeContext, "__init__")
+        def made(make: Function, this: Any, *args: object, **options: object) -> None:
             make(this, *args, **options)
             if not vars(self._of_thread).get("is_unnoted"):
                 this.enter_exit_hooks.append(self._enter)
 
-        context.__init__ = made
-
     def _watch_checkpoints(self, module: ModuleType) -> None:
         """Counts what a backward pass recomputes as compiled where its first run was."""
-        checkpoint = vars(module)["checkpoint"]
 
-        @around(checkpoint)
-        def checkpointed(function: Callable[..., object], *args: object, **options: object) -> Any:
+        @put_around(module, "checkpoint")
+        def checkpointed(checkpoint: Function, function: Any, *args: Any, **options: Any) -> Any:
             kept = self._within(function) if self.is_inside else function
             return checkpoint(kept, *args, **options)
-
-        module.__dict__["checkpoint"] = checkpointed
 
     def _enter(self) -> Callable[[], None]:
         self.is_used = True

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from residency._dryrun._methods import around
+from residency._dryrun._methods import Function, put_around
 from residency._dryrun._native import leave_out_kernels
 from residency._dryrun._random_weights import (
     ask_for_no_variant,
@@ -54,13 +54,11 @@ def complete_answers(trainer: str, module: ModuleType) -> None:
         trainer: The class.
         module: Where it is.
     """
+
     # It is the one method between the engine that generates and the answers; torch's hooks see
     # neither, and TRL has none.
-    trainers: Any = vars(module)[trainer]
-    generate = trainers._generate_single_turn
-
-    @around(generate)
-    def generated(self: Any, *args: object, **options: object) -> Any:
+    @put_around(getattr(module, trainer), "_generate_single_turn")
+    def generated(generate: Function, self: Any, *args: object, **options: object) -> Any:
         found = generate(self, *args, **options)
         # Trainers before TRL 1.16 ask their tokenizer.
         ends = getattr(self, "eos_token_ids", None) or (self._tokenizer.eos_token_id,)
@@ -73,8 +71,6 @@ def complete_answers(trainer: str, module: ModuleType) -> None:
 
         return tuple(map(completed, found)) if isinstance(found, tuple) else completed(found)
 
-    trainers._generate_single_turn = generated
-
 
 class _AnyWeights(dict[str, Any]):
     """The weights of a file that is not there: a model that they are loaded into keeps its own."""
@@ -85,24 +81,20 @@ class _AnyWeights(dict[str, Any]):
 
 def leave_out_downloads() -> None:
     """Makes `torch.hub` download no weights: a model keeps those that it was made with."""
-    hub: Any = torch.hub
-    modules: Any = torch.nn.Module
-    download, load = hub.load_state_dict_from_url, modules.load_state_dict
 
-    @around(download)
-    def downloaded(*args: object, **options: object) -> _AnyWeights:
+    @put_around(torch.hub, "load_state_dict_from_url")
+    def downloaded(download: object, *args: object, **options: object) -> _AnyWeights:
         return _AnyWeights()
 
-    @around(load)
-    def loaded(module: Any, state_dict: Any, *args: object, **options: object) -> Any:
+    @put_around(torch.nn.Module, "load_state_dict")
+    def loaded(
+        load: Function, module: ModuleType, state_dict: Any, *args: object, **options: object
+    ) -> Any:
         if isinstance(state_dict, _AnyWeights):
             state_dict = module.state_dict()
         return load(module, state_dict, *args, **options)
 
-    hub.load_state_dict_from_url, modules.load_state_dict = downloaded, loaded
-
 
 def _keep_weights(module: ModuleType) -> None:
     """Makes timm load no weights: a model keeps those that it was made with."""
-    load: Any = vars(module)["load_pretrained"]
-    module.__dict__["load_pretrained"] = around(load)(lambda *args, **options: None)
+    put_around(module, "load_pretrained")(lambda load, *args, **options: None)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim import LBFGS
 
-from residency._dryrun._methods import around
+from residency._dryrun._methods import Function, put_around
 
 _OF_LINE_SEARCH = 4  # vectors: the parameters before it, and gradients of the bracket
 
@@ -28,12 +28,10 @@ def steps_to_fill(optimizer: object) -> int:
 
 def fill_histories() -> None:
     """Fills the history of L-BFGS after each step, as if all iterations of it had run."""
-    kind: Any = LBFGS
-    step = kind.step
     calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
-    @around(step)
-    def stepped(optimizer: Any, closure: Any) -> Any:
+    @put_around(LBFGS, "step")
+    def stepped(step: Function, optimizer: Any, closure: Any) -> Any:
         group = optimizer.param_groups[0]
         # Those of the step itself would come to its end by chance.
         group["max_iter"], iterations = 1, group["max_iter"]
@@ -44,8 +42,6 @@ def fill_histories() -> None:
         calls[optimizer] = calls.get(optimizer, 0) + 1
         _fill(optimizer.state[optimizer._params[0]], group, calls[optimizer])
         return found
-
-    kind.step = stepped
 
 
 def _fill(state: dict[str, Any], group: dict[str, Any], num_calls: int) -> None:

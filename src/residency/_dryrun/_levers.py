@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import residency
 from residency._dryrun._host import LARGE_BYTES
-from residency._dryrun._methods import around
+from residency._dryrun._methods import Function, around, put_around
 from residency._dryrun._resumes import Loads, Templates, defer_state
 from residency._dryrun._settings import RunSettings
 from residency._dryrun._trainers import Trainers
@@ -95,11 +95,11 @@ class Levers:
 
     def _watch_arguments(self) -> None:
         """Notes the numbers and switches that a parser returns, and gives it others."""
-        parsers: Any = argparse.ArgumentParser
-        parse = parsers.parse_known_args
 
-        @around(parse)
-        def parsed(parser: Any, *args: object, **options: object) -> tuple[Any, list[str]]:
+        @put_around(argparse.ArgumentParser, "parse_known_args")
+        def parsed(
+            parse: Function, parser: Any, *args: object, **options: object
+        ) -> tuple[Any, list[str]]:
             values, rest = parse(parser, *args, **options)
             for action in parser._actions:  # argparse shows its options in no other way
                 value = getattr(values, action.dest, None)
@@ -111,21 +111,15 @@ class Levers:
                     setattr(values, action.dest, self._settings.arguments[action.dest])
             return values, rest
 
-        parsers.parse_known_args = parsed
-
     def _watch_buckets(self) -> None:
         """Notes whether gradients lie beside DDP's buckets, which they else are made views of."""
-        replicas: Any = nn.parallel.DistributedDataParallel
-        make = replicas.__init__
 
-        @around(make)
-        def init(replica: Any, *args: object, **options: object) -> None:
+        @put_around(nn.parallel.DistributedDataParallel, "__init__")
+        def init(make: Function, replica: Any, *args: object, **options: object) -> None:
             if self._settings.views_buckets:
                 options["gradient_as_bucket_view"] = True
             make(replica, *args, **options)
             self._has_buckets |= not replica.gradient_as_bucket_view
-
-        replicas.__init__ = init
 
     def _recompute(self) -> None:
         """Makes the outermost module of each forward pass recompute what its blocks keep."""
@@ -149,11 +143,9 @@ def _offload(resident: int, bucket: int) -> Callable[[], None]:
         What offloads those that there are.
     """
     made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-    optimizers: Any = Optimizer
-    make, load = optimizers.__init__, optimizers.load_state_dict
 
-    @around(make)
-    def init(optimizer: Any, *args: object, **options: object) -> None:
+    @put_around(Optimizer, "__init__")
+    def init(make: Function, optimizer: Any, *args: object, **options: object) -> None:
         make(optimizer, *args, **options)
         if not isinstance(optimizer, residency.OffloadedOptimizer):
             made.add(optimizer)
@@ -164,8 +156,8 @@ def _offload(resident: int, bucket: int) -> Callable[[], None]:
             if record_of(optimizer) is None:
                 residency.offload_optimizer(optimizer, resident=resident, bucket=bucket)
 
-    @around(load)
-    def load_state_dict(optimizer: Any, state_dict: Any) -> None:
+    @put_around(Optimizer, "load_state_dict")
+    def load_state_dict(load: Function, optimizer: Any, state_dict: Any) -> None:
         if optimizer in made:
             offload_all()
             optimizer.load_state_dict(state_dict)  # of the class that it has now
@@ -176,7 +168,6 @@ def _offload(resident: int, bucket: int) -> Callable[[], None]:
         if made and torch.is_grad_enabled() and not _is_in_step():
             offload_all()
 
-    optimizers.__init__, optimizers.load_state_dict = init, load_state_dict
     register_module_forward_pre_hook(before_forward)
     return offload_all
 
@@ -187,9 +178,6 @@ def _is_in_step() -> bool:
 
 def _clone_on_host() -> None:
     """Makes copies on the host, but for those that a script computes with."""
-    tensors, parameters = cast("Any", Tensor), cast("Any", nn.Parameter)
-    clone, deep_copy = tensors.clone, tensors.__deepcopy__
-    copy_parameter = parameters.__deepcopy__
     thread = threading.local()  # whether it copies a part of a module
 
     def is_for_save(tensor: Tensor) -> bool:
@@ -203,24 +191,20 @@ def _clone_on_host() -> None:
             and not _is_in_step()
         )
 
-    @around(clone)
-    def cloned(tensor: Tensor, *args: object, **options: object) -> Tensor:
+    @put_around(Tensor, "clone")
+    def cloned(clone: Function, tensor: Tensor, *args: object, **options: object) -> Tensor:
         copied: Tensor = tensor.cpu() if is_for_save(tensor) else clone(tensor, *args, **options)
         return copied
 
-    @around(deep_copy)
-    def deep_copied(tensor: Tensor, memo: dict[int, object]) -> Tensor:
+    @put_around(Tensor, "__deepcopy__")
+    def deep_copied(deep_copy: Function, tensor: Tensor, memo: dict[int, object]) -> Tensor:
         # A copy of a module is there to compute with, as an average of it or a teacher.
         if any(isinstance(each, nn.Module) for each in memo.values()):
             return as_part(deep_copy, tensor, memo)
         copied: Tensor = tensor.cpu() if is_for_save(tensor) else deep_copy(tensor, memo)
         return copied
 
-    @around(copy_parameter)
-    def copied_parameter(parameter: nn.Parameter, memo: dict[int, object]) -> Tensor:
-        return as_part(copy_parameter, parameter, memo)
-
-    def as_part(copy: Any, part: Tensor, memo: dict[int, object]) -> Tensor:
+    def as_part(copy: Function, part: Tensor, memo: dict[int, object]) -> Tensor:
         thread.copies_part = True
         try:
             copied: Tensor = copy(part, memo)
@@ -228,8 +212,7 @@ def _clone_on_host() -> None:
         finally:
             thread.copies_part = False
 
-    tensors.clone, tensors.__deepcopy__ = cloned, deep_copied
-    parameters.__deepcopy__ = copied_parameter
+    put_around(nn.Parameter, "__deepcopy__")(as_part)
 
 
 def _park_state() -> None:

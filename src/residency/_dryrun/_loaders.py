@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.utils.data import dataloader
 
-from residency._dryrun._methods import around
+from residency._dryrun._methods import Function, around, put_around
 from residency._dryrun._places import is_for_script
 from residency._dryrun._ranks import be_first_rank
 from residency._dryrun._steering import Steering
@@ -51,16 +51,16 @@ class Loaders:
 
     def start(self) -> None:
         """Watches all loaders from now on, and classes of them that are made from now on."""
-        base: Any = dataloader._BaseDataLoaderIter
-        make, following = base.__init__, base.__next__
 
-        @around(make)
-        def made(iterator: Any, loader: object, *args: object, **options: object) -> None:
+        @put_around(dataloader._BaseDataLoaderIter, "__init__")
+        def made(
+            make: Function, iterator: Any, loader: Any, *args: object, **options: object
+        ) -> None:
             make(iterator, loader, *args, **options)
             iterator._residency_loader = weakref.ref(loader)
 
-        @around(following)
-        def follow(iterator: object) -> object:
+        @put_around(dataloader._BaseDataLoaderIter, "__next__")
+        def follow(following: Function, iterator: object) -> object:
             reference = getattr(iterator, "_residency_loader", None)
             loader = None if reference is None else reference()
             if loader is not None:
@@ -76,17 +76,16 @@ class Loaders:
             self._telling.last = loader
             return batch
 
-        loaders: Any = dataloader.DataLoader
-        begin = loaders.__iter__
-
-        @around(begin)
-        def begun(loader: object) -> object:
+        @put_around(dataloader.DataLoader, "__iter__")
+        def begun(begin: Function, loader: object) -> object:
             counts = _iterates_by(type(loader)) not in self._own
             if not self._begin_pass(loader, sys._getframe(1), counts=counts):
                 return iter(())
             if not self._has_steps and self.short is None:
                 self.short = _unfilled(loader)
             return begin(loader)
+
+        loaders: Any = dataloader.DataLoader
 
         @around(loaders.__init_subclass__)
         def watch(cls: Any, /, **options: object) -> None:
@@ -95,7 +94,6 @@ class Loaders:
             if inspect.isgeneratorfunction(own):
                 cls.__iter__ = self._watched(own)
 
-        base.__init__, base.__next__, loaders.__iter__ = made, follow, begun
         loaders.__init_subclass__ = classmethod(watch)
 
     def _watched(self, iterate: Callable[..., Iterator[object]]) -> object:

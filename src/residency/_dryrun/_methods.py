@@ -7,7 +7,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+Function = Callable[..., Any]  # another's, of which a dry run knows no more
+_Function = TypeVar("_Function", bound=Function)
 
 
 def around(
@@ -22,24 +23,43 @@ def around(
         function: The other one.
         names: Of its first parameters, where it is native and tells none.
     """
+    return lambda wrapper: _standing(function, wrapper, (), names)
 
-    def decorate(wrapper: Any) -> Any:
-        pairs = zip(names or _first_names(function), _first_names(wrapper), strict=False)
-        # The object of a method comes first, and never by its name.
-        renamed = {their: mine for their, mine in pairs if their not in (mine, "self", "cls", "")}
-        if not renamed:
-            return functools.wraps(function)(wrapper)
 
-        @functools.wraps(function)
-        def called(*args: object, **options: object) -> object:
-            for their, mine in renamed.items():
-                if their in options:
-                    options[mine] = options.pop(their)
-            return wrapper(*args, **options)
+def put_around(owner: Any, name: str) -> Callable[[_Function], _Function]:
+    """Puts a function around another one and in its place: it gets the other one, and then what
+    that takes, as with `around`.
 
-        return called
+    Args:
+        owner: The module or the class that has the other one.
+        name: Its name there.
+    """
+
+    def decorate(wrapper: _Function) -> _Function:
+        inner = getattr(owner, name)
+        setattr(owner, name, _standing(inner, wrapper, (inner,), ()))
+        return wrapper
 
     return decorate
+
+
+def _standing(function: Any, wrapper: Any, before: tuple[Any, ...], names: Sequence[str]) -> Any:
+    """Returns a function as it stands around another, which is given what comes before."""
+    firsts = _first_names(wrapper)[len(before) :]
+    pairs = zip(names or _first_names(function), firsts, strict=False)
+    # The object of a method comes first, and never by its name.
+    renamed = {their: mine for their, mine in pairs if their not in (mine, "self", "cls", "")}
+    if not renamed and not before:
+        return functools.wraps(function)(wrapper)
+
+    @functools.wraps(function)
+    def called(*args: object, **options: object) -> object:
+        for their, mine in renamed.items():
+            if their in options:
+                options[mine] = options.pop(their)
+        return wrapper(*before, *args, **options)
+
+    return called
 
 
 def _first_names(function: Callable[..., Any]) -> list[str]:

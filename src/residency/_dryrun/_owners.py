@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from residency._dryrun._methods import around
+from residency._dryrun._methods import Function, put_around
 from residency._dtensor import local_of
 from residency._transfer import state_stays
 
@@ -45,7 +45,7 @@ class OwnersOfBlocks:
         )
         for kind, add in kinds:
             for name in ("__init__", "__setstate__"):
-                setattr(kind, name, _telling(getattr(kind, name), add))
+                put_around(kind, name)(_telling(add))
 
     def _add_optimizer(self, optimizer: Optimizer) -> None:
         self.optimizers.add(optimizer)
@@ -71,9 +71,8 @@ class OwnersOfBlocks:
         return kinds
 
 
-def _telling(make: Any, add: Any) -> Any:
-    @around(make)
-    def made(self: Any, *args: object, **options: object) -> None:
+def _telling(add: Any) -> Any:
+    def made(make: Function, self: Any, *args: object, **options: object) -> None:
         make(self, *args, **options)
         add(self)
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from residency._dryrun._books import BETWEEN, STEP
-from residency._dryrun._methods import around
+from residency._dryrun._methods import Function, put_around
 from residency._memory import OPTIMIZER_STEP, KnownCalls, Visit, boundaries
 
 SET_UP, BACKWARD = "set up", "backward"
@@ -45,9 +45,8 @@ class Phases:
         boundaries.watch(self._begin, self._end)
         self._calls.start()
         register_module_forward_pre_hook(self._before_forward)
-        autograd: Any = torch.autograd
         for name in ("backward", "grad"):
-            setattr(autograd, name, self._around(getattr(autograd, name)))
+            put_around(torch.autograd, name)(self._pass_back)
 
     def finish(self) -> None:
         """Ends the phase of now."""
@@ -71,24 +70,20 @@ class Phases:
             self._pass = current
             self._enter()
 
-    def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @around(function)
-        def called(*args: object, **options: object) -> Any:
-            if self._open and self._open[-1] in _WHOLE:
-                return function(*args, **options)  # of a recomputed part, or of an optimizer's own
-            self._open.append(BACKWARD)
+    def _pass_back(self, function: Function, *args: object, **options: object) -> Any:
+        if self._open and self._open[-1] in _WHOLE:
+            return function(*args, **options)  # of a recomputed part, or of an optimizer's own
+        self._open.append(BACKWARD)
+        self._enter()
+        try:
+            result = function(*args, **options)
+            self._on_backward()
+            return result
+        finally:
+            if BACKWARD in self._open:
+                self._open.remove(BACKWARD)
+            self._pass = ""
             self._enter()
-            try:
-                result = function(*args, **options)
-                self._on_backward()
-                return result
-            finally:
-                if BACKWARD in self._open:
-                    self._open.remove(BACKWARD)
-                self._pass = ""
-                self._enter()
-
-        return called
 
     def _enter(self) -> None:
         parts = list(self._open)

@@ -9,6 +9,7 @@ by another module.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from residency._dryrun._from_files import FromFiles
-from residency._dryrun._methods import around
+from residency._dryrun._methods import Function, put_around
 from residency._dryrun._steering import Steering
 from residency._dryrun._telling import Telling
 from residency._memory import ImportWatch, open_phases
@@ -38,12 +39,9 @@ class LoadsOfTrained:
 
     def start(self) -> None:
         """Watches from now on, also in modules that are imported later."""
-        torch_module: Any = torch
-        torch_module.load = self._noting(torch.load)
-        modules: Any = nn.Module
-        modules.load_state_dict = self._taking(modules.load_state_dict, _of_module)
-        optimizers: Any = Optimizer
-        optimizers.load_state_dict = self._taking(optimizers.load_state_dict, _of_optimizer)
+        put_around(torch, "load")(self._read)
+        put_around(nn.Module, "load_state_dict")(self._taking(_of_module))
+        put_around(Optimizer, "load_state_dict")(self._taking(_of_optimizer))
         watched = {
             "safetensors": self._watch_opened,
             "safetensors.torch": self._watch_files,
@@ -59,48 +57,36 @@ class LoadsOfTrained:
 
     def _watch_opened(self, module: ModuleType) -> None:
         """Notes each tensor that is read of an open file."""
-        own = {
-            "native": staticmethod(vars(module)["safe_open"]),
-            "note": staticmethod(self._noting),
-        }
+        own = {"native": staticmethod(module.safe_open), "note": staticmethod(self._noting)}
         module.__dict__["safe_open"] = type("safe_open", (_OpenFile,), own)
 
     def _watch_files(self, module: ModuleType) -> None:
-        module.__dict__["load_file"] = self._noting(vars(module)["load_file"])
+        put_around(module, "load_file")(self._read)
 
     def _watch_distributed(self, module: ModuleType) -> None:
         """Takes what is loaded in place as read, and as taken where it is a parameter itself."""
-        load = vars(module)["load"]
 
-        @around(load)
-        def loaded(state_dict: object, *args: object, **options: object) -> object:
+        @put_around(module, "load")
+        def loaded(load: Function, state_dict: object, *args: object, **options: object) -> object:
             result = load(state_dict, *args, **options)
             self._note(state_dict)
             self._telling.reach(_tensors(state_dict))
             return result
 
-        module.__dict__["load"] = loaded
-
     def _watch_checkpointer(self, module: ModuleType) -> None:
-        checkpointers: Any = vars(module)["Checkpointer"]
-        restore = checkpointers.restore
-
-        @around(restore)
-        def restored(*args: object, **options: object) -> object:
+        @put_around(module.Checkpointer, "restore")
+        def restored(restore: Function, *args: object, **options: object) -> object:
             result = restore(*args, **options)
             self._telling.tell(Steering.loaded, True)  # it fills what it is given, which is the run
             return result
 
-        checkpointers.restore = restored
+    def _read(self, load: Function, *args: object, **options: object) -> object:
+        result = load(*args, **options)
+        self._note(result)
+        return result
 
     def _noting(self, load: Callable[..., object]) -> Callable[..., object]:
-        @around(load)
-        def loaded(*args: object, **options: object) -> object:
-            result = load(*args, **options)
-            self._note(result)
-            return result
-
-        return loaded
+        return functools.partial(self._read, load)
 
     def _note(self, value: object) -> None:
         if not self._telling.state.is_new:  # of a thousand tensors of a file the first is enough
@@ -114,11 +100,10 @@ class LoadsOfTrained:
         if self._telling.state.is_new and not self._num_taking:
             self._telling.reach([into], is_copied=True)
 
-    def _taking(
-        self, take: Callable[..., object], parameters: Callable[[Any], Iterable[Tensor]]
-    ) -> Callable[..., object]:
-        @around(take)
-        def taken(owner: Any, state_dict: object, *args: object, **options: object) -> object:
+    def _taking(self, parameters: Callable[[Any], Iterable[Tensor]]) -> Callable[..., object]:
+        def taken(
+            take: Function, owner: Any, state_dict: object, *args: Any, **options: Any
+        ) -> object:
             is_loaded = self._is_loading() or any(map(self._from_files.has, _tensors(state_dict)))
             self._num_taking += 1
             try:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import residency
-from residency._dryrun._methods import around
+from residency._dryrun._methods import Function, around, put_around
 from residency._dtensor import is_sharded, local_of, moved
 from residency._memory import ImportWatch
 from residency._optim import record_of
@@ -46,36 +46,27 @@ class Loads:
 
     def start(self) -> None:
         """Watches from now on, also where safetensors is imported later."""
-        torch_module: Any = torch
-        load = torch_module.load
 
-        @around(load)
-        def loaded(f: Any, map_location: Any = None, *args: object, **options: object) -> Any:
+        @put_around(torch, "load")
+        def loaded(
+            load: Function, f: Any, map_location: Any = None, *args: object, **options: object
+        ) -> Any:
             # Of bytes in memory it is a small value of a checkpoint that others read.
             place = map_location if isinstance(f, io.BytesIO) else self._place(map_location)
             return load(f, place, *args, **options)
 
-        torch_module.load = loaded
         ImportWatch({"safetensors.torch": self._watch}).start()
-        optimizers: Any = Optimizer
-        take = optimizers.load_state_dict
 
-        @around(take)
-        def taken(optimizer: Any, state_dict: Any) -> None:
+        @put_around(Optimizer, "load_state_dict")
+        def taken(take: Function, optimizer: Any, state_dict: Any) -> None:
             take(optimizer, state_dict)
             # Accelerate gives each optimizer that it prepares its own state, which is empty.
             self.have_state = self.have_state or bool(state_dict["state"])
 
-        optimizers.load_state_dict = taken
-
     def _watch(self, module: ModuleType) -> None:
-        read = vars(module)["load_file"]
-
-        @around(read)
-        def load_file(filename: Any, device: Any = "cpu", **options: object) -> Any:
+        @put_around(module, "load_file")
+        def load_file(read: Function, filename: Any, device: Any = "cpu", **options: object) -> Any:
             return read(filename, device=self._place(device), **options)
-
-        module.__dict__["load_file"] = load_file
 
     def _place(self, asked: Any) -> Any:
         """Returns where to read to; who gives a function or a mapping has a place for each part."""
@@ -135,10 +126,8 @@ class Templates:
     def _watch(self, module: ModuleType) -> None:
         # `get_state_dict` and `set_state_dict` make a state in this private function alone, and
         # have no hook for it.
-        make = vars(module)["_init_optim_state"]
-
-        @around(make)
-        def made(optim: Any, *args: object, **options: object) -> None:
+        @put_around(module, "_init_optim_state")
+        def made(make: Function, optim: Any, *args: object, **options: object) -> None:
             if self._before is not None:
                 self._before()
             if optim.state:
@@ -147,8 +136,6 @@ class Templates:
                 with residency.phase(TEMPLATE):
                     make(optim, *args, **options)
             self.are_made = self.are_made or bool(optim.state)  # of plain SGD there is none
-
-        module.__dict__["_init_optim_state"] = made
 
 
 def _make_on_host(optimizer: Optimizer) -> bool:

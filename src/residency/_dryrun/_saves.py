@@ -31,7 +31,7 @@ from residency._checkpoint import (
 from residency._dryrun._background import BackgroundWrites
 from residency._dryrun._files import files_of_run
 from residency._dryrun._host import LARGE_BYTES
-from residency._dryrun._methods import around
+from residency._dryrun._methods import Function, put_around
 from residency._memory import ImportWatch
 
 # Whether the save that this thread is in goes to a file of its own, and is at a large tensor.
@@ -61,10 +61,9 @@ class Saves:
 
     def start(self) -> None:
         """Puts the functions in place, also in modules that are imported later."""
-        torch_module: Any = torch
-        torch_module.save = self._saving(torch.save)
-        _keep_snapshots(torch_module.get_device_module().memory)
-        torch_module.jit.save = _noting(torch.jit.save)
+        put_around(torch, "save")(self._save)
+        _keep_snapshots(torch.get_device_module().memory)
+        put_around(torch.jit, "save")(_save_script)
         watch_files(self._count)
         watched = {
             "safetensors.torch": self._watch_files,
@@ -73,9 +72,8 @@ class Saves:
         }
         if not self._is_real:
             self._writes.start()
-            torch_module.load = _loading(torch.load)
-            inner: Any = serialization
-            inner._save = _with_holes(inner._save)
+            put_around(torch, "load")(_load)
+            put_around(serialization, "_save")(_save_with_holes)
             be_dry()
             watched["safetensors"] = _watch_reading
             watched["torch.distributed.checkpoint.utils"] = _watch_ranks
@@ -90,26 +88,21 @@ class Saves:
                 self.num_bytes += os.path.getsize(file)
                 self.files += 1
 
-    def _saving(self, save: Any) -> Any:
-        @around(save)
-        def saved(obj: object, f: Any, *args: object, **options: object) -> None:
-            is_file = isinstance(f, str | os.PathLike)
-            _state.leaves_holes = is_file
-            target = f if is_file or self._is_real else _StreamWithHoles(f)
-            _note_save(f if is_file else getattr(f, "name", None), is_new=is_file)
-            self._writes.begin()
-            save(obj, target, *args, **options)
-            self._count(f)
-            if not self._is_real:
-                self._writes.end(obj)
-
-        return saved
+    def _save(self, save: Function, obj: object, f: Any, *args: object, **options: object) -> None:
+        is_file = isinstance(f, str | os.PathLike)
+        _state.leaves_holes = is_file
+        target = f if is_file or self._is_real else _StreamWithHoles(f)
+        _note_save(f if is_file else getattr(f, "name", None), is_new=is_file)
+        self._writes.begin()
+        save(obj, target, *args, **options)
+        self._count(f)
+        if not self._is_real:
+            self._writes.end(obj)
 
     def _watch_files(self, module: ModuleType) -> None:
-        save = vars(module)["save_file"]
-
-        @around(save)
+        @put_around(module, "save_file")
         def save_file(
+            save: Function,
             tensors: dict[str, torch.Tensor],
             filename: str | os.PathLike[str],
             metadata: dict[str, str] | None = None,
@@ -125,27 +118,23 @@ class Saves:
                 self._writes.end(tensors)
             self._count(filename)
 
-        module.__dict__["save_file"] = save_file
-
     def _watch_distributed(self, module: ModuleType) -> None:
-        files, reader = vars(module)["FileSystem"], vars(module)["FileSystemReader"]
-        create, read = files.create_stream, reader.read_data
-
-        @around(create)
+        @put_around(module.FileSystem, "create_stream")
         @contextmanager
-        def create_stream(file_system: object, path: object, mode: str) -> Iterator[object]:
+        def create_stream(
+            create: Function, file_system: object, path: object, mode: str
+        ) -> Iterator[object]:
             with create(file_system, path, mode) as stream:
                 yield stream
             if "w" in mode:
                 self._count(path)
 
-        @around(read)
-        def read_data(storage: Any, plan: Any, planner: Any) -> object:
-            return read(storage, _without_holes(storage, plan, planner), planner)
+        if self._is_real:
+            return
 
-        files.create_stream = create_stream
-        if not self._is_real:
-            reader.read_data = read_data
+        @put_around(module.FileSystemReader, "read_data")
+        def read_data(read: Function, storage: Any, plan: Any, planner: Any) -> object:
+            return read(storage, _without_holes(storage, plan, planner), planner)
 
 
 def _note_save(file: object, *, is_new: bool) -> None:
@@ -155,36 +144,33 @@ def _note_save(file: object, *, is_new: bool) -> None:
         files.note_save(os.fspath(file), is_new=is_new)
 
 
-def _noting(save: Any) -> Any:
-    @around(save)
-    def saved(module: object, f: object, *args: object, **options: object) -> None:
-        _note_save(f, is_new=True)
-        save(module, f, *args, **options)
-
-    return saved
+def _save_script(
+    save: Function, module: object, f: object, *args: object, **options: object
+) -> None:
+    _note_save(f, is_new=True)
+    save(module, f, *args, **options)
 
 
 def _keep_snapshots(module: ModuleType) -> None:
     """Keeps the files in which a script records its memory: the run is made for them."""
-    dump = vars(module)["_dump_snapshot"]
 
-    @around(dump)
-    def dumped(filename: str = "dump_snapshot.pickle", *args: object, **options: object) -> None:
+    @put_around(module, "_dump_snapshot")
+    def dumped(
+        dump: Function, filename: str = "dump_snapshot.pickle", *args: object, **options: object
+    ) -> None:
         files = files_of_run()
         if files is not None:
             files.note_result(filename)
         dump(filename, *args, **options)
 
-    module.__dict__["_dump_snapshot"] = dumped
-
 
 def _watch_tokenizers(module: ModuleType) -> None:
     """Notes the files that tokenizers write, which is done in Rust."""
-    tokenizers = vars(module)["PreTrainedTokenizerBase"]
-    save = tokenizers.save_pretrained
 
-    @around(save)
-    def saved(tokenizer: object, save_directory: Any, *args: object, **options: object) -> object:
+    @put_around(module.PreTrainedTokenizerBase, "save_pretrained")
+    def saved(
+        save: Function, tokenizer: object, save_directory: Any, *args: object, **options: object
+    ) -> object:
         files = files_of_run()
         if files is not None and os.path.isdir(save_directory):
             for file in os.scandir(save_directory):
@@ -192,21 +178,16 @@ def _watch_tokenizers(module: ModuleType) -> None:
                     files.note_change(file.path)
         return save(tokenizer, save_directory, *args, **options)
 
-    tokenizers.save_pretrained = saved
-
 
 def _save_at_once(module: ModuleType) -> None:
     """Makes Lightning save to a file, and not by way of the file's bytes in memory."""
-    save = vars(module)["_atomic_save"]
 
-    @around(save)
-    def saved(checkpoint: object, path: str | os.PathLike[str]) -> None:
+    @put_around(module, "_atomic_save")
+    def saved(save: Function, checkpoint: object, path: str | os.PathLike[str]) -> None:
         if "://" in str(path):
             save(checkpoint, path)
         else:
             torch.save(checkpoint, path)
-
-    module.__dict__["_atomic_save"] = saved
 
 
 def _without_holes(storage: Any, plan: Any, planner: Any) -> Any:
@@ -223,8 +204,6 @@ def _without_holes(storage: Any, plan: Any, planner: Any) -> Any:
 
 def _watch_ranks(module: ModuleType) -> None:
     """Gives a save what this rank has, once: the other ranks, its copies, save nothing."""
-    ranks = vars(module)["_DistWrapper"]
-    gather = ranks.gather_object
 
     def nothing(given: Any) -> object:
         if isinstance(given, list):  # what was written
@@ -232,12 +211,10 @@ def _watch_ranks(module: ModuleType) -> None:
         # A load's plan stays: it says what a rank reads.
         return replace(given, items=[]) if type(given).__name__ == "SavePlan" else given
 
-    @around(gather)
-    def gather_object(wrapper: object, given: object) -> object:
+    @put_around(module._DistWrapper, "gather_object")
+    def gather_object(gather: Function, wrapper: object, given: object) -> object:
         gathered = gather(wrapper, given)
         return gathered and [gathered[0], *map(nothing, gathered[1:])]
-
-    ranks.gather_object = gather_object
 
 
 class _StreamWithHoles:
@@ -281,31 +258,24 @@ class _FileWithHoles:
             _state.is_large = False
 
 
-def _with_holes(save: Any) -> Any:
-    @around(save)
-    def saved(obj: object, zip_file: Any, *args: object, **options: object) -> None:
-        save(obj, _FileWithHoles(zip_file), *args, **options)
-
-    return saved
+def _save_with_holes(
+    save: Function, obj: object, zip_file: Any, *args: object, **options: object
+) -> None:
+    save(obj, _FileWithHoles(zip_file), *args, **options)
 
 
-def _loading(load: Any) -> Any:
-    """Returns a load that maps a file into memory: holes are zeros there, and take nothing.
+def _load(load: Function, f: Any, *args: object, **options: object) -> Any:
+    """Maps a file into memory: holes are zeros there, and take nothing.
 
     The script may write the file anew while it has what was loaded.
     """
-
-    @around(load)
-    def loaded(f: Any, *args: object, **options: object) -> Any:
-        if "mmap" not in options and isinstance(f, str | os.PathLike):
-            with open(f, "rb") as file:
-                if file.read(len(_ZIP)) == _ZIP:
-                    options["mmap"] = True
-                    if (files := files_of_run()) is not None:
-                        files.note_mapping(os.fspath(f))
-        return load(f, *args, **options)
-
-    return loaded
+    if "mmap" not in options and isinstance(f, str | os.PathLike):
+        with open(f, "rb") as file:
+            if file.read(len(_ZIP)) == _ZIP:
+                options["mmap"] = True
+                if (files := files_of_run()) is not None:
+                    files.note_mapping(os.fspath(f))
+    return load(f, *args, **options)
 
 
 def write_holes(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from residency._dryrun._books import GATHERED
-from residency._dryrun._methods import around
+from residency._dryrun._methods import Function, put_around
 from residency._dryrun._owners import GRADIENTS
 from residency._memory import ImportWatch
 
@@ -31,9 +31,8 @@ def watch_buffers(making: Making) -> None:
         return
     # A bucket's block is made when DDP groups its gradients, which torch does in C++ alone: there
     # is no public name for it.
-    reducer: Any = vars(dist)["Reducer"]
     for name in ("__init__", "_rebuild_buckets"):
-        setattr(reducer, name, _in(making, GRADIENTS, getattr(reducer, name)))
+        put_around(vars(dist)["Reducer"], name)(_in(making, GRADIENTS))
     # FSDP has no public hook between an all-gather and the pass that needs it.
     fsdp = "torch.distributed.fsdp"
     watched = {
@@ -46,10 +45,15 @@ def watch_buffers(making: Making) -> None:
 
 
 def _watch_groups(making: Making, module: ModuleType) -> None:
-    group: Any = vars(module)["FSDPParamGroup"]
     for name in ("unshard", "wait_for_unshard"):
-        setattr(group, name, _in(making, GATHERED, getattr(group, name)))
-    module.__dict__["foreach_reduce"] = _reducing(making, vars(module)["foreach_reduce"])
+        put_around(module.FSDPParamGroup, name)(_in(making, GATHERED))
+
+    @put_around(module, "foreach_reduce")
+    def reduced(
+        reduce: Function, of: object, whole: Any, *args: object, **options: object
+    ) -> object:
+        with making(GRADIENTS, _addresses(whole)):  # of the gradients, which go into its buffer
+            return reduce(of, whole, *args, **options)
 
 
 def _watch_flat_parameters(making: Making, module: ModuleType) -> None:
@@ -59,9 +63,8 @@ def _watch_flat_parameters(making: Making, module: ModuleType) -> None:
     where the share that stays is on the host or of another type. The first pass makes all of these
     buffers once, in their sizes, and lets them go.
     """
-    handle: Any = vars(module)["FlatParamHandle"]
     for name in ("init_flat_param_attributes", "pre_unshard", "unshard"):
-        setattr(handle, name, _in(making, GATHERED, getattr(handle, name)))
+        put_around(module.FlatParamHandle, name)(_in(making, GATHERED))
 
 
 def _watch_flat_gradients(making: Making, module: ModuleType) -> None:
@@ -69,32 +72,21 @@ def _watch_flat_gradients(making: Making, module: ModuleType) -> None:
 
     They may get another type first, in which they are summed.
     """
-    go_on = vars(module)["_post_backward_hook"]
 
-    @around(go_on)
-    def going_on(state: object, handle: Any, *args: object, **options: object) -> object:
+    @put_around(module, "_post_backward_hook")
+    def going_on(
+        go_on: Function, state: object, handle: Any, *args: object, **options: object
+    ) -> object:
         with making(GRADIENTS, _addresses([handle.flat_param.grad])):
             return go_on(state, handle, *args, **options)
 
-    module.__dict__["_post_backward_hook"] = going_on
 
-
-def _in(making: Making, kind: str, function: Callable[..., object]) -> Callable[..., object]:
-    @around(function)
-    def called(*args: object, **options: object) -> object:
+def _in(making: Making, kind: str) -> Callable[..., object]:
+    def called(function: Function, *args: object, **options: object) -> object:
         with making(kind, ()):
             return function(*args, **options)
 
     return called
-
-
-def _reducing(making: Making, reduce: Callable[..., object]) -> Callable[..., object]:
-    @around(reduce)
-    def reduced(of: object, whole: Any, *args: object, **options: object) -> object:
-        with making(GRADIENTS, _addresses(whole)):  # of the gradients, which go into its buffer
-            return reduce(of, whole, *args, **options)
-
-    return reduced
 
 
 def _addresses(tensors: Iterable[object]) -> Iterator[int]:

@@ -6,7 +6,6 @@ report to the reducer (``_steering``), which alone decides; ``_telling`` does wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch.optim.optimizer import (
 from residency._dryrun._histories import steps_to_fill
 from residency._dryrun._loaders import Loaders
 from residency._dryrun._loops import loops
-from residency._dryrun._methods import around
+from residency._dryrun._methods import Function, put_around
 from residency._dryrun._places import line_of
 from residency._dryrun._reaching import LoadsOfTrained
 from residency._dryrun._resumes import TEMPLATE
@@ -132,71 +131,49 @@ class Stopping(Telling):
         self.tell(Steering.stepped, self.number_of(optimizer), to_fill)
 
     def _watch_optimizers(self) -> None:
-        kind: Any = Optimizer
-        make = kind.__init__
-
-        @around(make)
-        def made(optimizer: Any, *args: object, **options: object) -> None:
+        @put_around(Optimizer, "__init__")
+        def made(make: Function, optimizer: Any, *args: object, **options: object) -> None:
             make(optimizer, *args, **options)
             self.tell(Steering.made, self.number_of(optimizer))
-
-        kind.__init__ = made
 
     # -------------------------------------------------------------------------------- frameworks
 
     def _watch_transformers(self, module: ModuleType) -> None:
         """Makes the Trainer evaluate and save, where it does so at all, and stop."""
-        flow: Any = vars(module)["DefaultFlowCallback"]
-        before: Callable[..., Any] = flow.on_step_end
+        put_around(module.DefaultFlowCallback, "on_train_begin")(self._begin)
 
-        @around(before)
-        def on_step_end(
-            callback: Any, args: Any, state: Any, control: Any, **options: object
+        @put_around(module.DefaultFlowCallback, "on_step_end")
+        def ended(
+            end: Function, callback: Any, args: Any, state: Any, control: Any, **options: object
         ) -> Any:
-            control = before(callback, args, state, control, **options)
+            control = end(callback, args, state, control, **options)
             if self.state.is_ending:
                 control.should_training_stop = True
                 control.should_evaluate = str(args.eval_strategy.value) != "no"
                 control.should_save = str(args.save_strategy.value) != "no"
             return control
 
-        flow.on_step_end = on_step_end
-        flow.on_train_begin = self._beginning(flow.on_train_begin)
-
     def _watch_lightning(self, module: ModuleType) -> None:
-        trainer: Any = vars(module)["Trainer"]
-        make = trainer.__init__
+        put_around(module.Trainer, "fit")(self._begin)
 
-        @around(make)
-        def made(self_of_trainer: Any, *args: object, **options: object) -> None:
+        @put_around(module.Trainer, "__init__")
+        def made(make: Function, self_of_trainer: Any, *args: object, **options: object) -> None:
             make(self_of_trainer, *args, **options)
             self.trainers.add(self_of_trainer)
 
-        trainer.__init__ = made
-        trainer.fit = self._beginning(trainer.fit)
-
     def _watch_ultralytics(self, module: ModuleType) -> None:
         """Makes the trainer leave its loops after the step, to evaluate and save."""
-        trainer: Any = vars(module)["BaseTrainer"]
-        step: Callable[[Any], None] = trainer.optimizer_step
 
-        @around(step)
-        def stepped(self_of_trainer: Any) -> None:
+        @put_around(module.BaseTrainer, "optimizer_step")
+        def stepped(step: Function, self_of_trainer: Any) -> None:
             step(self_of_trainer)
             if self.state.is_ending:
                 self_of_trainer.stop = True
 
-        trainer.optimizer_step = stepped
-
-    def _beginning(self, begin: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function of a framework with which a training begins."""
-
-        @around(begin)
-        def begun(*args: object, **options: object) -> Any:
-            self.tell(Steering.begun)
-            return begin(*args, **options)
-
-        return begun
+    def _begin(self, begin: Function, *args: object, **options: object) -> Any:
+        """Goes around a function of a framework with which a training begins."""
+        self.tell(Steering.begun)
+        return begin(*args, **options)
 
 
 def _is_template() -> bool:
@@ -206,12 +183,11 @@ def _is_template() -> bool:
 
 def _generate_all(module: ModuleType) -> None:
     """Ends generation where the longest sequence does: no token says that one has ended."""
-    criteria: Any = vars(module)["StoppingCriteriaList"]
 
-    @around(criteria.__call__)
-    def ask(self: Any, input_ids: torch.Tensor, scores: Any, **options: object) -> torch.Tensor:
+    @put_around(module.StoppingCriteriaList, "__call__")
+    def ask(
+        ended: object, self: Any, input_ids: torch.Tensor, scores: Any, **options: object
+    ) -> torch.Tensor:
         longest = self.max_length
         is_over = longest is None or input_ids.shape[1] >= longest
         return torch.full((input_ids.shape[0],), is_over, device=input_ids.device)
-
-    criteria.__call__ = ask

@@ -6,7 +6,7 @@ import inspect
 from types import ModuleType
 from typing import Any
 
-from residency._dryrun._methods import around
+from residency._dryrun._methods import Function, put_around
 from residency._dryrun._numbers import NUMBERS
 from residency._dryrun._settings import RunSettings
 from residency._memory import ImportWatch
@@ -38,11 +38,9 @@ class Trainers:
 
     def _watch_arguments(self, module: ModuleType) -> None:
         """Notes the numbers of a Trainer's arguments, and gives them others."""
-        kind: Any = vars(module)["TrainingArguments"]
-        check = kind.__post_init__
 
-        @around(check)
-        def checked(arguments: Any) -> None:
+        @put_around(module.TrainingArguments, "__post_init__")
+        def checked(check: Function, arguments: Any) -> None:
             values = {name: getattr(arguments, name, None) for name in NUMBERS}
             numbers = {name: each for name, each in values.items() if isinstance(each, int)}
             self.found |= {"arguments": type(arguments).__name__, "numbers": numbers}
@@ -50,17 +48,13 @@ class Trainers:
                 setattr(arguments, name, value)
             check(arguments)
 
-        kind.__post_init__ = checked
-
     def _watch_trainer(self, module: ModuleType) -> None:
         """Notes a trainer's class, and gives it the callback where that is asked for."""
-        kind: Any = vars(module)["Trainer"]
-        make = kind.__init__
-        signature = inspect.signature(make)
+        signature = inspect.signature(module.Trainer.__init__)
         settings = self._settings
 
-        @around(make)
-        def init(trainer: Any, *args: Any, **options: Any) -> None:
+        @put_around(module.Trainer, "__init__")
+        def init(make: Function, trainer: Any, *args: Any, **options: Any) -> None:
             self.found["class"] = type(trainer).__name__
             if not settings.calls_back:
                 make(trainer, *args, **options)
@@ -77,20 +71,16 @@ class Trainers:
                 given.arguments["callbacks"] = [*callbacks, added]
             make(*given.args, **given.kwargs)
 
-        kind.__init__ = init
-
     def _watch_lightning(self, module: ModuleType) -> None:
         """Gives trainers of Lightning the callback: their passes are in a step's closure."""
-        kind: Any = vars(module)["Trainer"]
-        make = kind.__init__
 
-        @around(make)
-        def init(trainer: Any, *args: object, callbacks: Any = None, **options: object) -> None:
+        @put_around(module.Trainer, "__init__")
+        def init(
+            make: Function, trainer: Any, *args: object, callbacks: Any = None, **options: object
+        ) -> None:
             from residency.integrations.lightning import ResidencyCallback
 
             given = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []
             sizes = {"resident": self._settings.offload or 0, "bucket": self._settings.bucket}
             offloading = ResidencyCallback(offload=sizes)
             make(trainer, *args, callbacks=[*given, offloading], **options)
-
-        kind.__init__ = init

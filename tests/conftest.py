@@ -274,6 +274,15 @@ def framework() -> Callable[..., Any]:
     return load
 
 
+@pytest.fixture
+def frequent_switches() -> Iterator[None]:
+    """Threads that take turns a thousand times as often."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
 @pytest.fixture(scope="session")
 def trace_files() -> list[Path]:
     """Recorded allocator traces: those of ``tests/data``, and ``$RESIDENCY_TRACE_DIR``'s."""

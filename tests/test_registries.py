@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ast
 import gc
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 from source_rules import parse_sources
 
 from residency._registries import WeakRegistry
@@ -145,14 +143,6 @@ def test_a_registry_keeps_nothing_alive_and_forgets_by_identity() -> None:
     registry.add(kept)
     registry.clear()
     assert list(registry) == []
-
-
-@pytest.fixture
-def frequent_switches() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
 
 
 def hammer(num_threads: int, work: Callable[[int], None]) -> list[BaseException]:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tests.dryrun.event_lists import differences, recorded
 
+from residency._dryrun import _steering
 from residency._dryrun._loops import loops
 from residency._dryrun._steering import Steering
-from residency._dryrun._telling import Telling
+from residency._dryrun._telling import EVENTS, Telling
 
 STEPS = 2_000
 
@@ -46,14 +50,6 @@ sys.exit(status)
 
 class Thing:
     pass
-
-
-@pytest.fixture
-def quick_switches() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
 
 
 def stepped(telling: Telling, parameter: torch.Tensor) -> torch.optim.Optimizer:
@@ -123,7 +119,7 @@ def test_a_load_before_the_first_step_is_known_once_it_is_trained() -> None:
         del optimizer
 
 
-@pytest.mark.usefixtures("quick_switches")
+@pytest.mark.usefixtures("frequent_switches")
 def test_threads_tell_one_at_a_time() -> None:
     """Autograd's threads make steps in hooks."""
     telling = Telling(0)
@@ -146,3 +142,31 @@ def test_a_forked_child_waits_for_no_thread_of_its_parent() -> None:
     command = [sys.executable, "-W", "ignore", "-c", FORKED]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+SCRIPT = """
+import torch
+
+model = torch.nn.Linear(8, 8, device="cuda")
+optimizer = torch.optim.AdamW(model.parameters())
+for epoch in range(9):
+    for _ in range(9):
+        model(torch.ones(4, 8, device="cuda")).sum().backward()
+        optimizer.step()
+    torch.save(model.state_dict(), f"{epoch}.pt")
+model.load_state_dict(torch.load("0.pt"))
+"""
+
+
+@pytest.mark.whole
+def test_a_dry_run_leaves_the_list_that_is_asked_for(
+    dry_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(EVENTS, "lists")  # from where the script runs
+    assert dry_run(SCRIPT).answer["steps"] == 2
+    assert not (tmp_path / "0.pt").exists(), "what the script saved is gone"
+    (path,) = (tmp_path / "lists").iterdir()
+    events = recorded(path)
+    assert [each.kind for each in events.events].count("stepped") == 2
+    assert [each.kind for each in events.events][-1] in ("loaded", "reached")
+    assert list(differences(_steering, events)) == []

@@ -19,7 +19,6 @@ from types import FrameType
 from residency._dryrun._places import is_generator, is_script, outwards
 
 _MOST_NAMES = 16  # more are data
-_numbers = itertools.count(1)  # of loops
 
 # The frame of a loop, and its code, by their ids: the frame itself would keep tensors. It is there
 # for as long as its loops, but for a `map` that is handed on: the loop follows the frame that asks,
@@ -68,7 +67,7 @@ class Loop:
         has_names: bool = False,
         is_while: bool = False,
     ) -> None:
-        self.number = next(_numbers)
+        self.number = next(loops.numbers)
         self.num_rounds = 0
         self.is_ended = False
         self.is_asking = False
@@ -99,6 +98,7 @@ class Loops:
     Attributes:
         cut: Those that were ended before their time, by their lines: the rounds that they had, and
             how many were left, or None where nothing says that. The last one that ended comes last.
+        numbers: The numbers of those to come.
         entered: The branches in loops that were entered, which go by the rounds, by their lines.
     """
 
@@ -106,6 +106,7 @@ class Loops:
         """Begins with none."""
         self.cut: dict[tuple[str, int], tuple[int, int | None]] = {}
         self.entered: set[tuple[str, int]] = set()
+        self.numbers = itertools.count(1)
         self._open: dict[_Place, list[Loop]] = {}  # of each frame; the innermost comes last
         self._ending: set[Loop] = set()
         self._waits: list[_Position] | None = None  # for a library, where its loops are ended

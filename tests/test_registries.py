@@ -76,6 +76,7 @@ REGISTRIES = {
     "integrations/torchtitan/_overrides.py:_override": "a function of torchtitan's",
     "integrations/transformers/_evaluation.py:_of_thread": "a thread's own, weak",
     "integrations/transformers/_evaluation.py:_users": "weak",
+    "_transfer/_waiting.py:_any_away": "one entry",
     "_transfer/_waiting.py:_away": "one entry",
     "_transfer/_waiting.py:_lock": "a lock",
     "_transfer/_waiting.py:_looks": "a number for each thread",

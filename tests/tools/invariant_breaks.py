@@ -31,6 +31,18 @@ class Break:
 
 BREAKS = (
     Break(
+        "_optim/_overlap/_schedule.py",
+        "tests/optim/test_schedule.py -k passes_and_the_slots",
+        "        return max(self.peak - level - climb, 0)\n",
+        "        return max(self.peak - level, 0)\n",
+    ),
+    Break(
+        "_optim/_overlap/_ahead.py",
+        "tests/optim/test_overlap.py -k anything_between",
+        "        if self._blocks:\n            with",
+        "        if False:\n            with",
+    ),
+    Break(
         "_park/_parked.py",
         "tests/park/test_parked.py",
         "        let_go_of(error)\n",
@@ -336,12 +348,6 @@ BREAKS = (
         "tests/transfer/test_host_ring.py -k read_when_they_are_there",
         "            mover.follow_to_host(each.source.ready)\n",
         "",
-    ),
-    Break(
-        "_transfer/_mover.py",
-        "tests/transfer/test_mover.py -k final",
-        "        _device.wait_event(self._lanes.d2h, event or self._lanes.mark(self._stream))\n",
-        "        pass\n",
     ),
     Break(
         "_transfer/_mover.py",

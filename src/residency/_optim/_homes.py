@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -65,6 +65,13 @@ class Home:
         return self.tensor.numel() * self.tensor.element_size()
 
 
+class StateAhead(Protocol):
+    """An ``Ahead`` as homes see it; see ``_overlap``."""
+
+    def bring_home(self) -> None:
+        """Queues the copies home of all that is newer there, and gives its memory back."""
+
+
 class Homes:
     """The homes of one optimizer: makes and fills them.
 
@@ -74,6 +81,8 @@ class Homes:
         newest: The event after the newest copy home, of whatever parameter.
         reserved: Homes for state that is not made yet, by the parameter's ``id`` and by key.
         spare_bytes: Room for states that are written while a save reads their homes.
+        ahead: State that is on the device between steps, and may be newer than its home; None
+            without overlap.
     """
 
     def __init__(self, device: torch.device, *, pin: bool = True, spare_bytes: int = 0) -> None:
@@ -81,6 +90,7 @@ class Homes:
         self.arena = SlabArena(pin=pin)
         self.version = 0
         self.newest: torch.Event | None = None
+        self.ahead: weakref.ref[StateAhead] | None = None
         self.spare_bytes = spare_bytes
         self._num_spare_bytes_made = 0
         # By id: a parameter that is replaced must not live on here. Another at its address takes
@@ -140,7 +150,7 @@ class Homes:
         if home.is_watched or not lending.is_lasting(home.tensor):
             return home
         another = self.writable(home)
-        self.fence()  # the range may have belonged to a tensor that is still on its way home
+        self.land()  # the range may have belonged to a tensor that is still on its way home
         another.tensor.copy_(home.tensor)
         return another
 
@@ -160,7 +170,7 @@ class Homes:
         if not home.has_entry and lending.has_one_borrower(home.tensor):
             return span
         region = self.arena.allocate(span.numel())
-        self.fence()  # the range may have belonged to a tensor that is still on its way home
+        self.land()  # the range may have belonged to a tensor that is still on its way home
         made = self.arena.tensor(region, torch.uint8, span.shape, (1,))
         copy_across(made, span)
         lending.lend(made, object(), is_lasting=True)
@@ -247,7 +257,7 @@ class Homes:
         if not self.takes(home, local) or self.is_held(home):
             home = self.allocate(value)
             # The range may have belonged to a tensor whose last copy home has not landed yet.
-            self.fence()
+            self.land()
         return home
 
     def home_to_fill(self, home: Home | None, like: Tensor) -> Home:
@@ -275,7 +285,7 @@ class Homes:
     def copy_of(self, home: Home) -> Home:
         """Makes a home with the bytes of another."""
         made = self.allocate(home.value)
-        self.fence()  # the range may have belonged to a tensor that is still on its way home
+        self.land()  # the range may have belonged to a tensor that is still on its way home
         made.tensor.copy_(home.tensor)
         return made
 
@@ -342,6 +352,17 @@ class Homes:
         return bool(self._shown)
 
     def fence(self) -> None:
+        """Brings all state home, and blocks the host until it is there."""
+        self.bring_home()
+        self.land()
+
+    def bring_home(self) -> None:
+        """Makes what is newer on the device come home; the host does not wait."""
+        ahead = None if self.ahead is None else self.ahead()
+        if ahead is not None:
+            ahead.bring_home()
+
+    def land(self) -> None:
         """Blocks the host until no copy home is under way, of whatever parameter."""
         if self.newest is not None:
             self.newest.synchronize()  # the caller reads homes, or writes into them

@@ -51,6 +51,7 @@ class OffloadOwner:
         states = dict(dict.items(optimizer.state))
         if offload.host is not None:
             offload.host.state.require_own_mappings("Nothing was saved")
+            offload.host.homes.bring_home()
             homes = [h for s in states.values() for h in _homes_of(s)]
             if is_lasting:
                 offload.host.homes.make_second_set([home.num_bytes for home in homes])
@@ -73,6 +74,12 @@ class OffloadOwner:
         if num_bytes is not None:
             homes.spare_bytes = num_bytes
         homes.make_spare(sizes)
+
+    def bring_home(self, optimizer: Any) -> None:
+        """Gives back the memory of state that is on the device; see ``StateOwner``."""
+        host = offload_of(optimizer).host
+        if host is not None:
+            host.homes.bring_home()
 
     def staying(self, optimizer: Any) -> Mapping[str, Tensor]:
         """Returns the states that stay on the device between steps; see ``StateOwner``."""
@@ -119,6 +126,7 @@ def lend_homes(
         mine = [(h, i) for i in inners for h in _homes_of(i) if h.tensor.data_ptr() in wanted]
         if mine:
             homes = offload.on_host.homes
+            homes.bring_home()
             if spare_bytes is not None:
                 homes.spare_bytes = spare_bytes
             homes.make_spare([home.num_bytes for home, _ in mine])

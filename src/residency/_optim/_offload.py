@@ -54,6 +54,7 @@ def offload_optimizer(
     slots: int = 3,
     pin: bool = True,
     master_weights: bool = False,
+    overlap: bool = False,
 ) -> OptimizerT:
     """Moves an optimizer's state to the host; from now on a step streams it through the device.
 
@@ -69,17 +70,16 @@ def offload_optimizer(
         pin: Whether the host memory is page-locked; if not, copies block the host.
         master_weights: Whether bfloat16 and float16 parameters get float32 masters, which are
             stepped in their place and rounded; they are state, under the key ``master_weight``.
+        overlap: Whether state moves under the passes, too, if the run's own peak leaves room.
 
     Returns:
         The same object.
 
     Raises:
         InvalidArgumentError: It is no optimizer, a size does not parse, or there are no slots.
-        RefusedError: The optimizer cannot be stepped in parts with the same bits, states share a
-            part of their bytes, or the host has no room or shares its memory with the device.
-            Nothing has moved.
-        torch.OutOfMemoryError: The device has no room for state that must stay there and is not
-            there yet. Nothing has moved.
+        RefusedError: The optimizer cannot be stepped in parts with the same bits, states share
+            bytes, or the host has no room, or the device's memory. Nothing has moved.
+        torch.OutOfMemoryError: The device has no room for resident state. Nothing has moved.
 
     Memory:
         Device bytes of state during a step, the first included, are at most
@@ -91,7 +91,7 @@ def offload_optimizer(
         512, plus the unused end of each slab. Masters need more beside the slots: a float32 copy of
         a unit's gradients, and 7 bytes for each element of a parameter whose master is compared.
     """
-    settings = _settings(resident, bucket, slots, pin, master_weights)
+    settings = _settings(resident, bucket, slots, pin, master_weights, overlap)
     base = type(optimizer)
     if isinstance(optimizer, OffloadedOptimizer):
         raise RefusedError(
@@ -228,9 +228,15 @@ def parse_bucket(bucket: int | str | None, *, name: str = "bucket") -> int | Non
 
 
 def _settings(
-    resident: int | str, bucket: int | str | None, slots: int, pin: bool, master_weights: bool
+    resident: int | str,
+    bucket: int | str | None,
+    slots: int,
+    pin: bool,
+    master_weights: bool,
+    overlap: bool,
 ) -> dict[str, Any]:
-    for name, value in (("pin", pin), ("master_weights", master_weights)):
+    switches = {"pin": pin, "master_weights": master_weights, "overlap": overlap}
+    for name, value in switches.items():
         if not isinstance(value, bool):
             raise InvalidArgumentError(f"{name} is {value!r}; expected True or False.")
     if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
@@ -241,6 +247,7 @@ def _settings(
         "num_slots": slots,
         "pin": pin,
         "master_weights": master_weights,
+        "overlaps": overlap,
     }
     if sizes["bucket_bytes"] == 0:
         raise InvalidArgumentError("bucket is 0 bytes; expected room for at least one element.")

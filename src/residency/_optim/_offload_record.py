@@ -19,6 +19,7 @@ from residency._dtensor import layout_of, locals_of, sharded_among
 from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes
 from residency._optim._masters import needs_master, refuse_shared_masters
+from residency._optim._overlap import Ahead
 from residency._optim._plan import Member, Members, Plan, make_plan, members_with_gradient
 from residency._optim._residents import Residents
 from residency._optim._state import ParameterState
@@ -49,10 +50,12 @@ class HostState:
     Attributes:
         homes: The memory.
         state: The mapping that is ``optimizer.state``.
+        ahead: State that is on the device between steps; None without overlap.
     """
 
     homes: Homes
     state: State
+    ahead: Ahead | None = None
 
     def home_for(self, parameter: Tensor, key: str) -> Home | None:
         """Returns the home that a state has, or that is reserved for it."""
@@ -77,6 +80,7 @@ class Offload:
         loading: The call of ``load_state_dict`` that runs. A dead one is over, however it ended.
         logged_for: The device for which the log says what the offload saves; None until it does.
         call: What the newest step was called with, of a class from outside of ``torch.optim``.
+        overlaps: Whether state moves under the passes of the run, too.
     """
 
     base: type[Optimizer]
@@ -100,6 +104,7 @@ class Offload:
     copied_to_host_bytes: int = 0
     timeline: Timeline | None = None
     call: StepCall = NO_ARGUMENTS
+    overlaps: bool = False
     _tried: set[Hashable] = field(default_factory=lambda: {()})
     _plan: Plan | None = None
     _plan_key: tuple[Any, ...] = ()

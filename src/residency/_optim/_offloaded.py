@@ -25,6 +25,7 @@ from residency._errors import InvalidArgumentError, RefusedError
 from residency._modes import inference_mode_off
 from residency._optim._loading import prepare_load
 from residency._optim._offload_record import Loading, Offload, record_of
+from residency._optim._overlap import Figures
 from residency._optim._placement import follow_parameters, members_of, prime_state
 from residency._optim._savings import tell_savings
 from residency._optim._state import ParameterState
@@ -130,6 +131,8 @@ class OffloadedOptimizer(Optimizer):
         """Returns the figures of this optimizer so far; waits for the newest step to end."""
         offload = offload_of(self)
         times = offload.timeline or Timeline()
+        ahead = offload.host.ahead if offload.host is not None else None
+        moved = ahead.figures if ahead is not None else Figures()
         inners = [v for v in dict.values(self.state) if isinstance(v, ParameterState)]
         homes = [home for inner in inners for home in inner.homes_by_key.values()]
         stay = [
@@ -146,13 +149,15 @@ class OffloadedOptimizer(Optimizer):
             num_slots=offload.num_slots,
             num_buckets=offload.num_buckets,
             num_steps=offload.num_steps,
-            copied_to_device_bytes=offload.copied_to_device_bytes,
-            copied_to_host_bytes=offload.copied_to_host_bytes,
+            copied_to_device_bytes=offload.copied_to_device_bytes + moved.to_device_bytes,
+            copied_to_host_bytes=offload.copied_to_host_bytes + moved.to_host_bytes,
             step_to_device_bytes=sum(num_bytes for _, num_bytes in times.loads),
             step_to_host_bytes=sum(num_bytes for _, num_bytes in times.stores),
             to_device_bytes_per_second=bytes_per_second(times.loads),
             to_host_bytes_per_second=bytes_per_second(times.stores),
             exposed_seconds=times.exposed_seconds() if offload.timeline else None,
+            ahead_bytes=moved.here_bytes,
+            room_bytes=moved.room_bytes,
             is_simulated=offload.host is not None and _device.is_simulated(),
         )
 

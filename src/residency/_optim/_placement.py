@@ -24,6 +24,7 @@ from residency._optim._homes import Home, Homes
 from residency._optim._loading import device_rule
 from residency._optim._masters import MASTER, as_masters_state, check_masters, master_like
 from residency._optim._offload_record import HostState, Offload
+from residency._optim._overlap import Ahead
 from residency._optim._plan import Member
 from residency._optim._residents import Residents
 from residency._optim._state import ParameterState
@@ -83,7 +84,8 @@ def place_state(optimizer: Optimizer, offload: Offload, device: torch.device) ->
     for parameter, expected in announced.items():
         inner = state.peek(parameter) or ()
         homes.reserve(parameter, {key: like for key, like in expected.items() if key not in inner})
-    offload.host, offload.resident = HostState(homes, state), resident
+    ahead = Ahead(homes) if offload.overlaps else None
+    offload.host, offload.resident = HostState(homes, state, ahead), resident
     offload.forget_plan()
     optimizer.state = state
 

@@ -27,7 +27,8 @@ def views_in(slot: Tensor | None, unit: Unit, *, at_once: bool) -> list[Tensor]:
     # Entries and slots are aligned to more than any itemsize.
     typed = {dtype: slot.view(dtype) for dtype in {each.dtype for each in unit.views}}
     made: list[Tensor] = []
-    for dtype, shape, stride, offset, count, distance in unit.views:
+    for dtype, shape, stride, in_slot, count, distance in unit.views:
+        offset = in_slot + typed[dtype].storage_offset()  # a slot may lie in a larger block
         if at_once and count >= _FEW:
             shapes, strides = (count, *shape), (distance, *stride)
             made += typed[dtype].as_strided(shapes, strides, offset).unbind()

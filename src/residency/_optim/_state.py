@@ -139,7 +139,8 @@ class ParameterState(_MutableDict):
         self.template = None
 
     def fence(self) -> None:
-        """Blocks the host until no copy home is under way."""
+        """Blocks the host until the values are home."""
+        self._homes.bring_home()
         if self.written is not None:
             self.written.synchronize()  # the caller reads homes, or writes into them
             self.written = None

@@ -24,6 +24,8 @@ _MEANINGS = {
     "to_device_bytes_per_second": "while it copied to the device",
     "to_host_bytes_per_second": "while it copied to the host",
     "exposed_seconds": "for which its computation waited for copies",
+    "ahead_bytes": "of state that was on the device when the newest step began",
+    "room_bytes": "of room that the run's own peak left for it then",
 }
 _TIMED = ("to_device_bytes_per_second", "to_host_bytes_per_second", "exposed_seconds")
 _SIMULATED = ", on the simulated accelerator"
@@ -74,6 +76,9 @@ class OffloadStatistics:
         to_host_bytes_per_second: Rate of those copies while they ran, None without any.
         exposed_seconds: Time for which the newest step's computation waited for copies, None
             before the first step.
+        ahead_bytes: Bytes of state that were on the device when the newest step began, with
+            ``overlap``: it moved them outside of the step.
+        room_bytes: Bytes that the run's own peak left for such state then.
         is_simulated: Whether rates and time are the simulated accelerator's, and so not measured.
     """
 
@@ -91,6 +96,8 @@ class OffloadStatistics:
     to_device_bytes_per_second: float | None
     to_host_bytes_per_second: float | None
     exposed_seconds: float | None
+    ahead_bytes: int = 0
+    room_bytes: int = 0
     is_simulated: bool = False
 
     def __str__(self) -> str:

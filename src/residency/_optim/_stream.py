@@ -27,6 +27,7 @@ from residency._nesting import half_done
 from residency._optim._company import company_of
 from residency._optim._homes import Home, Homes
 from residency._optim._offload_record import Offload
+from residency._optim._overlap import Guest, Waits
 from residency._optim._plan import Member, Plan, Unit, homes_of, lay_out, members_with_gradient
 from residency._optim._progress import Progress
 from residency._optim._stand_ins import StandIns
@@ -49,6 +50,8 @@ class StreamedStep:
         self._offload = offload
         self._homes = homes
         self._mover = Mover(homes.device)
+        self._ahead = offload.on_host.ahead
+        self._late_bytes = 0
         self._state = state
         self._shared = Shared(
             optimizer, offload, homes, state, Commit(optimizer), StandIns(offload, state), call
@@ -93,6 +96,8 @@ class StreamedStep:
             self._finish(plan)
             if self._shared.held or self._homes.held():  # [Note: what callers hold]
                 self._homes.fence()
+            if self._ahead is not None:
+                self._ahead.step_is_over()
         except BaseException as error:
             self._stop()
             if self._num_done == self._num_units:
@@ -113,6 +118,8 @@ class StreamedStep:
         """Waits for the lanes after a failure, and completes what they were to complete."""
         self._mover.settle()  # slots go back to the allocator, and the host reads the homes
         self._alive.clear()
+        if self._ahead is not None:
+            self._ahead.bring_home()
         for parameter, moved in self._left_homes.items():
             if self._progress.is_stepped(parameter):
                 continue
@@ -149,7 +156,12 @@ class StreamedStep:
                 self._homes.reserve(piece.parameter, schema.device)
 
     def _step_streamed(self, plan: Plan) -> None:
-        units = plan.streamed
+        here: dict[int, Guest] = {}
+        waits: Waits = []
+        if self._ahead is not None:
+            here = self._ahead.step_begins(plan)
+            self._late_bytes = self._ahead.late_bytes(waits)
+        units = [unit for unit in plan.streamed if id(unit) not in here]
         num_slots = min(self._offload.num_slots, len(units))
         slots = [self._allocate(plan.slot_bytes) for _ in range(num_slots)]
         self._alive.append(slots)
@@ -158,7 +170,16 @@ class StreamedStep:
         ready = {i: self._load(units[i], slots[i]) for i in range(num_slots)}
         if plan.resident.pieces:
             self._drop(self._step_unit(plan.resident, None))
-        for index, unit in enumerate(units):
+        index = 0
+        for unit in plan.streamed:
+            if guest := here.get(id(unit)):
+                if guest.coming is not None:
+                    self._await(guest.coming)
+                    waits.append((*self._timeline.stalls[-1], unit.num_bytes))
+                guest.coming, guest.is_entered = None, True
+                self._mover.before_write([guest.slot])  # its last copies home may read it
+                self._drop(self._step_unit(unit, guest.slot, guest))
+                continue
             slot = slots[index % num_slots]
             self._await(ready.pop(index))
             # Rare, and beyond the slots: they go before the next unit makes more.
@@ -166,6 +187,7 @@ class StreamedStep:
             following = index + num_slots
             if following < len(units):
                 ready[following] = self._load(units[following], slot)
+            index += 1
 
     def _drop(self, buffers: list[Tensor]) -> None:
         """Frees buffers that copies home read."""
@@ -215,9 +237,11 @@ class StreamedStep:
             self._alive.popleft()
         self._timeline.stalls.append((begun, self._mover.mark()))
 
-    def _step_unit(self, unit: Unit, slot: Tensor | None) -> list[Tensor]:
-        """Steps one unit and queues its copies home; returns the new tensors that those copies
-        read.
+    def _step_unit(
+        self, unit: Unit, slot: Tensor | None, guest: Guest | None = None
+    ) -> list[Tensor]:
+        """Steps one unit and queues its copies home, or leaves them to the guest that it is;
+        returns the new tensors that those copies read.
 
         What the optimizer's own step has changed is followed up, though an exception comes between.
         """
@@ -226,26 +250,31 @@ class StreamedStep:
         try:
             self._progress.begun = unit.pieces
             step.step()
-            self._publish(step)
+            self._publish(step, guest)
         except BaseException:
             if step.is_stepped:
-                self._publish(step)
+                self._publish(step, guest)
             else:
                 self._progress.begun = step.roll_back()
             raise
         return [buffer for buffer, _ in step.fresh]
 
-    def _publish(self, step: UnitStep) -> None:
+    def _publish(self, step: UnitStep, guest: Guest | None) -> None:
         """Sends a stepped unit's state home and makes it the optimizer's; may be done twice."""
         if step.stores is None:
             step.stores = self._stores_of(step.unit)
         if not step.is_collected:
             step.collect()
         copies = [*step.fresh]
-        if step.slot is not None and step.stores:
+        is_whole = not copies and step.stores is step.unit.stores
+        stays = guest is not None and is_whole and self._late_bytes <= 0
+        if step.slot is not None and step.stores and not stays:
             copies.append((step.slot, step.stores))
         written = self._store(copies) if copies else None
-        step.apply(written)
+        inners = step.apply(written)
+        if guest is not None and is_whole:
+            guest.leave(inners if stays else ())
+            self._late_bytes -= step.unit.num_bytes
         self._progress.add(step.unit.pieces)
         step.check()
         self._num_done = step.number

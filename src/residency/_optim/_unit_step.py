@@ -222,11 +222,14 @@ class UnitStep:
         of_each = zip(map(state.get, self._put_in), self._views, strict=True)
         return [None if after is None else apart(after, views) for after, views in of_each]
 
-    def apply(self, written: torch.Event | None) -> None:
+    def apply(self, written: torch.Event | None) -> list[ParameterState]:
         """Makes what was collected the optimizer's.
 
         Args:
-            written: The event after the copies home.
+            written: The event after the copies home; None where there are none yet.
+
+        Returns:
+            The states that have homes.
         """
         inners = [inner for inner in self._inners if inner is not None]
         for change in self._changes:
@@ -244,9 +247,10 @@ class UnitStep:
                 for key in [k for k in dict.keys(inner) if k not in change.keys]:
                     inner.forget(key)
                 inner.reorder(change.keys)
-        for inner in inners if written is not None else ():
-            if inner.homes_by_key:
-                inner.written = written
+        at_home = [inner for inner in inners if inner.homes_by_key]
+        for inner in at_home if written is not None else ():
+            inner.written = written
+        return at_home
 
     def check(self) -> None:
         """Hands on what the step left outside of the state.

@@ -40,7 +40,7 @@ from residency._park._tensors import (
     tensors_of,
 )
 from residency._storages import storage_key
-from residency._transfer import Mover, Region, SlabArena
+from residency._transfer import Mover, Region, SlabArena, bring_all_home
 from residency._units import format_bytes
 
 # A pinned arena for each owner, so that the second parking of a module allocates nothing.
@@ -137,6 +137,7 @@ class Parking:
             return 0
         if isinstance(owner, nn.Module):
             reshard(owner)
+        bring_all_home()  # what a step keeps here until the next forward pass
         # All work that writes or reads these bytes, on whatever stream, is done from here on.
         _device.synchronize(self.device)
         ties, _ = self._found()

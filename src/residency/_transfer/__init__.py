@@ -34,6 +34,7 @@ from residency._transfer._lanes import (
     copy_on as copy_on,
     copy_out as copy_out,
     lanes_of as lanes_of,
+    on_default_stream as on_default_stream,
     on_lane as on_lane,
     raw_bytes as raw_bytes,
 )
@@ -45,6 +46,7 @@ from residency._transfer._owner import (
     Lent as Lent,
     Loans as Loans,
     Reception as Reception,
+    bring_all_home as bring_all_home,
     defining_class as defining_class,
     note_owned as note_owned,
     owned_optimizers as owned_optimizers,

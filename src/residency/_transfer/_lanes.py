@@ -119,6 +119,18 @@ def on_lane(lane: torch.Stream) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def on_default_stream(device: torch.device) -> Iterator[None]:
+    """Makes the default stream of a device the calling thread's current one within a ``with``."""
+    current = _device.current_stream(device)
+    if current.stream_id == 0:
+        yield
+        return
+    where = {"device_index": current.device_index, "device_type": current.device_type}
+    with on_lane(torch.Stream(stream_id=0, **where)):
+        yield
+
+
 def copy_on(lane: torch.Stream, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Queues on a lane a copy into each first tensor from its second.
 

@@ -226,6 +226,11 @@ class StateOwner(Protocol):
             RefusedError: A state does not fit, or the host has no room.
         """
 
+    def bring_home(self, optimizer: object) -> None:
+        """Gives back the device memory of state that is there between two steps; the host does not
+        wait.
+        """
+
 
 _owners: dict[type, StateOwner] = {}
 _forecasters: list[Callable[[Any], list[Tensor]]] = []
@@ -240,6 +245,14 @@ def register_owner(kind: type, owner: StateOwner) -> None:
 def owner_of(optimizer: object) -> StateOwner | None:
     """Returns who speaks for an optimizer, or None for one that keeps its state itself."""
     return next((owner for kind, owner in _owners.items() if isinstance(optimizer, kind)), None)
+
+
+def bring_all_home() -> None:
+    """Gives back the device memory of all owned state that is there between two steps."""
+    for optimizer in owned_optimizers():
+        owner = owner_of(optimizer)
+        if owner is not None:
+            owner.bring_home(optimizer)
 
 
 def refuse_hidden_state(optimizer: torch.optim.Optimizer, remedy: str) -> None:

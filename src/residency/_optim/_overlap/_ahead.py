@@ -1,0 +1,332 @@
+"""State that is on the device between two steps: it comes in under the backward pass, and leaves
+under the next forward pass.
+
+A unit that is here when its step comes needs no slot and no copy. What the step has written stays
+until a trigger sends it home, and its homes are older meanwhile. Each look at homes goes through
+``Homes.fence`` or ``ParameterState.fence``, which bring everything home first. Invariant, which
+``tests/optim/test_overlap.py`` tries to break: a run has the bits of one without overlap, whatever
+happens between its steps.
+
+[Note: what a unit is] *Coming*, until its step lands the copies to the device; *stepped*, and newer
+than its home; *leaving*, while the copies home read it. A unit that is coming or leaving is as at
+home, and may be dropped at any time, in the order of the streams.
+
+[Note: one stream] Everything here is done on the default stream, on which torch's allocator has the
+blocks and the step its slots, whatever thread or stream a hook runs on.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from residency import _device
+from residency._optim._homes import Homes
+from residency._optim._overlap import _blocks
+from residency._optim._overlap._schedule import (
+    STEP_BEGINS,
+    STEP_IS_OVER,
+    Kind,
+    RoomSchedule,
+    Trigger,
+)
+from residency._optim._overlap._triggers import Triggers
+from residency._optim._plan import Plan, Unit
+from residency._optim._state import ParameterState
+from residency._transfer import Flight, Mover, on_default_stream
+
+_logger = logging.getLogger("residency")
+_MOST_LOOKS = 8  # at the allocator's blocks in one backward pass, each of which takes milliseconds
+_NO_MILLISECONDS = 0.02  # a wait for what is there
+_SHARE = 1.25  # of an equal part: a forward pass that is shorter than the one before still suffices
+
+
+class Guest:
+    """A unit of state that is on the device between steps. [Note: what a unit is]
+
+    Attributes:
+        unit: Which.
+        slot: Its bytes there.
+        coming: The copies to the device, until the step waits for them.
+        inners: Whose homes are older than the slot, from the step until the copies home.
+        is_entered: Whether a step writes the slot, or has failed in it.
+    """
+
+    __slots__ = ("coming", "inners", "is_entered", "slot", "unit")
+
+    def __init__(self, unit: Unit, slot: Tensor) -> None:
+        self.unit = unit
+        self.slot = slot
+        self.coming: Flight | None = None
+        self.inners: list[ParameterState] = []
+        self.is_entered = False
+
+    def leave(self, inners: Iterable[ParameterState]) -> None:
+        """Says that a step has written the slot whole, which is newer than these states' homes."""
+        self.inners = list(inners)
+        self.is_entered = False
+
+
+Waits = list[tuple[torch.Event, torch.Event, int]]
+"""The events around each wait of a step for a guest, and its bytes."""
+
+
+class _Hole(NamedTuple):
+    """A block of the allocator's, and the units in it."""
+
+    memory: Tensor
+    guests: list[Guest]
+
+
+class Figures(NamedTuple):
+    """The bytes that an overlap has moved.
+
+    Attributes:
+        to_device_bytes: Copied to the device outside of a step.
+        to_host_bytes: Copied home outside of a step.
+        room_bytes: The room for state at the beginning of the newest step.
+        here_bytes: State that was here then.
+    """
+
+    to_device_bytes: int = 0
+    to_host_bytes: int = 0
+    room_bytes: int = 0
+    here_bytes: int = 0
+
+
+class Ahead:
+    """The guests of one optimizer, and when they come and go.
+
+    Attributes:
+        figures: See there.
+        schedule: The rooms.
+    """
+
+    def __init__(self, homes: Homes) -> None:
+        self._device = homes.device
+        self._homes = homes
+        homes.ahead = weakref.ref(self)
+        self._blocks: list[_Hole] = []
+        self._plan: Plan | None = None
+        self._lock = threading.RLock()  # hooks of a backward pass run on a thread of autograd's
+        self._num_looks = 0
+        self._level_seen = 0
+        self._share = 0
+        self._num_backward = self._num_backward_before = 0
+        self._waits: deque[Waits] = deque(maxlen=2)
+        self._late_bytes = 0
+        self._triggers = Triggers(self.at)
+        self._is_off = False
+        self.schedule = RoomSchedule()
+        self.figures = Figures()
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self._blocks and not is_finalizing():
+            self._forget()
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of the blocks that are taken."""
+        return sum(block.memory.numel() for block in self._blocks)
+
+    @property
+    def _guests(self) -> Iterator[Guest]:
+        return (guest for block in self._blocks for guest in block.guests)
+
+    # ------------------------------------------------------------------------------------- triggers
+
+    def at(self, trigger: Trigger) -> None:
+        """Lets state come and go at a trigger outside of steps; does nothing inside of one."""
+        if self._is_off or not self._lock.acquire(blocking=False):
+            return
+        try:
+            if _device.is_capturing(self._device):
+                return
+            with self._on_default_stream() as mover:
+                room = self._room_at(trigger)
+                self._drop_to(room, mover)
+                if trigger.kind == Kind.FORWARD:
+                    self._num_looks = self._level_seen = 0
+                    self._send(self._guests, mover, self._share)
+                elif trigger.kind == Kind.BACKWARD:
+                    self._num_backward += trigger.number == 0
+                    if self._num_backward + 1 >= self._num_backward_before:
+                        self._bring(room, mover)
+        except Exception as error:  # a pass of the caller's, which is not to end for this
+            if _device.is_lost(error):
+                raise
+            self._is_off = True
+            self._triggers.close()
+            why = f"{type(error).__name__}: {error}"
+            _logger.warning("an offloaded step goes on without overlap: %s", why)
+        finally:
+            self._lock.release()
+
+    def _room_at(self, trigger: Trigger) -> int:
+        held = self.held_bytes
+        allocated, peak = _blocks.allocated_and_peak(self._device)
+        is_measured = self.schedule.is_measuring
+        room = self.schedule.at(
+            trigger, allocated - held, (peak if is_measured else allocated) - held
+        )
+        if self.schedule.is_measuring:
+            _device.reset_peak(self._device)  # the one register of peaks that torch has
+        return room
+
+    # ------------------------------------------------------------------------------------- the step
+
+    def step_begins(self, plan: Plan) -> dict[int, Guest]:
+        """Returns the units of a plan that are here and may stay for its step, by ``id``."""
+        if self._is_off or _device.current_stream(self._device).stream_id != 0:
+            self.bring_home()
+            return {}
+        with self._lock, self._on_default_stream() as mover:
+            # A home has moved, another parameter has a gradient, or a step failed.
+            if plan is not self._plan or any(guest.is_entered for guest in self._guests):
+                self._drop_to(0, mover)
+                self._triggers.watch([s.parameter for s in plan.seats if s.parameter is not None])
+                self._plan = plan
+            room = self._room_at(STEP_BEGINS)
+            self._send(self._guests, mover)  # what a step that fails leaves is at home
+            self._drop_to(room, mover)
+            here = {id(guest.unit): guest for guest in self._guests}
+            bytes_here = sum(guest.unit.num_bytes for guest in here.values())
+            self.figures = self.figures._replace(room_bytes=room, here_bytes=bytes_here)
+            self._num_backward_before, self._num_backward = self._num_backward, 0
+            return here
+
+    def late_bytes(self, waits: Waits) -> int:
+        """Returns the bytes of guests to send home within a step: while others come too late, the
+        other direction is free for as many.
+
+        A step that sends them finds the next ones in time, so the number falls slowly, by a
+        64th each time, until some are late again.
+
+        Args:
+            waits: Those of this step, which it adds as it goes; known at the step after the next.
+        """
+        known = self._waits[0] if len(self._waits) == 2 else []
+        self._waits.append(waits)
+        is_known = not known or known[-1][1].query()
+        late = (n for begun, over, n in known if begun.elapsed_time(over) > _NO_MILLISECONDS)
+        self._late_bytes = max(sum(late) if is_known else 0, self._late_bytes * 63 // 64)
+        return self._late_bytes
+
+    def step_is_over(self) -> None:
+        """Lets what was stepped stay as long as there is room."""
+        if self._is_off:
+            return
+        with self._lock, self._on_default_stream() as mover:
+            self._drop_to(self._room_at(STEP_IS_OVER), mover)
+            left = sum(guest.unit.num_bytes for guest in self._guests if guest.inners)
+            self._share = int(_SHARE * left / max(self.schedule.num_forward, 1)) + 1
+
+    # ---------------------------------------------------------------------------------------- moves
+
+    def bring_home(self) -> None:
+        """Queues the copies home of all that is newer here, and gives all memory back."""
+        if self._blocks:
+            with self._lock, self._on_default_stream() as mover:
+                self._drop_to(0, mover)
+
+    def _forget(self) -> None:
+        """Gives all memory back, without a copy home: the state is gone."""
+        with self._on_default_stream() as mover:
+            for guest in self._guests:
+                guest.inners = []
+            self._drop_to(0, mover)
+
+    @contextmanager
+    def _on_default_stream(self) -> Iterator[Mover]:
+        """Yields a mover for the default stream; after an error nothing is under way, and all that
+        a step has written is at home. [Note: one stream]
+        """
+        with on_default_stream(self._device):
+            mover = Mover(self._device)
+            try:
+                yield mover
+            except BaseException:
+                mover.settle()
+                self._drop_to(0, mover)
+                mover.settle()
+                raise
+
+    def _send(self, guests: Iterable[Guest], mover: Mover, at_least: int | None = None) -> None:
+        """Queues copies home, of at least so many bytes if there are; None sends all."""
+        num_bytes = 0
+        for guest in [each for each in guests if each.inners]:
+            if at_least is not None and num_bytes >= at_least:
+                break
+            mover.follow_to_host()  # the step has written what goes home
+            moves = [(run.in_slab(), run.in_buffer(guest.slot)) for run in guest.unit.stores]
+            flight = mover.to_host(moves, [guest.slot])
+            self._homes.newest = flight.event
+            for inner in guest.inners:
+                inner.written = flight.event
+            guest.inners = []
+            num_bytes += sum(run.num_bytes for run in guest.unit.stores)
+        so_far = self.figures.to_host_bytes
+        self.figures = self.figures._replace(to_host_bytes=so_far + num_bytes)
+
+    def _drop_to(self, room: int, mover: Mover) -> None:
+        """Gives blocks back, in the order in which they were taken, until the rest has room."""
+        while self._blocks and self.held_bytes > room:
+            block = self._blocks[0]
+            self._send(block.guests, mover)
+            for guest in block.guests:
+                if guest.coming is not None:
+                    mover.land(guest.coming)  # what is freed next must not be written any more
+            mover.let_go([block.memory])
+            self._blocks.remove(block)
+            del block
+
+    def _bring(self, room: int, mover: Mover) -> None:
+        """Takes free blocks and queues the copies of units into them, as far as there is room."""
+        if self._plan is None or not self._plan.streamed or any(self._homes.held()):
+            return  # a caller may write into what he was shown
+        slot_bytes = self._plan.slot_bytes
+        here = {id(guest.unit) for guest in self._guests}
+        away = [unit for unit in self._plan.streamed if id(unit) not in here and unit.loads]
+        # What has no room at the step would have come for nothing.
+        room = min(room, self.figures.room_bytes) - self.held_bytes
+        level, _ = _blocks.allocated_and_peak(self._device)
+        is_new = abs(level - self._level_seen) >= max(slot_bytes, room // _MOST_LOOKS)
+        if not away or room < slot_bytes or self._num_looks >= _MOST_LOOKS or not is_new:
+            return
+        self._num_looks, self._level_seen = self._num_looks + 1, level
+        sizes = _blocks.free_blocks(self._device, slot_bytes)
+        while away:
+            address = _blocks.largest(sizes, room)
+            if address is None:
+                return
+            size = sizes.pop(address)
+            memory = _blocks.take(self._device, address, size)
+            if memory is None:
+                return
+            units, away = away[: size // slot_bytes], away[size // slot_bytes :]
+            self._load(units, memory, slot_bytes, mover)
+            room -= size
+
+    def _load(self, units: Sequence[Unit], memory: Tensor, slot_bytes: int, mover: Mover) -> None:
+        slots = [memory.narrow(0, i * slot_bytes, slot_bytes) for i in range(len(units))]
+        block = _Hole(memory, [])
+        self._blocks.append(block)
+        mover.follow_to_device()
+        for unit, slot in zip(units, slots, strict=True):
+            guest = Guest(unit, slot)
+            guest.coming = mover.to_device(
+                (run.in_buffer(slot), run.in_slab()) for run in unit.loads
+            )
+            block.guests.append(guest)
+        copied = sum(run.num_bytes for unit in units for run in unit.loads)
+        so_far = self.figures.to_device_bytes
+        self.figures = self.figures._replace(to_device_bytes=so_far + copied)

@@ -5,9 +5,9 @@ from hypothesis import given, settings, strategies as st
 from residency._optim._overlap._schedule import (
     STEP_BEGINS,
     STEP_IS_OVER,
-    Kind,
     RoomSchedule,
     Trigger,
+    TriggerKind,
 )
 
 # Of one loop: how much each of its modules adds, and how much more it needs meanwhile.
@@ -22,10 +22,10 @@ def cycle(shape, size, base):
     """
     level, passed = base, []
     for number, (adds, needs) in enumerate(shape):
-        passed.append((Trigger(Kind.FORWARD, number), level, level + size * (adds + needs)))
+        passed.append((Trigger(TriggerKind.FORWARD, number), level, level + size * (adds + needs)))
         level += size * adds
     for number, (adds, needs) in reversed(list(enumerate(shape))):
-        passed.append((Trigger(Kind.BACKWARD, number), level, level + size * needs))
+        passed.append((Trigger(TriggerKind.BACKWARD, number), level, level + size * needs))
         level -= size * adds
     passed.append((STEP_BEGINS, base, base + SLOTS))
     passed.append((STEP_IS_OVER, base, base))
@@ -36,9 +36,9 @@ def until(passed, index):
     """Returns the most that the run has until the next trigger, or until the step if state that
     comes in then stays so long.
     """
-    if passed[index][0].kind != Kind.BACKWARD:
+    if passed[index][0].kind != TriggerKind.BACKWARD:
         return passed[index][2]
-    return max(most for trigger, _, most in passed[index:] if trigger.kind == Kind.BACKWARD)
+    return max(most for trigger, _, most in passed[index:] if trigger.kind == TriggerKind.BACKWARD)
 
 
 @settings(max_examples=300, deadline=None)
@@ -47,7 +47,7 @@ def test_a_run_and_its_room_are_never_above_its_passes_and_the_slots(shape, size
     schedule, peak = RoomSchedule(), 0
     for size in sizes:
         passed = cycle(shape, size, base)
-        peak = max(peak, *(most for (kind, _), _, most in passed if kind != Kind.STEP))
+        peak = max(peak, *(most for (kind, _), _, most in passed if kind != TriggerKind.STEP))
         before = base
         for index, (trigger, level, _) in enumerate(passed):
             room = schedule.at(trigger, level, before)
@@ -77,14 +77,14 @@ def test_what_was_never_seen_has_no_room():
     for _ in range(3):
         for trigger, level, most in passed:
             schedule.at(trigger, level, most)
-    assert schedule.at(Trigger(Kind.FORWARD, 9), 100, 100) == 0
-    assert schedule.at(Trigger(Kind.OTHER, 0), 100, 100) == 0
+    assert schedule.at(Trigger(TriggerKind.FORWARD, 9), 100, 100) == 0
+    assert schedule.at(Trigger(TriggerKind.OTHER, 0), 100, 100) == 0
 
 
 def test_without_forward_passes_there_is_no_room():
     schedule = RoomSchedule()
     for _ in range(4):
-        assert schedule.at(Trigger(Kind.BACKWARD, 0), 100, 900) == 0
+        assert schedule.at(Trigger(TriggerKind.BACKWARD, 0), 100, 900) == 0
         assert schedule.at(STEP_BEGINS, 50, 100) == 0
         assert schedule.at(STEP_IS_OVER, 50, 50) == 0
 

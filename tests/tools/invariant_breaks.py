@@ -143,7 +143,7 @@ BREAKS = (
     Break(
         "_checkpoint/_restore/_fill.py",
         "tests/checkpoint/restore/test_fill.py -k gate",
-        "        gate_of(device).before_write(tensors)\n",
+        "        mover.before_write(tensors)\n",
         "",
     ),
     Break(

@@ -5,6 +5,7 @@ a race, or other bytes.
 """
 
 import contextlib
+import tempfile
 from collections.abc import Callable
 
 import pytest
@@ -162,6 +163,15 @@ def _an_evaluation(device: torch.device) -> bool:
     return bool((carried.tensors[0] == 2.0).all())
 
 
+def _a_restore(device: torch.device) -> bool:
+    state = {"weight": torch.full((COUNT,), 3.0, device=device)}
+    with tempfile.TemporaryDirectory() as folder, residency.Checkpointer(folder) as checkpointer:
+        checkpointer.save(0, state).wait()
+        state["weight"].fill_(7.0)  # not yet done when the restore writes there
+        checkpointer.restore(state)
+        return bool((state["weight"] == 3.0).all())
+
+
 ROOMS = {
     "step": _a_step,
     "offload": _an_offload_of_a_state,
@@ -169,6 +179,7 @@ ROOMS = {
     "snapshot": _a_snapshot,
     "parking": _a_return_from_parking,
     "evaluation": _an_evaluation,
+    "restore": _a_restore,
 }
 
 
@@ -191,7 +202,7 @@ def _unknown_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 WAITS = {
     "final": (_without("follow_to_host"), ["step", "offload", "snapshot", "evaluation"]),
-    "unread by work": (_without("follow_to_device"), ["step", "onload", "parking"]),
+    "unread by work": (_without("follow_to_device"), ["step", "onload", "parking", "restore"]),
     "unread by moves": (_without_over, ["step"]),
     "landed": (_without("land"), ["step", "snapshot"]),
     "kept": (_unknown_reads, ["step", "offload", "snapshot"]),

@@ -71,22 +71,6 @@ class Lanes:
             event.record(stream)
         return event
 
-    def load(self, slot: Tensor, runs: Iterable[CopyRun], *, timed: bool = False) -> torch.Event:
-        """Queues copies from slabs into ``slot`` on the h2d lane, which must already be allowed to
-        write.
-
-        Args:
-            slot: ``uint8`` on the device, kept by the caller until the returned event is waited
-                for.
-            runs: What to copy.
-            timed: Whether the event is.
-
-        Returns:
-            The event after the copies.
-        """
-        copy_on(self.h2d, ((run.in_buffer(slot), run.in_slab()) for run in runs))
-        return self.mark(self.h2d, timed=timed)
-
     def synchronize(self) -> None:
         """Blocks the host until all copies of the lanes have ended."""
         for lane in (self.h2d, self.turn, self.d2h):

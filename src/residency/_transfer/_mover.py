@@ -152,9 +152,10 @@ class Mover:
         copy_on(lane, moves)
         return Flight(self._lanes.mark(lane, timed=timed), begun)
 
-    def land(self, flight: Flight) -> None:
-        """Makes the caller's stream read what a flight brings."""
-        _device.wait_event(self._stream, flight.event)  # it reads the targets
+    def land(self, flight: Flight | None = None) -> None:
+        """Makes the caller's stream read what a flight brings, or all flights to the device."""
+        event = self._lanes.mark(self._lanes.h2d) if flight is None else flight.event
+        _device.wait_event(self._stream, event)  # it reads the targets
 
     def mark(self) -> torch.Event:
         """Returns a timed event behind what the caller's stream does up to here."""

@@ -35,10 +35,11 @@ from residency._checkpoint._restore._plan import Target, box_of, is_whole
 from residency._checkpoint._sources._source import StoredTensor
 from residency._errors import InvalidArgumentError, RefusedError
 from residency._transfer import (
+    Flight,
+    Move,
+    Mover,
     Slab,
     copy_across,
-    copy_on,
-    gate_of,
     lanes_of,
     memory_of,
     raw_bytes,
@@ -104,10 +105,9 @@ def fill(
     on_host = on_device.pop(torch.device("cpu"), [])
     devices = on_device.keys()
     for device, tensors in on_device.items():
-        gate_of(device).before_write(tensors)
-        lanes = lanes_of(device)
-        # Work that is queued already may read the targets, or write them.
-        _device.wait_event(lanes.h2d, lanes.mark(_device.current_stream(device)))
+        mover = Mover(device)
+        mover.before_write(tensors)
+        mover.follow_to_device()  # work that is queued already may read the targets, or write them
     is_own_ring = ring is None and work.staged_bytes > 0
     if is_own_ring:
         ring = Staging(ring_bytes_of(work.staged_bytes, staging_bytes), pin=bool(devices))
@@ -117,13 +117,13 @@ def fill(
         increment_version(on_host)
         with torch.no_grad():
             _read_in_order(work, checksums, ring, on_bytes)
-            _wait_for_lanes(devices)
+            _land_all(devices)
             if ring is not None:
                 _carry(work.of_tensors, ring)
-                _wait_for_lanes(devices)
+                _land_all(devices)
                 _read_out_of_order(work.out_of_order, checksums, ring)
     finally:
-        _wait_for_lanes(devices)
+        _land_all(devices)
         if is_own_ring and ring is not None:
             ring.release(devices)
 
@@ -133,11 +133,9 @@ def ring_bytes_of(num_bytes: int, most_bytes: int) -> int:
     return min(most_bytes, max(1 << num_bytes.bit_length(), 2 * _SMALLEST_SLOT))
 
 
-def _wait_for_lanes(devices: Iterable[torch.device]) -> None:
+def _land_all(devices: Iterable[torch.device]) -> None:
     for device in devices:
-        lanes = lanes_of(device)
-        # What the caller queues from now on reads the targets.
-        _device.wait_event(_device.current_stream(device), lanes.mark(lanes.h2d))
+        Mover(device).land()  # what the caller queues from now on reads the targets
 
 
 class Staging:
@@ -155,7 +153,7 @@ class Staging:
             ) from error
         num_slots = _NUM_SLOTS if num_bytes >= _NUM_SLOTS * _SMALLEST_SLOT else 2
         self.slot_bytes = num_bytes // num_slots
-        self._under_way: deque[tuple[Slot, Sequence[torch.Event]]] = deque()
+        self._under_way: deque[tuple[Slot, Sequence[Flight]]] = deque()
         self._most_under_way = num_slots // 2
         memory = memory_of(self._slab.data)
         self.ring = Ring(
@@ -168,7 +166,7 @@ class Staging:
     def release(self, devices: Iterable[torch.device]) -> None:
         """Gives the memory back, once no copy to these devices reads it."""
         for device in devices:
-            lanes_of(device).mark(lanes_of(device).h2d).synchronize()  # it reads the ring
+            Mover(device).settle()
         pinned_bytes = self._slab.num_bytes if self._slab.is_pinned else 0
         self._under_way.clear()
         del self._slab, self.ring
@@ -180,17 +178,17 @@ class Staging:
         assert slot is not None, "the ring is closed only when a read fails"
         return slot
 
-    def give_back_after(self, slot: Slot, events: Sequence[torch.Event]) -> None:
+    def give_back_after(self, slot: Slot, flights: Sequence[Flight]) -> None:
         """Returns a slot to the ring once its bytes are on the device.
 
         Half of the slots may be under way, so that the other half is always there to be filled;
-        this thread alone waits for events.
+        this thread alone waits for them.
         """
-        self._under_way.append((slot, events))
+        self._under_way.append((slot, flights))
         while len(self._under_way) >= self._most_under_way:
             oldest, landed = self._under_way.popleft()
-            for event in landed:
-                event.synchronize()  # the copies have read the slot, which is filled anew
+            for flight in landed:
+                flight.wait()  # they have read the slot, which is filled anew
             self.ring.give_back(oldest)
 
     def values(
@@ -319,17 +317,13 @@ def _read_in_order(
     )
 
 
-def _queue(ring: Staging, slot: Slot, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+def _queue(ring: Staging, slot: Slot, copies: Sequence[Move]) -> None:
     """Queues copies of a slot's bytes to devices, after which the ring has the slot again."""
-    by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
-    for pair in copies:
-        by_device.setdefault(pair[0].device, []).append(pair)
-    events = []
-    for device, pairs in by_device.items():
-        lanes = lanes_of(device)
-        copy_on(lanes.h2d, pairs)
-        events.append(lanes.mark(lanes.h2d))
-    ring.give_back_after(slot, events)
+    by_device: dict[torch.device, list[Move]] = {}
+    for move in copies:
+        by_device.setdefault(move[0].device, []).append(move)
+    flights = [Mover(device).to_device(moves) for device, moves in by_device.items()]
+    ring.give_back_after(slot, flights)
 
 
 def _carry(overlaps: Sequence[_ShardBox], ring: Staging) -> None:

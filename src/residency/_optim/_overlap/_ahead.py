@@ -35,9 +35,9 @@ from residency._optim._overlap import _blocks
 from residency._optim._overlap._schedule import (
     STEP_BEGINS,
     STEP_IS_OVER,
-    Kind,
     RoomSchedule,
     Trigger,
+    TriggerKind,
 )
 from residency._optim._overlap._triggers import Triggers
 from residency._optim._plan import Plan, Unit
@@ -154,10 +154,10 @@ class Ahead:
             with self._on_default_stream() as mover:
                 room = self._room_at(trigger)
                 self._drop_to(room, mover)
-                if trigger.kind == Kind.FORWARD:
+                if trigger.kind == TriggerKind.FORWARD:
                     self._num_looks = self._level_seen = 0
                     self._send(self._guests, mover, self._share)
-                elif trigger.kind == Kind.BACKWARD:
+                elif trigger.kind == TriggerKind.BACKWARD:
                     self._num_backward += trigger.number == 0
                     if self._num_backward + 1 >= self._num_backward_before:
                         self._bring(room, mover)

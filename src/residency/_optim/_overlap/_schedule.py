@@ -27,7 +27,7 @@ from typing import NamedTuple
 _CYCLES = 2  # that are measured; afterwards, those that follow one which went higher than these
 
 
-class Kind(IntEnum):
+class TriggerKind(IntEnum):
     """The kind of a trigger."""
 
     FORWARD = 0
@@ -39,12 +39,12 @@ class Kind(IntEnum):
 class Trigger(NamedTuple):
     """A place in a cycle: the number of a module, or of a parameter."""
 
-    kind: Kind
+    kind: TriggerKind
     number: int
 
 
-STEP_BEGINS = Trigger(Kind.STEP, 0)
-STEP_IS_OVER = Trigger(Kind.STEP, 1)
+STEP_BEGINS = Trigger(TriggerKind.STEP, 0)
+STEP_IS_OVER = Trigger(TriggerKind.STEP, 1)
 
 
 class _Passed(NamedTuple):
@@ -93,7 +93,7 @@ class RoomSchedule:
         if trigger == STEP_BEGINS:
             self._learn()
         climb = self._climbs.get(trigger)
-        if climb is None or trigger.kind == Kind.OTHER or not self.is_learned:
+        if climb is None or trigger.kind == TriggerKind.OTHER or not self.is_learned:
             return 0
         return max(self.peak - level - climb, 0)
 
@@ -106,13 +106,16 @@ class RoomSchedule:
         for index in reversed(range(len(self._passed) - 1)) if self.is_measuring else ():
             trigger, level, peak = self._passed[index]
             following = self._passed[index + 1].trigger.kind
-            if trigger.kind != Kind.BACKWARD or following not in (Kind.BACKWARD, Kind.STEP):
+            if trigger.kind != TriggerKind.BACKWARD or following not in (
+                TriggerKind.BACKWARD,
+                TriggerKind.STEP,
+            ):
                 highest = 0
             highest = max(highest, peak)
             self._climbs[trigger] = max(self._climbs.get(trigger, 0), highest - level)
             self._highest[trigger] = max(self._highest.get(trigger, 0), level)
             self.peak = max(self.peak, *peaks)
-        self.num_forward = sum(each.trigger.kind == Kind.FORWARD for each in self._passed)
+        self.num_forward = sum(each.trigger.kind == TriggerKind.FORWARD for each in self._passed)
         self._num_cycles += 1
         self.is_measuring = self._num_cycles < _CYCLES or self._goes_higher
         self._passed = self._passed[-1:]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from residency._optim._overlap._schedule import Kind, Trigger
+from residency._optim._overlap._schedule import Trigger, TriggerKind
 
 _MOST = 64  # of a pass
 
@@ -54,7 +54,7 @@ class Triggers:
             so_far += parameter.numel()
             self._numbers[id(parameter)] = number
             if number > last:
-                hook = _HookOfGradient(self, Trigger(Kind.BACKWARD, number))
+                hook = _HookOfGradient(self, Trigger(TriggerKind.BACKWARD, number))
                 add: Any = parameter.register_post_accumulate_grad_hook
                 self._handles.append(add(hook))
                 last = number
@@ -79,7 +79,7 @@ class Triggers:
             self._known[module] = next(numbers, None)
         number = self._known[module]
         if number is not None:
-            kind = Kind.FORWARD if torch.is_grad_enabled() else Kind.OTHER
+            kind = TriggerKind.FORWARD if torch.is_grad_enabled() else TriggerKind.OTHER
             self._tell(Trigger(kind, number))
 
     def on_gradient(self, trigger: Trigger) -> None:
@@ -90,7 +90,7 @@ class Triggers:
         tell = self._listener()
         if tell is None:
             self.close()
-        elif trigger != self._last or trigger.kind == Kind.BACKWARD:
+        elif trigger != self._last or trigger.kind == TriggerKind.BACKWARD:
             self._last = trigger
             tell(trigger)
 

@@ -202,16 +202,14 @@ def test_the_way_back_to_the_device_is_one_wait_for_copies_on_the_lane(lab, monk
 def test_a_failure_between_copies_to_the_device_leaves_none_under_way(lab, monkeypatch):
 
     sources = [torch.full((50_000,), float(n)).pin_memory() for n in range(3)]
-    copy, copied = torch.Tensor.copy_, []
+    copy = torch._foreach_copy_
 
-    def copy_twice(target, source, **options):
-        if len(copied) == 2:
-            raise KeyboardInterrupt
-        copied.append(target.data_ptr())
-        return copy(target, source, **options)
+    def copy_two(targets, sources, **options):
+        copy(targets[:2], sources[:2], **options)
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "copy_", copy_twice)
+        patch.setattr(torch, "_foreach_copy_", copy_two)
         with pytest.raises(KeyboardInterrupt):
             moved_at_once(sources, lab.device, copy=True)
     del sources

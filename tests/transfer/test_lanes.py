@@ -96,9 +96,9 @@ def test_threads_that_are_in_a_lane_at_once_leave_on_their_own_streams(
     ready, is_first_in, is_second_in, is_first_out = (threading.Event() for _ in range(4))
     found: dict[str, tuple[int, int]] = {}
     errors = []
-    copy = torch.Tensor.copy_
+    copy = torch._foreach_copy_
 
-    def copy_together(*args: Any, **options: Any) -> torch.Tensor:
+    def copy_together(*args: Any, **options: Any) -> None:
         if ready.is_set() and _device.current_stream(device).stream_id in lanes:
             if threading.current_thread().name == "first":
                 is_first_in.set()
@@ -106,7 +106,7 @@ def test_threads_that_are_in_a_lane_at_once_leave_on_their_own_streams(
             else:
                 is_second_in.set()
                 assert is_first_out.wait(SECONDS)
-        return copy(*args, **options)
+        copy(*args, **options)
 
     def run(is_first: bool) -> None:
         own = _device.new_stream(device)
@@ -136,7 +136,7 @@ def test_threads_that_are_in_a_lane_at_once_leave_on_their_own_streams(
             (is_first_out if is_first else is_second_in).set()
 
     prepared = threading.Event()
-    monkeypatch.setattr(torch.Tensor, "copy_", copy_together)
+    monkeypatch.setattr(torch, "_foreach_copy_", copy_together)
     threads = [
         threading.Thread(target=run_and_tell, args=(name == "first",), name=name)
         for name in ("first", "second")

@@ -121,9 +121,11 @@ def copy_on(lane: torch.Stream, copies: Iterable[tuple[Tensor, Tensor]]) -> None
     Both stay until the lane is done: the caller marks it afterwards. The host waits only for
     copies of memory that is not page-locked.
     """
-    with on_lane(lane):
-        for target, source in copies:
-            target.copy_(source, non_blocking=True)
+    if pairs := list(copies):
+        targets, sources = zip(*pairs, strict=True)
+        with on_lane(lane):
+            # The loop over `copy_` at half the time; torch has no public name for it (2.11 to 2.13)
+            torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 def copy_out(lanes: Lanes, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -135,7 +137,7 @@ def copy_out(lanes: Lanes, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
 
     Args:
         lanes: Of the device. What is queued on the d2h lane afterwards comes after all copies.
-        copies: Bytes, of one size for each pair.
+        copies: Contiguous tensors, of one dtype and shape for each pair.
     """
     if not _IS_IN_TURN:
         copy_on(lanes.d2h, copies)
@@ -150,7 +152,8 @@ def copy_out(lanes: Lanes, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
 def _chunks(copies: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
     chunk: list[tuple[Tensor, Tensor]] = []
     left = _CHUNK_BYTES
-    for target, source in copies:
+    for pair in copies:
+        target, source = (each.view(-1).view(torch.uint8) for each in pair)
         start, size = 0, source.numel()
         while start < size:
             num_bytes = min(left, size - start)

@@ -141,3 +141,14 @@ def test_a_save_of_tensors_that_are_freed_leaves_nothing_at_the_gate(device):
     snapshot.wait()
     assert len(gate_of(device)) == 0
     assert gate_of(device).sources_of(addresses) == []
+
+
+def test_what_a_caller_drops_is_free_as_soon_as_the_copies_are_done(device):
+    before = torch.accelerator.memory_allocated()
+    tensors = [torch.ones(256, device=device) for _ in range(10)]
+    snapshot = residency.snapshot({"tensors": tensors})
+    del tensors
+    torch.accelerator.synchronize()
+    assert snapshot.is_done()
+    assert torch.accelerator.memory_allocated() == before
+    assert [each.tolist() for each in snapshot.tree["tensors"]] == [[1.0] * 256] * 10

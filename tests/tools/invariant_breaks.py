@@ -76,7 +76,7 @@ BREAKS = (
     Break(
         "_checkpoint/_capture/_capture.py",
         "tests/integrations/test_dcp_stager.py -k share_one_set",
-        "            self._arena.release(self._region)\n",
+        "            self._arena.release(self.region)\n",
         "            pass\n",
     ),
     Break(

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import random
 import threading
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from residency import RefusedError, sim
+from residency._storages import strided_as
 from residency._transfer import ALIGNMENT, SlabArena, _slab, align_up
 
 SIZES = st.integers(0, 5000)
@@ -182,14 +184,13 @@ def test_a_slab_is_pinned_where_there_is_an_accelerator(device, pinned_bytes):
 def test_whatever_comes_back_its_longest_stretch_is_one_range_again():
     for chosen in itertools.product([False, True], repeat=6):
         slab = _slab.Slab(6 * ALIGNMENT, pin=False)
-        offsets = [slab.take(ALIGNMENT) for _ in chosen]
+        offsets = slab.take(ALIGNMENT, len(chosen))
         slab.put_back([(o, ALIGNMENT) for o, free in zip(offsets, chosen, strict=True) if free])
         stretches = [list(group) for free, group in itertools.groupby(chosen) if free]
         longest = max(map(len, stretches), default=0)
-        assert slab.take((longest + 1) * ALIGNMENT) is None, chosen
+        assert slab.take((longest + 1) * ALIGNMENT) == [], chosen
         if longest:
-            start = slab.take(longest * ALIGNMENT)
-            assert start is not None, chosen
+            (start,) = slab.take(longest * ALIGNMENT)
             assert all(chosen[start // ALIGNMENT :][:longest]), chosen
 
 
@@ -197,7 +198,7 @@ def test_whatever_comes_back_its_longest_stretch_is_one_range_again():
 def test_a_thread_that_takes_a_range_within_another_ones_call_gets_its_own(act):
     """A step moves states while another thread asks for a snapshot's tree."""
     slab = _slab.Slab(2048, pin=False)
-    assert slab.take(512) == 0
+    assert slab.take(512) == [0]
     taken = []
     other = threading.Thread(target=lambda: taken.append(slab.take(512)))
 
@@ -214,3 +215,41 @@ def test_a_thread_that_takes_a_range_within_another_ones_call_gets_its_own(act):
     other.join()
     assert mine not in taken
     assert slab.free_bytes == 2048 - 512 * (3 if act == "take" else 1)
+
+
+def test_ranges_that_are_taken_together_are_those_that_are_taken_one_at_a_time():
+    chance = random.Random(7)
+    for _ in range(50):
+        sizes = [chance.choice([0, 100, 512, 900, 5000]) for _ in range(chance.randrange(1, 40))]
+        arenas = [SlabArena(pin=False, reuse=True) for _ in range(2)]
+        first = chance.choice([600, 3000, 9000])
+        for arena in arenas:
+            arena.reserve([first])
+            arena.reserve(sizes)
+            gaps = arena.allocate_all([512] * 6)
+            for region in gaps[::2]:
+                arena.release(region)
+        together = arenas[0]._find(sizes)
+        alone = [arenas[1].find_room(size) for size in sizes]
+        assert [_place(arenas[0], each) for each in together] == [
+            _place(arenas[1], each) for each in alone
+        ]
+
+
+def _place(arena, region):
+    return region and (arena._slabs.index(region.slab), region.offset, region.num_bytes)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float64, torch.bfloat16])
+def test_views_lie_at_the_beginning_of_their_regions_wherever_those_are(dtype):
+    like = torch.empty(3, 5, dtype=dtype)
+    arena = SlabArena(pin=False, reuse=True)
+    for _ in range(3):
+        arena.reserve([512] * 4)
+    regions = arena.allocate_all([like.nbytes] * 12)
+    for order in (regions, regions[::-1], regions[::2], regions[5:6], [regions[0], *regions[2:]]):
+        views = _slab.views_in(order, like)
+        assert [view.data_ptr() for view in views] == [
+            region.slab.data.data_ptr() + region.offset for region in order
+        ]
+        assert {(view.dtype, view.shape, view.stride()) for view in views} == {strided_as(like)}

@@ -31,7 +31,7 @@ from residency._checkpoint._arguments import (
     spare_bytes,
 )
 from residency._checkpoint._background import Background
-from residency._checkpoint._capture._capture import Capture, check_verify, make_room, sizes_of
+from residency._checkpoint._capture._capture import Capture, check_verify, make_room
 from residency._checkpoint._capture._walk import optimizers_in
 from residency._checkpoint._disk._publish import CheckpointDirectory, Retention
 from residency._checkpoint._disk._published import step_name
@@ -298,8 +298,9 @@ class Checkpointer:
         looked_at = Capture(SlabArena(pin=False))
         try:
             looked_at.describe(self._with_rng(state, True), rank=self._ranks.rank_to_write)
-            sizes = sizes_of(looked_at.blocks.blocks)
-            is_on_device = any(not block.span.is_cpu for block in looked_at.blocks.blocks)
+            blocks = looked_at.blocks.blocks
+            sizes = [block.num_bytes for block in blocks if block.lent is None]
+            is_on_device = any(not block.source.is_cpu for block in blocks)
         finally:
             looked_at.release()
         for optimizer in optimizers_in(state):

@@ -66,6 +66,7 @@ from residency._transfer._slab import (
     another_over as another_over,
     is_only_one as is_only_one,
     memory_of as memory_of,
+    views_in as views_in,
 )
 from residency._transfer._waiting import (
     Waiting as Waiting,

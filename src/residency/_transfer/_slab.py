@@ -10,6 +10,7 @@ ranges of live entries never overlap, and a range is used again only when no ten
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 import weakref
 from collections import deque
@@ -118,15 +119,20 @@ class Slab:
     def free_bytes(self) -> int:
         return sum(size for _, size in self._free)
 
-    def take(self, num_bytes: int) -> int | None:
-        """Takes the first free range that is large enough; returns its offset, or None."""
+    def take(self, num_bytes: int, count: int = 1) -> list[int]:
+        """Takes up to so many ranges of one size, each the first that is free; returns their
+        offsets, ascending.
+        """
+        offsets: list[int] = []
+        free: list[tuple[int, int]] = []
         with _Ranges.lock:
-            for index, (offset, size) in enumerate(self._free):
-                if size >= num_bytes:
-                    rest = (offset + num_bytes, size - num_bytes)
-                    self._free[index : index + 1] = [rest] if rest[1] else []
-                    return offset
-        return None
+            for start, size in self._free:
+                end = start + min(size // num_bytes, count - len(offsets)) * num_bytes
+                offsets += range(start, end, num_bytes)
+                if end < start + size:
+                    free.append((end, start + size - end))
+            self._free = free
+        return offsets
 
     def emptied(self) -> Slab:
         """Returns a slab over the same memory with all of it free."""
@@ -147,7 +153,7 @@ class Slab:
             self._free = merged
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Region:
     """The range of one entry: ``num_bytes`` is a multiple of ``ALIGNMENT``."""
 
@@ -162,6 +168,22 @@ class Region:
         """
         if not self.slab.is_pinned:
             self.slab.data.narrow(0, self.offset, self.num_bytes).zero_()
+
+
+@callers_modes_off()
+def views_in(regions: Sequence[Region], like: Tensor) -> Sequence[Tensor]:
+    """Returns a tensor like a contiguous one at the beginning of each region, as views of slabs;
+    those of ranges of one size that follow one another are made at once.
+    """
+    first, step = regions[0], regions[0].num_bytes
+    offsets = range(first.offset, first.offset + step * len(regions), step)
+    is_one_run = [region.offset for region in regions] == list(offsets)
+    if not is_one_run or len({region.slab for region in regions}) > 1:
+        half = len(regions) // 2
+        return [*views_in(regions[:half], like), *views_in(regions[half:], like)]
+    flat = first.slab.data.narrow(0, first.offset, step * len(regions)).view(like.dtype)
+    shape, stride = (len(regions), *like.shape), (step // like.element_size(), *like.stride())
+    return flat.as_strided(shape, stride, flat.storage_offset()).unbind()
 
 
 class SlabArena:
@@ -244,8 +266,7 @@ class SlabArena:
             return found
         wanted = align_up(max(num_bytes, 1))
         slab = self._grow(wanted)
-        offset = slab.take(wanted)
-        assert offset is not None
+        (offset,) = slab.take(wanted)
         return Region(slab, offset, wanted)
 
     def holds(self, tensor: Tensor) -> bool:
@@ -256,13 +277,22 @@ class SlabArena:
 
     def find_room(self, num_bytes: int) -> Region | None:
         """Returns a range in the slabs that there are, or None."""
+        return self._find([num_bytes])[0]
+
+    def _find(self, sizes: Iterable[int]) -> list[Region | None]:
+        """Returns ranges of these sizes, each in the first slab with room; None where none has."""
         self._collect()
-        wanted = align_up(max(num_bytes, 1))
-        for slab in self._slabs:
-            offset = slab.take(wanted)
-            if offset is not None:
-                return Region(slab, offset, wanted)
-        return None
+        found: list[Region | None] = []
+        for size, alike in itertools.groupby(sizes):
+            wanted, num_left = align_up(max(size, 1)), len(list(alike))
+            for slab in self._slabs:
+                offsets = slab.take(wanted, num_left)
+                found += [Region(slab, offset, wanted) for offset in offsets]
+                num_left -= len(offsets)
+                if not num_left:
+                    break
+            found += [None] * num_left
+        return found
 
     def allocate_all(self, sizes: Sequence[int]) -> list[Region]:
         """Takes ranges of these sizes, in this order; where there is no room for all, unused slabs
@@ -275,13 +305,9 @@ class SlabArena:
             if is_second:
                 self.free_all()
                 self.reserve(sizes)
-            regions: list[Region] = []
-            for size in sizes:
-                region = self.find_room(size)
-                if region is None:
-                    break
-                regions.append(region)
-            else:
+            found = self._find(sizes)
+            regions = [region for region in found if region is not None]
+            if len(regions) == len(found):
                 return regions
             for region in regions:
                 self.release(region)
@@ -294,7 +320,7 @@ class SlabArena:
         Raises:
             RefusedError: The host has no room; nothing was allocated.
         """
-        found = [self.find_room(size) for size in sizes]
+        found = self._find(sizes)
         missing = [size for size, region in zip(sizes, found, strict=True) if region is None]
         try:
             self.reserve(missing)

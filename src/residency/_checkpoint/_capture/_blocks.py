@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from residency._checkpoint._document._encode import SPAN, Leaf
 from residency._checkpoint._document._notes import bytes_note, elsewhere_note, shard_note, view_note
 from residency._dtensor import is_sharded, local_of, shard_offsets
 from residency._errors import RefusedError
+from residency._modes import callers_modes_off
 from residency._transfer import Lent
 
 _MAX_ITEMSIZE = torch.complex128.itemsize
@@ -42,7 +44,8 @@ class Block:
 
     Attributes:
         record: How the block is stored.
-        span: The bytes, ``uint8`` of shape ``[num_bytes]``, a view of the caller's storage.
+        source: A contiguous tensor that is the bytes, in the caller's storage; of one dtype, shape
+            and strides in all blocks with one ``laid``.
         gather: How the stored tensor lies in the span, where its elements are not in order.
         is_early: Whether others than optimizers may change the bytes.
         lent: The loan, of a state that lives on the host.
@@ -52,12 +55,18 @@ class Block:
     """
 
     record: Record
-    span: Tensor
+    source: Tensor
     gather: Layout | None
     is_early: bool
     lent: Lent | None
     laid: Layout | dict[str, Layout]
     num_bytes: int
+
+    @property
+    def span(self) -> Tensor:
+        """The bytes as ``uint8`` of shape ``[num_bytes]``."""
+        first = int(self.source.storage_offset()) * self.source.element_size()
+        return _bytes_of(self.source, first, self.num_bytes)
 
     @property
     def names(self) -> Collection[str]:
@@ -77,13 +86,40 @@ class Blocks(NamedTuple):
     special: dict[str, Any]
 
 
-class _LocatedLeaf(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Format:
+    """A device, dtype, shape and strides, with all that follows from them, asked once.
+
+    Attributes:
+        layout: The place of one that is alone in its block.
+        stored: The name that safetensors has for the dtype.
+        num_bytes: The bytes of the elements.
+        span_bytes: The bytes from the first element to the last.
+        is_in_order: Whether they are contiguous.
+        storages: Of the device, by address: the number of the tensor in it, or of all that are.
+    """
+
+    layout: Layout
+    stored: str | None
+    num_bytes: int
+    span_bytes: int
+    is_in_order: bool
+    storages: dict[int, int | list[int]]
+
+
+class _Located(NamedTuple):
     leaf: Leaf
     local: Tensor
+    form: _Format
     first: int
-    last: int
+    number: int
+
+    @property
+    def last(self) -> int:
+        return self.first + self.form.span_bytes
 
 
+@callers_modes_off()
 def make_blocks(
     leaves: Mapping[str, Leaf], *, replicated: Collection[str] = (), rank: int | None = None
 ) -> Blocks:
@@ -98,86 +134,107 @@ def make_blocks(
     Raises:
         RefusedError: A tensor has no plain layout, or is a partial sum.
     """
-    special: dict[str, object] = {}
+    special: dict[str, Any] = {}
+    known: dict[object, _Format] = {}
     on_device: dict[torch.device, dict[int, int | list[int]]] = {}
-    found: list[Leaf] = []
-    locals_found: list[Tensor] = []
-    blocks: list[Block] = []
+    found: list[_Located] = []
     for leaf in leaves.values():
         local = local_of(leaf.value) if leaf.lent is None else leaf.lent.tensor
-        check_plain_layout(leaf, local)
-        note = _shard_note(leaf, local)
-        writer = rank
-        if rank is not None and note:
-            writer = _first_replica(leaf.value)
-        elif rank is not None and leaf.name in replicated:
-            writer = 0
-        if writer != rank:
-            note |= elsewhere_note(writer)
-        if note:
-            special[leaf.name] = note
-        if writer != rank or note.get("offsets", ()) is None:
+        form = _format_of(leaf, local, known, on_device)
+        if (rank is not None or is_sharded(leaf.value)) and not _is_written_here(
+            leaf, local, special, replicated, rank
+        ):
             continue
-        if local.numel() == 0:
-            blocks.append(_block_of([_LocatedLeaf(leaf, local, 0, 0)], special))
-            continue
-        _check_has_bytes(leaf, local)
-        storages = on_device.setdefault(local.device, {})
-        address = local.untyped_storage().data_ptr()
-        index = len(found)
-        before = storages.setdefault(address, index)
+        number = len(found)
+        first, address = 0, ~number  # of one without bytes, which overlaps with none
+        if form.span_bytes:
+            storage = local.untyped_storage()
+            first = int(local.storage_offset()) * form.layout.dtype.itemsize
+            if storage.nbytes() < first + form.span_bytes:
+                _refuse_freed(leaf, first + form.span_bytes, storage.nbytes())
+            address = storage.data_ptr()
+        found.append(_Located(leaf, local, form, first, number))
+        before = form.storages.setdefault(address, number)
         if isinstance(before, list):
-            before.append(index)
-        elif before != index:
-            storages[address] = [before, index]
-        found.append(leaf)
-        locals_found.append(local)
-    known: dict[Layout, Layout] = {}
+            before.append(number)
+        elif before != number:
+            form.storages[address] = [before, number]
+    blocks: list[tuple[int, Block]] = []
     for here in (each for storages in on_device.values() for each in storages.values()):
         if isinstance(here, list):
-            located = [_located(found[index], locals_found[index]) for index in here]
-            blocks += [_block_of(cluster, special) for cluster in _clusters(located)]
-        elif locals_found[here].is_contiguous():
-            blocks.append(_block_alone(found[here], locals_found[here], special, known))
+            for cluster in _clusters([found[number] for number in here]):
+                block = _block_of(cluster, special)
+                blocks.append((min(each.number for each in cluster), block))
+        elif found[here].form.is_in_order:
+            blocks.append((here, _block_alone(found[here], special)))
         else:
-            blocks.append(_block_of([_located(found[here], locals_found[here])], special))
-    order = {name: index for index, name in enumerate(leaves)}
-    blocks.sort(key=lambda block: min(order[name] for name in block.names))
-    return Blocks(blocks, special)
+            blocks.append((here, _block_of([found[here]], special)))
+    blocks.sort(key=itemgetter(0))
+    return Blocks([block for _, block in blocks], special)
 
 
-def _located(leaf: Leaf, local: Tensor) -> _LocatedLeaf:
-    return _LocatedLeaf(leaf, local, *_range_of(local))
-
-
-def _range_of(local: Tensor) -> tuple[int, int]:
-    """Returns the first byte of its storage that a tensor has, and the one behind its last."""
-    itemsize = local.element_size()
-    first = int(local.storage_offset()) * itemsize
-    return first, first + _span_elements(local) * itemsize
-
-
-def _check_has_bytes(leaf: Leaf, local: Tensor) -> None:
-    """Refuses a tensor whose storage was made shorter than it; its bytes are nowhere."""
-    found, (_, last) = local.untyped_storage().nbytes(), _range_of(local)
-    if found < last:
-        raise RefusedError(
-            f"{leaf.name} needs {last} bytes of a storage that has {found}: its memory was freed, "
-            "as FSDP1 does with parameters that are gathered elsewhere. Nothing was saved; save it "
-            "while it has its memory."
+def _format_of(
+    leaf: Leaf,
+    local: Tensor,
+    known: dict[object, _Format],
+    on_device: dict[torch.device, dict[int, int | list[int]]],
+) -> _Format:
+    # All in which two of one format may differ.
+    if type(local) is not Tensor or local.layout is not torch.strided or local.is_neg():
+        check_plain_layout(leaf, local)
+    key = dtype, device, shape, stride = local.dtype, local.device, local.shape, local.stride()
+    form = known.get(key)
+    if form is None or (dtype.is_complex and local.is_conj()):
+        check_plain_layout(leaf, local)
+        known[key] = form = _Format(
+            Layout(dtype, tuple(shape), stride, 0),
+            STORED_DTYPES.get(dtype),
+            local.numel() * dtype.itemsize,
+            _span_elements(local) * dtype.itemsize if local.numel() else 0,
+            local.is_contiguous(),
+            on_device.setdefault(device, {}),
         )
+    return form
+
+
+def _is_written_here(
+    leaf: Leaf,
+    local: Tensor,
+    special: dict[str, Any],
+    replicated: Collection[str],
+    rank: int | None,
+) -> bool:
+    """Returns whether this rank writes a tensor, or a shard; notes what the document says of it."""
+    note = _shard_note(leaf, local)
+    writer = rank
+    if rank is not None and note:
+        writer = _first_replica(leaf.value)
+    elif rank is not None and leaf.name in replicated:
+        writer = 0
+    if writer != rank:
+        note |= elsewhere_note(writer)
+    if note:
+        special[leaf.name] = note
+    return writer == rank and note.get("offsets", ()) is not None
+
+
+def _refuse_freed(leaf: Leaf, wanted: int, found: int) -> NoReturn:
+    """Refuses a tensor whose storage was made shorter than it; its bytes are nowhere."""
+    raise RefusedError(
+        f"{leaf.name} needs {wanted} bytes of a storage that has {found}: its memory was freed, as "
+        "FSDP1 does with parameters that are gathered elsewhere. Nothing was saved; save it while "
+        "it has its memory."
+    )
 
 
 def _span_elements(tensor: Tensor) -> int:
-    if tensor.is_contiguous():
-        return tensor.numel()
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in steps)
 
 
-def _clusters(located: list[_LocatedLeaf]) -> list[list[_LocatedLeaf]]:
+def _clusters(located: list[_Located]) -> list[list[_Located]]:
     """Groups the tensors of one storage that overlap, directly or through others."""
-    clusters: list[list[_LocatedLeaf]] = []
+    clusters: list[list[_Located]] = []
     reach = -1
     for each in sorted(located, key=lambda p: (p.first, -p.last)):
         if each.first < reach:
@@ -188,37 +245,32 @@ def _clusters(located: list[_LocatedLeaf]) -> list[list[_LocatedLeaf]]:
     return clusters
 
 
-def _block_alone(
-    leaf: Leaf, local: Tensor, special: dict[str, object], known: dict[Layout, Layout]
-) -> Block:
+def _block_alone(one: _Located, special: dict[str, Any]) -> Block:
     """Returns ``_block_of`` one tensor in order, as nearly all are; alike ones have one layout."""
-    first, last = _range_of(local)
-    layout = Layout(local.dtype, tuple(local.shape), local.stride(), 0)
-    layout = known.setdefault(layout, layout)
-    record = _record(leaf, layout, special)
-    span = _bytes_of(local, first, last)
-    return Block(record, span, None, leaf.is_early, leaf.lent, layout, last - first)
+    leaf, source, form, first, _ = one
+    # Of bools, torch's copy may make other bytes.
+    if type(source) is not Tensor or form.stored in (None, "BOOL"):
+        source = _bytes_of(source, first, form.span_bytes)
+    record = _record(leaf, form, special)
+    return Block(record, source, None, leaf.is_early, leaf.lent, form.layout, form.span_bytes)
 
 
-def _block_of(cluster: list[_LocatedLeaf], special: dict[str, Any]) -> Block:
+def _block_of(cluster: list[_Located], special: dict[str, Any]) -> Block:
     first = cluster[0].first
-    if len({each.local.dtype for each in cluster}) > 1:
+    if len({each.form.layout.dtype for each in cluster}) > 1:
         first = first // _MAX_ITEMSIZE * _MAX_ITEMSIZE  # each lies at a multiple of its itemsize
     last = max(each.last for each in cluster)
     # Storages of one address may differ in length: two `from_numpy` over one array.
     longest = cluster[0]
     if len(cluster) > 1:
         longest = max(cluster, key=lambda each: each.local.untyped_storage().nbytes())
-    span = _bytes_of(longest.local, first, last)
+    span = _bytes_of(longest.local, first, last - first)
     is_early = any(each.leaf.is_early for each in cluster)
     # A loan of a part of a block ends, and the whole block is copied.
     loans = (p.leaf.lent for p in cluster if (p.first, p.last) == (first, last))
     lent = next((each for each in loans if each is not None), None)
     layouts = {
-        each.leaf.name: Layout(
-            each.local.dtype, tuple(each.local.shape), each.local.stride(), each.first - first
-        )
-        for each in cluster
+        each.leaf.name: each.form.layout._replace(start=each.first - first) for each in cluster
     }
     whole = _whole_of(cluster, last - first)
     if whole is None:
@@ -227,8 +279,8 @@ def _block_of(cluster: list[_LocatedLeaf], special: dict[str, Any]) -> Block:
         seen, gather = layouts, None
     else:
         layout = layouts[whole.leaf.name]
-        record = _record(whole.leaf, layout, special)
-        is_in_order = whole.local.is_contiguous()
+        record = _record(whole.leaf, whole.form, special)
+        is_in_order = whole.form.is_in_order
         gather = None if is_in_order else layout
         others = {n: each for n, each in layouts.items() if n != record.name}
         seen = others if is_in_order else dict.fromkeys(others, _in_order(layout))
@@ -240,30 +292,25 @@ def _block_of(cluster: list[_LocatedLeaf], special: dict[str, Any]) -> Block:
     return Block(record, span, gather, is_early, lent, layouts, last - first)
 
 
-def _whole_of(cluster: list[_LocatedLeaf], num_bytes: int) -> _LocatedLeaf | None:
+def _whole_of(cluster: list[_Located], num_bytes: int) -> _Located | None:
     """Returns the tensor as which a span is stored, or None where it is stored as bytes."""
     if len(cluster) == 1:
-        local = cluster[0].local
         # An expanded tensor repeats its elements.
-        is_short = local.numel() <= max(_span_elements(local), 0)
+        is_short = cluster[0].form.num_bytes <= cluster[0].form.span_bytes
         return cluster[0] if is_short else None
     whole = next(
         (
             each
             for each in cluster
-            if each.last - each.first == num_bytes
+            if each.form.span_bytes == num_bytes
             and torch.ops.aten.is_non_overlapping_and_dense.default(each.local)
         ),
         None,
     )
-    if whole is None or whole.local.is_contiguous():
+    if whole is None or whole.form.is_in_order:
         return whole
     # What is stored in another order than it lies in has no views but itself.
-    is_one = all(
-        (each.local.dtype, each.local.shape, each.local.stride(), each.first)
-        == (whole.local.dtype, whole.local.shape, whole.local.stride(), whole.first)
-        for each in cluster
-    )
+    is_one = all(each.form is whole.form and each.first == whole.first for each in cluster)
     return whole if is_one else None
 
 
@@ -272,21 +319,22 @@ def _in_order(layout: Layout) -> Layout:
     return layout._replace(stride=stride, start=0)
 
 
-def _bytes_of(tensor: Tensor, first: int, last: int) -> Tensor:
+@callers_modes_off()
+def _bytes_of(tensor: Tensor, first: int, num_bytes: int) -> Tensor:
     span = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return span.set_(tensor.untyped_storage(), first, (last - first,), (1,)) if last else span
+    # Without a view, which would keep the tensor.
+    storage = tensor.untyped_storage()
+    return span.set_(storage, first, (num_bytes,), (1,)) if num_bytes else span
 
 
-def _record(leaf: Leaf, layout: Layout, special: dict[str, Any]) -> Record:
-    num_bytes = torch.Size(layout.shape).numel() * layout.dtype.itemsize
-    stored = STORED_DTYPES.get(layout.dtype)
-    offsets = special.get(leaf.name, {}).get("offsets")
-    if stored is None:
+def _record(leaf: Leaf, form: _Format, special: dict[str, Any]) -> Record:
+    layout, num_bytes = form.layout, form.num_bytes
+    if form.stored is None:
         special.setdefault(leaf.name, {}).update(bytes_note(layout.dtype, layout.shape))
         return Record(leaf.name, "U8", (num_bytes,), num_bytes)
-    return Record(
-        leaf.name, stored, layout.shape, num_bytes, None if offsets is None else tuple(offsets)
-    )
+    offsets = special[leaf.name].get("offsets") if leaf.name in special else None
+    offsets = None if offsets is None else tuple(offsets)
+    return Record(leaf.name, form.stored, layout.shape, num_bytes, offsets)
 
 
 def _shard_note(leaf: Leaf, local: Tensor) -> dict[str, Any]:

@@ -13,6 +13,7 @@ their writers wait at the gate, which knows for each storage the event after its
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import threading
@@ -36,6 +37,7 @@ from residency._transfer import (
     SlabArena,
     gate_of,
     memory_of,
+    views_in,
     wait_asleep,
     watch_optimizers,
 )
@@ -98,25 +100,26 @@ class Held:
     Attributes:
         block: What the bytes are.
         group: The copies that bring them.
+        region: The range of a slab that is the bytes; None of what is lent.
+        target: What they are copied into until they are, like the block's source.
     """
 
-    def __init__(
-        self, block: Block, arena: SlabArena, region: Region | None, device_index: int | None
-    ) -> None:
+    def __init__(self, block: Block, arena: SlabArena, device_index: int | None) -> None:
         self.block = block
         self._device_index = device_index
         self.group = _NO_COPIES
         self._arena = arena
-        self._region = region
+        self.region: Region | None = None
+        self.target = _NO_BYTES
         self._is_released = False
         self._handed_over: Tensor | None = None
 
     @property
     def host(self) -> Tensor:
         """The span's bytes, ``uint8`` of shape ``[num_bytes]``."""
-        if self._region is None:
+        if self.region is None:
             return self.block.span
-        return self._region.slab.data.narrow(0, self._region.offset, self.block.num_bytes)
+        return self.region.slab.data.narrow(0, self.region.offset, self.block.num_bytes)
 
     def final(self) -> Tensor:
         """Returns the span's bytes once they are final.
@@ -156,9 +159,9 @@ class Held:
         if self._handed_over is None:
             if self.block.lent is not None:
                 self._handed_over = self.block.lent.for_good(final)
-            elif self._region is not None:
+            elif self.region is not None:
                 shape = [self.block.num_bytes]
-                self._handed_over = self._arena.tensor(self._region, torch.uint8, shape, [1])
+                self._handed_over = self._arena.tensor(self.region, torch.uint8, shape, [1])
             else:
                 self._handed_over = final
         self._is_released = True
@@ -182,7 +185,7 @@ class Held:
             _device.tolerate_captures()
             _of_thread.device_index = self._device_index
         self._settle()
-        block, region = self.block, self._region
+        block, region = self.block, self.region
         if block.lent is not None:
             region = block.lent.region
         if block.gather is not None:
@@ -190,7 +193,7 @@ class Held:
             return memory_of(final.view(-1).view(torch.uint8))
         if region is not None:
             return region.slab.memory(region.offset, block.num_bytes)
-        return memory_of(block.span)
+        return memory_of(block.source)
 
     def check(self) -> None:
         """Asks, once the bytes were read, whether they were final all the time.
@@ -219,8 +222,8 @@ class Held:
         if self._is_released or not has_ended(self.group):
             return
         self._is_released = True  # first: what is given back twice would serve two at once
-        if self._region is not None:
-            self._arena.release(self._region)
+        if self.region is not None:
+            self._arena.release(self.region)
 
 
 _NO_COPIES = CopyGroup()
@@ -295,30 +298,41 @@ class Capture:
             RefusedError: The host has no room.
         """
         blocks = self.blocks.blocks
-        self.arena.pin_for(any(not b.span.is_cpu for b in blocks if b.lent is None))
-        regions = iter(make_room(self.arena, sizes_of(blocks)))
-        on_device = (block.span.device.index for block in blocks if not block.span.is_cpu)
-        self.device_index = next(on_device, self.device_index)
-        index = self.device_index
-        self.held = tuple(
-            Held(block, self.arena, None if block.lent is not None else next(regions), index)
-            for block in blocks
-        )
+        on_device = [block for block in blocks if not block.source.is_cpu]
+        self.arena.pin_for(bool(on_device))  # what is lent is on the host
+        self.device_index = on_device[0].source.device.index if on_device else self.device_index
+        self.held = tuple([Held(block, self.arena, self.device_index) for block in blocks])
+        alike: dict[int, list[Held]] = {}
+        for each in self.held:
+            if each.block.lent is None:
+                alike.setdefault(id(each.block.laid), []).append(each)
+        sizes = [each.block.num_bytes for like in alike.values() for each in like]
+        regions = iter(make_room(self.arena, sizes))
+        for like in alike.values():
+            ranges = list(itertools.islice(regions, len(like)))
+            targets = views_in(ranges, like[0].block.source)
+            for each, region, target in zip(like, ranges, targets, strict=True):
+                each.region, each.target = region, target
         self._groups = _groups_of(self.held, verify=verify)
 
     def copy(self) -> None:
         """Copies what the host has, and queues the copies of what a device has."""
-        to_copy = [h for h in self.held if h.block.lent is None and h.block.num_bytes]
-        on_host = [each for each in to_copy if each.block.span.is_cpu]
+        on_host = [h for h in self.held if h.block.lent is None and h.block.source.is_cpu]
+        if on_host:
+            targets = [each.target for each in on_host]
+            # torch has no public name for many copies in one call (2.11 to 2.13)
+            torch._foreach_copy_(targets, [each.block.source for each in on_host])
         for each in on_host:
-            each.host.copy_(each.block.span)
-            each.block.span = _NO_BYTES
+            each.block.source = each.target = _NO_BYTES
         if self._groups:
             watch_optimizers()
         for device, groups in self._groups.items():
             _queue_copies(device, groups)
-        leaves = self.description.leaves.values()
-        for local in (local_of(leaf.value) for leaf in leaves if leaf.lent is None):
+        # The tree asks for the form of shards; of all else, the copies alone keep the bytes.
+        found = self.description.leaves.items()
+        leaves = {name: leaf for name, leaf in found if type(leaf.value) is not Tensor}
+        self.description.leaves = leaves
+        for local in (local_of(leaf.value) for leaf in leaves.values() if leaf.lent is None):
             if not local.is_cpu:
                 gate_of(local.device).note_sources((local,))
 
@@ -384,11 +398,6 @@ def capture_described(description: Description, *, arena: SlabArena) -> Capture:
     return captured
 
 
-def sizes_of(blocks: Iterable[Block]) -> list[int]:
-    """Returns the bytes of each block that is copied, for ``SlabArena.reserve``."""
-    return [block.num_bytes for block in blocks if block.lent is None]
-
-
 def make_room(arena: SlabArena, sizes: Sequence[int]) -> list[Region]:
     """Takes ranges of these sizes, allocating just what they need where there is no room.
 
@@ -397,7 +406,8 @@ def make_room(arena: SlabArena, sizes: Sequence[int]) -> list[Region]:
     rounded = [-(-n // _PAGE) * _PAGE if n >= _LONG else n for n in sizes]
     # In one order for the same sizes, however they are listed.
     last = max(rounded, default=0) + 1
-    order = sorted(range(len(rounded)), key=lambda i: bool(rounded[i] % _PAGE) * last - rounded[i])
+    ranks = [bool(n % _PAGE) * last - n for n in rounded]
+    order = sorted(range(len(ranks)), key=ranks.__getitem__)
     regions = dict(zip(order, arena.allocate_all([rounded[i] for i in order]), strict=True))
     return [regions[index] for index in range(len(sizes))]
 
@@ -411,16 +421,16 @@ def _groups_of(
     """
     on_device: dict[torch.device, list[Held]] = {}
     for each in held:
-        block = each.block
-        if block.lent is None and block.num_bytes and not block.span.is_cpu:
-            on_device.setdefault(block.span.device, []).append(each)
+        source = each.block.source
+        if not source.is_cpu and each.block.num_bytes:
+            on_device.setdefault(source.device, []).append(each)
     found: dict[torch.device, list[tuple[CopyGroup, list[Held]]]] = {}
     for device, here in on_device.items():
         early = [each for each in here if each.block.is_early]
         late = [each for each in here if not each.block.is_early]
         for members in (*_groups(early), *_groups(late)):
             sums = Sums([each.block for each in members]) if verify else None
-            sources = [each.block.span for each in members]
+            sources = [each.block.source for each in members]
             found.setdefault(device, []).append((CopyGroup(device, sources, sums), members))
     return found
 
@@ -440,23 +450,24 @@ def _queue_copies(device: torch.device, groups: Sequence[tuple[CopyGroup, list[H
 def _copy_group(group: CopyGroup, members: Sequence[Held], mover: Mover) -> None:
     for each in members:
         each.group = group
-    moves = ((each.host, each.block.span) for each in members)
+    moves = [(each.target, each.block.source) for each in members]
     then = None if group.sums is None else group.sums.compare
     group.flight = mover.to_host(moves, group.sources, then=then)
     gone = torch.empty(0, dtype=torch.uint8, device=group.sources[0].device)
     for each in members:
-        each.block.span = gone  # the group alone keeps the storage
+        each.block.source = gone  # the group alone keeps the storage
+        each.target = _NO_BYTES
 
 
 def _groups(held: Iterable[Held]) -> Iterator[list[Held]]:
     group: list[Held] = []
     num_bytes = 0
     for each in held:
-        if group and num_bytes + each.block.num_bytes > _GROUP_BYTES:
-            yield group
-            group, num_bytes = [], 0
-        group.append(each)
         num_bytes += each.block.num_bytes
+        if group and num_bytes > _GROUP_BYTES:
+            yield group
+            group, num_bytes = [], each.block.num_bytes
+        group.append(each)
     if group:
         yield group
 

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from residency._checkpoint._capture._wrappers import place_of, plain_optimizer
+from residency._checkpoint._capture._wrappers import clean_names, place_of, plain_optimizer
 from residency._dtensor import local_of
 from residency._storages import storage_key, strided_as
 from residency._transfer import defining_class
@@ -37,8 +38,7 @@ _OPTIMIZER_HOOKS = (
 _STATE_METHODS = ("state_dict", "load_state_dict")
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleEntry:
+class ModuleEntry(NamedTuple):
     """An entry of a module's state dict.
 
     Attributes:
@@ -59,6 +59,7 @@ class ModuleState:
         module: Without wrappers around it.
 
     Attributes:
+        parameters: Its parameters.
         entries: The entries of its state dict by their names without what wrappers add.
         metadata: The versions of its parts, as torch's state dict has them.
         is_loaded: Whether a restore has to call ``load_state_dict``. [Note: an object's own pair]
@@ -68,23 +69,32 @@ class ModuleState:
         self._module = module
         found = module.state_dict(keep_vars=True)
         self.metadata: Any = getattr(found, "_metadata", None)
-        own = {_memory_of(tensor) for tensor in (*module.parameters(), *module.buffers())} - {None}
+        self.parameters = set(module.parameters())
+        tensors = self.parameters.union(module.buffers())
         strangers = {
             raw: value
             for raw, value in found.items()
-            if isinstance(value, Tensor) and not is_lazy(value) and _memory_of(value) not in own
+            if isinstance(value, Tensor) and value not in tensors and not is_lazy(value)
         }
+        if strangers:  # a few, as nearly always none
+            own = set(map(memory_key, tensors)) - {None}
+            strangers = {raw: v for raw, v in strangers.items() if memory_key(v) not in own}
         # What is handed out twice as the same memory is the module's, though it is no buffer.
         again = module.state_dict(keep_vars=True) if strangers else {}
         made = {raw for raw, value in strangers.items() if not _is_same(value, again.get(raw))}
         self.entries = {
-            place_of(module, raw).name: ModuleEntry(
+            name: ModuleEntry(
                 raw, value, raw in made or is_lazy(value) or not isinstance(value, Tensor)
             )
-            for raw, value in found.items()
+            for name, (raw, value) in zip(clean_names(module, found), found.items(), strict=True)
         }
         is_any_made = any(entry.is_made for entry in self.entries.values())
         self.is_loaded = is_any_made or _loads_whole(module) or _is_any_part_own(module)
+
+    @cached_property
+    def memory(self) -> set[int | None]:
+        """The memory of the parameters."""
+        return set(map(memory_key, self.parameters)) - {None}
 
     def is_taken(self, entry: ModuleEntry) -> bool:
         """Returns whether the module's ``load_state_dict`` takes an entry that was made."""
@@ -114,7 +124,7 @@ class ModuleState:
         return _loads_its_own_way(place_of(self._module, entry.raw).parts[-1])
 
 
-def _memory_of(tensor: Tensor) -> int | None:
+def memory_key(tensor: Tensor) -> int | None:
     """Returns what tensors over one memory have in common; None where that cannot be said."""
     local = local_of(tensor)
     if is_lazy(tensor) or local.layout is not torch.strided:
@@ -123,9 +133,9 @@ def _memory_of(tensor: Tensor) -> int | None:
 
 
 def _is_same(left: Tensor, right: object) -> bool:
-    if not isinstance(right, Tensor) or _memory_of(left) is None:
+    if not isinstance(right, Tensor) or memory_key(left) is None:
         return left is right
-    is_one = _memory_of(left) == _memory_of(right)
+    is_one = memory_key(left) == memory_key(right)
     return is_one and strided_as(local_of(left)) == strided_as(local_of(right))
 
 

@@ -76,7 +76,7 @@ def tree_of(captured: Capture, spans: Mapping[int, Tensor]) -> Any:
     for held in captured.held:
         for name, layout in held.block.layouts.items():
             tensors[name] = view_of(spans[id(held.block)], layout)
-    for name, leaf in captured.description.leaves.items():
+    for name, leaf in captured.description.leaves.items():  # those of shards alone
         found = tensors.get(name)
         if found is None:  # no element of it is on this rank
             local = local_of(leaf.value)

@@ -7,11 +7,12 @@ their parameters, so that they find their way back in another order, and in anot
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import ChainMap, Counter
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +26,11 @@ from residency._checkpoint._capture._own_pairs import (
     OptimizerState,
     has_own_pair,
     is_whole_object,
+    memory_key,
     own_state,
 )
 from residency._checkpoint._capture._wrappers import (
-    clean_name,
+    clean_names,
     compiled_module,
     plain_module,
     plain_optimizer,
@@ -47,7 +49,7 @@ from residency._checkpoint._document._nodes import (
     has_halves,
     mapping_node,
 )
-from residency._dtensor import is_sharded, local_of
+from residency._dtensor import local_of
 from residency._errors import RefusedError
 from residency._nesting import refuse_inside
 from residency._ranks import rank_and_world_size
@@ -112,8 +114,7 @@ def describe(
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterName:
+class ParameterName(NamedTuple):
     """The name of a parameter of a module in a tree.
 
     Attributes:
@@ -134,9 +135,10 @@ def parameters_of(tree: object) -> dict[Tensor, ParameterName]:
     found: dict[Tensor, ParameterName] = {}
     for path, outer in _modules_in(tree, ""):
         module = plain_module(outer)
-        for name, parameter in module.named_parameters():
-            if parameter not in found:
-                found[parameter] = ParameterName(path, clean_name(module, name))
+        parameters = dict(module.named_parameters())
+        names = clean_names(module, parameters)
+        for name, parameter in zip(names, parameters.values(), strict=True):
+            found.setdefault(parameter, ParameterName(path, name))
     return found
 
 
@@ -193,11 +195,9 @@ class _StateWalk:
         self.replicated: set[str] = set()
         self._names = parameter_names(tree)
         self._replicated_parameters: set[Tensor] = set()
-        self._stepped: set[Tensor] = set()  # by the optimizers of the tree
-        self._is_alike = True  # replicas, until optimizers step them apart
-        for optimizer in optimizers_in(tree):
-            self._stepped |= {p for group in optimizer.param_groups for p in group["params"]}
-            self._is_alike &= type(optimizer).__name__ != _APART
+        self._optimizers = list(optimizers_in(tree))
+        # Replicas, until optimizers step them apart.
+        self._is_alike = all(type(each).__name__ != _APART for each in self._optimizers)
 
     def _object(self, path: str, value: Any) -> Node | None:
         """Returns the node of what is filled in place, or None for a value."""
@@ -220,8 +220,6 @@ class _StateWalk:
     def _module(self, path: str, module: nn.Module) -> Node:
         common = _names_in_common(module) if self._is_alike else set()
         module = plain_module(module)
-        parameters = set(module.parameters())
-        storages = {_storage_of(p) for p in parameters}
         state = ModuleState(module)
         keys, names, extra = [], [], {}
         for name, entry in state.entries.items():
@@ -231,23 +229,25 @@ class _StateWalk:
                     f"{full} has half a surrogate pair in its name, which UTF-8 cannot write. "
                     "Nothing was saved; rename that part of the module."
                 )
-            self._check_is_taken(full, module, state, entry)
+            if entry.is_made:
+                self._check_is_taken(full, module, state, entry)
             value = entry.value
             if not isinstance(value, Tensor):
                 extra[name] = self._placed(full, value)
                 continue
             # A hook may hand out views of parameters; anything else may change in forward.
-            storage = _storage_of(value)
-            is_own = value in parameters or (storage is not None and storage in storages)
+            is_own = value in state.parameters or memory_key(value) in state.memory
             self.encoder.tensor(full, value, is_early=not is_own)
             keys.append(name)
             names.append(full)
             if entry.raw in common:
                 self.replicated.add(full)
-        replicas = {p for n, p in module.named_parameters() if n in common}
-        # An optimizer with a part of them has those of its rank, as torch's ZeRO has.
-        if all(p in self._stepped for p in replicas if p.requires_grad):
-            self._replicated_parameters |= replicas
+        if common:
+            replicas = {p for n, p in module.named_parameters() if n in common}
+            groups = [group["params"] for each in self._optimizers for group in each.param_groups]
+            # An optimizer with a part of them has those of its rank, as torch's ZeRO has.
+            if {p for p in replicas if p.requires_grad}.issubset(itertools.chain(*groups)):
+                self._replicated_parameters |= replicas
         node = {KIND: MODULE, "keys": keys, "names": names, "extra": extra}
         if state.is_loaded and state.metadata is not None:
             node["metadata"] = self._value(joined(path, "_metadata"), dict(state.metadata))
@@ -259,7 +259,7 @@ class _StateWalk:
         """Refuses what a module puts into its state dict and takes from none; of a snapshot, no
         restore is promised.
         """
-        if not entry.is_made or self._is_lasting or is_lazy(entry.value):
+        if self._is_lasting or is_lazy(entry.value):
             return
         if not (state.is_taken(entry) or state.is_of_a_parameter(entry)):
             raise RefusedError(
@@ -273,16 +273,15 @@ class _StateWalk:
         if found is None:
             return self._whole(path, optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        index_names = {p: str(index) for index, p in enumerate(parameters)}
-        names = {p: self._names.get(p, index_names[p]) for p in parameters}
+        names = {p: self._names.get(p, str(index)) for index, p in enumerate(parameters)}
         if len(set(names.values())) < len(names):  # a module's parameter that is called "0"
-            names = index_names
-        state = {}
+            names = {p: str(index) for index, p in enumerate(parameters)}
+        state, states_path = {}, joined(path, "state")
         going = {storage_key(local_of(each.tensor)) for each in waiting_of(optimizer)}
         any_parked = is_any_away()
         for parameter, values in found.by_parameter.items():
             name = names[parameter]
-            inner_path = joined(joined(path, "state"), name)
+            inner_path = joined(states_path, name)
             is_on_host = parameter.is_cpu
             if any_parked:
                 is_on_host &= not is_away(parameter)
@@ -341,14 +340,16 @@ class _StateWalk:
             return self.encoder.tensor(name, value.value, is_early=False, lent=value)
         if isinstance(value, Tensor):
             node = self.encoder.tensor(name, value, is_early=False)
+            inner = [(node, value)]
         else:
             node = self._value(name, value)
-        if not is_on_host:
-            # Beside a parameter on a device, what is on the host belongs there, or waits for it.
-            for each in tensor_nodes(node):
-                leaf = local_of(self.encoder.leaves[each["name"]].value)
-                if leaf.is_cpu and storage_key(leaf) not in going:
-                    each["place"] = "host"
+            leaves = self.encoder.leaves
+            inner = [(each, leaves[each["name"]].value) for each in tensor_nodes(node)]
+        # Beside a parameter on a device, what is on the host belongs there, or waits for it.
+        for each, tensor in inner if not is_on_host else ():
+            local = local_of(tensor)
+            if local.is_cpu and storage_key(local) not in going:
+                each["place"] = "host"
         return node
 
     def _value(self, name: str, value: object) -> Node:
@@ -413,13 +414,6 @@ def _with_loans(value: Any, lent: Mapping[int, Lent]) -> Any:
 def class_name(value: object) -> str:
     """Returns what a document calls the class of an object."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def _storage_of(tensor: Tensor) -> int | None:
-    """Returns which storage a tensor lies in; None where it has none of its own, or none yet."""
-    if is_sharded(tensor) or is_lazy(tensor) or tensor.layout is not torch.strided:
-        return None
-    return storage_key(tensor)
 
 
 def _names_in_common(module: nn.Module) -> set[str]:

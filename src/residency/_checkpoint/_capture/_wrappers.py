@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +105,8 @@ def place_of(module: nn.Module, name: str) -> Place:
     return Place(tuple(parts), ".".join(named), ".".join(named[-num_left:]))
 
 
-def clean_name(module: nn.Module, name: str) -> str:
-    """Returns the name of a part or parameter of a module without what wrappers add."""
-    return place_of(module, name).name
+def clean_names(module: nn.Module, names: Iterable[str]) -> list[str]:
+    """Returns names of parts or parameters of a module without what wrappers add."""
+    if all(_wrapped(part) is None for part in module.modules()):
+        return list(names)  # as nearly always
+    return [place_of(module, name).name for name in names]

@@ -35,7 +35,7 @@ SPAN = ".__storage__"  # ends the name under which `_blocks` may store what a te
 Objects = Callable[[str, Any], Node | None]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Leaf:
     """A tensor of a state tree.
 

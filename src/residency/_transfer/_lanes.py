@@ -125,7 +125,7 @@ def copy_on(lane: torch.Stream, copies: Iterable[tuple[Tensor, Tensor]]) -> None
         targets, sources = zip(*pairs, strict=True)
         with on_lane(lane):
             # The loop over `copy_` at half the time; torch has no public name for it (2.11 to 2.13)
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+            torch._foreach_copy_(targets, sources, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def copy_out(lanes: Lanes, copies: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -248,9 +248,10 @@ def _clusters(located: list[_Located]) -> list[list[_Located]]:
 def _block_alone(one: _Located, special: dict[str, Any]) -> Block:
     """Returns ``_block_of`` one tensor in order, as nearly all are; alike ones have one layout."""
     leaf, source, form, first, _ = one
-    # Of bools, torch's copy may make other bytes.
-    if type(source) is not Tensor or form.stored in (None, "BOOL"):
+    if form.stored in (None, "BOOL"):  # of bools, torch's copy may make other bytes
         source = _bytes_of(source, first, form.span_bytes)
+    elif type(source) is not Tensor:
+        source = source.as_subclass(Tensor)
     record = _record(leaf, form, special)
     return Block(record, source, None, leaf.is_early, leaf.lent, form.layout, form.span_bytes)
 

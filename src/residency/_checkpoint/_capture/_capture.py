@@ -321,7 +321,7 @@ class Capture:
         if on_host:
             targets = [each.target for each in on_host]
             # torch has no public name for many copies in one call (2.11 to 2.13)
-            torch._foreach_copy_(targets, [each.block.source for each in on_host])
+            torch._foreach_copy_(targets, [each.block.source for each in on_host])  # pyright: ignore[reportPrivateImportUsage]
         for each in on_host:
             each.block.source = each.target = _NO_BYTES
         if self._groups:

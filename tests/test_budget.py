@@ -36,7 +36,7 @@ RAISES: list[tuple[str, int, str]] = [  # the part, lines, what they buy
     ("dry run and demo", 74, "models and pipelines of diffusers are made without their weights"),
     ("library", 8, "an optimizer's class names the options that it takes where trainers ask"),
     ("simulator", 8, "bytes of the caller's own that are page-locked"),
-    ("library", 41, "one mover: the order of a copy, stated and proved in one place"),
+    ("library", 49, "one mover: the order of a copy, stated and proved in one place"),
     ("dry run and demo", 83, "one pure function ends a script, by events that can be recorded"),
     ("library", 758, "a step whose copies run under the passes: a schedule, triggers, guests"),
     ("simulator", 20, "an index by a mask is refused in a capture, as on CUDA"),

@@ -14,6 +14,7 @@ from residency._registries import WeakRegistry
 
 # Every mutable object of a module, and why it cannot grow without end or keep a tensor alive.
 REGISTRIES = {
+    "_checkpoint/_capture/_own_pairs.py:memory": "an attribute, which goes with its object",
     "_checkpoint/_background.py:_alive": "weak",
     "_checkpoint/_background.py:_interpreter": "a flag",
     "_checkpoint/_capture/_capture.py:_of_thread": "a thread's own, the index of its device",

@@ -65,7 +65,7 @@ def offload_optimizer(
         resident: Bytes of state that may stay on the device, taken in group order; a parameter
             whose state outgrows this limit streams from then on.
         bucket: Bytes of state that move together. None takes 128 MiB; for a small state it takes a
-            power of two from 64 KiB on, so that all slots have at most a quarter of the state.
+            power of two from 1 MiB on, so that all slots have at most a quarter of the state.
         slots: Buckets that may be on the device at once; 3 lets both copies and the step overlap.
         pin: Whether the host memory is page-locked; if not, copies block the host.
         master_weights: Whether bfloat16 and float16 parameters get float32 masters, which are

@@ -92,7 +92,8 @@ class Run:
     def batch(self) -> Tensor:
         length = int(torch.randint(200, 800, (1,), generator=self._numbers))
         made = torch.randn(length, WIDTH, generator=self._numbers)
-        return made.to(self.device, self.model.head.weight.dtype)
+        # Not from pageable memory, for whose copy the host waits, and so for the step.
+        return made.to(self.model.head.weight.dtype).pin_memory().to(self.device, non_blocking=True)
 
     def accumulate(self, num_batches: int = 1) -> None:
         for _ in range(num_batches):

@@ -111,6 +111,8 @@ class Ahead:
         schedule: The rooms.
     """
 
+    _is_made = False  # of one that an interrupt left half made, which has nothing here
+
     def __init__(self, homes: Homes) -> None:
         self._device = homes.device
         self._homes = homes
@@ -128,9 +130,10 @@ class Ahead:
         self._is_off = False
         self.schedule = RoomSchedule()
         self.figures = Figures()
+        self._is_made = True
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if self._blocks and not is_finalizing():
+        if self._is_made and self._blocks and not is_finalizing():
             self._forget()
 
     @property

@@ -32,15 +32,18 @@ class Triggers:
         tell: Is called at each trigger; what it is bound to is not kept alive.
     """
 
+    _is_made = False  # of one that an interrupt left half made, which has no hooks
+
     def __init__(self, tell: Callable[[Trigger], None]) -> None:
         self._listener = weakref.WeakMethod(tell)
         self._handles: list[RemovableHandle] = []
         self._numbers: dict[int, int] = {}
         self._known: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
         self._last: Trigger | None = None
+        self._is_made = True
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():
+        if self._is_made and not is_finalizing():
             self.close()
 
     def watch(self, parameters: Sequence[Tensor]) -> None:

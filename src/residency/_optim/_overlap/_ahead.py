@@ -121,7 +121,7 @@ class Ahead:
         self._plan: Plan | None = None
         self._lock = threading.RLock()  # hooks of a backward pass run on a thread of autograd's
         self._num_looks = 0
-        self._level_seen = 0
+        self._level = self._level_seen = 0
         self._share = 0
         self._num_backward = self._num_backward_before = 0
         self._waits: deque[Waits] = deque(maxlen=2)
@@ -177,6 +177,7 @@ class Ahead:
     def _room_at(self, trigger: Trigger) -> int:
         held = self.held_bytes
         allocated, peak = _blocks.allocated_and_peak(self._device)
+        self._level = allocated
         is_measured = self.schedule.is_measuring
         room = self.schedule.at(
             trigger, allocated - held, (peak if is_measured else allocated) - held
@@ -294,19 +295,20 @@ class Ahead:
 
     def _bring(self, room: int, mover: Mover) -> None:
         """Takes free blocks and queues the copies of units into them, as far as there is room."""
-        if self._plan is None or not self._plan.streamed or any(self._homes.held()):
-            return  # a caller may write into what he was shown
+        if self._plan is None or self._num_looks >= _MOST_LOOKS:
+            return
         slot_bytes = self._plan.slot_bytes
-        here = {id(guest.unit) for guest in self._guests}
-        away = [unit for unit in self._plan.streamed if id(unit) not in here and unit.loads]
         # What has no room at the step would have come for nothing.
         room = min(room, self.figures.room_bytes) - self.held_bytes
-        level, _ = _blocks.allocated_and_peak(self._device)
-        is_new = abs(level - self._level_seen) >= max(slot_bytes, room // _MOST_LOOKS)
-        if not away or room < slot_bytes or self._num_looks >= _MOST_LOOKS or not is_new:
+        is_new = abs(self._level - self._level_seen) >= max(slot_bytes, room // _MOST_LOOKS)
+        if not slot_bytes or room < slot_bytes or not is_new:
             return
-        self._num_looks, self._level_seen = self._num_looks + 1, level
-        sizes = _blocks.free_blocks(self._device, slot_bytes)
+        self._num_looks, self._level_seen = self._num_looks + 1, self._level
+        if self._homes.held():
+            return  # a caller may write into what he was shown
+        here = {id(guest.unit) for guest in self._guests}
+        away = [unit for unit in self._plan.streamed if id(unit) not in here and unit.loads]
+        sizes = _blocks.free_blocks(self._device, slot_bytes) if away else {}
         while away:
             address = _blocks.largest(sizes, room)
             if address is None:

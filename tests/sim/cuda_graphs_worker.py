@@ -22,8 +22,8 @@ from worker_cases import Cases, OwnAttention, draw, on_thread
 
 import residency
 from residency import _device, _private_pools, sim
-from residency._checkpoint._capture import _capture
 from residency._handoff._residue import residue_lines
+from residency._transfer import _mover
 
 case = Cases()
 MIB = 1 << 20
@@ -470,7 +470,7 @@ def the_library_refuses_to_give_back_what_is_being_captured() -> None:
 def a_save_goes_on_while_a_graph_is_captured() -> None:
     value = torch.arange(1000.0, device="cuda")
     is_captured, has_asked = threading.Event(), threading.Event()
-    real = _capture.wait_asleep
+    real = _mover.wait_asleep
 
     def wait(event: torch.Event) -> None:
         assert is_captured.wait(30)
@@ -478,7 +478,7 @@ def a_save_goes_on_while_a_graph_is_captured() -> None:
         has_asked.set()
 
     with tempfile.TemporaryDirectory() as folder:
-        with mock.patch.object(_capture, "wait_asleep", wait):
+        with mock.patch.object(_mover, "wait_asleep", wait):
             checkpointer = residency.Checkpointer(folder)
             save = checkpointer.save(1, {"value": value})
             with capturing() as graph:

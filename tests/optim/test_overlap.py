@@ -23,6 +23,7 @@ WIDTH, BUCKET = 64, 24 << 10
 
 CLASSES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
     "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
@@ -436,6 +437,31 @@ def test_a_run_is_never_above_its_own_peak_so_far_and_the_slots(
     slots = 2 * BUCKET
     for own, with_state in zip(highest["resident"], highest["overlap"], strict=True):
         assert with_state <= own + slots + 64 * 1024  # scalars of the state, and roundings
+
+
+def _fused_steps(device: torch.device) -> None:
+    """Trains with one slot and lengths between which the pieces of a parameter come apart: of some
+    the last one is here, which takes the fused step's counter home, and the others are away.
+    """
+    torch.manual_seed(0)
+    layers = (nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)) for _ in range(5))
+    model = nn.Sequential(*layers).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    residency.offload_optimizer(optimizer, bucket="256KiB", slots=1, overlap=True)
+    for lengths in 2 * [[32], [128], [32], [256], [256], [256], [128], [8, 32], [4]]:
+        for length in lengths:
+            batch = torch.randn(length, 128).pin_memory().to(device, non_blocking=True)
+            model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.accelerator.synchronize()
+
+
+def test_pieces_of_a_parameter_read_their_shared_scalar_behind_the_copy_to_it(device, monkeypatch):
+    _fused_steps(device)
+    monkeypatch.setattr(Ahead, "_follow_copies_home", lambda self, mover: None)
+    with pytest.raises(sim.RaceError):
+        _fused_steps(device)
 
 
 def test_one_that_owns_no_modules_streams_as_without_overlap(device):

@@ -102,10 +102,12 @@ class Mover:
         # Else they would read what the producer has not written yet.
         _device.wait_event(self._lanes.d2h, event or self._lanes.mark(self._stream))
 
-    def follow_to_device(self) -> None:
-        """Makes moves to the device write behind all that the caller's stream does up to here."""
+    def follow_to_device(self, event: torch.Event | None = None) -> None:
+        """Makes moves to the device come behind all that the caller's stream does up to here, or
+        behind an event on whatever stream.
+        """
         # The memory was another's, whose work may still read it.
-        _device.wait_event(self._lanes.h2d, self._lanes.mark(self._stream))
+        _device.wait_event(self._lanes.h2d, event or self._lanes.mark(self._stream))
 
     def to_host(
         self,

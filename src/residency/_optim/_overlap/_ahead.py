@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from residency import _device
+from residency._errors import RaceError
 from residency._optim._homes import Homes
 from residency._optim._overlap import _blocks
 from residency._optim._overlap._schedule import (
@@ -165,7 +166,7 @@ class Ahead:
                     if self._num_backward + 1 >= self._num_backward_before:
                         self._bring(room, mover)
         except Exception as error:  # a pass of the caller's, which is not to end for this
-            if _device.is_lost(error):
+            if _device.is_lost(error) or isinstance(error, RaceError):
                 raise
             self._is_off = True
             self._triggers.close()
@@ -202,6 +203,7 @@ class Ahead:
             room = self._room_at(STEP_BEGINS)
             self._send(self._guests, mover)  # what a step that fails leaves is at home
             self._drop_to(room, mover)
+            self._follow_copies_home(mover)
             here = {id(guest.unit): guest for guest in self._guests}
             bytes_here = sum(guest.unit.num_bytes for guest in here.values())
             self.figures = self.figures._replace(room_bytes=room, here_bytes=bytes_here)
@@ -281,6 +283,13 @@ class Ahead:
         so_far = self.figures.to_host_bytes
         self.figures = self.figures._replace(to_host_bytes=so_far + num_bytes)
 
+    def _follow_copies_home(self, mover: Mover) -> None:
+        """Makes copies to the device read homes behind the copies to them: the pieces of a cut
+        parameter share a scalar's home, which the last one writes.
+        """
+        if self._homes.newest is not None:
+            mover.follow_to_device(self._homes.newest)
+
     def _drop_to(self, room: int, mover: Mover) -> None:
         """Gives blocks back, in the order in which they were taken, until the rest has room."""
         while self._blocks and self.held_bytes > room:
@@ -326,6 +335,8 @@ class Ahead:
         block = _Hole(memory, [])
         self._blocks.append(block)
         mover.follow_to_device()
+        self._send(self._guests, mover)
+        self._follow_copies_home(mover)
         for unit, slot in zip(units, slots, strict=True):
             guest = Guest(unit, slot)
             guest.coming = mover.to_device(

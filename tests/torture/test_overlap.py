@@ -308,6 +308,7 @@ class Run:
         return self
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")  # a first step was skipped
 @pytest.mark.sim_device(capacity=1 << 30, schedule="late")
 def test_overlap_changes_no_bit(
     sim_device: torch.device, torture: Callable[..., None], tmp_path: Path, caplog: Any

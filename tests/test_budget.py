@@ -38,7 +38,7 @@ RAISES: list[tuple[str, int, str]] = [  # the part, lines, what they buy
     ("simulator", 8, "bytes of the caller's own that are page-locked"),
     ("library", 49, "one mover: the order of a copy, stated and proved in one place"),
     ("dry run and demo", 83, "one pure function ends a script, by events that can be recorded"),
-    ("library", 779, "a step whose copies run under the passes: a schedule, triggers, guests"),
+    ("library", 783, "a step whose copies run under the passes: a schedule, triggers, guests"),
     ("simulator", 20, "an index by a mask is refused in a capture, as on CUDA"),
     ("library", 28, "a save of parked state says where it lives, so that a restore puts it there"),
     ("library", 17, "state that stays on the device between steps parks, too"),

@@ -55,6 +55,7 @@ class Lent:
         self._borrower = object()
         self._num_writes = num_writes or partial(write_count, tensor)
         self._num_before = self._num_writes()
+        self._made: tuple[Tensor, bool] | None = None
         self._is_over = False
 
     def is_written(self) -> bool:
@@ -80,8 +81,11 @@ class Lent:
         Raises:
             RefusedError: Others still have them, and the host no room for a copy.
         """
-        made = final if self.own_bytes is None else self.own_bytes(final)
-        if made is final:
+        if self._made is None:  # else an interrupt came before the loan's end was told
+            made = final if self.own_bytes is None else self.own_bytes(final)
+            self._made = made, made is final
+        made, is_final = self._made
+        if is_final:
             self._is_over = True
         else:
             self.give_back()

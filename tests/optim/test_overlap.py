@@ -260,6 +260,21 @@ def test_a_parking_gives_all_memory_of_the_state_back(device):
     residency.unpark(run.model)
 
 
+def test_a_parameter_that_is_frozen_with_its_gradient_is_stepped(device):
+    values = []
+    for overlap in (None, False, True):
+        parameters = [nn.Parameter(torch.ones(40, device=device)) for _ in range(3)]
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+        if overlap is not None:
+            residency.offload_optimizer(optimizer, overlap=overlap)
+        sum(each.square().sum() for each in parameters).backward()
+        parameters[0].requires_grad_(requires_grad=False)
+        optimizer.step()
+        values.append(torch.stack([each.detach().cpu() for each in parameters]))
+    assert torch.equal(values[0], values[1])
+    assert torch.equal(values[0], values[2])
+
+
 def test_an_onload_leaves_no_hook_and_no_memory_behind(device):
     run = Run(device, "overlap")
     before = _hooks(run)

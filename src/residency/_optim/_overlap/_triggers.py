@@ -56,7 +56,7 @@ class Triggers:
             number = so_far * _MOST // total
             so_far += parameter.numel()
             self._numbers[id(parameter)] = number
-            if number > last:
+            if number > last and parameter.requires_grad:  # else a gradient from before
                 hook = _HookOfGradient(self, Trigger(TriggerKind.BACKWARD, number))
                 add: Any = parameter.register_post_accumulate_grad_hook
                 self._handles.append(add(hook))

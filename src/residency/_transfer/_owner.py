@@ -81,7 +81,7 @@ class Lent:
         Raises:
             RefusedError: Others still have them, and the host no room for a copy.
         """
-        if self._made is None:  # else an interrupt came before the loan's end was told
+        if self._made is None:  # else an interrupt came after it
             made = final if self.own_bytes is None else self.own_bytes(final)
             self._made = made, made is final
         made, is_final = self._made

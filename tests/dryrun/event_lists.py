@@ -36,7 +36,7 @@ ROWS = rows_of_trainings.ROWS | rows_of_loaders.ROWS | rows_of_loads.ROWS
 
 @dataclass
 class EventList:
-    """What a script has told, and what was to be done after each event."""
+    """The events of a script, and the decision after each of them."""
 
     wanted: int = 2
     events: list[Happened] = field(default_factory=list)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import random
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from random_states import digest
 import residency
 
 
-class Bodies:
+class Bodies(ABC):
     """A run whose interludes do what their plan says.
 
     Attributes:
@@ -38,9 +39,9 @@ class Bodies:
         self.dicts: list[Any] = []
         self.checkpointer: residency.Checkpointer | None = None
 
+    @abstractmethod
     def interlude(self, interlude: dict[str, Any]) -> None:
         """Runs a block within this one."""
-        raise NotImplementedError
 
     def body(self, interlude: dict[str, Any]) -> None:
         chance = random.Random(interlude["seed"])

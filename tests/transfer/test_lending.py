@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from residency._transfer import Loans
 from residency._transfer._lending import Lending
 
 _SECONDS = 30  # after which a thread counts as stuck
@@ -135,3 +136,28 @@ def test_whoever_waits_is_woken_when_a_loan_turns_out_to_last(lending: Lending) 
     assert waiter.has_looked()
     lending.make_lasting(tensor)
     assert waiter.ends()
+
+
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_bytes_that_are_kept_for_good_stay_the_same_when_the_end_of_the_loan_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch, is_copied: bool
+) -> None:
+    state = torch.full((4,), 1.0)
+    lent = Loans().lend(state, state, None)
+    if is_copied:
+        lent.own_bytes = torch.Tensor.clone
+    with monkeypatch.context() as patch:
+        patch.setattr(type(lent), "give_back", _interrupt)
+        if is_copied:
+            with pytest.raises(KeyboardInterrupt):
+                lent.for_good(state)
+        else:
+            lent.for_good(state)
+    if is_copied:
+        state.fill_(2.0)  # the loan may be over, and the next step has written
+    assert lent.for_good(state.view(4)).tolist() == [1.0] * 4
+    lent.give_back()
+
+
+def _interrupt(_: object) -> None:
+    raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""What would have made room, in the order to try it: one table, and one place that reckons.
+"""The remedies that would have made room, in the order to try them: one table, one reckoning.
 
 A remedy stands as one that fits only where the bytes that it gives at the moment of the failure are
 as many as were missing then, with what an optimizer's step or a module's move is known to take

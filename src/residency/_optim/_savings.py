@@ -17,7 +17,7 @@ from residency._transfer import align_up, fitting_bucket
 from residency._units import format_bytes, parse_bytes, spell_bytes
 
 _HOST = torch.device("cpu")
-_LEAST_BUCKET_BYTES = parse_bytes("64KiB")  # the calls of smaller ones outlast their copies
+_LEAST_BUCKET_BYTES = parse_bytes("64KiB")  # that the log names to a caller who chose one
 _LITTLE = 0.01  # of a device
 _ON_HOST = (
     "0 B: the parameters are on the host, and their state with them. Move the model to the device, "

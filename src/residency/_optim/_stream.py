@@ -4,11 +4,11 @@ Three streams (current, h2d, d2h) and events, never a wait on the host. Slots ar
 current stream, because memory that a side stream allocates is a pool of its own; they are dropped
 at the end of the step, behind the last copy that reads them.
 
-[Note: the waits of a step] h2d waits until a slot is allocated (``allocated``: the memory may have
-readers from before) and, when it is used again, until its copy home is done (the gate). The shadow
-step waits for its copies to the device (``ready``). d2h waits for the shadow step (``done``).
-Whatever d2h reads passes the gate before it is dropped. A later step's h2d waits for this step's
-d2h, because ``allocated`` follows that wait.
+[Note: the waits of a step] h2d waits until a slot is allocated (the memory may have readers from
+before) and, when it is used again, until its copy home is done (the gate). The shadow step waits
+for its copies to the device. d2h waits for the shadow step. Whatever d2h reads passes the gate
+before it is dropped. A later step's h2d waits for this step's d2h, because the slots that it waits
+for are allocated behind that; of units that stay longer than a step, ``_overlap`` orders it.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class StreamedStep:
     def _load(self, unit: Unit, slot: Tensor) -> Flight | None:
         if not unit.loads:
             return None
-        moves = ((run.in_buffer(slot), run.in_slab()) for run in unit.loads)
+        moves = (run.into(slot) for run in unit.loads)
         flight = self._mover.to_device(moves, over=[slot], timed=True)
         num_bytes = sum(run.num_bytes for run in unit.loads)
         self._offload.copied_to_device_bytes += num_bytes
@@ -316,7 +316,7 @@ class StreamedStep:
 
     def _store(self, copies: Sequence[Copy]) -> torch.Event:
         self._mover.follow_to_host()  # the step has written what goes home
-        moves = ((run.in_slab(), run.in_buffer(buffer)) for buffer, runs in copies for run in runs)
+        moves = (run.out_of(buffer) for buffer, runs in copies for run in runs)
         flight = self._mover.to_host(moves, [buffer for buffer, _ in copies], timed=True)
         num_bytes = sum(run.num_bytes for _, runs in copies for run in runs)
         self._timeline.stores.append((flight, num_bytes))

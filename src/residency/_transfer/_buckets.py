@@ -12,7 +12,7 @@ ELEMENT_WISE = frozenset({
     _optim.Adadelta, _optim.Adagrad, _optim.RMSprop, _optim.Rprop, _optim.ASGD,
 })  # fmt: skip
 LARGEST_BUCKET_BYTES = 128 * MIB
-_WORTH_BYTES = parse_bytes("1MiB")  # the calls of smaller ones outlast their copies
+_WORTH_BYTES = parse_bytes("1MiB")  # below, a step's calls cost more than the memory is worth
 _LEAST_BYTES = parse_bytes("1KiB")  # below, the allocator's rounding to 512 is what would count
 _PART = 4  # slots take at most this part of the state, so that an offload saves most of it
 

@@ -36,13 +36,15 @@ class CopyRun(NamedTuple):
     slot_offset: int
     num_bytes: int
 
-    def in_slab(self) -> Tensor:
-        """Returns its bytes in the slab."""
-        return self.slab.data.narrow(0, self.slab_offset, self.num_bytes)
+    def into(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the target and the source of a copy from the slab into a device buffer."""
+        target, source = self.out_of(buffer)
+        return source, target
 
-    def in_buffer(self, buffer: Tensor) -> Tensor:
-        """Returns its bytes in the device buffer."""
-        return buffer.narrow(0, self.slot_offset, self.num_bytes)
+    def out_of(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the target and the source of a copy from a device buffer into the slab."""
+        in_slab = self.slab.data.narrow(0, self.slab_offset, self.num_bytes)
+        return in_slab, buffer.narrow(0, self.slot_offset, self.num_bytes)
 
 
 @dataclass(frozen=True, slots=True)

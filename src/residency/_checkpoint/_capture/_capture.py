@@ -100,7 +100,7 @@ class Held:
     Attributes:
         block: What the bytes are.
         group: The copies that bring them.
-        region: The range of a slab that is the bytes; None of what is lent.
+        region: The range of a slab for the bytes; None for a lent block.
         target: What they are copied into until they are, like the block's source.
     """
 
@@ -299,7 +299,7 @@ class Capture:
         """
         blocks = self.blocks.blocks
         on_device = [block for block in blocks if not block.source.is_cpu]
-        self.arena.pin_for(bool(on_device))  # what is lent is on the host
+        self.arena.pin_for(bool(on_device))  # a lent block is on the host
         self.device_index = on_device[0].source.device.index if on_device else self.device_index
         self.held = tuple([Held(block, self.arena, self.device_index) for block in blocks])
         alike: dict[int, list[Held]] = {}

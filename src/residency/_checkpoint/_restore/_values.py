@@ -82,7 +82,7 @@ def _no_tensor(name: str) -> Tensor:
 
 
 def settled_value(planned: object) -> object:
-    """Returns what a plan puts at a place: what is there already, or a ``SavedValue``'s value."""
+    """Returns the object that a plan puts at a place, or the value of a ``SavedValue``."""
     return planned() if isinstance(planned, SavedValue) else planned
 
 

@@ -24,6 +24,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ from residency._transfer import Flight, Mover, on_default_stream
 
 _logger = logging.getLogger("residency")
 _MOST_LOOKS = 8  # at the allocator's blocks in one backward pass, each of which takes milliseconds
-_NO_MILLISECONDS = 0.02  # a wait for what is there
+_NO_MILLISECONDS = 0.02  # a wait for copies that have ended
 _SHARE = 1.25  # of an equal part: a forward pass that is shorter than the one before still suffices
 
 
@@ -72,7 +73,7 @@ class Guest:
         self.is_entered = False
 
     def leave(self, inners: Iterable[ParameterState]) -> None:
-        """Says that a step has written the slot whole, which is newer than these states' homes."""
+        """Notes that a step has written the whole slot, and made it newer than these homes."""
         self.inners = list(inners)
         self.is_entered = False
 
@@ -88,7 +89,8 @@ class _Hole(NamedTuple):
     guests: list[Guest]
 
 
-class Figures(NamedTuple):
+@dataclass(slots=True)
+class Figures:
     """The bytes that an overlap has moved.
 
     Attributes:
@@ -149,7 +151,7 @@ class Ahead:
     # ------------------------------------------------------------------------------------- triggers
 
     def at(self, trigger: Trigger) -> None:
-        """Lets state come and go at a trigger outside of steps; does nothing inside of one."""
+        """Moves state at a trigger; does nothing while another thread moves some."""
         if self._is_off or not self._lock.acquire(blocking=False):
             return
         try:
@@ -205,8 +207,8 @@ class Ahead:
             self._drop_to(room, mover)
             self._follow_copies_home(mover)
             here = {id(guest.unit): guest for guest in self._guests}
-            bytes_here = sum(guest.unit.num_bytes for guest in here.values())
-            self.figures = self.figures._replace(room_bytes=room, here_bytes=bytes_here)
+            self.figures.room_bytes = room
+            self.figures.here_bytes = sum(guest.unit.num_bytes for guest in here.values())
             self._num_backward_before, self._num_backward = self._num_backward, 0
             return here
 
@@ -228,7 +230,7 @@ class Ahead:
         return self._late_bytes
 
     def step_is_over(self) -> None:
-        """Lets what was stepped stay as long as there is room."""
+        """Keeps stepped units on the device, as far as there is room."""
         if self._is_off:
             return
         with self._lock, self._on_default_stream() as mover:
@@ -273,15 +275,14 @@ class Ahead:
             if at_least is not None and num_bytes >= at_least:
                 break
             mover.follow_to_host()  # the step has written what goes home
-            moves = [(run.in_slab(), run.in_buffer(guest.slot)) for run in guest.unit.stores]
+            moves = (run.out_of(guest.slot) for run in guest.unit.stores)
             flight = mover.to_host(moves, [guest.slot])
             self._homes.newest = flight.event
             for inner in guest.inners:
                 inner.written = flight.event
             guest.inners = []
             num_bytes += sum(run.num_bytes for run in guest.unit.stores)
-        so_far = self.figures.to_host_bytes
-        self.figures = self.figures._replace(to_host_bytes=so_far + num_bytes)
+        self.figures.to_host_bytes += num_bytes
 
     def _follow_copies_home(self, mover: Mover) -> None:
         """Makes copies to the device read homes behind the copies to them: the pieces of a cut
@@ -339,10 +340,6 @@ class Ahead:
         self._follow_copies_home(mover)
         for unit, slot in zip(units, slots, strict=True):
             guest = Guest(unit, slot)
-            guest.coming = mover.to_device(
-                (run.in_buffer(slot), run.in_slab()) for run in unit.loads
-            )
+            guest.coming = mover.to_device(run.into(slot) for run in unit.loads)
             block.guests.append(guest)
-        copied = sum(run.num_bytes for unit in units for run in unit.loads)
-        so_far = self.figures.to_device_bytes
-        self.figures = self.figures._replace(to_device_bytes=so_far + copied)
+            self.figures.to_device_bytes += sum(run.num_bytes for run in unit.loads)

@@ -1,4 +1,4 @@
-"""Where state is between two steps: whole free blocks of the allocator's cache.
+"""Whole free blocks of the allocator's cache, in which state stays between two steps.
 
 A request of the size of a free block takes that block as a whole, and gives it back as one. Nothing
 is split, so the run finds its own holes again: state anywhere else makes the run's next block go

@@ -1,4 +1,4 @@
-"""Where a training loop is: hooks of torch's that tell it.
+"""Hooks of torch's that tell how far a training loop is.
 
 An optimizer knows its parameters and not their modules, so a global hook looks at each module that
 begins, and knows it by its parameters. At most 64 places of a pass are triggers, each at about as

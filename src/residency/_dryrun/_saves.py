@@ -167,7 +167,7 @@ def _keep_snapshots(module: ModuleType) -> None:
 def _watch_tokenizers(module: ModuleType) -> None:
     """Notes the files that tokenizers write, which is done in Rust."""
 
-    @put_around(module.PreTrainedTokenizerBase, "save_pretrained")
+    @put_around(vars(module)["PreTrainedTokenizerBase"], "save_pretrained")
     def saved(
         save: Function, tokenizer: object, save_directory: Any, *args: object, **options: object
     ) -> object:

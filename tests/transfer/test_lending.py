@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from residency._transfer import Loans
+from residency._transfer import Loans, lending as of_process
 from residency._transfer._lending import Lending
 
 _SECONDS = 30  # after which a thread counts as stuck
@@ -157,6 +157,8 @@ def test_bytes_that_are_kept_for_good_stay_the_same_when_the_end_of_the_loan_is_
         state.fill_(2.0)  # the loan may be over, and the next step has written
     assert lent.for_good(state.view(4)).tolist() == [1.0] * 4
     lent.give_back()
+    of_process.end_at(state.data_ptr())  # as the end of this memory does
+    assert not of_process
 
 
 def _interrupt(_: object) -> None:

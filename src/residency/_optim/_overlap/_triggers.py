@@ -10,7 +10,6 @@ are computed anew are none: its gradients are.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,19 +31,15 @@ class Triggers:
         tell: Is called at each trigger; what it is bound to is not kept alive.
     """
 
-    _is_made = False  # of one that an interrupt left half made, which has no hooks
-
     def __init__(self, tell: Callable[[Trigger], None]) -> None:
         self._listener = weakref.WeakMethod(tell)
         self._handles: list[RemovableHandle] = []
         self._numbers: dict[int, int] = {}
         self._known: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
         self._last: Trigger | None = None
-        self._is_made = True
-
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if self._is_made and not is_finalizing():
-            self.close()
+        # Not `__del__`: what is collected in a cycle has lost its weak references by then, and a
+        # handle finds its hook by one.
+        weakref.finalize(self, _take_away, self._handles).atexit = False
 
     def watch(self, parameters: Sequence[Tensor]) -> None:
         """Looks at these parameters, in group order, and at no others from here on."""
@@ -65,9 +60,7 @@ class Triggers:
 
     def close(self) -> None:
         """Takes all hooks away."""
-        handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.remove()
+        _take_away(self._handles)
         self._numbers.clear()
         self._known.clear()
 
@@ -96,6 +89,12 @@ class Triggers:
         elif trigger != self._last or trigger.kind == TriggerKind.BACKWARD:
             self._last = trigger
             tell(trigger)
+
+
+def _take_away(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles[-1].remove()
+        handles.pop()  # last: an interrupt before does it again
 
 
 class _HookOfModule:

@@ -202,6 +202,7 @@ class Ahead:
                 self._drop_to(0, mover)
                 self._triggers.watch([s.parameter for s in plan.seats if s.parameter is not None])
                 self._plan = plan
+            self._triggers.find_modules()
             room = self._room_at(STEP_BEGINS)
             self._send(self._guests, mover)  # what a step that fails leaves is at home
             self._drop_to(room, mover)

@@ -127,10 +127,10 @@ def test_the_home_for_a_state_is_chosen_by_the_homes_and_found_by_their_record(
         "_optim/_unit_step.py _give_home",  # not one that a caller holds
     }
     assert sites(package, calls("home_for")) == {
-        "_optim/_loading.py _place_tensors",
+        "_optim/_loading.py _put_in_place",
         "_optim/_offload_record.py home_for",
         "_optim/_receive.py _target_for",
-        "_optim/_state.py place",
+        "_optim/_state.py put",
         "_optim/_state.py leave_device",
     }
     assert sites(package, _asks_what_is_reserved) == {

@@ -1,4 +1,4 @@
-"""Three rules say where a state lives; each has other knowledge, and for torch's own classes they
+"""Two rules say where a state lives; each has other knowledge, and for torch's own classes they
 agree with the class' own step.
 
 A restore into a plain optimizer has neither state nor schema, only the saved entry; a load of an
@@ -11,9 +11,9 @@ import torch
 
 import residency
 from residency._checkpoint._restore._plain_optimizers import _needs_device
-from residency._optim._loading import device_rule
 from residency._optim._offload_record import record_of
-from residency._optim._placement import _device_keys, members_of
+from residency._optim._placement import members_of
+from residency._optim._places import Residents, StatePlace, needs_device
 from residency._optim._trial._first_step import Schemas
 from residency._transfer import Incoming
 
@@ -59,10 +59,10 @@ def test_each_rule_finds_the_place_that_a_classs_own_step_chose(device, name):
         incoming = Incoming(value.dtype, tuple(value.shape), value.is_cpu)
         assert _needs_device(plain, group, parameter, key, incoming, None) == is_there, key
         schema = record.schema_in(offloaded, offloaded.param_groups[0], parameter, schemas)
-        rule = device_rule(record, schema, parameter)
-        assert rule(key, value.cpu()) == rule(key, value) == is_there, key
-        inner = record.on_host.state.of(parameter)
-        assert inner._belongs_on_device(key, value) == is_there, key
+        for saved in (value.cpu(), value):
+            places = record.places_of(parameter, {key: saved}, schema, Residents())
+            assert places == {key: StatePlace.HOME if is_there else StatePlace.HOST}
+        assert needs_device(key, value, None) == is_there, key
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -76,10 +76,11 @@ def test_a_state_that_comes_from_the_host_with_its_model_goes_where_a_step_has_i
             for key, value in values.items()
         }
     for member in members_of(plain):
-        keys = _device_keys(record, plain, member)
+        values, schema = plain.state[member.parameter], record.schema_of(plain, member)
+        places = record.places_of(member.parameter, values, schema, Residents(), is_arranged=True)
         for parameter, key, _ in entries(plain):
             if parameter is member.parameter:
-                assert (key in keys) == where[parameter, key], key
+                assert (places[key] is StatePlace.HOME) == where[parameter, key], key
 
 
 def test_an_assignment_knows_the_value_alone_and_a_load_the_class(device):
@@ -89,8 +90,10 @@ def test_an_assignment_knows_the_value_alone_and_a_load_the_class(device):
     record = record_of(offloaded)
     schema = record.schema_in(offloaded, offloaded.param_groups[0], parameter, Schemas())
     on_host = plain.state[parameter]["step"].cpu()
-    assert device_rule(record, schema, parameter)("step", on_host)
-    assert not record.on_host.state.of(parameter)._belongs_on_device("step", on_host)
+    places = record.places_of(parameter, {"step": on_host}, schema, Residents())
+    assert places == {"step": StatePlace.HOME}
+    record.on_host.state[parameter]["step"] = on_host
+    assert not record.on_host.state.peek(parameter).homes_by_key
 
 
 class SecondStateLater(torch.optim.Optimizer):

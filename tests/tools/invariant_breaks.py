@@ -313,7 +313,7 @@ BREAKS = (
         "    return tensor.clone()\n",
     ),
     Break(
-        "_optim/_residents.py",
+        "_optim/_places.py",
         "tests/optim/test_bounds.py -k keeps_to_its_bound",
         "        if others + num_bytes > self._budget_bytes:\n",
         "        if num_bytes > self._budget_bytes:\n",

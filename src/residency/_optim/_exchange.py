@@ -20,8 +20,7 @@ from residency._dtensor import local_of, moved
 from residency._modes import inference_mode_off
 from residency._optim._masters import MASTER
 from residency._optim._offload_record import Offload, record_of
-from residency._optim._offloaded import adopt_foreign_state
-from residency._optim._placement import follow_parameters, members_of
+from residency._optim._placement import follow_caller, members_of
 from residency._optim._plan import Member, Piece, Seat
 from residency._optim._stand_ins import StandIns
 from residency._optim._state import ParameterState
@@ -46,8 +45,7 @@ def _by_parameter(method: Callable[..., Any]) -> Callable[..., Any]:
         offload = record_of(self)
         if offload is None:
             return method(self, *args, **settings)
-        adopt_foreign_state(self, offload)
-        follow_parameters(self, offload)
+        follow_caller(self, offload)
         if offload.host is None:
             return method(self, *args, **settings)
         return _Exchange(self, offload, lambda shadow: method(shadow, *args, **settings)).run()
@@ -121,7 +119,7 @@ class _Exchange:
             inner.forget(key)
         for key, value in after.items():
             if key in at_home or dict.get(inner, key) is not value:
-                inner.place(key, value, on_device=True if key in at_home else None)
+                inner.place(key, value, is_streamed=key in at_home)
 
     def _called(
         self, members: list[Member], state: dict[Tensor, dict[str, Any]], *, is_last: bool = False

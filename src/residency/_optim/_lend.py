@@ -19,8 +19,8 @@ from residency._dtensor import is_sharded, local_of
 from residency._nesting import half_done
 from residency._optim._homes import Home
 from residency._optim._offload_record import record_of
-from residency._optim._offloaded import OffloadedOptimizer, adopt_foreign_state, offload_of
-from residency._optim._placement import follow_parameters
+from residency._optim._offloaded import OffloadedOptimizer, offload_of
+from residency._optim._placement import follow_caller
 from residency._optim._receive import receive_state
 from residency._optim._state import ParameterState
 from residency._optim._trial._first_step import Schemas
@@ -46,8 +46,7 @@ class OffloadOwner:
     ) -> Mapping[Any, Mapping[str, Any]]:
         """Returns the state by parameter and key, without a wait; see ``StateOwner``."""
         offload = offload_of(optimizer)
-        adopt_foreign_state(optimizer, offload)
-        follow_parameters(optimizer, offload)
+        follow_caller(optimizer, offload)
         states = dict(dict.items(optimizer.state))
         if offload.host is not None:
             offload.host.state.require_own_mappings("Nothing was saved")
@@ -94,8 +93,7 @@ class OffloadOwner:
     ) -> Reception | None:
         """Makes room in the homes for a saved state; see ``StateOwner``."""
         offload = offload_of(optimizer)
-        adopt_foreign_state(optimizer, offload)
-        follow_parameters(optimizer, offload)
+        follow_caller(optimizer, offload)
         return None if offload.host is None else receive_state(optimizer, offload, states)
 
 

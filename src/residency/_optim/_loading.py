@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,14 +20,14 @@ from residency._dtensor import layout_of, local_of
 from residency._errors import RefusedError
 from residency._optim._apart import repeated
 from residency._optim._homes import Home, Homes
-from residency._optim._masters import as_masters_state
 from residency._optim._offload_record import Offload
-from residency._optim._residents import Residents
+from residency._optim._places import Residents, StatePlace
 from residency._optim._states import State
 from residency._optim._trial._borrowed import refuse_borrowed
-from residency._optim._trial._first_step import Schema, Schemas, planned_bytes
+from residency._optim._trial._first_step import Schema, Schemas
 from residency._optim._trial._partial_step import PRIVATE, is_torchs_own
 from residency._optim._validate import check_flags
+from residency._optim._whole import done_whole
 from residency._transfer import moved_at_once
 
 
@@ -55,8 +55,12 @@ class PreparedLoad:
     resident: Residents
     entries: dict[Any, Any] = field(default_factory=dict)
 
-    def finish(self, optimizer: Optimizer, state: State, homes: Homes) -> None:
-        """Fills the homes and puts groups, attributes and state in place."""
+    def finish(self, optimizer: Optimizer, offload: Offload) -> None:
+        """Fills the homes and puts groups, attributes and state in place, whole."""
+        done_whole(lambda: self._finish(optimizer, offload.on_host.state, offload.on_host.homes))
+        offload.forget_plan()
+
+    def _finish(self, optimizer: Optimizer, state: State, homes: Homes) -> None:
         state.fence()
         homes.fence()  # a new home's range may have belonged to a copy under way
         state.residents.become(self.resident)
@@ -119,7 +123,7 @@ def prepare_load(
     group_of = {p: group for group in repaired.param_groups for p in group["params"]}
     memo: dict[int, object] = {}
     schemas = Schemas()
-    rules: dict[Tensor, Callable[[str, Tensor], bool]] = {}
+    places: dict[Tensor, dict[str, StatePlace]] = {}
     for parameter, saved in repaired.state.items():
         if not (isinstance(parameter, Tensor) and isinstance(saved, dict)):
             prepared.entries[parameter] = copy.deepcopy(saved, memo)
@@ -127,52 +131,43 @@ def prepare_load(
         group = group_of.get(parameter)
         schema = None
         if group is not None:
-            schema = offload.schema_in(optimizer, group, parameter, schemas)
-        if schema is not None and is_torchs_own(offload.base):
-            check_shapes(schema, saved)
-        rules[parameter] = device_rule(offload, schema, parameter)
-        stay_here(offload, prepared.resident, parameter, saved, rules[parameter])
+            schema = saved_schema(optimizer, offload, group, parameter, saved, schemas)
         prepared.entries[parameter] = {
             key: Entry(
                 _checked(key, value) if isinstance(value, Tensor) else copy.deepcopy(value, memo)
             )
             for key, value in saved.items()
         }
-    _place_tensors(offload, prepared, rules)
+        places[parameter] = offload.places_of(parameter, saved, schema, prepared.resident)
+    _put_in_place(offload, prepared.entries, places)
     return prepared
 
 
-def _place_tensors(
-    offload: Offload,
-    prepared: PreparedLoad,
-    rules: Mapping[Tensor, Callable[[str, Tensor], bool]],
+def _put_in_place(
+    offload: Offload, entries: dict[Any, Any], places: Mapping[Tensor, Mapping[str, StatePlace]]
 ) -> None:
-    """Decides where each tensor of a saved state goes."""
+    """Finds the home of each tensor that is to have one, and copies the others."""
     homes = offload.on_host.homes
-    tensors = {
-        (parameter, key): entry.value
-        for parameter in rules
-        for key, entry in prepared.entries[parameter].items()
-        if isinstance(entry.value, Tensor)
-    }
+    tensors = {(p, key): entries[p][key].value for p, by_key in places.items() for key in by_key}
     repeated(tensors, "Nothing was loaded")
     here: dict[tuple[Tensor, str], Tensor] = {}
     on_host: dict[tuple[Tensor, str], Tensor] = {}
     for (parameter, key), saved in tensors.items():
-        if not rules[parameter](key, saved) and not homes.has(saved):
+        place = places[parameter][key]
+        if place is StatePlace.HOST:
             on_host[parameter, key] = saved
             continue
-        value = as_masters_state(saved, parameter) if offload.has_master(parameter) else saved
-        if parameter in prepared.resident:
+        value = offload.as_kept(saved, parameter)
+        if place is StatePlace.DEVICE:
             here[parameter, key] = value
         else:
             home = homes.chosen_for(offload.on_host.home_for(parameter, key), value)
-            prepared.entries[parameter][key] = Entry(value, home)
+            entries[parameter][key] = Entry(value, home)
     # Copies: the step advances them in place, and the saved ones are not ours.
     for moving, device in ((here, homes.device), (on_host, torch.device("cpu"))):
         arrived = moved_at_once(list(moving.values()), device, copy=True)
         for (parameter, key), value in zip(moving, arrived, strict=True):
-            prepared.entries[parameter][key] = Entry(value)
+            entries[parameter][key] = Entry(value)
 
 
 def _repaired(
@@ -189,9 +184,22 @@ def _repaired(
     return made
 
 
-def check_shapes(schema: Schema, saved: Mapping[str, object]) -> None:
-    """Refuses saved states of other shapes than a first step makes."""
-    for key, expected in schema.device.items():
+def saved_schema(
+    optimizer: Optimizer,
+    offload: Offload,
+    group: dict[str, Any],
+    parameter: Tensor,
+    saved: Mapping[str, object],
+    known: Schemas,
+) -> Schema | None:
+    """Returns what a first step makes for a parameter, which a saved state is to be like.
+
+    Raises:
+        RefusedError: It has other shapes.
+    """
+    schema = offload.schema_in(optimizer, group, parameter, known)
+    made = schema.device if schema is not None and is_torchs_own(offload.base) else {}
+    for key, expected in made.items():
         value = saved.get(key)
         if isinstance(value, Tensor) and local_of(value).shape != local_of(expected).shape:
             raise RefusedError(
@@ -199,52 +207,7 @@ def check_shapes(schema: Schema, saved: Mapping[str, object]) -> None:
                 f"parameter's is {tuple(local_of(expected).shape)} here (of a sharded one, the "
                 "local shape). Nothing was loaded; load it into the optimizer of the saved model."
             )
-
-
-def device_rule(
-    offload: Offload, schema: Schema | None, parameter: Tensor
-) -> Callable[[str, Tensor], bool]:
-    """Returns the rule that says which values go where steps see them on the device.
-
-    Where a scalar lives decides in which arithmetic it advances. Torch's own loading puts NAdam's
-    ``mu_product`` on the device and ASGD's ``step`` on the host, unlike their first steps, and a
-    run resumed there ends at other bits than an uninterrupted one.
-    An assignment knows the value alone (``ParameterState``), a plain optimizer's restore no schema:
-    ``tests/optim/test_where_states_live.py`` compares the three.
-
-    Source: ``_init_group`` of each class; ``Optimizer._process_value_according_to_param_policy``.
-    """
-    inner = offload.host.state.peek(parameter) if offload.host is not None else None
-
-    def needs_device(key: str, value: Tensor) -> bool:
-        if schema is not None and key not in schema.unseen:
-            made = schema.values.get(key)
-            is_of_host = isinstance(made, Tensor) and made.is_cpu
-            return key in schema.device or (value.dim() > 0 and not is_of_host)
-        if inner is not None and isinstance(dict.get(inner, key), Tensor):
-            return inner.is_on_device(key)
-        return value.dim() > 0 or (parameter.dim() == 0 and key != "step")
-
-    return needs_device
-
-
-def stay_here(
-    offload: Offload,
-    resident: Residents,
-    parameter: Tensor,
-    values: Mapping[str, object],
-    needs_device: Callable[[str, Tensor], bool],
-) -> None:
-    """Adds a parameter to those that are to stay on the device after a load, where its state did
-    so far and the budget has room for the one that comes.
-    """
-    if parameter not in offload.resident:
-        return
-    tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
-    if offload.has_master(parameter):
-        tensors = {key: as_masters_state(v, parameter) for key, v in tensors.items()}
-    staying = [value for key, value in tensors.items() if needs_device(key, value)]
-    resident.allow(parameter, sum(planned_bytes(value) for value in staying))
+    return schema
 
 
 def _checked(key: str, value: Tensor) -> Tensor:

@@ -23,11 +23,10 @@ from residency._optim._masters import check_masters
 from residency._optim._offload_record import Offload, put_record, record_of
 from residency._optim._offloaded import (
     OffloadedOptimizer,
-    adopt_foreign_state,
     refuse_foreign_step,
     step_like,
 )
-from residency._optim._placement import follow_parameters, members_of, place_state, plain_state
+from residency._optim._placement import follow_caller, members_of, place_state, plain_state
 from residency._optim._states import State
 from residency._optim._step_patch import remake_step_patch, validate_step_patch
 from residency._optim._trial._borrowed import refuse_borrowed
@@ -146,8 +145,7 @@ def onload_optimizer(optimizer: OptimizerT) -> OptimizerT:
             "for: it would go on from rounded parameters. Save state_dict() and load it into an "
             "optimizer that is offloaded with master_weights=True."
         )
-    adopt_foreign_state(optimizer, offload)
-    follow_parameters(optimizer, offload)
+    follow_caller(optimizer, offload)
     plain: defaultdict[object, object] | None = None
     if offload.host is not None:
         _forget_templates(offload.host.state)

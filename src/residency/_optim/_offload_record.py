@@ -6,7 +6,7 @@ It never refers to the optimizer, so that an optimizer still dies with its last 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +18,16 @@ from torch.utils.hooks import RemovableHandle
 from residency._dtensor import layout_of, locals_of, sharded_among
 from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes
-from residency._optim._masters import needs_master, refuse_shared_masters
+from residency._optim._masters import (
+    MASTER,
+    as_masters_state,
+    master_like,
+    needs_master,
+    refuse_shared_masters,
+)
 from residency._optim._overlap import Ahead
+from residency._optim._places import Residents, StatePlace, needs_device
 from residency._optim._plan import Member, Members, Plan, make_plan, members_with_gradient
-from residency._optim._residents import Residents
 from residency._optim._state import ParameterState
 from residency._optim._states import State
 from residency._optim._statistics import Timeline
@@ -169,7 +175,7 @@ class Offload:
             ties = self._ties_of(members)
         if plan is None or ties != self._plan_ties:
             self._forget_the_gone(optimizer)
-            self._ask_budget(optimizer, members)
+            self.ask_budget(optimizer, members)
             self._plan = plan = self._plan_of(
                 optimizer, members, self.bucket_bytes, ties, part=2 if is_template else 1
             )
@@ -238,14 +244,62 @@ class Offload:
         if self._plan is not None:
             self._plan.leave()
 
-    def _ask_budget(self, optimizer: Optimizer, members: Members) -> None:
-        """Decides where the state goes that a step makes: it may be another than was foreseen."""
+    def ask_budget(self, optimizer: Optimizer, members: Iterable[Member]) -> None:
+        """Decides where the state goes that steps make: it may be another than was foreseen."""
         for member in members if self.resident_bytes else ():
             if self.on_host.state.peek(member.parameter):
                 continue  # what is there was asked for when it came
-            size = self.size_of(optimizer, member)
-            if size is None or not self.resident.allow(member.parameter, size.num_bytes):
+            schema = self.schema_of(optimizer, member)
+            made = () if schema is None else (*schema.device.values(), *schema.later.values())
+            if schema is None or not self.resident.allow(id(member.parameter), made):
                 self.resident.revoke(id(member.parameter))
+
+    def places_of(
+        self,
+        parameter: Tensor,
+        values: Mapping[str, object],
+        schema: Schema | None,
+        residents: Residents,
+        *,
+        is_arranged: bool = False,
+    ) -> dict[str, StatePlace]:
+        """Returns the places of the tensors of a whole state, from the schema of a first step, the
+        state that was there, and the budget.
+
+        Args:
+            parameter: Whose state it is.
+            values: The state.
+            schema: None where it cannot be known.
+            residents: The budget that the state is to fit.
+            is_arranged: Whether a step or a caller has put the tensors where they are; then what is
+                on the device stays there as far as the budget has room, and what is on the host is
+                moved only with a whole state that is there because its parameter was. Else they may
+                be anywhere, and the state stays on the device only if the one before did.
+        """
+        tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
+        inner = self.host.state.peek(parameter) if self.host is not None else None
+
+        here = {k: v for k, v in tensors.items() if is_arranged and not v.is_cpu}
+        for key, value in {} if here else tensors.items():
+            before = None if inner is None else inner.seen(key)
+            is_home = self.host is not None and self.host.homes.has(value)
+            if is_home or needs_device(key, value, before, parameter=parameter, schema=schema):
+                here[key] = value
+        may_stay = self.resident_bytes and (is_arranged or parameter in self.resident)
+        stays = may_stay and residents.allow(id(parameter), self.kept(parameter, here).values())
+        place = StatePlace.DEVICE if stays else StatePlace.HOME
+        return {key: place if key in here else StatePlace.HOST for key in tensors}
+
+    def kept(self, parameter: Tensor, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns ``as_kept`` of each value, with a tensor like the master if that is missing."""
+        found = {key: self.as_kept(value, parameter) for key, value in values.items()}
+        if self.has_master(parameter):
+            found.setdefault(MASTER, master_like(parameter))
+        return found
+
+    def as_kept(self, value: Tensor, parameter: Tensor) -> Tensor:
+        """Returns a state as steps keep it: with a master, in the master's dtype."""
+        return as_masters_state(value, parameter) if self.has_master(parameter) else value
 
     def _forget_the_gone(self, optimizer: Optimizer) -> None:
         """Drops what is kept for parameters that neither a group nor the state names any more."""

@@ -26,7 +26,7 @@ from residency._modes import inference_mode_off
 from residency._optim._loading import prepare_load
 from residency._optim._offload_record import Loading, Offload, record_of
 from residency._optim._overlap import Figures
-from residency._optim._placement import follow_parameters, members_of, prime_state
+from residency._optim._placement import adopt_foreign_state, follow_caller, members_of, prime_state
 from residency._optim._savings import tell_savings
 from residency._optim._state import ParameterState
 from residency._optim._statistics import OffloadStatistics, Timeline, bytes_per_second
@@ -34,7 +34,6 @@ from residency._optim._stream import StreamedStep
 from residency._optim._trial._separable import separability
 from residency._optim._trial._step_call import raw_step
 from residency._optim._validate import check_flags, check_groups, device_of
-from residency._optim._whole import done_whole
 from residency._units import format_bytes
 
 _NUM_CALLERS = 8  # between torch's function and ours: overridden `state_dict`, wrappers of it
@@ -122,10 +121,9 @@ class OffloadedOptimizer(Optimizer):
         """
         offload = offload_of(self)
         offload.shows_templates = True
-        adopt_foreign_state(self, offload)
-        follow_parameters(self, offload)
+        follow_caller(self, offload)
         if offload.host is not None:
-            prime_state(self, offload, offload.host.homes, offload.host.state)
+            prime_state(self, offload)
 
     def statistics(self) -> OffloadStatistics:
         """Returns the figures of this optimizer so far; waits for the newest step to end."""
@@ -232,8 +230,7 @@ class OffloadedOptimizer(Optimizer):
             device twice for a moment.
         """
         offload = offload_of(self)
-        adopt_foreign_state(self, offload)
-        follow_parameters(self, offload)
+        follow_caller(self, offload)
         if offload.host is None:
             super().load_state_dict(state_dict)
             return
@@ -303,10 +300,7 @@ class OffloadedOptimizer(Optimizer):
             values = _by_parameter(call.adapted, groups)
         if values is None:
             values = {key: dict(inner) for key, inner in offload.host.state.items()}
-        prepared = prepare_load(self, offload, values, others)
-        homes, live = offload.host.homes, offload.host.state
-        done_whole(lambda: prepared.finish(self, live, homes))
-        offload.forget_plan()
+        prepare_load(self, offload, values, others).finish(self, offload)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise RefusedError(
@@ -322,8 +316,7 @@ OffloadedOptimizer.step.hooked = True  # type: ignore[attr-defined]  # it runs t
 @torch._disable_dynamo  # type: ignore[attr-defined]  # what torch.optim itself uses
 def _step(optimizer: OffloadedOptimizer, *args: object, **kwargs: object) -> object:
     offload = offload_of(optimizer)
-    adopt_foreign_state(optimizer, offload)
-    follow_parameters(optimizer, offload)
+    follow_caller(optimizer, offload)
     if offload.host is None:
         offload.num_steps += 1
         loss = raw_step(offload.base)(optimizer, *args, **kwargs)
@@ -340,18 +333,6 @@ def _step(optimizer: OffloadedOptimizer, *args: object, **kwargs: object) -> obj
     StreamedStep(optimizer, offload, host.homes, host.state, call.after(loss)).run()
     tell_savings(optimizer, offload)
     return loss
-
-
-def adopt_foreign_state(optimizer: Optimizer, offload: Offload) -> None:
-    """Takes over a mapping that a caller put at ``optimizer.state``, such as an empty one."""
-    foreign = optimizer.state
-    if offload.host is None or foreign is offload.host.state:
-        return
-    state = offload.host.state
-    for stale in [k for k in state if k not in foreign]:
-        del state[stale]
-    state.update(foreign)
-    optimizer.state = state
 
 
 def _is_asked_for_copies() -> bool:

@@ -21,16 +21,15 @@ from residency._dtensor import layout_of, local_of, wrapped_like, write_count
 from residency._errors import RefusedError
 from residency._optim._apart import repeated, require_own_mappings
 from residency._optim._homes import Home, Homes
-from residency._optim._loading import device_rule
-from residency._optim._masters import MASTER, as_masters_state, check_masters, master_like
+from residency._optim._masters import check_masters
 from residency._optim._offload_record import HostState, Offload
 from residency._optim._overlap import Ahead
+from residency._optim._places import Residents, StatePlace
 from residency._optim._plan import Member
-from residency._optim._residents import Residents
 from residency._optim._state import ParameterState
 from residency._optim._states import State
 from residency._optim._trial._borrowed import refuse_borrowed
-from residency._optim._trial._first_step import Schema, StateSize
+from residency._optim._trial._first_step import Schema
 from residency._optim._validate import check_flags, device_of
 from residency._optim._whole import done_whole
 from residency._transfer import Move, Mover, is_away, moved_at_once, raw_bytes
@@ -71,33 +70,46 @@ def place_state(optimizer: Optimizer, offload: Offload, device: torch.device) ->
     require_own_mappings(states, "Nothing was moved")
     repeats = repeated(_tensors_of(optimizer), "Nothing was moved")
     homes = Homes(device, pin=offload.pin, spare_bytes=_SPARE_BUCKETS * offload.most_in_bucket)
-    resident = _choose_resident(offload, optimizer)
-    on_device = _values_on_device(offload, optimizer)
-    announced = {
-        m.parameter: _expected(offload, optimizer, m)
-        for m in members_of(optimizer)
-        if m.parameter not in resident
+    residents = Residents(offload.resident_bytes)
+    foreseen = {
+        m.parameter: _foreseen(offload, optimizer, m, residents) for m in members_of(optimizer)
     }
+    announced = {p: likes for p, (_, likes) in foreseen.items() if p not in residents}
     likes = [local_of(like) for expected in announced.values() for like in expected.values()]
     homes.arena.reserve([like.numel() * like.element_size() for like in likes])
-    state = _moved_state(homes, resident, offload, optimizer, on_device, repeats)
+    places = {parameter: each for parameter, (each, _) in foreseen.items()}
+    state = _moved_state(homes, residents, offload, optimizer, places, repeats)
     for parameter, expected in announced.items():
         inner = state.peek(parameter) or ()
         homes.reserve(parameter, {key: like for key, like in expected.items() if key not in inner})
     ahead = Ahead(homes) if offload.overlaps else None
-    offload.host, offload.resident = HostState(homes, state, ahead), resident
+    offload.host, offload.resident = HostState(homes, state, ahead), residents
     offload.forget_plan()
     optimizer.state = state
 
 
-def follow_parameters(optimizer: Optimizer, offload: Offload) -> None:
-    """Places the state anew when the parameters are on another device than it was placed for.
+def adopt_foreign_state(optimizer: Optimizer, offload: Offload) -> None:
+    """Takes over a mapping that a caller put at ``optimizer.state``, such as an empty one."""
+    foreign = optimizer.state
+    if offload.host is None or foreign is offload.host.state:
+        return
+    state = offload.host.state
+    for stale in [k for k in state if k not in foreign]:
+        del state[stale]
+    state.update(foreign)
+    optimizer.state = state
+
+
+def follow_caller(optimizer: Optimizer, offload: Offload) -> None:
+    """Takes over what a caller put at ``optimizer.state``, and places the state anew when the
+    parameters are on another device than it was placed for.
 
     Those that are parked count as where they were: they come back, and the homes are on the host.
 
     Raises:
         RefusedError: They are on several devices, or the host has no room; nothing has moved.
     """
+    adopt_foreign_state(optimizer, offload)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     placed_for = torch.device("cpu") if offload.host is None else offload.host.homes.device
     if offload.host is not None and {placed_for.index} == set(map(Tensor.get_device, parameters)):
@@ -121,16 +133,17 @@ def follow_parameters(optimizer: Optimizer, offload: Offload) -> None:
     _pinned.give_back_pinned(pinned_bytes)
 
 
-def prime_state(optimizer: Optimizer, offload: Offload, homes: Homes, state: State) -> None:
+def prime_state(optimizer: Optimizer, offload: Offload) -> None:
     """Puts zeros where first steps would make state.
 
     Raises:
         RefusedError: The host has no room, or a first step cannot be foreseen.
     """
+    homes, state = offload.on_host.homes, offload.on_host.state
     schemas: dict[Tensor, Schema] = {}
-    for member in members_of(optimizer):
-        if state.peek(member.parameter) or not member.parameter.requires_grad:
-            continue
+    members = [m for m in members_of(optimizer) if m.parameter.requires_grad]
+    members = [m for m in members if not state.peek(m.parameter)]
+    for member in members:
         schema = offload.schema_of(optimizer, member)
         if schema is None:
             raise RefusedError(
@@ -138,14 +151,11 @@ def prime_state(optimizer: Optimizer, offload: Offload, homes: Homes, state: Sta
                 "without bytes, so its state is not known before it. Nothing was changed; take a "
                 "step, and load after it."
             )
-        size = StateSize.of(schema.device.values()).num_bytes
-        if member.parameter in offload.resident and not offload.resident.allow(
-            member.parameter, size
-        ):
-            offload.resident.revoke(id(member.parameter))
-        if member.parameter not in offload.resident:
-            homes.reserve(member.parameter, schema.device)
         schemas[member.parameter] = schema
+    offload.ask_budget(optimizer, members)
+    for parameter, schema in schemas.items():
+        if parameter not in offload.resident:
+            homes.reserve(parameter, schema.device)
     homes.fence()
     made: dict[Tensor, dict[str, Any]] = {}
     for parameter, schema in schemas.items():
@@ -223,102 +233,68 @@ def _tensors_of(optimizer: Optimizer) -> dict[tuple[Tensor, str], Tensor]:
     }
 
 
-def _device_keys(offload: Offload, optimizer: Optimizer, member: Member) -> set[str]:
-    """Returns the keys of an existing state that steps need on the parameters' device.
-
-    Where a scalar lives decides in which arithmetic it advances, so it stays where it is, unless
-    the whole state is on the host because the parameter was when it was made: then it goes where a
-    first step would make it.
+def _foreseen(
+    offload: Offload, optimizer: Optimizer, member: Member, residents: Residents
+) -> tuple[dict[str, StatePlace], dict[str, Tensor]]:
+    """Returns the places of a parameter's state, and what it has or its first step will make on the
+    device.
     """
-    values = _values(optimizer, member.parameter)
-    tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
-    on_device = {key for key, value in tensors.items() if not value.is_cpu}
-    if on_device or not tensors:
-        return on_device
-    schema = offload.schema_of(optimizer, member)
-    needs_device = device_rule(offload, schema, member.parameter)
-    return {key for key, value in tensors.items() if needs_device(key, value)}
-
-
-def _expected(offload: Offload, optimizer: Optimizer, member: Member) -> dict[str, Tensor]:
-    """Returns what a parameter's state has, or what its first step will make, on the device."""
-    values = _values(optimizer, member.parameter)
+    parameter = member.parameter
+    values = _values(optimizer, parameter)
+    is_here = any(isinstance(value, Tensor) and not value.is_cpu for value in values.values())
+    schema = None
+    if not is_here and (values or parameter.requires_grad):
+        schema = offload.schema_of(optimizer, member)
     if values:
-        keys = _device_keys(offload, optimizer, member)
-        found = {key: value for key, value in values.items() if key in keys}
-        if offload.has_master(member.parameter):
-            found = {k: as_masters_state(v, member.parameter) for k, v in found.items()}
-            found.setdefault(MASTER, master_like(member.parameter))
-        return found
-    schema = offload.schema_of(optimizer, member) if member.parameter.requires_grad else None
-    return {} if schema is None else schema.device
-
-
-def _choose_resident(offload: Offload, optimizer: Optimizer) -> Residents:
-    chosen = Residents(offload.resident_bytes)
-    for member in members_of(optimizer) if offload.resident_bytes else ():
-        # What cannot be foreseen cannot be promised to fit.
-        is_known = bool(_values(optimizer, member.parameter)) or (
-            offload.schema_of(optimizer, member) is not None
-        )
-        num_bytes = StateSize.of(_expected(offload, optimizer, member).values()).num_bytes
-        if is_known:
-            chosen.allow(member.parameter, num_bytes)
-    return chosen
-
-
-def _values_on_device(offload: Offload, optimizer: Optimizer) -> set[tuple[Tensor, object]]:
-    """Returns what steps need on the device of the state that exists, by parameter and key."""
-    return {
-        (member.parameter, key)
-        for member in members_of(optimizer)
-        if _values(optimizer, member.parameter)
-        for key in _device_keys(offload, optimizer, member)
-    }
+        places = offload.places_of(parameter, values, schema, residents, is_arranged=True)
+        here = {key: values[key] for key, place in places.items() if place is not StatePlace.HOST}
+        return places, offload.kept(parameter, here)
+    if schema is None:  # what cannot be foreseen cannot be promised to fit
+        return {}, {}
+    if offload.resident_bytes:
+        residents.allow(id(parameter), (*schema.device.values(), *schema.later.values()))
+    return {}, schema.device
 
 
 def _moved_state(
     homes: Homes,
-    resident: Residents,
+    residents: Residents,
     offload: Offload,
     optimizer: Optimizer,
-    on_device: Collection[tuple[Tensor, object]],
+    places: Mapping[Any, Mapping[str, StatePlace]],
     repeats: Collection[tuple[Tensor, object]],
 ) -> State:
     """Builds the offloaded state, with copies home queued behind what the device does now.
 
     Args:
         homes: Where to.
-        resident: The parameters whose state stays on the device.
+        residents: The parameters whose state stays on the device.
         offload: Its settings.
         optimizer: Has the state.
-        on_device: What steps need on the device, by parameter and key.
+        places: Those of each parameter's state, by key.
         repeats: Tensors that are another state, too, and come apart.
     """
-    state = State.over(homes, resident)
-    members = {m.parameter: m for m in members_of(optimizer)}
+    state = State.over(homes, residents)
     mover = Mover(homes.device)
     for parameter, values in optimizer.state.items():
-        if parameter not in members or not isinstance(values, dict):
+        if parameter not in places or not isinstance(values, dict):
             state[parameter] = values
             continue
         inner = state.of(parameter)
         inner.made_for = layout_of(parameter)
         moves: list[Move] = []
-        has_master = offload.has_master(parameter)
         for key, saved in values.items():
-            value = saved
-            if has_master and isinstance(saved, Tensor):
-                value = as_masters_state(saved, parameter)
-            is_on_device = (parameter, key) in on_device
-            if is_on_device and not inner.is_resident and value.device == homes.device:
+            place = places[parameter].get(key)
+            if place is None:
+                dict.__setitem__(inner, key, saved)
+                continue
+            value = offload.as_kept(saved, parameter)
+            if place is StatePlace.HOME and value.device == homes.device:
                 home = homes.allocate(value)
                 inner.settle(key, home)
                 moves.append((raw_bytes(home.tensor), raw_bytes(local_of(value))))
-            elif isinstance(value, Tensor):
-                inner.place(key, value, on_device=is_on_device, copy=(parameter, key) in repeats)
             else:
-                dict.__setitem__(inner, key, value)
+                inner.put(key, value, place, copy=(parameter, key) in repeats)
         if moves:
             mover.follow_to_host()
             sources = [source for _, source in moves]

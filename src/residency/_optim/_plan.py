@@ -22,7 +22,7 @@ from residency._dtensor import local_of
 from residency._errors import RefusedError
 from residency._optim._homes import Home
 from residency._optim._masters import MASTER, master_like
-from residency._optim._residents import Residents
+from residency._optim._places import Residents
 from residency._optim._state import ParameterState
 from residency._optim._states import State
 from residency._optim._ties import Ties

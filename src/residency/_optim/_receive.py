@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,19 +17,11 @@ from torch.optim import Optimizer
 from residency._dtensor import layout_of, local_of, moved, wrapped_like
 from residency._errors import RefusedError
 from residency._optim._homes import Home
-from residency._optim._loading import (
-    Entry,
-    PreparedLoad,
-    check_shapes,
-    device_rule,
-    stay_here,
-)
-from residency._optim._masters import MASTER, as_masters_state
+from residency._optim._loading import Entry, PreparedLoad, saved_schema
+from residency._optim._masters import MASTER
 from residency._optim._offload_record import Offload
-from residency._optim._residents import Residents
+from residency._optim._places import Residents, StatePlace
 from residency._optim._trial._first_step import Schema, Schemas
-from residency._optim._trial._partial_step import is_torchs_own
-from residency._optim._whole import done_whole
 from residency._storages import strided_as
 from residency._transfer import Incoming
 
@@ -53,26 +44,18 @@ class Received:
         """Makes the homes that were filled the optimizer's state; see ``Reception``."""
         prepared = PreparedLoad(self.optimizer.param_groups, {}, self.resident, dict(by_other_key))
         for parameter, entries in self.states.items():
-            has_master = self.offload.has_master(parameter)
             prepared.entries[parameter] = {
-                key: self._entry(parameter, key, values, has_master) for key in entries
+                key: self._entry(parameter, key, values) for key in entries
             }
-        homes, state = self.offload.on_host.homes, self.offload.on_host.state
-        done_whole(lambda: prepared.finish(self.optimizer, state, homes))
-        self.offload.forget_plan()
+        prepared.finish(self.optimizer, self.offload)
 
     def _entry(
-        self,
-        parameter: Tensor,
-        key: str,
-        values: Mapping[tuple[Tensor, str], object],
-        has_master: bool,
+        self, parameter: Tensor, key: str, values: Mapping[tuple[Tensor, str], object]
     ) -> object:
         found = self.targets.get((parameter, key))
         if found is None:
             return Entry(values[parameter, key])
-        if has_master:
-            found = as_masters_state(found, parameter)
+        found = self.offload.as_kept(found, parameter)
         if (parameter, key) in self.staying:
             found = moved(found, self.offload.on_host.homes.device)
         return Entry(found, self.homes.get((parameter, key)))
@@ -102,49 +85,30 @@ def receive_state(
         kind = id(group), layout_of(parameter), local_of(parameter).stride(), *entries.items()
         if kind not in known:
             likes = {k: _like(parameter, each) for k, each in entries.items() if each is not None}
-            known[kind] = _schema_for(optimizer, offload, group, parameter, likes, schemas), likes
+            if MASTER in likes and not offload.has_master(parameter):
+                raise RefusedError(
+                    "the saved optimizer has float32 master weights, and this one steps the "
+                    "rounded parameters. Nothing was changed: offload it with master_weights=True."
+                )
+            schema = saved_schema(optimizer, offload, group, parameter, likes, schemas)
+            known[kind] = schema, likes
         schema, likes = known[kind]
-        needs_device = device_rule(offload, schema, parameter)
-        stay_here(offload, received.resident, parameter, likes, needs_device)
+        places = offload.places_of(parameter, likes, schema, received.resident)
         for key, like in likes.items():
-            target = _target_for(received, parameter, key, like, needs_device(key, like))
+            target = _target_for(received, parameter, key, like, places[key])
             received.targets[parameter, key] = target
     return received
 
 
-def _schema_for(
-    optimizer: Optimizer,
-    offload: Offload,
-    group: dict[str, Any],
-    parameter: Tensor,
-    likes: Mapping[str, Tensor],
-    schemas: Schemas,
-) -> Schema | None:
-    """Returns what a first step makes for a parameter, which the states are to be like.
-
-    Raises:
-        RefusedError: They are not.
-    """
-    if MASTER in likes and not offload.has_master(parameter):
-        raise RefusedError(
-            "the saved optimizer has float32 master weights, and this one steps the rounded "
-            "parameters. Nothing was changed: offload it with master_weights=True."
-        )
-    schema = offload.schema_in(optimizer, group, parameter, schemas)
-    if schema is not None and is_torchs_own(offload.base):
-        check_shapes(schema, likes)
-    return schema
-
-
 def _target_for(
-    received: Received, parameter: Tensor, key: str, like: Tensor, is_on_device: bool
+    received: Received, parameter: Tensor, key: str, like: Tensor, place: StatePlace
 ) -> Tensor:
     """Returns the tensor that a state's bytes are read into."""
     offload = received.offload
-    wanted = as_masters_state(like, parameter) if offload.has_master(parameter) else like
-    if not is_on_device:
-        return _empty(like, torch.device("cpu"))
-    if parameter in received.resident:
+    wanted, host = offload.as_kept(like, parameter), torch.device("cpu")
+    if place is StatePlace.HOST:
+        return _empty(like, host)
+    if place is StatePlace.DEVICE:
         received.staying.add((parameter, key))
         inner = offload.on_host.state.peek(parameter)
         there = dict.get(inner, key) if inner is not None else None
@@ -154,13 +118,12 @@ def _target_for(
             and strided_as(local_of(there)) == strided_as(local_of(like))
         ):
             return there
-        place = offload.on_host.homes.device if wanted.dtype == like.dtype else torch.device("cpu")
-        return _empty(like, place)
+        return _empty(like, offload.on_host.homes.device if wanted.dtype == like.dtype else host)
     own = offload.on_host.home_for(parameter, key)
     home = offload.on_host.homes.home_to_fill(own, wanted)
     received.homes[parameter, key] = home
     # What is of another dtype than its master needs is read beside its home, and converted.
-    return home.value if wanted.dtype == like.dtype else _empty(like, torch.device("cpu"))
+    return home.value if wanted.dtype == like.dtype else _empty(like, host)
 
 
 def _like(parameter: Tensor, incoming: Incoming) -> Tensor:

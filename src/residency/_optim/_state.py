@@ -23,8 +23,7 @@ from torch import Tensor
 from residency._dtensor import local_of, moved, write_count
 from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes
-from residency._optim._residents import Residents
-from residency._optim._trial._first_step import planned_bytes
+from residency._optim._places import Residents, StatePlace, needs_device
 from residency._transfer import is_away
 
 if TYPE_CHECKING:  # in whose eyes a dict is a MutableMapping, and has its methods
@@ -153,33 +152,29 @@ class ParameterState(_MutableDict):
         """
         self._homes.require_in_place(self.homes_by_key)
 
-    def place(
-        self, key: str, value: Any, *, on_device: bool | None = None, copy: bool = True
-    ) -> None:
+    def place(self, key: str, value: Any, *, is_streamed: bool = False) -> None:
         """Puts a value where it belongs; the entry shares its bytes with no other.
 
         Args:
             key: The state's name.
             value: A tensor is copied; anything else is kept as it is.
-            on_device: Whether steps need the value on the device; None finds out: a device tensor
-                does, a host tensor and a scalar do what the value before it did, and a fresh host
-                scalar stays on the host, as torch keeps ``step``.
-            copy: Whether one that stays on its device without a home is copied, too.
+            is_streamed: Whether it has a home, which is known already.
         """
         self.fence()
         self.template = None
-        if not isinstance(value, Tensor):
-            self.put_as_is(key, value)
-            return
-        if on_device is None:
-            on_device = self._belongs_on_device(key, value)
-        copy &= value is not dict.get(self, key)
-        if not on_device:
-            self.put_as_is(key, moved(value, torch.device("cpu"), copy=copy))
-        elif self.is_resident and self._may_stay(key, value):
-            self.put_as_is(key, moved(value, self._homes.device, copy=copy))
+        if isinstance(value, Tensor):
+            place = StatePlace.HOME if is_streamed else self._place_of(key, value)
+            self.put(key, value, place, copy=value is not dict.get(self, key))
         else:
+            self.put_as_is(key, value)
+
+    def put(self, key: str, value: Tensor, place: StatePlace, *, copy: bool) -> None:
+        """Puts a tensor into its place; one that is there without a home is copied if asked."""
+        if place is StatePlace.HOME:
             self.settle(key, self._homes.fill(self.home_for(key), value))
+            return
+        device = torch.device("cpu") if place is StatePlace.HOST else self._homes.device
+        self.put_as_is(key, moved(value, device, copy=copy))
 
     def home_for(self, key: str) -> Home | None:
         """Returns the home that a value has, or that is reserved for it."""
@@ -213,14 +208,18 @@ class ParameterState(_MutableDict):
         self._owner, self.reserved = owner, reserved
         self.is_bound_again = True
 
-    def _may_stay(self, key: str, value: Tensor) -> bool:
-        """Returns whether a value may stay on the device; without room for it, all go home."""
-        others = [each for name, each in self.staying().items() if name != key]
-        num_bytes = sum(planned_bytes(each) for each in (*others, value))
-        if self._residents.allow_owner(self._owner, num_bytes):
-            return True
-        self.leave_device()
-        return False
+    def _place_of(self, key: str, value: Tensor) -> StatePlace:
+        """Returns the place of a value that is assigned; without room for one more on the device,
+        all that stay there go home.
+        """
+        if not (self._homes.has(value) or needs_device(key, value, self.seen(key))):
+            return StatePlace.HOST
+        if self.is_resident:
+            others = [each for name, each in self.staying().items() if name != key]
+            if self._residents.allow(self._owner, [*others, value]):
+                return StatePlace.DEVICE
+            self.leave_device()
+        return StatePlace.HOME
 
     def staying(self) -> dict[str, Tensor]:
         """Returns the values that stay on the device; those that are parked come back to it."""
@@ -272,21 +271,12 @@ class ParameterState(_MutableDict):
             dict.clear(self)
             dict.update(self, zip(keys, values, strict=True))
 
-    def is_on_device(self, key: str) -> bool:
-        """Returns whether steps see this key's value on the device."""
+    def seen(self, key: str) -> tuple[int, bool] | None:
+        """Returns a tensor's dimensions, and whether steps see it on the device."""
         value = dict.get(self, key)
-        return key in self.homes_by_key or (isinstance(value, Tensor) and not value.is_cpu)
-
-    def _belongs_on_device(self, key: str, value: Tensor) -> bool:
-        if self._homes.has(value):
-            return True
-        before = dict.get(self, key)
-        # Loops that move a whole state to the device and back move the host's scalars, too. Those
-        # go home as the others do: where a scalar lives decides in which arithmetic it advances.
-        are_scalars = isinstance(before, Tensor) and before.dim() == value.dim() == 0
-        if isinstance(before, Tensor) and (value.is_cpu or are_scalars):
-            return self.is_on_device(key)
-        return not value.is_cpu or value.dim() > 0
+        if not isinstance(value, Tensor):
+            return None
+        return value.dim(), key in self.homes_by_key or not value.is_cpu
 
     def __setitem__(self, key: str, value: object) -> None:
         self.place(key, value)

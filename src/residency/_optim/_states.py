@@ -14,7 +14,7 @@ from torch.utils import _pytree  # there is no public way to register a class
 from residency._dtensor import layout_of
 from residency._optim._apart import require_own_mappings
 from residency._optim._homes import Homes
-from residency._optim._residents import Residents
+from residency._optim._places import Residents
 from residency._optim._state import ParameterState
 
 

@@ -37,7 +37,6 @@ from residency._optim._slots import apart, by_key, views_in
 from residency._optim._stand_ins import StandIns
 from residency._optim._state import ParameterState
 from residency._optim._states import State
-from residency._optim._trial._first_step import planned_bytes
 from residency._optim._trial._partial_step import MIDWAY, Commit, Shadow, is_torchs_own
 from residency._optim._trial._step_call import StepCall
 from residency._transfer import CopyRun, raw_bytes
@@ -352,8 +351,8 @@ class UnitStep:
             return False
         if all(after[key] is dict.get(before, key) for key in after):
             return True
-        sizes = [planned_bytes(value) for value in after.values() if _is_on_device(value)]
-        stays = resident.allow(change.parameter, sum(sizes))
+        here = [value for value in after.values() if _is_on_device(value)]
+        stays = resident.allow(id(change.parameter), here)
         change.is_evicted = not stays
         return stays
 

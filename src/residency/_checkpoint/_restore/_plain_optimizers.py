@@ -155,7 +155,7 @@ def _needs_device(
     """Says where a step needs a state.
 
     Where a scalar lives decides in which arithmetic it advances, so it goes where the class keeps
-    it, not where torch's own loading puts it. Without a schema, it cannot ask ``device_rule``:
+    it, not where torch's own loading puts it. Without a schema, it cannot ask ``needs_device``:
     ``tests/optim/test_where_states_live.py`` compares them.
 
     Source: ``_init_group`` of each class of torch.optim.

@@ -1,6 +1,6 @@
 """The ranks of a run: which one this process is, which of them come, and which of them failed.
 
-torch's part for ranks may be missing, and is imported only when it is asked.
+torch's part for ranks may be missing: then it says that it is not available.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import time
 from typing import Any, TypeVar
+
+import torch.distributed as dist
 
 T = TypeVar("T")
 
@@ -17,22 +19,16 @@ _LAST_PAUSE_SECONDS = 0.1  # the store of a thousand ranks takes 10,000 short qu
 
 def has_ranks() -> bool:
     """Returns whether this process has joined others."""
-    import torch.distributed as dist
-
     return dist.is_available() and dist.is_initialized()
 
 
 def rank_and_world_size() -> tuple[int, int]:
     """Returns the rank of this process and how many there are."""
-    import torch.distributed as dist
-
     return (dist.get_rank(), dist.get_world_size()) if has_ranks() else (0, 1)
 
 
 def all_ranks() -> object:
     """Returns the group of all ranks, or None where there is one rank."""
-    import torch.distributed as dist
-
     return dist.group.WORLD if rank_and_world_size()[1] > 1 else None
 
 
@@ -45,8 +41,6 @@ def failures_of_ranks(failure: T | None, *, group: Any = None) -> dict[int, T]:
         failure: What this rank says, for ``pickle``; None where it did not fail.
         group: A process group; None is that of all ranks.
     """
-    import torch.distributed as dist
-
     failures: list[T | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(failures, failure, group=group)
     return {rank: each for rank, each in enumerate(failures) if each is not None}
@@ -69,13 +63,9 @@ def absent_ranks(place: str, *, seconds: float) -> list[int]:
     Raises:
         RuntimeError: The store does not answer, as after the end of the process that has it.
     """
-    import torch.distributed as dist
-
-    # no public name (torch 2.13); torch's own checks of who has come ask it
-    from torch.distributed.distributed_c10d import _get_default_store
-
     rank, world_size = rank_and_world_size()
-    store: Any = _get_default_store() if world_size > 1 else None
+    # no public name (torch 2.13); torch's own checks of who has come ask it
+    store: Any = dist.distributed_c10d._get_default_store() if world_size > 1 else None
     if store is None or dist.get_backend() == "fake":  # MPI has no store
         return []
     end = time.monotonic() + seconds

@@ -41,7 +41,6 @@ from typing import TYPE_CHECKING
 import residency
 from residency._errors import HandOffError
 from residency._memory import ImportWatch
-from residency._ranks import all_ranks
 from residency._units import format_figures, parse_bytes
 from residency.integrations._common._framework import missing_in, named_with_version
 
@@ -205,6 +204,7 @@ class _Guard:
     def _after(self, worker: object, call: _Call) -> None:
         """Makes the transition. [Note: the order of a transition]"""
         from residency import _device
+        from residency._ranks import all_ranks
 
         device = _device.accelerator()
         if device is None:

@@ -7,10 +7,15 @@ resumes exactly. Importing this package imports
 neither torch nor pytest.
 """
 
+from typing import TYPE_CHECKING
+
 from residency._errors import QueuedWorkError
-from residency.testing._rest import settle
+from residency._lazy import door
 from residency.testing._settings import simulated_device_type, tested_device_type
-from residency.testing._verify_resume import ResumeError, ResumeProof, verify_resume
+
+if TYPE_CHECKING:
+    from residency.testing._rest import settle
+    from residency.testing._verify_resume import ResumeError, ResumeProof, verify_resume
 
 __all__ = [
     "QueuedWorkError",
@@ -21,3 +26,8 @@ __all__ = [
     "tested_device_type",
     "verify_resume",
 ]
+
+__getattr__ = door(
+    __name__,
+    {"_rest": ["settle"], "_verify_resume": ["ResumeError", "ResumeProof", "verify_resume"]},
+)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from residency import _device, sim
 from residency._errors import BuildError, InvalidArgumentError, RefusedError
 from residency._units import format_bytes
 from residency.testing._rest import finish_work, give_back, queued_work_error
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Lender:
@@ -45,8 +45,6 @@ class Lender:
                 before it give.
             QueuedWorkError: Work failed that was queued before the block, or towards its end.
         """
-        from residency import sim
-
         self.come_to_rest()
         settings = sim.settings() if sim.is_enabled() else {}
         device = self._enable(options)
@@ -65,8 +63,6 @@ class Lender:
             RefusedError: There is none of this type here, or it cannot be limited so.
             QueuedWorkError: Work failed that was queued before the block, or towards its end.
         """
-        from residency import _device
-
         found = _device.accelerator()
         if found is None or found.type != device_type:
             raise RefusedError(
@@ -119,8 +115,6 @@ class Lender:
             self._enable(options)
 
     def _restore(self) -> None:
-        from residency import sim
-
         try:
             sim.enable(**self._owed_settings or {})
         except InvalidArgumentError as error:
@@ -134,8 +128,6 @@ class Lender:
         self._owed_settings = None
 
     def _enable(self, options: Mapping[str, Any]) -> torch.device:
-        from residency import sim
-
         if self._build_error is not None:
             raise self._build_error
         try:
@@ -148,8 +140,6 @@ class Lender:
             self._build_error = error
             raise
         if not self._has_lane:
-            import torch
-
             # From the second stream on kernels are queued, too: a test must not depend on whether
             # one before it has made a stream.
             torch.Stream(device=device)
@@ -159,8 +149,6 @@ class Lender:
 
 @contextmanager
 def _at_rest_after() -> Iterator[None]:
-    import torch
-
     stream = torch.accelerator.current_stream()
     try:
         yield
@@ -178,8 +166,6 @@ def _has_failure() -> bool:
 
 
 def _limit(device: torch.device, limit_bytes: int, total_bytes: int) -> None:
-    from residency import _device
-
     if limit_bytes > total_bytes:
         raise RefusedError(
             f"device_memory(limit) is {format_bytes(limit_bytes)}, and the device has "

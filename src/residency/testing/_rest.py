@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import gc
 
+import torch
+
+from residency import _device, _pinned, _private_pools, sim
 from residency._errors import QueuedWorkError
 
 # The simulator drops an operation that failed, so that each try gets further, and where it is lost
@@ -35,8 +38,6 @@ def settle() -> int:
 
 def finish_work() -> list[Exception]:
     """Lets all queued work run, past operations that fail, and returns their failures."""
-    from residency import _device
-
     device = _device.accelerator()
     if device is None:
         return []
@@ -49,8 +50,6 @@ def finish_work() -> list[Exception]:
         except Exception as error:
             failures.append(error.with_traceback(None))  # whose frames would keep tensors alive
             if is_simulated and _device.is_lost(error):
-                from residency import sim
-
                 sim.enable(**sim.settings())
         else:
             break
@@ -74,8 +73,6 @@ def allocated_bytes_at_rest(enough_bytes: int) -> int:
     memory, without garbage, and without the workspaces that matrix products keep unless a captured
     graph may use them.
     """
-    from residency import _device, _private_pools
-
     device = _device.accelerator()
     if device is None:
         return 0
@@ -92,10 +89,6 @@ def allocated_bytes_at_rest(enough_bytes: int) -> int:
 
 def give_back() -> int:
     """Gives back what is free and starts statistics anew; returns the bytes that tensors hold."""
-    import torch
-
-    from residency import _device, _pinned
-
     if _device.accelerator() is None:
         return 0
     held_bytes = allocated_bytes_at_rest(0)
@@ -104,7 +97,5 @@ def give_back() -> int:
     torch.accelerator.reset_peak_memory_stats()
     torch.accelerator.reset_accumulated_memory_stats()
     if str(_device.accelerator()) == "sim:0":  # a type that torch knows only where it is enabled
-        from residency import sim
-
         sim.reset_peak_pinned_memory_stats()
     return held_bytes

@@ -7,13 +7,18 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 import residency
+from residency._checkpoint import random_states
+from residency._checkpoint._capture import describe
+from residency._checkpoint._document import TENSOR, Encoder, kind_of
+from residency._dtensor import local_of
 from residency._errors import InvalidArgumentError, ResidencyError
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from residency._transfer import raw_bytes
 
 
 class _TwoCallCheckpointer(Protocol):
@@ -97,8 +102,6 @@ def verify_resume(
 def _verify(
     make_run: MakeRun, checkpointer: _TwoCallCheckpointer, steps: int, save_after: int
 ) -> ResumeProof:
-    import torch
-
     state, step = make_run()
     for index in range(save_after):
         step(index)
@@ -131,11 +134,6 @@ class _Seen:
 
 def _read(state: Mapping[str, object]) -> _Seen:
     """Returns host copies of all tensors of a state and of the generators, and all other values."""
-    from residency._checkpoint import random_states
-    from residency._checkpoint._capture import describe
-    from residency._checkpoint._document import Encoder
-    from residency._dtensor import local_of
-
     found = describe(state)
     generators = Encoder()
     rng = generators.node("rng", random_states())
@@ -152,10 +150,6 @@ def _read(state: Mapping[str, object]) -> _Seen:
 
 
 def _compare(expected: _Seen, found: _Seen, when: str) -> ResumeProof:
-    import torch
-
-    from residency._transfer import raw_bytes
-
     for name in (*expected.tensors, *found.tensors):
         there, here = expected.tensors.get(name), found.tensors.get(name)
         if there is None or here is None:
@@ -194,8 +188,6 @@ def _flat(name: str, node: Any) -> list[tuple[str, Any]]:
     """Returns the values of a document's nodes with the paths to them; `index` of a tensor, which
     an offload changes and a resumed run need not have, is no value.
     """
-    from residency._checkpoint._document import TENSOR, kind_of
-
     if isinstance(node, Mapping):
         if kind_of(node) == TENSOR:
             return [(name, node["name"])]

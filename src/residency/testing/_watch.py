@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import TYPE_CHECKING
 
+import torch
+
+from residency import _device
+from residency._memory import addresses_of, describe_device, explain, is_a, measure, slot
+from residency._modes import callers_modes_off
 from residency._units import format_bytes
 from residency.testing._rest import allocated_bytes_at_rest, finish_work, queued_work_error
 from residency.testing._settings import Request
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Watch:
@@ -30,8 +31,6 @@ class Watch:
         self._before_bytes = 0
         self._before: list[weakref.ref[torch.Tensor]] = []
         if request.growth is not None:
-            from residency import _device
-
             self._before_bytes = allocated_bytes_at_rest(0)
             self._before = _tensors_on(_device.accelerator()) if self._before_bytes else []
 
@@ -39,9 +38,6 @@ class Watch:
         """Returns the test's peaks so far, in bytes, by names for a report: what its tensors held,
         and what the allocator had of the device for them, which is what a limit limits.
         """
-        from residency import _device
-        from residency._memory import measure
-
         state = measure(_device.accelerator())
         found = {"peak_held_bytes": state.peak_held, "peak_reserved_bytes": state.peak_reserved}
         limit_bytes = self._request.limit_bytes
@@ -64,11 +60,6 @@ class Watch:
 
     def explain(self, error: Exception) -> None:
         """Adds notes to the error of a call that failed: its limit, and the failures behind it."""
-        import torch
-
-        from residency import _device
-        from residency._memory import explain as explain_out_of_memory
-
         limit_bytes = self._request.limit_bytes
         if isinstance(error, torch.OutOfMemoryError) and limit_bytes is not None:
             error.add_note(
@@ -76,14 +67,11 @@ class Watch:
                 f"{format_bytes(limit_bytes)}, and its tensors held at most "
                 f"{format_bytes(_device.max_memory_allocated())} of them at once."
             )
-        explain_out_of_memory(error)
+        explain(error)
         if failures := finish_work():
             error.add_note(str(queued_work_error("by the test", failures)))
 
     def _explain_growth(self, after_bytes: int) -> str:
-        from residency import _device
-        from residency._memory import describe_device
-
         device = _device.accelerator()
         assert device is not None
         growth_bytes = after_bytes - self._before_bytes
@@ -99,9 +87,6 @@ class Watch:
 
     def _addresses_before(self) -> set[int]:
         """Returns where the storages begin that there were before the test, and still are."""
-        from residency._memory import addresses_of
-        from residency._modes import callers_modes_off
-
         with callers_modes_off():
             alive = [tensor for ref in self._before if (tensor := ref()) is not None]
             return {address for tensor in alive for address in addresses_of(tensor)}
@@ -112,11 +97,6 @@ def _tensors_on(device: torch.device | None) -> list[weakref.ref[torch.Tensor]]:
 
     A storage that C++ alone holds is not among them.
     """
-    import torch
-
-    from residency._memory import is_a, slot
-    from residency._modes import callers_modes_off
-
     with callers_modes_off():  # what a subclass does on a use of it must not run, nor raise
         return [
             weakref.ref(thing)

@@ -21,7 +21,6 @@ except ModuleNotFoundError as error:
 
 from residency._errors import BuildError, InvalidArgumentError, ResidencyError
 from residency._units import format_bytes
-from residency.testing._loan import Lender
 from residency.testing._settings import (
     Request,
     expand_schedules,
@@ -31,13 +30,14 @@ from residency.testing._settings import (
     simulated_device_type,
     tested_device_type,
 )
-from residency.testing._watch import Watch
 
 if TYPE_CHECKING:
     import torch
 
+    from residency.testing._loan import Lender
+
 _LOAN = "_residency_device"  # every test that takes a device, one way or another, takes this
-_LENDER = pytest.StashKey[Lender]()
+_LENDER = pytest.StashKey["Lender"]()
 _REQUEST = pytest.StashKey[Request]()  # on the tests that take a device
 _MARKERS = (
     "sim_device(capacity=, schedule=, check_races=, dry=, clock=, share=, workspaces=, context=): "
@@ -102,9 +102,16 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             f"residency_missing is {config.getini('residency_missing')!r}; expected fail or skip."
         )
-    capture: Any = config.pluginmanager.getplugin("capturemanager")
-    show = nullcontext if capture is None else capture.global_and_fixture_disabled
-    config.stash[_LENDER] = Lender(show_build=show)
+
+
+def _lender_of(config: pytest.Config) -> Lender:
+    if _LENDER not in config.stash:
+        from residency.testing._loan import Lender  # with torch: a test takes a device
+
+        capture: Any = config.pluginmanager.getplugin("capturemanager")
+        show = nullcontext if capture is None else capture.global_and_fixture_disabled
+        config.stash[_LENDER] = Lender(show_build=show)
+    return config.stash[_LENDER]
 
 
 def _default_schedules(config: pytest.Config) -> list[str]:
@@ -122,7 +129,7 @@ def pytest_collection(session: pytest.Session) -> None:
     if config.getini("residency_device") == "cuda" and simulated_device_type() == "cuda":
         options = {name: config.getini(f"residency_{name}") for name in ("capacity", "context")}
         try:
-            config.stash[_LENDER].bring({"device": "cuda", **options})
+            _lender_of(config).bring({"device": "cuda", **options})
         except ResidencyError as error:
             raise pytest.UsageError(f"residency_device is 'cuda': {error}") from None
 
@@ -165,8 +172,8 @@ def _is_parametrized(test: pytest.Function) -> bool:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Brings back settings that a failed test's tensors stood in the way of."""
-    lender = item.config.stash[_LENDER]
-    if lender.owes_settings:
+    lender = item.config.stash.get(_LENDER, None)
+    if lender is not None and lender.owes_settings:
         try:
             lender.come_to_rest()
         except ResidencyError as error:
@@ -181,6 +188,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         return (yield)
     # Around the call alone: what a fixture holds is on both sides. Nothing is waited for before the
     # test's lines, which would hide a wait that is missing there.
+    from residency.testing._watch import Watch  # with torch, which the test's device has brought
+
     watch = Watch(asked)
     try:
         result = yield
@@ -239,7 +248,7 @@ def _residency_markers(request: pytest.FixtureRequest) -> None:
 @pytest.fixture
 def _residency_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """The device that the test runs on, lent for its time."""
-    config, lender = request.config, request.config.stash[_LENDER]
+    config, lender = request.config, _lender_of(request.config)
     face = simulated_device_type()
     device_type = tested_device_type()
     if face is None and _needs_simulator(request):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +78,11 @@ def wrapped_like(local: Tensor, model: Tensor) -> Tensor:
     return made
 
 
+def remade(tensor: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns what is made of a tensor's bytes, as the shard that the tensor is."""
+    return wrapped_like(make(local_of(tensor).detach()), tensor)
+
+
 def shard_offsets(name: str, tensor: Any, *, done: str) -> tuple[int, ...]:
     """Returns where in its whole tensor this rank's shard begins.
 
@@ -106,7 +111,7 @@ def shard_offsets(name: str, tensor: Any, *, done: str) -> tuple[int, ...]:
 def moved(tensor: Tensor, device: torch.device, *, copy: bool = False) -> Tensor:
     """Returns a tensor with its bytes on another device, as the shard that it was."""
     with callers_modes_off():
-        return wrapped_like(local_of(tensor).detach().to(device, copy=copy), tensor)
+        return remade(tensor, lambda local: local.to(device, copy=copy))
 
 
 @torch.no_grad()

@@ -431,8 +431,8 @@ BREAKS = (
     Break(
         "integrations/torchtitan/_checkpoints.py",
         "tests/integrations/test_torchtitan.py -k last_save",
-        ".detach().cpu().to(dtype), value)",
-        ".detach().to(dtype), value)",
+        "lambda local: local.cpu().to(dtype)",
+        "lambda local: local.to(dtype)",
     ),
     Break(
         "integrations/_common/_pickled.py",

@@ -11,5 +11,8 @@ from residency._optim._offload import (
     onload_optimizer as onload_optimizer,
     parse_bucket as parse_bucket,
 )
-from residency._optim._offload_record import record_of as record_of
+from residency._optim._offload_record import (
+    plain_schema_of as plain_schema_of,
+    record_of as record_of,
+)
 from residency._optim._offloaded import OffloadedOptimizer as OffloadedOptimizer

@@ -113,7 +113,7 @@ class Homes:
                 ``like``.
         """
         self.version += 1
-        model = _model_of(local_of(like), shape)
+        model = _model_of(like, shape)
         num_bytes = model.numel() * model.element_size()
         region = self.arena.allocate(num_bytes)
         return self._home_in(region, model, like if shard_of is None else shard_of)
@@ -225,7 +225,7 @@ class Homes:
         """Returns whether a home is such as ``allocate`` would make, and may be written."""
         if home is None or lending.is_lent(home.tensor):
             return False
-        return strided_as(home.tensor) == strided_as(_model_of(local_of(like), shape))
+        return strided_as(home.tensor) == strided_as(_model_of(like, shape))
 
     def takes(self, home: Home | None, value: Tensor) -> TypeGuard[Home]:
         """Returns whether a value may go into a home: it is as large, and no save reads that."""
@@ -430,6 +430,7 @@ def _memory(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _model_of(like: Tensor, shape: torch.Size | None) -> Tensor:
+    like = local_of(like)
     if shape is not None:
         return torch.empty(shape, dtype=like.dtype, device="meta")
     # What is not dense is copied row by row (raw_bytes), so its home is contiguous.

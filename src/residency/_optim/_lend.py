@@ -15,10 +15,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from residency._dtensor import is_sharded, local_of
+from residency._dtensor import local_of
 from residency._nesting import half_done
 from residency._optim._homes import Home
-from residency._optim._offload_record import record_of
+from residency._optim._offload_record import plain_schema_of, record_of
 from residency._optim._offloaded import OffloadedOptimizer, offload_of
 from residency._optim._placement import follow_caller
 from residency._optim._receive import receive_state
@@ -180,14 +180,13 @@ def _states_to_come(optimizer: Optimizer) -> list[Tensor]:
     what does not live in homes.
     """
     offload = record_of(optimizer)
-    base = type(optimizer) if offload is None else offload.base
     found: list[Tensor] = []
     schemas = Schemas()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if dict.get(optimizer.state, parameter) or not parameter.requires_grad:
                 continue
-            schema = schemas.of(optimizer, base, group, parameter, is_local=is_sharded(parameter))
+            schema = plain_schema_of(optimizer, group, parameter, schemas)
             if schema is None:
                 continue
             homes = {}

@@ -9,11 +9,12 @@ the master takes the new value.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from residency._dtensor import local_of, wrapped_like
+from residency._dtensor import local_of, remade
 from residency._errors import RefusedError
 from residency._storages import sharing
 
@@ -60,8 +61,8 @@ def refuse_shared_masters(parameters: Sequence[Tensor]) -> None:
 
 def master_like(parameter: Tensor) -> Tensor:
     """Returns what a master looks like, on meta."""
-    local = local_of(parameter).detach()
-    return wrapped_like(torch.empty_like(local, dtype=torch.float32, device="meta"), parameter)
+    like = partial(torch.empty_like, dtype=torch.float32, device="meta")
+    return remade(parameter, like)
 
 
 def as_masters_state(value: Tensor, parameter: Tensor) -> Tensor:
@@ -71,7 +72,7 @@ def as_masters_state(value: Tensor, parameter: Tensor) -> Tensor:
     is_low = value.is_floating_point() and value.element_size() < torch.float32.itemsize
     if not is_low or local_of(value).shape != local_of(parameter).shape:
         return value
-    return wrapped_like(local_of(value).detach().float(), value)
+    return remade(value, Tensor.float)
 
 
 def take_foreign_writes(master: Tensor, low: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from residency._dtensor import layout_of, locals_of, sharded_among
+from residency._dtensor import is_sharded, layout_of, locals_of, sharded_among
 from residency._errors import RefusedError
 from residency._optim._homes import Home, Homes
 from residency._optim._masters import (
@@ -377,6 +377,17 @@ def record_of(optimizer: Optimizer) -> Offload | None:
     """Returns what an offloaded optimizer knows; of any other optimizer None."""
     record = optimizer.__dict__.get(PRIVATE)
     return record if isinstance(record, Offload) else None
+
+
+def plain_schema_of(
+    optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, known: Schemas
+) -> Schema | None:
+    """Returns what a first step of the optimizer's own class makes for a parameter, offloaded or
+    not; None where that cannot be foreseen.
+    """
+    offload = record_of(optimizer)
+    base = type(optimizer) if offload is None else offload.base
+    return known.of(optimizer, base, group, parameter, is_local=is_sharded(parameter))
 
 
 def put_record(optimizer: Optimizer, record: Offload | None) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from residency import _pinned
-from residency._dtensor import layout_of, local_of, wrapped_like, write_count
+from residency._dtensor import layout_of, local_of, remade, write_count
 from residency._errors import RefusedError
 from residency._optim._apart import repeated, require_own_mappings
 from residency._optim._homes import Home, Homes
@@ -188,7 +189,7 @@ def _show_templates(state: State, made: Mapping[Tensor, Mapping[str, object]]) -
 def _zero_of(like: object, is_on_device: bool, device: torch.device) -> object:
     if isinstance(like, Tensor):
         place = device if is_on_device else torch.device("cpu")
-        return wrapped_like(torch.zeros_like(local_of(like), device=place), like)
+        return remade(like, partial(torch.zeros_like, device=place))
     is_number = isinstance(like, int | float) and not isinstance(like, bool)
     return type(like)() if is_number else copy.deepcopy(like)
 

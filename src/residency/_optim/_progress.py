@@ -38,7 +38,7 @@ class Progress:
     @property
     def _counts(self) -> dict[Tensor, int]:
         return {
-            piece.parameter: local_of(piece.parameter).numel() if piece.stop is None else piece.stop
+            piece.parameter: _size(piece.parameter) if piece.stop is None else piece.stop
             for piece in self._pieces
         }
 
@@ -48,7 +48,7 @@ class Progress:
 
     def is_stepped(self, parameter: Tensor) -> bool:
         """Returns whether a parameter is stepped as a whole."""
-        return self._counts.get(parameter) == local_of(parameter).numel()
+        return self._counts.get(parameter) == _size(parameter)
 
     def tell(self, error: BaseException) -> None:
         """Adds a note to the exception that ended the step, and lists of parameters."""
@@ -56,7 +56,7 @@ class Progress:
         counts = self._counts
         stepped, in_part = [], []
         for parameter in self.parameters:
-            if counts.get(parameter) == local_of(parameter).numel() and id(parameter) not in begun:
+            if counts.get(parameter) == _size(parameter) and id(parameter) not in begun:
                 stepped.append(parameter)
             elif parameter in counts or id(parameter) in begun:
                 in_part.append(parameter)
@@ -70,7 +70,7 @@ class Progress:
         for parameter in cuts:
             note += (
                 f" Of one of shape {tuple(parameter.shape)} the first {self._counts[parameter]} of "
-                f"{local_of(parameter).numel()} elements were."
+                f"{_size(parameter)} elements were."
             )
         if begun:
             note += (
@@ -78,3 +78,7 @@ class Progress:
                 "middle of them."
             )
         return note + " All others, and their state, are as they were."
+
+
+def _size(parameter: Tensor) -> int:
+    return local_of(parameter).numel()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from residency._dtensor import layout_of, local_of, moved, wrapped_like
+from residency._dtensor import layout_of, local_of, moved, remade
 from residency._errors import RefusedError
 from residency._optim._homes import Home
 from residency._optim._loading import Entry, PreparedLoad, saved_schema
@@ -78,13 +78,14 @@ def receive_state(
     received = Received(optimizer, offload, states, Residents(offload.resident_bytes))
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     schemas = Schemas()
+    meta = torch.device("meta")
     known: dict[Hashable, tuple[Schema | None, dict[str, Tensor]]] = {}
     for parameter, entries in states.items():
         group = group_of[parameter]
         # Parameters of one group that are alike, with states that are alike: asked of one of them.
         kind = id(group), layout_of(parameter), local_of(parameter).stride(), *entries.items()
         if kind not in known:
-            likes = {k: _like(parameter, each) for k, each in entries.items() if each is not None}
+            likes = {k: each.like(parameter, meta) for k, each in entries.items() if each}
             if MASTER in likes and not offload.has_master(parameter):
                 raise RefusedError(
                     "the saved optimizer has float32 master weights, and this one steps the "
@@ -126,20 +127,8 @@ def _target_for(
     return home.value if wanted.dtype == like.dtype else _empty(like, host)
 
 
-def _like(parameter: Tensor, incoming: Incoming) -> Tensor:
-    """Returns what a saved state looks like here, on meta."""
-    if incoming.shape == tuple(parameter.shape) and incoming.shape:
-        local = torch.empty_like(
-            local_of(parameter).detach(),
-            dtype=incoming.dtype,
-            device="meta",
-            memory_format=torch.preserve_format,
-        )
-        return wrapped_like(local, parameter)
-    return torch.empty(incoming.shape, dtype=incoming.dtype, device="meta")
-
-
 def _empty(like: Tensor, device: torch.device) -> Tensor:
-    local = local_of(like)
-    made = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=device)
-    return wrapped_like(made, like)
+    def made(local: Tensor) -> Tensor:
+        return torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=device)
+
+    return remade(like, made)

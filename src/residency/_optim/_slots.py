@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from residency._dtensor import local_of, wrapped_like
+from residency._dtensor import local_of, remade
 from residency._optim._plan import Unit
 
 _FEW = 4  # views, which are made as quickly one by one
@@ -60,5 +60,5 @@ def apart(after: dict[str, Any], views: dict[str, Tensor]) -> dict[str, Any]:
         local = local_of(value)
         is_its_own = view is not None and local.data_ptr() == view.data_ptr()
         if local.untyped_storage().data_ptr() == slot and not is_its_own:
-            found[key] = wrapped_like(local.clone(), value)
+            found[key] = remade(value, Tensor.clone)
     return {**after, **found} if found else after

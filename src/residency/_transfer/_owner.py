@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from residency._dtensor import write_count
+from residency._dtensor import remade, write_count
 from residency._errors import RefusedError
 from residency._registries import WeakRegistry
 from residency._transfer._lending import lending
@@ -154,6 +154,14 @@ class Incoming:
     dtype: torch.dtype
     shape: tuple[int, ...]
     is_host: bool
+
+    def like(self, parameter: Tensor, device: torch.device) -> Tensor:
+        """Makes an unfilled state: of its parameter's shape, the shard that the parameter is."""
+        if self.shape != tuple(parameter.shape) or not self.shape:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        form = torch.preserve_format
+        like = partial(torch.empty_like, dtype=self.dtype, device=device, memory_format=form)
+        return remade(parameter, like)
 
 
 class Reception(Protocol):

@@ -121,7 +121,7 @@ def receive_plain(
             place = device if eager else torch.device("cpu")
             home = place if is_waiting else device
             is_fit = _fits(there, parameter, incoming, home)
-            target = there if is_fit else _empty(parameter, incoming, place)
+            target = there if is_fit else incoming.like(parameter, place)
             if on_device and local_of(target).is_cpu and (is_waiting or not is_fit):
                 made.waiting[parameter, key] = target  # a parked parameter's, too
             made.targets[parameter, key] = target
@@ -178,21 +178,8 @@ def _fits(there: object, parameter: Tensor, incoming: Incoming, device: torch.de
         and there.device == device
         and there.dtype == incoming.dtype
         and tuple(there.shape) == incoming.shape
-        and type(there) is type(_empty(parameter, incoming, torch.device("meta")))
+        and type(there) is type(incoming.like(parameter, torch.device("meta")))
     )
-
-
-def _empty(parameter: Tensor, incoming: Incoming, device: torch.device) -> Tensor:
-    """Makes an unfilled state: the shard that its parameter is, where it has the same shape."""
-    if incoming.shape != tuple(parameter.shape) or not incoming.shape:
-        return torch.empty(incoming.shape, dtype=incoming.dtype, device=device)
-    local = torch.empty_like(
-        local_of(parameter).detach(),
-        dtype=incoming.dtype,
-        device=device,
-        memory_format=torch.preserve_format,
-    )
-    return wrapped_like(local, parameter)
 
 
 def _move(

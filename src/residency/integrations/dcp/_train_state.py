@@ -20,6 +20,7 @@ import json
 import secrets
 import zlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,10 +39,10 @@ from residency._checkpoint._capture import (
     plain_optimizer,
 )
 from residency._checkpoint._restore import PlainReception, load_through, receive_plain
-from residency._dtensor import is_sharded, local_of, wrapped_like
+from residency._dtensor import local_of, remade
 from residency._errors import InvalidArgumentError, RefusedError, warn
-from residency._optim import OffloadedOptimizer, record_of
-from residency._optim._trial import Schema, Schemas
+from residency._optim import OffloadedOptimizer, plain_schema_of, record_of
+from residency._optim._trial import Schemas
 from residency._transfer import (
     Incoming,
     before_write,
@@ -338,7 +339,7 @@ def _free_to_fill(value: Any) -> Any:
         and (local := local_of(value)).is_cpu
         and lending.is_lasting(local)
     ):
-        return wrapped_like(local.clone(), value)
+        return remade(value, Tensor.clone)
     return value
 
 
@@ -386,7 +387,7 @@ def host_template(
     schemas: Schemas,
 ) -> dict[str, Any]:
     """Returns zeros on the host for what a first step of a plain optimizer makes."""
-    schema = schema_of(optimizer, group, parameter, schemas)
+    schema = plain_schema_of(optimizer, group, parameter, schemas)
     if schema is None:
         raise RefusedError(
             f"the state that {type(optimizer).__name__} makes for {name} in its first step cannot "
@@ -394,20 +395,11 @@ def host_template(
             "before the load, or offload the optimizer."
         )
     return {
-        key: wrapped_like(torch.zeros_like(local_of(like), device="cpu"), like)
+        key: remade(like, partial(torch.zeros_like, device="cpu"))
         if isinstance(like, Tensor)
         else copy.deepcopy(like)
         for key, like in schema.values.items()
     }
-
-
-def schema_of(
-    optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, schemas: Schemas
-) -> Schema | None:
-    """Returns what a first step makes for a parameter, or None where that cannot be foreseen."""
-    offload = record_of(optimizer)
-    base = type(optimizer) if offload is None else offload.base
-    return schemas.of(optimizer, base, group, parameter, is_local=is_sharded(parameter))
 
 
 @state_stays()
@@ -455,6 +447,6 @@ def _incoming(
     is_host = value.is_cpu
     if value.dim() == 0 and key != "step" and not dict.get(optimizer.state, parameter):
         # A template's scalars are all on the host, wherever steps keep them.
-        schema = schema_of(optimizer, group, parameter, schemas)
+        schema = plain_schema_of(optimizer, group, parameter, schemas)
         is_host = schema is None or key not in schema.device
     return Incoming(value.dtype, tuple(value.shape), is_host)

@@ -30,7 +30,7 @@ from residency._checkpoint._disk import (
     Retention,
     make_folders,
 )
-from residency._dtensor import local_of, wrapped_like
+from residency._dtensor import remade
 from residency._errors import CheckpointError, CorruptSaveError, RefusedError, warn
 from residency.integrations.dcp import (
     PinnedStager,
@@ -306,4 +306,4 @@ def _in_dtype(value: Any, dtype: torch.dtype) -> Any:
     """Returns a value as the last save has it; one of another dtype is made on the host."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype == dtype:
         return value
-    return wrapped_like(local_of(value).detach().cpu().to(dtype), value)
+    return remade(value, lambda local: local.cpu().to(dtype))

@@ -13,13 +13,14 @@ made before the offload, in bfloat16 and on the host, and the hook finds those.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from residency._dtensor import local_of, wrapped_like
+from residency._dtensor import remade
 from residency._optim import offload_optimizer, parse_bucket
 from residency._units import parse_bytes
 from residency.integrations.torchtitan._published import published
@@ -105,14 +106,11 @@ def _make_bfloat16_state(optimizer: Optimizer) -> None:
     """Makes on the host what torchtitan's hook makes on the device. [Note: state in bfloat16]"""
     if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one; the hook has these alone
         return
+    zeros = partial(torch.zeros_like, dtype=torch.bfloat16, device="cpu")
     for group in optimizer.param_groups:
         keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group.get("amsgrad") else [])]
         for parameter in group["params"]:
-            moments = {
-                key: torch.zeros_like(local_of(parameter), dtype=torch.bfloat16, device="cpu")
-                for key in keys
-            }
             optimizer.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32),
-                **{key: wrapped_like(value, parameter) for key, value in moments.items()},
+                **{key: remade(parameter, zeros) for key in keys},
             }

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from residency._optim import OffloadedOptimizer
+from residency._optim import OffloadedOptimizer, plain_schema_of
 from residency._optim._trial import Schemas
-from residency.integrations.dcp._train_state import host_template, put_state, schema_of
+from residency.integrations.dcp._train_state import host_template, put_state
 
 _NO_VALUES = ("params", "param_names")  # the keys of a group that torchtitan does not save
 
@@ -76,7 +76,8 @@ def _is_foreseen(optimizer: Optimizer, schemas: Schemas) -> bool:
     if isinstance(optimizer, OffloadedOptimizer) or optimizer.state or hooks:
         return False
     return all(
-        parameter.requires_grad and schema_of(optimizer, group, parameter, schemas) is not None
+        parameter.requires_grad
+        and plain_schema_of(optimizer, group, parameter, schemas) is not None
         for group in optimizer.param_groups
         for parameter in group["params"]
     )

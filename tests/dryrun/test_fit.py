@@ -17,6 +17,7 @@ from residency._dryrun import RunSettings, settings_that_fit
 from residency._dryrun._answer import Answer, first_line
 from residency._dryrun._lines import lines_of
 from residency._dryrun._offers import offers
+from residency._transfer import default_bucket
 
 
 class Script:
@@ -61,7 +62,7 @@ def test_no_more_is_tried_than_what_can_suffice_and_as_much_stays_resident_as_fi
     # The state may take 3500 - 1000 - 1000 - 100 MiB, and is found to one part in 64.
     resident = script.runs[-1].offload // MIB
     assert 1400 - 2000 // 64 <= resident <= 1400
-    line = f'residency.offload_optimizer(optimizer, resident="{resident}MiB", bucket="64MiB")'
+    line = f'residency.offload_optimizer(optimizer, resident="{resident}MiB")'
     assert tried[-1].lines == ("import residency", f"{line}  # at once")
     assert len(script.runs) <= 3
     seconds = f"{(2000 - resident) * MIB / 55e9:.2f} s"
@@ -266,7 +267,8 @@ class Invented(Script):
         activations, now = activations * smaller, now * smaller
         if settings.offload is not None:
             state = max(state * left("offload"), min(state, settings.offload // MIB))
-            now += 3 * settings.bucket // MIB * self.takes["offload"]
+            states = max(held[2] for held in self.held.values())
+            now += 3 * default_bucket(states * MIB, 0, 3) // MIB * self.takes["offload"]
         if divisor > 1 and name != "optimizer step":
             most = max(held[1] for held in self.held.values())
             gradients += (most - gradients) * self.takes["batch"]

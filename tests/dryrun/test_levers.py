@@ -83,7 +83,7 @@ CASES = {
         "Trainer(..., callbacks=[ResidencyCallback(offload=False)])",
     ),
     "the best adapter and the state of a Trainer": (
-        ("best_adapter.py", "--rows", "1", "--tunes"), (), 650, "the optimizer's state on the host",
+        ("best_adapter.py", "--rows", "1", "--tunes"), (), 690, "the optimizer's state on the host",
         "Trainer(..., callbacks=[ResidencyCallback(resident=",
     ),
     "batches of a Trainer": (

@@ -57,9 +57,7 @@ class Levers:
         self._watch_buckets()
         self._trainers.start()
         self._loads.start()
-        offload_all = (
-            None if settings.offload is None else _offload(settings.offload, settings.bucket)
-        )
+        offload_all = None if settings.offload is None else _offload(settings.offload)
         self._templates = Templates(offload_all, on_host=settings.defers_template)
         self._templates.start()
         if settings.defers_state or settings.defers_template:
@@ -134,7 +132,7 @@ class Levers:
         register_module_forward_pre_hook(before_forward)
 
 
-def _offload(resident: int, bucket: int) -> Callable[[], None]:
+def _offload(resident: int) -> Callable[[], None]:
     """Offloads optimizers before they load a state, or before the first forward pass.
 
     Not in a step: that goes on as the class has it which the optimizer had before.
@@ -154,7 +152,7 @@ def _offload(resident: int, bucket: int) -> Callable[[], None]:
         while made:
             optimizer = made.pop()
             if record_of(optimizer) is None:
-                residency.offload_optimizer(optimizer, resident=resident, bucket=bucket)
+                residency.offload_optimizer(optimizer, resident=resident)
 
     @put_around(Optimizer, "load_state_dict")
     def load_state_dict(load: Function, optimizer: Any, state_dict: Any) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from residency._dryrun._settings import LARGEST_BUCKET, RunSettings
+from residency._dryrun._settings import RunSettings
 from residency._units import MIB
 
 Found = Mapping[str, Any]  # what a run's child found
@@ -52,16 +52,10 @@ def _of_command(settings: RunSettings, found: Found) -> Iterator[str]:
         yield " ".join(words)
 
 
-def _sizes(settings: RunSettings) -> dict[str, str]:
-    """Returns the arguments of an offload."""
-    sizes = {"resident": f'"{(settings.offload or 0) // MIB}MiB"'}
-    if settings.bucket != LARGEST_BUCKET:
-        sizes["bucket"] = f'"{settings.bucket // MIB}MiB"'
-    return sizes
-
-
-def _sizes_of_call(settings: RunSettings) -> str:
-    return ", ".join(f"{name}={size}" for name, size in _sizes(settings).items())
+def _resident(settings: RunSettings) -> list[str]:
+    """Returns the argument of an offload, as it is written in a call, or none."""
+    num = (settings.offload or 0) // MIB
+    return [f'resident="{num}MiB"'] if num else []
 
 
 def _of_transformers(settings: RunSettings, found: Found) -> Iterator[str]:
@@ -75,7 +69,7 @@ def _of_transformers(settings: RunSettings, found: Found) -> Iterator[str]:
         yield f"from {_DOORS}.transformers import ResidencyCallback{mixin}"
         if has_mixin:
             yield f"class MyTrainer(ResidencyTrainerMixin, {trainer}): ..."
-        how = "offload=False" if settings.offload is None else _sizes_of_call(settings)
+        how = "offload=False" if settings.offload is None else "".join(_resident(settings))
         call = f"callbacks=[ResidencyCallback({how})]"
         place = f"  # in place of each {trainer}(...)" * has_mixin
         yield f"{'MyTrainer' if has_mixin else trainer}(..., {call}){place}"
@@ -87,10 +81,10 @@ def _of_transformers(settings: RunSettings, found: Found) -> Iterator[str]:
 def _of_lightning(settings: RunSettings, libraries: Collection[str]) -> Iterator[str]:
     given = {}
     if settings.offload is not None or settings.parks_state:
-        sizes = ", ".join(f'"{name}": {size}' for name, size in _sizes(settings).items())
-        offload = "False" if settings.offload is None else f"{{{sizes}}}"
-        parks = ", park_in_validation=True" * settings.parks_state
-        given["callbacks"] = f"ResidencyCallback(offload={offload}{parks})"
+        sizes = [f"offload=dict({each})" for each in _resident(settings)]
+        offload = ["offload=False"] if settings.offload is None else sizes
+        parks = ["park_in_validation=True"] * settings.parks_state
+        given["callbacks"] = f"ResidencyCallback({', '.join(offload + parks)})"
     if settings.saves_on_host or settings.loads_on_host:
         given["plugins"] = "ResidencyCheckpointIO()"
     if given:
@@ -117,7 +111,8 @@ def _of_loop(settings: RunSettings, found: Found) -> Iterator[str]:
         when = (
             "once accelerate has prepared it" if "accelerate" in found["libraries"] else "at once"
         )
-        yield f"residency.offload_optimizer(optimizer, {_sizes_of_call(settings)})  # {when}"
+        given = ", ".join(["optimizer", *_resident(settings)])
+        yield f"residency.offload_optimizer({given})  # {when}"
     if settings.parks_state:
         yield f"with residency.parked(optimizer):  {_AROUND}"
     if is_saved:

@@ -21,8 +21,9 @@ from residency._dryrun._numbers import (
 )
 from residency._dryrun._owners import GRADIENTS, STATE
 from residency._dryrun._resumes import TEMPLATE
-from residency._dryrun._settings import LARGEST_BUCKET, RunSettings
+from residency._dryrun._settings import RunSettings
 from residency._dryrun._verdict import WITHOUT_GRADIENTS
+from residency._transfer import default_bucket
 from residency._units import MIB
 from residency.sim import Clock
 
@@ -30,8 +31,7 @@ Phase = Mapping[str, Any]  # of it
 _OVER_LINK = "over PCIe 5 (PCIe 4: twice that)"
 _DIVISORS = (2, 4, 8, 16)
 _NUM_SLOTS = 3  # of an offloaded optimizer, each of a bucket's size
-_SMALLEST_BUCKET = MIB
-_SHARE_OF_SLOTS = 8  # of the state, or less, are the slots
+_LEAST_STATE = 12 * MIB  # under it, an offload's slots may have all of the state
 _CHECKPOINTING = (
     "gradient_checkpointing", "activation_checkpointing", "grad_checkpointing", "use_checkpointing",
 )  # fmt: skip
@@ -96,7 +96,7 @@ def offers(found: Found, words: Sequence[str] = ()) -> list[Offer]:
     state = _at_peak(STATE, OTHER) if has_load else _at_peak(STATE)
     if state_bytes(found) >= MIB:
         made.append(_park_state(state))
-    if state_bytes(found) >= _SHARE_OF_SLOTS * _NUM_SLOTS * _SMALLEST_BUCKET:
+    if state_bytes(found) >= _LEAST_STATE:
         made.append(_offload(found, state, is_resumed=is_trainer and found["loads_state"]))
     if not any(found["arguments"].get(name, {}).get("value") for name in _CHECKPOINTING):
         made.append(_checkpointing(found))
@@ -224,9 +224,7 @@ def _park_state(state: Callable[[Phase], int]) -> Offer:
 def _offload(found: Found, state: Callable[[Phase], int], *, is_resumed: bool) -> Offer:
     """Returns the offer; a Trainer that resumes needs the mixin, which reads to the host, too."""
     num_bytes = state_bytes(found)
-    # The slots may not take what the state leaves: a small state moves in small buckets.
-    most = num_bytes // (_SHARE_OF_SLOTS * _NUM_SLOTS)
-    bucket = min(LARGEST_BUCKET, 1 << most.bit_length() - 1)
+    bucket_bytes = default_bucket(num_bytes, 0, _NUM_SLOTS)
     is_trainer = "transformers.trainer" in found["libraries"]
     return Offer(
         name="the optimizer's state on the host",
@@ -234,7 +232,6 @@ def _offload(found: Found, state: Callable[[Phase], int], *, is_resumed: bool) -
         change=lambda settings: replace(
             settings,
             offload=0,
-            bucket=bucket,
             calls_back=settings.calls_back or is_trainer,
             loads_on_host=settings.loads_on_host or is_resumed,
         ),
@@ -242,7 +239,7 @@ def _offload(found: Found, state: Callable[[Phase], int], *, is_resumed: bool) -
             f"{_seconds(num_bytes - (settings.offload or 0))} a step {_OVER_LINK}"
         ),
         group="offload",
-        added=lambda phase: min(_NUM_SLOTS * bucket, _at_peak(OTHER)(phase)),
+        added=lambda phase: min(_NUM_SLOTS * bucket_bytes, _at_peak(OTHER)(phase)),
     )
 
 

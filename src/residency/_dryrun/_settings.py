@@ -7,9 +7,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from residency._units import parse_bytes
-
-LARGEST_BUCKET = parse_bytes("128MiB")  # which `offload_optimizer` takes by default
 VARIABLE = "RESIDENCY_DRY_RUN"
 _OFFLINE = "HF_HUB_OFFLINE"  # of the Hugging Face Hub's library, read as it is imported
 _TRACKER = "WANDB_MODE"  # of Weights & Biases, which sends from a process of its own
@@ -30,7 +27,6 @@ class RunSettings:
         random_weights: Whether pretrained models are made without their weights.
         offload: The bytes of ``resident=`` of a `residency.offload_optimizer` that the script gets;
             None for none.
-        bucket: The bytes of ``bucket=`` of that; its slots are three of them.
         loads_on_host: Whether files are read to the host, and copied from there into what is on
             the device.
         defers_state: Whether a loaded optimizer's state waits on the host for its first step.
@@ -60,7 +56,6 @@ class RunSettings:
     is_real: bool = False
     random_weights: bool = False
     offload: int | None = None
-    bucket: int = LARGEST_BUCKET
     loads_on_host: bool = False
     defers_state: bool = False
     defers_template: bool = False

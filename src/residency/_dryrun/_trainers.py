@@ -65,9 +65,7 @@ class Trainers:
             callbacks = list(given.arguments.get("callbacks") or ())
             if not any(isinstance(each, ResidencyCallback) for each in callbacks):
                 is_offloading = settings.offload is not None
-                added = ResidencyCallback(
-                    offload=is_offloading, resident=settings.offload or 0, bucket=settings.bucket
-                )
+                added = ResidencyCallback(offload=is_offloading, resident=settings.offload or 0)
                 given.arguments["callbacks"] = [*callbacks, added]
             make(*given.args, **given.kwargs)
 
@@ -81,6 +79,5 @@ class Trainers:
             from residency.integrations.lightning import ResidencyCallback
 
             given = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []
-            sizes = {"resident": self._settings.offload or 0, "bucket": self._settings.bucket}
-            offloading = ResidencyCallback(offload=sizes)
+            offloading = ResidencyCallback(offload={"resident": self._settings.offload or 0})
             make(trainer, *args, callbacks=[*given, offloading], **options)

@@ -218,7 +218,7 @@ def test_a_step_has_three_slots_unless_it_is_asked_for_others() -> None:
         if file.split("/")[0] not in {"_transfer", "_checkpoint"}  # rings, which have others
     }
     assert {number for _, number in said} == {3}
-    assert {"_optim/_offload.py", "_memory/_stepping.py", "_dryrun/_offers.py"} <= dict(said).keys()
+    assert {"_optim/_offload.py", "_memory/_stepping.py"} <= dict(said).keys()
 
 
 def _given(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:

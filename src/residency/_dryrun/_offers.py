@@ -23,15 +23,14 @@ from residency._dryrun._owners import GRADIENTS, STATE
 from residency._dryrun._resumes import TEMPLATE
 from residency._dryrun._settings import RunSettings
 from residency._dryrun._verdict import WITHOUT_GRADIENTS
-from residency._transfer import default_bucket
 from residency._units import MIB
 from residency.sim import Clock
 
 Phase = Mapping[str, Any]  # of it
 _OVER_LINK = "over PCIe 5 (PCIe 4: twice that)"
 _DIVISORS = (2, 4, 8, 16)
-_NUM_SLOTS = 3  # of an offloaded optimizer, each of a bucket's size
 _LEAST_STATE = 12 * MIB  # under it, an offload's slots may have all of the state
+_SHARE_OF_SLOTS = 4  # of a larger state, or less, are the slots
 _CHECKPOINTING = (
     "gradient_checkpointing", "activation_checkpointing", "grad_checkpointing", "use_checkpointing",
 )  # fmt: skip
@@ -224,7 +223,6 @@ def _park_state(state: Callable[[Phase], int]) -> Offer:
 def _offload(found: Found, state: Callable[[Phase], int], *, is_resumed: bool) -> Offer:
     """Returns the offer; a Trainer that resumes needs the mixin, which reads to the host, too."""
     num_bytes = state_bytes(found)
-    bucket_bytes = default_bucket(num_bytes, 0, _NUM_SLOTS)
     is_trainer = "transformers.trainer" in found["libraries"]
     return Offer(
         name="the optimizer's state on the host",
@@ -239,7 +237,7 @@ def _offload(found: Found, state: Callable[[Phase], int], *, is_resumed: bool) -
             f"{_seconds(num_bytes - (settings.offload or 0))} a step {_OVER_LINK}"
         ),
         group="offload",
-        added=lambda phase: min(_NUM_SLOTS * bucket_bytes, _at_peak(OTHER)(phase)),
+        added=lambda phase: min(num_bytes // _SHARE_OF_SLOTS, _at_peak(OTHER)(phase)),
     )
 
 

@@ -48,7 +48,8 @@ def machine(bench: ProbedDevice) -> None:
     name = getattr(bench.module, "get_device_name", lambda: bench.device.type)()
     bench.info("device", f"{name}, {format_bytes(_device.memory_info()[1])}")
     bench.info("versions", f"torch {torch.__version__}, Python {platform.python_version()}")
-    backend, settings = _device.allocator_backend(bench.device), _device.allocator_settings()
+    backend = torch.cuda.get_allocator_backend() if bench.device.type == "cuda" else "native"
+    settings = _device.allocator_settings()
     bench.info("allocator", f"{backend}, settings {settings!r}")
     before = available_host_bytes()
     touched = torch.ones(bench.pick(8 << 10, 64) * MIB, dtype=torch.uint8)

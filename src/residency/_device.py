@@ -359,11 +359,6 @@ def set_allocator_settings(settings: str) -> None:
         raise RefusedError(message) from None
 
 
-def allocator_backend(device: torch.device) -> str:
-    """Returns the kind of allocator: ``"native"`` is torch's own caching one."""
-    return str(torch.cuda.get_allocator_backend()) if device.type == "cuda" else "native"
-
-
 def empty_cache(device: torch.device) -> None:
     """Gives the allocator's whole free segments back to the device; waits for draining blocks.
 

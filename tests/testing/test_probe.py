@@ -98,15 +98,3 @@ def test_a_machine_without_an_accelerator_is_told_what_to_do(
     monkeypatch.setattr("residency._device.accelerator", lambda: None)
     assert probe.main(["threads"]) == 2
     assert "--simulated" in capsys.readouterr().err
-
-
-def test_the_door_that_an_installation_has_says_where_the_probes_are() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "residency.testing.probe"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-    )
-    assert done.returncode == 1
-    assert "python -m benchmarks.probe" in done.stderr

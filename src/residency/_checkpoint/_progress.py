@@ -30,23 +30,21 @@ def progress_bar(
     if not is_shown:
         yield lambda _: None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TextColumn
-    from rich.text import Text
+    from rich import console, progress, text
 
-    class RateColumn(ProgressColumn):
+    class RateColumn(progress.ProgressColumn):
         """The rate in binary units; rich's own column has decimal ones."""
 
-        def render(self, task: Task) -> Text:
-            return Text(_rate_of(task), style="progress.data.speed")
+        def render(self, task: Task) -> text.Text:
+            return text.Text(_rate_of(task), style="progress.data.speed")
 
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(binary_units=True),
         RateColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with progress.Progress(*columns, console=console.Console(stderr=True)) as bar:
         total = num_bytes if callable(num_bytes) else lambda: num_bytes
         task = bar.add_task(what, total=total())
         yield lambda advance: bar.update(task, advance=advance, total=total())

@@ -253,19 +253,16 @@ def _bytes_to_verify(directory: CheckpointDirectory, steps: list[int]) -> int:
 
 
 def _print_table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+    from rich import box, console, markup, table
 
-    table = Table(*columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    drawn = table.Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for row in rows:
-        table.add_row(*map(escape, row))
-    console = Console()
-    if not console.is_terminal:
-        console.width = _WIDTH
-    console.print(escape(title), highlight=False)
-    console.print(table)
+        drawn.add_row(*map(markup.escape, row))
+    terminal = console.Console()
+    if not terminal.is_terminal:
+        terminal.width = _WIDTH
+    terminal.print(markup.escape(title), highlight=False)
+    terminal.print(drawn)
 
 
 def _print_json(document: dict[str, Any]) -> None:

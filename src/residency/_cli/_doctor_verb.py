@@ -13,6 +13,8 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import residency
+from residency import sim
 from residency._errors import ResidencyError
 from residency._system import num_processors
 from residency._units import MIB, format_bytes
@@ -54,8 +56,6 @@ def run(_: argparse.Namespace) -> int:
 
 def _versions() -> str:
     import torch
-
-    import residency
 
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
     return (
@@ -120,8 +120,6 @@ def _compiler() -> str:
 
 
 def _simulator() -> str:
-    from residency import sim
-
     try:
         is_built = sim.is_built()
     except ResidencyError as error:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from residency import _dryrun
+from residency import _dryrun, sim
 from residency._errors import InvalidArgumentError
 from residency._units import format_bytes, parse_bytes
 
@@ -280,24 +280,26 @@ def _say(console: Console, text: str) -> None:
     console.print(text, highlight=False, soft_wrap=True)
 
 
-def _verdict(answer: Answer) -> str:
+def _escaped(text: object) -> str:
     from rich.markup import escape
 
+    return escape(str(text))
+
+
+def _verdict(answer: Answer) -> str:
     if answer.fits:
         return f"[green]fits[/], peak {format_bytes(answer.needed)}"
     words = answer.verdict.value
     if not answer.is_too_large:
-        return f"{words}: {escape(str(answer.found['error']))}" if answer.found["error"] else words
+        return f"{words}: {_escaped(answer.found['error'])}" if answer.found["error"] else words
     # Its peak is not known where it ended before, or where its free bytes lie in pieces.
     return words + f", peak {format_bytes(answer.needed)}" * (answer.headroom < 0)
 
 
 def _why_it_does_not_suit(answer: Answer) -> str:
     """Returns what is said of a change with which a script ends that ends well without it."""
-    from rich.markup import escape
-
     error = answer.found["error"] or answer.found["caught"] or answer.verdict.value
-    return f"does not suit this script: {escape(error)}"
+    return f"does not suit this script: {_escaped(error)}"
 
 
 def _in_short(answer: Answer) -> dict[str, Any]:
@@ -342,8 +344,6 @@ class _Runner:
 
 def _settings(arguments: argparse.Namespace) -> tuple[RunSettings, tuple[str, str]]:
     """Returns how a run is made, what the device is called, and what its figures rest on."""
-    from residency.sim import gpu_named
-
     if arguments.device is None and arguments.capacity is None:
         raise InvalidArgumentError(
             "which device? Give --device with a card's name, such as l4, or --capacity, as 24GiB."
@@ -354,7 +354,7 @@ def _settings(arguments: argparse.Namespace) -> tuple[RunSettings, tuple[str, st
         raise InvalidArgumentError(f"--ranks is {arguments.ranks}; expected 1 or more.")
     name, title, capacity, rests_on = None, "a device of this size", 0, _OF_NO_CARD
     if arguments.device is not None:
-        name, gpu = gpu_named(arguments.device, name="--device")
+        name, gpu = sim.gpu_named(arguments.device, name="--device")
         title, capacity, rests_on = gpu.title, gpu.capacity, gpu.rests_on
     if arguments.capacity is not None:
         capacity = parse_bytes(arguments.capacity, name="--capacity")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import stat
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from residency._dryrun._made import moved
 
@@ -105,6 +106,4 @@ def path_of_uri(name: str) -> str:
     """Returns the path in a database's name, where that is a URI; an event does not say so."""
     if not name.startswith("file:"):
         return ""
-    from urllib.parse import unquote, urlsplit  # which few scripts need
-
     return unquote(urlsplit(name).path)

@@ -193,10 +193,6 @@ class Parking:
         self._rebound.clear()
         return sum(tie.allocated_bytes for tie in ties)
 
-    def free_host_memory(self) -> None:
-        """Gives the owner's pinned memory back, as far as nothing is parked in it."""
-        self._arena.free_all()
-
     # ------------------------------------------------------------------------------- what there is
 
     def _find_device(self, tensors: Sequence[tuple[str, Tensor]]) -> None:

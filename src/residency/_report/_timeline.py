@@ -55,12 +55,11 @@ def timeline(run: RecordedRun) -> str:
 def _figure(
     run: RecordedRun, boundaries: list[Boundary], lanes: list[str], shown: list[RecordedVisit]
 ) -> Any:
-    import plotly.graph_objects as go
-    from plotly.subplots import make_subplots
+    from plotly import graph_objects as go, subplots
 
     below = _LANE_HEIGHT * len(lanes)
     both = _PLOT_HEIGHT + _GAP + below
-    figure: Any = make_subplots(
+    figure: Any = subplots.make_subplots(
         rows=2,
         cols=1,
         shared_xaxes=True,

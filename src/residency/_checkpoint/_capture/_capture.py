@@ -275,9 +275,9 @@ class Capture:
         """The JSON document of the tree."""
         return {"tree": self.description.tree, "tensors": self.blocks.special}
 
-    def describe(self, tree: object, *, is_lasting: bool = False, rank: int | None = None) -> None:
-        """Finds what is to be taken, and borrows what an optimizer lends; see ``capture``."""
-        describe(tree, is_lasting=is_lasting, into=self.description)
+    def describe(self, tree: object, *, rank: int | None = None) -> None:
+        """Finds what is to be taken, and borrows what an optimizer lends."""
+        describe(tree, into=self.description)
         self._lay_out(rank)
 
     def adopt(self, description: Description) -> None:
@@ -354,43 +354,18 @@ class Capture:
         return all(ended)
 
 
-def capture(
-    tree: object, *, arena: SlabArena, is_lasting: bool = False, verify: bool = False
+def capture_described(
+    description: Description, *, arena: SlabArena, verify: bool = False
 ) -> Capture:
-    """Begins to copy a state tree; returns when all copies are queued.
-
-    Args:
-        tree: See ``describe``.
-        arena: Where the bytes go, page-locked, if it may be, where some are on a device: copies
-            then do not block the host.
-        is_lasting: Whether loans may last for good.
-        verify: Whether to compare sums over all bytes before and after the copies.
+    """Begins to copy a tree that ``describe`` has looked at; its loans end where this fails.
 
     Raises:
-        RefusedError: Something in the tree cannot be saved, or the host has no room. Nothing is
-            held.
-
-    Memory:
-        Device: none (``verify``: 8 bytes per 16 KiB, and up to 32 KiB for each tensor). Host: the
-        bytes of all blocks that are not lent, each rounded up to 512.
+        RefusedError: Something in the tree cannot be saved, or the host has no room.
     """
     captured = Capture(arena)
     try:
-        captured.describe(tree, is_lasting=is_lasting)
-        captured.make_room(verify=verify)
-        captured.copy()
-    except BaseException:
-        captured.release()
-        raise
-    return captured
-
-
-def capture_described(description: Description, *, arena: SlabArena) -> Capture:
-    """Begins to copy a tree that is described already; its loans end where this fails."""
-    captured = Capture(arena)
-    try:
         captured.adopt(description)
-        captured.make_room()
+        captured.make_room(verify=verify)
         captured.copy()
     except BaseException:
         captured.release()

@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residency._checkpoint._capture._capture import Capture, capture, check_verify, view_of
+from residency._checkpoint._capture._capture import (
+    Capture,
+    capture_described,
+    check_verify,
+    view_of,
+)
+from residency._checkpoint._capture._walk import describe
 from residency._checkpoint._document._state_dicts import state_dicts
 from residency._dtensor import local_of, wrapped_like
 from residency._modes import callers_modes_off
@@ -121,5 +127,6 @@ def snapshot(tree: object, *, verify: str = "gate", pin: bool = True) -> Snapsho
     """
     is_verified = check_verify(verify)
     arena = SlabArena(pin=pin)
-    captured = capture(tree, arena=arena, is_lasting=True, verify=is_verified)
+    described = describe(tree, is_lasting=True)
+    captured = capture_described(described, arena=arena, verify=is_verified)
     return Snapshot(captured, arena)

@@ -12,7 +12,7 @@ import math
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from residency._checkpoint._disk._crc import crc32
@@ -141,17 +141,14 @@ def dump_manifest(manifest: Manifest) -> bytes:
     )
 
 
-def parse_manifest(data: bytes, *, file: str = MANIFEST) -> Manifest:
-    """Returns what a manifest file says.
-
-    Args:
-        data: The file's bytes.
-        file: The file's name, for the message.
+def parse_manifest(data: bytes) -> Manifest:
+    """Returns what the bytes of a manifest file say.
 
     Raises:
         CorruptSaveError: They are not the bytes of a manifest, or not those that were written.
         CheckpointError: A later version of the format.
     """
+    file = MANIFEST
     found = _unseal(data, file)
     if found.get("format") != _FORMAT:
         _fail(file, f"it is of the format {found.get('format')!r}, expected {_FORMAT!r}")
@@ -241,16 +238,7 @@ def _dump(fields: dict[str, Any], *, sort_keys: bool = False) -> bytes:
 def _dump_rank(report: RankReport) -> dict[str, Any]:
     return {
         "document": report.document,
-        "files": {
-            name: {
-                "num_bytes": record.num_bytes,
-                "header_bytes": record.header_bytes,
-                "header_crc32": record.header_crc32,
-                "chunk_bytes": record.chunk_bytes,
-                "crc32": list(record.crc32),
-            }
-            for name, record in report.files.items()
-        },
+        "files": {name: asdict(record) for name, record in report.files.items()},
     }
 
 

@@ -87,11 +87,11 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def newest_save(path: Path, *, system: System = SYSTEM) -> Path | None:
+def newest_save(path: Path) -> Path | None:
     """Returns the newest published save in a directory, or None where there is none."""
     if not path.is_dir():
         return None
-    published = PublishedSaves(system, path).published()
+    published = PublishedSaves(SYSTEM, path).published()
     return path / published[max(published)] if published else None
 
 

@@ -286,9 +286,9 @@ def read_into(system: System, fd: Descriptor, view: memoryview, offset: int) -> 
     return done
 
 
-def write_bytes(system: System, fd: Descriptor, data: bytes, offset: int = 0) -> None:
-    """Writes all of a buffer."""
-    view = memoryview(data)
+def write_bytes(system: System, fd: Descriptor, data: bytes) -> None:
+    """Writes all of a buffer, from the begin of a file on."""
+    view, offset = memoryview(data), 0
     while view.nbytes:
         num_bytes = system.pwritev(fd, [view], offset)
         if num_bytes == 0:

@@ -196,7 +196,5 @@ def _weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _corrupt(
-    path: Path, problem: str, tensor: str | None = None, offset: int | None = None
-) -> NoReturn:
-    raise CorruptSaveError(f"{path} {problem}.", file=path.name, tensor=tensor, offset=offset)
+def _corrupt(path: Path, problem: str, tensor: str | None = None) -> NoReturn:
+    raise CorruptSaveError(f"{path} {problem}.", file=path.name, tensor=tensor)

@@ -144,15 +144,12 @@ def is_equal(left: Any, right: Any, _pairs: frozenset[tuple[int, int]] = frozens
         return left.__func__ is right.__func__ and is_equal(left.__self__, right.__self__, pairs)
     if isinstance(left, float) and left != left and right != right:
         return True
-    same = left == right if "__eq__" in _attributes_of(type(left)) else None
+    has_own = any("__eq__" in vars(each) for each in type(left).__mro__[:-1])  # but object's
+    same = left == right if has_own else None
     if isinstance(same, bool):
         return same
     parts = [_rebuilt_from(value) for value in (left, right)]
     return parts[0] is not None and is_equal(parts[0], parts[1], pairs)
-
-
-def _attributes_of(cls: type) -> set[str]:
-    return {name for each in cls.__mro__ if each is not object for name in vars(each)}
 
 
 def _rebuilt_from(value: object) -> object:

@@ -45,6 +45,11 @@ RAISES: list[tuple[str, int, str]] = [  # the part, lines, what they buy
     ("library", 70, "a bucket that nobody gives fits the state: an offload never takes more"),
     ("dry run and demo", 25, "short answers whose foundations stand on the page"),
     ("dry run and demo", 16, "files of weights that are mapped are no memory of the host"),
+    (
+        "library",
+        1480,
+        "a frozen base on the host, two blocks on the device: a LoRA that did not fit",
+    ),
     ("library", 93, "a save asks of alike tensors once: a call of 1,240 takes 11 ms, not 24"),
     ("library", 52, "an overlapped step has hooks on its own modules alone, which copies lose"),
 ]

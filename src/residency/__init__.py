@@ -21,6 +21,7 @@ from residency._lazy import door
 
 if TYPE_CHECKING:
     from residency._checkpoint import Checkpointer, Retention, load_into, snapshot
+    from residency._frozen import stream_frozen
     from residency._handoff import hand_off, reclaim, take_over
     from residency._memory import holders, memory_state, phase, record
     from residency._optim import OffloadedOptimizer, offload_optimizer, onload_optimizer
@@ -53,6 +54,7 @@ __all__ = [
     "record",
     "sim",
     "snapshot",
+    "stream_frozen",
     "take_over",
     "testing",
     "unpark",
@@ -61,6 +63,7 @@ __all__ = [
 _SUBMODULES = frozenset({"optim", "sim", "testing", "types"})
 _NAMES = {
     "_checkpoint": ["Checkpointer", "Retention", "load_into", "snapshot"],
+    "_frozen": ["stream_frozen"],
     "_handoff": ["hand_off", "reclaim", "take_over"],
     "_memory": ["holders", "memory_state", "phase", "record"],
     "_optim": ["OffloadedOptimizer", "offload_optimizer", "onload_optimizer"],

@@ -14,6 +14,7 @@ import transformers_evaluation_cases
 import transformers_interrupted_cases
 import transformers_parking_cases
 import transformers_saving_cases
+import transformers_streaming_cases
 import transformers_training_cases
 from transformers_interrupted_cases import dead, let_some_die
 from transformers_lab import case, set_up_process
@@ -26,6 +27,7 @@ MODULES = (
     transformers_interrupted_cases,
     transformers_parking_cases,
     transformers_saving_cases,
+    transformers_streaming_cases,
     transformers_training_cases,
 )
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import residency
-from residency import park, unpark
+from residency import _module_calls, park, unpark
 from residency._park import _guards
 
 pytestmark = pytest.mark.sim_device(capacity="256MiB", workspaces=False)
@@ -263,7 +263,7 @@ def test_a_watch_that_begins_in_one_thread_while_the_last_one_ends_in_another_st
     model = nn.Linear(4, 4).to(device)
     ending, beginning = (_guards.Notices({0: object()}) for _ in range(2))
     has_come = threading.Event()  # to the lock, or past it
-    lock, set_call = _guards._lock, _guards._set_call
+    lock, set_call = _guards._lock, _module_calls._set_call
 
     class Lock:
         def __enter__(self) -> None:
@@ -286,14 +286,14 @@ def test_a_watch_that_begins_in_one_thread_while_the_last_one_ends_in_another_st
 
     thread = threading.Thread(target=begin)
     monkeypatch.setattr(_guards, "_lock", Lock())
-    monkeypatch.setattr(_guards, "_set_call", begin_meanwhile)
+    monkeypatch.setattr(_module_calls, "_set_call", begin_meanwhile)
     ending.put_up([model])
     ending.take_down()
     thread.join()
     monkeypatch.undo()
     watched = nn.Module.__call__
     beginning.take_down()
-    assert watched is _guards._call
+    assert watched is _module_calls._call
     assert nn.Module.__call__ is torch_call
 
 

@@ -4,10 +4,7 @@ A forward that fails gets a note on its own error; a step of an optimizer, which
 and a forward of an FSDP2 module, which would gather from the host, are refused before they begin.
 Everything else runs into torch's own device error.
 
-[Note: no hook in the module] A hook in a module goes along with its copies and pickles, and stays
-there. A global hook of torch's has every compiled module warn and compile anew. So calls go, while
-anything is parked, through a function in the place of ``nn.Module.__call__``, which no copy takes
-along.
+Calls go through ``_module_calls`` meanwhile. [Note: no hook in the module]
 """
 
 from __future__ import annotations
@@ -19,13 +16,13 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from residency._dtensor import local_of
 from residency._errors import RefusedError
+from residency._module_calls import Call, watch
 from residency._park._loads import watch_loads
 from residency._registries import WeakRegistry
 from residency._transfer import register_away
@@ -33,8 +30,6 @@ from residency._transfer import register_away
 _MAX_NAMES = 3  # in a message
 _lock = threading.RLock()  # reentrant: a parking may die, and say so, wherever Python collects
 _standing: WeakRegistry[Notices] = WeakRegistry()
-_torch_call = nn.Module.__call__
-_is_in_place = False  # whether calls of modules come to `_call`
 
 
 class Notices:
@@ -93,42 +88,21 @@ register_away(is_parked, is_any=lambda: bool(len(_standing)))
 
 
 def _watch_calls() -> None:
-    """Puts our function in the place of torch's while anything is parked, and takes it away after.
-
-    Where another one was put around ours meanwhile, ours stays, and is there the next time.
-    """
-    global _torch_call, _is_in_place
+    """Watches calls of modules and loads of optimizers while anything is parked."""
     with _lock:
-        watch_loads(is_on=bool(len(_standing)))
-        now: Any = nn.Module.__call__
-        if len(_standing):
-            if now is not _call and (not _is_in_place or now is _torch_call):
-                _torch_call, _is_in_place = now, True
-                _set_call(_call)
-        elif _is_in_place and now in (_call, _torch_call):
-            _is_in_place = False
-            _set_call(_torch_call)
+        is_on = bool(len(_standing))
+        watch_loads(is_on=is_on)
+        watch(_around, is_on=is_on)
 
 
-def _set_call(function: Any) -> None:
-    nn.Module.__call__ = function  # type: ignore[method-assign]  # [Note: no hook in the module]
-    # What torch.compile takes for torch's own, so that it may leave the call out: where it was
-    # imported while ours stood there, that is ours.
-    dynamo: Any = sys.modules.get("torch._dynamo.utils")
-    if getattr(dynamo, "unpatched_nn_module_call", None) is _call:
-        dynamo.unpatched_nn_module_call = _torch_call
-
-
-def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Calls a module as torch does; a use of what is parked is refused, or its error explained."""
-    if torch.compiler.is_compiling():
-        return _torch_call(self, *args, **kwargs)
-    if any(notices.refuses(self) for notices in _standing):
-        _refuse(self)
+def _around(call: Call, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """Calls a module; a use of what is parked is refused, or its error explained."""
+    if any(notices.refuses(module) for notices in _standing):
+        _refuse(module)
     try:
-        return _torch_call(self, *args, **kwargs)
+        return call(module, *args, **kwargs)
     except RuntimeError as error:
-        _explain(self, error)
+        _explain(module, error)
         raise
 
 

@@ -49,6 +49,7 @@ from residency._transfer._owner import (
     bring_all_home as bring_all_home,
     defining_class as defining_class,
     note_owned as note_owned,
+    note_visitor as note_visitor,
     owned_optimizers as owned_optimizers,
     owner_of as owner_of,
     refuse_hidden_state as refuse_hidden_state,

@@ -244,9 +244,17 @@ class StateOwner(Protocol):
         """
 
 
+class Visitor(Protocol):
+    """A thing whose bytes live on the host and are on the device for a while."""
+
+    def drop_all(self) -> None:
+        """Gives the device's memory back, behind all that reads it."""
+
+
 _owners: dict[type, StateOwner] = {}
 _forecasters: list[Callable[[Any], list[Tensor]]] = []
 _owned: WeakRegistry[Any] = WeakRegistry()
+_visitors: WeakRegistry[Visitor] = WeakRegistry()
 
 
 def register_owner(kind: type, owner: StateOwner) -> None:
@@ -259,8 +267,17 @@ def owner_of(optimizer: object) -> StateOwner | None:
     return next((owner for kind, owner in _owners.items() if isinstance(optimizer, kind)), None)
 
 
+def note_visitor(visitor: Visitor) -> None:
+    """Lets ``bring_all_home`` speak to what has device memory between two uses, for its life."""
+    _visitors.add(visitor)
+
+
 def bring_all_home() -> None:
-    """Gives back the device memory of all owned state that is there between two steps."""
+    """Gives back the device memory of all owned state that is there between two steps, and of
+    visitors.
+    """
+    for visitor in _visitors:
+        visitor.drop_all()
     for optimizer in owned_optimizers():
         owner = owner_of(optimizer)
         if owner is not None:

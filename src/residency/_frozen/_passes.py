@@ -241,12 +241,15 @@ class UnitPasses:
 class _End:
     """A callback of torch's at the end of a backward pass; one that fails only drops it."""
 
+    _is_made = False  # of one that an interrupt left half made, which ends nothing
+
     def __init__(self, passes: UnitPasses, task: int) -> None:
         self._passes = weakref.ref(passes)
         self._task = task
+        self._is_made = True
 
     def __call__(self) -> None:
-        if (passes := self._passes()) is not None:
+        if self._is_made and (passes := self._passes()) is not None:
             passes.end(self._task)
 
     def __del__(self) -> None:

@@ -181,6 +181,13 @@ def is_simulated() -> bool:
     return module is not None and bool(module.is_enabled())
 
 
+def is_dry() -> bool:
+    """Returns whether kernels and copies run for their shapes only, so that host memory which is
+    asked for need not be there.
+    """
+    return is_simulated() and bool(sys.modules["residency_sim"].settings()["dry"])
+
+
 def reset_peak(device: torch.device | None = None) -> None:
     """Starts the peak of ``max_memory_allocated`` anew; torch has one register for all callers."""
     if accelerator() is not None:

@@ -142,7 +142,8 @@ def _mapped(num_bytes: int) -> Tensor | None:
         except (AttributeError, OSError):  # a system without it goes on with small pages
             continue
     mapping = _Mapping(memory, num_bytes)
-    _touch(mapping.data())
+    if not _device.is_dry():
+        _touch(mapping.data())
     if not mapping.lock():
         _log.warning(
             "residency: the driver did not page-lock %s in large pages; torch does it, more slowly",

@@ -1,5 +1,5 @@
-"""The work that a dry run leaves out on the host: random numbers for large weights, and the
-conversion of such weights, whose values mean nothing. Their memory is asked for and never touched.
+"""The work that a dry run leaves out on the host: random numbers for large weights, and conversions
+and copies of such weights, whose values mean nothing. Their memory is asked for and never touched.
 
 What a script draws after them is what it would have drawn: how long its samples are, and in which
 order they come, decides its peak. So as many numbers of 32 bits are taken from the generator as
@@ -30,6 +30,7 @@ def leave_out_weights() -> None:
     # Since torch 2.12 it draws again until all numbers lie inside, which wide bounds never need.
     init: Any = torch.nn.init
     init._no_grad_trunc_normal_ = _unfilled(init._no_grad_trunc_normal_)
+    replace_method("copy_", _uncopied(torch.Tensor.copy_))
     replace_method("to", _unconverted(torch.Tensor.to))
     for name, dtype in (
         ("bfloat16", torch.bfloat16),
@@ -72,6 +73,17 @@ def _take(count: int, generator: torch.Generator | None) -> None:
     thrown_away = torch.empty(min(count, MIB), dtype=torch.uint8, device="cpu")
     for first in range(0, count, MIB):
         thrown_away[: count - first].random_(generator=generator)
+
+
+def _uncopied(copy: Any) -> Any:
+    """Returns a copy that leaves out the numbers of a large weight for other memory of the host."""
+
+    @around(copy)
+    def copied(self: torch.Tensor, source: Any, *args: object, **options: object) -> Any:
+        is_weight = isinstance(source, torch.nn.Parameter) and _is_large(source)
+        return self if is_weight and self.is_cpu else copy(self, source, *args, **options)
+
+    return copied
 
 
 def _unconverted(convert: Any, target: torch.dtype | None = None) -> Any:

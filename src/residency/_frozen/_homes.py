@@ -207,12 +207,11 @@ def _fill(entries: Iterable[tuple[Streamed, Region]], device: torch.device) -> N
     mover = Mover(device)
     moves = []
     for entry, region in entries:
-        source = raw_bytes(entry.parameter)
-        target = region.slab.data.narrow(0, region.offset, source.numel())
-        if source.is_cpu:
-            copy_across(target, source)
+        if entry.parameter.is_cpu:
+            copy_across(entry.home, entry.parameter)
         else:
-            moves.append((target, source))
+            source = raw_bytes(entry.parameter)
+            moves.append((region.slab.data.narrow(0, region.offset, source.numel()), source))
     if not moves:
         return
     sources = [source for _, source in moves]
